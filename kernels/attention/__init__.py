@@ -1,0 +1,101 @@
+"""attention: softmax(q k^T scale) v, every head for itself (Vaswani et al. 2017, arXiv:1706.03762).
+
+    attention(q, k, v, *, causal=True, scale=None) -> out
+
+    q    (B, Tq, H, D)    compute dtype; views of one packed (B, T, 3, H, D) tensor are usual
+    k v  (B, Tk, Hkv, D)  H a multiple of Hkv (grouped queries: head h reads k head h // (H / Hkv)); Tk >= Tq if causal
+    out  (B, Tq, H, D)
+    scale  None: 1 / sqrt(D)
+
+The causal mask is aligned bottom right: query i sees keys 0 ... i + Tk - Tq, so one new query sees the whole cache.
+"""
+
+import math
+
+import torch
+
+SHAPES = {
+    "124m": {"shape": (32, 1024, 12, 64)},
+    "long": {"shape": (2, 16384, 12, 64)},
+    "wide": {"shape": (4, 4096, 16, 128)},
+}
+
+CASES = {
+    "64": {"shape": (2, 64, 3, 64)},
+    "T=1": {"shape": (2, 1, 3, 64)},
+    "T=127": {"shape": (1, 127, 2, 64)},
+    "T=129": {"shape": (1, 129, 2, 64)},
+    "T=1025": {"shape": (1, 1025, 1, 64)},
+    "D=80": {"shape": (1, 33, 2, 80)},
+    "D=128": {"shape": (1, 33, 2, 128)},
+    "one_head": {"shape": (2, 50, 1, 64)},
+    "gqa": {"shape": (2, 40, 6, 64), "kv_heads": 2},
+    "mqa": {"shape": (2, 40, 4, 64), "kv_heads": 1},
+    "decode": {"shape": (2, 1, 3, 64), "keys": 77},
+    "chunk": {"shape": (2, 16, 3, 64), "keys": 77},
+    "full": {"shape": (2, 50, 3, 64), "causal": False},
+    "scaled": {"shape": (2, 50, 3, 64), "scale": 0.3},
+    "large_logits": {"shape": (2, 257, 2, 64), "magnitude": 6.0},
+    "packed": {"shape": (2, 50, 3, 64), "packed": True},
+}
+
+
+def reference(q, k, v, *, causal=True, scale=None):
+    heads, keys = q.shape[2], k.shape[1]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    if causal:
+        scores = scores.masked_fill(~causal_mask(q.shape[2], keys, q.device), -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def causal_mask(queries, keys, device):
+    """(Tq, Tk), True where the query sees the key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def inputs(
+    shape,
+    *,
+    keys=None,
+    kv_heads=None,
+    causal=True,
+    scale=None,
+    magnitude=1.0,
+    packed=False,
+    dtype,
+    device="cpu",
+    seed=0,
+):
+    """Arguments of attention(), q and k of standard deviation `magnitude`; `packed` gives views of one tensor."""
+    generator = torch.Generator(device).manual_seed(seed)
+    batch, queries, heads, width = shape
+    keys, kv_heads = keys or queries, kv_heads or heads
+
+    def randn(*size, std=1.0):
+        return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
+
+    if packed:
+        q, k, v = randn(batch, queries, 3, heads, width).unbind(2)
+    else:
+        q = randn(batch, queries, heads, width, std=magnitude)
+        k = randn(batch, keys, kv_heads, width, std=magnitude)
+        v = randn(batch, keys, kv_heads, width)
+    tensors = {name: t.detach().requires_grad_() for name, t in {"q": q, "k": k, "v": v}.items()}
+    return {**tensors, "causal": causal, "scale": scale}
+
+
+def cost(shape, *, keys=None, kv_heads=None, causal=True, dtype=torch.bfloat16, **_):
+    """Two products forward and five backward (the scores are formed again), over the pairs that the mask leaves."""
+    batch, queries, heads, width = shape
+    keys, kv_heads = keys or queries, kv_heads or heads
+    pairs = queries * keys - (queries * (queries - 1) // 2 if causal else 0)
+    product = 2 * batch * heads * pairs * width
+    q_bytes = batch * queries * heads * width * dtype.itemsize
+    kv_bytes = 2 * batch * keys * kv_heads * width * dtype.itemsize
+    lse = 4 * batch * heads * queries
+    return {
+        "forward": (2 * product, 2 * q_bytes + kv_bytes + lse),  # q, k, v in; out, lse out
+        "backward": (5 * product, 4 * q_bytes + 2 * kv_bytes + lse),  # q, k, v, out, dout, lse in; dq, dk, dv out
+    }

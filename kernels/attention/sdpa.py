@@ -1,0 +1,44 @@
+"""torch.nn.functional.scaled_dot_product_attention, which picks one of PyTorch's backends by shape, dtype and GPU.
+
+Which one it took is not left to guessing: detail() makes the call (the registry gives it fake tensors: no memory,
+no arithmetic) and reads the operator that PyTorch's dispatcher chose.
+"""
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.attention import causal_mask
+
+
+def attention(q, k, v, *, causal=True, scale=None):
+    queries, keys, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+    # PyTorch aligns is_causal top left. With as many keys as queries that is the same; one query sees every key.
+    mask = causal_mask(queries, keys, q.device) if causal and 1 < queries != keys else None
+    causal = causal and queries == keys
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+class _Record(TorchDispatchMode):
+    """The names of the operators that pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))  # "aten._scaled_dot_product_flash_attention.default"
+        return func(*args, **(kwargs or {}))
+
+
+def detail(**inputs):
+    """The backend that PyTorch takes for these tensors: cudnn, flash, efficient, flash_for_cpu, or math for none."""
+    with _Record() as record:
+        attention(**inputs)
+    taken = [re.sub(r".*_scaled_dot_product_|_attention|\.\w+$", "", n) for n in record.names if "_scaled_dot_" in n]
+    version = f", cudnn {torch.backends.cudnn.version()}" if taken == ["cudnn"] else ""
+    return f"{taken[0] if taken else 'math'}, torch {torch.__version__}{version}"

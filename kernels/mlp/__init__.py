@@ -1,0 +1,79 @@
+"""mlp: the two matrix products of a block and the activation between them.
+
+    mlp(x, w_fc, b_fc, w_proj, b_proj) -> y        y = gelu(x @ w_fc.T + b_fc) @ w_proj.T + b_proj
+
+    x       (..., C)   compute dtype, as is everything here
+    w_fc    (F, C)     b_fc (F,) or None; F = 4 C in GPT-2
+    w_proj  (C, F)     b_proj (C,) or None
+    y       (..., C)
+
+GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+"""
+
+import math
+
+import torch
+
+SHAPES = {
+    "124m": {"shape": (65536, 768)},
+    "1558m": {"shape": (32768, 1600)},
+}
+
+CASES = {
+    "768": {"shape": (2, 16, 768)},
+    "1600": {"shape": (3, 1600)},
+    "769": {"shape": (5, 769)},
+    "odd": {"shape": (7, 65), "hidden": 131},
+    "one_row": {"shape": (1, 128)},
+    "many_rows": {"shape": (1031, 64)},
+    "no_bias": {"shape": (33, 128), "bias": False},
+    "far_from_zero": {"shape": (33, 128), "scale": 20.0},
+    "non_contiguous": {"shape": (6, 10, 128), "contiguous": False},
+}
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def reference(x, w_fc, b_fc, w_proj, b_proj):
+    h = x @ w_fc.T
+    h = gelu(h if b_fc is None else h + b_fc)
+    y = h @ w_proj.T
+    return y if b_proj is None else y + b_proj
+
+
+def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, dtype, device="cpu", seed=0):
+    """Arguments of mlp(), weights at the scale where every layer's output has unit variance."""
+    generator = torch.Generator(device).manual_seed(seed)
+    width = shape[-1]
+    hidden = hidden or 4 * width
+
+    def randn(*size, std=1.0):
+        return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
+
+    x = randn(*shape, std=scale) if contiguous else randn(*shape[:-1], width + 8, std=scale)[..., :width]
+    tensors = {
+        "x": x,
+        "w_fc": randn(hidden, width, std=width**-0.5),
+        "b_fc": randn(hidden, std=0.1) if bias else None,
+        "w_proj": randn(width, hidden, std=hidden**-0.5),
+        "b_proj": randn(width, std=0.1) if bias else None,
+    }
+    return {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+
+
+def cost(shape, *, hidden=None, bias=True, dtype=torch.bfloat16, **_):
+    """Two matrix products forward and four backward. Forward writes the pre-activation for the backward, which
+    forms the activation again from it."""
+    width = shape[-1]
+    hidden = hidden or 4 * width
+    rows = torch.Size(shape).numel() // width
+    product = 2 * rows * width * hidden
+    weights = 2 * width * hidden + (width + hidden if bias else 0)
+    forward = weights + 2 * rows * width + rows * hidden
+    backward = 2 * weights + 3 * rows * width + rows * hidden
+    return {
+        "forward": (2 * product, forward * dtype.itemsize),
+        "backward": (4 * product, backward * dtype.itemsize),
+    }

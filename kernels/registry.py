@@ -1,0 +1,133 @@
+"""Which backends exist, and who computes each op.
+
+A folder is an op, a file in it is a backend, and the file's name is the value on the command line:
+`kernels/norm/mine.py` is `kernels.norm=mine`. The folder's `__init__.py` is the op's contract:
+
+    reference(...)      plain PyTorch, any dtype; in float64 it is the truth
+    inputs(...)         random arguments of the op, as a dict, for a dtype and a device
+    cost(...)           {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}, every tensor moved once
+    SHAPES, CASES       keyword arguments of inputs(): the shapes to measure, and those that bite
+
+and a backend is a file with the op's function, and where it has something to say
+
+    unavailable(device)    None, or one sentence: why it cannot run on this torch.device and what would change that
+    detail(**inputs)       what it will really run for these (fake) arguments, and its version: "cudnn, torch 2.11.0"
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+OPS = ("norm", "attention", "mlp", "loss")
+ROOT = Path(__file__).parent
+
+
+class KernelError(ValueError):
+    """A choice of kernel that does not exist or is not what its op asks for; the message is one line."""
+
+
+class Unavailable(KernelError):
+    """The backend exists and cannot run here; the message says why and what would make it run."""
+
+    status = "unavailable"  # the word in a result row
+
+
+class Ops(NamedTuple):
+    """The function that computes each op: what `model/` is built from."""
+
+    norm: Callable
+    attention: Callable
+    mlp: Callable
+    loss: Callable
+
+
+@dataclass
+class KernelsConfig:
+    norm: str
+    mlp: str
+    loss: str
+    compile: bool  # torch.compile around the whole model; it crosses with every backend
+
+    def __post_init__(self):
+        for op in ("norm", "mlp", "loss"):
+            check_name(op, getattr(self, op), key=f"kernels.{op}")
+
+
+@dataclass
+class AttnConfig:
+    impl: str
+
+    def __post_init__(self):
+        check_name("attention", self.impl, key="attn.impl")
+
+
+def impls(op: str) -> list[str]:
+    """The names of `op`'s backends: the files in its folder."""
+    return sorted(path.stem for path in (ROOT / op).glob("[!_]*.py"))
+
+
+def contract(op: str) -> ModuleType:
+    """The op's own module, with reference(), inputs(), cost(), SHAPES and CASES."""
+    return importlib.import_module(f"kernels.{op}")
+
+
+def backend(op: str, impl: str) -> ModuleType:
+    """The backend's module, wherever it may run. KernelError: there is none, or it lacks the op's function."""
+    check_name(op, impl, key=op)
+    module = importlib.import_module(f"kernels.{op}.{impl}")
+    if not callable(getattr(module, op, None)):
+        raise KernelError(f"kernels/{op}/{impl}.py defines no function {op}(...); kernels/{op}/__init__.py shows it")
+    return module
+
+
+def unavailable(op: str, impl: str, device: torch.device) -> str | None:
+    """Why this backend cannot run on `device`, in one sentence, or None."""
+    probe = getattr(backend(op, impl), "unavailable", None)
+    return probe(device) if probe else None
+
+
+def load(op: str, impl: str, device: torch.device) -> Callable:
+    """The function that computes `op`. Unavailable: it cannot run on `device`."""
+    if why := unavailable(op, impl, device):
+        raise Unavailable(f"{op}={impl} cannot run here: {why}")
+    return getattr(backend(op, impl), op)
+
+
+def chosen(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
+    """Op -> name of the backend that the config asks for."""
+    return {"norm": kernels.norm, "attention": attn.impl, "mlp": kernels.mlp, "loss": kernels.loss}
+
+
+def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> Ops:
+    """The functions that the config asks for."""
+    return Ops(**{op: load(op, impl, device) for op, impl in chosen(kernels, attn).items()})
+
+
+def describe(op: str, impl: str, **shape) -> str:
+    """Who computes `op` for arguments like inputs(**shape): "sdpa (cudnn, torch 2.11.0)". Takes no memory."""
+    detail = getattr(backend(op, impl), "detail", None)
+    if detail is None:
+        return f"{impl} (torch {torch.__version__})"
+    with FakeTensorMode():
+        return f"{impl} ({detail(**contract(op).inputs(**shape))})"
+
+
+def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
+    """The choice in a few letters: `eager-sdpa`, `triton+compile-flash`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
+    ops = {"norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss}
+    names = set(ops.values())
+    name = names.pop() if len(names) == 1 else "+".join(f"{op}.{impl}" for op, impl in ops.items())
+    if kernels.compile:
+        name = "compile" if name == "eager" else f"{name}+compile"
+    return f"{name}-{attn.impl}"
+
+
+def check_name(op: str, impl: str, key: str) -> None:
+    if impl not in impls(op):
+        raise KernelError(f"{key}={impl}: no file kernels/{op}/{impl}.py; there are {', '.join(impls(op))}")

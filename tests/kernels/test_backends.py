@@ -1,0 +1,172 @@
+"""Every backend of every op, against reference() in float64. A new file in an op's folder is tested by being there.
+
+The rule: err(impl) <= 2 err(eager) + atol, so the tolerance is what eager itself loses at that dtype on the same
+numbers; atol is the rounding that no order of summation escapes. Eager has to be right in float64 first.
+"""
+
+import functools
+import zlib
+
+import pytest
+import torch
+
+from kernels.registry import OPS, contract, impls, load, unavailable
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+BACKENDS = [pytest.param(op, impl, id=f"{op}-{impl}") for op in OPS for impl in impls(op)]
+CASES = [
+    pytest.param(op, impl, case, id=f"{op}-{impl}-{case}")
+    for op in OPS
+    for impl in impls(op)
+    for case in contract(op).CASES
+]
+LOW = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """torch.empty and its kin give NaN: what a kernel forgets to write is seen."""
+
+    def poisoned(make):
+        @functools.wraps(make)
+        def make_nan(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return make_nan
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+def usable(op, impl, device):
+    """The op's function, or a skip with the backend's own reason."""
+    if why := unavailable(op, impl, device):
+        pytest.skip(why)
+    return load(op, impl, device)
+
+
+def tensors(values):
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def evaluate(function, inputs, seed=0, expand=False, dtype=None):
+    """{"out0": ..., "d_x": ...}: outputs and gradients, for one fixed gradient of each output.
+
+    `dtype` evaluates in that dtype from the same (already rounded) numbers. `expand` gives gradients of stride 0.
+    """
+    inputs = {k: v.detach().to(dtype).requires_grad_() if dtype and v in tensors([v]) else v for k, v in inputs.items()}
+    outputs = function(**inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    results = {f"out{i}": out.detach() for i, out in enumerate(outputs)}
+    douts = []
+    for out in outputs:
+        generator = torch.Generator(out.device).manual_seed(seed)
+        shape = out.shape[-1:] if expand else out.shape
+        dout = torch.randn(shape, generator=generator, device=out.device).to(torch.bfloat16).to(out.dtype)
+        douts.append(dout.expand(out.shape))
+    leaves = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    grads = torch.autograd.grad(outputs, list(leaves.values()), douts)
+    return results | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def assert_as_good_as_eager(got, eager, truth, inputs, dtype):
+    """atol: the result's own rounding to `dtype`, or n roundings at random in an fp32 sum of n terms, whichever is
+    more, times the largest value. A result that is zero is a difference of equals; its scale is the others'."""
+    terms = max(max(t.shape[-1], t.numel() // t.shape[-1]) for t in tensors(inputs.values()))
+    rounding = max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps * terms**0.5)
+    scales = {name: exact.abs().max().item() for name, exact in truth.items()}
+    for name, exact in truth.items():
+        atol = rounding * (scales[name] if scales[name] > 1e-12 else max(scales.values()))
+        error, eagers = ((value[name].double() - exact).abs().max().item() for value in (got, eager))
+        assert got[name].shape == exact.shape
+        assert got[name].dtype == eager[name].dtype, f"{name} is {got[name].dtype}, eager gives {eager[name].dtype}"
+        assert error <= 2 * eagers + atol, f"{name}: error {error:.3g}, eager's {eagers:.3g}, atol {atol:.3g}"
+
+
+def case_inputs(op, case, dtype, device):
+    return contract(op).inputs(**contract(op).CASES[case], dtype=dtype, device=device, seed=zlib.crc32(case.encode()))
+
+
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op in OPS for case in contract(op).CASES])
+def test_eager_is_the_formula(op, case):
+    """In float64 eager and reference agree to rounding, outputs and gradients: the yardstick itself is right."""
+    inputs = case_inputs(op, case, torch.float64, "cpu")
+    truth = evaluate(contract(op).reference, inputs)
+    got = evaluate(load(op, "eager", torch.device("cpu")), inputs)
+    for name, exact in truth.items():
+        # sums of up to 1e4 terms, each rounded at 1.1e-16
+        torch.testing.assert_close(got[name], exact, rtol=1e-10, atol=1e-12 * max(1, exact.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("op", "impl", "case"), CASES)
+def test_against_float64(op, impl, case, dtype, device, poison):
+    function = usable(op, impl, device)
+    inputs = case_inputs(op, case, dtype, device)
+    truth = evaluate(contract(op).reference, inputs, dtype=torch.float64)
+    eager = evaluate(load(op, "eager", device), inputs)
+    assert_as_good_as_eager(evaluate(function, inputs), eager, truth, inputs, dtype)
+
+
+@pytest.mark.parametrize(("op", "impl"), BACKENDS)
+def test_expanded_gradients(op, impl, device, poison):
+    """`out.sum().backward()` hands down a gradient of stride 0, and so does a broadcast."""
+    function = usable(op, impl, device)
+    inputs = case_inputs(op, "non_contiguous" if op != "attention" else "packed", torch.float32, device)
+    truth = evaluate(contract(op).reference, inputs, expand=True, dtype=torch.float64)
+    eager = evaluate(load(op, "eager", device), inputs, expand=True)
+    assert_as_good_as_eager(evaluate(function, inputs, expand=True), eager, truth, inputs, torch.float32)
+
+
+@pytest.mark.parametrize(("op", "impl"), BACKENDS)
+def test_nothing_given_is_written_to(op, impl, device):
+    """Neither the arguments nor the incoming gradients change."""
+    function = usable(op, impl, device)
+    inputs = case_inputs(op, next(iter(contract(op).CASES)), torch.float32, device)
+    before = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    outputs = function(**inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    douts = [torch.randn_like(out) for out in outputs]
+    kept = [dout.clone() for dout in douts]
+    torch.autograd.grad(outputs, tensors(inputs.values()), douts)
+    assert all(torch.equal(inputs[name], value) for name, value in before.items())
+    assert all(torch.equal(dout, copy) for dout, copy in zip(douts, kept, strict=True))
+
+
+@pytest.mark.parametrize(("op", "impl"), BACKENDS)
+def test_compiled_is_uncompiled(op, impl, device):
+    """fullgraph=True: no graph break; and the same rule holds for what the compiler made of it."""
+    function = usable(op, impl, device)
+    inputs = case_inputs(op, next(iter(contract(op).CASES)), torch.float32, device)
+    truth = evaluate(contract(op).reference, inputs, dtype=torch.float64)
+    eager = evaluate(load(op, "eager", device), inputs)
+    torch.compiler.reset()
+    assert_as_good_as_eager(
+        evaluate(torch.compile(function, fullgraph=True), inputs), eager, truth, inputs, torch.float32
+    )
+
+
+def test_the_rule_can_fail():
+    """A variance as E[x^2] - E[x]^2 loses its digits where the mean is far from zero; and a row can be forgotten."""
+
+    def careless(x, residual, weight, bias, eps=1e-5):
+        residual = residual + x
+        variance = residual.square().mean(-1, keepdim=True) - residual.mean(-1, keepdim=True).square()
+        return (residual - residual.mean(-1, keepdim=True)) * torch.rsqrt(variance + eps) * weight + bias, residual
+
+    def forgetful(x, residual, weight, bias, eps=1e-5):
+        y, residual = load("norm", "eager", torch.device("cpu"))(x, residual, weight, bias, eps)
+        return y * (torch.arange(len(y)) < len(y) - 1).unsqueeze(-1), residual
+
+    inputs = case_inputs("norm", "far_mean", torch.float32, "cpu")
+    truth = evaluate(contract("norm").reference, inputs, dtype=torch.float64)
+    eager = evaluate(load("norm", "eager", torch.device("cpu")), inputs)
+    for wrong in (careless, forgetful):
+        with pytest.raises(AssertionError, match="out0: error"):
+            assert_as_good_as_eager(evaluate(wrong, inputs), eager, truth, inputs, torch.float32)
