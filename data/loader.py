@@ -1,0 +1,105 @@
+"""Batches as a pure function of (seed, step, rank): no state to save, and a resumed run sees what it would have seen.
+
+A sample is a window of block_size + 1 tokens of one shard; windows overlap by the one token that is a target here and
+an input there. An epoch visits every sample once, in an order drawn from (seed, epoch). The samples of a step do not
+depend on how it is divided into micro-batches and ranks.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from data.errors import DataError
+from data.shards import Shard
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # x and y, (batch_size, block_size) int64: y is x one token on
+
+
+class Windows:
+    """The samples of some shards, numbered from 0. DataError: there is not even one."""
+
+    def __init__(self, shards: list[Shard], block_size: int, split: str):
+        self.shards, self.block_size = shards, block_size
+        counts = [max(0, len(shard) - 1) // block_size for shard in shards]
+        self.ends = np.cumsum(counts)
+        if sum(counts) == 0:
+            tokens = sum(map(len, shards))
+            raise DataError(
+                f"the {split} text has {tokens} tokens, and one sample takes {block_size + 1} (train.block_size + 1): "
+                "use more text, or lower train.block_size"
+            )
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """The samples with these numbers."""
+        rows = torch.from_numpy(np.stack([self._row(int(i)) for i in samples]).astype(np.int64))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def _row(self, sample: int) -> np.ndarray:
+        shard = int(np.searchsorted(self.ends, sample, side="right"))
+        first = int(self.ends[shard - 1]) if shard else 0
+        start = (sample - first) * self.block_size
+        return self.shards[shard].tokens[start : start + self.block_size + 1]
+
+
+class Loader:
+    """The training batches of one rank; `loader(step)` gives the micro-batches of an optimizer step (from 1)."""
+
+    def __init__(
+        self, windows: Windows, batch_size: int, tokens_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+    ):
+        self.windows, self.batch_size, self.seed = windows, batch_size, seed
+        self.rank, self.world_size = rank, world_size
+        self.samples_per_step = tokens_per_step // windows.block_size
+
+    def __call__(self, step: int) -> list[Batch]:
+        positions = np.arange((step - 1) * self.samples_per_step, step * self.samples_per_step)
+        samples = np.array([self.sample(int(position)) for position in positions])
+        mine = samples.reshape(-1, self.world_size, self.batch_size)[:, self.rank]  # (micro-steps, batch_size)
+        return [self.windows.batch(micro) for micro in mine]
+
+    def sample(self, position: int) -> int:
+        """The number of the sample at this position of the endless training stream."""
+        epoch, index = divmod(position, len(self.windows))
+        return int(order(self.seed, epoch, len(self.windows))[index])
+
+
+@lru_cache(maxsize=2)  # a step may lie across two epochs
+def order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """The order of an epoch: a permutation of its samples."""
+    return np.random.default_rng([seed, epoch]).permutation(samples)
+
+
+def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple[list[Batch], float]]:
+    """(micro-batches on `device`, seconds that the caller waited for them), for the steps first, first + 1, ...
+
+    A thread reads the next step while this one is computed; on a GPU it leaves it in pinned memory, from where the copy
+    runs beside the computation.
+    """
+
+    def read(step: int) -> list[Batch]:
+        batches = loader(step)
+        return [(x.pin_memory(), y.pin_memory()) for x, y in batches] if device.type == "cuda" else batches
+
+    with ThreadPoolExecutor(1) as thread:
+        pending = thread.submit(read, first)
+        for step in itertools.count(first + 1):
+            start = time.perf_counter()
+            batches = pending.result()
+            waited = time.perf_counter() - start
+            pending = thread.submit(read, step)
+            yield [(x.to(device, non_blocking=True), y.to(device, non_blocking=True)) for x, y in batches], waited
+
+
+def evaluation(windows: Windows, batch_size: int, batches: int) -> Iterator[Batch]:
+    """A fixed set: the first `batches` full batches of the split, or one smaller where there is no full one."""
+    size = min(batch_size, len(windows))
+    for start in range(0, min(batches, len(windows) // size) * size, size):
+        yield windows.batch(np.arange(start, start + size))
