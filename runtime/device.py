@@ -1,0 +1,164 @@
+"""The machine: which device, what it can do at most, how much memory it took, and what to write beside a figure."""
+
+import os
+import platform
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from runtime.config import UserError, check
+
+GIB = 2**30
+
+# Dense bf16 tensor-core peaks with fp32 accumulation, FLOP/s, from the vendor's data sheets (without sparsity). The
+# first key that is a word of PyTorch's device name counts; an unknown GPU has no peak, never a guess.
+BF16_PEAK = {
+    "B200": 2250e12,
+    "GH200": 989.4e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989.4e12,
+    "A100": 312e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "A40": 149.7e12,
+    "A6000": 154.8e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+
+
+def pick(name: str) -> torch.device:
+    """The device for `auto`, `cpu`, `cuda` or `cuda:N`. UserError: it does not exist here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    check(
+        name == "cpu" or (kind == "cuda" and (not index or index.isdigit())),
+        f"device={name}: choose auto, cpu, cuda or cuda:N",
+    )
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            why = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch sees no GPU"
+            raise UserError(f"device={name}: {why} (torch {torch.__version__}); use device=cpu, or device=auto")
+        count = torch.cuda.device_count()
+        check(int(index or 0) < count, f"device={name}: this machine has {count} GPU(s), numbered from 0")
+        torch.cuda.set_device(int(index or 0))
+    return torch.device(name)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def name(device: torch.device) -> str:
+    """ "NVIDIA H200", or the CPU's model name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return model[1] if model else platform.processor() or platform.machine()
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The vendor's dense bf16 FLOP/s of this GPU, or None where the table does not know it."""
+    if "Laptop" in device_name:  # the desktop card's name with another chip behind it
+        return None
+    return next((peak for key, peak in BF16_PEAK.items() if re.search(rf"\b{key}\b", device_name)), None)
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a matmul on this very machine: median of 10, random data, 8192^3 on a GPU and 1024^3 on a CPU."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    seconds = []
+    for _ in range(10):
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds)
+
+
+class Ceiling:
+    """What this machine could do at most, and how much of that a throughput is."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float):
+        self.flops_per_token = flops_per_token
+        self.peak, self.measured = peak_flops(name(device)), measured_flops(device, dtype)
+
+    def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
+        """Throughput and model FLOP utilisation, against the data sheet and against the matmul measured here."""
+        rate = tokens_per_sec and tokens_per_sec * self.flops_per_token
+        return {
+            "perf/tokens_per_sec": tokens_per_sec,
+            "perf/mfu": rate / self.peak if rate and self.peak else None,
+            "perf/mfu_measured_peak": rate / self.measured if rate else None,
+        }
+
+
+def memory(device: torch.device) -> dict[str, float | int | None]:
+    """Peak memory since reset_memory(), GiB: the allocator's on a GPU, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return {
+            "mem/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
+            "mem/peak_reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "mem/alloc_retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+        }
+    unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in KiB on Linux
+    return {
+        "mem/peak_allocated_gib": None,
+        "mem/peak_reserved_gib": None,
+        "mem/alloc_retries": None,
+        "mem/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB,
+    }
+
+
+def reset_memory(device: torch.device) -> None:
+    """Forget the peak so far (a CPU process cannot)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def environment(device: torch.device) -> dict[str, str | int | bool | None]:
+    """What a figure depends on besides the config."""
+    cuda = device.type == "cuda"
+    changes = _output("git", "status", "--porcelain", "--untracked-files=no")
+    return {
+        "device": name(device),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "torch": torch.__version__,
+        "triton": version("triton") if find_spec("triton") else None,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "git_commit": os.environ.get("HOTSWAP_COMMIT") or _output("git", "rev-parse", "HEAD"),
+        "git_dirty": None if changes is None else changes != "",
+    }
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, run in the repo's root; None where there is no such command or it fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10)
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,94 @@
+"""Experiment trackers: they get the keys of metrics.jsonl and the result row. Our own files are the record."""
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from runtime.config import check
+
+INIT_SECONDS = 20  # that W&B may take to answer before the run goes on offline
+
+
+@dataclass
+class LoggerConfig:
+    name: str  # none | wandb
+    mode: str  # offline | online
+    project: str
+    group: str | None
+
+    def __post_init__(self):
+        check(self.name in TRACKERS, f"logger.name={self.name}: choose {' or '.join(TRACKERS)}")
+        check(self.mode in ("offline", "online"), f"logger.mode={self.mode}: choose offline or online")
+
+
+class Tracker:
+    """`logger=none`: keeps nothing. The interface that the others fill."""
+
+    def __init__(self, config: LoggerConfig):
+        self.config = config
+
+    def start(self, folder: Path, row: dict) -> None:
+        """The run begins; `row` holds name, config, kernels and env."""
+
+    def log(self, step: int, figures: dict) -> None:
+        """The figures of one logged step."""
+
+    def finish(self, row: dict) -> None:
+        """The run ended, in whatever way; `row` is the result row."""
+
+
+class Wandb(Tracker):
+    """`logger=wandb`: Weights & Biases, offline unless `logger.mode=online`; never a prompt, never a lost run."""
+
+    def __init__(self, config: LoggerConfig):
+        super().__init__(config)
+        check(find_spec("wandb") is not None, "logger=wandb needs W&B: pip install wandb; or choose logger=none")
+        self.run = None
+
+    def start(self, folder: Path, row: dict) -> None:
+        import wandb
+
+        wandb.setup(settings=wandb.Settings(silent=True))
+        arguments = {
+            "project": self.config.project,
+            "group": self.config.group,
+            "name": row["name"],
+            "dir": str(folder.resolve()),  # W&B writes from a process of its own, with its own idea of "here"
+            "config": {**row["config"], "executed": row["kernels"], "env": row["env"]},
+            "settings": wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
+        }
+        mode = os.environ.get("WANDB_MODE", self.config.mode)
+        try:
+            if mode == "online" and not wandb.login(prompt=False, verify=False):
+                raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
+            self.run = wandb.init(mode=mode, **arguments)
+        except wandb.errors.Error as error:
+            reason = str(error).splitlines()[0]
+            print(
+                f"warning: W&B goes on offline: {reason}; `wandb sync {folder}/wandb/offline-*` uploads",
+                file=sys.stderr,
+            )
+            self.run = wandb.init(mode="offline", **arguments)
+        # A metric has one x axis in W&B. Throughput has two: the step (the default), and tokens under a second name.
+        self.run.define_metric("tokens")
+        self.run.define_metric("perf_by_tokens/*", step_metric="tokens")
+
+    def log(self, step: int, figures: dict) -> None:
+        extra = {}
+        if "perf/tokens_per_sec" in figures:
+            extra = {"perf_by_tokens/tokens_per_sec": figures["perf/tokens_per_sec"]}
+        self.run.log({**figures, **extra}, step=step, commit=True)
+
+    def finish(self, row: dict) -> None:
+        if self.run is not None:
+            self.run.summary.update({key: value for key, value in row.items() if key != "config"})
+            self.run.finish(exit_code=0 if row["status"] == "ok" else 1)
+
+
+TRACKERS = {"none": Tracker, "wandb": Wandb}
+
+
+def tracker(config: LoggerConfig) -> Tracker:
+    return TRACKERS[config.name](config)

@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    """What is marked `gpu` runs by itself where a GPU is."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def hotswap(monkeypatch, capsys, tmp_path, request):
+    """train.py as a command in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
+
+    Runs start in an empty folder, where the runs and the token shards of one test are.
+    """
+    import train
+
+    cache = tmp_path / "tokens"
+
+    def command(*arguments):
+        monkeypatch.setattr("sys.argv", ["train.py", *arguments, f"data.cache={cache}"])
+        capsys.readouterr()
+        try:
+            train.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+            if isinstance(stop.code, str):
+                print(stop.code, file=__import__("sys").stderr)
+        return (code, *capsys.readouterr())
+
+    monkeypatch.chdir(tmp_path)
+    return command

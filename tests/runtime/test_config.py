@@ -1,0 +1,103 @@
+"""Every mistake of a user is one line that starts with `error: `, and exit code 1."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MISTAKES = [
+    (["kernels=fast"], "kernels=fast: no such choice; kernels is one of: compile, eager"),
+    (["attn=fast"], "attn=fast: no such choice; attn is one of: eager, sdpa"),
+    (["+experiment=fast"], "experiment=fast: no such choice; experiment is one of: smoke"),
+    (["kernels.mlp=fast"], "kernels.mlp=fast: no file kernels/mlp/fast.py; there are eager"),
+    (["attn.impl=fast"], "attn.impl=fast: no file kernels/attention/fast.py; there are eager, sdpa"),
+    (["train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
+    (["+train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
+    (["++model.n_layers=5"], "unknown key model.n_layers; did you mean model.n_layer?"),
+    (["+colour=red"], "unknown key colour; there are: out_dir, seed, device"),
+    (["kernel=eager"], "unknown key kernel; did you mean kernels?"),
+    (["train.max_steps=many"], "train.max_steps: Value 'many' of type 'str' could not be converted to Integer"),
+    (["train.batch_size=2.5"], "train.batch_size: Value '2.5' of type 'float' could not be converted to Integer"),
+    (["model.bias=perhaps"], "model.bias: Value 'perhaps' is not a valid bool"),
+    (["attn.impl=null"], "attn.impl: Incompatible value 'None'"),
+    (["~train.batch_size"], "train.batch_size: Structured config of type `TrainConfig` has missing mandatory value"),
+    (["train.batch_size=0"], "train.batch_size=0: it must be at least 1"),
+    (["train.log_every=0"], "train.log_every=0: it must be at least 1"),
+    (["train.max_steps=null"], "train.max_steps or train.max_minutes must be set"),
+    (["train.max_steps=0"], "train.max_steps and train.max_minutes must be above 0"),
+    (["optim.learning_rate=-1"], "optim.learning_rate=-1.0: it must not be negative"),
+    (["model.dropout=1.5"], "model.dropout=1.5: it must be in [0, 1)"),
+    (["seed=-1"], "seed=-1: it must not be negative"),
+    (["precision=fp8"], "precision=fp8: choose fp32, amp, bf16"),
+    (["train.tokens_per_step=5000"], "train.tokens_per_step=5000 does not divide into micro-steps"),
+    (["model.n_head=3"], "model.n_embd=128 is not a multiple of model.n_head=3"),
+    (
+        ["train.block_size=256"],
+        "train.block_size: a sequence of 256 is beyond the model's position table of model.block_size=128",
+    ),
+    (["device=tpu"], "device=tpu: choose auto, cpu, cuda or cuda:N"),
+    (["data=text"], "data=text needs data.path=FILE"),
+    (["data=text", "data.path=nowhere"], "data.path=nowhere: no such file or folder"),
+    (["data.path=book.txt"], "data.path=book.txt is for your own text: add data=text"),
+    (["data.tokenizer=words"], "data.tokenizer=words: choose bytes or gpt2"),
+    (["model.vocab_size=200"], "data.tokenizer=bytes has 257 ids, and model.vocab_size=200 is less"),
+    (["logger=paper"], "logger=paper: no such choice; logger is one of: none, wandb"),
+    (["logger.name=paper"], "logger.name=paper: choose none or wandb"),
+    (["logger.mode=live"], "logger.mode=live: choose offline or online"),
+    (["train.max_steps=[1"], "no viable alternative at input"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_line(hotswap, arguments, message):
+    code, _, err = hotswap("+experiment=smoke", *arguments)
+    assert code == 1
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_key_inside_a_group_file(hotswap, tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "odd.yaml").write_text("{norm: eager, mlp: eager, loss: eager, compile: false, nrm: eager}")
+    code, _, err = hotswap("--config-dir", str(tmp_path), "+experiment=smoke", "kernels=odd")
+    assert (code, err) == (1, "error: unknown key kernels.nrm; did you mean kernels.norm?\n")
+
+
+def test_no_gpu(hotswap, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = hotswap("+experiment=smoke", "device=cuda")
+    assert code == 1
+    assert err.startswith("error: device=cuda: ")
+    assert "use device=cpu" in err
+
+
+def test_as_a_program(tmp_path):
+    """The same from a shell: the exit code, the stream, and nothing else."""
+    command = [sys.executable, str(ROOT / "train.py"), "+train.step=5"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: unknown key train.step; did you mean train.max_steps?\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_groups_backends_and_keys(hotswap):
+    code, out, _ = hotswap("--help")
+    assert code == 0
+    for shown in ("kernels: compile, eager", "attention  eager, sdpa", "tokens_per_step: 65536", "+experiment=smoke"):
+        assert shown in out
+
+
+def test_in_a_sweep_a_mistake_stops_only_its_job(hotswap, tmp_path):
+    small = "train.max_steps=1", "train.eval_every=0", "train.sample_tokens=0", "model.n_layer=1"
+    code, _out, err = hotswap(
+        "-m", "+experiment=smoke", *small, "kernels.norm=fast,eager", "out_dir=out/${kernels.norm}"
+    )
+    assert code == 1
+    assert err == "error: kernels.norm=fast: no file kernels/norm/fast.py; there are eager\n"
+    assert (tmp_path / "out/eager/result.json").exists()
+    assert not (tmp_path / "out/fast").exists()
