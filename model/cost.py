@@ -1,0 +1,24 @@
+"""The one accounting: parameters and FLOPs of a GPTConfig, by formula, without building the model."""
+
+from model.gpt import GPTConfig
+
+
+def parameters(config: GPTConfig) -> int:
+    """All of them; the head is tied to the token table and counts once."""
+    C, bias = config.n_embd, int(config.bias)
+    norm = C * (1 + bias)
+    block = 2 * norm + 12 * C * C + 9 * C * bias  # c_attn 3C^2, c_proj C^2, mlp 8C^2; biases 3C + C + 4C + C
+    return config.vocab_size * C + positions(config) + config.n_layer * block + norm
+
+
+def positions(config: GPTConfig) -> int:
+    """Parameters of the position table: looked up, never multiplied."""
+    return config.block_size * config.n_embd if config.pos == "learned" else 0
+
+
+def flops_per_token(config: GPTConfig, length: int) -> float:
+    """Training FLOPs a token at sequence length T: 6 N + 12 L C T (PaLM, arXiv:2204.02311, appendix B).
+
+    N leaves the position table out; attention is counted whole, without the half that a causal kernel may skip.
+    """
+    return 6 * (parameters(config) - positions(config)) + 12 * config.n_layer * config.n_embd * length

@@ -1,0 +1,186 @@
+"""GPT-2, written around its kernels: here are the parameters and the data flow, the mathematics is in `kernels/`.
+
+The names are GPT-2's (wte, wpe, h, ln_1, attn.c_attn, ...), so a state dict is the same under every choice of kernel.
+Two dtypes run through it: the compute dtype, in which branches are computed and to which weights are cast where they
+are used, and the dtype of the residual stream, which is that of the stored weights (see PRECISIONS).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kernels.registry import Ops
+from runtime.config import UserError, check
+
+# name -> (dtype of the stored weights and the residual stream, compute dtype)
+PRECISIONS = {
+    "fp32": (torch.float32, torch.float32),
+    "amp": (torch.float32, torch.bfloat16),  # as nanoGPT's autocast
+    "bf16": (torch.bfloat16, torch.bfloat16),  # as llm.c; the optimizer holds fp32 masters
+}
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # positions in the table wpe
+    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    pos: str = "learned"  # learned: GPT-2's table | rope: rotary, no table
+    bias: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            check(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: it must be at least 1")
+        check(
+            self.n_embd % self.n_head == 0,
+            f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts",
+        )
+        check(self.pos in ("learned", "rope"), f"model.pos={self.pos}: choose learned or rope")
+        check(
+            self.pos == "learned" or self.head_dim % 2 == 0,
+            f"model.pos=rope turns pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
+        )
+        check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+def cast(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if weight is None else weight.to(dtype)
+
+
+class Linear(nn.Linear):
+    """y = x W^T + b in x's dtype, whatever the weights are stored in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
+
+
+class LayerNorm(nn.Module):
+    """residual += x, then LayerNorm: returns (y in the compute dtype, residual)."""
+
+    def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
+        super().__init__()
+        self.norm, self.dtype = ops.norm, dtype
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.norm(x, residual, cast(self.weight, self.dtype), cast(self.bias, self.dtype))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, ops: Ops):
+        super().__init__()
+        self.attention, self.n_head = ops.attention, config.n_head
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)  # (B, T, H, D) each
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        return self.c_proj(self.attention(q, k, v).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig, ops: Ops):
+        super().__init__()
+        self.mlp = ops.mlp
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias
+        return self.mlp(x, *(cast(weight, x.dtype) for weight in weights))
+
+
+class Block(nn.Module):
+    """Takes the last branch's output and the residual stream without it; adding them is the next norm's work."""
+
+    def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
+        super().__init__()
+        self.ln_1 = LayerNorm(config, ops, dtype)
+        self.attn = Attention(config, ops)
+        self.ln_2 = LayerNorm(config, ops, dtype)
+        self.mlp = MLP(config, ops)
+        self.drop = dropout(config)
+
+    def forward(self, x: Tensor, residual: Tensor | None, rope: Tensor | None) -> tuple[Tensor, Tensor]:
+        h, residual = self.ln_1(x, residual)
+        h, residual = self.ln_2(self.drop(self.attn(h, rope)), residual)
+        return self.drop(self.mlp(h)), residual
+
+
+class GPT(nn.Module):
+    """idx (B, T) -> logits (B, T, V) in the compute dtype; with targets (B, T), their mean cross-entropy instead."""
+
+    def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.loss = config, ops.loss
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head (Press and Wolf 2017)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
+        self.drop = dropout(config)
+        self.h = nn.ModuleList(Block(config, ops, dtype) for _ in range(config.n_layer))
+        self.ln_f = LayerNorm(config, ops, dtype)
+        self.init_weights()
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+        T = idx.shape[1]
+        x, residual, rope = self.wte(idx), None, None
+        if self.wpe is None:
+            rope = rope_table(T, self.config.head_dim, idx.device)
+        else:
+            if self.config.block_size < T:
+                raise UserError(beyond_table(T, self.config.block_size))
+            x = x + self.wpe.weight[:T]
+        x = self.drop(x)
+        for block in self.h:
+            x, residual = block(x, residual, rope)
+        x, _ = self.ln_f(x, residual)
+        head = cast(self.wte.weight, x.dtype)
+        return F.linear(x, head) if targets is None else self.loss(x, head, targets)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """GPT-2's: normal with 0.02; the two projections onto the residual stream less, by the number of them."""
+        for name, weight in self.named_parameters():
+            if name.endswith("bias"):
+                weight.zero_()
+            elif weight.dim() == 2:
+                residual = name.endswith("c_proj.weight")
+                weight.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
+
+
+def dropout(config: GPTConfig) -> nn.Module:
+    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+
+def beyond_table(length: int, block_size: int) -> str:
+    return (
+        f"a sequence of {length} is beyond the model's position table of model.block_size={block_size}: "
+        "shorten it, raise model.block_size, or choose model.pos=rope"
+    )
+
+
+def rope_table(length: int, head_dim: int, device: torch.device) -> Tensor:
+    """(2, T, 1, D/2) fp32: the cosines and sines of position * 10000^(-2i/D) (Su et al. 2021, arXiv:2104.09864)."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin())).unsqueeze(2)
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn channel i of the first half with channel i of the second (GPT-NeoX's pairing); x is (B, T, H, D)."""
+    cos, sin = rope
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,222 @@
+"""The model against Hugging Face's GPT-2 and Llama's rotary positions."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from kernels.registry import AttnConfig, KernelsConfig, impls, resolve
+from model import cost
+from model.gpt import GPT, GPTConfig, rope_table, rotate
+from runtime.config import UserError
+
+SMALL = GPTConfig(block_size=24, vocab_size=97, n_layer=3, n_head=3, n_embd=48)
+PUBLISHED = {  # parameters with the unpadded vocabulary: transformers' GPT2LMHeadModel of the four sizes
+    "gpt2_124m": 124_439_808,
+    "gpt2_350m": 354_823_168,
+    "gpt2_774m": 774_030_080,
+    "gpt2_1558m": 1_557_611_200,
+}
+
+
+def ops(attn="eager"):
+    eager = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
+    return resolve(eager, AttnConfig(attn), torch.device("cpu"))
+
+
+def gpt(config=SMALL, attn="eager", seed=0, spread=1.0):
+    """A model with random biases and norms too, so that none of them can be forgotten."""
+    torch.manual_seed(seed)
+    model = GPT(config, ops(attn))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(spread * 0.1 * torch.randn_like(weight))
+    return model
+
+
+def hugging_face(model):
+    """transformers' GPT2LMHeadModel with the same weights (its Conv1D holds them transposed)."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    c = model.config
+    sizes = {"n_positions": c.block_size, "vocab_size": c.vocab_size, "n_layer": c.n_layer, "n_head": c.n_head}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(**sizes, n_embd=c.n_embd, bos_token_id=0, eos_token_id=0, **drops)
+    config._attn_implementation = "eager"
+    theirs = GPT2LMHeadModel(config)
+    state = {f"transformer.{name}": transposed(name, w) for name, w in model.state_dict().items()}
+    theirs.load_state_dict(state | {"lm_head.weight": model.wte.weight})
+    return theirs
+
+
+def transposed(name, weight):
+    return weight.T if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else weight
+
+
+def gradients(model, loss):
+    loss.backward()
+    return {name.removeprefix("transformer."): w.grad for name, w in model.named_parameters()}
+
+
+@pytest.mark.parametrize("attn", impls("attention"))
+def test_equals_hugging_face(attn):
+    """Logits, loss and every gradient: as near to Hugging Face's float64 as Hugging Face's own float32 is, times 2."""
+    model = gpt(attn=attn)
+    idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
+
+    def theirs(dtype):
+        reference = hugging_face(model).to(dtype)
+        logits = reference(idx).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return {"logits": logits.detach(), "loss": loss.detach(), **gradients(reference, loss)}
+
+    exact, rounded = theirs(torch.float64), theirs(torch.float32)
+    loss = model(idx, targets)
+    got = {"logits": model(idx).detach(), "loss": loss.detach(), **gradients(model, loss)}
+    assert set(got) == set(exact)
+    for name, value in exact.items():
+        value = transposed(name, value)
+        error, their_error = ((x - value).abs().max() for x in (got[name], transposed(name, rounded[name])))
+        eps = torch.finfo(torch.float32).eps * value.abs().max()
+        assert error <= 2 * their_error + 2 * eps, f"{name}: {error:.2g}, theirs {their_error:.2g}"
+
+
+def test_loss_ignores_what_it_should():
+    model = gpt()
+    idx = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    targets = idx.roll(-1, 1)
+    targets[:, 10:] = -1
+    logits = model(idx)[:, :10].flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits, targets[:, :10].flatten())
+    torch.testing.assert_close(model(idx, targets), expected)
+
+
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_no_token_sees_a_later_one(pos):
+    model = gpt(replace(SMALL, pos=pos))
+    idx = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(1))
+    other = idx.clone()
+    other[0, 12:] = (other[0, 12:] + 1) % 97
+    before, after = model(idx), model(other)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:])
+
+
+def test_rope_equals_hugging_face():
+    """Llama's rotary embedding, which is GPT-NeoX's: an implementation that is not ours."""
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    T, H, D = 50, 3, 16
+    q = torch.randn(2, T, H, D, generator=torch.Generator().manual_seed(0))
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=H * D, num_attention_heads=H, head_dim=D, rope_theta=10000.0))
+    cos, sin = rotary(q, torch.arange(T)[None])
+    expected, _ = apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
+    torch.testing.assert_close(rotate(q, rope_table(T, D, q.device)), expected.transpose(1, 2), rtol=0, atol=2e-6)
+
+
+def test_rope_has_no_table_and_no_longest_length():
+    rope = gpt(replace(SMALL, pos="rope"))
+    assert not [name for name in rope.state_dict() if "wpe" in name]
+    idx = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(1))
+    assert rope(idx).shape == (1, 40, 97)
+    with pytest.raises(
+        UserError, match=r"a sequence of 40 is beyond the model's position table of model.block_size=24"
+    ):
+        gpt()(idx)
+
+
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_are_as_counted(pos, bias):
+    config = replace(SMALL, pos=pos, bias=bias)
+    model = GPT(config, ops())
+    assert sum(w.numel() for w in model.parameters()) == cost.parameters(config)
+    assert bias == any(name.endswith("bias") for name in model.state_dict())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name):
+    config = GPTConfig(vocab_size=50257, **OmegaConf.load(f"configs/model/{name}.yaml"))
+    assert cost.parameters(config) == PUBLISHED[name]
+    with torch.device("meta"):
+        assert sum(w.numel() for w in GPT(config, ops()).parameters()) == PUBLISHED[name]
+
+
+def test_flops_are_palms():
+    """GPT-2 124M at T = 1024, by hand: N is 124,475,904 with the vocabulary of 50304, less 786,432 positions."""
+    assert cost.flops_per_token(GPTConfig(), 1024) == 6 * (124_475_904 - 786_432) + 12 * 12 * 768 * 1024
+
+
+def test_initialisation_is_gpt2s():
+    config = GPTConfig(block_size=512, vocab_size=2048, n_layer=8, n_head=4, n_embd=256)
+    torch.manual_seed(0)
+    for name, weight in GPT(config, ops()).named_parameters():
+        if weight.dim() == 1:
+            assert torch.equal(weight, torch.full_like(weight, "ln" in name and name.endswith("weight")))
+        else:
+            std = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02  # sqrt(2 x 8) = 4
+            # the deviation of n normal draws is within 5 / sqrt(2n) of its own, all but once in 10^6
+            assert abs(weight.std().item() / std - 1) < 5 / (2 * weight.numel()) ** 0.5, name
+
+
+def test_dropout_is_on_the_embedding_and_both_branches():
+    config = replace(SMALL, dropout=0.3)
+    model = gpt(config)
+    idx = torch.randint(97, (8, 24), generator=torch.Generator().manual_seed(1))
+    shares = []
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda _, given, out: shares.append((out == 0).float().mean().item()))
+    model(idx)
+    assert len(shares) == 1 + 2 * config.n_layer
+    n = 8 * 24 * 48
+    assert all(abs(share - 0.3) < 5 * (0.3 * 0.7 / n) ** 0.5 for share in shares)
+    model.eval()
+    plain = gpt(SMALL)
+    assert torch.equal(model(idx), plain(idx))
+
+
+def test_amp_keeps_the_stream_in_fp32():
+    """Stored fp32 and computed bf16: logits and branches in bf16, residual and gradients in fp32."""
+    streams = []
+    eager = ops()
+
+    def norm(x, residual, weight, bias):
+        y, residual = eager.norm(x, residual, weight, bias)
+        streams.append((y.dtype, residual.dtype, weight.dtype))
+        return y, residual
+
+    torch.manual_seed(0)
+    model = GPT(SMALL, eager._replace(norm=norm), torch.bfloat16)
+    idx = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    model(idx, idx).backward()
+    assert set(streams) == {(torch.bfloat16, torch.float32, torch.bfloat16)}
+    assert {w.grad.dtype for w in model.parameters()} == {torch.float32}
+    assert model(idx).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
+        ({"n_layer": 0}, r"model.n_layer=0: it must be at least 1"),
+        ({"pos": "alibi"}, r"model.pos=alibi: choose learned or rope"),
+        ({"dropout": 1.0}, r"model.dropout=1.0: it must be in \[0, 1\)"),
+        ({"pos": "rope", "n_embd": 45}, r"n_embd / n_head = 15 is odd"),
+    ],
+)
+def test_impossible_models(changes, message):
+    with pytest.raises(UserError, match=message):
+        replace(SMALL, **changes)
+
+
+def test_transformers_imports_from_the_root():
+    """The folder `kernels` has the name of a package that transformers looks for; it must not be taken for it."""
+    from transformers.utils.import_utils import is_kernels_available
+
+    import kernels
+
+    assert "site-packages" not in kernels.__file__
+    assert not is_kernels_available()

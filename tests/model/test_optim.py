@@ -1,0 +1,107 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from model.optim import OptimConfig, Optimizer, learning_rate
+from runtime.config import UserError
+
+ADAMW = {
+    "learning_rate": 1e-2,
+    "min_lr": 1e-3,
+    "warmup_steps": 4,
+    "weight_decay": 0.1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "grad_clip": 1.0,
+}
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(dtype)
+
+
+def batch(step):
+    return torch.randn(7, 6, generator=torch.Generator().manual_seed(step))
+
+
+def by_hand(weights, gradients, state, step, lr, config):
+    """AdamW's step in float64, from the paper (algorithm 2), with clipping before it."""
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+    for i, (w, g) in enumerate(zip(weights, gradients, strict=True)):
+        g = g.double() * min(1.0, config.grad_clip / (norm + 1e-6))
+        m, v = state.get(i, (torch.zeros_like(w), torch.zeros_like(w)))
+        m, v = config.beta1 * m + (1 - config.beta1) * g, config.beta2 * v + (1 - config.beta2) * g * g
+        state[i] = m, v
+        if w.dim() >= 2:
+            w *= 1 - lr * config.weight_decay
+        w -= lr * (m / (1 - config.beta1**step)) / ((v / (1 - config.beta2**step)).sqrt() + 1e-8)
+    return norm
+
+
+def test_step_is_adamw_with_decay_on_matrices_only():
+    net, config = model(), OptimConfig(**ADAMW)
+    optimizer, state = Optimizer(net, config), {}
+    expected = [w.detach().double().clone() for w in net.parameters()]
+    for step in range(1, 6):
+        (net(batch(step)).square().sum() * 10).backward()
+        gradients = [w.grad.clone() for w in net.parameters()]
+        optimizer.accumulate()
+        norm = optimizer.step(lr=1e-2)
+        assert norm.item() == pytest.approx(by_hand(expected, gradients, state, step, 1e-2, config), rel=1e-5)
+        assert all(w.grad is None for w in net.parameters())
+        for w, e in zip(net.parameters(), expected, strict=True):
+            torch.testing.assert_close(w.double(), e, rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_weights_have_fp32_masters():
+    """1000 steps of 1e-5 move a master by 1e-2, and the bf16 weight with it; without the master they would be lost."""
+    net = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    nn.init.ones_(net.weight)
+    optimizer = Optimizer(net, OptimConfig(**ADAMW | {"weight_decay": 0.0, "grad_clip": 0.0}))
+    for _ in range(1000):
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer.accumulate()
+        optimizer.step(lr=1e-5)
+    assert net.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(optimizer.masters[0], torch.full((4, 4), 1 - 1e-2), rtol=0, atol=1000 * 2**-24)
+    assert torch.equal(net.weight, optimizer.masters[0].bfloat16())
+
+
+def test_bf16_gradients_add_up_in_fp32():
+    """256 micro-steps of 1 and then one of 1: in bf16 the sum would stop at 256."""
+    net = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    optimizer = Optimizer(net, OptimConfig(**ADAMW))
+    for _ in range(257):
+        net.weight.grad = torch.ones_like(net.weight)
+        optimizer.accumulate()
+        assert net.weight.grad is None
+    assert torch.equal(optimizer.masters[0].grad, torch.full((4, 4), 257.0))
+    assert optimizer.step(lr=0.0).item() == 257 * 4
+
+
+def test_schedule():
+    """Up in a straight line, down in half a cosine, flat after the last step."""
+    config = OptimConfig(**ADAMW)
+    rates = [learning_rate(config, step, last=24) for step in range(1, 31)]
+    assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert rates[13] == pytest.approx((1e-2 + 1e-3) / 2)  # step 14 is half way from 4 to 24
+    assert rates[23:] == pytest.approx([1e-3] * 7)
+    assert all(a > b for a, b in pairwise(rates[3:24]))
+    assert learning_rate(OptimConfig(**ADAMW | {"warmup_steps": 0}), 1, last=1) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": -1.0}, "optim.learning_rate=-1.0: it must not be negative"),
+        ({"beta2": 1.0}, r"optim.beta2=1.0: it must be in \[0, 1\)"),
+        ({"min_lr": 1.0}, "optim.min_lr=1.0 is above optim.learning_rate=0.01"),
+    ],
+)
+def test_impossible_settings(changes, message):
+    with pytest.raises(UserError, match=message):
+        OptimConfig(**ADAMW | changes)
