@@ -1,0 +1,41 @@
+"""Keep the rows of finished runs: `python -m scripts.collect out/RUN ...`
+
+Appends each run's result row to results/<device>/train.jsonl, and with --curves its training losses to
+results/<device>/curves/<kernels>.jsonl. Rows are kept as they were written, whatever their status.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def collect(run: Path, curves: bool) -> Path:
+    """The file that the row went to. `run` is a folder with result.json and metrics.jsonl."""
+    row = json.loads((run / "result.json").read_text())
+    folder = RESULTS / slug(row["env"]["device"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    if curves:
+        (folder / "curves").mkdir(exist_ok=True)
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        kept = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
+        (folder / "curves" / f"{row['name']}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return folder / "train.jsonl"
+
+
+def slug(device: str) -> str:
+    """ "NVIDIA H200" -> "h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia").strip()).strip("-")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
+    parser.add_argument("--curves", action="store_true", help="keep the losses too")
+    arguments = parser.parse_args()
+    for run in arguments.runs:
+        print(f"{run} -> {collect(run, arguments.curves)}")

@@ -1,0 +1,56 @@
+"""What holds for the repo as a whole: imports never climb, and what the README says is so."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from scripts import report
+from tests.test_train import config
+
+ROOT = Path(__file__).parents[1]
+FLOOR = {"kernels": 0, "data": 0, "runtime": 0, "model": 1, "train": 2, "scripts": 3}
+FILES = [path for room in FLOOR for path in [*ROOT.glob(f"{room}/**/*.py"), *ROOT.glob(f"{room}.py")]]
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_never_climb(path):
+    """`kernels`, `data`, `runtime` <- `model` <- `train.py` <- `scripts`, and the ground floor's rooms stand alone."""
+    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for module in imported(path):
+        other = module.split(".")[0]
+        if other in FLOOR and other != room:
+            assert FLOOR[other] < FLOOR[room], f"{room} imports {module}"
+
+
+COMMANDS = re.findall(r"^ *(?:torchrun \S+ )?python train\.py(.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.M)
+
+
+@pytest.mark.parametrize("arguments", sorted(set(COMMANDS)))
+def test_every_command_of_the_readme_is_one(arguments):
+    """Each is composed and checked (a sweep, each of its jobs)."""
+    words = [word for word in shlex.split(arguments) if word not in ("-m", "--help")]
+    jobs = [[]]
+    for word in words:
+        key, _, values = word.partition("=")
+        jobs = [
+            [*job, f"{key}={value}"] for job in jobs for value in (values.split(",") if "-m" in arguments else [values])
+        ]
+    for job in jobs:
+        config(*[word for word in job if not word.startswith(("kernels.norm=mine", "attn=mine"))])
+
+
+def test_the_readme_shows_the_results_as_they_are():
+    """Its tables are what scripts/report.py makes of results/ now."""
+    text = (ROOT / "README.md").read_text()
+    assert report.fill(text) == text

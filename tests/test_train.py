@@ -1,0 +1,275 @@
+"""train.py end to end: what it prints, what it writes, and that it computes what it says."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from torch.nn import functional as F
+
+import train
+from data import open_dataset
+from data.loader import Windows, evaluation
+from kernels import registry
+from runtime.config import parse
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+# One layer, 512 tokens a step, nothing besides the steps
+QUICK = ("+experiment=smoke", "model.n_layer=1", "train.batch_size=4", "train.tokens_per_step=512", "train.log_every=1")
+QUICK += ("train.eval_every=0", "train.sample_tokens=0", "out_dir=run")
+LINE = re.compile(
+    r"^step (\d{5})/(\d{5}) \| loss \d+\.\d{4} \| norm \d+\.\d\d \| lr \d\.\d\de-\d\d \| \d+\.\d\d ms \| "
+    r"[\d,]+ tok/s \| mfu (--|\d+\.\d%) \| mem \d+\.\d\d GiB( \| warm-up)?$"
+)
+
+
+def config(*overrides):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return parse(compose("config", overrides=list(overrides)), train.Config)
+
+
+def metrics(folder="run"):
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+def row(folder="run"):
+    return json.loads(Path(folder, "result.json").read_text())
+
+
+def losses(hotswap, *overrides):
+    """The training losses of a quick run of 8 steps."""
+    folder = f"run{len(list(Path.cwd().glob('run*')))}"
+    code, _, err = hotswap(*QUICK, "train.max_steps=8", *overrides, f"out_dir={folder}")
+    assert (code, err) == (0, "")
+    return torch.tensor([line["train/loss"] for line in metrics(folder)], dtype=torch.float64)
+
+
+def test_smoke(hotswap):
+    """Two thirds of `make smoke`: the loss falls, the lines are as promised, and the folder holds the record."""
+    code, out, err = hotswap("+experiment=smoke", "train.max_steps=80", "train.eval_every=40", "train.log_every=5")
+    assert (code, err) == (0, "")
+    [folder] = Path("out").iterdir()
+    assert re.fullmatch(r"\d{8}-\d{6}-1M-eager-sdpa-fp32", folder.name)
+    steps = [line for line in out.splitlines() if line.startswith("step ") and "val" not in line and "|" in line]
+    assert all(LINE.match(line) for line in steps)
+    assert len(steps) == 3 + 16
+    assert [line.endswith("warm-up") for line in steps] == [True] * 3 + [False] * 16
+    assert "kernels  norm eager (torch" in out
+    assert "attention sdpa (flash_for_cpu, torch" in out
+    assert "mfu      (6 x 0.8M + 12 x 4 x 128 x 128) FLOP a token" in out
+    assert out.splitlines()[-1] == f"done     {folder}/result.json"
+    assert (folder / "sample.txt").stat().st_size > 50
+
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, *range(5, 81, 5)]
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"] / 1.5
+    assert [line["step"] for line in lines if "val/loss" in line] == [40, 80]
+    assert all(("perf/tokens_per_sec" in line) == (line["step"] > 3) for line in lines)
+
+    result = row(folder)
+    assert result["status"] == "ok"
+    assert result["steps"] == 80
+    assert result["tokens"] == 80 * 4096
+    assert result["config"] == yaml.safe_load((folder / "config.yaml").read_text())
+    assert result["config"]["train"]["max_steps"] == 80
+    assert result["kernels"]["compile"] is False
+    assert result["env"]["torch"] == torch.__version__
+    assert result["val/loss"] == lines[-1]["val/loss"]
+    assert result["perf/tokens_per_sec/p20"] <= result["perf/tokens_per_sec"] <= result["perf/tokens_per_sec/p80"]
+    assert result["perf/mfu"] is None  # of a CPU
+    speed = result["perf/tokens_per_sec"] * result["flops_per_token"] / result["measured_peak_flops"]
+    assert result["perf/mfu_measured_peak"] == pytest.approx(speed)
+    assert 0 < speed < 1
+
+
+def test_the_same_seed_is_the_same_run(hotswap):
+    first, again, other = (losses(hotswap, "model.dropout=0.1", f"seed={seed}") for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_a_step_is_the_same_however_divided(hotswap):
+    """1, 2 or 4 micro-steps: the same samples, and the logged loss is the mean; fp32 sums in another order."""
+    whole = losses(hotswap)
+    for size in (2, 1):
+        torch.testing.assert_close(losses(hotswap, f"train.batch_size={size}"), whole, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("attn", registry.impls("attention"))
+def test_attentions_train_alike(hotswap, attn):
+    if why := registry.unavailable("attention", attn, CPU):
+        pytest.skip(why)
+    torch.testing.assert_close(losses(hotswap, f"attn={attn}"), losses(hotswap, "attn=eager"), rtol=1e-4, atol=0)
+
+
+def test_compiled_trains_alike_without_recompiling(hotswap):
+    """The evaluation compiles graphs of its own; the training step is compiled once."""
+    torch.compiler.reset()
+    compiled = losses(hotswap, "kernels=compile", "train.eval_every=3", "train.eval_batches=1")
+    assert row("run0")["perf/recompiles"] == 0
+    assert row("run0")["kernels"]["compile"] is True
+    assert row("run0")["perf/compile_s"] > 1
+    torch.testing.assert_close(compiled, losses(hotswap), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["amp", "bf16"])
+def test_precisions_train_alike(hotswap, precision):
+    """8 steps in bf16 arithmetic: each loss within the 2^-8 that a bf16 logit is off."""
+    torch.testing.assert_close(losses(hotswap, f"precision={precision}"), losses(hotswap), rtol=2**-8, atol=0)
+
+
+def test_what_precisions_store():
+    dtypes = {}
+    for precision in ("fp32", "amp", "bf16"):
+        model = train.build(config(*QUICK, f"precision={precision}"), CPU)
+        dtypes[precision] = {w.dtype for w in model.parameters()} | {model.ln_f.dtype}
+    assert dtypes == {
+        "fp32": {torch.float32},
+        "amp": {torch.float32, torch.bfloat16},
+        "bf16": {torch.bfloat16},
+    }
+
+
+def test_validation_loss_is_the_mean_over_fixed_batches(tmp_path):
+    """Recomputed from the logits, sample by sample; and asking twice, or training in between, changes no batch."""
+    cfg = config(*QUICK, "model.dropout=0.5", "train.eval_batches=3", f"data.cache={tmp_path}")
+    windows = Windows(open_dataset(cfg.data).val, cfg.train.block_size, "validation")
+    model = train.build(cfg, CPU)
+    loss = train.evaluate(model, windows, cfg.train, CPU)
+    assert model.training
+    model.eval()
+    each = []
+    for sample in range(3 * cfg.train.batch_size):
+        tokens = torch.from_numpy(windows._row(sample).astype("int64"))
+        each.append(F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]).item())
+    assert loss == pytest.approx(sum(each) / len(each), rel=1e-5)
+    model.train()
+    assert train.evaluate(model, windows, cfg.train, CPU) == loss
+    assert len(list(evaluation(windows, cfg.train.batch_size, 3))) == 3
+
+
+def test_a_run_may_end_by_the_clock(hotswap):
+    """3 seconds, and the learning rate has come down to its end by then."""
+    code, out, _ = hotswap(*QUICK, "train.max_steps=null", "train.max_minutes=0.05", "optim.warmup_steps=1")
+    assert code == 0
+    assert row()["steps"] > 5
+    assert row()["train/lr"] == pytest.approx(row()["config"]["optim"]["min_lr"], rel=0.2)
+    assert re.search(r"^step 00005 \| loss", out, re.MULTILINE)  # no last step to show
+
+
+def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB. See ..."
+        )
+
+    monkeypatch.setattr(train, "train_step", full)
+    code, _, err = hotswap(*QUICK)
+    assert code == 1
+    assert err.startswith("error: out of GPU memory with train.batch_size=4 x train.block_size=128, eager-sdpa-fp32: ")
+    assert ": Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB; lower train.batch_size" in err
+    assert "lower train.batch_size" in err
+    assert err.count("\n") == 1
+    assert row()["status"] == "oom"
+
+
+def test_an_unavailable_kernel_is_a_line_and_a_row(hotswap, monkeypatch):
+    why = "it needs an NVIDIA GPU"
+    monkeypatch.setattr(registry.backend("norm", "eager"), "unavailable", lambda device: why, raising=False)
+    code, _, err = hotswap(*QUICK)
+    assert (code, err) == (1, f"error: norm=eager cannot run here: {why}\n")
+    assert row()["status"] == f"unavailable: norm=eager cannot run here: {why}"
+
+
+def test_a_folder_holds_one_run(hotswap, tmp_path):
+    assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
+    before = row()
+    code, _, err = hotswap(*QUICK, "train.max_steps=1")
+    assert (code, err) == (1, "error: out_dir=run already holds a run; choose another folder, or delete it\n")
+    assert row() == before
+    Path("file").write_text("")
+    code, _, err = hotswap(*QUICK, "out_dir=file/run")
+    assert (code, err) == (1, "error: out_dir=file/run cannot be written: Not a directory; choose another folder\n")
+
+
+def test_your_own_text(hotswap):
+    Path("book.txt").write_text("All work and no play makes Jack a dull boy.\n" * 400)
+    code, out, _ = hotswap(*QUICK, "train.max_steps=2", "data=text", "data.path=book.txt")
+    assert code == 0
+    assert "data     text, bytes: 15,841 training tokens, 1,761 validation tokens" in out
+    code, _, err = hotswap(*QUICK, "data=text", "data.path=book.txt", "out_dir=two", "train.eval_every=1")
+    assert code == 0, err
+    Path("line.txt").write_text("All work and no play makes Jack a dull boy.\n")
+    code, _, err = hotswap(*QUICK, "data=text", "data.path=line.txt", "out_dir=three")
+    assert code == 1
+    assert err.startswith("error: the training text has 40 tokens, and one sample takes 129 (train.block_size + 1)")
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path):
+    terminal, inside = pty.openpty()
+    termios.tcsetwinsize(inside, (24, 100))
+    command = [sys.executable, str(ROOT / "train.py"), *QUICK, "train.max_steps=6"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=inside, stderr=inside, env={**os.environ, "TERM": "xterm"})
+    os.close(inside)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait() == 0
+    assert re.search(rb"\| [1-6]/6 \[", shown)  # tqdm's count
+    assert re.search(rb"step 00006/00006 \| loss", shown)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu_between_logged_steps(tmp_path):
+    """PyTorch raises at any hidden synchronisation (.item(), a copy from pageable memory, ...) inside a step."""
+    cfg = config(*QUICK, "device=cuda", "precision=bf16", f"data.cache={tmp_path}", "train.batch_size=2")
+    device = torch.device("cuda")
+    model = train.build(cfg, device)
+    optimizer = train.Optimizer(model, cfg.optim)
+    windows = Windows(open_dataset(cfg.data).train, cfg.train.block_size, "training")
+    batches = train.prefetch(train.Loader(windows, 2, 512, seed=1), 1, device)
+    train.train_step(model, optimizer, next(batches)[0], 1e-3)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            train.train_step(model, optimizer, next(batches)[0], 1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "amp", "bf16"])
+@pytest.mark.parametrize("kernels", ["eager", "compile"])
+def test_gpu_trains_as_the_cpu(hotswap, kernels, precision):
+    """The same samples and, from the CPU's weights, the same first loss; bf16's 2^-8, fp32's sums in another order."""
+    torch.compiler.reset()
+    gpu = losses(hotswap, "device=cuda", f"kernels={kernels}", f"precision={precision}")
+    eager = losses(hotswap, "device=cuda", "precision=fp32")
+    torch.testing.assert_close(gpu, eager, rtol=1e-4 if precision == "fp32" else 2**-7, atol=0)
+    assert row("run0")["mem/peak_allocated_gib"] > 0
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_is_a_line(hotswap):
+    code, _, err = hotswap(
+        "model.n_layer=1", "train.batch_size=4096", "train.tokens_per_step=4194304", "out_dir=run", "device=cuda"
+    )
+    assert code == 1
+    assert err.startswith(
+        "error: out of GPU memory with train.batch_size=4096 x train.block_size=1024, eager-sdpa-amp: "
+    )
+    assert err.count("\n") == 1
+    assert row()["status"] == "oom"
