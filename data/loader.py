@@ -7,6 +7,7 @@ depend on how it is divided into micro-batches and ranks.
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -17,6 +18,7 @@ import torch
 from data.errors import DataError
 from data.shards import Shard
 
+AHEAD = 3  # steps read before they are asked for
 Batch = tuple[torch.Tensor, torch.Tensor]  # x and y, (batch_size, block_size) int64: y is x one token on
 
 
@@ -80,8 +82,8 @@ def order(seed: int, epoch: int, samples: int) -> np.ndarray:
 def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple[list[Batch], float]]:
     """(micro-batches on `device`, seconds that the caller waited for them), for the steps first, first + 1, ...
 
-    A thread reads the next step while this one is computed; on a GPU it leaves it in pinned memory, from where the copy
-    runs beside the computation.
+    A thread reads the next AHEAD steps while this one is computed; on a GPU it leaves them in pinned memory, from where
+    the copy runs beside the computation.
     """
 
     def read(step: int) -> list[Batch]:
@@ -89,12 +91,12 @@ def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple
         return [(x.pin_memory(), y.pin_memory()) for x, y in batches] if device.type == "cuda" else batches
 
     with ThreadPoolExecutor(1) as thread:
-        pending = thread.submit(read, first)
-        for step in itertools.count(first + 1):
+        pending = deque(thread.submit(read, first + i) for i in range(AHEAD))
+        for step in itertools.count(first + AHEAD):
             start = time.perf_counter()
-            batches = pending.result()
+            batches = pending.popleft().result()
             waited = time.perf_counter() - start
-            pending = thread.submit(read, step)
+            pending.append(thread.submit(read, step))
             yield [(x.to(device, non_blocking=True), y.to(device, non_blocking=True)) for x, y in batches], waited
 
 

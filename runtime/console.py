@@ -32,8 +32,8 @@ def summary(row: dict) -> str:
     if row["perf/mfu"] is not None:
         share = f"mfu {100 * row['perf/mfu']:.1f}%, {share}"
     return (
-        f"speed    {row['perf/tokens_per_sec']:,.0f} tok/s median ({spread}), {row['perf/step_ms']:.2f} ms a step, "
-        f"{row['perf/data_wait_ms']:.2f} of it waiting for data; {share}\n"
-        f"start    {row['perf/first_step_s']:.1f} s for the first step, {row['perf/compile_s']:.1f} s of it to start and "
-        f"compile; {row['perf/recompiles']} recompilations later"
+        f"speed    {row['perf/tokens_per_sec']:,.0f} tok/s median ({spread}), {row['perf/step_ms']:.2f} ms a step "
+        f"({row['perf/data_wait_ms']:.2f} ms for data); {share}\n"
+        f"start    {row['perf/first_step_s']:.1f} s for the first step, {row['perf/compile_s']:.1f} s of it to compile "
+        f"and start; {row['perf/recompiles']} recompilations later"
     )

@@ -17,6 +17,7 @@ import torch
 from runtime.config import UserError, check
 
 GIB = 2**30
+GIT_COMMIT = "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
 
 # Dense bf16 tensor-core peaks with fp32 accumulation, FLOP/s, from the vendor's data sheets (without sparsity). The
 # first key that is a word of PyTorch's device name counts; an unknown GPU has no peak, never a guess.
@@ -140,7 +141,6 @@ def reset_memory(device: torch.device) -> None:
 def environment(device: torch.device) -> dict[str, str | int | bool | None]:
     """What a figure depends on besides the config."""
     cuda = device.type == "cuda"
-    changes = _output("git", "status", "--porcelain", "--untracked-files=no")
     return {
         "device": name(device),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
@@ -150,8 +150,8 @@ def environment(device: torch.device) -> dict[str, str | int | bool | None]:
         "triton": version("triton") if find_spec("triton") else None,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "git_commit": os.environ.get("HOTSWAP_COMMIT") or _output("git", "rev-parse", "HEAD"),
-        "git_dirty": None if changes is None else changes != "",
+        # "<sha>" or "<sha>-dirty"; a copy of the tree without its history is told by the variable
+        "git_commit": os.environ.get("HOTSWAP_COMMIT") or _output(*GIT_COMMIT),
     }
 
 

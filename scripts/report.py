@@ -17,40 +17,52 @@ def rows(device: str) -> list[dict]:
     return [json.loads(line) for line in (RESULTS / device / "train.jsonl").read_text().splitlines()]
 
 
+COLUMNS = [
+    "model",
+    "batch",
+    "precision",
+    "kernels",
+    "attn",
+    "tokens/s (p20 to p80)",
+    "MFU",
+    "peak GiB",
+    "first step",
+    "loss",
+]
+
+
 def throughput(device: str) -> str:
-    """The table of training throughput: rows of one full step without accumulation, grouped by model and precision."""
+    """The table of training throughput: the rows of +experiment=throughput, by model and precision, fastest first."""
     measured = [row for row in rows(device) if not row["config"]["train"]["eval_every"]]
-    measured.sort(key=lambda row: (row["parameters"], row["config"]["precision"], -(row["perf/tokens_per_sec"] or 0)))
-    lines = [
-        "| model | batch | precision | kernels | attn (it ran) | tokens/s (p20 to p80) | MFU | peak memory | first step | loss |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    return "\n".join(lines + [throughput_line(row) for row in measured])
+    measured.sort(
+        key=lambda row: (row["parameters"], row["config"]["precision"], -(row.get("perf/tokens_per_sec") or 0))
+    )
+    table = [COLUMNS, ["---"] * len(COLUMNS), *map(throughput_cells, measured)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
-def throughput_line(row: dict) -> str:
-    config = row["config"]
-    ops = {config["kernels"][op] for op in ("norm", "mlp", "loss")}
-    kernels = "+".join(sorted(ops)) + ("+compile" if config["kernels"]["compile"] else "")
-    attention = re.sub(r", torch [^,)]*", "", row["kernels"]["attention"])
+def throughput_cells(row: dict) -> list[str]:
+    config, kernels = row["config"], row["config"]["kernels"]
+    ops = "+".join(sorted({kernels[op] for op in ("norm", "mlp", "loss")}))
+    attention = re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
     cells = [
         f"{row['parameters'] / 1e6:.0f}M",
         f"{config['train']['batch_size']} x {config['train']['block_size']}",
         config["precision"],
-        {"eager+compile": "compile"}.get(kernels, kernels),
-        attention.removesuffix(" ()").replace(f"({'torch'})", "").strip(),
+        (f"{ops}+compile" if ops != "eager" else "compile") if kernels["compile"] else ops,
+        attention,
     ]
     if row["status"] != "ok":
-        return "| " + " | ".join([*cells, row["status"], "", "", "", ""]) + " |"
-    p20, p50, p80 = (row[f"perf/tokens_per_sec{p}"] for p in ("/p20", "", "/p80"))
-    cells += [
-        f"**{p50:,.0f}** ({p20:,.0f} to {p80:,.0f})",
+        return [*cells, row["status"], *[""] * (len(COLUMNS) - len(cells) - 1)]
+    p20, median, p80 = (row[f"perf/tokens_per_sec{p}"] for p in ("/p20", "", "/p80"))
+    return [
+        *cells,
+        f"**{median:,.0f}** ({p20:,.0f} to {p80:,.0f})",
         f"{100 * row['perf/mfu']:.1f}%" if row["perf/mfu"] else "",
-        f"{row['mem/peak_allocated_gib']:.1f} GiB",
+        f"{row['mem/peak_allocated_gib']:.1f}",
         f"{row['perf/first_step_s']:.1f} s",
-        f"{row['train/loss']:.4f}",
+        f"{row['train/loss']:.3f}",
     ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def environment(device: str) -> str:
@@ -80,8 +92,8 @@ def agreement(device: str) -> str:
     for name, b in others:
         apart = [abs(a[step] - b[step]) for step in a.keys() & b.keys()]
         said.append(
-            f"`{first}` and `{name}`: over {len(apart)} steps the losses differ by {sum(apart) / len(apart):.4f} in the "
-            f"mean and {max(apart):.4f} at most; the last are {a[max(a)]:.4f} and {b[max(b)]:.4f}."
+            f"`{first}` and `{name}` over {len(apart)} steps: they differ by {sum(apart) / len(apart):.4f} in the "
+            f"mean, by {max(apart):.4f} at most; the last are {a[max(a)]:.4f} and {b[max(b)]:.4f}."
         )
     return "\n".join(said)
 
