@@ -4,6 +4,8 @@ Read it from the top: the config, what is built from it, one optimizer step, the
 """
 
 import math
+import os
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -97,6 +99,10 @@ def build(cfg: Config, device: torch.device) -> GPT:
     with device:
         model = GPT(cfg.model, resolve(cfg.kernels, cfg.attn, device), compute).to(stored)
     if cfg.kernels.compile:
+        check(
+            any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))),
+            "kernels.compile=true needs a C++ compiler, and g++ and clang++ are not to be found: install one",
+        )
         model.compile(fullgraph=True)
     return model
 

@@ -17,8 +17,11 @@ def collect(run: Path, curves: bool) -> Path:
     row = json.loads((run / "result.json").read_text())
     folder = RESULTS / slug(row["env"]["device"])
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "train.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    line = json.dumps(row) + "\n"
+    with (folder / "train.jsonl").open("a+") as file:
+        file.seek(0)
+        if line not in file:  # else it is kept already
+            file.write(line)
     if curves:
         (folder / "curves").mkdir(exist_ok=True)
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

@@ -52,7 +52,9 @@ def test_a_file_is_a_backend(checkout):
     assert code == 0, out
     assert "norm mine (mine, 1.0) | attention mine" in out
 
-    code, out = run(checkout, "-m", "pytest", "-n0", "-vv", "tests/kernels/test_backends.py", "-k", "mine and 768")
+    code, out = run(
+        checkout, "-m", "pytest", "-o", "addopts=", "-vv", "tests/kernels/test_backends.py", "-k", "mine and 768"
+    )
     assert code == 0, out
     assert "test_against_float64[cpu-norm-mine-768-torch.bfloat16] PASSED" in out
 

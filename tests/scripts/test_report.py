@@ -1,0 +1,78 @@
+import json
+
+import pytest
+
+from scripts import collect, report
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """An empty results/ of its own."""
+    for module in (collect, report):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", impl="eager", compile=False):
+    """A finished run's folder, as train.py leaves it."""
+    row = {
+        "name": folder.name,
+        "status": status,
+        "parameters": 124_475_904,
+        "measured_peak_flops": 8e14,
+        "config": {
+            "precision": "amp",
+            "kernels": {"norm": impl, "mlp": "eager", "loss": "eager", "compile": compile},
+            "train": {"batch_size": 64, "block_size": 1024, "eval_every": 0},
+        },
+        "kernels": {"attention": "sdpa (cudnn, torch 2.11.0+cu130, cudnn 91900)"},
+        "env": dict.fromkeys(("driver", "cuda", "cudnn", "torch", "triton"), "1") | {"device": "NVIDIA H200"},
+    }
+    if status == "ok":
+        row |= {f"perf/tokens_per_sec{p}": tokens_per_sec + d for p, d in (("/p20", -1), ("", 0), ("/p80", 1))}
+        row |= {"perf/mfu": 0.456, "perf/first_step_s": 20.0, "mem/peak_allocated_gib": 28.48, "train/loss": losses[-1]}
+    folder.mkdir()
+    (folder / "result.json").write_text(json.dumps(row))
+    lines = [json.dumps({"step": i, "train/loss": loss, "tokens": 1}) for i, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_rows_become_a_table(results, tmp_path):
+    """Grouped and fastest first, a failed run with its reason, and a run that is collected twice once."""
+    slow, fast = run(tmp_path / "slow", 400_000.0), run(tmp_path / "fast", compile=True)
+    full = run(tmp_path / "full", status="oom", impl="triton", compile=True)
+    for folder in (slow, fast, full, slow):
+        assert collect.collect(folder, curves=False) == results / "h200" / "train.jsonl"
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.throughput("h200").splitlines()]
+    speed = ["45.6%", "28.5", "20.0 s", "4.000"]
+    place = ["124M", "64 x 1024", "amp"]
+    attention = "sdpa (cudnn, cudnn 91900)"
+    assert table[2:] == [
+        [*place, "compile", attention, "**500,000** (499,999 to 500,001)", *speed],
+        [*place, "eager", attention, "**400,000** (399,999 to 400,001)", *speed],
+        [*place, "eager+triton+compile", attention, "oom", "", "", "", ""],
+    ]
+
+
+def test_curves_are_compared_and_drawn(results, tmp_path):
+    collect.collect(run(tmp_path / "a", losses=(5.0, 4.0, 3.0)), curves=True)
+    collect.collect(run(tmp_path / "b", losses=(5.0, 4.25, 2.5)), curves=True)
+    assert "over 3 steps: they differ by 0.2500 in the mean, by 0.5000 at most" in report.agreement("h200")
+    report.plot_curves("h200")
+    assert (results / "h200/curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_marked_sections_change(results, tmp_path):
+    collect.collect(run(tmp_path / "a"), curves=False)
+    text = "before\n<!-- throughput: h200 -->\nold\n<!-- end -->\nafter\n<!-- end -->\n"
+    filled = report.fill(text)
+    assert filled.startswith("before\n<!-- throughput: h200 -->\n| model | batch")
+    assert filled.endswith("|\n<!-- end -->\nafter\n<!-- end -->\n")
+    assert "old" not in filled
+    assert report.fill(filled) == filled
+
+
+@pytest.mark.parametrize(("device", "slug"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")])
+def test_the_hardware_is_in_the_path(device, slug):
+    assert collect.slug(device) == slug
