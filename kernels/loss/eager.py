@@ -10,7 +10,10 @@ import torch.nn.functional as F
 
 
 def loss(x, weight, targets, ignore_index=-1):
-    log_probs = F.linear(x, weight).flatten(0, -2).log_softmax(-1)  # (B*T, V)
+    logits = F.linear(x, weight).flatten(0, -2)  # (B*T, V)
+    # torch.compile fuses the cast, and its backward then overwrites the logits: 28.5 GiB instead of 34.6 at 124M, B = 64
+    dtype = torch.float32 if torch.compiler.is_compiling() and logits.dtype.itemsize < 4 else None
+    log_probs = logits.log_softmax(-1, dtype=dtype)
     losses = F.nll_loss(log_probs, targets.flatten(), ignore_index=ignore_index, reduction="none")
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     return total / (targets != ignore_index).sum().clamp(min=1)
