@@ -77,11 +77,13 @@ def environment(device: str) -> str:
 
 
 def curves(device: str) -> dict[str, dict[int, float]]:
-    """Run -> step -> training loss."""
+    """Run -> step -> training loss, in the order in which the runs were collected."""
     kept = {}
-    for path in sorted((RESULTS / device / "curves").glob("*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        kept[path.stem] = {line["step"]: line["train/loss"] for line in lines}
+    for name in (row["name"] for row in rows(device)):
+        path = RESULTS / device / "curves" / f"{name}.jsonl"
+        if path.exists():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            kept[name] = {line["step"]: line["train/loss"] for line in lines}
     return kept
 
 
@@ -105,7 +107,7 @@ def fill(text: str) -> str:
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"
 
-    return re.sub(r"(<!-- (\w+): (\w+) -->)\n.*?\n(<!-- end -->)", section, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- (\w+): (\w+) -->)\n(?:.*?\n)??(<!-- end -->)", section, text, flags=re.DOTALL)
 
 
 def plot_curves(device: str) -> None:

@@ -65,10 +65,11 @@ def test_curves_are_compared_and_drawn(results, tmp_path):
 
 def test_only_marked_sections_change(results, tmp_path):
     collect.collect(run(tmp_path / "a"), curves=False)
-    text = "before\n<!-- throughput: h200 -->\nold\n<!-- end -->\nafter\n<!-- end -->\n"
+    text = "before\n<!-- throughput: h200 -->\nold\n<!-- end -->\nafter\n<!-- throughput: h200 -->\n<!-- end -->\n"
     filled = report.fill(text)
     assert filled.startswith("before\n<!-- throughput: h200 -->\n| model | batch")
-    assert filled.endswith("|\n<!-- end -->\nafter\n<!-- end -->\n")
+    assert "|\n<!-- end -->\nafter\n<!-- throughput: h200 -->\n| model" in filled
+    assert filled.count("| model") == 2
     assert "old" not in filled
     assert report.fill(filled) == filled
 
