@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 # One layer, 512 tokens a step, nothing besides the steps
 QUICK = ("+experiment=smoke", "model.n_layer=1", "train.batch_size=4", "train.tokens_per_step=512", "train.log_every=1")
-QUICK += ("train.eval_every=0", "train.sample_tokens=0", "out_dir=run")
+QUICK += ("train.eval_every=0", "train.sample_tokens=0", "train.max_minutes=null", "out_dir=run")
 LINE = re.compile(
     r"^step (\d{5})/(\d{5}) \| loss \d+\.\d{4} \| norm \d+\.\d\d \| lr \d\.\d\de-\d\d \| \d+\.\d\d ms \| "
     r"[\d,]+ tok/s \| mfu (--|\d+\.\d%) \| mem \d+\.\d\d GiB( \| warm-up)?$"
@@ -53,9 +53,12 @@ def losses(hotswap, *overrides):
     return torch.tensor([line["train/loss"] for line in metrics(folder)], dtype=torch.float64)
 
 
+SMOKE = "train.max_steps=80", "train.max_minutes=null", "train.eval_every=40", "train.log_every=5"
+
+
 def test_smoke(hotswap):
     """Two thirds of `make smoke`: the loss falls, the lines are as promised, and the folder holds the record."""
-    code, out, err = hotswap("+experiment=smoke", "train.max_steps=80", "train.eval_every=40", "train.log_every=5")
+    code, out, err = hotswap("+experiment=smoke", *SMOKE)
     assert (code, err) == (0, "")
     [folder] = Path("out").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-1M-eager-sdpa-fp32", folder.name)

@@ -44,8 +44,8 @@ def test_a_file_is_a_backend(checkout):
 
     code, out = run(checkout, "train.py", "--help")
     assert code == 0
-    assert "norm       eager, mine" in out
-    assert "attn: eager, mine, sdpa" in out
+    assert f"norm       {', '.join(sorted([*impls('norm'), 'mine']))}\n" in out
+    assert f"attn: {', '.join(sorted([*impls('attention'), 'mine']))}\n" in out
 
     smoke = "+experiment=smoke", "train.max_steps=1", "train.eval_every=0", "train.sample_tokens=0", "model.n_layer=1"
     code, out = run(checkout, "train.py", *smoke, "kernels.norm=mine", "attn=mine", "out_dir=out/run")

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from kernels.registry import impls
+
 ROOT = Path(__file__).parents[2]
+CHOICES = ", ".join(sorted(path.stem for path in (ROOT / "configs/kernels").iterdir()))
 
 MISTAKES = [
-    (["kernels=fast"], "kernels=fast: no such choice; kernels is one of: compile, eager"),
-    (["attn=fast"], "attn=fast: no such choice; attn is one of: eager, sdpa"),
-    (["+experiment=fast"], "experiment=fast: no such choice; experiment is one of: smoke"),
-    (["kernels.mlp=fast"], "kernels.mlp=fast: no file kernels/mlp/fast.py; there are eager"),
-    (["attn.impl=fast"], "attn.impl=fast: no file kernels/attention/fast.py; there are eager, sdpa"),
+    (["kernels=fast"], f"kernels=fast: no such choice; kernels is one of: {CHOICES}"),
+    (["attn=fast"], f"attn=fast: no such choice; attn is one of: {', '.join(impls('attention'))}\n"),
+    (["+experiment=fast"], "experiment=fast: no such choice; experiment is one of: curve, "),
+    (["kernels.mlp=fast"], f"kernels.mlp=fast: no file kernels/mlp/fast.py; there are {', '.join(impls('mlp'))}\n"),
+    (["attn.impl=fast"], "attn.impl=fast: no file kernels/attention/fast.py; there are eager"),
     (["train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
     (["+train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
     (["++model.n_layers=5"], "unknown key model.n_layers; did you mean model.n_layer?"),
@@ -27,7 +30,7 @@ MISTAKES = [
     (["~train.batch_size"], "train.batch_size: Structured config of type `TrainConfig` has missing mandatory value"),
     (["train.batch_size=0"], "train.batch_size=0: it must be at least 1"),
     (["train.log_every=0"], "train.log_every=0: it must be at least 1"),
-    (["train.max_steps=null"], "train.max_steps or train.max_minutes must be set"),
+    (["train.max_steps=null", "train.max_minutes=null"], "train.max_steps or train.max_minutes must be set"),
     (["train.max_steps=0"], "train.max_steps and train.max_minutes must be above 0"),
     (["optim.learning_rate=-1"], "optim.learning_rate=-1.0: it must not be negative"),
     (["model.dropout=1.5"], "model.dropout=1.5: it must be in [0, 1)"),
@@ -88,7 +91,12 @@ def test_as_a_program(tmp_path):
 def test_help_shows_groups_backends_and_keys(hotswap):
     code, out, _ = hotswap("--help")
     assert code == 0
-    for shown in ("kernels: compile, eager", "attention  eager, sdpa", "tokens_per_step: 65536", "+experiment=smoke"):
+    for shown in (
+        f"kernels: {CHOICES}\n",
+        f"attention  {', '.join(impls('attention'))}\n",
+        "tokens_per_step: 65536",
+        "+experiment=smoke",
+    ):
         assert shown in out
 
 
@@ -98,6 +106,6 @@ def test_in_a_sweep_a_mistake_stops_only_its_job(hotswap, tmp_path):
         "-m", "+experiment=smoke", *small, "kernels.norm=fast,eager", "out_dir=out/${kernels.norm}"
     )
     assert code == 1
-    assert err == "error: kernels.norm=fast: no file kernels/norm/fast.py; there are eager\n"
+    assert err == f"error: kernels.norm=fast: no file kernels/norm/fast.py; there are {', '.join(impls('norm'))}\n"
     assert (tmp_path / "out/eager/result.json").exists()
     assert not (tmp_path / "out/fast").exists()
