@@ -1,3 +1,9 @@
+import os
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # workers and not threads share the cores; also for programs that tests start
+
 import pytest
 import torch
 
