@@ -5,6 +5,7 @@ Read it from the top: the config, what is built from it, one optimizer step, the
 
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -27,7 +28,7 @@ from runtime.config import check, cli
 from runtime.console import step_line, summary, val_line
 from runtime.device import Ceiling, environment, pick, reset_memory
 from runtime.meter import WARMUP, Meter
-from runtime.run import OutOfMemory, Run
+from runtime.run import OutOfMemory, Run, new_folder
 from runtime.trackers import LoggerConfig, tracker
 
 ROOT = Path(__file__).resolve().parent
@@ -57,9 +58,9 @@ class TrainConfig:
         check(self.sample_tokens >= 0, f"train.sample_tokens={self.sample_tokens}: it must not be negative")
         limits = [limit for limit in (self.max_steps, self.max_minutes) if limit is not None]
         check(bool(limits), "train.max_steps or train.max_minutes must be set, or the run would never end")
-        check(min(limits) > 0, "train.max_steps and train.max_minutes must be above 0")
+        check(all(0 < limit < math.inf for limit in limits), "train.max_steps and train.max_minutes must be above 0")
         micro = self.batch_size * self.block_size
-        below = self.tokens_per_step // micro * micro
+        below = max(0, self.tokens_per_step // micro * micro)
         check(
             self.tokens_per_step > 0 and below == self.tokens_per_step,
             f"train.tokens_per_step={self.tokens_per_step} does not divide into micro-steps of train.batch_size "
@@ -84,7 +85,7 @@ class Config:
 
     def __post_init__(self):
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
-        check(self.seed >= 0, f"seed={self.seed}: it must not be negative")
+        check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
         length = self.train.block_size
         check(
             self.model.pos == "rope" or length <= self.model.block_size,
@@ -95,6 +96,7 @@ class Config:
 def build(cfg: Config, device: torch.device) -> GPT:
     """The model on `device`, from seed, with the kernels and the precision that the config names."""
     stored, compute = PRECISIONS[cfg.precision]
+    torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
     torch.manual_seed(cfg.seed)
     with device:
         model = GPT(cfg.model, resolve(cfg.kernels, cfg.attn, device), compute).to(stored)
@@ -130,44 +132,45 @@ def evaluate(model: GPT, windows: Windows, cfg: TrainConfig, device: torch.devic
 
 def train(cfg: Config, device: torch.device, run: Run) -> None:
     """The run: build everything, step, log, and leave the figures in `run.row`."""
-    dataset, t = open_dataset(cfg.data), cfg.train
+    t, flops_per_token = cfg.train, cost.flops_per_token(cfg.model, cfg.train.block_size)
+    run.row |= {"kernels": chosen(cfg.kernels, cfg.attn) | {"compile": cfg.kernels.compile}, "env": environment(device)}
+    run.row |= {"parameters": cost.parameters(cfg.model), "flops_per_token": flops_per_token}
+    dataset = open_dataset(cfg.data)
     check_vocabulary(cfg, dataset)
     loader = Loader(Windows(dataset.train, t.block_size, "training"), t.batch_size, t.tokens_per_step, cfg.seed)
     held_out = Windows(dataset.val, t.block_size, "validation") if t.eval_every else None
-    ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], cost.flops_per_token(cfg.model, t.block_size))
+    ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], flops_per_token)
     reset_memory(device)
     model = build(cfg, device)
     optimizer = Optimizer(model, cfg.optim)
-    run.row |= {"parameters": cost.parameters(cfg.model), "flops_per_token": ceiling.flops_per_token}
-    run.row |= {"peak_flops": ceiling.peak, "measured_peak_flops": ceiling.measured}
-    run.begin(kernels=executed(cfg, device), env=environment(device))
+    run.begin(kernels=executed(cfg, device), peak_flops=ceiling.peak, measured_peak_flops=ceiling.measured)
     print(header(cfg, run, dataset, ceiling))
 
-    bar = tqdm(total=t.max_steps, unit="step", disable=not sys.stdout.isatty(), leave=False)
     meter = Meter(device, t.tokens_per_step, ceiling)
-    for step, (batches, waited) in enumerate(prefetch(loader, 1, device), 1):
-        lr = learning_rate(cfg.optim, step, last_step(t, step, meter.elapsed))
-        loss, norm = train_step(model, optimizer, batches, lr)
-        meter.waited += waited
-        bar.update()
-        done = step == t.max_steps or meter.elapsed >= 60 * (t.max_minutes or math.inf)
-        judged = t.eval_every and (done or step % t.eval_every == 0)
-        if not (done or judged or step <= WARMUP or step % t.log_every == 0):
-            continue
-        figures = meter.lap(step)  # synchronises; nothing else does
-        figures |= {"tokens": step * t.tokens_per_step, "train/loss": loss.item(), "train/lr": lr}
-        figures |= {"train/grad_norm": norm.item()}
-        bar.write(step_line(step, t.max_steps, figures), file=sys.stdout)
-        if step <= WARMUP:  # printed, but in no throughput
-            figures = {key: value for key, value in figures.items() if not key.startswith("perf/")}
-        if judged:
-            figures["val/loss"] = evaluate(model, held_out, t, device)
-            bar.write(val_line(step, t.max_steps, figures["val/loss"]), file=sys.stdout)
-            meter.restart(step)
-        run.log(step, figures)
-        if done:
-            break
-    bar.close()
+    with tqdm(total=t.max_steps, unit="step", disable=not sys.stdout.isatty(), leave=False, file=sys.stdout) as bar:
+        for step, (batches, waited) in enumerate(prefetch(loader, 1, device), 1):
+            lr = learning_rate(cfg.optim, step, last_step(t, step, meter))
+            loss, norm = train_step(model, optimizer, batches, lr)
+            meter.waited += waited
+            bar.update()
+            done = step == t.max_steps or meter.elapsed >= 60 * (t.max_minutes or math.inf)
+            judged = t.eval_every and (done or step % t.eval_every == 0)
+            if not (done or judged or step <= WARMUP or step % t.log_every == 0):
+                continue
+            figures = meter.lap(step)  # synchronises; nothing else does
+            figures |= {"tokens": step * t.tokens_per_step, "train/loss": loss.item(), "train/lr": lr}
+            figures |= {"train/grad_norm": norm.item()}
+            bar.write(step_line(step, t.max_steps, figures), file=sys.stdout)
+            check_finite(step, figures)
+            if step <= WARMUP:  # printed, but in no throughput
+                figures = {key: value for key, value in figures.items() if not key.startswith("perf/")}
+            if judged:
+                figures["val/loss"] = evaluate(model, held_out, t, device)
+                bar.write(val_line(step, t.max_steps, figures["val/loss"]), file=sys.stdout)
+                meter.restart(step)
+            run.log(step, figures)
+            if done:
+                break
 
     run.row |= {"steps": step, **figures, **meter.result()}
     print(summary(run.row))
@@ -184,9 +187,21 @@ def check_vocabulary(cfg: Config, dataset: Dataset) -> None:
     )
 
 
-def last_step(cfg: TrainConfig, step: int, elapsed: float) -> int:
-    """The step in which the run will end: max_steps, or where max_minutes lead at the speed so far."""
-    return cfg.max_steps or math.ceil(step * cfg.max_minutes * 60 / elapsed)
+def check_finite(step: int, figures: dict) -> None:
+    loss, norm = figures["train/loss"], figures["train/grad_norm"]
+    check(
+        math.isfinite(loss) and math.isfinite(norm),
+        f"the run has diverged: loss {loss} and gradient norm {norm} at step {step}; lower optim.learning_rate",
+    )
+
+
+def last_step(cfg: TrainConfig, step: int, meter: Meter) -> float:
+    """The step in which the run will end, for the schedule: max_steps, or where max_minutes lead at this speed."""
+    last = cfg.max_steps or math.inf
+    if cfg.max_minutes is None or step <= WARMUP:
+        return last
+    steady = (meter.elapsed - meter.first_step_s) / (step - 2)  # seconds a step, of the step - 2 after the first
+    return min(last, step - 1 + math.ceil((60 * cfg.max_minutes - meter.elapsed) / steady))
 
 
 def executed(cfg: Config, device: torch.device) -> dict[str, str | bool]:
@@ -248,15 +263,23 @@ OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), rep
 def main(cfg: Config) -> None:
     device = pick(cfg.device)
     choice = f"{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}"
-    with Run(Path(cfg.out_dir or f"out/{name}"), cfg, tracker(cfg.logger)) as run:
+    name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}"
+    out_dir = cfg.out_dir and Path(cfg.out_dir).expanduser()
+    folder = out_dir or new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    torch.compiler.reset()  # a sweep's jobs share the code of GPT.forward, of which Dynamo compiles 8 versions at most
+    with Run(folder, name, cfg, tracker(cfg.logger)) as run:
         try:
             train(cfg, device, run)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's is told by its text alone
+            gpu = isinstance(error, torch.OutOfMemoryError)
+            if not gpu and "DefaultCPUAllocator" not in str(error):
+                raise
+            what = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
             raise OutOfMemory(
-                f"out of GPU memory with train.batch_size={cfg.train.batch_size} x train.block_size="
-                f"{cfg.train.block_size}, {choice}: {'. '.join(str(error).split('. ')[1:3])}; lower train.batch_size "
-                "(train.tokens_per_step keeps the step's size), or choose a leaner kernel or precision=bf16"
+                f"out of {'GPU ' if gpu else ''}memory with train.batch_size={cfg.train.batch_size} x "
+                f"train.block_size={cfg.train.block_size}, {choice}: {what[0] if what else error}; lower "
+                "train.batch_size (train.tokens_per_step keeps the step's size), or choose a leaner kernel, a smaller "
+                "model or precision=bf16"
             ) from error
     print(f"done     {run.folder / 'result.json'}")
 

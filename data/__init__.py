@@ -48,5 +48,9 @@ def open_dataset(config: DataConfig) -> Dataset:
 
 def fingerprint(source: Source, tokenizer: Tokenizer) -> str:
     """12 hex digits that change with any file's name, size or time, and with the tokenizer."""
-    files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
+    try:
+        stats = [(str(path), path.stat()) for path in source.files]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(json.dumps([files, tokenizer.name]).encode()).hexdigest()[:12]

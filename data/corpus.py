@@ -60,7 +60,7 @@ def stdlib(path: None = None) -> Source:
 
 def text(path: str | list[str] | None) -> Source:
     """Files, folders (searched for .txt, .md and .py) and globs."""
-    patterns = [path] if isinstance(path, str) else path
+    patterns = [path] if isinstance(path, str | int | float) else path  # 2024 is a name, too
     if not patterns or not isinstance(patterns, list):
         raise DataError("data=text needs data.path=FILE, a folder, a glob, or a list '[a.txt,b/]'")
     files = {file for pattern in patterns for file in matches(str(pattern))}
@@ -69,17 +69,25 @@ def text(path: str | list[str] | None) -> Source:
 
 def matches(pattern: str) -> list[Path]:
     """The text files that one entry of data.path means."""
-    found = [Path(name).resolve() for name in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
+    path = Path(pattern).expanduser()
+    names = [path] if path.exists() else glob.glob(str(path), recursive=True)
+    found = [Path(name).resolve() for name in names]
     if not found:
         raise DataError(f"data.path={pattern}: no such file or folder, and nothing matches it as a glob")
     files = []
     for path in found:
-        files += [file for file in path.rglob("*") if file.suffix in SUFFIXES] if path.is_dir() else [path]
+        files += folder_files(path) if path.is_dir() else [path]
     if wrong := [file for file in files if file.suffix not in SUFFIXES]:
         raise DataError(f"data.path={pattern}: {wrong[0].name} is none of {', '.join(SUFFIXES)}")
     if not files:
         raise DataError(f"data.path={pattern}: holds no {', '.join(SUFFIXES)} file")
     return files
+
+
+def folder_files(folder: Path) -> list[Path]:
+    """The text files below a folder, but for those in hidden folders (.git, .venv)."""
+    files = (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
 
 
 SOURCES = {"stdlib": stdlib, "text": text}

@@ -101,7 +101,8 @@ def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple
 
 
 def evaluation(windows: Windows, batch_size: int, batches: int) -> Iterator[Batch]:
-    """A fixed set: the first `batches` full batches of the split, or one smaller where there is no full one."""
+    """A fixed set: `batches` full batches spread evenly over the split, fewer where it has fewer, at least one."""
     size = min(batch_size, len(windows))
-    for start in range(0, min(batches, len(windows) // size) * size, size):
-        yield windows.batch(np.arange(start, start + size))
+    count = min(batches, len(windows) // size) * size
+    for samples in np.split(np.arange(count) * len(windows) // count, count // size):
+        yield windows.batch(samples)

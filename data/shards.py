@@ -23,7 +23,10 @@ class Shard:
 
     def __init__(self, path: Path, n_vocab: int):
         self.path = path
-        self.tokens = self._verified(n_vocab)
+        try:
+            self.tokens = self._verified(n_vocab)
+        except OSError as error:
+            raise self._damaged(error.strerror) from None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -32,7 +35,7 @@ class Shard:
         size = self.path.stat().st_size
         if size < HEADER_BYTES:
             raise self._damaged(f"{size} bytes, less than the header's {HEADER_BYTES}")
-        magic, version, count = np.fromfile(self.path, np.int32, 3)
+        magic, version, count = np.fromfile(self.path, np.int32, 3).tolist()
         if (magic, version) != (MAGIC, VERSION):
             raise self._damaged(f"magic {magic} and version {version}, not {MAGIC} and {VERSION}")
         if count < 1 or size != HEADER_BYTES + 2 * count:
@@ -50,8 +53,11 @@ class Shard:
 
 
 def open_shards(folder: Path, split: str, n_vocab: int) -> list[Shard]:
-    """The shards of `folder/split`, in order, each verified."""
-    return [Shard(path, n_vocab) for path in sorted((folder / split).glob("*.bin"))]
+    """The shards of `folder/split`, in order, each verified. DataError: there is none, or one is missing."""
+    paths = sorted((folder / split).glob("*.bin"))
+    if not paths or [path.name for path in paths] != [f"{number:06}.bin" for number in range(len(paths))]:
+        raise DataError(f"{folder / split} lacks a token shard; delete {folder / split} to have it made again")
+    return [Shard(path, n_vocab) for path in paths]
 
 
 def write_split(folder: Path, split: str, documents: Iterable[np.ndarray], eot: int, shard_tokens=SHARD_TOKENS) -> None:

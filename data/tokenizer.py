@@ -11,10 +11,14 @@ import numpy as np
 
 from data.errors import DataError
 
-GPT2_FILES = [
-    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe",
-    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/encoder.json",
-]
+GPT2_FILES = {  # address -> SHA-256, as in tiktoken
+    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe": (
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+    ),
+    "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/encoder.json": (
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+    ),
+}
 
 
 class Tokenizer(ABC):
@@ -53,13 +57,17 @@ class GPT2(Tokenizer):
     def __init__(self):
         import tiktoken
 
-        if not cached() and not reachable(GPT2_FILES[0]):
-            raise DataError(
-                "data.tokenizer=gpt2 needs GPT-2's vocabulary, which is not cached here and cannot be downloaded: set "
-                "TIKTOKEN_CACHE_DIR to a folder that tiktoken filled on a machine with a network, or choose "
-                "data.tokenizer=bytes"
-            )
-        self.encoding = tiktoken.get_encoding("gpt2")
+        missing = DataError(
+            "data.tokenizer=gpt2 needs GPT-2's vocabulary, which is not cached here and cannot be downloaded: set "
+            "TIKTOKEN_CACHE_DIR to a folder that tiktoken filled on a machine with a network, or choose "
+            "data.tokenizer=bytes"
+        )
+        if not cached() and not reachable(next(iter(GPT2_FILES))):
+            raise missing
+        try:
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except (OSError, ValueError) as error:  # requests' errors, and tiktoken's for a file of another hash
+            raise missing from error
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
@@ -69,13 +77,14 @@ class GPT2(Tokenizer):
 
 
 def cached() -> bool:
-    """Whether tiktoken's cache holds GPT-2's files (it names them by the SHA-1 of their address)."""
+    """Whether tiktoken's cache holds GPT-2's files, whole (it names them by the SHA-1 of their address)."""
     fallback = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", fallback)))
-    return all((folder / hashlib.sha1(url.encode()).hexdigest()).exists() for url in GPT2_FILES)
+    files = {folder / hashlib.sha1(url.encode()).hexdigest(): digest for url, digest in GPT2_FILES.items()}
+    return all(file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == d for file, d in files.items())
 
 
-def reachable(url: str, seconds: float = 1.5) -> bool:
+def reachable(url: str, seconds: float = 1.0) -> bool:
     """Whether `url` answers in time. In a thread, because looking up a name has no timeout of its own."""
     import requests
 

@@ -69,7 +69,8 @@ class AttnConfig:
 
 def impls(op: str) -> list[str]:
     """The names of `op`'s backends: the files in its folder."""
-    return sorted(path.stem for path in (ROOT / op).glob("[!_]*.py"))
+    paths = (ROOT / op).glob("[!_]*.py")
+    return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
 
 
 def contract(op: str) -> ModuleType:

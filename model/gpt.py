@@ -25,14 +25,14 @@ PRECISIONS = {
 
 @dataclass
 class GPTConfig:
-    block_size: int = 1024  # positions in the table wpe
-    vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    pos: str = "learned"  # learned: GPT-2's table | rope: rotary, no table
-    bias: bool = True
-    dropout: float = 0.0
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int  # positions in the table wpe
+    vocab_size: int  # GPT-2's 50257, padded to a multiple of 64
+    pos: str  # learned: GPT-2's table | rope: rotary, no table
+    bias: bool
+    dropout: float
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):

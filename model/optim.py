@@ -21,7 +21,10 @@ class OptimConfig:
 
     def __post_init__(self):
         for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
-            check(getattr(self, key) >= 0, f"optim.{key}={getattr(self, key)}: it must not be negative")
+            check(
+                0 <= getattr(self, key) < math.inf,
+                f"optim.{key}={getattr(self, key)}: it must be finite and not negative",
+            )
         for key in ("beta1", "beta2"):
             check(0 <= getattr(self, key) < 1, f"optim.{key}={getattr(self, key)}: it must be in [0, 1)")
         check(

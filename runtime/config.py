@@ -4,9 +4,11 @@ Hydra alone lets unknown keys through behind `+`, prints errors over several lin
 here the composed config is merged into a dataclass (OmegaConf's structured configs), whose __post_init__ checks ranges.
 """
 
+import argparse
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -15,9 +17,9 @@ from typing import TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 T = TypeVar("T")
 
@@ -44,21 +46,28 @@ def cli(schema: type[T], configs: Path, name: str, groups: dict[str, dict] | Non
                 for choice, node in choices.items():
                     if not (configs / group / f"{choice}.yaml").exists():
                         ConfigStore.instance().store(group=group, name=choice, node=node)
-            mistakes = []
+            OmegaConf.register_new_resolver("annotated", lambda *, _root_: annotated(_root_, configs), replace=True)
+            jobs = failed = 0
 
             def job(cfg: DictConfig) -> None:  # in a sweep the next job runs all the same
+                nonlocal jobs, failed
+                jobs += 1
                 try:
                     main(parse(cfg, schema))
                 except (UserError, *errors) as error:
-                    mistakes.append(error)
+                    failed += 1
                     print(f"error: {error}", file=sys.stderr)
 
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed
+            argparse.ArgumentParser.error = lambda _, message: sys.exit(f"error: {message}")  # instead of 8 lines
             try:
                 hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(job)()
-            except (HydraException, OmegaConfBaseException) as error:
+            except Exception as error:
+                if jobs:
+                    raise
+                # before any job began, whatever is wrong is on the command line or in a YAML file
                 sys.exit(f"error: {explain(error, schema)}")
-            if mistakes:
+            if failed:
                 sys.exit(1)
 
         return program
@@ -78,7 +87,7 @@ def explain(error: Exception, schema: type) -> str:
     """One line for an error of Hydra's or OmegaConf's."""
     message = str(error)
     known = list(keys(schema))
-    if isinstance(error, ConfigKeyError):
+    if isinstance(error, ConfigKeyError | MissingMandatoryValue) and error.full_key:
         return unknown_key(error.full_key, known)
     if isinstance(error, OmegaConfBaseException):
         where = f"{error.full_key}: " if error.full_key else ""
@@ -94,12 +103,43 @@ def explain(error: Exception, schema: type) -> str:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The line for a key that the schema lacks, with the nearest ones that it has."""
+    if key in known:
+        return f"{key} is missing: neither the command line nor a file in configs/ gives it"
     last = {name.rsplit(".", 1)[-1]: name for name in known}
     near = difflib.get_close_matches(key, known, 1, 0.75)
     near = near or [last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, 1, 0.6)]
     siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
     hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(siblings or known)}"
     return f"unknown key {key}; {hint}"
+
+
+def command() -> str:
+    """What a shell would run to have this job again; of a sweep, this one job."""
+    arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else sys.argv[1:]
+    return shlex.join(["python", sys.argv[0], *arguments])
+
+
+def annotated(cfg: DictConfig, configs: Path) -> str:
+    """For --help: the composed config as YAML, each key with the comment that stands beside it in `configs`."""
+
+    def keyed(text: str) -> Iterable[tuple[tuple[str, str], str]]:
+        """((group or "", key), line) of YAML with one level of groups."""
+        group = ""
+        for line in text.splitlines():
+            key = line.split(":")[0]
+            group = group if line.startswith(" ") else key
+            yield (group if line.startswith(" ") else "", key.strip()), line
+
+    comments = {}
+    for path in configs.rglob("*.yaml"):
+        for (group, key), line in keyed(path.read_text()):
+            if " #" in line:
+                comments[group if path.parent == configs else path.parent.name, key] = line.partition(" #")[2]
+    shown = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
+    lines = (
+        f"{line:<36}#{comments[key]}" if key in comments else line for key, line in keyed(OmegaConf.to_yaml(shown))
+    )
+    return "\n".join(lines).replace("$", "$$")  # Hydra's help is a string.Template
 
 
 def keys(schema: type, prefix: str = "") -> Iterable[str]:

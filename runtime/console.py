@@ -35,5 +35,5 @@ def summary(row: dict) -> str:
         f"speed    {row['perf/tokens_per_sec']:,.0f} tok/s median ({spread}), {row['perf/step_ms']:.2f} ms a step "
         f"({row['perf/data_wait_ms']:.2f} ms for data); {share}\n"
         f"start    {row['perf/first_step_s']:.1f} s for the first step, {row['perf/compile_s']:.1f} s of it to compile "
-        f"and start; {row['perf/recompiles']} recompilations later"
+        f"and start; {row['perf/warmup_s']:.1f} s for the {WARMUP} of warm-up; {row['perf/recompiles']} recompilations"
     )

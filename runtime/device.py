@@ -17,28 +17,31 @@ import torch
 from runtime.config import UserError, check
 
 GIB = 2**30
-GIT_COMMIT = "git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+ROOT = Path(__file__).parent.parent
 
-# Dense bf16 tensor-core peaks with fp32 accumulation, FLOP/s, from the vendor's data sheets (without sparsity). The
-# first key that is a word of PyTorch's device name counts; an unknown GPU has no peak, never a guess.
+# Dense bf16 tensor-core peaks with fp32 accumulation, FLOP/s, from the vendor's data sheets (without sparsity), by
+# PyTorch's whole device name: a MIG slice, a laptop or an NVL card has another chip behind much the same name, and an
+# unknown GPU has no peak, never a guess.
 BF16_PEAK = {
-    "B200": 2250e12,
-    "GH200": 989.4e12,
-    "H200": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989.4e12,
-    "A100": 312e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "A40": 149.7e12,
-    "A6000": 154.8e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GH200 480GB": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA A40": 149.7e12,
+    "NVIDIA RTX A6000": 154.8e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 5090": 209.5e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
 }
 
 
@@ -75,13 +78,6 @@ def name(device: torch.device) -> str:
     return model[1] if model else platform.processor() or platform.machine()
 
 
-def peak_flops(device_name: str) -> float | None:
-    """The vendor's dense bf16 FLOP/s of this GPU, or None where the table does not know it."""
-    if "Laptop" in device_name:  # the desktop card's name with another chip behind it
-        return None
-    return next((peak for key, peak in BF16_PEAK.items() if re.search(rf"\b{key}\b", device_name)), None)
-
-
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a matmul on this very machine: median of 10, random data, 8192^3 on a GPU and 1024^3 on a CPU."""
     size = 8192 if device.type == "cuda" else 1024
@@ -103,7 +99,7 @@ class Ceiling:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float):
         self.flops_per_token = flops_per_token
-        self.peak, self.measured = peak_flops(name(device)), measured_flops(device, dtype)
+        self.peak, self.measured = BF16_PEAK.get(name(device)), measured_flops(device, dtype)
 
     def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
         """Throughput and model FLOP utilisation, against the data sheet and against the matmul measured here."""
@@ -138,7 +134,7 @@ def reset_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def environment(device: torch.device) -> dict[str, str | int | bool | None]:
+def environment(device: torch.device) -> dict[str, str | int | None]:
     """What a figure depends on besides the config."""
     cuda = device.type == "cuda"
     return {
@@ -150,15 +146,25 @@ def environment(device: torch.device) -> dict[str, str | int | bool | None]:
         "triton": version("triton") if find_spec("triton") else None,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        # "<sha>" or "<sha>-dirty"; a copy of the tree without its history is told by the variable
-        "git_commit": os.environ.get("HOTSWAP_COMMIT") or _output(*GIT_COMMIT),
+        "git_commit": git_commit(),
     }
 
 
+def git_commit() -> str | None:
+    """ "<sha>" or "<sha>-dirty"; a copy of the tree without its history is told by the variable HOTSWAP_COMMIT."""
+    if told := os.environ.get("HOTSWAP_COMMIT"):
+        return told
+    if not (ROOT / ".git").exists():  # else the commit would be that of a repo around this folder
+        return None
+    return _output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
 def _output(*command: str) -> str | None:
-    """What a command prints, run in the repo's root; None where there is no such command or it fails."""
+    """The first line that a command prints in the repo's root; None where it is missing, fails or takes 10 s."""
     if shutil.which(command[0]) is None:
         return None
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10)
-    return done.stdout.strip() if done.returncode == 0 else None
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None

@@ -6,13 +6,12 @@ out/<run>/config.yaml     the resolved config
 """
 
 import json
-import sys
 import time
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from runtime.config import UserError
+from runtime.config import UserError, command
 from runtime.trackers import Tracker
 
 
@@ -23,28 +22,33 @@ class OutOfMemory(UserError):
 
 
 class Run:
-    """A context manager around the work: however that ends, `result.json` says how.
+    """A context manager around the work: however that ends, short of a kill, `result.json` says how.
 
     `row` is the result row while it grows. Its status becomes `ok`, `oom`, `unavailable: why` or `failed: why`; an
-    exception names its own word in an attribute `status`. UserError: the folder already holds a run.
+    exception names its own word in an attribute `status`. UserError: the folder already holds a run, or files that
+    would be overwritten (a run that ended without a single step gives its folder up).
     """
 
-    def __init__(self, folder: Path, config: object, tracker: Tracker):
+    def __init__(self, folder: Path, name: str, config: object, tracker: Tracker):
         self.folder, self.tracker = folder, tracker
         resolved = OmegaConf.structured(config)
         self.row = {
-            "name": folder.name,
+            "name": name,
             "status": "running",
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": " ".join(["python", *sys.argv]),
+            "command": command(),
             "config": OmegaConf.to_container(resolved),
         }
+        config_file, metrics, result = (folder / name for name in ("config.yaml", "metrics.jsonl", "result.json"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.metrics = (folder / "metrics.jsonl").open("x", buffering=1)  # by the line: a kill loses none
-            OmegaConf.save(resolved, folder / "config.yaml")
-        except FileExistsError:
-            raise UserError(f"out_dir={folder} already holds a run; choose another folder, or delete it") from None
+            if result.exists() and metrics.exists() and metrics.stat().st_size == 0:
+                for path in (config_file, metrics, result):
+                    path.unlink(missing_ok=True)
+            if taken := [path.name for path in (config_file, metrics, result) if path.exists()]:
+                raise UserError(f"out_dir={folder} already holds a run ({taken[0]}); choose another, or delete it")
+            self.metrics = metrics.open("x", buffering=1)  # by the line: a kill loses none
+            OmegaConf.save(resolved, config_file)
         except OSError as error:
             raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
 
@@ -74,4 +78,18 @@ def status(error: BaseException | None) -> str:
     if error is None:
         return "ok"
     word = getattr(error, "status", "failed")
-    return word if word == "oom" else f"{word}: {error or type(error).__name__}"
+    return word if word == "oom" else f"{word}: {str(error) or type(error).__name__}"
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """`parent/name`, made now; or `name-2`, `-3`, ... where other runs began in the same second."""
+    folder, number = parent / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = parent / f"{name}-{number}"
+        except OSError as error:
+            raise UserError(f"{parent} cannot be written: {error.strerror}; choose an out_dir") from None

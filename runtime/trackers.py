@@ -1,6 +1,6 @@
 """Experiment trackers: they get the keys of metrics.jsonl and the result row. Our own files are the record."""
 
-import os
+import re
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,6 +21,10 @@ class LoggerConfig:
     def __post_init__(self):
         check(self.name in TRACKERS, f"logger.name={self.name}: choose {' or '.join(TRACKERS)}")
         check(self.mode in ("offline", "online"), f"logger.mode={self.mode}: choose offline or online")
+        check(
+            re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
+            f"logger.project={self.project}: W&B takes 1 to 128 characters, and none of / \\ # ? % :",
+        )
 
 
 class Tracker:
@@ -51,31 +55,32 @@ class Wandb(Tracker):
         import wandb
 
         wandb.setup(settings=wandb.Settings(silent=True))
-        arguments = {
-            "project": self.config.project,
-            "group": self.config.group,
-            "name": row["name"],
-            "dir": str(folder.resolve()),  # W&B writes from a process of its own, with its own idea of "here"
-            "config": {**row["config"], "executed": row["kernels"], "env": row["env"]},
-            "settings": wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
-        }
-        mode = os.environ.get("WANDB_MODE", self.config.mode)
-        try:
-            if mode == "online" and not wandb.login(prompt=False, verify=False):
-                raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
-            self.run = wandb.init(mode=mode, **arguments)
-        except wandb.errors.Error as error:
-            reason = str(error).splitlines()[0]
-            print(
-                f"warning: W&B goes on offline: {reason}; `wandb sync {folder}/wandb/offline-*` uploads",
-                file=sys.stderr,
-            )
-            self.run = wandb.init(mode="offline", **arguments)
+        for mode in ("online", "offline") if self.config.mode == "online" else ("offline",):
+            try:
+                if mode == "online" and not wandb.login(prompt=False, verify=False):
+                    raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
+                self.run = wandb.init(
+                    mode=mode,
+                    project=self.config.project,
+                    group=self.config.group,
+                    name=row["name"],
+                    dir=str(folder.resolve()),  # W&B writes from a process of its own, with its own idea of "here"
+                    config={**row["config"], "executed": row["kernels"], "env": row["env"]},
+                    settings=wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
+                )
+                break
+            except (wandb.errors.Error, ValueError, OSError) as error:
+                goes_on = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
+                print(f"warning: the run goes on {goes_on}: {' '.join(str(error).split())}", file=sys.stderr)
+        if self.run is None:
+            return
         # A metric has one x axis in W&B. Throughput has two: the step (the default), and tokens under a second name.
         self.run.define_metric("tokens")
         self.run.define_metric("perf_by_tokens/*", step_metric="tokens")
 
     def log(self, step: int, figures: dict) -> None:
+        if self.run is None:
+            return
         extra = {}
         if "perf/tokens_per_sec" in figures:
             extra = {"perf_by_tokens/tokens_per_sec": figures["perf/tokens_per_sec"]}

@@ -7,6 +7,7 @@ results/<device>/curves/<kernels>.jsonl. Rows are kept as they were written, wha
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -40,5 +41,7 @@ if __name__ == "__main__":
     parser.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
     parser.add_argument("--curves", action="store_true", help="keep the losses too")
     arguments = parser.parse_args()
+    if missing := [str(run) for run in arguments.runs if not (run / "result.json").exists()]:
+        sys.exit(f"error: no result.json in {', '.join(missing)}; name the folders of finished runs")
     for run in arguments.runs:
         print(f"{run} -> {collect(run, arguments.curves)}")

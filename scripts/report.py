@@ -52,14 +52,16 @@ def throughput_cells(row: dict) -> list[str]:
         (f"{ops}+compile" if ops != "eager" else "compile") if kernels["compile"] else ops,
         attention,
     ]
-    if row["status"] != "ok":
-        return [*cells, row["status"], *[""] * (len(COLUMNS) - len(cells) - 1)]
-    p20, median, p80 = (row[f"perf/tokens_per_sec{p}"] for p in ("/p20", "", "/p80"))
+    median = row.get("perf/tokens_per_sec")
+    if median is None:
+        why = row["status"] if row["status"] != "ok" else "too short"
+        return [*cells, why, *[""] * (len(COLUMNS) - len(cells) - 1)]
+    memory = row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"]
     return [
         *cells,
-        f"**{median:,.0f}** ({p20:,.0f} to {p80:,.0f})",
+        f"**{median:,.0f}** ({row['perf/tokens_per_sec/p20']:,.0f} to {row['perf/tokens_per_sec/p80']:,.0f})",
         f"{100 * row['perf/mfu']:.1f}%" if row["perf/mfu"] else "",
-        f"{row['mem/peak_allocated_gib']:.1f}",
+        f"{memory:.1f}",
         f"{row['perf/first_step_s']:.1f} s",
         f"{row['train/loss']:.3f}",
     ]
@@ -68,11 +70,11 @@ def throughput_cells(row: dict) -> list[str]:
 def environment(device: str) -> str:
     """What the rows were measured with, and how to measure one again."""
     env = rows(device)[-1]["env"]
-    measured = [row["measured_peak_flops"] / 1e12 for row in rows(device)]
+    measured = [row["measured_peak_flops"] / 1e12 for row in rows(device) if row.get("measured_peak_flops")]
+    versions = ", ".join(f"{name} {env[name]}" for name in ("driver", "cuda", "cudnn", "torch", "triton") if env[name])
     return (
-        f"{env['device']}, driver {env['driver']}, CUDA {env['cuda']}, cuDNN {env['cudnn']}, torch {env['torch']}, "
-        f"triton {env['triton']}; the 8192^3 bf16 matmul beside the runs reached {min(measured):.0f} to "
-        f"{max(measured):.0f} TFLOP/s. A row's `command` in `results/{device}/train.jsonl` runs it again."
+        f"{env['device']}, {versions}; a large matmul beside each run, in its dtype, reached {min(measured):.3g} to "
+        f"{max(measured):.3g} TFLOP/s. A row's `command`, in `results/{device}/train.jsonl`, runs it again."
     )
 
 
@@ -88,16 +90,17 @@ def curves(device: str) -> dict[str, dict[int, float]]:
 
 
 def agreement(device: str) -> str:
-    """How far the loss curves lie apart."""
-    (first, a), *others = curves(device).items()
+    """How far the loss curves lie from the first one."""
     said = []
+    (first, a), *others = curves(device).items()
     for name, b in others:
-        apart = [abs(a[step] - b[step]) for step in a.keys() & b.keys()]
+        steps = sorted(a.keys() & b.keys())
+        apart = [abs(a[step] - b[step]) for step in steps]
         said.append(
             f"`{first}` and `{name}` over {len(apart)} steps: they differ by {sum(apart) / len(apart):.4f} in the "
-            f"mean, by {max(apart):.4f} at most; the last are {a[max(a)]:.4f} and {b[max(b)]:.4f}."
+            f"mean, by {max(apart):.4f} at most; the last are {a[steps[-1]]:.4f} and {b[steps[-1]]:.4f}."
         )
-    return "\n".join(said)
+    return "\n".join(said) or "Only one run is kept."
 
 
 def fill(text: str) -> str:
@@ -107,7 +110,7 @@ def fill(text: str) -> str:
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"
 
-    return re.sub(r"(<!-- (\w+): (\w+) -->)\n(?:.*?\n)??(<!-- end -->)", section, text, flags=re.DOTALL)
+    return re.sub(r"(<!-- (\w+): ([\w-]+) -->)\n(?:.*?\n)??(<!-- end -->)", section, text, flags=re.DOTALL)
 
 
 def plot_curves(device: str) -> None:

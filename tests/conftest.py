@@ -1,4 +1,5 @@
 import os
+import sys
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
@@ -6,6 +7,12 @@ os.environ.setdefault(
 
 import pytest
 import torch
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One worker where a GPU is: its tests fill it, and measure it. None: one a core."""
+    return 1 if torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(items):
@@ -35,7 +42,7 @@ def hotswap(monkeypatch, capsys, tmp_path, request):
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
             if isinstance(stop.code, str):
-                print(stop.code, file=__import__("sys").stderr)
+                print(stop.code, file=sys.stderr)
         return (code, *capsys.readouterr())
 
     monkeypatch.chdir(tmp_path)

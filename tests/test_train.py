@@ -1,13 +1,16 @@
 """train.py end to end: what it prints, what it writes, and that it computes what it says."""
 
 import json
+import math
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,7 +110,7 @@ def test_a_step_is_the_same_however_divided(hotswap):
         torch.testing.assert_close(losses(hotswap, f"train.batch_size={size}"), whole, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("attn", registry.impls("attention"))
+@pytest.mark.parametrize("attn", sorted({*registry.impls("attention")} - {"eager"}))
 def test_attentions_train_alike(hotswap, attn):
     if why := registry.unavailable("attention", attn, CPU):
         pytest.skip(why)
@@ -116,11 +119,10 @@ def test_attentions_train_alike(hotswap, attn):
 
 def test_compiled_trains_alike_without_recompiling(hotswap):
     """The evaluation compiles graphs of its own; the training step is compiled once."""
-    torch.compiler.reset()
     compiled = losses(hotswap, "kernels=compile", "train.eval_every=3", "train.eval_batches=1")
     assert row("run0")["perf/recompiles"] == 0
     assert row("run0")["kernels"]["compile"] is True
-    assert row("run0")["perf/compile_s"] > 1
+    assert row("run0")["perf/compile_s"] > 0
     torch.testing.assert_close(compiled, losses(hotswap), rtol=1e-4, atol=0)
 
 
@@ -151,7 +153,7 @@ def test_validation_loss_is_the_mean_over_fixed_batches(tmp_path):
     assert model.training
     model.eval()
     each = []
-    for sample in range(3 * cfg.train.batch_size):
+    for sample in (i * len(windows) // 12 for i in range(12)):
         tokens = torch.from_numpy(windows._row(sample).astype("int64"))
         each.append(F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]).item())
     assert loss == pytest.approx(sum(each) / len(each), rel=1e-5)
@@ -166,9 +168,20 @@ def test_a_run_may_end_by_the_clock(hotswap):
     assert code == 0
     assert row()["status"] == "ok"
     assert re.search(r"^step 00001 \| loss", out, re.MULTILINE)  # no last step to show
+
+
+def test_the_schedule_of_a_run_with_a_clock():
+    """2 minutes, of which 20 s went into the first step, and 1 s into each since: 100 more in all, compiling apart."""
     cfg = config(*QUICK, "train.max_steps=null", "train.max_minutes=2").train
-    assert [train.last_step(cfg, step, 60.0) for step in (1, 10, 500)] == [2, 20, 1000]
-    assert train.last_step(config(*QUICK, "train.max_minutes=2").train, 10, 60.0) == 120
+
+    def last(step, cfg=cfg):
+        return train.last_step(cfg, step, SimpleNamespace(elapsed=20.0 + step - 2, first_step_s=20.0))
+
+    assert [last(step) for step in (1, 2, 3)] == [math.inf] * 3
+    assert {last(step) for step in (4, 50, 101)} == {101}
+    assert last(50, config(*QUICK, "train.max_steps=80", "train.max_minutes=2").train) == 80
+    assert last(50, config(*QUICK, "train.max_steps=200", "train.max_minutes=2").train) == 101
+    assert last(50, config(*QUICK, "train.max_steps=80").train) == 80
 
 
 def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
@@ -199,11 +212,75 @@ def test_a_folder_holds_one_run(hotswap, tmp_path):
     assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
     before = row()
     code, _, err = hotswap(*QUICK, "train.max_steps=1")
-    assert (code, err) == (1, "error: out_dir=run already holds a run; choose another folder, or delete it\n")
+    assert (code, err) == (1, "error: out_dir=run already holds a run (config.yaml); choose another, or delete it\n")
     assert row() == before
+    Path("mine").mkdir()
+    Path("mine/config.yaml").write_text("precious")
+    code, _, err = hotswap(*QUICK, "out_dir=mine")
+    assert (code, err) == (1, "error: out_dir=mine already holds a run (config.yaml); choose another, or delete it\n")
+    assert Path("mine/config.yaml").read_text() == "precious"
     Path("file").write_text("")
     code, _, err = hotswap(*QUICK, "out_dir=file/run")
     assert (code, err) == (1, "error: out_dir=file/run cannot be written: Not a directory; choose another folder\n")
+
+
+def test_a_run_without_a_step_gives_its_folder_up(hotswap):
+    assert hotswap(*QUICK, "data=text", "data.path=typo.txt")[0] == 1
+    assert row()["status"] == "failed: data.path=typo.txt: no such file or folder, and nothing matches it as a glob"
+    assert row()["env"]["torch"] == torch.__version__
+    assert row()["kernels"] == {"norm": "eager", "attention": "sdpa", "mlp": "eager", "loss": "eager", "compile": False}
+    assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
+    assert row()["status"] == "ok"
+
+
+def test_a_row_tells_its_command(hotswap):
+    """Of a sweep each its own, quoted for the shell; and runs of the same second get folders of their own."""
+    quick = [word for word in QUICK if not word.startswith("out_dir")]
+    Path("a b.txt").write_text("All work and no play makes Jack a dull boy.\n" * 100)
+    code, _, err = hotswap("-m", *quick, "train.max_steps=1", "data=text", "data.path='a b.txt'", "seed=1,2,3")
+    assert (code, err) == (0, "")
+    rows = sorted((row(folder) for folder in Path("out").glob("2*")), key=lambda row: row["config"]["seed"])
+    assert [shlex.split(row["command"])[-2] for row in rows] == ["seed=1", "seed=2", "seed=3"]
+    assert all("data.path='a b.txt'" in shlex.split(row["command"]) for row in rows)
+    assert {row["name"] for row in rows} == {"0M-eager-sdpa-fp32"}
+
+
+def test_a_sweep_may_compile_many_models(hotswap):
+    """Its jobs share one process; Dynamo alone would give up at the ninth version of GPT.forward."""
+    quick = [word for word in QUICK if not word.startswith(("model.n_layer", "out_dir"))]
+    code, _, err = hotswap(
+        "-m", *quick, "train.max_steps=1", "kernels=compile", "train.eval_every=1", "model.n_layer=1,2,3,4,5"
+    )
+    assert (code, err) == (0, "")
+    assert len(list(Path("out").glob("2*"))) == 5
+
+
+def test_a_diverged_run_is_a_line_and_a_row(hotswap):
+    code, _, err = hotswap(*QUICK, "optim.learning_rate=1e30", "optim.warmup_steps=0", "optim.grad_clip=0")
+    assert code == 1
+    assert re.match(
+        r"error: the run has diverged: loss (nan|inf) and gradient norm (nan|inf) at step \d; lower optim", err
+    )
+    assert row()["status"].startswith("failed: the run has diverged")
+    assert all("NaN" not in line for line in Path("run/metrics.jsonl").read_text().splitlines())
+
+
+def test_an_interrupted_run_has_a_row(hotswap, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train_step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        hotswap(*QUICK)
+    assert row()["status"] == "failed: KeyboardInterrupt"
+
+
+def test_a_cpu_that_is_full_is_a_line(hotswap):
+    code, _, err = hotswap(*QUICK, "model.n_embd=4000000")
+    assert code == 1
+    assert re.match(r"error: out of memory with train.batch_size=4 .*: tried to allocate \d+ bytes; lower", err)
+    assert err.count("\n") == 1
+    assert row()["status"] == "oom"
 
 
 def test_your_own_text(hotswap):
@@ -256,11 +333,12 @@ def test_nothing_waits_for_the_gpu_between_logged_steps(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "amp", "bf16"])
-@pytest.mark.parametrize("kernels", ["eager", "compile"])
-def test_gpu_trains_as_the_cpu(hotswap, kernels, precision):
-    """The same samples and, from the CPU's weights, the same first loss; bf16's 2^-8, fp32's sums in another order."""
-    torch.compiler.reset()
+@pytest.mark.parametrize(
+    ("kernels", "precision"),
+    [("eager", "amp"), ("eager", "bf16"), ("compile", "fp32"), ("compile", "amp"), ("compile", "bf16")],
+)
+def test_gpu_choices_train_alike(hotswap, kernels, precision):
+    """From the same weights on the same samples: bf16 is 2^-8 off, fp32 sums in another order."""
     gpu = losses(hotswap, "device=cuda", f"kernels={kernels}", f"precision={precision}")
     eager = losses(hotswap, "device=cuda", "precision=fp32")
     torch.testing.assert_close(gpu, eager, rtol=1e-4 if precision == "fp32" else 2**-7, atol=0)

@@ -37,6 +37,7 @@ CASES = {
     "scaled": {"shape": (2, 50, 3, 64), "scale": 0.3},
     "large_logits": {"shape": (2, 257, 2, 64), "magnitude": 6.0},
     "packed": {"shape": (2, 50, 3, 64), "packed": True},
+    "non_contiguous": {"shape": (2, 50, 3, 64), "contiguous": False},
 }
 
 
@@ -64,6 +65,7 @@ def inputs(
     scale=None,
     magnitude=1.0,
     packed=False,
+    contiguous=True,
     dtype,
     device="cpu",
     seed=0,
@@ -79,9 +81,10 @@ def inputs(
     if packed:
         q, k, v = randn(batch, queries, 3, heads, width).unbind(2)
     else:
-        q = randn(batch, queries, heads, width, std=magnitude)
-        k = randn(batch, keys, kv_heads, width, std=magnitude)
-        v = randn(batch, keys, kv_heads, width)
+        wide = width + (0 if contiguous else 8)
+        q = randn(batch, queries, heads, wide, std=magnitude)[..., :width]
+        k = randn(batch, keys, kv_heads, wide, std=magnitude)[..., :width]
+        v = randn(batch, keys, kv_heads, wide)[..., :width]
     tensors = {name: t.detach().requires_grad_() for name, t in {"q": q, "k": k, "v": v}.items()}
     return {**tensors, "causal": causal, "scale": scale}
 

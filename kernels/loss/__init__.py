@@ -17,6 +17,9 @@ SHAPES = {
 
 CASES = {
     "768": {"shape": (2, 9, 768), "vocab": 384},
+    "769": {"shape": (5, 769), "vocab": 257},
+    "1025": {"shape": (4, 1025), "vocab": 257},
+    "1600": {"shape": (3, 1600), "vocab": 257},
     "odd": {"shape": (13, 65), "vocab": 1031},
     "one_row": {"shape": (1, 64), "vocab": 257},
     "many_rows": {"shape": (1031, 32), "vocab": 96},

@@ -1,4 +1,5 @@
-import itertools
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -65,18 +66,21 @@ def test_a_step_is_the_same_samples_however_divided(windows, batch_size, world_s
 
 
 def test_prefetch_is_the_loader_and_tells_the_wait(windows):
-    def slow(step):
-        if step == 3:
-            import time
+    """The third step is held back until it has been waited for."""
+    asked, loader = threading.Event(), Loader(windows, 2, 4 * T, seed=1)
 
-            time.sleep(0.2)
+    def held_back(step):
+        if step == 3:
+            asked.wait()
+            time.sleep(0.1)
         return loader(step)
 
-    loader = Loader(windows, 2, 4 * T, seed=1)
-    got = list(itertools.islice(prefetch(slow, 2, torch.device("cpu")), 3))
+    stream = prefetch(held_back, 2, torch.device("cpu"))
+    got = [next(stream)]
+    asked.set()
+    got += [next(stream), next(stream)]
     assert [starts(batches) for batches, _ in got] == [starts(loader(step)) for step in (2, 3, 4)]
-    assert got[1][1] > 0.1
-    assert got[2][1] < 0.1
+    assert got[1][1] > 0.05
 
 
 def test_prefetch_hands_errors_on(windows):
@@ -87,8 +91,8 @@ def test_prefetch_hands_errors_on(windows):
         next(prefetch(broken, 1, torch.device("cpu")))
 
 
-def test_evaluation_is_fixed_and_in_full_batches(windows):
-    assert starts(evaluation(windows, 4, 2)) == starts([windows.batch(np.arange(8))])
+def test_evaluation_is_fixed_and_spread_over_the_split(windows):
+    assert starts(evaluation(windows, 2, 2)) == starts([windows.batch(np.array([0, 3, 7, 11]))])
     assert [len(x) for x, _ in evaluation(windows, 4, 100)] == [4, 4, 4]
     assert [len(x) for x, _ in evaluation(windows, 64, 100)] == [15]
 

@@ -74,6 +74,8 @@ def damage(file, at, value):
         (lambda file: damage(file, 0, b"\0"), "magic 20240384 and version 1, not 20240520 and 1"),
         (lambda file: damage(file, 4, b"\7"), "magic 20240520 and version 7"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "1031 bytes, but 4 tokens take 1032"),
+        (lambda file: damage(file, 8, b"\xff\xff\xff\x7f"), "1032 bytes, but 2147483647 tokens take 4294968318"),
+        (lambda file: (file.unlink(), file.mkdir()), "Is a directory"),
         (lambda file: file.write_bytes(b"short"), "5 bytes, less than the header's 1024"),
         (lambda file: damage(file, HEADER_BYTES + 2, b"\xff\xff"), "holds id 65535, but the tokenizer has only 10 ids"),
     ],
@@ -81,6 +83,14 @@ def damage(file, at, value):
 def test_damage_is_seen_when_opened(folder, harm, message):
     harm(folder / "train" / "000001.bin")
     with pytest.raises(DataError, match=rf"000001.bin is not a good token shard: .*{message}.*; delete "):
+        open_shards(folder, "train", 10)
+
+
+@pytest.mark.parametrize("missing", [["000000.bin"], ["000001.bin"], ["000000.bin", "000001.bin", "000002.bin"]])
+def test_a_missing_shard_is_seen(folder, missing):
+    for name in missing:
+        (folder / "train" / name).unlink()
+    with pytest.raises(DataError, match=r"train lacks a token shard; delete .*train to have it made again"):
         open_shards(folder, "train", 10)
 
 

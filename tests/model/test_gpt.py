@@ -1,6 +1,7 @@
 """The model against Hugging Face's GPT-2 and Llama's rotary positions."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from model import cost
 from model.gpt import GPT, GPTConfig, rope_table, rotate
 from runtime.config import UserError
 
-SMALL = GPTConfig(block_size=24, vocab_size=97, n_layer=3, n_head=3, n_embd=48)
+ROOT = Path(__file__).parents[2]
+SMALL = GPTConfig(3, 3, 48, block_size=24, vocab_size=97, pos="learned", bias=True, dropout=0.0)
+GPT2 = GPTConfig(12, 12, 768, block_size=1024, vocab_size=50304, pos="learned", bias=True, dropout=0.0)
 PUBLISHED = {  # parameters with the unpadded vocabulary: transformers' GPT2LMHeadModel of the four sizes
     "gpt2_124m": 124_439_808,
     "gpt2_350m": 354_823_168,
@@ -138,7 +141,7 @@ def test_parameters_are_as_counted(pos, bias):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes(name):
-    config = GPTConfig(vocab_size=50257, **OmegaConf.load(f"configs/model/{name}.yaml"))
+    config = replace(GPT2, vocab_size=50257, **OmegaConf.load(ROOT / f"configs/model/{name}.yaml"))
     assert cost.parameters(config) == PUBLISHED[name]
     with torch.device("meta"):
         assert sum(w.numel() for w in GPT(config, ops()).parameters()) == PUBLISHED[name]
@@ -146,11 +149,11 @@ def test_published_sizes(name):
 
 def test_flops_are_palms():
     """GPT-2 124M at T = 1024, by hand: N is 124,475,904 with the vocabulary of 50304, less 786,432 positions."""
-    assert cost.flops_per_token(GPTConfig(), 1024) == 6 * (124_475_904 - 786_432) + 12 * 12 * 768 * 1024
+    assert cost.flops_per_token(GPT2, 1024) == 6 * (124_475_904 - 786_432) + 12 * 12 * 768 * 1024
 
 
 def test_initialisation_is_gpt2s():
-    config = GPTConfig(block_size=512, vocab_size=2048, n_layer=8, n_head=4, n_embd=256)
+    config = replace(SMALL, block_size=512, vocab_size=2048, n_layer=8, n_head=4, n_embd=256)
     torch.manual_seed(0)
     for name, weight in GPT(config, ops()).named_parameters():
         if weight.dim() == 1:

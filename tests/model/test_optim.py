@@ -97,7 +97,7 @@ def test_schedule():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learning_rate": -1.0}, "optim.learning_rate=-1.0: it must not be negative"),
+        ({"learning_rate": -1.0}, "optim.learning_rate=-1.0: it must be finite and not negative"),
         ({"beta2": 1.0}, r"optim.beta2=1.0: it must be in \[0, 1\)"),
         ({"min_lr": 1.0}, "optim.min_lr=1.0 is above optim.learning_rate=0.01"),
     ],

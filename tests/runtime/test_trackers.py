@@ -42,7 +42,8 @@ def test_an_offline_run_has_our_keys(hotswap, tmp_path):
     code, _, err = hotswap(*SMALL)
     assert (code, err) == (0, "")
     run = json.loads(inspect(tmp_path / "run", "--summary"))
-    assert (run["name"], run["project"], run["state"], run["exit_code"]) == ("run", "hotswap", "finished", 0)
+    assert (run["name"], run["project"]) == ("0M-eager-sdpa-fp32", "hotswap")  # after its kernels
+    assert (run["state"], run["exit_code"]) == ("finished", 0)
     assert set(run["summary"]) >= SUMMARY
     assert run["summary"]["kernels"]["attention"].startswith("sdpa (")
     assert run["config"]["train"]["max_steps"] == 6
@@ -65,7 +66,7 @@ def test_an_offline_run_has_our_keys(hotswap, tmp_path):
 def test_online_without_a_key_goes_on_offline(hotswap, tmp_path):
     code, _out, err = hotswap(*SMALL, "logger.mode=online")
     assert code == 0
-    assert err.startswith("warning: W&B goes on offline: no API key is configured")
+    assert err.startswith("warning: the run goes on offline; `wandb sync` uploads it: no API key is configured")
     assert err.count("\n") == 1
     assert json.loads(inspect(tmp_path / "run", "--summary"))["state"] == "finished"
 
@@ -76,9 +77,17 @@ def test_online_without_a_network_goes_on_offline(hotswap, tmp_path, monkeypatch
     monkeypatch.setattr("runtime.trackers.INIT_SECONDS", 3)
     code, _out, err = hotswap(*SMALL, "logger.mode=online")
     assert code == 0
-    assert err.startswith("warning: W&B goes on offline: ")
+    assert err.startswith("warning: the run goes on offline; `wandb sync` uploads it: ")
     assert err.count("\n") == 1
     assert json.loads(inspect(tmp_path / "run", "--summary"))["state"] == "finished"
+
+
+def test_a_run_outlives_wandb(hotswap, tmp_path, monkeypatch):
+    """Not even offline: the run goes on without it."""
+    monkeypatch.setattr("wandb.init", lambda **_: (_ for _ in ()).throw(ValueError("no\nway")))
+    code, _, err = hotswap(*SMALL)
+    assert (code, err) == (0, "warning: the run goes on without W&B: no way\n")
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
 
 
 def test_a_failed_run_is_marked(hotswap, tmp_path, monkeypatch):

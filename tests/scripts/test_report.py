@@ -63,6 +63,25 @@ def test_curves_are_compared_and_drawn(results, tmp_path):
     assert (results / "h200/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_row_without_figures_and_a_cpu(results, tmp_path):
+    """A run that ended in its warm-up; a device with a hyphen, without driver, MFU and allocator."""
+    row = json.loads((run(tmp_path / "a") / "result.json").read_text())
+    row |= {
+        "env": row["env"] | {"device": "AMD EPYC", "driver": None},
+        "perf/mfu": None,
+        "mem/peak_allocated_gib": None,
+    }
+    row |= {"mem/peak_rss_gib": 1.5}
+    (tmp_path / "a/result.json").write_text(json.dumps(row))
+    collect.collect(tmp_path / "a", curves=False)
+    (tmp_path / "a/result.json").write_text(json.dumps(row | {"perf/tokens_per_sec": None}))
+    collect.collect(tmp_path / "a", curves=False)
+    filled = report.fill("<!-- throughput: amd-epyc -->\n<!-- end -->\n<!-- environment: amd-epyc -->\n<!-- end -->")
+    assert "**500,000** (499,999 to 500,001) |  | 1.5 |" in filled
+    assert "| too short |" in filled
+    assert "AMD EPYC, cuda 1, cudnn 1" in filled
+
+
 def test_only_marked_sections_change(results, tmp_path):
     collect.collect(run(tmp_path / "a"), curves=False)
     text = "before\n<!-- throughput: h200 -->\nold\n<!-- end -->\nafter\n<!-- throughput: h200 -->\n<!-- end -->\n"
