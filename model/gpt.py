@@ -36,7 +36,7 @@ class GPTConfig:
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            check(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)}: it must be at least 1")
+            check(1 <= getattr(self, key) < 2**31, f"model.{key}={getattr(self, key)}: it must be in [1, 2^31)")
         check(
             self.n_embd % self.n_head == 0,
             f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts",

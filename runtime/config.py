@@ -94,7 +94,7 @@ def explain(error: Exception, schema: type) -> str:
         return where + message.splitlines()[0]
     if match := re.match(r"Could not override '([^']+)'", message):
         return unknown_key(match[1].split("@")[0], known)
-    if match := re.search(r"Could not find '([^']+)/([^'/]+)'", message):
+    if match := re.search(r"Could not find '([^']+)/([^'/]*)'", message):
         options = re.search(r"Available options in '[^']+':\n((?:\t.*\n?)*)", message)
         listed = ", ".join(options[1].split()) if options else "no choices there"
         return f"{match[1]}={match[2]}: no such choice; {match[1]} is one of: {listed}"

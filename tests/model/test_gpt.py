@@ -204,7 +204,7 @@ def test_amp_keeps_the_stream_in_fp32():
     ("changes", "message"),
     [
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
-        ({"n_layer": 0}, r"model.n_layer=0: it must be at least 1"),
+        ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),
         ({"pos": "alibi"}, r"model.pos=alibi: choose learned or rope"),
         ({"dropout": 1.0}, r"model.dropout=1.0: it must be in \[0, 1\)"),
         ({"pos": "rope", "n_embd": 45}, r"n_embd / n_head = 15 is odd"),
