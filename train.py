@@ -47,15 +47,9 @@ class TrainConfig:
     sample_tokens: int  # of text at the end; 0: none
 
     def __post_init__(self):
-        for key, least in {
-            "batch_size": 1,
-            "block_size": 1,
-            "log_every": 1,
-            "eval_every": 0,
-            "eval_batches": 1,
-        }.items():
+        for key in ("batch_size", "block_size", "log_every", "eval_every", "eval_batches", "sample_tokens"):
+            least = 0 if key in ("eval_every", "sample_tokens") else 1
             check(getattr(self, key) >= least, f"train.{key}={getattr(self, key)}: it must be at least {least}")
-        check(self.sample_tokens >= 0, f"train.sample_tokens={self.sample_tokens}: it must not be negative")
         limits = [limit for limit in (self.max_steps, self.max_minutes) if limit is not None]
         check(bool(limits), "train.max_steps or train.max_minutes must be set, or the run would never end")
         check(all(0 < limit < math.inf for limit in limits), "train.max_steps and train.max_minutes must be above 0")

@@ -33,7 +33,7 @@ class OptimConfig:
         )
 
 
-def learning_rate(config: OptimConfig, step: int, last: int) -> float:
+def learning_rate(config: OptimConfig, step: int, last: float) -> float:
     """Linear warm-up over `warmup_steps`, then half a cosine that ends at min_lr in step `last`. Steps count from 1."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

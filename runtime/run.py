@@ -39,7 +39,7 @@ class Run:
             "command": command(),
             "config": OmegaConf.to_container(resolved),
         }
-        config_file, metrics, result = (folder / name for name in ("config.yaml", "metrics.jsonl", "result.json"))
+        config_file, metrics, result = (folder / file for file in ("config.yaml", "metrics.jsonl", "result.json"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if result.exists() and metrics.exists() and metrics.stat().st_size == 0:
@@ -53,7 +53,7 @@ class Run:
             raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
 
     def begin(self, **facts: dict) -> None:
-        """`facts` (kernels, env) go into the row, and the tracker starts."""
+        """All is built: `facts` go into the row beside its kernels and env, and the tracker starts."""
         self.row.update(facts)
         self.tracker.start(self.folder, self.row)
 

@@ -1,7 +1,7 @@
 """Keep the rows of finished runs: `python -m scripts.collect out/RUN ...`
 
 Appends each run's result row to results/<device>/train.jsonl, and with --curves its training losses to
-results/<device>/curves/<kernels>.jsonl. Rows are kept as they were written, whatever their status.
+results/<device>/curves/<its name>.jsonl. Rows are kept as they were written, whatever their status.
 """
 
 import argparse

@@ -68,13 +68,15 @@ def throughput_cells(row: dict) -> list[str]:
 
 
 def environment(device: str) -> str:
-    """What the rows were measured with, and how to measure one again."""
+    """What the rows were measured with, on which commit, and how to measure one again."""
     env = rows(device)[-1]["env"]
+    commits = sorted({(row["env"].get("git_commit") or "unknown")[:7] for row in rows(device)})
     measured = [row["measured_peak_flops"] / 1e12 for row in rows(device) if row.get("measured_peak_flops")]
     versions = ", ".join(f"{name} {env[name]}" for name in ("driver", "cuda", "cudnn", "torch", "triton") if env[name])
     return (
         f"{env['device']}, {versions}; a large matmul beside each run, in its dtype, reached {min(measured):.3g} to "
-        f"{max(measured):.3g} TFLOP/s. A row's `command`, in `results/{device}/train.jsonl`, runs it again."
+        f"{max(measured):.3g} TFLOP/s. Measured at commit {', '.join(commits)}; "
+        f"a row's `command`, in `results/{device}/train.jsonl`, runs it again."
     )
 
 

@@ -1,9 +1,8 @@
 import os
 import sys
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # workers and not threads share the cores; also for programs that tests start
+# Workers and not threads share the cores, in the programs that tests start as well
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def hotswap(monkeypatch, capsys, tmp_path, request):
+def hotswap(monkeypatch, capsys, tmp_path):
     """train.py as a command in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
 
     Runs start in an empty folder, where the runs and the token shards of one test are.
