@@ -1,28 +1,47 @@
-"""Text in, batches of token ids out: corpus.py -> tokenizer.py -> shards.py -> loader.py."""
+"""Text in, batches of token ids out: corpus.py, hub.py -> tokenizer.py -> pipeline.py, shards.py -> loader.py."""
 
 import hashlib
 import json
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.corpus import SOURCES, Source
+from omegaconf import OmegaConf
+
+from data.corpus import Source, stdlib, text
 from data.errors import DataError
-from data.shards import Shard, open_shards, write_split
+from data.hub import Hub
+from data.pipeline import complete, write
+from data.shards import Shard, digest, open_nanogpt, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
+
+SOURCES = {"stdlib": stdlib, "text": text, "hub": Hub}
+CONFIGS = Path(__file__).parent.parent / "configs" / "data"
 
 
 @dataclass
 class DataConfig:
-    source: str  # a name in SOURCES
-    path: Any  # data=text: a file, a folder, a glob, or a list of them
+    name: str  # the group's choice; names the shards' folder
+    source: str  # a name in SOURCES, or nanogpt
+    path: Any  # text: a file, a folder, a glob, or a list of them; hub: owner/name; nanogpt: a folder
+    subset: str | None  # hub: the data set's configuration
+    column: str  # of the text, in .jsonl, .parquet and on the hub
     tokenizer: str  # a name in TOKENIZERS
+    val_fraction: float  # of the documents is held out
+    prepare: str  # auto: by train.py, on the first use | by_hand: by scripts/prepare.py
     cache: str  # the folder for token shards
 
     def __post_init__(self):
-        for key, known in (("source", SOURCES), ("tokenizer", TOKENIZERS)):
-            if getattr(self, key) not in known:
-                raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(known)}")
+        known = {"source": (*SOURCES, "nanogpt"), "tokenizer": TOKENIZERS, "prepare": ("auto", "by_hand")}
+        for key, names in known.items():
+            if getattr(self, key) not in names:
+                raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(names)}")
+        if not 0 < self.val_fraction < 1:
+            raise DataError(f"data.val_fraction={self.val_fraction}: it must be above 0 and below 1")
+        if not self.name or Path(self.name).name != self.name:
+            raise DataError(f"data.name={self.name}: it names a folder below data.cache, and holds no /")
 
 
 class Dataset(NamedTuple):
@@ -32,25 +51,70 @@ class Dataset(NamedTuple):
     tokenizer: Tokenizer
     train: list[Shard]
     val: list[Shard]
+    fingerprint: dict[str, str]  # name, tokenizer, and a hash of each split's tokens: the same wherever the files are
 
 
 def open_dataset(config: DataConfig) -> Dataset:
-    """The corpus as verified token shards, written on the first use. DataError: no such text, or a damaged shard."""
-    source = SOURCES[config.source](config.path)
+    """The corpus as verified token shards, a small one written on the first use.
+
+    DataError: no such text, a damaged shard, or a large data set that is not prepared.
+    """
     tokenizer = TOKENIZERS[config.tokenizer]()
-    folder = Path(config.cache) / f"{source.name}-{tokenizer.name}-{fingerprint(source, tokenizer)}"
-    for split in ("train", "val"):
-        write_split(folder, split, (tokenizer.encode(text) for text in source.documents(split)), tokenizer.eot)
-    return Dataset(
-        source.name, tokenizer, *(open_shards(folder, split, tokenizer.n_vocab) for split in ("train", "val"))
-    )
+    if config.source == "nanogpt":
+        train, val = open_nanogpt(nanogpt_folder(config), tokenizer.n_vocab, Path(config.cache))
+    else:
+        source, folder = located(config, tokenizer)
+        if config.prepare == "by_hand" and not complete(folder):
+            raise DataError(
+                f"data={config.name} is not prepared, and too large to do it in passing: run "
+                f"`{prepare_command(config)}`"
+            )
+        write(folder, source, tokenizer, workers=1)  # a small one takes less than processes take to start
+        train, val = (open_shards(folder, split, tokenizer.n_vocab) for split in ("train", "val"))
+    fingerprint = {"name": config.name, "tokenizer": tokenizer.name, "train": digest(train), "val": digest(val)}
+    return Dataset(config.name, tokenizer, train, val, fingerprint)
 
 
-def fingerprint(source: Source, tokenizer: Tokenizer) -> str:
-    """12 hex digits that change with any file's name, size or time, and with the tokenizer."""
-    try:
-        stats = [(str(path), path.stat()) for path in source.files]
-    except OSError as error:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    return hashlib.sha256(json.dumps([files, tokenizer.name]).encode()).hexdigest()[:12]
+def prepare(config: DataConfig, workers: int, watch: Callable[[int, int], None]) -> Path:
+    """Tokenize the corpus unless that is done, however large it is (see pipeline.write): the folder of its splits."""
+    if config.source == "nanogpt":
+        return nanogpt_folder(config)
+    tokenizer = TOKENIZERS[config.tokenizer]()
+    source, folder = located(config, tokenizer)
+    write(folder, source, tokenizer, workers, watch, wait=False)
+    return folder
+
+
+def located(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source, Path]:
+    """The text, and where its shards belong; the 12 hex digits change with whatever would change the tokens."""
+    source = SOURCES[config.source](config.path, config.subset, config.column, config.val_fraction)
+    facts = json.dumps([source.identity, tokenizer.name, config.val_fraction])
+    fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:12]
+    return source, Path(config.cache) / f"{config.name}-{tokenizer.name}-{fingerprint}"
+
+
+def nanogpt_folder(config: DataConfig) -> Path:
+    """Where nanoGPT's files are. DataError: they are not, or their ids are those of another tokenizer."""
+    if not isinstance(config.path, str):
+        raise DataError("data=nanogpt needs data.path=FOLDER, with nanoGPT's train.bin and val.bin in it")
+    folder = Path(config.path).expanduser()
+    if missing := [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]:
+        raise DataError(
+            f"data.path={folder}: holds no {missing[0]}; data=nanogpt reads nanoGPT's train.bin and val.bin"
+        )
+    if (folder / "meta.pkl").exists():
+        raise DataError(
+            f"data.path={folder}: by its meta.pkl its ids are characters (nanoGPT's *_char sets), not tokens of "
+            f"{config.tokenizer}: read the text itself with data=text data.tokenizer=bytes"
+        )
+    return folder
+
+
+def prepare_command(config: DataConfig) -> str:
+    """What prepares exactly this: the keys that differ from those of the group's file."""
+    file = CONFIGS / f"{config.name}.yaml"
+    usual = OmegaConf.load(file) if file.exists() else {}
+    changed = {key: value for key, value in asdict(config).items() if usual.get(key) != value}
+    choice = config.name if usual else config.source
+    overrides = [f"data.{key}={'null' if value is None else value}" for key, value in changed.items()]
+    return shlex.join(["python", "-m", "scripts.prepare", f"data={choice}", *overrides])

@@ -1,41 +1,85 @@
 """Where text comes from, and which of it is for training and which for validation.
 
-With at least 20 files the split is by file, one in ten by a hash of its text, so that no document is on both sides,
-not even as a copy, and adding files moves none. With fewer, the last tenth of every file is for validation.
+Documents are held out by a hash of their text, so that none is on both sides, not even as a copy, and adding some moves
+no other. A document is a text file or a row of a .jsonl or .parquet file; with fewer than 20 text files, the last part
+of each is held out instead.
 """
 
 import glob
+import gzip
 import hashlib
+import json
 import sysconfig
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from data.errors import DataError
 
-SUFFIXES = (".txt", ".md", ".py")
-SPLIT_BY_FILE = 20  # files
+PLAIN = (".txt", ".md", ".py")
+ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+SPLIT_BY_FILE = 20  # text files
 NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-class Source:
-    """Some text files, in the order of their names."""
+class Source(ABC):
+    """Documents in an order that stays. `identity` is JSON-able and changes with them, `files` are the local ones."""
 
-    def __init__(self, name: str, files: Iterable[Path]):
-        self.name, self.files = name, sorted(files)
+    files: list[Path]
+    identity: list
 
-    def documents(self, split: str) -> Iterator[str]:
-        """The texts of `train` or `val`."""
-        for text in map(read, self.files):
-            if len(self.files) < SPLIT_BY_FILE:
-                cut = len(text) * 9 // 10
-                yield text[cut:] if split == "val" else text[:cut]
-            elif held_out(text) == (split == "val"):
-                yield text
+    @abstractmethod
+    def documents(self, position: Any = None) -> Iterator[tuple[str, str]]:
+        """(`train` or `val`, text), from the start or behind `position`. DataError: they cannot be read."""
+
+    @abstractmethod
+    def position(self) -> Any:
+        """JSON-able: the place behind the document that documents() gave last."""
 
 
-def held_out(text: str) -> bool:
-    """One text in ten."""
-    return hashlib.sha256(text.encode()).digest()[0] < 256 / 10
+class Files(Source):
+    """Local files, in the order of their names. DataError: one cannot be read."""
+
+    def __init__(self, files: Iterable[Path], column: str, val_fraction: float):
+        self.files, self.column, self.val_fraction = sorted(files), column, val_fraction
+        self.by_hash = sum(kind(file) in PLAIN for file in self.files) >= SPLIT_BY_FILE
+        self.identity = file_stamps(self.files)
+        if any(kind(file) in ROWS for file in self.files):
+            self.identity.append(column)
+
+    def documents(self, position: list[int] | None = None) -> Iterator[tuple[str, str]]:
+        first, skipped = position or (0, 0)
+        for number, file in enumerate(self.files[first:], first):
+            skip = skipped if number == first else 0
+            for count, document in enumerate(islice(self.parts(file), skip, None), skip + 1):
+                self.at = [number, count]
+                yield document
+
+    def position(self) -> list[int]:
+        return self.at  # the file's number, and the documents read of it
+
+    def parts(self, file: Path) -> Iterator[tuple[str, str]]:
+        """The documents of one file."""
+        if kind(file) in ROWS:
+            texts = parquet(file, self.column) if kind(file) == ".parquet" else jsonl(file, self.column)
+            yield from ((side(text, self.val_fraction), text) for text in texts)
+            return
+        text = read(file)
+        if self.by_hash:
+            yield side(text, self.val_fraction), text
+        else:
+            cut = int(len(text) * (1 - Fraction(str(self.val_fraction))))  # 0.1 is not quite a tenth as a float
+            yield "train", text[:cut]
+            yield "val", text[cut:]
+
+
+def side(text: str, val_fraction: float) -> str:
+    """`val` for this share of all texts, by SHA-256."""
+    return "val" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < val_fraction * 2**64 else "train"
 
 
 def read(path: Path) -> str:
@@ -44,10 +88,81 @@ def read(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it, or leave it out") from None
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
-def stdlib(path: None = None) -> Source:
+def jsonl(path: Path, column: str) -> Iterator[str]:
+    """The texts in a column of a .jsonl or .jsonl.gz file: one JSON object a line."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.isspace():
+                    continue
+                where = f"{path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:  # also for what is not UTF-8
+                    raise DataError(f"{where}: not JSON ({error}); correct the line, or take it out") from None
+                if (text := text_of(row, column, where)) is not None:
+                    yield text
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error) from None
+
+
+def parquet(path: Path, column: str) -> Iterator[str]:
+    """The texts in a column of a .parquet file."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
+    try:
+        with pq.ParquetFile(path) as file:
+            text_of(dict.fromkeys(file.schema_arrow.names), column, str(path))
+            batches = file.iter_batches(batch_size=256, columns=[column])
+            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+                if (text := text_of(row, column, f"{path}, row {number}")) is not None:
+                    yield text
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from None
+
+
+def text_of(row: Any, column: str, where: str) -> str | None:
+    """The row's text, None where it is null. DataError: there is no such column, or it holds no text."""
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a row must be a JSON object with a column {column}, and this is none")
+    if column not in row:
+        raise DataError(f"{where}: there is no column {column}; pass data.column=..., one of: {', '.join(row)}")
+    text = row[column]
+    if not isinstance(text, str | None):
+        raise DataError(
+            f"{where}: column {column} holds {type(text).__name__} and not text; choose another data.column"
+        )
+    if text and not text.isascii():  # half of a surrogate pair, "\ud83d" in JSON, has no UTF-8: as tiktoken does
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    why = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return DataError(f"{path} cannot be read: {why}")
+
+
+def kind(path: Path) -> str | None:
+    """The suffix by which a file is read; None: not at all."""
+    return next((suffix for suffix in PLAIN + ROWS if path.name.endswith(suffix)), None)
+
+
+def file_stamps(files: list[Path]) -> list:
+    """[name, bytes, time of change] of each."""
+    try:
+        stats = [(str(path), path.stat()) for path in files]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def stdlib(path: None = None, subset: None = None, column: str = "text", val_fraction: float = 0.1) -> Files:
     """The Python standard library's own source, about 11 MB on every machine, without its tests."""
     if path is not None:
         raise DataError(f"data.path={path} is for your own text: add data=text")
@@ -55,16 +170,16 @@ def stdlib(path: None = None) -> Source:
     files = [file for file in root.rglob("*.py") if not NOT_SOURCE & set(file.relative_to(root).parts)]
     if not files:
         raise DataError(f"data=stdlib: no .py files in {root}; choose data=text data.path=...")
-    return Source("stdlib", files)
+    return Files(files, column, val_fraction)
 
 
-def text(path: str | list[str] | None) -> Source:
-    """Files, folders (searched for .txt, .md and .py) and globs."""
+def text(path: str | list[str] | None, subset: None = None, column: str = "text", val_fraction: float = 0.1) -> Files:
+    """Files, folders (searched for the suffixes PLAIN and ROWS) and globs."""
     patterns = [path] if isinstance(path, str | int | float) else path  # 2024 is a name, too
     if not patterns or not isinstance(patterns, list):
         raise DataError("data=text needs data.path=FILE, a folder, a glob, or a list '[a.txt,b/]'")
     files = {file for pattern in patterns for file in matches(str(pattern))}
-    return Source("text", files)
+    return Files(files, column, val_fraction)
 
 
 def matches(pattern: str) -> list[Path]:
@@ -77,17 +192,15 @@ def matches(pattern: str) -> list[Path]:
     files = []
     for path in found:
         files += folder_files(path) if path.is_dir() else [path]
-    if wrong := [file for file in files if file.suffix not in SUFFIXES]:
-        raise DataError(f"data.path={pattern}: {wrong[0].name} is none of {', '.join(SUFFIXES)}")
+    known = ", ".join(PLAIN + ROWS)
+    if wrong := [file for file in files if not kind(file)]:
+        raise DataError(f"data.path={pattern}: {wrong[0].name} is none of {known}")
     if not files:
-        raise DataError(f"data.path={pattern}: holds no {', '.join(SUFFIXES)} file")
+        raise DataError(f"data.path={pattern}: holds no {known} file")
     return files
 
 
 def folder_files(folder: Path) -> list[Path]:
     """The text files below a folder, but for those in hidden folders (.git, .venv)."""
-    files = (file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = (file for file in folder.rglob("*") if kind(file) and file.is_file())
     return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-
-
-SOURCES = {"stdlib": stdlib, "text": text}

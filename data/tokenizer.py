@@ -1,10 +1,14 @@
 """Tokenizers: `bytes`, which needs nothing, and `gpt2`, OpenAI's byte-pair encoding by tiktoken."""
 
+import contextlib
 import hashlib
 import os
+import re
 import tempfile
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +25,12 @@ GPT2_FILES = {  # address -> SHA-256, as in tiktoken
 }
 
 
+NEWLINE = re.compile(r"\S\n(?=\S)")
+PIECE = 1 << 19  # characters: about 25 ms of work
+
+
 class Tokenizer(ABC):
-    """Text <-> ids below n_vocab; `eot` opens every document."""
+    """Text <-> ids below n_vocab; `eot` opens every document. It can be pickled."""
 
     name: str
     n_vocab: int
@@ -36,6 +44,11 @@ class Tokenizer(ABC):
     def decode(self, ids: list[int]) -> str:
         """The text; ids that mean none (eot, the padding of the vocabulary) are left out."""
 
+    @cached_property
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """(n_vocab,) int64: the bytes of text that each id stands for; 0 for ids that mean none."""
+
 
 class Bytes(Tokenizer):
     """UTF-8 bytes 0 to 255, and 256 for end of text."""
@@ -47,6 +60,10 @@ class Bytes(Tokenizer):
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        return (np.arange(self.n_vocab) < self.eot).astype(np.int64)
 
 
 class GPT2(Tokenizer):
@@ -75,6 +92,27 @@ class GPT2(Tokenizer):
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode([i for i in ids if i < self.eot])
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        lengths = np.zeros(self.n_vocab, np.int64)
+        for i in range(self.eot):
+            with contextlib.suppress(KeyError):  # of a smaller vocabulary
+                lengths[i] = len(self.encoding.decode_single_token_bytes(i))
+        return lengths
+
+
+def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+    """`text` in parts of at least `size` characters (the last one may be shorter), whose ids are those of the whole.
+
+    It is cut behind a newline between two characters that are not white space. GPT-2's pattern makes such a newline a
+    token by itself (nothing but the white space around it could join it), and never looks back.
+    """
+    start = 0
+    while len(text) - start > size and (cut := NEWLINE.search(text, start + size - 2)):
+        yield text[start : cut.start() + 2]
+        start = cut.start() + 2
+    yield text[start:]
+
 
 def cached() -> bool:
     """Whether tiktoken's cache holds GPT-2's files, whole (it names them by the SHA-1 of their address)."""
@@ -85,14 +123,15 @@ def cached() -> bool:
 
 
 def reachable(url: str, seconds: float = 1.0) -> bool:
-    """Whether `url` answers in time. In a thread, because looking up a name has no timeout of its own."""
+    """Whether `url` answers in time, whatever it says. In a thread: looking up a name has no timeout."""
     import requests
 
     answers = []
 
     def ask():
         try:
-            answers.append(requests.head(url, timeout=seconds).ok)
+            requests.head(url, timeout=seconds)
+            answers.append(True)
         except requests.RequestException:
             answers.append(False)
 

@@ -1,33 +1,16 @@
-import hashlib
-import os
+import gzip
+import json
 import sysconfig
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tiktoken
 
-from data import DataConfig, open_dataset
-from data.corpus import SPLIT_BY_FILE, stdlib, text
+from data.corpus import SPLIT_BY_FILE, side, stdlib, text
 from data.errors import DataError
-from data.tokenizer import GPT2, GPT2_FILES, Bytes
 
 
-def config(tmp_path, **changes):
-    settings = {"source": "text", "path": None, "tokenizer": "bytes", "cache": str(tmp_path / "cache")}
-    return DataConfig(**settings | changes)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """30 documents in a tree, and files that are no text."""
-    for i in range(30):
-        file = tmp_path / "docs" / f"part{i % 3}" / f"{i:02}.{('txt', 'md', 'py')[i % 3]}"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"document {i}: " + "ä" * i)
-    (tmp_path / "docs" / "image.png").write_bytes(b"\x89PNG\xff")
-    return tmp_path / "docs"
+def of(source, split):
+    return [document for side, document in source.documents() if side == split]
 
 
 def test_stdlib_is_real_text_split_by_file():
@@ -36,7 +19,7 @@ def test_stdlib_is_real_text_split_by_file():
     names = {file.relative_to(root).as_posix() for file in source.files}
     assert {"argparse.py", "json/decoder.py", "asyncio/events.py"} <= names
     assert not [name for name in names if "site-packages" in name or "/test/" in name]
-    train, val = (list(source.documents(split)) for split in ("train", "val"))
+    train, val = (of(source, split) for split in ("train", "val"))
     assert len(train) + len(val) == len(source.files)
     assert not set(filter(None, train)) & set(filter(None, val))
     assert 0.05 < len(val) / len(source.files) < 0.15
@@ -44,9 +27,9 @@ def test_stdlib_is_real_text_split_by_file():
 
 
 def test_adding_a_file_moves_no_other(folder):
-    before = set(text(str(folder)).documents("val"))
+    before = set(of(text(str(folder)), "val"))
     (folder / "aaa.txt").write_text("something new")
-    after = set(text(str(folder)).documents("val"))
+    after = set(of(text(str(folder)), "val"))
     assert before
     assert after - before <= {"something new"}
     assert before <= after
@@ -80,8 +63,9 @@ def test_few_files_are_split_by_position(tmp_path):
     (tmp_path / "b.txt").write_text("abcdefghij")
     source = text(str(tmp_path))
     assert len(source.files) < SPLIT_BY_FILE
-    assert list(source.documents("train")) == ["012345678901234567", "abcdefghi"]
-    assert list(source.documents("val")) == ["89", "j"]
+    assert of(source, "train") == ["012345678901234567", "abcdefghi"]
+    assert of(source, "val") == ["89", "j"]
+    assert of(text(str(tmp_path), val_fraction=0.3), "val") == ["456789", "hij"]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +75,8 @@ def test_few_files_are_split_by_position(tmp_path):
         ([], "data=text needs data.path"),
         ({"a": 1}, "data=text needs data.path"),
         ("nowhere", "data.path=nowhere: no such file or folder"),
-        ("{docs}/image.png", "image.png is none of .txt, .md, .py"),
-        ("{docs}/empty", "holds no .txt, .md, .py file"),
+        ("{docs}/image.png", r"image.png is none of .txt, .md, .py, .jsonl, .jsonl.gz, .parquet"),
+        ("{docs}/empty", "holds no .txt, .md, .py, .jsonl, .jsonl.gz, .parquet file"),
     ],
 )
 def test_paths_that_hold_no_text(folder, path, message):
@@ -104,39 +88,7 @@ def test_paths_that_hold_no_text(folder, path, message):
 def test_what_is_not_utf8_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 0\)"):
-        list(text(str(tmp_path)).documents("train"))
-
-
-def test_a_dataset_is_its_text(folder, tmp_path):
-    """From files to shards and back: every document, each behind an end of text."""
-    dataset = open_dataset(config(tmp_path, path=str(folder)))
-    for split in ("train", "val"):
-        tokens = np.concatenate([shard.tokens for shard in getattr(dataset, split)])
-        documents = [
-            dataset.tokenizer.decode(part.tolist()) for part in np.split(tokens, np.flatnonzero(tokens == 256))
-        ]
-        assert documents[1:] == list(text(str(folder)).documents(split))
-
-
-def test_a_changed_file_is_tokenized_again(folder, tmp_path):
-    settings = config(tmp_path, path=str(folder))
-    first = open_dataset(settings).train[0].path
-    assert open_dataset(settings).train[0].path == first
-    file = folder / "part0" / "00.txt"
-    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
-    assert open_dataset(settings).train[0].path != first
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"source": "web"}, "data.source=web: choose stdlib or text"),
-        ({"tokenizer": "llama"}, "data.tokenizer=llama: choose bytes or gpt2"),
-    ],
-)
-def test_unknown_names(tmp_path, changes, message):
-    with pytest.raises(DataError, match=message):
-        config(tmp_path, **changes)
+        list(text(str(tmp_path)).documents())
 
 
 def test_a_path_for_the_stdlib_is_a_mistake():
@@ -144,66 +96,84 @@ def test_a_path_for_the_stdlib_is_a_mistake():
         stdlib("book.txt")
 
 
-def test_bytes_round_trip():
-    tokenizer, sentence = Bytes(), "naïve — 数学 \n\0"
-    ids = tokenizer.encode(sentence)
-    assert ids.dtype == np.uint16
-    assert ids.tolist() == list(sentence.encode())
-    assert tokenizer.decode([256, *ids.tolist(), 300]) == sentence
+def write_parquet(path, columns):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table(columns), path, row_group_size=300)
 
 
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
-    """No vocabulary in the cache, and a network on which no name is ever found."""
-    import socket
-
-    def lookup(*args, **kwargs):
-        time.sleep(5)
-        raise OSError("no such host")
-
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
+def rows(folder, texts, form):
+    """These documents as .jsonl, .jsonl.gz or .parquet, in a folder of that name."""
+    (folder / form).mkdir()
+    lines = "".join(json.dumps({"id": i, "text": each}) + "\n" for i, each in enumerate(texts))
+    if form == "jsonl":
+        (folder / form / "a.jsonl").write_text(lines + "\n")
+    elif form == "gz":
+        (folder / form / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    else:
+        write_parquet(folder / form / "a.parquet", {"id": range(len(texts)), "text": texts})
 
 
-def test_gpt2_without_files_and_network_is_a_line_within_two_seconds(offline):
-    start = time.perf_counter()
-    with pytest.raises(DataError, match="set TIKTOKEN_CACHE_DIR to a folder that tiktoken filled") as error:
-        GPT2()
-    assert time.perf_counter() - start < 2
+@pytest.mark.parametrize("form", ["jsonl", "gz", "parquet"])
+def test_every_row_is_a_document(tmp_path, form):
+    """Null is none, an empty text is one; what is held out depends on the text alone."""
+    texts = [f"document {i}\nä" for i in range(600)] + [None, ""]
+    rows(tmp_path, texts, form)
+    source = text(str(tmp_path / form), val_fraction=0.2)
+    documents = list(source.documents())
+    assert [document for _, document in documents] == [*texts[:600], ""]
+    assert all(split == side(document, 0.2) for split, document in documents)
+    assert 0.14 < len(of(source, "val")) / 601 < 0.26  # 0.2 +- 4 standard deviations
+
+
+@pytest.mark.parametrize("form", ["jsonl", "gz", "parquet"])
+def test_a_source_goes_on_behind_a_position(tmp_path, form):
+    texts = [f"document {i}" if i % 7 else None for i in range(40)]
+    rows(tmp_path, texts, form)
+    for i in range(3):
+        (tmp_path / form / f"{i}.txt").write_text(f"plain text {i}")
+    everything = list(text(str(tmp_path / form)).documents())
+    source = text(str(tmp_path / form))
+    for count, document in enumerate(source.documents(), 1):
+        assert document == everything[count - 1]
+        position = json.loads(json.dumps(source.position()))
+        assert list(text(str(tmp_path / form)).documents(position)) == everything[count:]
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud83d \\ud83d\\ude00"}\n')
+    assert [document for _, document in text(str(tmp_path)).documents()] == ["a\ufffd \U0001f600"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl, line 2: not JSON \(.*; correct the line, or take it out"),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xe9"}\n', r"a.jsonl, line 3: not JSON \(.*utf-8"),
+        ("a.jsonl", b'{"id": 1, "body": "a"}\n', r"line 1: there is no column text; pass data.column=.*: id, body$"),
+        ("a.jsonl", b'{"text": 3}\n', r"line 1: column text holds int and not text"),
+        ("a.jsonl", b"[1]\n", r"line 1: a row must be a JSON object with a column text"),
+        ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz cannot be read: Not a gzipped file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9],
+            r"a.jsonl.gz cannot be read: Compressed file ended",
+        ),
+        ("a.parquet", b"no parquet", r"a.parquet cannot be read: Parquet"),
+    ],
+)
+def test_broken_rows_are_named(tmp_path, name, content, message):
+    if name == "a.parquet":
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        list(text(str(tmp_path)).documents())
     assert "\n" not in str(error.value)
 
 
-def test_gpt2_with_a_damaged_cache_and_no_network(offline, tmp_path):
-    """Files of the right names and the wrong bytes are no vocabulary."""
-    for url in GPT2_FILES:
-        (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_text("broken")
-    with pytest.raises(DataError, match=r"data.tokenizer=gpt2 needs GPT-2's vocabulary"):
-        GPT2()
-
-
-def test_gpt2_ids(monkeypatch):
-    """With a vocabulary of the single bytes in place of OpenAI's, which is not ours to ship."""
-    single = tiktoken.Encoding(
-        "single",
-        pat_str=r".",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 50256},
-    )
-    monkeypatch.setattr("data.tokenizer.cached", lambda: True)
-    monkeypatch.setattr("tiktoken.get_encoding", {"gpt2": single}.__getitem__)
-    tokenizer = GPT2()
-    ids = tokenizer.encode("né<|endoftext|>")
-    assert ids.dtype == np.uint16
-    assert ids.tolist() == list("né<|endoftext|>".encode())  # text that looks like a special token is text
-    assert tokenizer.decode([50256, *ids.tolist(), 50300]) == "né<|endoftext|>"
-
-
-def test_gpt2_ids_are_published():
-    """Where the vocabulary is to be had: the ids that OpenAI's own encoder gives."""
-    try:
-        tokenizer = GPT2()
-    except DataError as error:
-        pytest.skip(str(error))
-    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+def test_parquet_without_the_column(tmp_path):
+    write_parquet(tmp_path / "a.parquet", {"id": [1], "body": ["a"], "n": [2]})
+    with pytest.raises(DataError, match=r"a.parquet: there is no column text; pass data.column=.*: id, body, n$"):
+        list(text(str(tmp_path)).documents())
+    assert [document for _, document in text(str(tmp_path), column="body").documents()] == ["a"]
+    with pytest.raises(DataError, match=r"a.parquet, row 1: column n holds int and not text"):
+        list(text(str(tmp_path), column="n").documents())

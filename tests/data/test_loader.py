@@ -1,3 +1,5 @@
+import os
+import shutil
 import threading
 import time
 
@@ -7,7 +9,8 @@ import torch
 
 from data.errors import DataError
 from data.loader import Loader, Windows, evaluation, prefetch
-from data.shards import open_shards, write_split
+from data.shards import open_shards
+from tests.data.test_shards import damage, write_split
 
 T = 8
 
@@ -63,6 +66,28 @@ def test_a_step_is_the_same_samples_however_divided(windows, batch_size, world_s
     ranks = [Loader(windows, batch_size, 12 * T, 1, rank, world_size)(2) for rank in range(world_size)]
     assert {len(batches) for batches in ranks} == {12 // batch_size // world_size}
     assert sorted(s for batches in ranks for s in starts(batches)) == sorted(whole)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda file: damage(file, 1100, b"\7"), "rewritten"),
+        (lambda file: damage(file, 0, b"", cut=20), "1104 bytes, 1124 before"),
+        (lambda file: os.truncate(file, 0), "0 bytes, 1124 before"),  # reading it would be a SIGBUS
+        (
+            lambda file: (file.rename(file.with_suffix(".old")), shutil.copy2(file.with_suffix(".old"), file)),
+            "rewritten",
+        ),
+        (lambda file: file.unlink(), "No such file or directory"),
+    ],
+)
+def test_a_shard_that_changes_under_a_run_is_found(windows, harm, message):
+    """Only the batches that lie in it are stopped: sample 5 ends the first shard, 6 begins the second."""
+    windows.batch(np.array([5, 6]))
+    harm(windows.shards[1].path)
+    windows.batch(np.array([0, 5, 12]))
+    with pytest.raises(DataError, match=rf"000001.bin changed while it was being read \({message}\)"):
+        windows.batch(np.array([5, 6]))
 
 
 def test_prefetch_is_the_loader_and_tells_the_wait(windows):
