@@ -15,6 +15,8 @@ and a backend is a file with the op's function, and where it has something to sa
 """
 
 import importlib
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +108,9 @@ def chosen(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
 
 
 def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> Ops:
-    """The functions that the config asks for."""
+    """The functions that the config asks for. Unavailable: one of them, or torch.compile, cannot run on `device`."""
+    if kernels.compile and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))):
+        raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
     return Ops(**{op: load(op, impl, device) for op, impl in chosen(kernels, attn).items()})
 
 

@@ -1,4 +1,6 @@
-"""The one accounting: parameters and FLOPs of a GPTConfig, by formula, without building the model."""
+"""The one accounting: parameters, FLOPs and bytes of a GPTConfig, by formula, without building the model."""
+
+import torch
 
 from model.gpt import GPTConfig
 
@@ -22,3 +24,17 @@ def flops_per_token(config: GPTConfig, length: int) -> float:
     N leaves the position table out; attention is counted whole, without the half that a causal kernel may skip.
     """
     return 6 * (parameters(config) - positions(config)) + 12 * config.n_layer * config.n_embd * length
+
+
+def kv_cache_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Keys and values of `length` tokens of `batch` sequences, in all layers."""
+    return 2 * config.n_layer * batch * length * config.n_embd * dtype.itemsize
+
+
+def decode_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
+    """What a decoding step with `length` keys must read at least, in the compute dtype: weights and cache.
+
+    Of the position table it reads one row, which is left out.
+    """
+    weights = (parameters(config) - positions(config)) * dtype.itemsize
+    return weights + kv_cache_bytes(config, batch, length, dtype)

@@ -7,6 +7,7 @@ are used, and the dtype of the residual stream, which is that of the stored weig
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,25 @@ class LayerNorm(nn.Module):
         return self.norm(x, residual, cast(self.weight, self.dtype), cast(self.bias, self.dtype))
 
 
+class Cache(NamedTuple):
+    """The keys and values of all tokens so far, and where this call's tokens stand among them (model/generate.py)."""
+
+    kv: list[tuple[Tensor, Tensor]]  # a layer's keys and values, (B, T_max, H, D) each in the compute dtype
+    positions: Tensor  # (T,) int64
+    keys: int  # of T_max, how many are read: part of the shapes, so the same for many steps
+    lengths: Tensor | None  # (B,) int32, how many of them exist; None: all
+
+    def layer(self, i: int) -> "Cache":
+        return Cache(self.kv[i : i + 1], self.positions, self.keys, self.lengths)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one layer: keeps k and v (B, T, H, D) at their positions; returns all there are, (B, keys, H, D) each."""
+        [(all_k, all_v)] = self.kv
+        all_k.index_copy_(1, self.positions, k)
+        all_v.index_copy_(1, self.positions, v)
+        return all_k[:, : self.keys], all_v[:, : self.keys]
+
+
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
@@ -84,12 +104,15 @@ class Attention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, cache: Cache | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)  # (B, T, H, D) each
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        return self.c_proj(self.attention(q, k, v).reshape(B, T, C))
+        if cache is not None:
+            k, v = cache.append(k, v)
+        existing = {} if cache is None or cache.lengths is None else {"lengths": cache.lengths}
+        return self.c_proj(self.attention(q, k, v, **existing).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -115,14 +138,19 @@ class Block(nn.Module):
         self.mlp = MLP(config, ops)
         self.drop = dropout(config)
 
-    def forward(self, x: Tensor, residual: Tensor | None, rope: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rope: Tensor | None, cache: Cache | None = None
+    ) -> tuple[Tensor, Tensor]:
         h, residual = self.ln_1(x, residual)
-        h, residual = self.ln_2(self.drop(self.attn(h, rope)), residual)
+        h, residual = self.ln_2(self.drop(self.attn(h, rope, cache)), residual)
         return self.drop(self.mlp(h)), residual
 
 
 class GPT(nn.Module):
-    """idx (B, T) -> logits (B, T, V) in the compute dtype; with targets (B, T), their mean cross-entropy instead."""
+    """idx (B, T) -> logits (B, T, V) in the compute dtype; with targets (B, T), their mean cross-entropy instead.
+
+    With a cache idx is what comes after the tokens that it holds, and the logits are those of the last token (B, 1, V).
+    """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -134,18 +162,21 @@ class GPT(nn.Module):
         self.ln_f = LayerNorm(config, ops, dtype)
         self.init_weights()
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         T = idx.shape[1]
         x, residual, rope = self.wte(idx), None, None
         if self.wpe is None:
-            rope = rope_table(T, self.config.head_dim, idx.device)
+            positions = torch.arange(T, device=idx.device, dtype=torch.float32) if cache is None else cache.positions
+            rope = rope_table(positions, self.config.head_dim)
         else:
             if self.config.block_size < T:
                 raise UserError(beyond_table(T, self.config.block_size))
-            x = x + self.wpe.weight[:T]
+            x = x + (self.wpe.weight[:T] if cache is None else self.wpe(cache.positions))
         x = self.drop(x)
-        for block in self.h:
-            x, residual = block(x, residual, rope)
+        for i, block in enumerate(self.h):
+            x, residual = block(x, residual, rope, None if cache is None else cache.layer(i))
+        if cache is not None:
+            x, residual = x[:, -1:], residual[:, -1:]
         x, _ = self.ln_f(x, residual)
         head = cast(self.wte.weight, x.dtype)
         return F.linear(x, head) if targets is None else self.loss(x, head, targets)
@@ -172,10 +203,10 @@ def beyond_table(length: int, block_size: int) -> str:
     )
 
 
-def rope_table(length: int, head_dim: int, device: torch.device) -> Tensor:
+def rope_table(positions: Tensor, head_dim: int) -> Tensor:
     """(2, T, 1, D/2) fp32: the cosines and sines of position * 10000^(-2i/D) (Su et al. 2021, arXiv:2104.09864)."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
+    frequencies = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = torch.outer(positions.float(), 10000.0 ** (-frequencies / head_dim))
     return torch.stack((angles.cos(), angles.sin())).unsqueeze(2)
 
 

@@ -1,13 +1,18 @@
 """attention: softmax(q k^T scale) v, every head for itself (Vaswani et al. 2017, arXiv:1706.03762).
 
-    attention(q, k, v, *, causal=True, scale=None) -> out
+    attention(q, k, v, *, causal=True, scale=None, lengths=None) -> out
 
     q    (B, Tq, H, D)    compute dtype; views of one packed (B, T, 3, H, D) tensor are usual
     k v  (B, Tk, Hkv, D)  H a multiple of Hkv (grouped queries: head h reads k head h // (H / Hkv)); Tk >= Tq if causal
     out  (B, Tq, H, D)
     scale  None: 1 / sqrt(D)
+    lengths  (B,) int32 on the device, or None: keys from lengths[b] on do not exist, whatever stands there (finite);
+             1 <= lengths[b] <= Tk, and Tq <= lengths[b] if causal
 
-The causal mask is aligned bottom right: query i sees keys 0 ... i + Tk - Tq, so one new query sees the whole cache.
+The causal mask is aligned bottom right: query i sees keys 0 ... i + Tk - Tq, so one new query sees the whole cache;
+with lengths it is aligned to lengths[b] instead of Tk. So the shapes of a decoding step stay while its cache fills, as
+a CUDA graph wants it (flash-attn calls them cache_seqlens). No gradient is asked for with lengths. A backend that
+cannot have them leaves the argument out, and whoever wants to generate with it is told so.
 """
 
 import math
@@ -38,22 +43,35 @@ CASES = {
     "large_logits": {"shape": (2, 257, 2, 64), "magnitude": 6.0},
     "packed": {"shape": (2, 50, 3, 64), "packed": True},
     "non_contiguous": {"shape": (2, 50, 3, 64), "contiguous": False},
+    "lengths": {"shape": (3, 1, 3, 64), "keys": 77, "lengths": (1, 40, 77)},
+    "lengths_chunk": {"shape": (2, 16, 3, 64), "keys": 77, "lengths": (16, 60)},
+    "lengths_gqa": {"shape": (2, 1, 6, 64), "keys": 40, "kv_heads": 2, "lengths": (17, 33)},
+    "lengths_full": {"shape": (2, 5, 3, 64), "keys": 50, "causal": False, "lengths": (3, 50)},
 }
 
 
-def reference(q, k, v, *, causal=True, scale=None):
-    heads, keys = q.shape[2], k.shape[1]
+def reference(q, k, v, *, causal=True, scale=None, lengths=None):
+    heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
-    if causal:
-        scores = scores.masked_fill(~causal_mask(q.shape[2], keys, q.device), -math.inf)
+    if lengths is not None:
+        scores = scores.masked_fill(~length_mask(queries, keys, lengths, causal), -math.inf)
+    elif causal:
+        scores = scores.masked_fill(~causal_mask(queries, keys, q.device), -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
 def causal_mask(queries, keys, device):
     """(Tq, Tk), True where the query sees the key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def length_mask(queries, keys, lengths, causal):
+    """(B, 1, Tq, Tk), True where the query sees the key: of row b, the first lengths[b] keys, less what is later."""
+    later = torch.arange(queries - 1, -1, -1, device=lengths.device) if causal else lengths.new_zeros(queries)
+    seen = lengths.view(-1, 1, 1, 1) - later.view(1, 1, -1, 1)
+    return torch.arange(keys, device=lengths.device) < seen
 
 
 def inputs(
@@ -63,6 +81,7 @@ def inputs(
     kv_heads=None,
     causal=True,
     scale=None,
+    lengths=None,
     magnitude=1.0,
     packed=False,
     contiguous=True,
@@ -86,18 +105,19 @@ def inputs(
         k = randn(batch, keys, kv_heads, wide, std=magnitude)[..., :width]
         v = randn(batch, keys, kv_heads, wide)[..., :width]
     tensors = {name: t.detach().requires_grad_() for name, t in {"q": q, "k": k, "v": v}.items()}
-    return {**tensors, "causal": causal, "scale": scale}
+    existing = {} if lengths is None else {"lengths": torch.tensor(lengths, dtype=torch.int32, device=device)}
+    return {**tensors, "causal": causal, "scale": scale, **existing}
 
 
-def cost(shape, *, keys=None, kv_heads=None, causal=True, dtype=torch.bfloat16, **_):
+def cost(shape, *, keys=None, kv_heads=None, causal=True, lengths=None, dtype=torch.bfloat16, **_):
     """Two products forward and five backward (the scores are formed again), over the pairs that the mask leaves."""
     batch, queries, heads, width = shape
-    keys, kv_heads = keys or queries, kv_heads or heads
-    pairs = queries * keys - (queries * (queries - 1) // 2 if causal else 0)
-    product = 2 * batch * heads * pairs * width
+    read = sum(lengths) if lengths else batch * (keys or queries)  # keys, of all rows
+    pairs = queries * read - (batch * (queries * (queries - 1) // 2) if causal else 0)
+    product = 2 * heads * pairs * width
     q_bytes = batch * queries * heads * width * dtype.itemsize
-    kv_bytes = 2 * batch * keys * kv_heads * width * dtype.itemsize
-    lse = 4 * batch * heads * queries
+    kv_bytes = 2 * read * (kv_heads or heads) * width * dtype.itemsize
+    lse = 4 * batch * (heads * queries + bool(lengths))  # and the lengths themselves
     return {
         "forward": (2 * product, 2 * q_bytes + kv_bytes + lse),  # q, k, v in; out, lse out
         "backward": (5 * product, 4 * q_bytes + 2 * kv_bytes + lse),  # q, k, v, out, dout, lse in; dq, dk, dv out

@@ -10,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.attention import causal_mask
+from kernels.attention import causal_mask, length_mask
 
 
-def attention(q, k, v, *, causal=True, scale=None):
+def attention(q, k, v, *, causal=True, scale=None, lengths=None):
     queries, keys, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    # PyTorch aligns is_causal top left. With as many keys as queries that is the same; one query sees every key.
-    mask = causal_mask(queries, keys, q.device) if causal and 1 < queries != keys else None
-    causal = causal and queries == keys
+    mask = None
+    if lengths is not None:
+        mask, causal = length_mask(queries, keys, lengths, causal), False
+    elif causal and queries != keys:
+        # PyTorch aligns is_causal top left. With as many keys as queries that is the same; one query sees every key.
+        mask, causal = causal_mask(queries, keys, q.device) if queries > 1 else None, False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 

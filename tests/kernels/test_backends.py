@@ -5,6 +5,7 @@ numbers; atol is the rounding that no order of summation escapes. Eager has to b
 """
 
 import functools
+import inspect
 import zlib
 
 import pytest
@@ -44,12 +45,15 @@ def poison(monkeypatch):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-def usable(op, impl, device):
-    """The op's function, or a skip with the backend's own reason."""
+def usable(op, impl, device, inputs=()):
+    """The op's function, or a skip with the backend's own reason; an attention may do without `lengths`."""
     try:
-        return load(op, impl, device)
+        function = load(op, impl, device)
     except Unavailable as why:
         pytest.skip(str(why))
+    if "lengths" in inputs and "lengths" not in inspect.signature(function).parameters:
+        pytest.skip(f"{op}={impl} takes no lengths")
+    return function
 
 
 def tensors(values):
@@ -71,6 +75,8 @@ def evaluate(function, inputs, seed=0, expand=False, dtype=None):
         shape = out.shape[-1:] if expand else out.shape
         dout = torch.randn(shape, generator=generator, device=out.device).to(torch.bfloat16).to(out.dtype)
         douts.append(dout.expand(out.shape))
+    if "lengths" in inputs:  # generation's, of which no gradient is asked
+        return results
     leaves = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.requires_grad}
     grads = torch.autograd.grad(outputs, list(leaves.values()), douts)
     return results | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
@@ -108,8 +114,8 @@ def test_eager_is_the_formula(op, case):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op", "impl", "case"), CASES)
 def test_against_float64(op, impl, case, dtype, device, poison):
-    function = usable(op, impl, device)
     inputs = case_inputs(op, case, dtype, device)
+    function = usable(op, impl, device, inputs)
     truth = evaluate(contract(op).reference, inputs, dtype=torch.float64)
     eager = evaluate(load(op, "eager", device), inputs)
     assert_as_good_as_eager(evaluate(function, inputs), eager, truth, inputs, dtype)
@@ -142,7 +148,7 @@ def test_nothing_given_is_written_to(op, impl, device):
 
 COMPILED = {
     "norm": ["768", "fp32_residual", "plain"],
-    "attention": ["64", "gqa", "decode"],
+    "attention": ["64", "gqa", "decode", "lengths"],
     "mlp": ["768", "no_bias"],
     "loss": ["768", "some_ignored", "all_ignored"],
 }
@@ -154,13 +160,43 @@ COMPILED = {
 )
 def test_compiled_is_uncompiled(op, impl, case, dtype, device):
     """fullgraph=True: no graph break; and the same rule holds for what the compiler made of it."""
-    function = usable(op, impl, device)
     inputs = case_inputs(op, case, dtype, device)
+    function = usable(op, impl, device, inputs)
     truth = evaluate(contract(op).reference, inputs, dtype=torch.float64)
     eager = evaluate(load(op, "eager", device), inputs)
     torch.compiler.reset()
     got = evaluate(torch.compile(function, fullgraph=True), inputs)
     assert_as_good_as_eager(got, eager, truth, inputs, dtype)
+
+
+@pytest.mark.parametrize("impl", impls("attention"))
+def test_attention_traces_for_any_length(impl, device):
+    """As the lengths of prompts differ, torch.compile makes symbols of them, and a comparison of symbols is no bool."""
+    function = usable("attention", impl, device)
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for queries, keys in ((5, 5), (9, 9), (7, 7), (3, 11), (4, 13), (1, 7), (1, 8)):
+        inputs = contract("attention").inputs((2, queries, 2, 16), keys=keys, dtype=torch.float32, device=device)
+        torch.testing.assert_close(compiled(**inputs), function(**inputs))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("impl", ["reference", *impls("attention")])
+def test_lengths_are_shorter_keys(impl, queries, causal, device):
+    """Each row as if its keys ended there, whatever stands behind them, in float32's rounding of another order."""
+    module, lengths = contract("attention"), (3, 17, 40)
+    inputs = module.inputs((3, queries, 4, 16), keys=40, kv_heads=2, causal=causal, dtype=torch.float32, device=device)
+    given = {"lengths": torch.tensor(lengths, dtype=torch.int32, device=device)}
+    function = module.reference if impl == "reference" else usable("attention", impl, device, given)
+    q, k, v = (inputs[name].detach() for name in "qkv")
+    for row, length in enumerate(lengths):
+        k[row, length:], v[row, length:] = 1e4, -1e4
+    got = function(q, k, v, causal=causal, **given)
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        alone = module.reference(q[one].double(), k[one, :length].double(), v[one, :length].double(), causal=causal)
+        torch.testing.assert_close(got[one].double(), alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", impls("loss"))

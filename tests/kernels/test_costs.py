@@ -16,6 +16,9 @@ def test_bytes_of_forward(op, case):
     inputs = module.inputs(**shape, dtype=torch.bfloat16)
     outputs = module.reference(**inputs)
     given = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+    if "lengths" in inputs:  # of q, k, v and lengths: keys and values as far as they exist
+        q, k, v, lengths = given
+        given = [q, lengths, *(t[row, :length] for t in (k, v) for row, length in enumerate(lengths.tolist()))]
     made = [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out.dim() and out is not given[0]]
     rows = given[0].numel() // given[0].shape[-1]
     kept = {  # fp32 statistics of norm and attention, the pre-activation of mlp
@@ -49,3 +52,5 @@ def test_flops_of_attention():
     assert module.cost((2, 50, 3, 64), causal=False)["forward"][0] == forward.get_total_flops()
     pairs = module.causal_mask(16, 77, "cpu").sum().item()
     assert module.cost((2, 16, 3, 64), keys=77)["forward"][0] == 2 * (2 * 2 * 3 * pairs * 64)
+    pairs = module.length_mask(16, 77, torch.tensor([16, 60]), causal=True).sum().item()
+    assert module.cost((2, 16, 3, 64), keys=77, lengths=(16, 60))["forward"][0] == 2 * (2 * 3 * pairs * 64)

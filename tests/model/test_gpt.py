@@ -10,6 +10,7 @@ from torch import nn
 
 from kernels.registry import AttnConfig, KernelsConfig, impls, resolve
 from model import cost
+from model.generate import Decoder, Sampling
 from model.gpt import GPT, GPTConfig, rope_table, rotate
 from runtime.config import UserError
 
@@ -116,7 +117,9 @@ def test_rope_equals_hugging_face():
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=H * D, num_attention_heads=H, head_dim=D, rope_theta=10000.0))
     cos, sin = rotary(q, torch.arange(T)[None])
     expected, _ = apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
-    torch.testing.assert_close(rotate(q, rope_table(T, D, q.device)), expected.transpose(1, 2), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        rotate(q, rope_table(torch.arange(T).float(), D)), expected.transpose(1, 2), rtol=0, atol=2e-6
+    )
 
 
 def test_rope_has_no_table_and_no_longest_length():
@@ -150,6 +153,35 @@ def test_published_sizes(name):
 def test_flops_are_palms():
     """GPT-2 124M at T = 1024, by hand: N is 124,475,904 with the vocabulary of 50304, less 786,432 positions."""
     assert cost.flops_per_token(GPT2, 1024) == 6 * (124_475_904 - 786_432) + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_bytes_are_those_of_the_tensors(pos, dtype):
+    """The cache and what a decoding step reads: the weights in the compute dtype, but for the position table."""
+    config = replace(SMALL, pos=pos)
+    model = GPT(config, ops(), dtype).to(dtype)
+    kv = Decoder(model, 2, 20, Sampling(97)).kv
+    assert cost.kv_cache_bytes(config, 2, 20, dtype) == sum(k.nbytes + v.nbytes for k, v in kv)
+    weights = sum(w.nbytes for name, w in model.named_parameters() if name != "wpe.weight")
+    assert cost.decode_bytes(config, 2, 7, dtype) == weights + sum(k[:, :7].nbytes + v[:, :7].nbytes for k, v in kv)
+
+
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_training_graph_has_no_cache(pos):
+    """Without a cache the compiled graph is one, of the ops as before: nothing is indexed by position or kept."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch.compiler.reset()
+    idx = torch.zeros(2, 24, dtype=torch.long)
+    torch.compile(gpt(replace(SMALL, pos=pos)), backend=keep, fullgraph=True)(idx, idx)
+    [targets] = graphs
+    assert not [name for name in targets if "index" in name or "copy" in name]
+    assert sum("embedding" in name for name in targets) == 1
 
 
 def test_initialisation_is_gpt2s():
