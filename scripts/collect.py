@@ -1,7 +1,8 @@
 """Keep the rows of finished runs: `python -m scripts.collect out/RUN ...`
 
-Appends each run's result row to results/<device>/train.jsonl, and with --curves its training losses to
-results/<device>/curves/<its name>.jsonl. Rows are kept as they were written, whatever their status.
+Appends each run's result row to results/<device>/train.jsonl (of four H200: results/h200x4), and with --curves its
+training losses to results/<device>/curves/<its name>.jsonl. Rows are kept as they were written, whatever their status.
+With --beside h200x4 a run on fewer of the machine's GPUs goes there too, to be compared with.
 """
 
 import argparse
@@ -13,10 +14,11 @@ from pathlib import Path
 RESULTS = Path(__file__).parent.parent / "results"
 
 
-def collect(run: Path, curves: bool) -> Path:
+def collect(run: Path, curves: bool, beside: str | None = None) -> Path:
     """The file that the row went to. `run` is a folder with result.json and metrics.jsonl."""
     row = json.loads((run / "result.json").read_text())
-    folder = RESULTS / slug(row["env"]["device"])
+    devices = row.get("world_size", 1)
+    folder = RESULTS / (beside or slug(row["env"]["device"]) + (f"x{devices}" if devices > 1 else ""))
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps(row) + "\n"
     with (folder / "train.jsonl").open("a+") as file:
@@ -40,8 +42,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
     parser.add_argument("--curves", action="store_true", help="keep the losses too")
+    parser.add_argument("--beside", metavar="DEVICE", help="the folder in results/, where it is not the run's own")
     arguments = parser.parse_args()
     if missing := [str(run) for run in arguments.runs if not (run / "result.json").exists()]:
         sys.exit(f"error: no result.json in {', '.join(missing)}; name the folders of finished runs")
     for run in arguments.runs:
-        print(f"{run} -> {collect(run, arguments.curves)}")
+        print(f"{run} -> {collect(run, arguments.curves, arguments.beside)}")

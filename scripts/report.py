@@ -67,6 +67,47 @@ def throughput_cells(row: dict) -> list[str]:
     ]
 
 
+def scaling(device: str) -> str:
+    """The table of several GPUs: each row beside the one-GPU row of the same machine, model, precision and kernels."""
+
+    def alike(row: dict) -> tuple:
+        config = row["config"]
+        return row["parameters"], config["precision"], json.dumps(config["kernels"]), config["train"]["batch_size"]
+
+    kept = [row for row in rows(device) if row.get("perf/tokens_per_sec_per_device")]
+    alone = {alike(row): row["perf/tokens_per_sec"] for row in kept if row["world_size"] == 1}
+    kept.sort(key=lambda row: (row["parameters"], row["config"]["parallel"], row["world_size"]))
+    head = [
+        "model",
+        "GPUs",
+        "parallel",
+        "sequences a GPU",
+        "kernels",
+        "tokens/s",
+        "a GPU",
+        "efficiency",
+        "peak GiB a GPU",
+    ]
+    table = [head, ["---"] * len(head)]
+    for row in kept:
+        each, one = row["perf/tokens_per_sec_per_device"], alone.get(alike(row))
+        model, _, _, kernels, _ = throughput_cells(row)[:5]
+        table.append(
+            [
+                model,
+                str(row["world_size"]),
+                row["config"]["parallel"] if row["world_size"] > 1 else "",
+                str(row["config"]["train"]["batch_size"]),
+                kernels,
+                f"**{row['perf/tokens_per_sec']:,.0f}**",
+                f"{each:,.0f}",
+                f"{each / one:.3f}" if one else "",
+                f"{row['mem/peak_allocated_gib'] or row['mem/peak_rss_gib']:.1f}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
 def environment(device: str) -> str:
     """What the rows were measured with, on which commit, and how to measure one again."""
     env = rows(device)[-1]["env"]
@@ -107,7 +148,7 @@ def agreement(device: str) -> str:
 
 def fill(text: str) -> str:
     """`text` with every marked section made anew."""
-    sections = {"throughput": throughput, "environment": environment, "agreement": agreement}
+    sections = {"throughput": throughput, "scaling": scaling, "environment": environment, "agreement": agreement}
 
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"

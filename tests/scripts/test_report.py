@@ -55,6 +55,22 @@ def test_rows_become_a_table(results, tmp_path):
     ]
 
 
+def test_several_gpus_beside_one(results, tmp_path):
+    """Efficiency is a GPU's throughput over that of the one-GPU row with the same settings."""
+    for name, gpus, batch, rate in (("one", 1, 64, 100.0), ("two", 2, 64, 190.0), ("other", 2, 32, 150.0)):
+        path = run(tmp_path / name, rate) / "result.json"
+        row = json.loads(path.read_text()) | {"world_size": gpus, "perf/tokens_per_sec_per_device": rate / gpus}
+        row["config"] |= {"parallel": "ddp", "train": row["config"]["train"] | {"batch_size": batch}}
+        path.write_text(json.dumps(row))
+        beside = "h200x2" if gpus == 1 else None
+        assert collect.collect(path.parent, False, beside) == results / "h200x2" / "train.jsonl"
+    assert report.scaling("h200x2").splitlines()[2:] == [
+        "| 124M | 1 |  | 64 | eager | **100** | 100 | 1.000 | 28.5 |",
+        "| 124M | 2 | ddp | 64 | eager | **190** | 95 | 0.950 | 28.5 |",
+        "| 124M | 2 | ddp | 32 | eager | **150** | 75 |  | 28.5 |",
+    ]
+
+
 def test_curves_are_compared_and_drawn(results, tmp_path):
     collect.collect(run(tmp_path / "a", losses=(5.0, 4.0, 3.0)), curves=True)
     collect.collect(run(tmp_path / "b", losses=(5.0, 4.25, 2.5)), curves=True)
