@@ -3,72 +3,58 @@
 Read it from the top: the config, what is built from it, one optimizer step, the loop, and what is said and written.
 """
 
+import contextlib
 import math
 import os
-import re
-import shutil
 import sys
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from tqdm import tqdm
 
 from data import DataConfig, DataError, Dataset, open_dataset
 from data.loader import Batch, Loader, Windows, evaluation, prefetch
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, chosen, describe, impls, label, resolve
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, chosen, impls, label, resolve
 from model import cost
-from model.generate import generate
+from model.executed import executed
+from model.generate import can_generate, generate
 from model.gpt import GPT, PRECISIONS, GPTConfig, beyond_table
 from model.optim import OptimConfig, Optimizer, learning_rate
-from runtime.config import check, cli
+from model.parallel import shard, whole
+from model.pretrained import fitted, load, read, shape
+from runtime import checkpoint
+from runtime.checkpoint import Checkpoints
+from runtime.config import check, cli, command, given
 from runtime.console import step_line, summary, val_line
-from runtime.device import Ceiling, environment, pick, reset_memory
-from runtime.meter import WARMUP, Meter
-from runtime.run import OutOfMemory, Run, new_folder
+from runtime.device import Ceiling, environment, out_of_memory, pick, reset_memory
+from runtime.loop import TrainConfig, due, last_step
+from runtime.meter import Meter
+from runtime.ranks import Ranks, joined, placed, world_size
+from runtime.resume import place, same_run
+from runtime.run import Follower, Run, Stopped
+from runtime.signals import STOPPED, Signals
 from runtime.trackers import LoggerConfig, tracker
 
 ROOT = Path(__file__).resolve().parent
-
-
-@dataclass
-class TrainConfig:
-    batch_size: int  # sequences per device and micro-step
-    block_size: int  # tokens per sequence
-    tokens_per_step: int  # of one optimizer step over all devices; gradient accumulation follows from it
-    max_steps: int | None
-    max_minutes: float | None
-    log_every: int
-    eval_every: int  # 0: never
-    eval_batches: int
-    sample_tokens: int  # of text at the end; 0: none
-
-    def __post_init__(self):
-        for key in ("batch_size", "block_size", "log_every", "eval_every", "eval_batches", "sample_tokens"):
-            least = 0 if key in ("eval_every", "sample_tokens") else 1
-            check(getattr(self, key) >= least, f"train.{key}={getattr(self, key)}: it must be at least {least}")
-        limits = [limit for limit in (self.max_steps, self.max_minutes) if limit is not None]
-        check(bool(limits), "train.max_steps or train.max_minutes must be set, or the run would never end")
-        check(all(0 < limit < math.inf for limit in limits), "train.max_steps and train.max_minutes must be above 0")
-        micro = self.batch_size * self.block_size
-        below = max(0, self.tokens_per_step // micro * micro)
-        check(
-            self.tokens_per_step > 0 and below == self.tokens_per_step,
-            f"train.tokens_per_step={self.tokens_per_step} does not divide into micro-steps of train.batch_size "
-            f"{self.batch_size} x train.block_size {self.block_size} = {micro} tokens: try "
-            f"{f'{below} or ' if below else ''}{below + micro}",
-        )
+ALONE = Ranks()
+LEANER = (
+    "train.batch_size (train.tokens_per_step keeps the step's size), or choose a leaner kernel, a smaller model or "
+    "precision=bf16"
+)
 
 
 @dataclass
 class Config:
     out_dir: str | None  # the run's folder; null: out/<time>-<parameters>-<kernels>-<attn>-<precision>
+    init_from: str | None  # weights to begin with, and the model's shape: see model/pretrained.py
     seed: int
     device: str  # auto | cpu | cuda | cuda:N
     precision: str  # fp32 | amp | bf16
+    parallel: str  # ddp | fsdp, of the processes that torchrun starts
     kernels: KernelsConfig
     attn: AttnConfig
     model: GPTConfig
@@ -79,6 +65,7 @@ class Config:
 
     def __post_init__(self):
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
+        check(self.parallel in ("ddp", "fsdp"), f"parallel={self.parallel}: choose ddp or fsdp")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
         length = self.train.block_size
         check(
@@ -87,89 +74,161 @@ class Config:
         )
 
 
-def build(cfg: Config, device: torch.device) -> GPT:
+def build(cfg: Config, device: torch.device, ranks: Ranks = ALONE) -> GPT:
     """The model on `device`, from seed, with the kernels and the precision that the config names."""
     stored, compute = PRECISIONS[cfg.precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
     torch.manual_seed(cfg.seed)
     with device:
         model = GPT(cfg.model, resolve(cfg.kernels, cfg.attn, device), compute).to(stored)
-    if cfg.kernels.compile:
-        check(
-            any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))),
-            "kernels.compile=true needs a C++ compiler, and g++ and clang++ are not to be found: install one",
-        )
+    if cfg.init_from:
+        load(model, read(cfg.init_from))
+    if ranks.rank:
+        torch.manual_seed(cfg.seed + ranks.rank)  # dropout of its own; rank 0's is that of one process
+    if cfg.parallel == "fsdp" and not ranks.alone:
+        shard(model, cfg.kernels.compile, ranks, device)
+    elif cfg.kernels.compile:
         model.compile(fullgraph=True)
     return model
 
 
 def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
-    """One optimizer step over the micro-batches: (mean loss, gradient norm), on the device and not waited for."""
+    """One optimizer step over the micro-batches: (mean loss, gradient norm), on the device and not waited for.
+
+    Both are of the whole job: of several ranks each brings its own batches.
+    """
     total = torch.zeros((), device=batches[0][0].device)
     for x, y in batches:
         loss = model(x, y) / len(batches)
         loss.backward()
         optimizer.accumulate()
         total += loss.detach()
-    return total, optimizer.step(lr)
+    total = optimizer.ranks.mean(total)
+    return total, optimizer.step(lr, total)
 
 
 @torch.no_grad()
-def evaluate(model: GPT, windows: Windows, cfg: TrainConfig, device: torch.device) -> float:
-    """Mean loss over the fixed validation batches."""
+def evaluate(model: GPT, windows: Windows, cfg: TrainConfig, device: torch.device, ranks: Ranks = ALONE) -> float:
+    """Mean loss over the fixed validation batches, which the ranks share out."""
     model.eval()
-    batches = evaluation(windows, cfg.batch_size, cfg.eval_batches)
-    losses = [model(x.to(device), y.to(device)) for x, y in batches]
+    batches, n = list(evaluation(windows, cfg.batch_size, cfg.eval_batches)), ranks.world_size
+    total = torch.zeros((), device=device)
+    for turn in (batches[i : i + n] for i in range(0, len(batches), n)):
+        x, y = turn[min(ranks.rank, len(turn) - 1)]  # all take part in every turn, as FSDP asks
+        total += model(x.to(device), y.to(device)) * (ranks.rank < len(turn))
     model.train()
-    return torch.stack(losses).mean().item()
+    return ranks.total(total).item() / len(batches)
 
 
-def train(cfg: Config, device: torch.device, run: Run) -> None:
-    """The run: build everything, step, log, and leave the figures in `run.row`."""
+class Job(NamedTuple):
+    """What a run is made of."""
+
+    cfg: Config
+    device: torch.device
+    ranks: Ranks
+    run: Run
+    dataset: Dataset
+    loader: Loader
+    held_out: Windows | None
+    ceiling: Ceiling
+    model: GPT
+    optimizer: Optimizer
+
+
+def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: Path | None) -> Job:
+    """Build everything, and say in the row what it is; weights to begin with are read where there is no `start`."""
     t, flops_per_token = cfg.train, cost.flops_per_token(cfg.model, cfg.train.block_size)
     run.row |= {"kernels": chosen(cfg.kernels, cfg.attn) | {"compile": cfg.kernels.compile}, "env": environment(device)}
     run.row |= {"parameters": cost.parameters(cfg.model), "flops_per_token": flops_per_token}
-    dataset = open_dataset(cfg.data)
+    run.row |= {"world_size": ranks.world_size}
+    dataset = ranks.first(lambda: open_dataset(cfg.data))
     check_vocabulary(cfg, dataset)
-    loader = Loader(Windows(dataset.train, t.block_size, "training"), t.batch_size, t.tokens_per_step, cfg.seed)
+    windows = Windows(dataset.train, t.block_size, "training")
+    loader = Loader(windows, t.batch_size, t.tokens_per_step, cfg.seed, ranks.rank, ranks.world_size)
     held_out = Windows(dataset.val, t.block_size, "validation") if t.eval_every else None
-    ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], flops_per_token)
+    ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], flops_per_token, ranks.world_size)
     reset_memory(device)
-    model = build(cfg, device)
-    optimizer = Optimizer(model, cfg.optim)
-    run.begin(kernels=executed(cfg, device), peak_flops=ceiling.peak, measured_peak_flops=ceiling.measured)
-    print(header(cfg, run, dataset, ceiling))
+    model = build(replace(cfg, init_from=None) if start else cfg, device, ranks)
+    if t.sample_tokens:
+        can_generate(model)  # or the run would end with the error
+    optimizer = Optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
+    return Job(cfg, device, ranks, run, dataset, loader, held_out, ceiling, model, optimizer)
 
-    meter = Meter(device, t.tokens_per_step, ceiling)
-    with tqdm(total=t.max_steps, unit="step", disable=not sys.stdout.isatty(), leave=False, file=sys.stdout) as bar:
-        for step, (batches, waited) in enumerate(prefetch(loader, 1, device), 1):
-            lr = learning_rate(cfg.optim, step, last_step(t, step, meter))
-            loss, norm = train_step(model, optimizer, batches, lr)
+
+def train(job: Job, start: Path | None) -> None:
+    """The run, from nothing or from a checkpoint: step, log, save, and leave the figures in the row."""
+    cfg, device, ranks, run, optimizer, t = job.cfg, job.device, job.ranks, job.run, job.optimizer, job.cfg.train
+    made, before = restore(job, start) if start else (0, 0.0)
+    run.rewind(made)
+    run.begin(
+        kernels=executed(cfg.model, cfg.kernels, cfg.attn, cfg.precision, (t.batch_size, t.block_size), device),
+        peak_flops=job.ceiling.peak,
+        measured_peak_flops=job.ceiling.measured,
+        resumed_from=str(start) if start else None,
+    )
+    checkpoints = Checkpoints(run.folder / "checkpoints", t.keep_checkpoints, t.sharded_checkpoints, ranks, device)
+    print(header(job))
+    meter = Meter(device, t.tokens_per_step, job.ceiling, ranks, made, before)
+    terminal = {"disable": not sys.stdout.isatty(), "leave": False, "file": sys.stdout}
+    with Signals() as signals, tqdm(total=t.max_steps, initial=made, unit="step", **terminal) as bar:
+        for step, (batches, waited) in enumerate(prefetch(job.loader, made + 1, device), made + 1):
+            [lr] = ranks.agree(learning_rate(cfg.optim, step, last_step(t, step, meter)) * ranks.leads)
+            loss, norm = train_step(job.model, optimizer, batches, lr)
             meter.waited += waited
             bar.update()
-            done = step == t.max_steps or meter.elapsed >= 60 * (t.max_minutes or math.inf)
-            judged = t.eval_every and (done or step % t.eval_every == 0)
-            if not (done or judged or step <= WARMUP or step % t.log_every == 0):
+            over, asked = ranks.agree(meter.elapsed >= 60 * (t.max_minutes or math.inf), signals.received is not None)
+            now = due(t, step, made, over, asked)
+            if not (now.logged or now.judged or now.saved or now.ends):
                 continue
             figures = meter.lap(step)  # synchronises; nothing else does
             figures |= {"tokens": step * t.tokens_per_step, "train/loss": loss.item(), "train/lr": lr}
-            figures |= {"train/grad_norm": norm.item()}
-            bar.write(step_line(step, t.max_steps, figures), file=sys.stdout)
-            check_finite(step, figures)
-            if step <= WARMUP:  # printed, but in no throughput
+            figures |= {"train/grad_norm": norm.item(), "train/refused_steps": int(optimizer.refused)}
+            bar.write(step_line(step, t.max_steps, figures, meter.warming(step)), file=sys.stdout)
+            check_finite(job)
+            if meter.warming(step):  # printed, but in no throughput
                 figures = {key: value for key, value in figures.items() if not key.startswith("perf/")}
-            if judged:
-                figures["val/loss"] = evaluate(model, held_out, t, device)
+            saved = now.saved
+            if now.judged:
+                figures["val/loss"] = evaluate(job.model, job.held_out, t, device, ranks)
                 bar.write(val_line(step, t.max_steps, figures["val/loss"]), file=sys.stdout)
-                meter.restart(step)
+                saved |= t.checkpoint_every > 0 and figures["val/loss"] < checkpoints.best
+            if saved:
+                pause = save(job, checkpoints, step, meter.elapsed, figures.get("val/loss"))
+                figures["checkpoint/pause_ms"] = 1e3 * pause
+            meter.restart(step)
             run.log(step, figures)
-            if done:
+            if now.ends:
                 break
+        run.row |= {"steps": step, **figures, **meter.result(), **checkpoints.close()}
+        ranks.gather(None)  # torchrun ends the other ranks when the first is gone, and rank 0 was writing
 
-    run.row |= {"steps": step, **figures, **meter.result()}
     print(summary(run.row))
+    if not now.done:
+        print(f"stopped  after step {step}; go on with: {command(out_dir=str(run.folder), **{'train.resume': 'auto'})}")
+    if asked and not now.done:
+        raise Stopped(STOPPED, f"{signals.received or 'a signal'} after step {step}")
     if t.sample_tokens:
-        print(sample(cfg, model, dataset, device, run.folder))
+        print(sample(job))
+
+
+def save(job: Job, checkpoints: Checkpoints, step: int, elapsed: float, val_loss: float | None) -> float:
+    """Start saving a checkpoint, with all that restore() needs. Returns the seconds that the loop was held up."""
+    facts = {"val_loss": val_loss, "config": asdict(job.cfg), "data": job.dataset.fingerprint}
+    states = job.ranks.gather(checkpoint.random_state(job.device))
+    rest = {"updates": job.optimizer.updates, "elapsed": elapsed, "random": states}
+    pause, job.optimizer.being_copied = checkpoints.save(step, job.optimizer.state(), rest, facts)
+    return pause
+
+
+def restore(job: Job, path: Path) -> tuple[int, float]:
+    """Go on from a checkpoint of the same run: (its steps, the seconds that they took). UserError: it is of another."""
+    saved = checkpoint.manifest(path)
+    same_run(saved, asdict(job.cfg), job.dataset.fingerprint, path)
+    rest = checkpoint.load(path, job.optimizer.state())
+    job.optimizer.load(saved["step"], rest["updates"])
+    if job.ranks.rank < len(rest["random"]):  # a rank that the job did not have keeps its own
+        checkpoint.restore_random_state(rest["random"][job.ranks.rank], job.device)
+    return saved["step"], rest["elapsed"]
 
 
 def check_vocabulary(cfg: Config, dataset: Dataset) -> None:
@@ -181,67 +240,72 @@ def check_vocabulary(cfg: Config, dataset: Dataset) -> None:
     )
 
 
-def check_finite(step: int, figures: dict) -> None:
-    loss, norm = figures["train/loss"], figures["train/grad_norm"]
+def check_finite(job: Job) -> None:
+    """Say which step was refused, and keep its batch. UserError: train.on_nonfinite=stop. Reads from the device."""
+    if not (step := int(job.optimizer.first_refused)):
+        return
+    job.optimizer.first_refused.zero_()
+    path = job.run.folder / f"nonfinite-step-{step:06d}.pt"
+    batches = job.ranks.gather(job.loader(step))  # a pure function of the step: here they are again
+    if job.ranks.leads:
+        torch.save({"step": step, "batches": [batch for each in batches for batch in each]}, path)
+    what = f"loss or gradient norm of step {step} is not finite"
     check(
-        math.isfinite(loss) and math.isfinite(norm),
-        f"the run has diverged: loss {loss} and gradient norm {norm} at step {step}; lower optim.learning_rate",
+        job.cfg.train.on_nonfinite == "skip",
+        f"the run has diverged: {what}; its update was not made, and its batch is in {path}; lower "
+        "optim.learning_rate, or pass over such steps with train.on_nonfinite=skip",
     )
+    if job.ranks.leads:
+        print(f"warning: {what}; skipped ({int(job.optimizer.refused)} so far); batch in {path}", file=sys.stderr)
 
 
-def last_step(cfg: TrainConfig, step: int, meter: Meter) -> float:
-    """The step in which the run will end, for the schedule: max_steps, or where max_minutes lead at this speed."""
-    last = cfg.max_steps or math.inf
-    if cfg.max_minutes is None or step <= WARMUP:
-        return last
-    steady = (meter.elapsed - meter.first_step_s) / (step - 2)  # seconds a step, of the step - 2 after the first
-    return min(last, step - 1 + math.ceil((60 * cfg.max_minutes - meter.elapsed) / steady))
-
-
-def executed(cfg: Config, device: torch.device) -> dict[str, str | bool]:
-    """Op -> backend and version as they run at this run's shape."""
-    stored, compute = PRECISIONS[cfg.precision]
-    shape = cfg.train.batch_size, cfg.train.block_size
-    shapes = {
-        "norm": {"shape": (*shape, cfg.model.n_embd), "residual_dtype": stored},
-        "attention": {"shape": (*shape, cfg.model.n_head, cfg.model.head_dim), "packed": cfg.model.pos == "learned"},
-        "mlp": {"shape": (*shape, cfg.model.n_embd)},
-        "loss": {"shape": (*shape, cfg.model.n_embd), "vocab": cfg.model.vocab_size},
-    }
-    names = chosen(cfg.kernels, cfg.attn).items()
-    ops = {op: describe(op, impl, dtype=compute, device=device, **shapes[op]) for op, impl in names}
-    return {**ops, "compile": cfg.kernels.compile}
-
-
-def header(cfg: Config, run: Run, dataset: Dataset, ceiling: Ceiling) -> str:
+def header(job: Job) -> str:
     """What is about to run."""
-    m, t = cfg.model, cfg.train
+    cfg, run, dataset, ceiling = job.cfg, job.run, job.dataset, job.ceiling
+    m, t, n = cfg.model, cfg.train, job.ranks.world_size
     kernels = [f"{op} {who}" for op, who in run.row["kernels"].items() if op != "compile"]
     kernels += ["torch.compile"] * cfg.kernels.compile
     tokens = [f"{sum(map(len, shards)):,}" for shards in (dataset.train, dataset.val)]
     counted = (cost.parameters(m) - cost.positions(m)) / 1e6
     peak = f"{ceiling.peak / 1e12:.1f} by data sheet" if ceiling.peak else "unknown to the table of GPUs"
-    floor = 1e3 * ceiling.flops_per_token * t.tokens_per_step / ceiling.measured
-    micro = t.tokens_per_step // (t.batch_size * t.block_size)
+    floor = 1e3 * ceiling.flops_per_token * t.tokens_per_step / n / ceiling.measured
+    micro = t.tokens_per_step // (t.batch_size * t.block_size * n)
+    many = f"{n} processes ({cfg.parallel}) with " if n > 1 else ""
     return f"""\
 device   {run.row["env"]["device"]}, torch {torch.__version__}, precision {cfg.precision}
 model    {cost.parameters(m) / 1e6:.1f}M: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, {m.pos} positions
 data     {dataset.name}, {dataset.tokenizer.name}: {tokens[0]} training tokens, {tokens[1]} validation tokens
 kernels  {" | ".join(kernels)}
-step     {t.tokens_per_step:,} tokens: {micro} micro-steps of {t.batch_size} sequences of {t.block_size:,}
+step     {t.tokens_per_step:,} tokens: {many}{micro} micro-steps of {t.batch_size} sequences of {t.block_size:,}
 mfu      (6 x {counted:.1f}M + 12 x {m.n_layer} x {m.n_embd} x {t.block_size}) FLOP a token over the dense bf16 peak
 peak     TFLOP/s: {peak}; {ceiling.measured / 1e12:.3g} by a matmul here, at which a step takes {floor:.1f} ms
 folder   {run.folder}"""
 
 
-def sample(cfg: Config, model: GPT, dataset: Dataset, device: torch.device, folder: Path) -> str:
+def sample(job: Job) -> str:
     """Some text of the model's own, also kept as sample.txt."""
+    cfg, model, dataset, device = job.cfg, job.model, job.dataset, job.device
+    whole(model)
     start = torch.tensor([[dataset.tokenizer.eot]], device=device)
     n_vocab = dataset.tokenizer.n_vocab
     ids = generate(model, start, cfg.train.sample_tokens, n_vocab=n_vocab, temperature=0.8, top_k=200, seed=cfg.seed)
     text = dataset.tokenizer.decode(ids[0].tolist())
-    (folder / "sample.txt").write_text(text, encoding="utf-8")
+    if job.ranks.leads:
+        (job.run.folder / "sample.txt").write_text(text, encoding="utf-8")
     return f"sample   {text!r}"
+
+
+def from_source(cfg: DictConfig) -> None:
+    """With init_from the model's shape is the source's. UserError: the command line asks for another, or other ids."""
+    if not cfg.init_from:
+        return
+    found = shape(cfg.init_from)
+    cfg.model.update(fitted(found, given(cfg, "model", ROOT / "configs")))
+    check(
+        found.tokenizer in (None, cfg.data.tokenizer),
+        f"init_from={cfg.init_from} knows the ids of the tokenizer {found.tokenizer}, and data.tokenizer is "
+        f"{cfg.data.tokenizer}: pass data.tokenizer={found.tokenizer}",
+    )
 
 
 OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), replace=True)  # for --help
@@ -253,29 +317,27 @@ OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), rep
     name="config",
     groups={"attn": {name: {"impl": name} for name in impls("attention")}},
     errors=(KernelError, DataError),
+    complete=from_source,
 )
 def main(cfg: Config) -> None:
-    device = pick(cfg.device)
+    device = pick(placed(cfg.device))
     choice = f"{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
-    name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}"
-    out_dir = cfg.out_dir and Path(cfg.out_dir).expanduser()
-    folder = out_dir or new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}" + f"-{cfg.parallel}{world_size()}" * (world_size() > 1)
     torch.compiler.reset()  # a sweep's jobs share the code of GPT.forward, of which Dynamo compiles 8 versions at most
-    with Run(folder, name, cfg, tracker(cfg.logger)) as run:
-        try:
-            train(cfg, device, run)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's is told by its text alone
-            gpu = isinstance(error, torch.OutOfMemoryError)
-            if not gpu and "DefaultCPUAllocator" not in str(error):
-                raise
-            what = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
-            raise OutOfMemory(
-                f"out of {'GPU ' if gpu else ''}memory with train.batch_size={cfg.train.batch_size} x "
-                f"train.block_size={cfg.train.block_size}, {choice}: {what[0] if what else error}; lower "
-                "train.batch_size (train.tokens_per_step keeps the step's size), or choose a leaner kernel, a smaller "
-                "model or precision=bf16"
-            ) from error
-    print(f"done     {run.folder / 'result.json'}")
+    with joined(device) as ranks, contextlib.ExitStack() as stack:
+        if not ranks.leads:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        folder, start = ranks.tell(place(cfg.out_dir, cfg.train.resume, name) if ranks.leads else None)
+        if start and cfg.train.max_steps and checkpoint.manifest(start)["step"] >= cfg.train.max_steps:
+            print(f"done     already: {start} is of the last step, train.max_steps={cfg.train.max_steps}")
+            return
+        resuming = cfg.train.resume is not None
+        run = Run(folder, name, cfg, tracker(cfg.logger), resuming) if ranks.leads else Follower(folder)
+        ranks.rescue = run.fail
+        tried = f"train.batch_size={cfg.train.batch_size} x train.block_size={cfg.train.block_size}, {choice}"
+        with run, ranks.failing_together(), out_of_memory(tried, LEANER):
+            train(assemble(cfg, device, ranks, run, start), start)
+        print(f"done     {run.folder / 'result.json'}")
 
 
 if __name__ == "__main__":

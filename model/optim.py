@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from runtime.config import check
+from runtime.ranks import Ranks
 
 
 @dataclass
@@ -42,49 +44,123 @@ def learning_rate(config: OptimConfig, step: int, last: float) -> float:
 
 
 class Optimizer:
-    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused on a GPU.
+    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused.
 
     A weight in bf16 has an fp32 master here, to which the gradient of every micro-step is added and from which the
-    weight is rounded after the update: a bf16 weight alone would lose every change under 2^-9 of its size.
+    weight is rounded after the update: a bf16 weight alone would lose every change under 2^-9 of its size. Of a weight
+    that FSDP shards, this rank updates its own rows.
+
+    A step whose loss or gradient norm is not finite changes nothing, as with a GradScaler: the fused kernel reads a
+    flag on the device, so that nobody waits. `refused` counts such steps and `first_refused` is the first one's number;
+    with `stop` every step after it is refused as well, until the host has looked.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig):
+    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, stop: bool = True):
+        self.names = [name for name, _ in model.named_parameters()]
         self.weights = list(model.parameters())
-        low = any(weight.dtype != torch.float32 for weight in self.weights)
-        self.masters = [weight.detach().float().requires_grad_() for weight in self.weights] if low else self.weights
-        self.grad_clip = config.grad_clip
+        self.ranks, self.stop, self.grad_clip = ranks or Ranks(), stop, config.grad_clip
+        self.sharded = isinstance(self.weights[0], DTensor)
+        self.low = any(weight.dtype != torch.float32 for weight in self.weights)
+        self.masters = self.weights
+        if self.low or self.sharded:
+            self.masters = [local(weight).detach().float().requires_grad_() for weight in self.weights]
         self.adamw = torch.optim.AdamW(
             [
                 {"params": [w for w in self.masters if w.dim() >= 2], "weight_decay": config.weight_decay},
                 {"params": [w for w in self.masters if w.dim() < 2], "weight_decay": 0.0},
             ],
             betas=(config.beta1, config.beta2),
-            fused=self.weights[0].is_cuda,
+            fused=True,
         )
+        device = self.masters[0].device
+        self.steps = 0  # asked for
+        self.refused, self.first_refused = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        self.being_copied: torch.cuda.Event | None = None  # by a checkpoint; the next update waits for it
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """After each backward(): move the gradients to the masters, so that they add up in fp32."""
         if self.masters is self.weights:
             return
+        gradients = [local(weight.grad) for weight in self.weights]
         if self.masters[0].grad is None:
-            for master, weight in zip(self.masters, self.weights, strict=True):
-                master.grad = weight.grad.float()
+            for master, gradient in zip(self.masters, gradients, strict=True):
+                master.grad = gradient.float()
         else:
-            torch._foreach_add_([master.grad for master in self.masters], [weight.grad for weight in self.weights])
+            torch._foreach_add_([master.grad for master in self.masters], gradients)
         for weight in self.weights:
             weight.grad = None
 
     @torch.no_grad()
-    def step(self, lr: float) -> Tensor:
-        """Clip, update, clear. Returns the norm of the gradients before clipping, on the device."""
-        norm = nn.utils.get_total_norm([master.grad for master in self.masters])
+    def step(self, lr: float, loss: Tensor) -> Tensor:
+        """Average over the ranks, clip, update, clear. Returns the gradients' norm before clipping, on the device.
+
+        `loss` is the step's, the same on every rank; it only decides whether the step is refused.
+        """
+        self.steps += 1
+        gradients = [master.grad for master in self.masters]
+        if self.sharded:  # FSDP has averaged them
+            norm = self.ranks.total(nn.utils.get_total_norm(gradients).square()).sqrt()
+        else:
+            self.ranks.average(gradients)
+            norm = nn.utils.get_total_norm(gradients)
         if self.grad_clip:
             nn.utils.clip_grads_with_norm_(self.masters, self.grad_clip, norm)
+        refuse = ~(norm.isfinite() & loss.isfinite())
+        if self.stop:
+            refuse |= self.refused > 0
+        self.first_refused += refuse * (self.first_refused == 0) * self.steps
+        self.refused += refuse
+        self.adamw.found_inf = refuse.float()
         for group in self.adamw.param_groups:
             group["lr"] = lr
+        if self.being_copied:
+            torch.cuda.current_stream().wait_event(self.being_copied)
+            self.being_copied = None
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if self.masters is not self.weights:
-            torch._foreach_copy_(self.weights, self.masters)
+        if self.low:
+            torch._foreach_copy_([local(weight) for weight in self.weights], self.masters)
         return norm
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """{"model", "exp_avg", "exp_avg_sq"}: name -> fp32 tensor, a DTensor where FSDP shards; for checkpoints."""
+        if not self.adamw.state:  # before the first step
+            self.load(0, 0)
+        moments = ("exp_avg", "exp_avg_sq")
+        groups = {"model": self.masters} | {key: [self.adamw.state[m][key] for m in self.masters] for key in moments}
+        return {
+            key: {name: self._whole(t, w) for name, t, w in zip(self.names, tensors, self.weights, strict=True)}
+            for key, tensors in groups.items()
+        }
+
+    @property
+    def updates(self) -> int:
+        """Steps that AdamW made: its bias correction counts no refused one. Synchronises."""
+        return int(self.adamw.state[self.masters[0]]["step"])
+
+    @torch.no_grad()
+    def load(self, steps: int, updates: int) -> None:
+        """Go on after so many, with the weights and moments that were written into the tensors of state()."""
+        self.steps = steps
+        for master in self.masters:
+            held = self.adamw.state[master]
+            held["step"] = torch.full((), float(updates), device=master.device)
+            for key in ("exp_avg", "exp_avg_sq"):
+                held.setdefault(key, torch.zeros_like(master))
+        if self.low:
+            torch._foreach_copy_([local(weight) for weight in self.weights], self.masters)
+
+    def _whole(self, tensor: Tensor, weight: Tensor) -> Tensor:
+        if not self.sharded:
+            return tensor.detach()
+        mesh, placements = weight.device_mesh, weight.placements
+        return DTensor.from_local(
+            tensor.detach(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor that FSDP shards; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -33,11 +33,19 @@ def check(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
-def cli(schema: type[T], configs: Path, name: str, groups: dict[str, dict] | None = None, errors: tuple = ()):
+def cli(
+    schema: type[T],
+    configs: Path,
+    name: str,
+    groups: dict[str, dict] | None = None,
+    errors: tuple = (),
+    complete: Callable[[DictConfig], None] | None = None,
+):
     """Decorator: `main(cfg: schema)` becomes a Hydra program that reads `configs/name.yaml`.
 
     `groups` adds choices that have no YAML file ({"attn": {"mine": {"impl": "mine"}}}); `errors` are the exceptions,
     besides UserError, whose message is for the user: it is printed after `error: ` and the program exits with 1.
+    `complete` may change what was composed, before it is checked.
     """
 
     def decorate(main: Callable[[T], None]) -> Callable[[], None]:
@@ -46,13 +54,17 @@ def cli(schema: type[T], configs: Path, name: str, groups: dict[str, dict] | Non
                 for choice, node in choices.items():
                     if not (configs / group / f"{choice}.yaml").exists():
                         ConfigStore.instance().store(group=group, name=choice, node=node)
-            OmegaConf.register_new_resolver("annotated", lambda *, _root_: annotated(_root_, configs), replace=True)
+            OmegaConf.register_new_resolver(
+                "annotated", lambda *, _root_: annotated(_root_, configs, name), replace=True
+            )
             jobs = failed = 0
 
             def job(cfg: DictConfig) -> None:  # in a sweep the next job runs all the same
                 nonlocal jobs, failed
                 jobs += 1
                 try:
+                    if complete:
+                        complete(cfg)
                     main(parse(cfg, schema))
                 except (UserError, *errors) as error:
                     failed += 1
@@ -113,14 +125,31 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key}; {hint}"
 
 
-def command() -> str:
-    """What a shell would run to have this job again; of a sweep, this one job."""
+def command(**changes: str) -> str:
+    """What a shell would run to have this job again, with other values for some keys; of a sweep, this one job."""
     arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else sys.argv[1:]
-    return shlex.join(["python", sys.argv[0], *arguments])
+    kept = [word for word in arguments if word.partition("=")[0] not in changes]
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    start = ["python", "-m", module] if module.startswith("scripts.") else ["python", sys.argv[0]]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        start = ["torchrun", "--standalone", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}", sys.argv[0]]
+    return shlex.join([*start, *kept, *(f"{key}={value}" for key, value in changes.items())])
 
 
-def annotated(cfg: DictConfig, configs: Path) -> str:
-    """For --help: the composed config as YAML, each key with the comment that stands beside it in `configs`."""
+def given(cfg: DictConfig, group: str, configs: Path) -> dict:
+    """The keys of `group` that the command line gives, one by one or by a choice of the group, with their values."""
+    keys = {}
+    for word in HydraConfig.get().overrides.task if HydraConfig.initialized() else ():
+        key, _, value = word.lstrip("+").partition("=")
+        if key == group:
+            keys |= dict.fromkeys(OmegaConf.load(configs / group / f"{value}.yaml"))
+        elif key.startswith(f"{group}."):
+            keys[key.removeprefix(f"{group}.")] = None
+    return {key: cfg[group][key] for key in keys if key in cfg[group]}
+
+
+def annotated(cfg: DictConfig, configs: Path, name: str) -> str:
+    """For --help: the composed config as YAML, each key with the comment beside it in `name`.yaml or its group."""
 
     def keyed(text: str) -> Iterable[tuple[tuple[str, str], str]]:
         """((group or "", key), line) of YAML with one level of groups."""
@@ -132,6 +161,8 @@ def annotated(cfg: DictConfig, configs: Path) -> str:
 
     comments = {}
     for path in configs.rglob("*.yaml"):
+        if path.parent == configs and path.stem != name:  # another program's
+            continue
         for (group, key), line in keyed(path.read_text()):
             if " #" in line:
                 comments[group if path.parent == configs else path.parent.name, key] = line.partition(" #")[2]

@@ -3,7 +3,7 @@
 from runtime.meter import WARMUP
 
 
-def step_line(step: int, last: int | None, figures: dict) -> str:
+def step_line(step: int, last: int | None, figures: dict, warming: bool) -> str:
     """One logged step, made for grep."""
     mfu, memory = figures["perf/mfu"], figures["mem/peak_allocated_gib"] or figures["mem/peak_rss_gib"]
     parts = [
@@ -16,7 +16,7 @@ def step_line(step: int, last: int | None, figures: dict) -> str:
         "mfu --" if mfu is None else f"mfu {100 * mfu:.1f}%",
         f"mem {memory:.2f} GiB",
     ]
-    return " | ".join(parts + ["warm-up"] * (step <= WARMUP))
+    return " | ".join(parts + ["warm-up"] * warming)
 
 
 def val_line(step: int, last: int | None, loss: float) -> str:

@@ -8,6 +8,8 @@ import shutil
 import statistics
 import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +17,17 @@ from pathlib import Path
 import torch
 
 from runtime.config import UserError, check
+from runtime.ranks import Ranks
 
 GIB = 2**30
+
+
+class OutOfMemory(UserError):
+    """The device's memory is not enough; the message says what was tried and what to lower."""
+
+    status = "oom"  # the word in a result row
+
+
 ROOT = Path(__file__).parent.parent
 
 # Dense bf16 tensor-core peaks with fp32 accumulation, FLOP/s, from the vendor's data sheets (without sparsity), by
@@ -79,40 +90,65 @@ def name(device: torch.device) -> str:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a matmul on this very machine: median of 10, random data, 8192^3 on a GPU and 1024^3 on a CPU."""
+    """FLOP/s of a matmul on this very machine: random data, 8192^3 on a GPU and 1024^3 on a CPU."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / median_seconds(lambda: a @ b, device)
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes/s, read and written, of a copy on this very machine: of 1 GiB on a GPU, 128 MiB on a CPU."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+
+
+def median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of 10 calls after 3, each waited for."""
     for _ in range(3):
-        a @ b
+        work()
     seconds = []
     for _ in range(10):
         synchronize(device)
         start = time.perf_counter()
-        a @ b
+        work()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds)
+    return statistics.median(seconds)
 
 
 class Ceiling:
-    """What this machine could do at most, and how much of that a throughput is."""
+    """What a device could do at most, FLOP/s, and how much of that the job's throughput is on all of its devices."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float):
-        self.flops_per_token = flops_per_token
+    def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float, devices: int = 1):
+        self.flops_per_token, self.devices = flops_per_token, devices
         self.peak, self.measured = BF16_PEAK.get(name(device)), measured_flops(device, dtype)
 
     def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
         """Throughput and model FLOP utilisation, against the data sheet and against the matmul measured here."""
-        rate = tokens_per_sec and tokens_per_sec * self.flops_per_token
+        each = tokens_per_sec and tokens_per_sec / self.devices
+        rate = each and each * self.flops_per_token
         return {
             "perf/tokens_per_sec": tokens_per_sec,
+            "perf/tokens_per_sec_per_device": each,
             "perf/mfu": rate / self.peak if rate and self.peak else None,
             "perf/mfu_measured_peak": rate / self.measured if rate else None,
         }
 
 
-def memory(device: torch.device) -> dict[str, float | int | None]:
-    """Peak memory since reset_memory(), GiB: the allocator's on a GPU, the process's resident set on a CPU."""
+def memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | None]:
+    """Peak memory since reset_memory(), GiB: the allocator's on a GPU, the process's resident set on a CPU.
+
+    Of several ranks the largest of each figure, and `mem/job_peak_gib`, the sum over all of them.
+    """
+    each = ranks.gather(peaks(device))
+    most = {key: None if value is None else max(peak[key] for peak in each) for key, value in each[0].items()}
+    total = sum(peak["mem/peak_allocated_gib"] or peak["mem/peak_rss_gib"] for peak in each)
+    return most | ({} if ranks.alone else {"mem/job_peak_gib": total})
+
+
+def peaks(device: torch.device) -> dict[str, float | int | None]:
+    """This process's."""
     if device.type == "cuda":
         return {
             "mem/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
@@ -132,6 +168,21 @@ def reset_memory(device: torch.device) -> None:
     """Forget the peak so far (a CPU process cannot)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def out_of_memory(tried: str, lower: str) -> Iterator[None]:
+    """Makes PyTorch's errors of a full memory an OutOfMemory: one line that says what was tried and what to lower."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's is told by its text alone
+        gpu = isinstance(error, torch.OutOfMemoryError)
+        if not gpu and "DefaultCPUAllocator" not in str(error):
+            raise
+        what = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
+        raise OutOfMemory(
+            f"out of {'GPU ' if gpu else ''}memory with {tried}: {what[0] if what else error}; lower {lower}"
+        ) from error
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:

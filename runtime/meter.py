@@ -12,25 +12,46 @@ import torch
 from torch._dynamo.utils import counters
 
 from runtime.device import Ceiling, memory, synchronize
+from runtime.ranks import Ranks
 
 WARMUP = 3  # steps
 
 
 class Meter:
-    """Time, memory and compilations of a loop of steps; the clock starts here."""
+    """Time, memory and compilations of a loop of steps that follow `first` others; the clock starts here.
 
-    def __init__(self, device: torch.device, tokens_per_step: int, ceiling: Ceiling):
+    `before` are the seconds that an earlier process spent on the run: `elapsed` counts them, and nothing else does.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        tokens_per_step: int,
+        ceiling: Ceiling,
+        ranks: Ranks | None = None,
+        first: int = 0,
+        before: float = 0.0,
+    ):
         self.device, self.tokens_per_step, self.ceiling = device, tokens_per_step, ceiling
+        self.ranks, self.first, self.before = ranks or Ranks(), first, before
         self.seconds: list[float] = []  # a step, one an interval
         self.waits: list[float] = []  # for data, likewise
         self.recompiles = 0  # graphs compiled in training steps after the first
         self.first_step_s = self.warmup_s = None
         self.start = time.perf_counter()
-        self.restart(0)
+        self.restart(first)
 
     @property
     def elapsed(self) -> float:
-        return time.perf_counter() - self.start
+        return self.before + time.perf_counter() - self.start
+
+    def warming(self, step: int) -> bool:
+        """Whether `step` is one of the process's first, which are in no sample."""
+        return step <= self.first + WARMUP
+
+    def steady(self, step: int) -> float:
+        """Seconds that a step took so far, `step` being under way: the mean without this process's first."""
+        return (self.elapsed - self.before - self.first_step_s) / (step - self.first - 2)
 
     def restart(self, step: int) -> None:
         """`step` steps are done, and what passed since the last lap was not training."""
@@ -41,13 +62,13 @@ class Meter:
         synchronize(self.device)
         since, then, compiled = self.mark
         seconds, waited = (time.perf_counter() - then) / (step - since), self.waited / (step - since)
-        if since == 0:
+        if since == self.first:
             self.first_step_s = seconds
         else:
             self.recompiles += graphs() - compiled
-        if step == WARMUP:
-            self.warmup_s = self.elapsed
-        if since >= WARMUP:
+        if step == self.first + WARMUP:
+            self.warmup_s = self.elapsed - self.before
+        if since >= self.first + WARMUP:
             self.seconds.append(seconds)
             self.waits.append(waited)
         self.restart(step)
@@ -55,7 +76,7 @@ class Meter:
             **self.ceiling.figures(self.tokens_per_step / seconds),
             "perf/step_ms": 1e3 * seconds,
             "perf/data_wait_ms": 1e3 * waited,
-            **memory(self.device),
+            **memory(self.device, self.ranks),
         }
 
     def result(self) -> dict[str, float | None]:

@@ -3,9 +3,13 @@
 out/<run>/config.yaml     the resolved config
           metrics.jsonl   a line a logged step
           result.json     one row: status, config, kernels, env and the figures
+          checkpoints/    see runtime/checkpoint.py
 """
 
+import fcntl
 import json
+import math
+import sys
 import time
 from pathlib import Path
 
@@ -15,21 +19,29 @@ from runtime.config import UserError, command
 from runtime.trackers import Tracker
 
 
-class OutOfMemory(UserError):
-    """The device's memory is not enough; the message says what was tried and what to lower."""
+class Stopped(SystemExit):
+    """A signal ended the run, and a checkpoint of its last step is written: the program exits with `code`."""
 
-    status = "oom"
+    status = "stopped"
+
+    def __init__(self, code: int, why: str):
+        super().__init__(code)
+        self.why = why
+
+    def __str__(self) -> str:
+        return self.why
 
 
 class Run:
     """A context manager around the work: however that ends, short of a kill, `result.json` says how.
 
-    `row` is the result row while it grows. Its status becomes `ok`, `oom`, `unavailable: why` or `failed: why`; an
-    exception names its own word in an attribute `status`. UserError: the folder already holds a run, or files that
-    would be overwritten (a run that ended without a single step gives its folder up).
+    `row` is the result row while it grows. Its status becomes `ok`, `oom`, `unavailable: why`, `stopped: why` or
+    `failed: why`; an exception names its own word in an attribute `status`. `resume` goes on in the folder of a run
+    that ended. UserError: the folder already holds a run, files that would be overwritten (a run that ended without a
+    single step gives its folder up), or a run that is still going on.
     """
 
-    def __init__(self, folder: Path, name: str, config: object, tracker: Tracker):
+    def __init__(self, folder: Path, name: str, config: object, tracker: Tracker, resume: bool = False):
         self.folder, self.tracker = folder, tracker
         resolved = OmegaConf.structured(config)
         self.row = {
@@ -42,15 +54,34 @@ class Run:
         config_file, metrics, result = (folder / file for file in ("config.yaml", "metrics.jsonl", "result.json"))
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._lock()
             if result.exists() and metrics.exists() and metrics.stat().st_size == 0:
                 for path in (config_file, metrics, result):
                     path.unlink(missing_ok=True)
-            if taken := [path.name for path in (config_file, metrics, result) if path.exists()]:
-                raise UserError(f"out_dir={folder} already holds a run ({taken[0]}); choose another, or delete it")
-            self.metrics = metrics.open("x", buffering=1)  # by the line: a kill loses none
+            if not resume and (taken := [path.name for path in (config_file, metrics, result) if path.exists()]):
+                raise UserError(
+                    f"out_dir={folder} already holds a run ({taken[0]}); choose another, delete it, or go on with it: "
+                    "train.resume=auto"
+                )
+            self.metrics = metrics.open("a", buffering=1)  # by the line: a kill loses none
             OmegaConf.save(resolved, config_file)
         except OSError as error:
             raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
+
+    def _lock(self) -> None:
+        """Keep other processes out until this one ends, in whatever way."""
+        self.lock = (self.folder / ".lock").open("w")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"out_dir={self.folder} is in use by a run that goes on; choose another folder") from None
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after `step`: a resumed run does those steps again."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        path.write_text("".join(kept))
 
     def begin(self, **facts: dict) -> None:
         """All is built: `facts` go into the row beside its kernels and env, and the tracker starts."""
@@ -58,20 +89,62 @@ class Run:
         self.tracker.start(self.folder, self.row)
 
     def log(self, step: int, figures: dict) -> None:
-        """One line of `metrics.jsonl`, and the same to the tracker."""
-        self.metrics.write(json.dumps({"step": step, **figures}) + "\n")
+        """One line of `metrics.jsonl`, and the same to the tracker; what is not finite is null, as JSON wants it."""
+        figures = finite(figures)
+        try:
+            self.metrics.write(json.dumps({"step": step, **figures}) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"{self.folder} cannot be written any more: {error.strerror}; make room, and resume"
+            ) from None
         self.tracker.log(step, figures)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.row["status"] = status(error)
-        self.metrics.close()
+        self.close(status(error))
+
+    def fail(self, why: str) -> None:
+        """End the run's record from outside, since its own thread is stuck."""
+        self.close(f"failed: {why}")
+
+    def close(self, status: str) -> None:
+        """Write the row; where the disk is full, say so: what ended the run is said by others."""
+        self.row["status"] = status
         temporary = self.folder / ".result.json"
-        temporary.write_text(json.dumps(self.row, indent=1) + "\n")
-        temporary.replace(self.folder / "result.json")
+        try:
+            self.metrics.close()
+            temporary.write_text(json.dumps(finite(self.row), indent=1) + "\n")
+            temporary.replace(self.folder / "result.json")
+        except OSError as error:
+            print(f"warning: {self.folder}/result.json cannot be written: {error.strerror}", file=sys.stderr)
         self.tracker.finish(self.row)
+        self.lock.close()
+
+
+class Follower(Run):
+    """The run on a rank that does not lead: it writes nothing."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.row = folder, {}
+
+    def rewind(self, step: int) -> None:
+        """Rank 0 does it."""
+
+    def begin(self, **facts: dict) -> None:
+        self.row.update(facts)
+
+    def log(self, step: int, figures: dict) -> None:
+        """Rank 0 does it."""
+
+    def close(self, status: str) -> None:
+        """Rank 0 does it."""
+
+
+def finite(figures: dict) -> dict:
+    """The same with None in place of NaN and infinities."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
 
 def status(error: BaseException | None) -> str:

@@ -1,7 +1,9 @@
 """Experiment trackers: they get the keys of metrics.jsonl and the result row. Our own files are the record."""
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,17 +81,33 @@ class Wandb(Tracker):
         self.run.define_metric("perf_by_tokens/*", step_metric="tokens")
 
     def log(self, step: int, figures: dict) -> None:
-        if self.run is None:
-            return
         extra = {}
         if "perf/tokens_per_sec" in figures:
             extra = {"perf_by_tokens/tokens_per_sec": figures["perf/tokens_per_sec"]}
-        self.run.log({**figures, **extra}, step=step, commit=True)
+        with self._or_without():
+            if self.run is not None:
+                self.run.log({**figures, **extra}, step=step, commit=True)
 
     def finish(self, row: dict) -> None:
-        if self.run is not None:
-            self.run.summary.update({key: value for key, value in row.items() if key != "config"})
-            self.run.finish(exit_code=0 if row["status"] == "ok" else 1)
+        with self._or_without():
+            if self.run is not None:
+                self.run.summary.update({key: value for key, value in row.items() if key != "config"})
+                self.run.finish(exit_code=0 if row["status"] == "ok" else 1)
+
+    @contextlib.contextmanager
+    def _or_without(self) -> Iterator[None]:
+        """W&B works in a process of its own, which may die: then the run goes on without it."""
+        import wandb
+
+        try:
+            yield
+        except (OSError, wandb.errors.Error) as error:
+            print(
+                f"warning: W&B is lost ({error}) and the run goes on without; metrics.jsonl has it all", file=sys.stderr
+            )
+            self.run = None
+            with contextlib.suppress(OSError):
+                wandb.teardown()  # or it would try at exit, with a traceback
 
 
 TRACKERS = {"none": Tracker, "wandb": Wandb}

@@ -1,12 +1,15 @@
 """What holds for the repo as a whole: imports never climb, and what the README says is so."""
 
 import ast
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
+from runtime.config import parse
 from scripts import report
 from tests.test_train import config
 
@@ -33,7 +36,9 @@ def test_imports_never_climb(path):
             assert FLOOR[other] < FLOOR[room], f"{room} imports {module}"
 
 
-COMMANDS = re.findall(r"^ +python train\.py(.*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^ +(?:python|torchrun .*?) train\.py(.*?)(?: +#.*)?$", README, re.MULTILINE)
+SCRIPTS = re.findall(r"^ +python -m scripts\.(\w+) (.*?)(?: +#.*)?$", README, re.MULTILINE)
 
 
 @pytest.mark.parametrize("arguments", sorted(set(COMMANDS)))
@@ -48,6 +53,20 @@ def test_every_command_of_the_readme_is_one(arguments):
         ]
     for job in jobs:
         config(*[word for word in job if not word.startswith(("kernels.norm=mine", "attn=mine"))])
+
+
+def test_every_script_of_the_readme_is_one():
+    """Those with a config are composed and checked; the others take what their own tests show."""
+    seen = set()
+    for name, arguments in SCRIPTS:
+        module = importlib.import_module(f"scripts.{name}")
+        seen.add(name)
+        if not (ROOT / "configs" / f"{name}.yaml").exists():
+            continue
+        words = [word for word in shlex.split(arguments) if not word.startswith("prompt=")]
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            parse(compose(name, overrides=words), module.Config)
+    assert seen >= {"prepare", "generate", "evaluate", "export", "collect"}
 
 
 def test_the_readme_shows_the_results_as_they_are():

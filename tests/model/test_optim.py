@@ -19,6 +19,9 @@ ADAMW = {
 }
 
 
+LOSS = torch.tensor(1.0)  # finite
+
+
 def model(dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).to(dtype)
@@ -50,7 +53,7 @@ def test_step_is_adamw_with_decay_on_matrices_only():
         (net(batch(step)).square().sum() * 10).backward()
         gradients = [w.grad.clone() for w in net.parameters()]
         optimizer.accumulate()
-        norm = optimizer.step(lr=1e-2)
+        norm = optimizer.step(1e-2, LOSS)
         assert norm.item() == pytest.approx(by_hand(expected, gradients, state, step, 1e-2, config), rel=1e-5)
         assert all(w.grad is None for w in net.parameters())
         for w, e in zip(net.parameters(), expected, strict=True):
@@ -65,7 +68,7 @@ def test_bf16_weights_have_fp32_masters():
     for _ in range(1000):
         net.weight.grad = torch.ones_like(net.weight)
         optimizer.accumulate()
-        optimizer.step(lr=1e-5)
+        optimizer.step(1e-5, LOSS)
     assert net.weight.dtype == torch.bfloat16
     torch.testing.assert_close(optimizer.masters[0], torch.full((4, 4), 1 - 1e-2), rtol=0, atol=1000 * 2**-24)
     assert torch.equal(net.weight, optimizer.masters[0].bfloat16())
@@ -80,7 +83,80 @@ def test_bf16_gradients_add_up_in_fp32():
         optimizer.accumulate()
         assert net.weight.grad is None
     assert torch.equal(optimizer.masters[0].grad, torch.full((4, 4), 257.0))
-    assert optimizer.step(lr=0.0).item() == 257 * 4
+    assert optimizer.step(0.0, LOSS).item() == 257 * 4
+
+
+def refusing(stop):
+    """Five steps of which the third has a NaN among its gradients: the weights after each, and the optimizer."""
+    net = model()
+    optimizer, weights = Optimizer(net, OptimConfig(**ADAMW), stop=stop), []
+    for step in range(1, 6):
+        net(batch(step)).square().sum().backward()
+        if step == 3:
+            net[0].weight.grad[0, 0] = math.nan
+        optimizer.accumulate()
+        optimizer.step(1e-2, LOSS)
+        weights.append([w.detach().clone() for w in net.parameters()])
+    return weights, optimizer
+
+
+def same(a, b):
+    return all(map(torch.equal, a, b))
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    """Skipped: the others go on as if it had not been. Stopped: nothing changes any more."""
+    weights, optimizer = refusing(stop=False)
+    assert same(weights[1], weights[2])
+    assert not same(weights[2], weights[3])
+    assert (int(optimizer.refused), int(optimizer.first_refused), optimizer.steps, optimizer.updates) == (1, 3, 5, 4)
+    net = model()
+    without = Optimizer(net, OptimConfig(**ADAMW))
+    for step in (1, 2, 4, 5):
+        net(batch(step)).square().sum().backward()
+        without.step(1e-2, LOSS)
+    assert same(weights[4], net.parameters())
+
+    weights, optimizer = refusing(stop=True)
+    assert same(weights[1], weights[4])
+    assert (int(optimizer.refused), int(optimizer.first_refused), optimizer.updates) == (3, 3, 2)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_refused(loss):
+    net = model()
+    before = [w.detach().clone() for w in net.parameters()]
+    optimizer = Optimizer(net, OptimConfig(**ADAMW))
+    net(batch(1)).square().sum().backward()
+    optimizer.step(1e-2, torch.tensor(loss))
+    assert same(before, net.parameters())
+    assert int(optimizer.first_refused) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_all_there_is(dtype):
+    """Copied into another optimizer after 3 steps, both make the same 3 steps, to the bit."""
+    nets = [model(dtype), model(dtype)]
+    first, second = (Optimizer(net, OptimConfig(**ADAMW)) for net in nets)
+
+    def step(net, optimizer, number):
+        net(batch(number).to(dtype)).square().sum().backward()
+        optimizer.accumulate()
+        optimizer.step(1e-2, LOSS)
+
+    for number in range(1, 4):
+        step(nets[0], first, number)
+    for group, tensors in second.state().items():
+        for name, tensor in tensors.items():
+            assert tensor.dtype == torch.float32
+            tensor.copy_(first.state()[group][name])
+    second.load(first.steps, first.updates)
+    assert same(nets[0].parameters(), nets[1].parameters())
+    for number in range(4, 7):
+        step(nets[0], first, number)
+        step(nets[1], second, number)
+    assert same(nets[0].parameters(), nets[1].parameters())
+    assert (second.steps, second.updates) == (6, 6)
 
 
 def test_schedule():

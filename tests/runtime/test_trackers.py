@@ -1,8 +1,10 @@
 """Runs with W&B, read back with W&B's own command."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,26 @@ def test_a_run_outlives_wandb(hotswap, tmp_path, monkeypatch):
     monkeypatch.setattr("wandb.init", lambda **_: (_ for _ in ()).throw(ValueError("no\nway")))
     code, _, err = hotswap(*SMALL)
     assert (code, err) == (0, "warning: the run goes on without W&B: no way\n")
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
+
+
+def test_a_run_outlives_wandb_in_mid_run(hotswap, tmp_path, monkeypatch):
+    """W&B's own process is killed after step 3."""
+    import train
+
+    step = train.train_step
+
+    def killing(model, optimizer, batches, lr):
+        if optimizer.steps == 3:
+            subprocess.run(["pkill", "-KILL", "-P", str(os.getpid()), "-f", "wandb-core"], check=True)
+            time.sleep(0.5)
+        return step(model, optimizer, batches, lr)
+
+    monkeypatch.setattr(train, "train_step", killing)
+    code, _, err = hotswap(*SMALL)
+    assert code == 0
+    assert err == "warning: W&B is lost (Connection lost) and the run goes on without; metrics.jsonl has it all\n"
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 6
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
 
 
