@@ -9,6 +9,7 @@ import glob
 import gzip
 import hashlib
 import json
+import os
 import sysconfig
 import zlib
 from abc import ABC, abstractmethod
@@ -166,8 +167,10 @@ def stdlib(path: None = None, subset: None = None, column: str = "text", val_fra
     """The Python standard library's own source, about 11 MB on every machine, without its tests."""
     if path is not None:
         raise DataError(f"data.path={path} is for your own text: add data=text")
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in root.rglob("*.py") if not NOT_SOURCE & set(file.relative_to(root).parts)]
+    root, files = Path(sysconfig.get_path("stdlib")), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_SOURCE]  # site-packages may hold 100,000 files
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"data=stdlib: no .py files in {root}; choose data=text data.path=...")
     return Files(files, column, val_fraction)

@@ -51,9 +51,7 @@ class Checkpoints:
         self.pauses: list[float] = []
         best = folder / "best"
         self.best = manifest(best)["val_loss"] if best.exists() else math.inf  # lowest validation loss so far
-        self.host: dict[
-            tuple[str, str], Tensor
-        ] = {}  # pinned where a GPU copies to it, and used again: to pin 1.5 GB takes 0.5 s
+        self.host: dict[str, Tensor] = {}  # pinned for a GPU, and used again: to pin 1.5 GB takes half a second
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # a group of its own: the thread's collectives would mix with those of the training loop
         self.group = dist.new_group(backend="gloo") if sharded else None
@@ -114,9 +112,9 @@ class Checkpoints:
                 whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 if not self.ranks.leads:
                     continue
-                if (group, name) not in self.host:
-                    self.host[group, name] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-                copies[group][name] = self.host[group, name]
+                if (key := f"{group}.{name}") not in self.host:
+                    self.host[key] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                copies[group][name] = self.host[key]
                 if self.stream:
                     self.stream.wait_stream(torch.cuda.current_stream())
                     whole.record_stream(self.stream)

@@ -5,10 +5,8 @@ import platform
 import re
 import resource
 import shutil
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,6 +16,7 @@ import torch
 
 from runtime.config import UserError, check
 from runtime.ranks import Ranks
+from runtime.timing import measured_flops
 
 GIB = 2**30
 
@@ -75,11 +74,6 @@ def pick(name: str) -> torch.device:
     return torch.device(name)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def name(device: torch.device) -> str:
     """ "NVIDIA H200", or the CPU's model name."""
     if device.type == "cuda":
@@ -87,34 +81,6 @@ def name(device: torch.device) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return model[1] if model else platform.processor() or platform.machine()
-
-
-def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a matmul on this very machine: random data, 8192^3 on a GPU and 1024^3 on a CPU."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: a @ b, device)
-
-
-def measured_bandwidth(device: torch.device) -> float:
-    """Bytes/s, read and written, of a copy on this very machine: of 1 GiB on a GPU, 128 MiB on a CPU."""
-    source = torch.ones(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
-
-
-def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of 10 calls after 3, each waited for."""
-    for _ in range(3):
-        work()
-    seconds = []
-    for _ in range(10):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 class Ceiling:

@@ -11,8 +11,9 @@ import time
 import torch
 from torch._dynamo.utils import counters
 
-from runtime.device import Ceiling, memory, synchronize
+from runtime.device import Ceiling, memory
 from runtime.ranks import Ranks
+from runtime.timing import synchronize
 
 WARMUP = 3  # steps
 

@@ -28,11 +28,12 @@ from model.gpt import GPT, PRECISIONS, GPTConfig
 from model.pretrained import Pretrained
 from model.text import Text
 from runtime.config import check, cli
-from runtime.device import GIB, environment, measured_bandwidth, memory, out_of_memory, pick, reset_memory, synchronize
+from runtime.device import GIB, environment, memory, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
 from runtime.ranks import Ranks
 from runtime.resume import place
 from runtime.run import Run
+from runtime.timing import measured_bandwidth, synchronize
 from runtime.trackers import Tracker
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,6 +7,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # Triton kernels run in its interpreter; it has to know before they are imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():

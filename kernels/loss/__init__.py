@@ -63,3 +63,10 @@ def cost(shape, *, vocab, dtype=torch.bfloat16, **_):
     product = 2 * rows * width * vocab
     tensors = (rows * width + vocab * width) * dtype.itemsize
     return {"forward": (product, tensors + 8 * rows), "backward": (2 * product, 2 * tensors + 8 * rows)}
+
+
+def products(shape, *, vocab, **_):
+    """(rows, inner, columns) of the bare matrix products, forward and backward: the op's floor."""
+    width = shape[-1]
+    rows = torch.Size(shape).numel() // width
+    return {"forward": [(rows, width, vocab)], "backward": [(rows, vocab, width), (vocab, rows, width)]}

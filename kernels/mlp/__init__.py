@@ -78,3 +78,12 @@ def cost(shape, *, hidden=None, bias=True, dtype=torch.bfloat16, **_):
         "forward": (2 * product, forward * dtype.itemsize),
         "backward": (4 * product, backward * dtype.itemsize),
     }
+
+
+def products(shape, *, hidden=None, **_):
+    """(rows, inner, columns) of the bare matrix products, forward and backward: the op's floor."""
+    width = shape[-1]
+    hidden = hidden or 4 * width
+    rows = torch.Size(shape).numel() // width
+    backward = [(rows, width, hidden), (rows, hidden, width), (hidden, rows, width), (width, rows, hidden)]
+    return {"forward": [(rows, width, hidden), (rows, hidden, width)], "backward": backward}

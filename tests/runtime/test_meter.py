@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from runtime import device, meter
-from runtime.device import BF16_PEAK, Ceiling, measured_flops
+from runtime.device import BF16_PEAK, Ceiling
 from runtime.meter import WARMUP, Meter
+from runtime.timing import measured_flops
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,50 @@
+"""What Triton kernels ask of a machine."""
+
+import functools
+import os
+
+import torch
+import triton
+
+from kernels.registry import Unavailable
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def triton_unavailable(device: torch.device) -> str | None:
+    """Why a Triton kernel cannot run on `device`, or None. On a CPU Triton's interpreter can, slowly, for tests."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return (
+            None
+            if major >= 8
+            else f"it needs a GPU of compute capability 8.0 or newer, and this one has {major}.{minor}"
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return "it needs an NVIDIA GPU of compute capability 8.0 or newer; for a trial on a CPU set TRITON_INTERPRET=1"
+
+
+def triton_detail(**inputs) -> str:
+    return f"triton {triton.__version__}{', interpreted' if os.environ.get('TRITON_INTERPRET') == '1' else ''}"
+
+
+def check_dtypes(op: str, *tensors: torch.Tensor | None) -> None:
+    """Unavailable: one of them is of a dtype that the Triton kernels do not take, or not here."""
+    for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:
+        if dtype not in DTYPES:
+            raise Unavailable(f"{op}=triton takes float32, bfloat16 and float16, and not {dtype}")
+        if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
+            raise Unavailable(f"{op}=triton: Triton's interpreter computes bfloat16 wrongly; try precision=fp32")
+
+
+@functools.lru_cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors: 132 on an H200. A CPU counts as 2."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.lru_cache
+def has_tma(device: torch.device) -> bool:
+    """Whether it has Hopper's engine for copying tiles."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

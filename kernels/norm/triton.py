@@ -1,0 +1,258 @@
+"""Residual add and LayerNorm in one pass each way: every tensor is read once and written once.
+
+Forward, a program takes a few whole rows into registers: the sum x + residual is written out as the new stream and,
+still in registers, normalised. Eager adds in one kernel and normalises in another, so it reads the stream once more
+than it must: 5 passes over (N, C) instead of 4. Backward, with xhat = (residual - mean) rstd and g = dy weight,
+
+    dstream = dresidual + rstd (g - mean(g) - xhat mean(g xhat))
+
+is the gradient of both x and residual, written once where their dtypes agree. dweight = sum_rows dy xhat and
+dbias = sum_rows dy run over all rows: each program adds its own rows up in registers and leaves one fp32 partial sum,
+and a second, small reduction adds those (a few hundred) in a fixed order, so that the bits are the same each time.
+
+At 1 to 14 FLOP an element this is memory-bound by a factor of 50: what counts is bytes, and enough loads in flight.
+Kept for the backward: the new stream (which is the next norm's input anyway), mean and rstd, 8 bytes a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gpu import check_dtypes, processors
+from kernels.gpu import triton_detail as detail  # noqa: F401
+from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.registry import Unavailable
+
+MAX_WIDTH = 16384  # a row has to fit into the registers of a program
+
+
+@triton.jit
+def _norm_fwd_kernel(
+    x_ptr,  # (N, C)
+    residual_ptr,  # (N, C), not read without HAS_RESIDUAL
+    weight_ptr,
+    bias_ptr,
+    y_ptr,  # (N, C)
+    out_ptr,  # (N, C), not written without HAS_RESIDUAL
+    mean_ptr,  # (N,) fp32
+    rstd_ptr,
+    N,
+    x_stride,
+    residual_stride,
+    eps,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # int64: N C passes 2^31
+    columns = tl.arange(0, BLOCK_C)
+    real = columns < C
+    here = (rows < N)[:, None] & real[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], here, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], here, other=0.0).to(tl.float32)
+        stream = x.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows[:, None] * C + columns[None, :], stream, here)
+        x = stream.to(tl.float32)  # what is normalised is what was written, as the backward reads it
+    mean = tl.sum(x, 1) / C
+    centred = tl.where(real[None, :], x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
+    y = centred * rstd[:, None] * tl.load(weight_ptr + columns, real, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + columns, real, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * C + columns[None, :], y.to(y_ptr.dtype.element_ty), here)
+    tl.store(mean_ptr + rows, mean, rows < N)
+    tl.store(rstd_ptr + rows, rstd, rows < N)
+
+
+@triton.jit
+def _norm_bwd_kernel(
+    dy_ptr,  # (N, C)
+    dstream_ptr,  # (N, C), not read without HAS_DSTREAM
+    stream_ptr,  # (N, C)
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,  # (N, C)
+    dresidual_ptr,  # (N, C), not written without TWO
+    dweight_ptr,  # (programs, C) fp32
+    dbias_ptr,
+    N,
+    dy_stride,
+    dstream_stride,
+    stream_stride,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_DSTREAM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TWO: tl.constexpr,  # dx and dresidual differ in dtype
+):
+    columns = tl.arange(0, BLOCK_C)
+    real = columns < C
+    weight = tl.load(weight_ptr + columns, real, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_C,), tl.float32)
+    dbias = tl.zeros((BLOCK_C,), tl.float32)
+    for start in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS).to(tl.int64)
+        here = (rows < N)[:, None] & real[None, :]
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns[None, :], here, other=0.0).to(tl.float32)
+        x = tl.load(stream_ptr + rows[:, None] * stream_stride + columns[None, :], here, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, rows < N, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, rows < N, other=0.0)[:, None]
+        xhat = tl.where(here, (x - mean) * rstd, 0.0)
+        dweight += tl.sum(dy * xhat, 0)
+        dbias += tl.sum(dy, 0)
+        g = dy * weight[None, :]
+        dx = rstd * (g - (tl.sum(g, 1) / C)[:, None] - xhat * (tl.sum(g * xhat, 1) / C)[:, None])
+        if HAS_DSTREAM:
+            dx += tl.load(dstream_ptr + rows[:, None] * dstream_stride + columns[None, :], here, other=0.0).to(
+                tl.float32
+            )
+        at = rows[:, None] * C + columns[None, :]
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), here)
+        if TWO:
+            tl.store(dresidual_ptr + at, dx.to(dresidual_ptr.dtype.element_ty), here)
+    at = tl.program_id(0) * C + columns
+    tl.store(dweight_ptr + at, dweight, real)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + at, dbias, real)
+
+
+def block(C: int, elements: int) -> dict[str, int]:
+    """Launch parameters for rows of C: about `elements` a program, 8 to 32 in each thread's registers."""
+    width = triton.next_power_of_2(C)
+    rows = max(1, elements // width)
+    return {"BLOCK_C": width, "ROWS": rows, "num_warps": min(16, max(1, rows * width // 512))}
+
+
+@torch.library.custom_op("hotswap::norm_fwd", mutates_args=())
+def norm_fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, residual (N, C) -> y (N, C), the new stream (N, C; empty without a residual, it is x), mean and rstd (N,)."""
+    N, C = x.shape
+    y, stream, mean, rstd = _outputs(x, residual, weight)
+    launch = block(C, 4096)
+    _norm_fwd_kernel[(triton.cdiv(N, launch["ROWS"]),)](
+        x,
+        residual,
+        weight,
+        bias,
+        y,
+        stream,
+        mean,
+        rstd,
+        N,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        C=C,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
+        **launch,
+    )
+    return y, stream, mean, rstd
+
+
+@norm_fwd.register_fake
+def _(x, residual, weight, bias, eps):
+    return _outputs(x, residual, weight)
+
+
+def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y = x.new_empty(x.shape, dtype=weight.dtype)
+    stream = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return y, stream, mean, rstd
+
+
+@torch.library.custom_op("hotswap::norm_bwd", mutates_args=())
+def norm_bwd(
+    dy: Tensor,
+    dstream: Tensor | None,
+    stream: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dtype: torch.dtype,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx in x_dtype and dresidual in the stream's (empty where that is the same), dweight, dbias (empty without)."""
+    N, C = stream.shape
+    launch = block(C, 4096)
+    programs = min(4 * processors(stream.device), triton.cdiv(N, launch["ROWS"]))
+    two = x_dtype != stream.dtype
+    dx, dresidual, *_ = _gradients(stream, weight, x_dtype, has_bias)
+    partial = torch.empty(2, programs, C, dtype=torch.float32, device=stream.device)
+    _norm_bwd_kernel[(programs,)](
+        dy,
+        dstream,
+        stream,
+        weight,
+        mean,
+        rstd,
+        dx,
+        dresidual,
+        partial[0],
+        partial[1],
+        N,
+        dy.stride(0),
+        0 if dstream is None else dstream.stride(0),
+        stream.stride(0),
+        C=C,
+        HAS_DSTREAM=dstream is not None,
+        HAS_BIAS=has_bias,
+        TWO=two,
+        **launch,
+    )
+    dweight = partial[0].sum(0).to(weight.dtype)
+    return dx, dresidual, dweight, partial[1].sum(0).to(weight.dtype) if has_bias else weight.new_empty(0)
+
+
+@norm_bwd.register_fake
+def _(dy, dstream, stream, weight, mean, rstd, x_dtype, has_bias):
+    return _gradients(stream, weight, x_dtype, has_bias)
+
+
+def _gradients(
+    stream: Tensor, weight: Tensor, x_dtype: torch.dtype, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx = stream.new_empty(stream.shape, dtype=x_dtype)
+    dresidual = stream.new_empty(stream.shape if x_dtype != stream.dtype else 0)
+    return dx, dresidual, torch.empty_like(weight), weight.new_empty(weight.shape if has_bias else 0)
+
+
+def _setup_context(ctx, inputs, output):
+    x, residual, weight, bias, _ = inputs
+    _, stream, mean, rstd = output
+    ctx.save_for_backward(x if residual is None else stream, weight, mean, rstd)
+    ctx.x_dtype, ctx.has_residual, ctx.has_bias = x.dtype, residual is not None, bias is not None
+
+
+def _backward(ctx, dy, dstream, dmean, drstd):
+    dstream = rows(dstream) if ctx.has_residual else None
+    dx, dresidual, dweight, dbias = norm_bwd(rows(dy), dstream, *ctx.saved_tensors, ctx.x_dtype, ctx.has_bias)
+    dresidual = (dresidual if dresidual.numel() else dx) if ctx.has_residual else None
+    return dx, dresidual, dweight, dbias if ctx.has_bias else None, None
+
+
+norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """The kernels take rows at any distance from each other, and step through them one by one."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def norm(x, residual, weight, bias, eps=1e-5):
+    check_dtypes("norm", x, residual, weight)
+    C = x.shape[-1]
+    if C > MAX_WIDTH:
+        raise Unavailable(f"norm=triton takes rows of up to {MAX_WIDTH}, and these have {C}: choose kernels.norm=eager")
+    flat = None if residual is None else rows(residual.reshape(-1, C))
+    y, stream, _, _ = norm_fwd(rows(x.reshape(-1, C)), flat, weight, bias, eps)
+    return y.view(x.shape), x if residual is None else stream.view(x.shape)

@@ -1,0 +1,68 @@
+"""How long something takes on a device, and what the device can do at most."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a matmul on this very machine: random data, 8192^3 on a GPU and 1024^3 on a CPU."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / median_seconds(lambda: a @ b, device)
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes/s, read and written, of a copy on this very machine: of 1 GiB on a GPU, 128 MiB on a CPU."""
+    source = torch.ones(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+
+
+def median_seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of 10 calls after 3, each waited for."""
+    for _ in range(3):
+        work()
+    seconds = []
+    for _ in range(10):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def in_turn(
+    works: dict[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.02
+) -> dict[str, list[float]]:
+    """Work -> seconds a call, a sample each round. Every work has its turn, of as many calls as fill `seconds`, so that
+    launching them does not set the figure; on a GPU by device events."""
+    calls = {name: max(1, int(seconds / median_seconds(work, device))) for name, work in works.items()}
+    samples = {name: [] for name in works}
+    for turn in range(rounds):
+        for name in works if turn % 2 == 0 else reversed(works):  # ABBA: a drift hits all alike
+            samples[name].append(_seconds(works[name], calls[name], device) / calls[name])
+    return samples
+
+
+def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3

@@ -1,0 +1,71 @@
+"""Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
+
+In bf16 nothing may spill. A program of its own, since Triton's interpreter, once chosen, is for the whole process.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.loss import triton as loss
+from kernels.mlp import triton as mlp
+from kernels.norm import triton as norm
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
+
+
+def compiled(name, kernel, capability, types, **constants):
+    """The PTX. `types` are those of the arguments that are neither constants nor bf16 pointers nor 32-bit integers."""
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages") if key in constants}
+    names = kernel.arg_names
+    usual = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
+    signature = {name: "constexpr" if name in constants else types.get(name, usual[name]) for name in names}
+    whole = [i for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")]
+    multiples = {(i,): [["tt.divisibility", 16]] for i in whole}
+    source = ASTSource(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, multiples)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        used = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used).groups())
+    print(f"{name}: {registers} registers, {stack} bytes of stack, {made.metadata.shared} of shared memory")
+    assert stack == 0
+    assert made.metadata.shared <= SHARED[capability]
+    return made.asm["ptx"]
+
+
+def main(capability: int) -> None:
+    for C in (768, 1600, 4096):
+        for residual in ("*bf16", "*fp32"):
+            launch = {"C": C, "HAS_BIAS": True, **norm.block(C, 4096)}
+            types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32") | {"eps": "fp32"}
+            types |= dict.fromkeys(("residual_ptr", "out_ptr", "dstream_ptr", "stream_ptr", "dresidual_ptr"), residual)
+            name = f"{C} {residual}"
+            forward = compiled(
+                f"norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
+            )
+            launch |= {"HAS_DSTREAM": True, "TWO": residual == "*fp32"}
+            backward = compiled(f"norm backward {name}", norm._norm_bwd_kernel, capability, types, **launch)
+            assert all("ld.global.v4" in ptx and "st.global.v4" in ptx for ptx in (forward, backward))
+    types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
+    compiled("loss", loss._cross_entropy_kernel, capability, types, BLOCK_V=8192, WRITE=True, num_warps=16)
+    for backward in (False, True):
+        size = mlp.tiling(torch.bfloat16, 768, 3072, backward, tma=capability == 90)
+        fixed = {"BACKWARD": backward, "HAS_BIAS": True, "PRECISION": "tf32"}
+        name = f"mlp {'backward' if backward else 'forward'}"
+        ptx = compiled(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)
+        assert ("wgmma" if capability == 90 else "mma.sync") in ptx
+        assert ("cp.async.bulk.tensor" in ptx) == size["TMA"] == (capability == 90)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
