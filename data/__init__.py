@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from data.corpus import Source, stdlib, text
+from data.corpus import Source, local, stdlib, text
 from data.errors import DataError
 from data.hub import Hub
-from data.pipeline import complete, write
+from data.pipeline import complete, recorded, write
 from data.shards import Shard, digest, open_nanogpt, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
 
@@ -29,7 +29,7 @@ class DataConfig:
     subset: str | None  # hub: the data set's configuration
     column: str  # of the text, in .jsonl, .parquet and on the hub
     tokenizer: str  # a name in TOKENIZERS
-    val_fraction: float  # of the documents is held out
+    val_fraction: float  # of the documents is held out; 1: all of them, to be evaluated on
     prepare: str  # auto: by train.py, on the first use | by_hand: by scripts/prepare.py
     cache: str  # the folder for token shards
 
@@ -38,14 +38,14 @@ class DataConfig:
         for key, names in known.items():
             if getattr(self, key) not in names:
                 raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(names)}")
-        if not 0 < self.val_fraction < 1:
-            raise DataError(f"data.val_fraction={self.val_fraction}: it must be above 0 and below 1")
+        if not 0 < self.val_fraction <= 1:
+            raise DataError(f"data.val_fraction={self.val_fraction}: it must be above 0 and at most 1")
         if not self.name or Path(self.name).name != self.name:
             raise DataError(f"data.name={self.name}: it names a folder below data.cache, and holds no /")
 
 
 class Dataset(NamedTuple):
-    """A tokenized corpus: its two splits are lists of shards."""
+    """A tokenized corpus: its two splits are lists of shards, that for training without any if all is held out."""
 
     name: str
     tokenizer: Tokenizer
@@ -70,7 +70,8 @@ def open_dataset(config: DataConfig) -> Dataset:
                 f"`{prepare_command(config)}`"
             )
         write(folder, source, tokenizer, workers=1)  # a small one takes less than processes take to start
-        train, val = (open_shards(folder, split, tokenizer.n_vocab) for split in ("train", "val"))
+        train = open_shards(folder, "train", tokenizer.n_vocab) if config.val_fraction < 1 else []
+        val = open_shards(folder, "val", tokenizer.n_vocab)
     fingerprint = {"name": config.name, "tokenizer": tokenizer.name, "train": digest(train), "val": digest(val)}
     return Dataset(config.name, tokenizer, train, val, fingerprint)
 
@@ -85,6 +86,11 @@ def prepare(config: DataConfig, workers: int, watch: Callable[[int, int], None])
     return folder
 
 
+def goes_on_after(config: DataConfig) -> int:
+    """The documents that prepare() need not do again, if it was interrupted."""
+    return 0 if config.source == "nanogpt" else recorded(located(config, TOKENIZERS[config.tokenizer]())[1])
+
+
 def located(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source, Path]:
     """The text, and where its shards belong; the 12 hex digits change with whatever would change the tokens."""
     source = SOURCES[config.source](config.path, config.subset, config.column, config.val_fraction)
@@ -95,9 +101,9 @@ def located(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source, Path]:
 
 def nanogpt_folder(config: DataConfig) -> Path:
     """Where nanoGPT's files are. DataError: they are not, or their ids are those of another tokenizer."""
-    if not isinstance(config.path, str):
+    if not config.path or not isinstance(config.path, str):
         raise DataError("data=nanogpt needs data.path=FOLDER, with nanoGPT's train.bin and val.bin in it")
-    folder = Path(config.path).expanduser()
+    folder = local(config.path)
     if missing := [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]:
         raise DataError(
             f"data.path={folder}: holds no {missing[0]}; data=nanogpt reads nanoGPT's train.bin and val.bin"
@@ -111,10 +117,14 @@ def nanogpt_folder(config: DataConfig) -> Path:
 
 
 def prepare_command(config: DataConfig) -> str:
-    """What prepares exactly this: the keys that differ from those of the group's file."""
+    """What prepares exactly this."""
+    return shlex.join(["python", "-m", "scripts.prepare", *overrides(config)])
+
+
+def overrides(config: DataConfig) -> list[str]:
+    """The command line's words for exactly this: the keys that differ from those of the group's file."""
     file = CONFIGS / f"{config.name}.yaml"
     usual = OmegaConf.load(file) if file.exists() else {}
     changed = {key: value for key, value in asdict(config).items() if usual.get(key) != value}
     choice = config.name if usual else config.source
-    overrides = [f"data.{key}={'null' if value is None else value}" for key, value in changed.items()]
-    return shlex.join(["python", "-m", "scripts.prepare", f"data={choice}", *overrides])
+    return [f"data={choice}", *(f"data.{key}={'null' if value is None else value}" for key, value in changed.items())]

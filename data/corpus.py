@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError
+from data.errors import DataError, line
 
 PLAIN = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".jsonl.gz", ".parquet")
@@ -32,6 +32,7 @@ class Source(ABC):
 
     files: list[Path]
     identity: list
+    val_fraction: float = 0.1  # 1: all of it, and there is no text for training
 
     @abstractmethod
     def documents(self, position: Any = None) -> Iterator[tuple[str, str]]:
@@ -74,7 +75,8 @@ class Files(Source):
             yield side(text, self.val_fraction), text
         else:
             cut = int(len(text) * (1 - Fraction(str(self.val_fraction))))  # 0.1 is not quite a tenth as a float
-            yield "train", text[:cut]
+            if self.val_fraction < 1:
+                yield "train", text[:cut]
             yield "val", text[cut:]
 
 
@@ -85,7 +87,7 @@ def side(text: str, val_fraction: float) -> str:
 
 def read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # a byte order mark is not text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it, or leave it out") from None
     except OSError as error:
@@ -96,15 +98,15 @@ def jsonl(path: Path, column: str) -> Iterator[str]:
     """The texts in a column of a .jsonl or .jsonl.gz file: one JSON object a line."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.isspace():
+            for number, row in enumerate(file, 1):
+                if row.isspace():
                     continue
                 where = f"{path}, line {number}"
                 try:
-                    row = json.loads(line)
-                except ValueError as error:  # also for what is not UTF-8
+                    held = json.loads(row)
+                except (ValueError, RecursionError) as error:  # also for what is not UTF-8, or too deep
                     raise DataError(f"{where}: not JSON ({error}); correct the line, or take it out") from None
-                if (text := text_of(row, column, where)) is not None:
+                if (text := text_of(held, column, where)) is not None:
                     yield text
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from None
@@ -133,7 +135,8 @@ def text_of(row: Any, column: str, where: str) -> str | None:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a row must be a JSON object with a column {column}, and this is none")
     if column not in row:
-        raise DataError(f"{where}: there is no column {column}; pass data.column=..., one of: {', '.join(row)}")
+        others = f"; pass data.column=..., one of: {', '.join(row)}" if row else ", nor any other"
+        raise DataError(f"{where}: there is no column {column}{others}")
     text = row[column]
     if not isinstance(text, str | None):
         raise DataError(
@@ -145,8 +148,7 @@ def text_of(row: Any, column: str, where: str) -> str | None:
 
 
 def unreadable(path: Path, error: Exception) -> DataError:
-    why = getattr(error, "strerror", None) or " ".join(str(error).split())
-    return DataError(f"{path} cannot be read: {why}")
+    return DataError(f"{path} cannot be read: {line(error)}")
 
 
 def kind(path: Path) -> str | None:
@@ -179,28 +181,39 @@ def stdlib(path: None = None, subset: None = None, column: str = "text", val_fra
 def text(path: str | list[str] | None, subset: None = None, column: str = "text", val_fraction: float = 0.1) -> Files:
     """Files, folders (searched for the suffixes PLAIN and ROWS) and globs."""
     patterns = [path] if isinstance(path, str | int | float) else path  # 2024 is a name, too
-    if not patterns or not isinstance(patterns, list):
+    if not patterns or not isinstance(patterns, list) or any(each in (None, "") for each in patterns):
         raise DataError("data=text needs data.path=FILE, a folder, a glob, or a list '[a.txt,b/]'")
-    files = {file for pattern in patterns for file in matches(str(pattern))}
-    return Files(files, column, val_fraction)
+    files = sorted((file for pattern in patterns for file in matches(str(pattern))), reverse=True)
+    return Files({file.resolve(): file for file in files}.values(), column, val_fraction)  # links may name one twice
 
 
 def matches(pattern: str) -> list[Path]:
-    """The text files that one entry of data.path means."""
-    path = Path(pattern).expanduser()
-    names = [path] if path.exists() else glob.glob(str(path), recursive=True)
-    found = [Path(name).resolve() for name in names]
+    """The text files that one entry of data.path means, a link under its own name: of Hugging Face's cache or git-annex
+    the target's tells nothing."""
+    path = local(pattern)
+    found = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+    found = [path for path in found if path.exists()]  # a glob finds dangling links, too
     if not found:
         raise DataError(f"data.path={pattern}: no such file or folder, and nothing matches it as a glob")
     files = []
     for path in found:
-        files += folder_files(path) if path.is_dir() else [path]
+        files += folder_files(path.resolve()) if path.is_dir() else [path.parent.resolve() / path.name]
     known = ", ".join(PLAIN + ROWS)
     if wrong := [file for file in files if not kind(file)]:
         raise DataError(f"data.path={pattern}: {wrong[0].name} is none of {known}")
     if not files:
         raise DataError(f"data.path={pattern}: holds no {known} file")
     return files
+
+
+def local(name: str) -> Path:
+    """A path, with the home folder for `~`. DataError: a name as no file can have: of nobody's home, or too long."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"data.path={name}: there can be no such file or folder: {line(error)}") from None
+    return path
 
 
 def folder_files(folder: Path) -> list[Path]:

@@ -6,10 +6,9 @@ A local folder of parquet, JSON or text files goes the same way, without a netwo
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
-from data.corpus import Source, file_stamps, side, text_of
-from data.errors import DataError
+from data.corpus import Source, file_stamps, local, side, text_of
+from data.errors import DataError, line
 from data.tokenizer import reachable
 
 
@@ -21,9 +20,9 @@ class Hub(Source):
     """
 
     def __init__(self, path: str | None, subset: str | None = None, column: str = "text", val_fraction: float = 0.1):
-        if not isinstance(path, str):
+        if not path or not isinstance(path, str):
             raise DataError("data=hub needs data.path=owner/name, as the data set is called on the Hugging Face hub")
-        folder = Path(path).expanduser()
+        folder = local(path)
         self.local = folder.is_dir()
         self.path, self.subset = str(folder.resolve()) if self.local else path, subset
         self.column, self.val_fraction = column, val_fraction
@@ -91,9 +90,3 @@ def failures() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError
 
     return OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__
-
-
-def line(error: Exception) -> str:
-    """The error in one line of at most 300 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -23,17 +23,19 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # x and y, (batch_size, block_size) i
 
 
 class Windows:
-    """The samples of some shards, numbered from 0. DataError: there is not even one."""
+    """The samples of some shards, numbered from 0. DataError: there is not even one; `key` is what sets block_size."""
 
-    def __init__(self, shards: list[Shard], block_size: int, split: str):
+    def __init__(self, shards: list[Shard], block_size: int, split: str, key: str = "train.block_size"):
         self.shards, self.block_size = shards, block_size
+        if not shards:
+            raise DataError(f"there is no {split} text: data.val_fraction=1 holds all of it out; lower it")
         counts = [max(0, len(shard) - 1) // block_size for shard in shards]
         self.ends = np.cumsum(counts)
         if sum(counts) == 0:
             tokens = sum(map(len, shards))
             raise DataError(
-                f"the {split} text has {tokens} tokens, and one sample takes {block_size + 1} (train.block_size + 1): "
-                "use more text, or lower train.block_size"
+                f"the {split} text has {tokens} tokens, and one sample takes {block_size + 1} ({key} + 1): "
+                f"use more text, or lower {key}"
             )
 
     def __len__(self) -> int:

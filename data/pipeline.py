@@ -39,6 +39,15 @@ def complete(folder: Path) -> bool:
     return all((folder / split).is_dir() for split in SPLITS)
 
 
+def recorded(folder: Path) -> int:
+    """The documents behind which an interrupted preparation goes on."""
+    return read_json(partial_folder(folder) / PROGRESS).get("documents", 0)
+
+
+def partial_folder(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.partial")
+
+
 def write(
     folder: Path,
     source: Source,
@@ -52,11 +61,11 @@ def write(
 
     `watch(documents, tokens)` is told how many are done, those of an earlier, interrupted call included. If another
     process is at it, wait for its result, or with wait=False refuse. DataError: the source or the disk failed, or a
-    split would be empty.
+    split would be empty (that for training may be where source.val_fraction is 1).
     """
     if complete(folder):
         return
-    unfinished = folder.with_name(f"{folder.name}.partial")
+    unfinished = partial_folder(folder)
     try:
         with locked(unfinished, wait):
             if complete(folder):  # the other process's
@@ -139,7 +148,7 @@ def tokenize(
                 write_json(folder / PROGRESS, {"position": position, "documents": documents, "splits": state})
                 synced = total
         for split, writer in writers.items():
-            if not writer.tokens:
+            if not writer.tokens and (split == "val" or source.val_fraction < 1):
                 raise DataError(
                     f"none of the {documents} documents fell to the {split} split: use more text, or another "
                     "data.val_fraction"

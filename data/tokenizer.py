@@ -75,9 +75,8 @@ class GPT2(Tokenizer):
         import tiktoken
 
         missing = DataError(
-            "data.tokenizer=gpt2 needs GPT-2's vocabulary, which is not cached here and cannot be downloaded: set "
-            "TIKTOKEN_CACHE_DIR to a folder that tiktoken filled on a machine with a network, or choose "
-            "data.tokenizer=bytes"
+            "the tokenizer gpt2 needs GPT-2's vocabulary, which is not cached here and cannot be downloaded: set "
+            "TIKTOKEN_CACHE_DIR to a folder that tiktoken filled on a machine with a network"
         )
         if not cached() and not reachable(next(iter(GPT2_FILES))):
             raise missing

@@ -9,9 +9,7 @@ weights, and a ckpt.pt does not say by which it was trained. The two differ by l
 """
 
 import json
-import pickle
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels.registry import Ops
-from model.gpt import GPT, GPTConfig
+from data.errors import line
+from data.tokenizer import TOKENIZERS, Tokenizer, reachable
+from kernels.registry import AttnConfig, KernelsConfig, Ops, resolve
+from model.gpt import GPT, PRECISIONS, GPTConfig
 from runtime import checkpoint
 from runtime.config import UserError, check
 
@@ -48,7 +48,7 @@ class Pretrained(NamedTuple):
 
     model: dict  # GPTConfig's fields, without dropout
     weights: dict[str, Tensor]  # fp32, on the CPU, under the names and in the order of GPT's state dict
-    tokenizer: str | None  # gpt2 | bytes | None where the source does not tell
+    tokenizer: str | None  # gpt2 | bytes | None where neither the source nor its vocabulary tells
     name: str  # for people: "gpt2", "out/RUN at step 20"
     checkpoint: Path | None = None  # its folder, if it is one of ours
 
@@ -96,9 +96,47 @@ def load(model: GPT, pretrained: Pretrained) -> None:
     model.load_state_dict(weights)
 
 
+def build(
+    source: Pretrained, kernels: KernelsConfig, attn: AttnConfig, precision: str, device: torch.device
+) -> GPT:
+    """The model that was read, on `device` and in eval mode."""
+    stored, compute = PRECISIONS[precision]
+    torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
+    with torch.device("meta"):  # no weights are drawn only to be overwritten
+        model = GPT(GPTConfig(**source.model, dropout=0.0), resolve(kernels, attn, device), compute).to(stored)
+    model.to_empty(device=device)
+    load(model, source)
+    return model.eval()
+
+
+def by_vocabulary(size: int) -> str | None:
+    """The tokenizer with so many ids, or so many when padded to a multiple of 64: gpt2 from 50,257 to 50,304."""
+    return next((name for name, each in TOKENIZERS.items() if each.n_vocab <= size <= -(-each.n_vocab // 64) * 64), None)
+
+
+def tokenizer_of(source: Pretrained, asked: str | None) -> Tokenizer:
+    """The one asked for, else the source's own. UserError: there is none such, or the ids are not its."""
+    name, size, known = asked or source.tokenizer, source.model["vocab_size"], " or ".join(TOKENIZERS)
+    check(name is not None, f"{source.name} does not tell its tokenizer, nor do its {size} ids: pass tokenizer={known}")
+    check(name in TOKENIZERS, f"tokenizer={name}: choose {known}")
+    ids = TOKENIZERS[name].n_vocab
+    check(ids <= size, f"tokenizer={name} has {ids} ids, and {source.name} only {size}: name the one of its training")
+    return TOKENIZERS[name]()
+
+
+def local(source: str) -> Path:
+    """A path, with the home folder for `~`. UserError: a name as no file can have: of nobody's home, or too long."""
+    try:
+        path = Path(source).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{source}: there can be no such file or folder: {line(error)}") from error
+    return path
+
+
 def opened(source: str) -> tuple[Pretrained, Callable[[], dict[str, Tensor]]]:
     """What the source says of itself, without weights, and what reads its tensors, under its own names."""
-    path = Path(source).expanduser()
+    path = local(source)
     if path.is_file():
         check(path.suffix == ".pt", f"{source} is not nanoGPT's ckpt.pt: name a .pt file, or the folder of a model")
         return nanogpt(path, source)
@@ -128,8 +166,13 @@ def ours(path: Path) -> tuple[Pretrained, Callable]:
 def nanogpt(path: Path, name: str) -> tuple[Pretrained, Callable]:
     try:
         held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read as nanoGPT's ckpt.pt: {one_line(error)}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {line(error)}") from error
+    except Exception as error:  # the unpickler may raise any
+        raise UserError(
+            f"{path} cannot be read as nanoGPT's ckpt.pt: it is damaged, or holds more than tensors and plain values, "
+            "which may be any program and is not run"
+        ) from error
     whole = isinstance(held, dict) and all(isinstance(held.get(key), dict) for key in ("model", "model_args"))
     check(whole, f"{path} is not nanoGPT's ckpt.pt: it has no `model` and `model_args`")
     arguments = held["model_args"]
@@ -140,7 +183,7 @@ def nanogpt(path: Path, name: str) -> tuple[Pretrained, Callable]:
     config = held.get("config") or {}
     bpe = {"openwebtext": "gpt2", "shakespeare": "gpt2"}  # nanoGPT's data sets in GPT-2's tokens
     tokenizer = (config.get("data") or {}).get("tokenizer") or bpe.get(config.get("dataset"))  # the first: our export
-    return Pretrained(model, {}, tokenizer, name), lambda: held["model"]
+    return Pretrained(model, {}, tokenizer or by_vocabulary(model["vocab_size"]), name), lambda: held["model"]
 
 
 def hugging_face(name: str, folder: Callable[[bool], Path]) -> tuple[Pretrained, Callable]:
@@ -167,12 +210,13 @@ def hugging_face(name: str, folder: Callable[[bool], Path]) -> tuple[Pretrained,
             try:
                 tensors |= load_file(file)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{file} cannot be read: {one_line(error)}; fetch it again") from error
+                raise UserError(f"{file} cannot be read: {line(error)}; fetch it again") from error
         tied = config.get("tie_word_embeddings", True) or "lm_head.weight" in tensors
         check(tied, f"{name} has tie_word_embeddings=false and no lm_head.weight: its head is missing")
         return {key: w.T if CONV1D.fullmatch(key) and w.dim() == 2 else w for key, w in tensors.items()}
 
-    return Pretrained(model, {}, "gpt2" if OPENAI.fullmatch(name) else None, name), state
+    tokenizer = "gpt2" if OPENAI.fullmatch(name) else by_vocabulary(model["vocab_size"])
+    return Pretrained(model, {}, tokenizer, name), state
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -209,30 +253,19 @@ def hub(name: str, weights: bool) -> Path:
         not constants.HF_HUB_OFFLINE,
         f"{absent} HF_HUB_OFFLINE keeps from downloading it: unset it, or name a folder with {CONFIG} and {WEIGHTS}",
     )
-    answers: list[Exception | None] = []
-
-    def ask() -> None:
-        try:
-            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(name, CONFIG), timeout=HUB_SECONDS)
-            answers.append(None)
-        except (OSError, errors.HTTPError) as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)  # looking up a host's name has no timeout of its own
-    thread.start()
-    thread.join(HUB_SECONDS)
-    answer = answers[0] if answers else TimeoutError(f"nothing came in {HUB_SECONDS} s")
-    if isinstance(answer, errors.HfHubHTTPError):
-        raise UserError(f"{absent} {constants.ENDPOINT} says {answer.response.status_code}: is that its name?")
-    if answer:
-        raise UserError(
-            f"{absent} {constants.ENDPOINT} cannot be reached ({one_line(answer)}): fetch it once with a network, or "
-            f"name a folder with {CONFIG} and {WEIGHTS}"
-        )
+    check(
+        reachable(constants.ENDPOINT, HUB_SECONDS),
+        f"{absent} {constants.ENDPOINT} cannot be reached: fetch it once with a network, or name a folder with "
+        f"{CONFIG} and {WEIGHTS}",
+    )
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{absent} {constants.ENDPOINT} says {error.response.status_code}: is that its name?"
+        ) from error
     except (OSError, errors.HTTPError) as error:
-        raise UserError(f"{name} could not be downloaded from {constants.ENDPOINT}: {one_line(error)}") from error
+        raise UserError(f"{name} could not be downloaded from {constants.ENDPOINT}: {line(error)}") from error
 
 
 def sizes(held: dict, names: dict[str, str], source: str) -> dict[str, int]:
@@ -245,13 +278,9 @@ def read_json(path: Path) -> dict:
     try:
         held = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+        raise UserError(f"{path} cannot be read: {line(error)}") from error
     check(isinstance(held, dict), f"{path} is not a JSON object")
     return held
-
-
-def one_line(error: Exception) -> str:
-    return getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def checked(state: dict[str, Tensor], found: Pretrained) -> dict[str, Tensor]:

@@ -131,8 +131,9 @@ def peaks(device: torch.device) -> dict[str, float | int | None]:
 
 
 def reset_memory(device: torch.device) -> None:
-    """Forget the peak so far (a CPU process cannot)."""
+    """Forget the peak so far, and what is only cached (a CPU process cannot)."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -59,9 +59,9 @@ class Run:
                 for path in (config_file, metrics, result):
                     path.unlink(missing_ok=True)
             if not resume and (taken := [path.name for path in (config_file, metrics, result) if path.exists()]):
+                ways = ["choose another", "delete it"] + ["go on with it: train.resume=auto"] * hasattr(config, "train")
                 raise UserError(
-                    f"out_dir={folder} already holds a run ({taken[0]}); choose another, delete it, or go on with it: "
-                    "train.resume=auto"
+                    f"out_dir={folder} already holds a run ({taken[0]}); {', '.join(ways[:-1])}, or {ways[-1]}"
                 )
             self.metrics = metrics.open("a", buffering=1)  # by the line: a kill loses none
             OmegaConf.save(resolved, config_file)

@@ -1,7 +1,7 @@
 """Tokenize a data set into token shards: `python -m scripts.prepare data=tinystories`.
 
 Documents are streamed, from the hub or from files, and only their tokens are kept. An interrupted preparation goes on
-where it was when the same command is given again. The last lines say how much there is, how fast, and where.
+from its last record when the same command is given again. The last lines say how much there is, how fast, and where.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data import DataConfig, DataError, open_dataset, prepare
+from data import DataConfig, DataError, goes_on_after, open_dataset, prepare
 from runtime.config import check, cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +66,9 @@ def main(cfg: Config) -> None:
     try:
         folder = prepare(cfg.data, workers, progress)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
+        done = goes_on_after(cfg.data) if progress.documents else 0
+        again = f"goes on after {done:,} documents" if done else "begins again"
+        print(f"interrupted: the same command {again}", file=sys.stderr)
         sys.exit(130)
     finally:
         progress.bar.close()
