@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +28,16 @@ from model.optim import OptimConfig, Optimizer, learning_rate
 from model.parallel import shard, whole
 from model.pretrained import fitted, load, read, shape
 from runtime import checkpoint
-from runtime.checkpoint import Checkpoints
-from runtime.config import check, cli, command, given
+from runtime.config import check, cli, command, given, sweeping
 from runtime.console import step_line, summary, val_line
 from runtime.device import Ceiling, environment, out_of_memory, pick, reset_memory
-from runtime.loop import TrainConfig, due, last_step
+from runtime.loop import TrainConfig, complete, due, last_step
 from runtime.meter import Meter
 from runtime.ranks import Ranks, joined, placed, world_size
-from runtime.resume import place, same_run
-from runtime.run import Follower, Run, Stopped
-from runtime.signals import STOPPED, Signals
+from runtime.resume import place, same_run, shape_of
+from runtime.run import Follower, Run
+from runtime.saver import Checkpoints
+from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, tracker
 
 ROOT = Path(__file__).resolve().parent
@@ -155,7 +156,7 @@ def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: P
     return Job(cfg, device, ranks, run, dataset, loader, held_out, ceiling, model, optimizer)
 
 
-def train(job: Job, start: Path | None) -> None:
+def train(job: Job, start: Path | None, signals: Signals) -> None:
     """The run, from nothing or from a checkpoint: step, log, save, and leave the figures in the row."""
     cfg, device, ranks, run, optimizer, t = job.cfg, job.device, job.ranks, job.run, job.optimizer, job.cfg.train
     made, before = restore(job, start) if start else (0, 0.0)
@@ -166,11 +167,13 @@ def train(job: Job, start: Path | None) -> None:
         measured_peak_flops=job.ceiling.measured,
         resumed_from=str(start) if start else None,
     )
-    checkpoints = Checkpoints(run.folder / "checkpoints", t.keep_checkpoints, t.sharded_checkpoints, ranks, device)
+    home, keep = run.folder / "checkpoints", t.keep_checkpoints
+    checkpoints = Checkpoints(home, keep, t.sharded_checkpoints, ranks, device, made)
     print(header(job))
     meter = Meter(device, t.tokens_per_step, job.ceiling, ranks, made, before)
     terminal = {"disable": not sys.stdout.isatty(), "leave": False, "file": sys.stdout}
-    with Signals() as signals, tqdm(total=t.max_steps, initial=made, unit="step", **terminal) as bar:
+    signals.looping = True
+    with checkpoints, tqdm(total=t.max_steps, initial=made, unit="step", **terminal) as bar:
         for step, (batches, waited) in enumerate(prefetch(job.loader, made + 1, device), made + 1):
             [lr] = ranks.agree(learning_rate(cfg.optim, step, last_step(t, step, meter)) * ranks.leads)
             loss, norm = train_step(job.model, optimizer, batches, lr)
@@ -200,22 +203,22 @@ def train(job: Job, start: Path | None) -> None:
             if now.ends:
                 break
         run.row |= {"steps": step, **figures, **meter.result(), **checkpoints.close()}
-        ranks.gather(None)  # torchrun ends the other ranks when the first is gone, and rank 0 was writing
 
     print(summary(run.row))
     if not now.done:
         print(f"stopped  after step {step}; go on with: {command(out_dir=str(run.folder), **{'train.resume': 'auto'})}")
     if asked and not now.done:
         raise Stopped(STOPPED, f"{signals.received or 'a signal'} after step {step}")
+    run.record("ok")  # a kill in the sample takes nothing away
     if t.sample_tokens:
         print(sample(job))
 
 
 def save(job: Job, checkpoints: Checkpoints, step: int, elapsed: float, val_loss: float | None) -> float:
     """Start saving a checkpoint, with all that restore() needs. Returns the seconds that the loop was held up."""
-    facts = {"val_loss": val_loss, "config": asdict(job.cfg), "data": job.dataset.fingerprint}
+    facts = {"val_loss": val_loss, "elapsed": elapsed, "config": asdict(job.cfg), "data": job.dataset.fingerprint}
     states = job.ranks.gather(checkpoint.random_state(job.device))
-    rest = {"updates": job.optimizer.updates, "elapsed": elapsed, "random": states}
+    rest = {"updates": job.optimizer.updates, "random": states}
     pause, job.optimizer.being_copied = checkpoints.save(step, job.optimizer.state(), rest, facts)
     return pause
 
@@ -228,7 +231,7 @@ def restore(job: Job, path: Path) -> tuple[int, float]:
     job.optimizer.load(saved["step"], rest["updates"])
     if job.ranks.rank < len(rest["random"]):  # a rank that the job did not have keeps its own
         checkpoint.restore_random_state(rest["random"][job.ranks.rank], job.device)
-    return saved["step"], rest["elapsed"]
+    return saved["step"], saved["elapsed"]
 
 
 def check_vocabulary(cfg: Config, dataset: Dataset) -> None:
@@ -247,16 +250,20 @@ def check_finite(job: Job) -> None:
     job.optimizer.first_refused.zero_()
     path = job.run.folder / f"nonfinite-step-{step:06d}.pt"
     batches = job.ranks.gather(job.loader(step))  # a pure function of the step: here they are again
+    kept = f"batch in {path}"
     if job.ranks.leads:
-        torch.save({"step": step, "batches": [batch for each in batches for batch in each]}, path)
+        try:
+            torch.save({"step": step, "batches": [batch for each in batches for batch in each]}, path)
+        except (OSError, RuntimeError):  # which torch.save says of a full disk
+            kept = f"its batch cannot be written to {path}"
     what = f"loss or gradient norm of step {step} is not finite"
     check(
         job.cfg.train.on_nonfinite == "skip",
-        f"the run has diverged: {what}; its update was not made, and its batch is in {path}; lower "
-        "optim.learning_rate, or pass over such steps with train.on_nonfinite=skip",
+        f"the run has diverged: {what}, and its update was not made ({kept}); lower optim.learning_rate, or pass over "
+        "such steps with train.on_nonfinite=skip",
     )
     if job.ranks.leads:
-        print(f"warning: {what}; skipped ({int(job.optimizer.refused)} so far); batch in {path}", file=sys.stderr)
+        print(f"warning: {what}; skipped ({int(job.optimizer.refused)} so far); {kept}", file=sys.stderr)
 
 
 def header(job: Job) -> str:
@@ -296,8 +303,14 @@ def sample(job: Job) -> str:
 
 
 def from_source(cfg: DictConfig) -> None:
-    """With init_from the model's shape is the source's. UserError: the command line asks for another, or other ids."""
+    """With init_from the model's shape is the source's. UserError: the command line asks for another, or other ids.
+
+    A run that goes on has it from its checkpoint: the source may be gone.
+    """
     if not cfg.init_from:
+        return
+    if saved := shape_of(cfg.out_dir, cfg.train.resume):
+        cfg.model.update({**saved, **given(cfg, "model", ROOT / "configs")})
         return
     found = shape(cfg.init_from)
     cfg.model.update(fitted(found, given(cfg, "model", ROOT / "configs")))
@@ -320,23 +333,27 @@ OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), rep
     complete=from_source,
 )
 def main(cfg: Config) -> None:
+    check(
+        world_size() == 1 or not sweeping(),
+        "a sweep (-m) of several processes does not work: run torchrun once a job, or the sweep without torchrun",
+    )
     device = pick(placed(cfg.device))
     choice = f"{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}" + f"-{cfg.parallel}{world_size()}" * (world_size() > 1)
     torch.compiler.reset()  # a sweep's jobs share the code of GPT.forward, of which Dynamo compiles 8 versions at most
-    with joined(device) as ranks, contextlib.ExitStack() as stack:
+    with Signals() as signals, joined(device) as ranks, contextlib.ExitStack() as stack:
         if not ranks.leads:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         folder, start = ranks.tell(place(cfg.out_dir, cfg.train.resume, name) if ranks.leads else None)
-        if start and cfg.train.max_steps and checkpoint.manifest(start)["step"] >= cfg.train.max_steps:
-            print(f"done     already: {start} is of the last step, train.max_steps={cfg.train.max_steps}")
+        if start and complete(cfg.train, *itemgetter("step", "elapsed")(checkpoint.manifest(start))):
+            print(f"done     already: {start} is of the run's last step")
             return
         resuming = cfg.train.resume is not None
         run = Run(folder, name, cfg, tracker(cfg.logger), resuming) if ranks.leads else Follower(folder)
-        ranks.rescue = run.fail
+        ranks.rescue = lambda why: run.close(f"failed: {why}")
         tried = f"train.batch_size={cfg.train.batch_size} x train.block_size={cfg.train.block_size}, {choice}"
         with run, ranks.failing_together(), out_of_memory(tried, LEANER):
-            train(assemble(cfg, device, ranks, run, start), start)
+            train(assemble(cfg, device, ranks, run, start), start, signals)
         print(f"done     {run.folder / 'result.json'}")
 
 

@@ -108,7 +108,7 @@ class Optimizer:
             nn.utils.clip_grads_with_norm_(self.masters, self.grad_clip, norm)
         refuse = ~(norm.isfinite() & loss.isfinite())
         if self.stop:
-            refuse |= self.refused > 0
+            refuse |= self.first_refused > 0
         self.first_refused += refuse * (self.first_refused == 0) * self.steps
         self.refused += refuse
         self.adamw.found_inf = refuse.float()
@@ -143,6 +143,7 @@ class Optimizer:
     def load(self, steps: int, updates: int) -> None:
         """Go on after so many, with the weights and moments that were written into the tensors of state()."""
         self.steps = steps
+        self.refused.fill_(steps - updates)
         for master in self.masters:
             held = self.adamw.state[master]
             held["step"] = torch.full((), float(updates), device=master.device)

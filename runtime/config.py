@@ -18,6 +18,8 @@ from typing import TypeVar
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -62,13 +64,16 @@ def cli(
             def job(cfg: DictConfig) -> None:  # in a sweep the next job runs all the same
                 nonlocal jobs, failed
                 jobs += 1
+                parsed = None
                 try:
                     if complete:
                         complete(cfg)
-                    main(parse(cfg, schema))
+                    parsed = parse(cfg, schema)
+                    main(parsed)
                 except (UserError, *errors) as error:
                     failed += 1
-                    print(f"error: {error}", file=sys.stderr)
+                    if parsed or os.environ.get("RANK", "0") == "0":  # what is wrong with a config, all ranks see
+                        print(f"error: {error}", file=sys.stderr)
 
             os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed
             argparse.ArgumentParser.error = lambda _, message: sys.exit(f"error: {message}")  # instead of 8 lines
@@ -104,6 +109,14 @@ def explain(error: Exception, schema: type) -> str:
     if isinstance(error, OmegaConfBaseException):
         where = f"{error.full_key}: " if error.full_key else ""
         return where + message.splitlines()[0]
+    if isinstance(error, OverrideParseException):
+        key, equals, value = " ".join(error.override.split()).partition("=")
+        if not equals:
+            return f"{key}: arguments are key=value; --help lists the keys"
+        return (
+            f"{key}={value} is no plain text to Hydra, to which ( ) [ ] {{ }} = , ~ $ and quotes mean something: quote "
+            f"it for Hydra, too, inside the quotes for the shell: {shlex.quote(f'{key}={literal(value)}')}"
+        )
     if match := re.match(r"Could not override '([^']+)'", message):
         return unknown_key(match[1].split("@")[0], known)
     if match := re.search(r"Could not find '([^']+)/([^'/]*)'", message):
@@ -128,12 +141,30 @@ def unknown_key(key: str, known: list[str]) -> str:
 def command(**changes: str) -> str:
     """What a shell would run to have this job again, with other values for some keys; of a sweep, this one job."""
     arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else sys.argv[1:]
-    kept = [word for word in arguments if word.partition("=")[0] not in changes]
+    kept = [word for word in arguments if word.partition("=")[0].lstrip("+") not in changes]
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
     start = ["python", "-m", module] if module.startswith("scripts.") else ["python", sys.argv[0]]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         start = ["torchrun", "--standalone", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}", sys.argv[0]]
-    return shlex.join([*start, *kept, *(f"{key}={value}" for key, value in changes.items())])
+    return shlex.join([*start, *kept, *(f"{key}={quoted(value)}" for key, value in changes.items())])
+
+
+def quoted(value: str) -> str:
+    """As Hydra's grammar wants a value with a comma or a parenthesis in it."""
+    if re.fullmatch(r"[\w./:%@+-]*", value):
+        return value
+    return literal(value)
+
+
+def literal(value: str) -> str:
+    """The value in quotes for Hydra and OmegaConf, to whom ( , $ \\ and = would mean something: exactly this text."""
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda run: 2 * run[1] + run[2].replace('"', r"\""), value) + '"'
+
+
+def sweeping() -> bool:
+    """Whether this is a job of a sweep (-m)."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def given(cfg: DictConfig, group: str, configs: Path) -> dict:

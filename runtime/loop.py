@@ -71,6 +71,12 @@ def due(t: TrainConfig, step: int, made: int, over: float, asked: float) -> Due:
 def last_step(cfg: TrainConfig, step: int, meter: Meter) -> float:
     """The step in which the run will end, for the schedule: max_steps, or where max_minutes lead at this speed."""
     last = cfg.max_steps or math.inf
-    if cfg.max_minutes is None or meter.warming(step):
+    seconds = meter.per_step(step)
+    if cfg.max_minutes is None or seconds is None:
         return last
-    return min(last, step - 1 + math.ceil((60 * cfg.max_minutes - meter.elapsed) / meter.steady(step)))
+    return min(last, step - 1 + math.ceil((60 * cfg.max_minutes - meter.elapsed) / seconds))
+
+
+def complete(cfg: TrainConfig, step: int, seconds: float) -> bool:
+    """Whether a run has no more to do after so many steps, which took so long."""
+    return (cfg.max_steps or math.inf) <= step or seconds >= 60 * (cfg.max_minutes or math.inf)

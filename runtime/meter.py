@@ -50,8 +50,11 @@ class Meter:
         """Whether `step` is one of the process's first, which are in no sample."""
         return step <= self.first + WARMUP
 
-    def steady(self, step: int) -> float:
-        """Seconds that a step took so far, `step` being under way: the mean without this process's first."""
+    def per_step(self, step: int) -> float | None:
+        """Seconds that a step took so far, `step` being under way: the mean without this process's first. While that
+        warms up, the mean of an earlier process, if there was one."""
+        if self.warming(step):
+            return self.before / self.first if self.first else None
         return (self.elapsed - self.before - self.first_step_s) / (step - self.first - 2)
 
     def restart(self, step: int) -> None:

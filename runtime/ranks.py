@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime.config import UserError, check
+from runtime.signals import STOPPED, Stopped
 
 BUCKET = 2**26  # elements that are reduced at a time: 256 MiB in fp32, well above where NCCL's rate is flat
 GRACE = 10.0  # seconds that a rank has to end by itself after another one failed
@@ -116,7 +117,7 @@ def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def launched() -> bool:
     """Whether torchrun (or anything that sets its variables) started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and os.environ["WORLD_SIZE"].isdigit()
 
 
 def world_size() -> int:
@@ -159,6 +160,12 @@ def joined(device: torch.device) -> Iterator[Ranks]:
             ranks.gather(None)  # who left first would look dead to the others
             done.set()
             dist.destroy_process_group()
+    except Stopped as stop:
+        if stop.code == STOPPED:  # all of them, after the same step; rank 0 may still be busy
+            ranks.gather(None)
+            done.set()
+            dist.destroy_process_group()
+        raise
     finally:
         done.set()
 
@@ -181,6 +188,10 @@ def reason(seconds: float = 3.0) -> str | None:
 def watch(ranks: Ranks, done: threading.Event) -> None:
     """End this process when another rank has failed: who waits for it inside NCCL would wait for ever."""
     while not done.wait(1.0):
-        if notes().check(["failed"]) and not done.wait(GRACE):
-            ranks.rescue(reason())
+        try:
+            failed = notes().check(["failed"])
+        except (dist.DistError, RuntimeError, ValueError):  # the store went with torchrun, or with the process group
+            failed = None
+        if failed is not False and not done.wait(GRACE):
+            ranks.rescue(reason() if failed else "torchrun, which started this process, is gone")
             os._exit(1)

@@ -1,10 +1,11 @@
 """Going on with a run: from which checkpoint, in which folder, and whether it is the same run at all."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
 
-from runtime.checkpoint import find, newest, steps, verified
+from runtime.checkpoint import find, is_checkpoint, manifest, newest, number, steps, verified
 from runtime.config import UserError, check
 from runtime.run import new_folder
 
@@ -27,20 +28,46 @@ def place(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Pat
             f"train.resume=auto: no checkpoint in {folder} is good; name another with train.resume=PATH, or delete it "
             "to begin anew",
         )
-        row = folder / "result.json"
         check(
-            found is not None or not row.exists() or json.loads(row.read_text())["status"] != "ok",
+            found is not None or last_status(folder) != "ok",
             f"train.resume=auto: {folder} holds a finished run without a checkpoint; choose another out_dir",
         )
         return folder, found
-    found = find(resume)
-    verified(found)
-    home = found.resolve().parent
-    folder = folder or (home.parent if home.name == "checkpoints" else None)
+    found = Path(resume).expanduser()
+    if is_checkpoint(found):
+        verified(found)
+    else:
+        found = find(found)
+    found = found.parent / found.resolve().name  # `best` is a link; `checkpoints` may be one, too
+    home = found.parent.parent if found.parent.name == "checkpoints" else None
+    folder = folder or home
     check(folder is not None, f"train.resume={resume} lies in no run's folder: say with out_dir=... where to go on")
-    if folder.resolve() == home.parent and (last := newest(home)) != found.resolve():
-        raise UserError(f"train.resume={resume} is older than {last}, which would be overwritten: give another out_dir")
+    if home is None or folder.resolve() != home.resolve():
+        taken = [name for name in ("metrics.jsonl", "result.json", "checkpoints") if (folder / name).exists()]
+        check(not taken, f"out_dir={folder} already holds a run ({', '.join(taken)}); give another out_dir")
+    elif newer := newest(home / "checkpoints", after=number(found)):
+        raise UserError(f"train.resume={resume} is older than {newer}, which would be lost: give another out_dir")
     return folder, found
+
+
+def last_status(folder: Path) -> str | None:
+    """That of the row in a run's folder, if it has one."""
+    try:
+        return json.loads((folder / "result.json").read_text())["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def shape_of(out_dir: str | None, resume: str | None) -> dict | None:
+    """The model's config as the checkpoint tells it that the run will go on from, unverified; None: from none."""
+    if resume is None or (resume == "auto" and out_dir is None):
+        return None
+    folder = Path(out_dir if resume == "auto" else resume).expanduser()
+    held = [folder] if is_checkpoint(folder) else [*steps(folder / "checkpoints"), *steps(folder)]
+    for path in held:
+        with contextlib.suppress(UserError):
+            return manifest(path)["config"]["model"]
+    return None
 
 
 def same_run(saved: dict, config: dict, fingerprint: dict, path: Path) -> None:

@@ -9,6 +9,7 @@ out/<run>/config.yaml     the resolved config
 import fcntl
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,19 +18,6 @@ from omegaconf import OmegaConf
 
 from runtime.config import UserError, command
 from runtime.trackers import Tracker
-
-
-class Stopped(SystemExit):
-    """A signal ended the run, and a checkpoint of its last step is written: the program exits with `code`."""
-
-    status = "stopped"
-
-    def __init__(self, code: int, why: str):
-        super().__init__(code)
-        self.why = why
-
-    def __str__(self) -> str:
-        return self.why
 
 
 class Run:
@@ -42,29 +30,29 @@ class Run:
     """
 
     def __init__(self, folder: Path, name: str, config: object, tracker: Tracker, resume: bool = False):
-        self.folder, self.tracker = folder, tracker
-        resolved = OmegaConf.structured(config)
+        self.folder, self.tracker, self.begun = folder, tracker, False
+        self.config = OmegaConf.structured(config)
         self.row = {
             "name": name,
             "status": "running",
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": command(),
-            "config": OmegaConf.to_container(resolved),
+            "config": OmegaConf.to_container(self.config),
         }
-        config_file, metrics, result = (folder / file for file in ("config.yaml", "metrics.jsonl", "result.json"))
+        files = [folder / file for file in ("config.yaml", "metrics.jsonl", "result.json", "checkpoints")]
+        metrics, self.result = files[1:3]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock()
-            if result.exists() and metrics.exists() and metrics.stat().st_size == 0:
-                for path in (config_file, metrics, result):
+            if metrics.exists() and metrics.stat().st_size == 0 and not files[3].exists():
+                for path in files[:3]:
                     path.unlink(missing_ok=True)
-            if not resume and (taken := [path.name for path in (config_file, metrics, result) if path.exists()]):
+            if not resume and (taken := [path.name for path in files if path.exists()]):
                 ways = ["choose another", "delete it"] + ["go on with it: train.resume=auto"] * hasattr(config, "train")
                 raise UserError(
                     f"out_dir={folder} already holds a run ({taken[0]}); {', '.join(ways[:-1])}, or {ways[-1]}"
                 )
             self.metrics = metrics.open("a", buffering=1)  # by the line: a kill loses none
-            OmegaConf.save(resolved, config_file)
         except OSError as error:
             raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
 
@@ -77,15 +65,22 @@ class Run:
             raise UserError(f"out_dir={self.folder} is in use by a run that goes on; choose another folder") from None
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged after `step`: a resumed run does those steps again."""
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept))
+        """Forget what was logged after `step`, which a resumed run does again, and a line that a kill cut short."""
+        path, kept = self.folder / "metrics.jsonl", 0
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):  # a power cut leaves zeros
+                break
+            kept += len(line)
+        os.truncate(path, kept)
 
     def begin(self, **facts: dict) -> None:
         """All is built: `facts` go into the row beside its kernels and env, and the tracker starts."""
+        self.begun = True
         self.row.update(facts)
+        OmegaConf.save(self.config, self.folder / "config.yaml")
         self.tracker.start(self.folder, self.row)
 
     def log(self, step: int, figures: dict) -> None:
@@ -105,22 +100,23 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         self.close(status(error))
 
-    def fail(self, why: str) -> None:
-        """End the run's record from outside, since its own thread is stuck."""
-        self.close(f"failed: {why}")
-
     def close(self, status: str) -> None:
-        """Write the row; where the disk is full, say so: what ended the run is said by others."""
+        """Write the row, and let the folder go. One that went on but failed before it began leaves all as it was."""
+        if self.begun or not self.result.exists():
+            self.record(status)
+        self.metrics.close()
+        self.tracker.finish(self.row)
+        self.lock.close()
+
+    def record(self, status: str) -> None:
+        """Write the row as it is now. Where the disk is full, say so: what ended the run is said by others."""
         self.row["status"] = status
         temporary = self.folder / ".result.json"
         try:
-            self.metrics.close()
             temporary.write_text(json.dumps(finite(self.row), indent=1) + "\n")
-            temporary.replace(self.folder / "result.json")
+            temporary.replace(self.result)
         except OSError as error:
-            print(f"warning: {self.folder}/result.json cannot be written: {error.strerror}", file=sys.stderr)
-        self.tracker.finish(self.row)
-        self.lock.close()
+            print(f"warning: {self.result} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 class Follower(Run):
@@ -139,6 +135,9 @@ class Follower(Run):
         """Rank 0 does it."""
 
     def close(self, status: str) -> None:
+        """Rank 0 does it."""
+
+    def record(self, status: str) -> None:
         """Rank 0 does it."""
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask a loop to end after its step; a second Ctrl-C ends it at once."""
+"""SIGTERM and Ctrl-C ask a loop to end after its step; outside of a loop, or a second Ctrl-C, they end it at once."""
 
 import signal
 import threading
@@ -6,10 +6,24 @@ import threading
 STOPPED = 75  # the exit code of a run that can go on: EX_TEMPFAIL of sysexits.h
 
 
+class Stopped(SystemExit):
+    """A signal ended the run; the program exits with `code`, STOPPED where a checkpoint is written."""
+
+    status = "stopped"  # the word in a result row
+
+    def __init__(self, code: int, why: str):
+        super().__init__(code)
+        self.why = why
+
+    def __str__(self) -> str:
+        return self.why
+
+
 class Signals:
-    """While entered, `received` is the name of the signal that came, or None."""
+    """While entered, signals raise Stopped; while `looping` is set, they are only noted in `received`."""
 
     def __init__(self):
+        self.looping = False
         self.received: str | None = None
         self.before: dict = {}
 
@@ -23,6 +37,8 @@ class Signals:
             signal.signal(number, handler)
 
     def _came(self, number: int, frame) -> None:
-        if number == signal.SIGINT and self.received == "SIGINT":
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
+        name = signal.Signals(number).name
+        again = number == signal.SIGINT and self.received == name
+        if again or not self.looping:
+            raise Stopped(128 + number, f"{name}{' twice' * again}")  # as a shell counts
+        self.received = name

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -66,6 +67,9 @@ class Wandb(Tracker):
                     project=self.config.project,
                     group=self.config.group,
                     name=row["name"],
+                    # a run that goes on is one run there as well; but offline in place of online has a name of its own
+                    id=identity(folder) if mode == self.config.mode else None,
+                    resume="allow",
                     dir=str(folder.resolve()),  # W&B writes from a process of its own, with its own idea of "here"
                     config={**row["config"], "executed": row["kernels"], "env": row["env"]},
                     settings=wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
@@ -108,6 +112,14 @@ class Wandb(Tracker):
             self.run = None
             with contextlib.suppress(OSError):
                 wandb.teardown()  # or it would try at exit, with a traceback
+
+
+def identity(folder: Path) -> str:
+    """A name for W&B that stays with the folder."""
+    path = folder / ".wandb-id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text()
 
 
 TRACKERS = {"none": Tracker, "wandb": Wandb}

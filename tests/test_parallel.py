@@ -92,6 +92,42 @@ def checkpoint_weights(folder):
     return read_weights(find(folder))
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_dropout_goes_on_exactly_on_every_rank(tmp_path, monkeypatch, parallel):
+    """Each rank has its own random numbers, and gets them back: bit-equal losses. Rank 1's are not rank 0's."""
+    monkeypatch.chdir(tmp_path)
+    settings = *ALL, "model.dropout=0.2", f"parallel={parallel}", "train.sharded_checkpoints=true"
+    settings += "train.eval_every=0", "train.sample_tokens=0"
+    for arguments in (("out_dir=whole",), ("train.stop_after=4",), ("train.resume=auto",)):
+        code, _, err = torchrun(tmp_path, *settings, *arguments)
+        assert code == 0, err
+    assert torch.equal(figures("run"), figures("whole"))
+    saved = torch.load("run/checkpoints/step-000008/training.pt", weights_only=True)
+    assert not torch.equal(saved["random"][0]["torch"], saved["random"][1]["torch"])
+
+
+def test_a_full_disk_has_its_reason(tmp_path, monkeypatch):
+    """Of sharded checkpoints, where every rank writes: no file may be larger than 200 KiB."""
+    monkeypatch.chdir(tmp_path)
+    assert torchrun(tmp_path, *ALL, "train.max_steps=1", "out_dir=first")[0] == 0  # writes the tokens
+    script = tmp_path / "small.py"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200 * 1024,) * 2)\n"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{limit}import train; train.main()\n")
+    settings = *ALL, "parallel=fsdp", "train.sharded_checkpoints=true", "train.checkpoint_every=4"
+    code, out, err = torchrun(tmp_path, *settings, script=script)
+    assert code == 1
+    assert "step 00008/00008 | loss" in out
+    assert "warning: run/checkpoints/step-000004 could not be written: " in err
+    assert "error: run/checkpoints/step-000008 could not be written: " in err
+    assert "CheckpointException" not in err
+
+
+def test_a_sweep_is_for_one_process(tmp_path):
+    code, _, err = torchrun(tmp_path, "-m", *ALL, "seed=1,2")
+    assert code == 1
+    assert "error: a sweep (-m) of several processes does not work: run torchrun once a job" in err
+
+
 def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
     """The same as one process in bf16, within bf16's rounding; compiled block by block."""
     settings = *ALL, "precision=bf16", "train.sample_tokens=0"
@@ -158,7 +194,13 @@ def test_a_signal_saves_once_for_all(tmp_path, monkeypatch):
 
 def test_what_several_processes_cannot_have(monkeypatch):
     """A step that does not divide over them, one GPU for all, more processes than GPUs."""
-    for key, value in {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}.items():
+    for key, value in {
+        "MASTER_ADDR": "localhost",
+        "RANK": "2",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "3",
+    }.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=r"train.block_size 128 x 3 processes = 768 tokens: try 768$"):
         config(*ALL)

@@ -1,6 +1,5 @@
 """Runs that end early, in whatever way, and go on."""
 
-import fcntl
 import json
 import math
 import os
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 import train
 from kernels.registry import impls, unavailable
@@ -122,10 +123,40 @@ def test_the_second_ctrl_c_ends_at_once(hotswap, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(train, "train_step", twice)
-    with pytest.raises(KeyboardInterrupt):
-        hotswap(*QUICK)
-    assert row()["status"] == "failed: KeyboardInterrupt"
+    assert hotswap(*QUICK)[0] == 130
+    assert row()["status"] == "stopped: SIGINT twice"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_before_the_first_step(hotswap, monkeypatch, name, code):
+    """While the text is tokenized, say: there is a row, no traceback, and the folder may be used again."""
+    opened = train.open_dataset
+
+    def stopped(config):
+        os.kill(os.getpid(), signal.Signals[name])
+        return opened(config)
+
+    monkeypatch.setattr(train, "open_dataset", stopped)
+    assert hotswap(*ALL) == (code, "", "")
+    assert row()["status"] == f"stopped: {name}"
+    monkeypatch.setattr(train, "open_dataset", opened)
+    assert hotswap(*ALL, "train.max_steps=1")[0] == 0
+
+
+def test_a_signal_in_the_sample_is_too_late(hotswap, monkeypatch):
+    """The row is written by then; the sample ends, and the run is complete."""
+    made = train.generate
+
+    def late(*arguments, **options):
+        assert row()["status"] == "ok"
+        os.kill(os.getpid(), signal.SIGTERM)
+        return made(*arguments, **options)
+
+    monkeypatch.setattr(train, "generate", late)
+    code, out, _ = hotswap(*ALL, "train.max_steps=1", "train.sample_tokens=4")
+    assert (code, row()["status"]) == (0, "ok")
+    assert "sample   " in out
 
 
 def test_stop_after_counts_the_steps_of_a_process(hotswap):
@@ -139,7 +170,7 @@ def test_stop_after_counts_the_steps_of_a_process(hotswap):
     assert curve() == {step + 1: value for step, value in enumerate(whole_curve(hotswap))}
     before = row()
     code, out, _ = hotswap(*settings)
-    assert (code, out) == (0, "done     already: run/checkpoints/step-000008 is of the last step, train.max_steps=8\n")
+    assert (code, out) == (0, "done     already: run/checkpoints/step-000008 is of the run's last step\n")
     assert row() == before
 
 
@@ -161,10 +192,12 @@ def whole_curve(hotswap):
 def test_another_run_is_refused_by_name(hotswap, change, differs):
     Path("book.txt").write_text("All work and no play makes Jack a dull boy.\n" * 400)
     assert hotswap(*ALL, "train.max_steps=1")[0] == 0
+    before = row()
     more = ["data.path=book.txt"] if change == "data=text" else []
     code, _, err = hotswap(*ALL, "train.max_steps=2", RESUME, change, *more)
     assert code == 1
     assert err.startswith("error: train.resume=run/checkpoints/step-000001 is of another run: ")
+    assert (row(), yaml.safe_load(Path("run/config.yaml").read_text())) == (before, before["config"])
     assert differs in err
     assert err.endswith("or begin a new run from its weights: init_from=run/checkpoints/step-000001\n")
     assert err.count("\n") == 1
@@ -204,6 +237,63 @@ def test_damage_falls_back_with_a_warning(hotswap):
     assert metrics() == before
 
 
+def test_the_clock_goes_on(hotswap):
+    """With max_minutes the rate falls over both parts together, and a run whose time is over has nothing left to do."""
+    settings = (
+        *ALL,
+        "train.max_steps=null",
+        "train.max_minutes=0.05",
+        "optim.warmup_steps=2",
+        "train.checkpoint_every=500",
+    )
+    assert hotswap(*settings, "train.stop_after=60")[0] == 0
+    assert hotswap(*settings, RESUME)[0] == 0
+    rates = [line["train/lr"] for line in metrics()]
+    assert rates[60] < 0.99 * max(rates)  # not the peak's again, while the speed is measured anew
+    assert rates[-1] < 0.5 * max(rates)
+    code, out, _ = hotswap(*settings, RESUME)
+    assert (code, out.startswith("done     already: ")) == (0, True)
+
+
+def test_one_process_has_nothing_to_shard(hotswap):
+    assert hotswap(*ALL, "train.max_steps=1", "train.sharded_checkpoints=true")[0] == 0
+    assert Path("run/checkpoints/step-000001/model.safetensors").exists()
+
+
+def test_checkpoints_on_another_disk(hotswap):
+    """`checkpoints` may be a link: the run is still the folder's, and older ones are refused as ever."""
+    Path("scratch").mkdir()
+    Path("run").mkdir()
+    Path("run/checkpoints").symlink_to(Path("scratch").resolve())
+    settings = *ALL, "train.max_steps=8", "train.checkpoint_every=2", "train.keep_checkpoints=3"
+    assert hotswap(*settings, "train.stop_after=6", RESUME)[0] == 0
+    elsewhere = [word for word in settings if not word.startswith("out_dir")]
+    code, _, err = hotswap(*elsewhere, "train.resume=run/checkpoints/step-000002")
+    assert (code, "is older than run/checkpoints/step-000006" in err) == (1, True)
+    assert hotswap(*elsewhere, "train.resume=run")[0] == 0
+    assert metrics()[-1]["step"] == 8
+
+
+def test_names_that_hydra_would_not_take(hotswap):
+    """The line that goes on is quoted for the shell and for Hydra."""
+    elsewhere = [word for word in ALL if not word.startswith("out_dir")]
+    code, out, _ = hotswap(*elsewhere, "train.max_steps=2", "train.stop_after=1", "out_dir='my, (run)'")
+    assert code == 0
+    [command] = re.findall(r"go on with: python \S+ (.*)", out)
+    words = [word for word in shlex.split(command) if not word.startswith(("train.stop_after", "data.cache"))]
+    assert hotswap(*words)[0] == 0
+    assert metrics("my, (run)")[-1]["step"] == 2
+
+
+def test_going_on_without_the_weights_that_it_began_from(hotswap):
+    assert hotswap(*ALL, "train.max_steps=1", "out_dir=source", "model.n_embd=64")[0] == 0
+    settings = *ALL, "init_from=source", "train.max_steps=3"
+    assert hotswap(*settings, "train.stop_after=1")[0] == 0
+    Path("source").rename("gone")
+    assert hotswap(*settings, RESUME)[0] == 0
+    assert row()["config"]["model"]["n_embd"] == 64
+
+
 def test_where_a_run_goes_on(hotswap):
     settings = *ALL, "train.max_steps=8"
     assert hotswap(*settings, "train.checkpoint_every=2", "train.stop_after=4")[0] == 0
@@ -215,6 +305,9 @@ def test_where_a_run_goes_on(hotswap):
     assert err.startswith("error: train.resume=run/checkpoints/step-000004 is older than ")
     assert hotswap(*elsewhere, "train.resume=run/checkpoints/step-000004", "out_dir=branch")[0] == 0
     assert [line["step"] for line in metrics("branch")] == [5, 6, 7, 8]
+    code, _, err = hotswap(*elsewhere, "train.resume=run/checkpoints/step-000004", "out_dir=branch")
+    assert code == 1
+    assert err.startswith("error: out_dir=branch already holds a run (metrics.jsonl, result.json, checkpoints); give")
     code, _, err = hotswap(*elsewhere, RESUME)
     assert (code, err) == (1, "error: train.resume=auto needs out_dir=..., the folder of the run that is to go on\n")
     code, _, err = hotswap(*elsewhere, "train.resume=nowhere")
@@ -250,13 +343,17 @@ def test_best_is_the_lowest_validation_loss(hotswap):
     assert row()["checkpoint/pause_ms"] > 0
 
 
-def test_two_runs_on_one_folder(hotswap):
+def test_two_runs_on_one_folder(hotswap, tmp_path):
     assert hotswap(*ALL, "train.max_steps=1")[0] == 0
-    with Path("run/.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        code, _, err = hotswap(*ALL, "train.max_steps=2", RESUME)
+    process = program(tmp_path, *ALL, RESUME, "train.max_steps=100000")
+    until(process, "step 00003")
+    before = Path("run/config.yaml").read_text()
+    code, _, err = hotswap(*ALL, "train.max_steps=2", RESUME)
     assert (code, err) == (1, "error: out_dir=run is in use by a run that goes on; choose another folder\n")
-    assert hotswap(*ALL, "train.max_steps=2", RESUME)[0] == 0
+    assert Path("run/config.yaml").read_text() == before
+    process.kill()
+    process.wait()
+    assert hotswap(*ALL, "train.max_steps=2", RESUME)[0] == 0  # the lock went with the process
 
 
 def test_a_full_disk_in_mid_run(hotswap, monkeypatch):
@@ -317,8 +414,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run(hotswap, monkeypatch):
     assert code == 1
     path = "run/nonfinite-step-000005.pt"
     assert err == (
-        "error: the run has diverged: loss or gradient norm of step 5 is not finite; its update was not made, and its "
-        f"batch is in {path}; lower optim.learning_rate, or pass over such steps with train.on_nonfinite=skip\n"
+        "error: the run has diverged: loss or gradient norm of step 5 is not finite, and its update was not made "
+        f"(batch in {path}); lower optim.learning_rate, or pass over such steps with train.on_nonfinite=skip\n"
     )
     assert row()["status"].startswith("failed: the run has diverged")
     assert all("NaN" not in line for line in Path("run/metrics.jsonl").read_text().splitlines())
@@ -345,10 +442,24 @@ def test_a_gradient_that_is_not_finite_is_skipped(hotswap, monkeypatch):
     assert saved["updates"] == 10
 
 
+def test_going_on_after_a_skip(hotswap, monkeypatch):
+    """AdamW's count of updates, and that of refused steps, go on as if nothing had been."""
+    settings = *ALL, "train.max_steps=12", "train.on_nonfinite=skip"
+    poison(monkeypatch, 5, 9)
+    assert hotswap(*settings, "out_dir=whole")[0] == 0
+    assert hotswap(*settings, "train.stop_after=6")[0] == 0
+    assert hotswap(*settings, RESUME)[0] == 0
+    assert curve() == curve("whole")
+    counts = [line["train/refused_steps"] for line in metrics()]
+    assert counts == [line["train/refused_steps"] for line in metrics("whole")] == [0] * 4 + [1] * 4 + [2] * 4
+
+
 def test_a_run_that_diverges_by_itself(hotswap):
     code, _, err = hotswap(*QUICK, "optim.learning_rate=1e30", "optim.warmup_steps=0", "optim.grad_clip=0")
     assert code == 1
-    assert re.match(r"error: the run has diverged: loss or gradient norm of step \d is not finite; its update was", err)
+    assert re.match(
+        r"error: the run has diverged: loss or gradient norm of step \d is not finite, and its update was", err
+    )
 
 
 def test_a_shard_that_changes_under_a_run(hotswap, monkeypatch):
@@ -366,6 +477,22 @@ def test_a_shard_that_changes_under_a_run(hotswap, monkeypatch):
     assert re.match(r"error: .*/train/000000.bin has changed|error: .* changed while it was being read", err)
     assert err.count("\n") == 1
     assert row()["status"].startswith("failed: ")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_is_of_its_step(hotswap, device, precision):
+    """Saved while the run goes on, it holds what a run that stops there holds: the next update waits for the copy."""
+    settings = *ALL, "attn=eager", f"device={device}", f"precision={precision}", "train.max_steps=9"
+    assert hotswap(*settings, "train.checkpoint_every=3", "train.keep_checkpoints=9")[0] == 0
+    assert hotswap(*settings, "train.stop_after=6", "out_dir=stopped")[0] == 0
+    (ours, our_rest), (theirs, their_rest) = (
+        (load_file(folder / "model.safetensors"), torch.load(folder / "training.pt", weights_only=True))
+        for folder in (Path(name, "checkpoints/step-000006") for name in ("run", "stopped"))
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(our_rest[moment][name], their_rest[moment][name]) for name in theirs)
 
 
 @pytest.mark.gpu

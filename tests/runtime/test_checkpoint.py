@@ -1,9 +1,11 @@
 """Checkpoint folders: what is written is what is read, and nothing short of whole counts."""
 
 import json
+import math
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +17,10 @@ import pytest
 import torch
 
 from runtime import checkpoint
-from runtime.checkpoint import Checkpoints, find, load, manifest, newest, read_weights, steps, verified
+from runtime.checkpoint import find, load, manifest, newest, read_weights, steps, verified
 from runtime.config import UserError
 from runtime.ranks import Ranks
+from runtime.saver import Checkpoints
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -29,14 +32,18 @@ def state(seed=0, size=1000):
     return {group: {name: torch.randn(size, 3, generator=generator) for name in ("a", "b.c")} for group in groups}
 
 
-def checkpoints(folder, keep=2):
-    return Checkpoints(folder, keep, sharded=False, ranks=Ranks(), device=CPU)
+def checkpoints(folder, keep=2, made=10**6):
+    return Checkpoints(folder, keep, sharded=False, ranks=Ranks(), device=CPU, made=made)
+
+
+def facts(loss=None):
+    return {"val_loss": loss, "config": {}, "data": {}}
 
 
 def save(folder, *numbers, keep=2, losses=()):
     kept = checkpoints(folder, keep)
     for number, loss in zip(numbers, [*losses, *[None] * len(numbers)], strict=False):
-        kept.save(number, state(number), {"updates": number}, {"val_loss": loss})
+        kept.save(number, state(number), {"updates": number}, facts(loss))
     kept.close()
     return kept
 
@@ -57,11 +64,11 @@ def test_what_is_loaded_is_what_was_saved(tmp_path):
 def test_the_tensors_may_change_while_they_are_written(tmp_path):
     """save() returns when it has copies, and the next save waits for the one before."""
     kept, tensors = checkpoints(tmp_path), state(1, size=300_000)
-    kept.save(1, tensors, {}, {"val_loss": None})
+    kept.save(1, tensors, {}, facts())
     for group in tensors.values():
         for tensor in group.values():
             tensor.fill_(torch.nan)
-    kept.save(2, state(2, size=300_000), {}, {"val_loss": None})
+    kept.save(2, state(2, size=300_000), {}, facts())
     kept.close()
     for step in (1, 2):
         weights = read_weights(tmp_path / f"step-00000{step}")
@@ -105,7 +112,8 @@ def test_damage_is_found_and_passed_over(tmp_path, capsys, name, damage):
 def test_a_manifest_must_be_one(tmp_path):
     save(tmp_path, 1)
     path = tmp_path / "step-000001" / "manifest.json"
-    for text in ("", "[", "{}", json.dumps({"version": 2})):
+    whole = json.loads(path.read_text())
+    for text in ("", "[", "[]", "{}", '{"version": 1}', json.dumps(whole | {"version": 2}), "\0" * 100):
         path.write_text(text)
         with pytest.raises(UserError):
             manifest(path.parent)
@@ -120,6 +128,35 @@ def test_a_damaged_one_is_written_over(tmp_path):
     assert newest(tmp_path) == tmp_path / "step-000002"
 
 
+def test_going_on_before_a_damaged_one(tmp_path):
+    """It is deleted, or it would count as the newest and the new ones would be pruned."""
+    save(tmp_path, 2, 4, 6, keep=1, losses=[3.0, 2.0, 1.0])
+    (tmp_path / "step-000006" / "training.pt").write_bytes(b"")
+    kept = checkpoints(tmp_path, keep=1, made=4)
+    assert (steps(tmp_path), kept.best) == ([], math.inf)  # 4 was pruned long ago, and the best was 6
+    kept.save(5, state(), {}, facts(2.5))
+    kept.close()
+    assert newest(tmp_path) == tmp_path / "step-000005"
+    assert kept.best == 2.5
+
+
+def test_a_damaged_best_is_none(tmp_path, capsys):
+    save(tmp_path, 1, 2, 3, keep=1, losses=[1.0, 2.0, 2.0])
+    (tmp_path / "best" / "manifest.json").write_text("")
+    assert checkpoints(tmp_path).best == math.inf
+    assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/best is no good checkpoint")
+
+
+def test_what_else_lies_in_the_folder(tmp_path):
+    """A backup by hand is no checkpoint of the run; a copy of the folder that followed `best` can save again."""
+    save(tmp_path, 1, losses=[1.0])
+    shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000001.bak")
+    assert [path.name for path in steps(tmp_path)] == ["step-000001"]
+    shutil.copytree(tmp_path, tmp_path / "copy", symlinks=False)
+    save(tmp_path / "copy", 2, losses=[0.5])
+    assert (tmp_path / "copy" / "best").resolve() == tmp_path / "copy" / "step-000002"
+
+
 def test_a_full_disk_leaves_the_one_before(tmp_path, capsys):
     """Every file of more than 1,000 bytes fails, as on a full disk; then there is room again."""
     save(tmp_path, 1)
@@ -127,7 +164,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path, capsys):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        kept.save(2, state(2), {}, {"val_loss": None})
+        kept.save(2, state(2), {}, facts())
         kept.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -137,7 +174,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path, capsys):
     assert line.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     assert verified(tmp_path / "step-000001")["step"] == 1
-    kept.save(3, state(3), {}, {"val_loss": None})
+    kept.save(3, state(3), {}, facts())
     kept.close()
     assert verified(tmp_path / "step-000003")["step"] == 3
 
@@ -145,7 +182,7 @@ def test_a_full_disk_leaves_the_one_before(tmp_path, capsys):
 def test_the_last_save_must_succeed(tmp_path):
     kept = checkpoints(tmp_path / "file" / "checkpoints")
     (tmp_path / "file").write_text("in the way")
-    kept.save(1, state(), {}, {"val_loss": None})
+    kept.save(1, state(), {}, facts())
     with pytest.raises(UserError, match="step-000001 could not be written: Not a directory"):
         kept.close()
 
@@ -153,10 +190,10 @@ def test_the_last_save_must_succeed(tmp_path):
 SAVER = """
 import sys, torch
 from pathlib import Path
-from tests.runtime.test_checkpoint import checkpoints, state
+from tests.runtime.test_checkpoint import checkpoints, facts, state
 kept, tensors = checkpoints(Path(sys.argv[1])), state(0, 400_000)
 for step in range(1, 1000):
-    kept.save(step, tensors, {}, {"val_loss": None})
+    kept.save(step, tensors, {}, facts())
     print(step, flush=True)
 """
 
@@ -207,7 +244,7 @@ def test_nothing_is_loaded_that_could_run_code(tmp_path):
     save(tmp_path, 1)
     folder = tmp_path / "step-000001"
     torch.save({"exp_avg": Evil()}, folder / "training.pt")
-    checkpoint.seal(folder, {"step": 1})
+    checkpoint.seal(folder, {"step": 1, **facts()})
     with pytest.raises(Exception, match=r"(?i)weights.only"):
         load(folder, state())
     assert not (tmp_path / "ran").exists()
