@@ -8,7 +8,7 @@ that it looks at: it is rounded up to a bucket, a graph for each, and the op's `
 
 import inspect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -40,13 +40,12 @@ def draw(logits: Tensor, noise: Tensor, how: Sampling) -> Tensor:
     argmax p / noise is a draw from p (of exponentials with rates p, the i-th is first with probability p_i), and unlike
     torch.multinomial it asks nothing of the host.
     """
-    logits = logits[:, : how.n_vocab].float()
+    logits, ids = logits[:, : how.n_vocab], None
     if how.temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    ids = None
     if how.top_k or how.top_p < 1:
-        logits, ids = logits.topk(how.candidates)
-    p = (logits / how.temperature).softmax(-1)
+        logits, ids = logits.topk(how.candidates)  # in the compute dtype: bf16 is half the bits to sort by
+    p = (logits.float() / how.temperature).softmax(-1)
     if how.top_p < 1:
         p = p.where(p.cumsum(-1) - p < how.top_p, 0)  # sorted: what is better has not reached top_p yet
     choice = (p / noise).argmax(-1, keepdim=True)
@@ -58,6 +57,27 @@ def decode(model: GPT, token: Tensor, position: Tensor, kv: list, keys: int, noi
     lengths = (position + 1).to(torch.int32).repeat(len(token))
     logits = model.forward(token, cache=Cache(kv, position, keys, lengths))
     return draw(logits[:, -1], noise, how)
+
+
+def inductor(graph: torch.fx.GraphModule, examples: list) -> Callable:
+    """torch.compile's own backend, where a product with one row (B = 1) is a sum that fuses with what is around it.
+
+    So tuned, Inductor does that to a linear layer without a bias by itself.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx  # 2 s
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = {**select_decomp_table(), torch.ops.aten.addmm.default: biased_row}
+    with config.patch(enable_autograd_cache=False):  # its key knows no table: it would give what was made without
+        return compile_fx(graph, examples, config_patches={"coordinate_descent_tuning": True}, decompositions=table)
+
+
+def biased_row(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """x (1, K) @ weight (K, N) + bias (N,), summed in fp32; all else stays addmm."""
+    if x.shape[0] != 1 or (beta, alpha) != (1, 1):
+        return NotImplemented
+    return ((x.float().unsqueeze(2) * weight.float().unsqueeze(0)).sum(1) + bias.float()).to(x.dtype)
 
 
 def can_generate(model: GPT) -> None:
@@ -82,9 +102,10 @@ class Decoder:
         can_generate(model)
         config, device = model.config, model.wte.weight.device
         self.model, self.how, self.seed, self.capacity = model, how, seed, capacity
+        rows = -(-capacity // (BUCKET // 4)) * (BUCKET // 4)  # what is masked anyway may as well be aligned
         # Zeros, since what is masked must be finite. Tensors of their own, and not views of one: Inductor would copy
         # that one for each layer that writes to it
-        size, kind = (batch, capacity, config.n_head, config.head_dim), {"dtype": model.ln_f.dtype, "device": device}
+        size, kind = (batch, rows, config.n_head, config.head_dim), {"dtype": model.ln_f.dtype, "device": device}
         self.kv = [(torch.zeros(size, **kind), torch.zeros(size, **kind)) for _ in range(config.n_layer)]
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -92,9 +113,8 @@ class Decoder:
         self.generator = torch.Generator(device).manual_seed(seed)
         self.length = 0  # tokens in the cache
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        # so tuned, Inductor makes sums of the products with one row, and fuses them (B = 1)
-        options = {"coordinate_descent_tuning": True}
-        self.decode = torch.compile(decode, fullgraph=True, dynamic=False, options=options) if compiled else decode
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None  # cuBLAS keeps a workspace for each
+        self.decode = torch.compile(decode, fullgraph=True, dynamic=False, backend=inductor) if compiled else decode
 
     @torch.no_grad()
     def prefill(self, idx: Tensor) -> Tensor:
@@ -119,11 +139,11 @@ class Decoder:
         return self.token
 
     def bucket(self, length: int) -> int:
-        """How many keys a step reads that has `length` of them."""
-        keys = BUCKET
+        """How many keys a step reads that has `length` of them: all that there are, if they are few more."""
+        keys, rows = BUCKET, self.kv[0][0].shape[1]
         while keys < length:
             keys *= 2
-        return min(keys, self.capacity)
+        return keys if 1.5 * keys <= rows else rows
 
     @torch.no_grad()
     def warm_up(self, first: int, last: int) -> list[int]:
@@ -150,17 +170,16 @@ class Decoder:
 
     def _capture(self, keys: int) -> torch.cuda.CUDAGraph:
         """A step as a CUDA graph: a replay advances the same tensors, and draws the generator's next numbers."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles, tunes and allocates what must not happen in a capture
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):  # compiles, tunes and allocates what must not happen in a capture
             for _ in range(2):
                 self.position.zero_()
                 self._step(keys)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.side)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
         pool = next((other.pool() for other in self.graphs.values()), None)  # never replayed at once: memory is shared
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=self.side):
             self._step(keys)
         return graph
 

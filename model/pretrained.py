@@ -96,9 +96,7 @@ def load(model: GPT, pretrained: Pretrained) -> None:
     model.load_state_dict(weights)
 
 
-def build(
-    source: Pretrained, kernels: KernelsConfig, attn: AttnConfig, precision: str, device: torch.device
-) -> GPT:
+def build(source: Pretrained, kernels: KernelsConfig, attn: AttnConfig, precision: str, device: torch.device) -> GPT:
     """The model that was read, on `device` and in eval mode."""
     stored, compute = PRECISIONS[precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
@@ -111,7 +109,10 @@ def build(
 
 def by_vocabulary(size: int) -> str | None:
     """The tokenizer with so many ids, or so many when padded to a multiple of 64: gpt2 from 50,257 to 50,304."""
-    return next((name for name, each in TOKENIZERS.items() if each.n_vocab <= size <= -(-each.n_vocab // 64) * 64), None)
+    for name, each in TOKENIZERS.items():
+        if each.n_vocab <= size <= -(-each.n_vocab // 64) * 64:
+            return name
+    return None
 
 
 def tokenizer_of(source: Pretrained, asked: str | None) -> Tokenizer:

@@ -33,6 +33,14 @@ FACTS = {"version", "step", "config", "data", "val_loss", "files"}  # that a man
 State = dict[str, dict[str, Tensor]]  # {"model": {name: tensor}, "exp_avg": ..., ...}: (D)Tensors by parameter
 
 
+def home(path: str | Path) -> Path:
+    """The path, with the home folder for `~`. UserError: there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{path}: there can be no such folder: {error}") from error
+
+
 def steps(folder: Path) -> list[Path]:
     """The checkpoints in a `checkpoints` folder, the newest first."""
     found = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
@@ -120,7 +128,7 @@ def newest(folder: Path, after: int = -1) -> Path | None:
 
 def find(path: str | Path) -> Path:
     """A checkpoint by its own folder, or the newest good one of a run's folder. UserError: there is none."""
-    path = Path(path).expanduser()
+    path = home(path)
     if is_checkpoint(path):
         return path
     found = newest(path / "checkpoints") or newest(path)

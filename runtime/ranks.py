@@ -150,7 +150,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         yield Ranks()
         return
     cuda = device.type == "cuda"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", device_id=device if cuda else None)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     done = threading.Event()
     threading.Thread(target=watch, args=(ranks, done), daemon=True).start()

@@ -5,7 +5,7 @@ import json
 import time
 from pathlib import Path
 
-from runtime.checkpoint import find, is_checkpoint, manifest, newest, number, steps, verified
+from runtime.checkpoint import find, home, is_checkpoint, manifest, newest, number, steps, verified
 from runtime.config import UserError, check
 from runtime.run import new_folder
 
@@ -17,7 +17,7 @@ def place(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Pat
     checkpoint or of a run; without out_dir the run goes on in that run's folder. UserError: there is no such
     checkpoint, or going on there would overwrite newer ones.
     """
-    folder = Path(out_dir).expanduser() if out_dir else None
+    folder = home(out_dir) if out_dir else None
     if resume is None:
         return folder or new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"), None
     if resume == "auto":
@@ -33,19 +33,19 @@ def place(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Pat
             f"train.resume=auto: {folder} holds a finished run without a checkpoint; choose another out_dir",
         )
         return folder, found
-    found = Path(resume).expanduser()
+    found = home(resume)
     if is_checkpoint(found):
         verified(found)
     else:
         found = find(found)
     found = found.parent / found.resolve().name  # `best` is a link; `checkpoints` may be one, too
-    home = found.parent.parent if found.parent.name == "checkpoints" else None
-    folder = folder or home
+    own = found.parent.parent if found.parent.name == "checkpoints" else None
+    folder = folder or own
     check(folder is not None, f"train.resume={resume} lies in no run's folder: say with out_dir=... where to go on")
-    if home is None or folder.resolve() != home.resolve():
+    if own is None or folder.resolve() != own.resolve():
         taken = [name for name in ("metrics.jsonl", "result.json", "checkpoints") if (folder / name).exists()]
         check(not taken, f"out_dir={folder} already holds a run ({', '.join(taken)}); give another out_dir")
-    elif newer := newest(home / "checkpoints", after=number(found)):
+    elif newer := newest(own / "checkpoints", after=number(found)):
         raise UserError(f"train.resume={resume} is older than {newer}, which would be lost: give another out_dir")
     return folder, found
 
@@ -62,7 +62,7 @@ def shape_of(out_dir: str | None, resume: str | None) -> dict | None:
     """The model's config as the checkpoint tells it that the run will go on from, unverified; None: from none."""
     if resume is None or (resume == "auto" and out_dir is None):
         return None
-    folder = Path(out_dir if resume == "auto" else resume).expanduser()
+    folder = home(out_dir if resume == "auto" else resume)
     held = [folder] if is_checkpoint(folder) else [*steps(folder / "checkpoints"), *steps(folder)]
     for path in held:
         with contextlib.suppress(UserError):

@@ -5,23 +5,24 @@ tokenizer cuts the text (bytes as by the tokenizer's `lengths`; an end of text i
 """
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from data import DataConfig, DataError, open_dataset
+from data import DataConfig, DataError, Dataset, open_dataset, overrides
 from data.loader import Batch, Windows, evaluation
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls, label
 from model import cost, pretrained
 from model.executed import executed
-from model.gpt import GPT, PRECISIONS, GPTConfig, beyond_table
-from model.pretrained import Pretrained
+from model.gpt import GPT, PRECISIONS, GPTConfig
+from model.pretrained import Pretrained, build, tokenizer_of
 from runtime import checkpoint
 from runtime.config import check, cli, parse
 from runtime.device import environment, memory, out_of_memory, pick, reset_memory
@@ -29,7 +30,6 @@ from runtime.ranks import Ranks
 from runtime.resume import place
 from runtime.run import Run
 from runtime.trackers import Tracker
-from scripts.generate import build, tokenizer_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,6 +54,49 @@ class Config:
             value = getattr(self, key)
             check(value is None or value >= 1, f"{key}={value}: it must be at least 1")
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
+
+
+class Text(NamedTuple):
+    """What a model is judged on."""
+
+    dataset: Dataset
+    windows: Windows
+    batch_size: int
+    about: str  # for people: how much of it
+
+
+def text(cfg: Config, source: Pretrained) -> Text:
+    """UserError or DataError: there is none, it is too short, or it is not that of the training any more."""
+    manifest = checkpoint.manifest(source.checkpoint) if source.checkpoint else {}
+    own = manifest.get("config", {})
+    train = own.get("train", {})
+    tokenizer = tokenizer_of(source, cfg.tokenizer).name
+    positions = source.model["block_size"]
+    length = cfg.block_size or train.get("block_size", positions)
+    check(
+        source.model["pos"] == "rope" or length <= positions,
+        f"block_size={length}: {source.name} has {positions} positions, pass block_size={positions} or less",
+    )
+    config = data_config(cfg, source, own, tokenizer)
+    dataset = open_dataset(config)
+    same_text(cfg, source, manifest.get("data", {}), dataset, config)
+    held, rest = (sum(map(len, shards)) for shards in (dataset.val, dataset.train))
+    share = "" if config.source == "nanogpt" else f" (data.val_fraction={config.val_fraction:g})"
+    about = f"{held:,} validation tokens of {held + rest:,}{share}, in sequences of {length:,}"
+    windows = Windows(dataset.val, length, "validation", "block_size")
+    return Text(dataset, windows, cfg.batch_size or train.get("batch_size", 16), about)
+
+
+def same_text(cfg: Config, source: Pretrained, then: dict, dataset: Dataset, config: DataConfig) -> None:
+    """UserError: the run's own data, unless the command line says what to take, is no longer that of its training."""
+    if cfg.tokenizer or any(value for key, value in (cfg.data or {}).items() if key not in ("prepare", "cache")):
+        return
+    differ = [key for key, value in then.items() if dataset.fingerprint[key] != value]
+    check(
+        not differ,
+        f"the data of {source.name} is no longer that of its training (other: {', '.join(differ)}): put it back, or "
+        f"evaluate on it all the same with {shlex.join(overrides(config))}",
+    )
 
 
 def data_config(cfg: Config, source: Pretrained, own: dict, tokenizer: str) -> DataConfig:
@@ -92,26 +135,19 @@ def evaluate(model: GPT, batches: Iterator[Batch], lengths: np.ndarray, device: 
     }
 
 
-def judge(cfg: Config, source: Pretrained, device: torch.device, run: Run) -> None:
-    """Open the data, load the model, and leave the figures in `run.row`."""
-    own = checkpoint.manifest(source.checkpoint)["config"] if source.checkpoint else {}
-    tokenizer = tokenizer_of(source, cfg.tokenizer)
-    size, table = cfg.batch_size or (own["train"]["batch_size"] if own else 16), source.model["block_size"]
-    length = cfg.block_size or (own["train"]["block_size"] if own else table)
-    check(source.model["pos"] == "rope" or length <= table, f"block_size: {beyond_table(length, table)}")
-    dataset = open_dataset(data_config(cfg, source, own, tokenizer.name))
-    windows = Windows(dataset.val, length, "validation")
+def judge(cfg: Config, source: Pretrained, text: Text, device: torch.device, run: Run) -> None:
+    """Load the model, and leave the figures in `run.row`."""
+    tokenizer, windows, size = text.dataset.tokenizer, text.windows, text.batch_size
     reset_memory(device)
-    model = build(cfg, source, device)
+    model = build(source, cfg.kernels, cfg.attn, cfg.precision, device)
     if cfg.kernels.compile:
         model.compile(fullgraph=True)
-    kernels = executed(model.config, cfg.kernels, cfg.attn, cfg.precision, (size, length), device)
+    kernels = executed(model.config, cfg.kernels, cfg.attn, cfg.precision, (size, windows.block_size), device)
     run.begin(kernels=kernels, env=environment(device), source=source.name)
     ops = " | ".join(f"{op} {who}" for op, who in run.row["kernels"].items() if op != "compile")
     print(f"device   {run.row['env']['device']}, torch {torch.__version__}, precision {cfg.precision}")
     print(f"model    {source.name}: {cost.parameters(model.config) / 1e6:.1f}M")
-    held = sum(map(len, dataset.val))
-    print(f"data     {dataset.name}, {tokenizer.name}: {held:,} validation tokens, in sequences of {length:,}")
+    print(f"data     {text.dataset.name}, {tokenizer.name}: {text.about}")
     print(f"kernels  {ops}{' | torch.compile' * cfg.kernels.compile}")
 
     chosen = tqdm(batches(windows, size, cfg.batches), unit="batch", disable=None, leave=False)
@@ -138,10 +174,11 @@ def main(cfg: Config) -> None:
     source = pretrained.read(cfg.checkpoint)
     size = cost.parameters(GPTConfig(**source.model, dropout=0.0)) / 1e6
     name = f"evaluate-{size:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    held_out = text(cfg, source)  # what cannot be leaves no folder
     torch.compiler.reset()  # a sweep's jobs share the code of GPT.forward
     folder, _ = place(cfg.out_dir, None, name)
     with Run(folder, name, cfg, Tracker(None)) as run, out_of_memory(name, "batch_size or block_size"):
-        judge(cfg, source, device, run)
+        judge(cfg, source, held_out, device, run)
     print(f"done     {run.folder / 'result.json'}")
 
 

@@ -5,8 +5,10 @@ writes the ckpt.pt of nanoGPT's sample.py and init_from=resume, with AdamW's mom
 The weights are fp32 and bit for bit those of the source.
 """
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from data.errors import line
 from data.tokenizer import TOKENIZERS
-from model.pretrained import COMPUTED, CONFIG, CONV1D, SIZES, WEIGHTS, Pretrained, one_line, read, shape, shapes
+from model.pretrained import COMPUTED, CONFIG, CONV1D, SIZES, WEIGHTS, Pretrained, local, read, shape, shapes
 from runtime import checkpoint
 from runtime.config import UserError, check, cli
 
@@ -91,8 +94,9 @@ def adamw(weights: dict[str, Tensor], training: dict, optim: dict) -> dict:
 
 
 def write(folder: Path, writers: dict[str, Callable[[Path], None]]) -> None:
-    """Call each writer with a hidden name in `folder`, and rename when all are whole and on the disk."""
+    """Give each writer a hidden name in `folder`, and rename when all are whole and on the disk; or leave nothing."""
     hidden = {name: folder / f".{name}.{os.getpid()}" for name in writers}
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, writer in writers.items():
@@ -103,10 +107,16 @@ def write(folder: Path, writers: dict[str, Callable[[Path], None]]) -> None:
             path.rename(folder / name)
         checkpoint.sync(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save says RuntimeError of a full disk
-        raise UserError(f"path={folder} cannot be written: {one_line(error)}; choose another folder") from error
+        there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+        room = f"{shutil.disk_usage(there).free / 2**30:.1f} GiB are free there"
+        why = "torch.save broke off" if isinstance(error, RuntimeError) else line(error)
+        raise UserError(f"path={folder} cannot be written: {why}; {room}, choose another folder") from error
     finally:
         for path in filter(Path.exists, hidden.values()):
             path.unlink()
+        for path in made:
+            with contextlib.suppress(OSError):  # not there, or not empty
+                path.rmdir()
 
 
 def free(folder: Path, names: Iterable[str]) -> None:
@@ -117,7 +127,7 @@ def free(folder: Path, names: Iterable[str]) -> None:
 
 @cli(Config, configs=ROOT / "configs", name="export")
 def main(cfg: Config) -> None:
-    folder = Path(cfg.path).expanduser()
+    folder = local(cfg.path)
     free(folder, FILES[cfg.format])
     found = shape(cfg.checkpoint)
     check(

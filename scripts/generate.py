@@ -4,7 +4,7 @@ It streams the text, and says what a decoding step is worth: its tokens/s beside
 least, over the bandwidth of a copy on this very machine. The figures go into a run's folder like any other.
 """
 
-import re
+import shlex
 import statistics
 import sys
 import time
@@ -19,15 +19,15 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from data.errors import DataError
-from data.tokenizer import TOKENIZERS, Tokenizer
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls, label, resolve
+from data.tokenizer import Tokenizer
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls, label
 from model import cost, pretrained
 from model.executed import executed
 from model.generate import Decoder, Sampling, stream
-from model.gpt import GPT, PRECISIONS, GPTConfig
-from model.pretrained import Pretrained
+from model.gpt import PRECISIONS, GPTConfig
+from model.pretrained import Pretrained, build, tokenizer_of
 from model.text import Text
-from runtime.config import check, cli
+from runtime.config import check, cli, command, literal
 from runtime.device import GIB, environment, memory, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
 from runtime.ranks import Ranks
@@ -38,6 +38,7 @@ from runtime.trackers import Tracker
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = 16  # tokens a sample of the speed, so that a slow terminal's hiccup is in the mean of few
+NEW_TOKENS = 128  # for max_new_tokens=null, or as many as fit
 PREFILLS, PREFILL_S = 5, 1.0  # first tokens that the median is of, and seconds after which it is of fewer
 
 
@@ -45,7 +46,7 @@ PREFILLS, PREFILL_S = 5, 1.0  # first tokens that the median is of, and seconds 
 class Config:
     checkpoint: str | None
     prompt: str
-    max_new_tokens: int
+    max_new_tokens: int | None
     temperature: float
     top_k: int
     top_p: float
@@ -61,8 +62,8 @@ class Config:
 
     def __post_init__(self):
         check(bool(self.checkpoint), "checkpoint is missing: name a run (out/RUN), a checkpoint, gpt2, or a folder")
-        for key in ("max_new_tokens", "batch"):
-            check(1 <= getattr(self, key) < 2**31, f"{key}={getattr(self, key)}: it must be at least 1")
+        for key, value in {"max_new_tokens": self.max_new_tokens, "batch": self.batch}.items():
+            check(value is None or 1 <= value < 2**31, f"{key}={value}: it must be at least 1")
         check(
             self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
             f"temperature={self.temperature}: it must be 0 (the best token each time) or in [0.0001, 10000]",
@@ -71,7 +72,6 @@ class Config:
         check(0 < self.top_p <= 1, f"top_p={self.top_p}: it must be in (0, 1]; 1 is no limit")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
-        check(self.tokenizer in (None, *TOKENIZERS), f"tokenizer={self.tokenizer}: choose {' or '.join(TOKENIZERS)}")
         stops = self.stop if isinstance(self.stop, list) else [] if self.stop is None else [self.stop]
         self.stop = [stop.replace("\\n", "\n") if isinstance(stop, str) else stop for stop in stops]
         check(
@@ -80,42 +80,21 @@ class Config:
         )
 
 
-def tokenizer_of(source: Pretrained, asked: str | None) -> Tokenizer:
-    """The one asked for, else the source's own, else by the vocabulary's size."""
-    size = source.model["vocab_size"]
-    name = asked or source.tokenizer or ("gpt2" if size >= TOKENIZERS["gpt2"].n_vocab else "bytes")
-    tokenizer = TOKENIZERS[name]()
-    check(
-        tokenizer.n_vocab <= size,
-        f"tokenizer={name} has {tokenizer.n_vocab} ids, and {source.name} only {size}: name the one of its training",
-    )
-    return tokenizer
-
-
-def build(cfg, source: Pretrained, device: torch.device) -> GPT:
-    """The model of `source` on `device` in eval mode, with cfg's `precision`, `kernels` and `attn`."""
-    stored, compute = PRECISIONS[cfg.precision]
-    torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
-    with torch.device("meta"):  # no weights are drawn only to be overwritten
-        model = GPT(GPTConfig(**source.model, dropout=0.0), resolve(cfg.kernels, cfg.attn, device), compute).to(stored)
-    model.to_empty(device=device)
-    pretrained.load(model, source)
-    return model.eval()
-
-
-def encode(cfg: Config, source: Pretrained, tokenizer: Tokenizer, device: torch.device) -> Tensor:
-    """The prompt, (batch, T) int64. UserError: it or what is asked for goes beyond the model's positions."""
+def encode(cfg: Config, source: Pretrained, tokenizer: Tokenizer) -> Tensor:
+    """The prompt, (batch, T) int64; sets max_new_tokens where it is null. UserError: both go beyond the positions."""
     ids = tokenizer.encode(cfg.prompt).tolist() or [tokenizer.eot]
-    longest = source.model["block_size"]
     if source.model["pos"] == "learned":
-        ends = f"{source.name} has {longest} positions"
-        check(len(ids) < longest, f"the prompt has {len(ids)} tokens, and {ends}: shorten it")
+        longest = source.model["block_size"]
+        room, ends = longest - len(ids), f"{source.name} has {longest} positions"
+        check(room > 0, f"the prompt has {len(ids)} tokens, and {ends}: shorten it")
+        cfg.max_new_tokens = cfg.max_new_tokens or min(NEW_TOKENS, room)
         check(
-            len(ids) + cfg.max_new_tokens <= longest,
+            cfg.max_new_tokens <= room,
             f"the prompt's {len(ids)} tokens and max_new_tokens={cfg.max_new_tokens} are too many, as {ends}: "
-            f"pass max_new_tokens={longest - len(ids)} or a shorter prompt",
+            f"pass max_new_tokens={room} or a shorter prompt",
         )
-    return torch.tensor([ids], device=device).repeat(cfg.batch, 1)
+    cfg.max_new_tokens = cfg.max_new_tokens or NEW_TOKENS
+    return torch.tensor([ids]).repeat(cfg.batch, 1)
 
 
 def warm_up(decoder: Decoder, idx: Tensor, max_new_tokens: int) -> tuple[dict, list[float]]:
@@ -171,13 +150,14 @@ def speed(arrivals: list[float], batch: int) -> dict:
     }
 
 
-def generate(cfg: Config, source: Pretrained, tokenizer: Tokenizer, device: torch.device, run: Run) -> None:
-    """Load, warm up, stream, and leave the figures in `run.row`."""
-    idx = encode(cfg, source, tokenizer, device)
-    prompt, compute = idx.shape[1], PRECISIONS[cfg.precision][1]
+def generate(
+    cfg: Config, source: Pretrained, tokenizer: Tokenizer, idx: Tensor, device: torch.device, run: Run
+) -> None:
+    """Load, warm up, stream, and leave the figures in `run.row`; idx (batch, T) is the prompt."""
+    idx, prompt, compute = idx.to(device), idx.shape[1], PRECISIONS[cfg.precision][1]
     bandwidth = measured_bandwidth(device)
     reset_memory(device)
-    model = build(cfg, source, device)
+    model = build(source, cfg.kernels, cfg.attn, cfg.precision, device)
     how = Sampling(tokenizer.n_vocab, cfg.temperature, cfg.top_k, cfg.top_p)
     decoder = Decoder(model, cfg.batch, prompt + cfg.max_new_tokens, how, cfg.seed, cfg.kernels.compile)
     keys = decoder.bucket(prompt + 1)
@@ -249,26 +229,21 @@ def main(cfg: Config) -> None:
     tokenizer = tokenizer_of(source, cfg.tokenizer)
     size = cost.parameters(GPTConfig(**source.model, dropout=0.0)) / 1e6
     name = f"generate-{size:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
-    encode(cfg, source, tokenizer, torch.device("cpu"))  # what cannot be leaves no folder
+    idx = encode(cfg, source, tokenizer)  # what cannot be leaves no folder
     torch.compiler.reset()  # a sweep's jobs share the code of a step
     folder, _ = place(cfg.out_dir, None, name)
     tried = f"batch={cfg.batch}, max_new_tokens={cfg.max_new_tokens}, {name}"
     with Run(folder, name, cfg, Tracker(None)) as run, out_of_memory(tried, "one of them, or choose precision=bf16"):
-        generate(cfg, source, tokenizer, device, run)
+        run.row["command"] = command(prompt="") + shlex.quote(cfg.prompt)  # as a shell gives it, not quoted for Hydra
+        generate(cfg, source, tokenizer, idx, device, run)
     print(f"done     {run.folder / 'result.json'}")
 
 
-def literal(argument: str) -> str:
-    """`prompt=...` as the shell hands it over, in quotes for Hydra, to which its ( , $ and = would mean something."""
-    key, _, value = argument.partition("=")
-    if key != "prompt" or (len(value) > 1 and value[0] == value[-1] and value[0] in "'\""):
-        return argument
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation of OmegaConf's
-    return 'prompt="' + re.sub(r'(\\*)("|$)', lambda run: 2 * run[1] + run[2].replace('"', r"\""), value) + '"'
-
-
 def program() -> None:
-    sys.argv[1:] = map(literal, sys.argv[1:])
+    """main(), and the prompt is what the shell hands over, whatever that means to Hydra."""
+    for i, word in enumerate(sys.argv):
+        if word.startswith("prompt="):
+            sys.argv[i] = f"prompt={literal(word.removeprefix('prompt='))}"
     main()
 
 

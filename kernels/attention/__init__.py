@@ -69,8 +69,9 @@ def causal_mask(queries, keys, device):
 
 def length_mask(queries, keys, lengths, causal):
     """(B, 1, Tq, Tk), True where the query sees the key: of row b, the first lengths[b] keys, less what is later."""
-    later = torch.arange(queries - 1, -1, -1, device=lengths.device) if causal else lengths.new_zeros(queries)
-    seen = lengths.view(-1, 1, 1, 1) - later.view(1, 1, -1, 1)
+    seen = lengths.view(-1, 1, 1, 1)
+    if causal and queries > 1:  # a decoding step has one, and each kernel less counts
+        seen = seen - torch.arange(queries - 1, -1, -1, device=lengths.device).view(1, 1, -1, 1)
     return torch.arange(keys, device=lengths.device) < seen
 
 

@@ -58,6 +58,35 @@ def test_names_that_are_hard(folder, tmp_path, monkeypatch):
     assert [file.name for file in text(2024).files] == ["x.md"]
 
 
+def test_links_have_names_of_their_own(tmp_path, monkeypatch):
+    """As Hugging Face's cache and git-annex have them: a target without a suffix. One file of two names counts once."""
+    blobs, names = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    names.mkdir(parents=True)
+    (blobs / "3f786850").write_text('{"text": "row"}\n')
+    (blobs / "89e6c98d").write_text("plain")
+    (names / "a.jsonl").symlink_to("../../blobs/3f786850")
+    (names / "b.txt").symlink_to("../../blobs/89e6c98d")
+    (names / "also_b.txt").symlink_to("b.txt")
+    monkeypatch.chdir(tmp_path)
+    for path in ("snapshots/main", "snapshots/main/*", ["snapshots/main/a.jsonl", "snapshots/main/*b.txt"]):
+        source = text(path, val_fraction=1)
+        assert [file.name for file in source.files] == ["a.jsonl", "also_b.txt"]
+        assert [document for _, document in source.documents()] == ["row", "plain"]
+    assert text("snapshots/main/b.txt").files == [names / "b.txt"]
+    (blobs / "89e6c98d").unlink()
+    assert [file.name for file in text("snapshots/main/*").files] == ["a.jsonl"]
+    with pytest.raises(DataError, match=r"data.path=snapshots/main/b.txt: no such file or folder"):
+        text("snapshots/main/b.txt")
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name in ("a.txt", "b.md", "c.py"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbfx = 1")
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "x = 1"}\n')
+    assert [document for _, document in text(str(tmp_path), val_fraction=1).documents()] == ["x = 1"] * 4
+
+
 def test_few_files_are_split_by_position(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789" * 2)
     (tmp_path / "b.txt").write_text("abcdefghij")
@@ -73,6 +102,11 @@ def test_few_files_are_split_by_position(tmp_path):
     [
         (None, "data=text needs data.path"),
         ([], "data=text needs data.path"),
+        ("", "data=text needs data.path"),
+        (["{docs}", ""], "data=text needs data.path"),
+        ([None], "data=text needs data.path"),
+        ("~nobody-here/x", "data.path=~nobody-here/x: there can be no such file or folder: Could not determine home"),
+        ("x" * 5000, "there can be no such file or folder: File name too long"),
         ({"a": 1}, "data=text needs data.path"),
         ("nowhere", "data.path=nowhere: no such file or folder"),
         ("{docs}/image.png", r"image.png is none of .txt, .md, .py, .jsonl, .jsonl.gz, .parquet"),
@@ -151,6 +185,8 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path):
         ("a.jsonl", b'{"text": "a"}\n\n{"text": "\xe9"}\n', r"a.jsonl, line 3: not JSON \(.*utf-8"),
         ("a.jsonl", b'{"id": 1, "body": "a"}\n', r"line 1: there is no column text; pass data.column=.*: id, body$"),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: column text holds int and not text"),
+        ("a.jsonl", b"{}\n", r"line 1: there is no column text, nor any other$"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, r"a.jsonl, line 2: not JSON \(maximum recursion depth"),
         ("a.jsonl", b"[1]\n", r"line 1: a row must be a JSON object with a column text"),
         ("a.jsonl.gz", b"no gzip", r"a.jsonl.gz cannot be read: Not a gzipped file"),
         (

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from data import DataConfig, open_dataset, prepare_command
 from data.corpus import text
 from data.errors import DataError
+from data.loader import Windows
 from tests.data.test_corpus import of
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
@@ -48,7 +49,8 @@ def test_a_changed_file_is_tokenized_again(folder, tmp_path):
         ({"source": "web"}, "data.source=web: choose stdlib or text or hub or nanogpt"),
         ({"tokenizer": "llama"}, "data.tokenizer=llama: choose bytes or gpt2"),
         ({"prepare": "never"}, "data.prepare=never: choose auto or by_hand"),
-        ({"val_fraction": 0.0}, "data.val_fraction=0.0: it must be above 0 and below 1"),
+        ({"val_fraction": 0.0}, "data.val_fraction=0.0: it must be above 0 and at most 1"),
+        ({"val_fraction": 1.1}, "data.val_fraction=1.1: it must be above 0 and at most 1"),
         ({"name": "a/b"}, "data.name=a/b: it names a folder below data.cache, and holds no /"),
     ],
 )
@@ -82,6 +84,22 @@ def test_the_fingerprint_is_of_the_tokens(folder, tmp_path):
     (moved / "part0" / "00.txt").write_text("another")
     changed = open_dataset(there).fingerprint
     assert (changed["train"], changed["val"]) != (here["train"], here["val"])
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_all_of_it_may_be_for_validation(folder, tmp_path, plain):
+    """Every document, by position and by hash; nothing is to train on. The second time it is there."""
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "a.txt").write_text("0123456789")
+    (tmp_path / "few" / "b.txt").write_text("abc")
+    path = str(tmp_path / "few" if plain else folder)
+    for _ in range(2):
+        dataset = open_dataset(config(tmp_path, path=path, val_fraction=1))
+        documents = list(text(path).documents())
+        assert dataset.train == []
+        assert sum(map(len, dataset.val)) == sum(len(each.encode()) for _, each in documents) + (2 if plain else 30)
+    with pytest.raises(DataError, match=r"there is no training text: data.val_fraction=1 holds all of it out"):
+        Windows(dataset.train, 4, "training")
 
 
 def test_every_file_of_the_group_has_every_key_and_one_comment_a_key():
@@ -136,6 +154,8 @@ def test_nanogpts_files_are_a_data_set(tmp_path):
 def test_what_is_not_nanogpts(tmp_path):
     for path, message in (
         (None, "data=nanogpt needs data.path=FOLDER"),
+        ("", "data=nanogpt needs data.path=FOLDER"),
+        ("~nobody-here/x", "data.path=~nobody-here/x: there can be no such file or folder: Could not determine home"),
         (str(tmp_path), "holds no train.bin; data=nanogpt reads nanoGPT's train.bin and val.bin"),
     ):
         with pytest.raises(DataError, match=message):

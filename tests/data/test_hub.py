@@ -91,6 +91,8 @@ def test_a_data_set_of_the_hub(folder, tmp_path):
         ({"column": "id"}, r"column id holds int and not text"),
         ({"subset": "xx"}, r"cannot be opened: BuilderConfig 'xx' not found. Available: \['default'\]"),
         ({"path": None}, r"data=hub needs data.path=owner/name"),
+        ({"path": ""}, r"data=hub needs data.path=owner/name"),
+        ({"path": "~nobody-here/x"}, r"data.path=~nobody-here/x: there can be no such file or folder"),
     ],
 )
 def test_what_is_not_in_the_set(folder, changes, message):

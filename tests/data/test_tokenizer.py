@@ -40,13 +40,14 @@ def test_gpt2_without_files_and_network_is_a_line_within_two_seconds(offline):
         GPT2()
     assert time.perf_counter() - start < 2
     assert "\n" not in str(error.value)
+    assert "data." not in str(error.value)  # not every program that needs it has such keys
 
 
 def test_gpt2_with_a_damaged_cache_and_no_network(offline, tmp_path):
     """Files of the right names and the wrong bytes are no vocabulary."""
     for url in GPT2_FILES:
         (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_text("broken")
-    with pytest.raises(DataError, match=r"data.tokenizer=gpt2 needs GPT-2's vocabulary"):
+    with pytest.raises(DataError, match=r"^the tokenizer gpt2 needs GPT-2's vocabulary"):
         GPT2()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from kernels.registry import impls, unavailable
 from model import generate as module
-from model.generate import Decoder, Sampling, draw, generate, stream
+from model.generate import Decoder, Sampling, biased_row, draw, generate, stream
 from runtime.config import UserError
 from tests.model.test_gpt import SMALL, gpt
 
@@ -95,14 +95,31 @@ def test_a_step_reads_a_bucket_and_no_more(buckets):
     """What lies behind the bucket is not looked at, and what the mask hides counts for nothing."""
     model = lively()
     decoder = Decoder(model, 2, 20, GREEDY)
-    assert [decoder.bucket(length) for length in (1, 4, 5, 9, 16, 17)] == [4, 4, 8, 16, 16, 20]
-    assert decoder.warm_up(4, 20) == [4, 8, 16, 20]
+    assert [decoder.bucket(length) for length in (1, 4, 5, 9, 16, 17)] == [4, 4, 8, 20, 20, 20]
+    assert decoder.warm_up(4, 20) == [4, 8, 20]
     decoder.prefill(prompt())
     for held in itertools.chain(*decoder.kv):
         held[:, 3:8] = 1e3
         held[:, 8:] = torch.nan  # which would pass a mask: 0 * NaN
     steps = [decoder.step().clone() for _ in range(5)]
     assert torch.equal(torch.cat(steps, 1), best(model, prompt(), 6)[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "buckets"),
+    [
+        (250, 16, [320]),
+        (250, 133, [256, 384]),
+        (10, 100, [128]),
+        (200, 824, [256, 512, 1024]),
+        (10, 1000, [256, 512, 1024]),
+    ],
+)
+def test_few_steps_are_made_ready(prompt, new, buckets):
+    """One for all keys where these are less than half as many again; in whole parts of 64."""
+    decoder = Decoder(gpt(replace(SMALL, n_layer=1, block_size=1024)), 1, prompt + new, GREEDY)
+    assert sorted({decoder.bucket(length) for length in range(prompt + 1, prompt + new)}) == buckets
+    assert decoder.kv[0][0].shape[1] == buckets[-1]
 
 
 def test_streamed_is_generated_and_seeded(buckets):
@@ -135,6 +152,45 @@ def test_compiled_steps_are_the_same_and_few(buckets):
     ids = torch.stack([tokens.clone() for tokens in stream(decoder, prompt(), 5)], 1)
     assert graphs() - before == 2
     assert torch.equal(ids, best(model, prompt(), 5)[:, 3:])
+
+
+def test_a_compiled_step_of_one_row_calls_no_library(tmp_path, monkeypatch):
+    """In the code that Inductor writes: of a layer's four biased products addmm has 4, but with one row they are sums;
+    what the cache holds of the same graph, made without, is not taken for it. The head's product has no bias, and only
+    on a GPU does Inductor itself make it a sum."""
+    from torch._inductor.utils import run_and_get_code
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = lively(replace(SMALL, n_layer=1))
+    calls, told = {}, {}
+    for name, rows in (("usual", 1), ("ours", 1), ("two rows", 2)):
+        torch.compiler.reset()
+        decoder = Decoder(model, rows, 8, GREEDY, compiled=True)
+        if name == "usual":
+            options = {"coordinate_descent_tuning": True}
+            decoder.decode = torch.compile(module.decode, fullgraph=True, dynamic=False, options=options)
+        told[name], code = run_and_get_code(
+            lambda decoder=decoder, rows=rows: [tokens.clone() for tokens in stream(decoder, prompt(rows), 5)]
+        )
+        [source] = code
+        calls[name] = source.count("extern_kernels.addmm(")
+    assert calls == {"usual": 4, "ours": 0, "two rows": 4}
+    for name, ids in told.items():
+        rows = len(ids[0])
+        assert torch.equal(torch.stack(ids, 1), best(model, prompt(rows), 5)[:, 3:]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_biased_row_is_as_near_as_addmm(dtype):
+    draw = torch.Generator().manual_seed(0)
+    bias, x, weight = (torch.randn(*size, generator=draw).to(dtype) for size in ((96,), (1, 769), (769, 96)))
+    exact = torch.addmm(bias.double(), x.double(), weight.double())
+    errors = [
+        (made.double() - exact).abs().max() for made in (biased_row(bias, x, weight), torch.addmm(bias, x, weight))
+    ]
+    assert biased_row(bias, x, weight).dtype == dtype
+    assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps
+    assert biased_row(bias, x.expand(2, -1), weight) is NotImplemented
 
 
 @pytest.mark.gpu
@@ -198,6 +254,15 @@ def test_draws_are_fair(how):
     assert expected.sum() == pytest.approx(1)
     assert ((got - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
     assert ((got > 0) <= (expected > 0)).all()
+
+
+@pytest.mark.parametrize("how", [GREEDY, Sampling(97), Sampling(97, top_k=20), Sampling(97, 0.7, 20, 0.8)], ids=str)
+def test_bf16_draws_are_those_of_the_same_numbers_in_fp32(how):
+    """Of different numbers: among equal ones topk may take any."""
+    logits = torch.stack([torch.randperm(128, generator=torch.Generator().manual_seed(i)) for i in range(50)]) / 8
+    noise = torch.empty(50, how.candidates).exponential_(generator=torch.Generator().manual_seed(0))
+    assert torch.equal(logits.bfloat16().float(), logits)
+    assert torch.equal(draw(logits.bfloat16(), noise, how), draw(logits, noise, how))
 
 
 def test_top_p_by_hand():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import socket
 import sys
 import threading
@@ -19,10 +20,10 @@ from torch.nn import functional as F
 from model import pretrained
 from model.gpt import GPT
 from model.optim import OptimConfig, learning_rate
-from model.pretrained import fitted, load, read, shape
-from runtime import checkpoint
+from model.pretrained import fitted, load, read, shape, tokenizer_of
 from runtime.config import UserError
 from runtime.ranks import Ranks
+from runtime.saver import Checkpoints
 from tests.model.test_gpt import SMALL, gpt, hugging_face, ops
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,44 @@ def test_hugging_faces_folder(folder):
     with torch.no_grad():
         rounded = theirs(IDX).logits
         assert near(logits(found.weights), theirs.double()(IDX).logits, rounded)
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokenizer"),
+    [(257, "bytes"), (320, "bytes"), (321, None), (50256, None), (50257, "gpt2"), (50304, "gpt2"), (50305, None)],
+)
+def test_a_vocabulary_tells_the_tokenizer(tmp_path, ids, tokenizer):
+    """Of a folder that does not, by its own size or padded to a multiple of 64; and what then is asked for."""
+    config = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": ids}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = shape(str(tmp_path))
+    assert found.tokenizer == tokenizer
+    assert tokenizer_of(found, "bytes").name == "bytes"
+    with pytest.raises(UserError, match=r"^tokenizer=foo: choose bytes or gpt2$"):
+        tokenizer_of(found, "foo")
+    if tokenizer is None:
+        with pytest.raises(UserError, match=rf"does not tell its tokenizer, nor do its {ids} ids: pass tokenizer="):
+            tokenizer_of(found, None)
+
+
+def test_training_goes_on_with_the_sources_ids(hotswap, tmp_path):
+    """A GPT-2 in a folder that does not name its tokenizer: bytes, data=text's default, are other ids."""
+    config = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 128, "vocab_size": 50257}
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "book.txt").write_text("text " * 1000)
+    code, _, err = hotswap("+experiment=smoke", "init_from=theirs", "data=text", "data.path=book.txt")
+    assert (code, err) == (
+        1,
+        "error: init_from=theirs knows the ids of the tokenizer gpt2, and data.tokenizer is bytes: pass "
+        "data.tokenizer=gpt2\n",
+    )
+
+
+def test_names_that_no_file_has():
+    for name in ("~nobody-here/x", "x" * 5000, "x/" + "y" * 5000):
+        with pytest.raises(UserError, match=r"^[xy/~a-z-]+: there can be no such file or folder: "):
+            shape(name)
 
 
 def bare(held):
@@ -344,7 +383,10 @@ class Config:
         ({"model": {}, "model_args": {**NANOGPT, "use_rmsnorm": True}}, "of a changed nanoGPT: .* have use_rmsnorm"),
         ({"model": {}, "model_args": {**NANOGPT, "vocab_size": None}}, "tell its size: vocab_size is None"),
         ({"model": {}, "model_args": NANOGPT}, "it lacks wte.weight, wpe.weight, h.0.ln_1.weight and 37 more"),
-        ({"model": Config(), "model_args": NANOGPT}, "cannot be read as nanoGPT's ckpt.pt: Weights only load failed"),
+        (
+            {"model": Config(), "model_args": NANOGPT},
+            "x.pt cannot be read as nanoGPT's ckpt.pt: it is damaged, or holds",
+        ),
     ],
 )
 def test_wrong_checkpoints(tmp_path, held, message):
@@ -354,11 +396,19 @@ def test_wrong_checkpoints(tmp_path, held, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x03\x04 truncated"])
+GARBAGE = [b"", b"no zip", b"PK\x03\x04 truncated", b"\x80\x02.", b"cos\nsystem\n.", b"I1\n.", b"\x80\x05\x95\xff" * 9]
+
+
+@pytest.mark.parametrize("content", [*GARBAGE, pickle.dumps({"model": {}, "model_args": NANOGPT}), bytes(range(256))])
 def test_no_checkpoint_at_all(tmp_path, content):
+    """Whatever the unpickler makes of it, the same sentence."""
     (tmp_path / "x.pt").write_bytes(content)
-    with pytest.raises(UserError, match=r"x.pt cannot be read as nanoGPT's ckpt.pt: ."):
+    with pytest.raises(UserError) as error:
         read(str(tmp_path / "x.pt"))
+    assert str(error.value) == (
+        f"{tmp_path}/x.pt cannot be read as nanoGPT's ckpt.pt: it is damaged, or holds more than tensors and plain "
+        "values, which may be any program and is not run"
+    )
 
 
 # our own checkpoints
@@ -373,8 +423,13 @@ def saved(run, model, step=20, **config):
         for key in ("exp_avg", "exp_avg_sq")
     }
     config = {"model": asdict(model.config), "data": {"tokenizer": "bytes"}, **config}
-    checkpoints = checkpoint.Checkpoints(run / "checkpoints", 2, False, Ranks(), CPU)
-    checkpoints.save(step, {"model": weights, **moments}, {"updates": step}, {"config": config, "val_loss": 2.5})
+    checkpoints = Checkpoints(run / "checkpoints", 2, False, Ranks(), CPU)
+    checkpoints.save(
+        step,
+        {"model": weights, **moments},
+        {"updates": step},
+        {"config": config, "val_loss": 2.5, "data": {}, "elapsed": 1.0},
+    )
     checkpoints.close()
     return run, moments
 

@@ -1,6 +1,7 @@
 """Every mistake of a user is one line that starts with `error: `, and exit code 1."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.registry import impls
+from runtime.config import literal
 
 ROOT = Path(__file__).parents[2]
 CHOICES = ", ".join(sorted(path.stem for path in (ROOT / "configs/kernels").iterdir()))
@@ -59,7 +61,14 @@ MISTAKES = [
     (["train=null"], ""),
     (["kernels=1"], ""),
     (["--nope"], "unrecognized arguments: --nope"),
-    (["train.max_steps=[1"], "no viable alternative at input"),
+    (
+        ["train.max_steps=[1"],
+        "train.max_steps=[1 is no plain text to Hydra, to which ( ) [ ] { } = , ~ $ and quotes mean",
+    ),
+    (["data=text", "data.path=a(1).txt"], "data.path=a(1).txt is no plain text to Hydra"),
+    (["init_from=~x/y"], "init_from=~x/y is no plain text to Hydra"),
+    (["data.path=a\nb("], "data.path=a b( is no plain text to Hydra"),
+    (["smoke"], "smoke: arguments are key=value; --help lists the keys"),
 ]
 
 
@@ -69,6 +78,18 @@ def test_a_mistake_is_one_line(hotswap, arguments, message):
     assert code == 1
     assert err.startswith(f"error: {message}")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a(1).txt", "x~(y.txt", 'say "a".txt', "a=b, c.txt", "a\\(.txt", "${x}(.txt"])
+def test_the_quotes_that_are_advised_do(hotswap, name):
+    """What the message gives, handed over by a shell, is this name."""
+    _, _, err = hotswap("+experiment=smoke", "data=text", f"data.path={name}")
+    if "no plain text to Hydra" in err:  # and not Hydra's own line about a comma
+        [_, word] = shlex.split("x " + err.partition("quotes for the shell: ")[2])
+    else:
+        word = f"data.path={literal(name)}"
+    _, _, err = hotswap("+experiment=smoke", "data=text", word)
+    assert err == f"error: data.path={name}: no such file or folder, and nothing matches it as a glob\n"
 
 
 def test_an_unknown_key_inside_a_group_file(hotswap, tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -128,10 +130,16 @@ def test_bits_per_byte_by_hand():
     [
         (["checkpoint=null"], "checkpoint is missing"),
         (["checkpoint=theirs"], "theirs does not say what text to evaluate it on: pass data=text"),
-        ([*TEXT, "block_size=49"], "block_size: a sequence of 49 is beyond the model's position table"),
+        ([*TEXT, "block_size=49"], "block_size=49: theirs has 48 positions, pass block_size=48 or less\n"),
+        (
+            [*TEXT, "data.path=text/0.txt"],
+            "the validation text has 10 tokens, and one sample takes 49 (block_size + 1)",
+        ),
+        ([*TEXT, "tokenizer=foo"], "tokenizer=foo: choose bytes or gpt2\n"),
+        (['checkpoint="~nobody-here/x"'], "~nobody-here/x: there can be no such file or folder"),
         ([*TEXT, "batches=0"], "batches=0: it must be at least 1"),
         ([*TEXT, "precision=fp8"], "precision=fp8: choose fp32, amp, bf16"),
-        ([*TEXT, "tokenizer=gpt2"], "tokenizer=gpt2"),
+        ([*TEXT, "tokenizer=gpt2"], "tokenizer=gpt2 has 50257 ids, and theirs only 264: name the one of its training"),
         ([*TEXT, "data.path=nowhere"], "nowhere"),
         ([*TEXT, "block=1"], "unknown key block"),
     ],
@@ -142,3 +150,43 @@ def test_mistakes_are_one_line(evaluate, theirs, arguments, message):
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+    assert "model." not in err
+    assert "train." not in err
+    assert not Path("out").exists()  # nothing was begun
+
+
+def test_data_that_is_no_longer_the_trainings(hotswap, evaluate, tmp_path):
+    """Not without a word; by its name it is a choice like any other."""
+    (tmp_path / "book.txt").write_text("all work and no play " * 500)
+    words = "data=text", "data.path=book.txt"
+    code, _, err = hotswap(*QUICK, *words, "train.max_steps=1", "train.checkpoint_every=1")
+    assert (code, err) == (0, "")
+    assert evaluate("checkpoint=run", "out_dir=same")[0] == 0
+    with open("book.txt", "a") as file:
+        file.write("makes Jack a dull boy " * 500)
+    code, _, err = evaluate("checkpoint=run", "out_dir=refused")
+    assert code == 1
+    assert err.startswith("error: the data of run at step 1 is no longer that of its training (other: train, val): ")
+    command = shlex.split(err.partition(" all the same with ")[2])
+    assert command[:2] == [*words]
+    assert not Path("refused").exists()
+    code, _, err = evaluate("checkpoint=run", *command, "out_dir=chosen")
+    assert (code, err) == (0, "")
+    assert row("chosen")["val/loss"] != row("same")["val/loss"]
+
+
+def test_how_much_of_a_text_is_judged(evaluate, theirs):
+    """The held-out share by default, which is told; data.val_fraction=1 is all of it."""
+    size = sum(path.stat().st_size + 1 for path in Path("text").iterdir())
+    for fraction, least, most in ((None, 0.01, 0.4), (1, 1, 1)):
+        more = [f"data.val_fraction={fraction}"] if fraction else []
+        code, out, err = evaluate(*TEXT, *more, "block_size=32", f"out_dir=run{fraction}")
+        assert (code, err) == (0, "")
+        told = re.search(
+            r"data +text, bytes: ([\d,]+) validation tokens of ([\d,]+) \(data.val_fraction=(.*)\), in", out
+        )
+        held, every = (int(count.replace(",", "")) for count in told.groups()[:2])
+        assert every == size
+        assert least <= held / every <= most
+        assert told[3] == str(fraction or 0.1)
+        assert row(f"run{fraction}")["tokens"] == (held - 1) // 32 * 32

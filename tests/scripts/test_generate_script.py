@@ -1,24 +1,27 @@
 """scripts/generate.py: the text against full forwards, its record, what the shell hands over, and mistakes."""
 
 import json
+import random
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from data.tokenizer import Bytes
 from kernels.registry import AttnConfig
 from model import cost
 from model.text import Text
-from runtime.config import UserError, parse
+from runtime.config import UserError
 from scripts import generate as script
 from tests.model.test_generate import HERE, best, lively
 from tests.model.test_gpt import SMALL, hugging_face
 
-ROOT = Path(__file__).parents[2]
 CONFIG = replace(SMALL, vocab_size=264, block_size=80)
 ARGUMENTS = "checkpoint=theirs", "device=cpu", "precision=fp32"
 
@@ -75,7 +78,7 @@ def test_greedy_text_and_record(command, attn):
     share = least / (1e-3 * result["gen/step_ms"]) / result["measured_bandwidth"]
     assert result["gen/bandwidth_utilisation"] == pytest.approx(share)
     assert 0 < share < 1
-    assert result["mem/kv_cache_gib"] * 2**30 == cost.kv_cache_bytes(CONFIG, 1, 52, torch.float32)
+    assert result["mem/kv_cache_gib"] * 2**30 == cost.kv_cache_bytes(CONFIG, 1, 64, torch.float32)  # of 52
     assert result["mem/weights_gib"] * 2**30 == 4 * cost.parameters(CONFIG)
     [line] = Path("run/metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["gen/ttft_ms"] == result["gen/ttft_ms"]
@@ -99,31 +102,73 @@ def test_an_empty_prompt_begins_a_document_and_a_stop_ends_it(command):
     assert Path("run/sample.txt").read_text() == Bytes().decode(ids[:stop]) + "\n"
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        *(
-            "def main(",
-            "Hello, world = {1: [2]}",
-            "it's",
-            'say "a"',
-            '"',
-            "a\\",
-            'a\\"b',
-            "${oc.env:HOME}",
-            "\\${x}",
-            "a\nb",
-        ),
-        *("x: y # z", " lead and trail ", "???x", "null", "12", "日本 🙂", "\\\\", "$x", "~a!+", "\\\\\\", "'a", "\\'"),
-    ],
-)
-def test_prompts_are_literal(prompt):
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        overrides = ["checkpoint=x", script.literal(f"prompt={prompt}")]
-        cfg = parse(compose("generate", overrides=overrides), script.Config)
-        assert cfg.prompt == prompt
-        again = parse(compose("generate", overrides=[script.literal(word) for word in overrides]), script.Config)
-    assert again.prompt == prompt  # as a row's command runs it again
+PROMPTS = [
+    *(
+        "def main(",
+        "Hello, world = {1: [2]}",
+        "it's",
+        'say "a"',
+        '"',
+        "a\\",
+        'a\\"b',
+        "${oc.env:HOME}",
+        "\\${x}",
+        "a\nb",
+    ),
+    *(
+        "x: y # z",
+        " lead and trail ",
+        "???x",
+        "null",
+        "007",
+        "日本 🙂",
+        "\\\\",
+        "$x",
+        "~a!+",
+        "\\\\\\",
+        "'a",
+        "\\'",
+        "",
+    ),
+    *('"quoted"', "'quoted'", '"Hello" she said "bye"', '""', '"', "a\\\n", "\\\n", "a=b", "prompt=", "a,b", "x\n\n"),
+]
+
+
+def test_prompts_are_literal(monkeypatch):
+    """What the shell hands over is what the program gets, and a row's command hands over the same again."""
+    draw, signs = random.Random(0), '\\\\""\'${}\n a=,()[]~:#'
+    prompts = PROMPTS + ["".join(draw.choices(signs, k=draw.randint(1, 8))) for _ in range(100)]
+    told = []
+    monkeypatch.setattr(script, "main", lambda: told.append(sys.argv[1:]))
+    for prompt in prompts:
+        monkeypatch.setattr("sys.argv", ["generate.py", f"prompt={prompt}", "checkpoint=a=b"])
+        script.program()
+    parser = OverridesParser.create()
+    for prompt, (first, second) in zip(prompts, told, strict=True):
+        held = OmegaConf.create({"prompt": parser.parse_override(first).value()})
+        assert OmegaConf.to_container(held, resolve=True) == {"prompt": prompt}, first
+        assert second == "checkpoint=a=b"
+
+
+@pytest.mark.parametrize("prompt", ['"Hello" she said "bye"', "it's ${x} (\n", ""])
+def test_the_rows_command_is_the_same_again(command, prompt):
+    words = [f"prompt={prompt}"] if prompt else []
+    code, _, err = command(*words, "max_new_tokens=2", "stop=['(',b]", "out_dir=run")
+    assert (code, err) == (0, "")
+    _, _, *again = shlex.split(row("run")["command"])
+    words = [word for word in again if word not in (*ARGUMENTS, "out_dir=run")]
+    assert command(*words, "out_dir=again")[0] == 0
+    assert row("again")["config"]["prompt"] == row("run")["config"]["prompt"] == prompt
+    assert row("again")["config"]["stop"] == ["(", "b"]
+    assert Path("again/sample.txt").read_text() == Path("run/sample.txt").read_text()
+
+
+@pytest.mark.parametrize(("prompt", "new"), [("a" * 9, 71), ("", 79), ("a" * 79, 1)])
+def test_without_a_number_as_many_as_fit(command, prompt, new):
+    """80 positions, with an empty prompt's end of text."""
+    code, _, err = command(f"prompt={prompt}", "temperature=0", "tokenizer=bytes", "out_dir=run")
+    assert (code, err) == (0, "")
+    assert row("run")["config"]["max_new_tokens"] == new
 
 
 @pytest.mark.parametrize(
@@ -142,6 +187,8 @@ def test_prompts_are_literal(prompt):
         (["seed=-1"], "seed=-1: it must be in [0, 2^63)"),
         (["precision=fp16"], "precision=fp16: choose fp32, amp, bf16"),
         (["tokenizer=gpt3"], "tokenizer=gpt3: choose bytes or gpt2"),
+        (["tokenizer=gpt2"], "tokenizer=gpt2 has 50257 ids, and theirs only 264: name the one of its training"),
+        (['checkpoint="~nobody-here/x"'], "~nobody-here/x: there can be no such file or folder"),
         (["attn=none"], "attn=none: no such choice"),
         (["prompts=a"], "unknown key prompts; did you mean prompt?"),
         ([f"prompt={'a' * 80}"], "the prompt has 80 tokens, and theirs has 80 positions: shorten it"),
@@ -158,12 +205,16 @@ def test_mistakes_are_one_line(command, arguments, message):
 
 
 def test_without_positions_there_is_no_longest(command):
-    """Rope: prompt and new tokens may go beyond block_size."""
+    """Rope: prompt and new tokens may go beyond block_size; 128 are the default."""
     source = script.Pretrained({"pos": "rope", "block_size": 8}, {}, "bytes", "rope")
     cfg = script.Config("x", "a" * 20, 50, 0.0, 0, 1.0, 1, 2, None, None, None, "cpu", "fp32", None, AttnConfig("sdpa"))
-    assert script.encode(cfg, source, Bytes(), torch.device("cpu")).shape == (2, 20)
+    assert script.encode(cfg, source, Bytes()).shape == (2, 20)
+    assert cfg.max_new_tokens == 50
+    cfg.max_new_tokens = None
+    script.encode(cfg, source, Bytes())
+    assert cfg.max_new_tokens == 128
     with pytest.raises(UserError, match="the prompt has 20 tokens"):
-        script.encode(cfg, source._replace(model={"pos": "learned", "block_size": 8}), Bytes(), torch.device("cpu"))
+        script.encode(cfg, source._replace(model={"pos": "learned", "block_size": 8}), Bytes())
 
 
 def told(ids, stops=()):

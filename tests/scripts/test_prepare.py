@@ -76,12 +76,30 @@ def test_mistakes_are_one_line(command, arguments, message):
     assert re.fullmatch(rf"{message}.*\n", err)
 
 
-def test_interrupted_is_a_line(command, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("sync", [1000, 10**6])
+def test_interrupted_is_a_line_that_comes_true(command, monkeypatch, sync):
+    """It goes on behind what was recorded, a record each `sync` tokens, or it begins again."""
+    monkeypatch.setattr("data.pipeline.SYNC_TOKENS", sync)
+    monkeypatch.setattr("data.pipeline.PIECE", 60)
+    update = prepare.Progress.__call__
 
-    monkeypatch.setattr(prepare, "prepare", interrupt)
-    assert command("data=text", "data.path=a.jsonl") == (130, "", "interrupted: the same command goes on from here\n")
+    def interrupt(self, documents, tokens):
+        update(self, documents, tokens)
+        if documents > 300:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.Progress, "__call__", interrupt)
+        code, _, err = command("data=text", "data.path=a.jsonl")
+    assert code == 130
+    again = command("data=text", "data.path=a.jsonl")[1]
+    if sync == 1000:
+        [recorded] = re.fullmatch(r"interrupted: the same command goes on after (\d+) documents\n", err).groups()
+        assert 200 < int(recorded) <= 300
+        assert f"goes on after {recorded} documents" in again
+    else:
+        assert err == "interrupted: the same command begins again\n"
+        assert "goes on" not in again
 
 
 def test_a_bar_on_a_terminal(command, monkeypatch):
