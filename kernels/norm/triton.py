@@ -72,9 +72,10 @@ def _norm_fwd_kernel(
 def _norm_bwd_kernel(
     dy_ptr,  # (N, C)
     dstream_ptr,  # (N, C), not read without HAS_DSTREAM
-    stream_ptr,  # (N, C)
+    kept_ptr,  # (N, C) the stream; with FROM_Y the forward's y
     weight_ptr,
-    mean_ptr,
+    bias_ptr,  # read with FROM_Y alone
+    mean_ptr,  # not read with FROM_Y
     rstd_ptr,
     dx_ptr,  # (N, C)
     dresidual_ptr,  # (N, C), not written without TWO
@@ -83,27 +84,34 @@ def _norm_bwd_kernel(
     N,
     dy_stride,
     dstream_stride,
-    stream_stride,
+    kept_stride,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_DSTREAM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TWO: tl.constexpr,  # dx and dresidual differ in dtype
+    FROM_Y: tl.constexpr,  # xhat = (y - bias) / weight: see triton_recompute.py
 ):
     columns = tl.arange(0, BLOCK_C)
     real = columns < C
     weight = tl.load(weight_ptr + columns, real, other=0.0).to(tl.float32)
+    if FROM_Y:
+        bias = tl.load(bias_ptr + columns, real, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros_like(weight)
+        inverse = 1.0 / tl.where(weight == 0.0, 1.0, weight)
     dweight = tl.zeros((BLOCK_C,), tl.float32)
     dbias = tl.zeros((BLOCK_C,), tl.float32)
     for start in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
         rows = start + tl.arange(0, ROWS).to(tl.int64)
         here = (rows < N)[:, None] & real[None, :]
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns[None, :], here, other=0.0).to(tl.float32)
-        x = tl.load(stream_ptr + rows[:, None] * stream_stride + columns[None, :], here, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, rows < N, other=0.0)[:, None]
+        kept = tl.load(kept_ptr + rows[:, None] * kept_stride + columns[None, :], here, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, rows < N, other=0.0)[:, None]
-        xhat = tl.where(here, (x - mean) * rstd, 0.0)
+        if FROM_Y:
+            xhat = (kept - bias[None, :]) * inverse[None, :]
+        else:
+            xhat = (kept - tl.load(mean_ptr + rows, rows < N, other=0.0)[:, None]) * rstd
+        xhat = tl.where(here, xhat, 0.0)
         dweight += tl.sum(dy * xhat, 0)
         dbias += tl.sum(dy, 0)
         g = dy * weight[None, :]
@@ -129,13 +137,12 @@ def block(C: int, elements: int) -> dict[str, int]:
     return {"BLOCK_C": width, "ROWS": rows, "num_warps": min(16, max(1, rows * width // 512))}
 
 
-@torch.library.custom_op("hotswap::norm_fwd", mutates_args=())
-def norm_fwd(
+def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, residual (N, C) -> y (N, C), the new stream (N, C; empty without a residual, it is x), mean and rstd (N,)."""
     N, C = x.shape
-    y, stream, mean, rstd = _outputs(x, residual, weight)
+    y, stream, mean, rstd = outputs(x, residual, weight, bias, eps)
     launch = block(C, 4096)
     _norm_fwd_kernel[(triton.cdiv(N, launch["ROWS"]),)](
         x,
@@ -158,41 +165,45 @@ def norm_fwd(
     return y, stream, mean, rstd
 
 
-@norm_fwd.register_fake
-def _(x, residual, weight, bias, eps):
-    return _outputs(x, residual, weight)
-
-
-def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def outputs(x, residual, weight, bias, eps) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What forward() returns, not yet written: the op's fake."""
     y = x.new_empty(x.shape, dtype=weight.dtype)
     stream = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
     mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
     return y, stream, mean, rstd
 
 
+norm_fwd = torch.library.custom_op("hotswap::norm_fwd", forward, mutates_args=())
+norm_fwd.register_fake(outputs)
+
+
 @torch.library.custom_op("hotswap::norm_bwd", mutates_args=())
 def norm_bwd(
     dy: Tensor,
     dstream: Tensor | None,
-    stream: Tensor,
+    kept: Tensor,
     weight: Tensor,
-    mean: Tensor,
+    bias: Tensor | None,
+    mean: Tensor | None,
     rstd: Tensor,
     x_dtype: torch.dtype,
-    has_bias: bool,
+    stream_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx in x_dtype and dresidual in the stream's (empty where that is the same), dweight, dbias (empty without)."""
-    N, C = stream.shape
+    """dx in x_dtype, dresidual in stream_dtype (empty where that is the same), dweight, and dbias (empty without one).
+
+    `kept` is the stream, or with mean None the forward's y.
+    """
+    N, C = kept.shape
     launch = block(C, 4096)
-    programs = min(4 * processors(stream.device), triton.cdiv(N, launch["ROWS"]))
-    two = x_dtype != stream.dtype
-    dx, dresidual, *_ = _gradients(stream, weight, x_dtype, has_bias)
-    partial = torch.empty(2, programs, C, dtype=torch.float32, device=stream.device)
+    programs = min(4 * processors(kept.device), triton.cdiv(N, launch["ROWS"]))
+    dx, dresidual, *_ = _gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype)
+    partial = torch.empty(2, programs, C, dtype=torch.float32, device=kept.device)
     _norm_bwd_kernel[(programs,)](
         dy,
         dstream,
-        stream,
+        kept,
         weight,
+        bias,
         mean,
         rstd,
         dx,
@@ -202,45 +213,42 @@ def norm_bwd(
         N,
         dy.stride(0),
         0 if dstream is None else dstream.stride(0),
-        stream.stride(0),
+        kept.stride(0),
         C=C,
         HAS_DSTREAM=dstream is not None,
-        HAS_BIAS=has_bias,
-        TWO=two,
+        HAS_BIAS=bias is not None,
+        TWO=x_dtype != stream_dtype,
+        FROM_Y=mean is None,
         **launch,
     )
-    dweight = partial[0].sum(0).to(weight.dtype)
-    return dx, dresidual, dweight, partial[1].sum(0).to(weight.dtype) if has_bias else weight.new_empty(0)
+    dweight, dbias = (each.sum(0).to(weight.dtype) for each in partial)
+    return dx, dresidual, dweight, dbias if bias is not None else weight.new_empty(0)
 
 
 @norm_bwd.register_fake
-def _(dy, dstream, stream, weight, mean, rstd, x_dtype, has_bias):
-    return _gradients(stream, weight, x_dtype, has_bias)
-
-
-def _gradients(
-    stream: Tensor, weight: Tensor, x_dtype: torch.dtype, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx = stream.new_empty(stream.shape, dtype=x_dtype)
-    dresidual = stream.new_empty(stream.shape if x_dtype != stream.dtype else 0)
-    return dx, dresidual, torch.empty_like(weight), weight.new_empty(weight.shape if has_bias else 0)
+def _gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype):
+    dx = kept.new_empty(kept.shape, dtype=x_dtype)
+    dresidual = kept.new_empty(kept.shape if x_dtype != stream_dtype else 0, dtype=stream_dtype)
+    return dx, dresidual, torch.empty_like(weight), weight.new_empty(weight.shape if bias is not None else 0)
 
 
 def _setup_context(ctx, inputs, output):
     x, residual, weight, bias, _ = inputs
     _, stream, mean, rstd = output
-    ctx.save_for_backward(x if residual is None else stream, weight, mean, rstd)
-    ctx.x_dtype, ctx.has_residual, ctx.has_bias = x.dtype, residual is not None, bias is not None
+    ctx.save_for_backward(x if residual is None else stream, weight, bias, mean, rstd)
+    ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
+    ctx.has_residual = residual is not None
 
 
-def _backward(ctx, dy, dstream, dmean, drstd):
+def backward(ctx, dy, dstream, dmean, drstd):
+    """Of what ctx kept: the arguments of norm_bwd."""
     dstream = rows(dstream) if ctx.has_residual else None
-    dx, dresidual, dweight, dbias = norm_bwd(rows(dy), dstream, *ctx.saved_tensors, ctx.x_dtype, ctx.has_bias)
+    dx, dresidual, dweight, dbias = norm_bwd(rows(dy), dstream, *ctx.saved_tensors, *ctx.dtypes)
     dresidual = (dresidual if dresidual.numel() else dx) if ctx.has_residual else None
-    return dx, dresidual, dweight, dbias if ctx.has_bias else None, None
+    return dx, dresidual, dweight, dbias if dbias.numel() else None, None
 
 
-norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+norm_fwd.register_autograd(backward, setup_context=_setup_context)
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -249,10 +257,15 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def norm(x, residual, weight, bias, eps=1e-5):
+    return apply(norm_fwd, x, residual, weight, bias, eps)
+
+
+def apply(op, x, residual, weight, bias, eps):
+    """`op` over rows, in the shapes of the contract."""
     check_dtypes("norm", x, residual, weight)
     C = x.shape[-1]
     if C > MAX_WIDTH:
         raise Unavailable(f"norm=triton takes rows of up to {MAX_WIDTH}, and these have {C}: choose kernels.norm=eager")
     flat = None if residual is None else rows(residual.reshape(-1, C))
-    y, stream, _, _ = norm_fwd(rows(x.reshape(-1, C)), flat, weight, bias, eps)
+    y, stream, _, _ = op(rows(x.reshape(-1, C)), flat, weight, bias, eps)
     return y.view(x.shape), x if residual is None else stream.view(x.shape)

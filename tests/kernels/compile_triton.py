@@ -48,13 +48,21 @@ def main(capability: int) -> None:
         for residual in ("*bf16", "*fp32"):
             launch = {"C": C, "HAS_BIAS": True, **norm.block(C, 4096)}
             types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32") | {"eps": "fp32"}
-            types |= dict.fromkeys(("residual_ptr", "out_ptr", "dstream_ptr", "stream_ptr", "dresidual_ptr"), residual)
+            types |= dict.fromkeys(("residual_ptr", "out_ptr", "dstream_ptr", "kept_ptr", "dresidual_ptr"), residual)
             name = f"{C} {residual}"
             forward = compiled(
                 f"norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
             )
-            launch |= {"HAS_DSTREAM": True, "TWO": residual == "*fp32"}
+            launch |= {"HAS_DSTREAM": True, "TWO": residual == "*fp32", "FROM_Y": False}
             backward = compiled(f"norm backward {name}", norm._norm_bwd_kernel, capability, types, **launch)
+            launch["FROM_Y"] = True
+            compiled(
+                f"norm backward from y {name}",
+                norm._norm_bwd_kernel,
+                capability,
+                types | {"kept_ptr": "*bf16"},
+                **launch,
+            )
             assert all("ld.global.v4" in ptx and "st.global.v4" in ptx for ptx in (forward, backward))
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
     compiled("loss", loss._cross_entropy_kernel, capability, types, BLOCK_V=8192, WRITE=True, num_warps=16)

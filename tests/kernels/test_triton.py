@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from kernels.registry import contract, load
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton", reason="Triton is for Linux")
@@ -17,4 +20,20 @@ def test_they_compile_and_do_not_spill(capability):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers") == 15
+    assert done.stdout.count("registers") == 21
+
+
+@pytest.mark.parametrize(("impl", "numbers"), [("triton", 24), ("triton_recompute", 0)])
+@pytest.mark.parametrize("residual", [True, False])
+def test_what_a_norm_keeps(impl, numbers, residual):
+    """Besides its arguments and its output y: the stream (x itself, where it is the stream), mean and rstd; or rstd."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs = contract("norm").inputs((10, 24), residual=residual, dtype=torch.float32, device=device)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        y, stream = load("norm", impl, device)(**inputs)
+    own = {tensor.data_ptr() for tensor in (y, *inputs.values()) if isinstance(tensor, torch.Tensor)}
+    if residual:
+        assert (stream.data_ptr() in kept) == (impl == "triton")
+    sizes = sorted(tensor.numel() // 10 for pointer, tensor in kept.items() if pointer not in own)
+    assert sizes == ([1] if impl == "triton_recompute" else [1, 1, numbers] if residual else [1, 1])
