@@ -22,7 +22,7 @@ from data.loader import Batch, Loader, Windows, evaluation, prefetch
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, chosen, impls, label, resolve
 from model import cost
 from model.executed import executed
-from model.generate import can_generate, generate
+from model.generate import cannot_generate, generate
 from model.gpt import GPT, PRECISIONS, GPTConfig, beyond_table
 from model.optim import OptimConfig, Optimizer, learning_rate
 from model.parallel import shard, whole
@@ -150,8 +150,6 @@ def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: P
     ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], flops_per_token, ranks.world_size)
     reset_memory(device)
     model = build(replace(cfg, init_from=None) if start else cfg, device, ranks)
-    if t.sample_tokens:
-        can_generate(model)  # or the run would end with the error
     optimizer = Optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
     return Job(cfg, device, ranks, run, dataset, loader, held_out, ceiling, model, optimizer)
 
@@ -292,6 +290,8 @@ folder   {run.folder}"""
 def sample(job: Job) -> str:
     """Some text of the model's own, also kept as sample.txt."""
     cfg, model, dataset, device = job.cfg, job.model, job.dataset, job.device
+    if why := cannot_generate(model):
+        return f"sample   none: {why}"
     whole(model)
     start = torch.tensor([[dataset.tokenizer.eot]], device=device)
     n_vocab = dataset.tokenizer.n_vocab

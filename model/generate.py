@@ -80,13 +80,14 @@ def biased_row(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alph
     return ((x.float().unsqueeze(2) * weight.float().unsqueeze(0)).sum(1) + bias.float()).to(x.dtype)
 
 
-def can_generate(model: GPT) -> None:
-    """UserError: the model's attention takes no `lengths`."""
+def cannot_generate(model: GPT) -> str | None:
+    """Why not, in one line: the model's attention takes no `lengths`."""
     attention = model.h[0].attn.attention
-    check(
-        "lengths" in inspect.signature(attention).parameters,
+    if "lengths" in inspect.signature(attention).parameters:
+        return None
+    return (
         f"{attention.__module__} cannot generate: its attention() takes no `lengths` (see "
-        "kernels/attention/__init__.py); choose another attn=",
+        "kernels/attention/__init__.py); choose another attn="
     )
 
 
@@ -99,7 +100,7 @@ class Decoder:
     """
 
     def __init__(self, model: GPT, batch: int, capacity: int, how: Sampling, seed: int = 0, compiled: bool = False):
-        can_generate(model)
+        check(not (why := cannot_generate(model)), why)
         config, device = model.config, model.wte.weight.device
         self.model, self.how, self.seed, self.capacity = model, how, seed, capacity
         rows = -(-capacity // (BUCKET // 4)) * (BUCKET // 4)  # what is masked anyway may as well be aligned

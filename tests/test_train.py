@@ -101,6 +101,21 @@ def test_smoke(hotswap):
     assert speed > 0
 
 
+def test_an_attention_that_only_trains(hotswap, monkeypatch):
+    """Without `lengths` there is no generation: the run says so where its sample would be, and is complete."""
+    module = registry.backend("attention", "sdpa")
+    attention = module.attention
+
+    def plain(q, k, v, *, causal=True, scale=None):
+        return attention(q, k, v, causal=causal, scale=scale)
+
+    monkeypatch.setattr(module, "attention", plain)
+    code, out, err = hotswap(*QUICK, "train.max_steps=1", "train.sample_tokens=4")
+    assert (code, err) == (0, "")
+    assert re.search(r"^sample   none: .* cannot generate: its attention\(\) takes no `lengths`", out, re.MULTILINE)
+    assert row()["status"] == "ok"
+
+
 def test_the_same_seed_is_the_same_run(hotswap):
     first, again, other = (losses(hotswap, "model.dropout=0.1", f"seed={seed}") for seed in (1, 1, 2))
     assert torch.equal(first, again)
