@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,9 @@ from runtime.config import check, cli
 from runtime.device import GIB, environment, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
 from runtime.run import new_folder
-from runtime.timing import in_turn
+from runtime.timing import in_turn, measured_bandwidth, measured_flops
 from scripts.collect import RESULTS, slug
+from scripts.report import roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -202,10 +204,14 @@ def main(cfg: Config) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
     env, rows = environment(device), []
+    ceilings = {
+        "ceiling/tb_per_s": measured_bandwidth(device) / 1e12,
+        "ceiling/tflops": measured_flops(device, DTYPES[cfg.dtype]) / 1e12,
+    }
     for name in tqdm(cfg.shape, disable=None, leave=False):
         torch.compiler.reset()
         with out_of_memory(f"op={cfg.op} shape={name}", "the shape: choose another one"):
-            rows += [{**row, "env": env} for row in measure(cfg, name, device)]
+            rows += [{**row, **ceilings, "env": env} for row in measure(cfg, name, device)]
     files = [folder / "kernels.jsonl"] + [RESULTS / slug(env["device"]) / "kernels.jsonl"] * cfg.keep
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +221,11 @@ def main(cfg: Config) -> None:
         f"{env['device']}, torch {env['torch']}, triton {env['triton']}, {cfg.dtype}, medians of {cfg.rounds} rounds\n"
     )
     print(table(rows))
-    print(f"\ndone     {', '.join(map(str, files))}")
+    if find_spec("matplotlib"):
+        files.append(roofline(rows, folder / "roofline.png"))
+    copy, matmul = ceilings.values()
+    print(f"\nceiling  {copy:.3g} TB/s of a copy, {matmul:.3g} TFLOP/s of a large matmul")
+    print(f"done     {', '.join(map(str, files))}")
 
 
 if __name__ == "__main__":

@@ -108,6 +108,35 @@ def scaling(device: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
+def kernels(device: str) -> str:
+    """The table of kernels: the newest rows of each op, shape, backend and dtype."""
+    path = RESULTS / device / "kernels.jsonl"
+    if not path.exists():
+        return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
+    newest = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        newest[row["op"], row["dtype"], row["shape"], row["impl"]] = row
+    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s", "TFLOP/s", "of the floor", "error", "extra GiB"]
+    table = [head, ["---"] * len(head)]
+    for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
+        share, extra = row["both/of_floor"], row["extra_gib"]
+        table.append(
+            [
+                f"{op} {dtype}",
+                shape,
+                impl,
+                f"{row['forward/ms']:.3f}",
+                f"**{row['both/ms']:.3f}** ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
+                f"{row['both/tb_per_s']:.2f}",
+                f"{row['both/tflops']:.1f}",
+                f"{100 * share:.1f}%" if share else "",
+                f"{max(row['error/out'], row['error/gradients']):.1e}",
+                "" if extra is None else f"{extra:.2f}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
 def environment(device: str) -> str:
     """What the rows were measured with, on which commit, and how to measure one again."""
     env = rows(device)[-1]["env"]
@@ -148,12 +177,38 @@ def agreement(device: str) -> str:
 
 def fill(text: str) -> str:
     """`text` with every marked section made anew."""
-    sections = {"throughput": throughput, "scaling": scaling, "environment": environment, "agreement": agreement}
+    sections = {"throughput": throughput, "scaling": scaling, "kernels": kernels}
+    sections |= {"environment": environment, "agreement": agreement}
 
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"
 
     return re.sub(r"(<!-- (\w+): ([\w-]+) -->)\n(?:.*?\n)??(<!-- end -->)", section, text, flags=re.DOTALL)
+
+
+def roofline(rows: list[dict], path: Path) -> Path:
+    """Draws the rows of kernels under the roof of their machine: what a FLOP a byte allows (Williams et al. 2009)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    bandwidth, peak = rows[-1]["ceiling/tb_per_s"], rows[-1]["ceiling/tflops"]
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    intensities = [row["both/tflops"] / row["both/tb_per_s"] for row in rows]
+    ends = min([*intensities, peak / bandwidth]) / 4, max([*intensities, peak / bandwidth]) * 4
+    roof = sorted({*ends, peak / bandwidth})
+    axes.plot(roof, [min(peak, bandwidth * x) for x in roof], color="black", linewidth=1)
+    for impl in sorted({row["impl"] for row in rows}):
+        mine = [(x, row) for x, row in zip(intensities, rows, strict=True) if row["impl"] == impl]
+        axes.scatter([x for x, _ in mine], [row["both/tflops"] for _, row in mine], label=impl, s=20)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte, every tensor moved once", ylabel="TFLOP/s, both ways")
+    axes.set_title(f"{bandwidth:.3g} TB/s of a copy, {peak:.3g} TFLOP/s of a matmul", fontsize=10)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
 
 
 def plot_curves(device: str) -> None:
@@ -180,9 +235,11 @@ def plot_curves(device: str) -> None:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(fill(readme.read_text()))
+    for readme in (ROOT / "README.md", ROOT / "kernels" / "README.md"):
+        readme.write_text(fill(readme.read_text()))
+        print(readme)
+    for file in sorted(RESULTS.glob("*/kernels.jsonl")):
+        print(roofline([json.loads(line) for line in file.read_text().splitlines()], file.with_name("roofline.png")))
     for folder in sorted(RESULTS.glob("*/curves")):
         plot_curves(folder.parent.name)
         print(f"{folder.parent / 'curves.png'}")
-    print(readme)

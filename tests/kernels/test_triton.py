@@ -1,6 +1,8 @@
 """Our Triton kernels compiled for GPUs that are not here. What they compute: test_backends.py, in the interpreter."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,3 +39,15 @@ def test_what_a_norm_keeps(impl, numbers, residual):
         assert (stream.data_ptr() in kept) == (impl == "triton")
     sizes = sorted(tensor.numel() // 10 for pointer, tensor in kept.items() if pointer not in own)
     assert sizes == ([1] if impl == "triton_recompute" else [1, 1, numbers] if residual else [1, 1])
+
+
+def test_the_lessons_run(tmp_path, monkeypatch):
+    """The examples of kernels/README.md, as they stand there; Triton reads the source, so they need a file."""
+    text = (ROOT / "kernels" / "README.md").read_text()
+    (tmp_path / "lessons.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
+    monkeypatch.syspath_prepend(tmp_path)
+    lessons = importlib.import_module("lessons")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, y = (torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(device) for _ in range(2))
+    assert torch.equal(lessons.add(x, y), x + y)
+    torch.testing.assert_close(lessons.softmax(100 * x).double(), (100 * x).double().softmax(-1), rtol=1e-5, atol=1e-7)

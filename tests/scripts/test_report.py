@@ -112,3 +112,33 @@ def test_only_marked_sections_change(results, tmp_path):
 @pytest.mark.parametrize(("device", "slug"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")])
 def test_the_hardware_is_in_the_path(device, slug):
     assert collect.slug(device) == slug
+
+
+def test_kernels_in_a_table_and_under_their_roof(results, tmp_path):
+    """The newest row of each; without any, how to make one."""
+    assert "No rows yet" in report.kernels("h200")
+    row = {
+        "op": "norm",
+        "dtype": "bfloat16",
+        "shape": "124m",
+        "impl": "eager",
+        "both/tflops": 2.0,
+        "both/tb_per_s": 2.0,
+    }
+    row |= {"forward/ms": 1.0, "both/ms": 2.0, "both/ms/p20": 1.9, "both/ms/p80": 2.1, "both/of_floor": 0.5}
+    row |= {
+        "error/out": 1e-3,
+        "error/gradients": 2e-3,
+        "extra_gib": 0.25,
+        "ceiling/tb_per_s": 4.0,
+        "ceiling/tflops": 700.0,
+    }
+    faster = row | {"impl": "triton", "both/ms": 1.0, "both/of_floor": 1.0, "extra_gib": None}
+    (results / "h200").mkdir(parents=True)
+    file = results / "h200" / "kernels.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (row | {"both/ms": 9.0}, faster, row)))
+    assert report.kernels("h200").splitlines()[2:] == [
+        "| norm bfloat16 | 124m | triton | 1.000 | **1.000** (1.900 to 2.100) | 2.00 | 2.0 | 100.0% | 2.0e-03 |  |",
+        "| norm bfloat16 | 124m | eager | 1.000 | **2.000** (1.900 to 2.100) | 2.00 | 2.0 | 50.0% | 2.0e-03 | 0.25 |",
+    ]
+    assert report.roofline([row, faster], tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
