@@ -29,7 +29,7 @@ from model.parallel import shard, whole
 from model.pretrained import fitted, load, read, shape
 from runtime import checkpoint
 from runtime.config import check, cli, command, given, sweeping
-from runtime.console import step_line, summary, val_line
+from runtime.console import header, step_line, summary, val_line
 from runtime.device import Ceiling, environment, out_of_memory, pick, reset_memory
 from runtime.loop import TrainConfig, complete, due, last_step
 from runtime.meter import Meter
@@ -140,7 +140,8 @@ def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: P
     """Build everything, and say in the row what it is; weights to begin with are read where there is no `start`."""
     t, flops_per_token = cfg.train, cost.flops_per_token(cfg.model, cfg.train.block_size)
     run.row |= {"kernels": chosen(cfg.kernels, cfg.attn) | {"compile": cfg.kernels.compile}, "env": environment(device)}
-    run.row |= {"parameters": cost.parameters(cfg.model), "flops_per_token": flops_per_token}
+    run.row |= {"parameters": cost.parameters(cfg.model), "position_parameters": cost.positions(cfg.model)}
+    run.row |= {"flops_per_token": flops_per_token}
     run.row |= {"world_size": ranks.world_size}
     dataset = ranks.first(lambda: open_dataset(cfg.data))
     check_vocabulary(cfg, dataset)
@@ -167,7 +168,11 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
     )
     home, keep = run.folder / "checkpoints", t.keep_checkpoints
     checkpoints = Checkpoints(home, keep, t.sharded_checkpoints, ranks, device, made)
-    print(header(job))
+    tokens = [f"{sum(map(len, shards)):,}" for shards in (job.dataset.train, job.dataset.val)]
+    data = (
+        f"{job.dataset.name}, {job.dataset.tokenizer.name}: {tokens[0]} training tokens, {tokens[1]} validation tokens"
+    )
+    print(header(cfg, run.row, data, job.ceiling, run.folder))
     meter = Meter(device, t.tokens_per_step, job.ceiling, ranks, made, before)
     terminal = {"disable": not sys.stdout.isatty(), "leave": False, "file": sys.stdout}
     signals.looping = True
@@ -262,29 +267,6 @@ def check_finite(job: Job) -> None:
     )
     if job.ranks.leads:
         print(f"warning: {what}; skipped ({int(job.optimizer.refused)} so far); {kept}", file=sys.stderr)
-
-
-def header(job: Job) -> str:
-    """What is about to run."""
-    cfg, run, dataset, ceiling = job.cfg, job.run, job.dataset, job.ceiling
-    m, t, n = cfg.model, cfg.train, job.ranks.world_size
-    kernels = [f"{op} {who}" for op, who in run.row["kernels"].items() if op != "compile"]
-    kernels += ["torch.compile"] * cfg.kernels.compile
-    tokens = [f"{sum(map(len, shards)):,}" for shards in (dataset.train, dataset.val)]
-    counted = (cost.parameters(m) - cost.positions(m)) / 1e6
-    peak = f"{ceiling.peak / 1e12:.1f} by data sheet" if ceiling.peak else "unknown to the table of GPUs"
-    floor = 1e3 * ceiling.flops_per_token * t.tokens_per_step / n / ceiling.measured
-    micro = t.tokens_per_step // (t.batch_size * t.block_size * n)
-    many = f"{n} processes ({cfg.parallel}) with " if n > 1 else ""
-    return f"""\
-device   {run.row["env"]["device"]}, torch {torch.__version__}, precision {cfg.precision}
-model    {cost.parameters(m) / 1e6:.1f}M: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, {m.pos} positions
-data     {dataset.name}, {dataset.tokenizer.name}: {tokens[0]} training tokens, {tokens[1]} validation tokens
-kernels  {" | ".join(kernels)}
-step     {t.tokens_per_step:,} tokens: {many}{micro} micro-steps of {t.batch_size} sequences of {t.block_size:,}
-mfu      (6 x {counted:.1f}M + 12 x {m.n_layer} x {m.n_embd} x {t.block_size}) FLOP a token over the dense bf16 peak
-peak     TFLOP/s: {peak}; {ceiling.measured / 1e12:.3g} by a matmul here, at which a step takes {floor:.1f} ms
-folder   {run.folder}"""
 
 
 def sample(job: Job) -> str:

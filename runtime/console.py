@@ -1,6 +1,33 @@
 """What a run says on the terminal, from the figures that it also writes."""
 
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.device import Ceiling
 from runtime.meter import WARMUP
+
+
+def header(cfg: Any, row: dict, data: str, ceiling: Ceiling, folder: Path) -> str:
+    """What is about to run: train.py's config, and the row so far."""
+    m, t, n = cfg.model, cfg.train, row["world_size"]
+    kernels = [f"{op} {who}" for op, who in row["kernels"].items() if op != "compile"]
+    kernels += ["torch.compile"] * cfg.kernels.compile
+    counted = (row["parameters"] - row["position_parameters"]) / 1e6
+    peak = f"{ceiling.peak / 1e12:.1f} by data sheet" if ceiling.peak else "unknown to the table of GPUs"
+    floor = 1e3 * ceiling.flops_per_token * t.tokens_per_step / n / ceiling.measured
+    micro = t.tokens_per_step // (t.batch_size * t.block_size * n)
+    many = f"{n} processes ({cfg.parallel}) with " if n > 1 else ""
+    return f"""\
+device   {row["env"]["device"]}, torch {torch.__version__}, precision {cfg.precision}
+model    {row["parameters"] / 1e6:.1f}M: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, {m.pos} positions
+data     {data}
+kernels  {" | ".join(kernels)}
+step     {t.tokens_per_step:,} tokens: {many}{micro} micro-steps of {t.batch_size} sequences of {t.block_size:,}
+mfu      (6 x {counted:.1f}M + 12 x {m.n_layer} x {m.n_embd} x {t.block_size}) FLOP a token over the dense bf16 peak
+peak     TFLOP/s: {peak}; {ceiling.measured / 1e12:.3g} by a matmul here, at which a step takes {floor:.1f} ms
+folder   {folder}"""
 
 
 def step_line(step: int, last: int | None, figures: dict, warming: bool) -> str:

@@ -26,20 +26,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def hotswap(monkeypatch, capsys, tmp_path):
-    """train.py as a command in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
+def called(monkeypatch, capsys):
+    """called("train.py", train.main, "key=value", ...): a command in this process -> (exit code, stdout, stderr)."""
 
-    Runs start in an empty folder, where the runs and the token shards of one test are.
-    """
-    import train
-
-    cache = tmp_path / "tokens"
-
-    def command(*arguments):
-        monkeypatch.setattr("sys.argv", ["train.py", *arguments, f"data.cache={cache}"])
+    def call(name, main, *arguments):
+        monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
         capsys.readouterr()
         try:
-            train.main()
+            main()
             code = 0
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
@@ -47,5 +41,16 @@ def hotswap(monkeypatch, capsys, tmp_path):
                 print(stop.code, file=sys.stderr)
         return (code, *capsys.readouterr())
 
+    return call
+
+
+@pytest.fixture
+def hotswap(called, monkeypatch, tmp_path):
+    """train.py as a command in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
+
+    Runs start in an empty folder, where the runs and the token shards of one test are.
+    """
+    import train
+
     monkeypatch.chdir(tmp_path)
-    return command
+    return lambda *arguments: called("train.py", train.main, *arguments, f"data.cache={tmp_path / 'tokens'}")

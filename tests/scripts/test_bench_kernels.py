@@ -74,13 +74,11 @@ def test_the_floor_of_a_norm_moves_as_many_bytes():
     assert abs(2 * copied.nbytes - module.cost(**shape, dtype=torch.float32)["backward"][1]) <= 1
 
 
-def test_from_the_command_line(monkeypatch, capsys, tmp_path):
+def test_from_the_command_line(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "sys.argv", ["bench_kernels", "op=norm", "impl=[eager]", "shape=narrow", "dtype=float32", "rounds=2"]
-    )
-    bench_kernels.main()
-    out = capsys.readouterr().out
+    arguments = "op=norm", "impl=[eager]", "shape=narrow", "dtype=float32", "rounds=2"
+    code, out, _ = called("bench_kernels.py", bench_kernels.main, *arguments)
+    assert code == 0
     assert re.search(r"^narrow +eager +\d+\.\d{3} +\d+\.\d{3} \(", out, re.MULTILINE)
     [file] = tmp_path.glob("out/*-bench-norm/kernels.jsonl")
     row = json.loads(file.read_text())
@@ -97,13 +95,10 @@ def test_from_the_command_line(monkeypatch, capsys, tmp_path):
         ("rounds=0", "rounds=0: it must be at least 1"),
     ],
 )
-def test_mistakes(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr("sys.argv", ["bench_kernels", arguments])
-    with pytest.raises(SystemExit) as stop:
-        bench_kernels.main()
-    said = capsys.readouterr().err if isinstance(stop.value.code, int) else f"{stop.value.code}\n"
-    assert said.startswith(f"error: {message}")
-    assert said.count("\n") == 1
+def test_mistakes(called, arguments, message):
+    code, _, err = called("bench_kernels.py", bench_kernels.main, arguments)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"error: {message}")
 
 
 def test_in_turn_takes_turns():

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,23 +23,10 @@ CONFIG = replace(SMALL, n_layer=1, vocab_size=264, block_size=48)
 
 
 @pytest.fixture
-def evaluate(monkeypatch, capsys, tmp_path):
+def evaluate(called, monkeypatch, tmp_path):
     """evaluate("checkpoint=run") -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["evaluate.py", "device=cpu", "precision=fp32", *arguments])
-        capsys.readouterr()
-        code = 0
-        try:
-            script.main()
-        except SystemExit as stop:
-            code = stop.code
-            if isinstance(code, str):
-                print(code, file=sys.stderr)
-        return (code, *capsys.readouterr())
-
-    return run
+    return lambda *arguments: called("evaluate.py", script.main, "device=cpu", "precision=fp32", *arguments)
 
 
 @pytest.fixture

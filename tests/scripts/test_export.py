@@ -36,23 +36,10 @@ OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.25, "beta1": 0.8, "beta2": 0.9
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
+def command(called, monkeypatch, tmp_path):
     """command("path=x") -> (exit code, stdout, stderr), in an empty folder."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["export.py", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            export.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-            if isinstance(stop.code, str):
-                print(stop.code, file=sys.stderr)
-        return (code, *capsys.readouterr())
-
     monkeypatch.chdir(tmp_path)
-    return run
+    return lambda *arguments: called("export.py", export.main, *arguments)
 
 
 def test_hugging_face(command):

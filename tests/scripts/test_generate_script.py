@@ -27,22 +27,11 @@ ARGUMENTS = "checkpoint=theirs", "device=cpu", "precision=fp32"
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
+def command(called, monkeypatch, tmp_path):
     """command("prompt=a") -> (exit code, stdout, stderr), in a folder with a Hugging Face model in `theirs`."""
     monkeypatch.chdir(tmp_path)
     hugging_face(lively(CONFIG, spread=1.0)).save_pretrained("theirs")
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["generate.py", *ARGUMENTS, *arguments])
-        capsys.readouterr()
-        code = 0
-        try:
-            script.program()
-        except SystemExit as stop:
-            code = stop.code
-        return (code, *capsys.readouterr())
-
-    return run
+    return lambda *arguments: called("generate.py", script.program, *ARGUMENTS, *arguments)
 
 
 def row(folder):

@@ -16,24 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
+def command(called, monkeypatch, tmp_path):
     """command("data=text", ...) -> (exit code, stdout, stderr), in this process."""
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(500)))
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["prepare.py", *arguments, f"data.cache={tmp_path / 'cache'}"])
-        capsys.readouterr()
-        try:
-            prepare.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-            if isinstance(stop.code, str):
-                print(stop.code, file=sys.stderr)
-        return (code, *capsys.readouterr())
-
     monkeypatch.chdir(tmp_path)
-    return run
+    return lambda *arguments: called("prepare.py", prepare.main, *arguments, f"data.cache={tmp_path / 'cache'}")
 
 
 def test_prepares_and_says_how_much_how_fast_and_where(command, tmp_path):
