@@ -87,8 +87,8 @@ def order(seed: int, epoch: int, samples: int) -> np.ndarray:
 def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple[list[Batch], float]]:
     """(micro-batches on `device`, seconds that the caller waited for them), for the steps first, first + 1, ...
 
-    A thread reads the next AHEAD steps while this one is computed; on a GPU it leaves them in pinned memory, from where
-    the copy runs beside the computation.
+    A thread reads the next AHEAD steps while this one is computed; for a GPU it leaves them in pinned memory, so that
+    the host does not wait for the copy.
     """
 
     def read(step: int) -> list[Batch]:
