@@ -4,7 +4,6 @@ Read it from the top: the config, what is built from it, one optimizer step, the
 """
 
 import contextlib
-import math
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from data import DataConfig, DataError, Dataset, open_dataset
 from data.loader import Batch, Loader, Windows, evaluation, prefetch
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, chosen, impls, label, resolve
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, chosen, impls, label, resolve
 from model import cost
 from model.executed import executed
 from model.generate import cannot_generate, generate
@@ -182,8 +181,8 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
             loss, norm = train_step(job.model, optimizer, batches, lr)
             meter.waited += waited
             bar.update()
-            over, asked = ranks.agree(meter.elapsed >= 60 * (t.max_minutes or math.inf), signals.received is not None)
-            now = due(t, step, made, over, asked)
+            seconds, asked = ranks.agree(meter.elapsed, signals.received is not None)
+            now = due(t, step, made, seconds, asked)
             if not (now.logged or now.judged or now.saved or now.ends):
                 continue
             figures = meter.lap(step)  # synchronises; nothing else does
@@ -310,7 +309,7 @@ OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), rep
     Config,
     configs=ROOT / "configs",
     name="config",
-    groups={"attn": {name: {"impl": name} for name in impls("attention")}},
+    groups=choices(),
     errors=(KernelError, DataError),
     complete=from_source,
 )

@@ -75,6 +75,11 @@ def impls(op: str) -> list[str]:
     return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
 
 
+def choices() -> dict[str, dict]:
+    """For the command line: attn=NAME for every attention, whether it has a YAML file or not."""
+    return {"attn": {name: {"impl": name} for name in impls("attention")}}
+
+
 def contract(op: str) -> ModuleType:
     """The op's own module, with reference(), inputs(), cost(), SHAPES and CASES."""
     return importlib.import_module(f"kernels.{op}")

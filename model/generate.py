@@ -1,9 +1,9 @@
 """Text from a model: prefill and decode over a KV cache, and sampling.
 
 A decoding step reads every weight for B tokens and computes next to nothing: 124M in bf16 are 248 MB, 52 us of an
-H200's 4.8 TB/s, while its some 200 kernels take 5 us each to launch. So a step is a function of tensors whose shapes
-and places never change, and the GPU replays it as one CUDA graph (gpt-fast's idea). What grows is the number of keys
-that it looks at: it is rounded up to a bucket, a graph for each, and the op's `lengths` hides the rest.
+H200's 4.8 TB/s, while each of its some 250 kernels wants a launch from the host. So a step is a function of tensors
+whose shapes and places never change, and the GPU replays it as one CUDA graph (gpt-fast's idea). What grows is the
+number of keys that it looks at: it is rounded up to a bucket, a graph for each, and the op's `lengths` hides the rest.
 """
 
 import inspect

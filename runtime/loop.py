@@ -58,9 +58,9 @@ class Due(NamedTuple):
     done: bool  # the run is complete
 
 
-def due(t: TrainConfig, step: int, made: int, over: float, asked: float) -> Due:
-    """`made` steps came before this process; its time may be over, and a signal may have asked it to stop."""
-    done = bool(step == t.max_steps or over)
+def due(t: TrainConfig, step: int, made: int, seconds: float, asked: float) -> Due:
+    """`made` steps came before this process; the run took `seconds` so far, and a signal may have asked it to stop."""
+    done = complete(t, step, seconds)
     ends = bool(done or asked or step - made == t.stop_after)
     logged = step <= made + WARMUP or step % t.log_every == 0
     judged = t.eval_every > 0 and (done or step % t.eval_every == 0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from runtime.config import UserError, check
 from runtime.signals import STOPPED, Stopped
 
-BUCKET = 2**26  # elements that are reduced at a time: 256 MiB in fp32, well above where NCCL's rate is flat
+BUCKET = 2**26  # elements that are reduced at a time: average() takes so much besides, 256 MiB in fp32
 GRACE = 10.0  # seconds that a rank has to end by itself after another one failed
 
 
@@ -74,7 +74,7 @@ class Ranks:
         return value
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Replace each tensor by its mean over the ranks. Packed in buckets: 148 small reductions would take 2 ms."""
+        """Replace each tensor by its mean over the ranks. In buckets: 124M has 148 tensors, each with its latency."""
         if self.alone:
             return
         for bucket in buckets(tensors):

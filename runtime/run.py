@@ -6,6 +6,7 @@ out/<run>/config.yaml     the resolved config
           checkpoints/    see runtime/checkpoint.py
 """
 
+import contextlib
 import fcntl
 import json
 import math
@@ -104,7 +105,8 @@ class Run:
         """Write the row, and let the folder go. One that went on but failed before it began leaves all as it was."""
         if self.begun or not self.result.exists():
             self.record(status)
-        self.metrics.close()
+        with contextlib.suppress(OSError):  # the line that could not be written
+            self.metrics.close()
         self.tracker.finish(self.row)
         self.lock.close()
 

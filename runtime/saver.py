@@ -34,7 +34,7 @@ class Checkpoints:
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None
         self.pauses: list[float] = []
-        self.host: dict[str, Tensor] = {}  # pinned for a GPU, and used again: to pin 1.5 GB takes half a second
+        self.host: dict[str, Tensor] = {}  # copies, pinned for a GPU; pinning is slow, so they are used again
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # a group of its own: the thread's collectives would mix with those of the training loop
         self.group = dist.new_group(backend="gloo") if self.sharded else None
@@ -94,11 +94,13 @@ class Checkpoints:
         self.thread.shutdown()
 
     def _lowest(self) -> float:
+        """The validation loss of `best`; a damaged one is none."""
+        best = self.folder / "best"
         try:
-            loss = manifest(self.folder / "best")["val_loss"] if (self.folder / "best").exists() else None
+            return manifest(best)["val_loss"] if best.exists() else math.inf
         except UserError as error:
-            loss = print(f"warning: {error}", file=sys.stderr)
-        return math.inf if loss is None else loss
+            print(f"warning: {error}", file=sys.stderr)
+            return math.inf
 
     def _wait(self) -> None:
         pending, self.pending = self.pending, None

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from data import DataConfig, DataError, Dataset, open_dataset, overrides
 from data.loader import Batch, Windows, evaluation
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls, label
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, label
 from model import cost, pretrained
 from model.executed import executed
 from model.gpt import GPT, PRECISIONS, GPTConfig
@@ -166,7 +166,7 @@ def judge(cfg: Config, source: Pretrained, text: Text, device: torch.device, run
     Config,
     configs=ROOT / "configs",
     name="evaluate",
-    groups={"attn": {name: {"impl": name} for name in impls("attention")}},
+    groups=choices(),
     errors=(KernelError, DataError),
 )
 def main(cfg: Config) -> None:

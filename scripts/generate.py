@@ -20,7 +20,7 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.tokenizer import Tokenizer
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls, label
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, impls, label
 from model import cost, pretrained
 from model.executed import executed
 from model.generate import Decoder, Sampling, stream
@@ -220,7 +220,7 @@ OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), rep
     Config,
     configs=ROOT / "configs",
     name="generate",
-    groups={"attn": {name: {"impl": name} for name in impls("attention")}},
+    groups=choices(),
     errors=(KernelError, DataError),
 )
 def main(cfg: Config) -> None:

@@ -221,8 +221,8 @@ def norm_bwd(
         FROM_Y=mean is None,
         **launch,
     )
-    dweight, dbias = (each.sum(0).to(weight.dtype) for each in partial)
-    return dx, dresidual, dweight, dbias if bias is not None else weight.new_empty(0)
+    dbias = weight.new_empty(0) if bias is None else partial[1].sum(0).to(weight.dtype)
+    return dx, dresidual, partial[0].sum(0).to(weight.dtype), dbias
 
 
 @norm_bwd.register_fake
