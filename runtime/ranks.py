@@ -4,6 +4,7 @@ Tensors are reduced by NCCL between GPUs; what the hosts must agree on (a signal
 asking costs no synchronisation of a GPU. One process alone is a job of one rank, for which all of this does nothing.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -153,21 +154,29 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     done = threading.Event()
-    threading.Thread(target=watch, args=(ranks, done), daemon=True).start()
+    watcher = threading.Thread(target=watch, args=(ranks, done), daemon=True)
+    watcher.start()
     try:
         with ranks.failing_together():
             yield ranks
-            ranks.gather(None)  # who left first would look dead to the others
-            done.set()
-            dist.destroy_process_group()
+        part(ranks, done, watcher)
     except Stopped as stop:
-        if stop.code == STOPPED:  # all of them, after the same step; rank 0 may still be busy
-            ranks.gather(None)
-            done.set()
-            dist.destroy_process_group()
+        if stop.code == STOPPED:  # all of them, after the same step
+            part(ranks, done, watcher)
         raise
     finally:
         done.set()
+
+
+def part(ranks: Ranks, done: threading.Event, watcher: threading.Thread) -> None:
+    """Leave together, the work being done: rank 0 may still be busy, and torchrun ends it when another is gone. Who
+    hears of it last may find the others gone, which is no failure any more."""
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        ranks.gather(None)
+    done.set()
+    watcher.join(2.0)  # it must not ask a store that goes
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        dist.destroy_process_group()
 
 
 def notes() -> dist.Store:
