@@ -79,8 +79,9 @@ def build(cfg: Config, device: torch.device, ranks: Ranks = ALONE) -> GPT:
     stored, compute = PRECISIONS[cfg.precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
     torch.manual_seed(cfg.seed)
+    needs = cfg.model.needs + ["starts"] * cfg.data.mask_documents
     with device:
-        model = GPT(cfg.model, resolve(cfg.kernels, cfg.attn, device), compute).to(stored)
+        model = GPT(cfg.model, resolve(cfg.kernels, cfg.attn, device, needs), compute).to(stored)
     if cfg.init_from:
         load(model, read(cfg.init_from))
     if ranks.rank:
@@ -98,8 +99,8 @@ def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float
     Both are of the whole job: of several ranks each brings its own batches.
     """
     total = torch.zeros((), device=batches[0][0].device)
-    for x, y in batches:
-        loss = model(x, y) / len(batches)
+    for batch in batches:
+        loss = model(*batch) / len(batches)
         loss.backward()
         optimizer.accumulate()
         total += loss.detach()
@@ -114,8 +115,8 @@ def evaluate(model: GPT, windows: Windows, cfg: TrainConfig, device: torch.devic
     batches, n = list(evaluation(windows, cfg.batch_size, cfg.eval_batches)), ranks.world_size
     total = torch.zeros((), device=device)
     for turn in (batches[i : i + n] for i in range(0, len(batches), n)):
-        x, y = turn[min(ranks.rank, len(turn) - 1)]  # all take part in every turn, as FSDP asks
-        total += model(x.to(device), y.to(device)) * (ranks.rank < len(turn))
+        batch = turn[min(ranks.rank, len(turn) - 1)]  # all take part in every turn, as FSDP asks
+        total += model(*(each.to(device) for each in batch)) * (ranks.rank < len(turn))
     model.train()
     return ranks.total(total).item() / len(batches)
 
@@ -144,9 +145,10 @@ def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: P
     run.row |= {"world_size": ranks.world_size}
     dataset = ranks.first(lambda: open_dataset(cfg.data))
     check_vocabulary(cfg, dataset)
-    windows = Windows(dataset.train, t.block_size, "training")
+    eot = dataset.tokenizer.eot if cfg.data.mask_documents else None
+    windows = Windows(dataset.train, t.block_size, "training", eot=eot)
     loader = Loader(windows, t.batch_size, t.tokens_per_step, cfg.seed, ranks.rank, ranks.world_size)
-    held_out = Windows(dataset.val, t.block_size, "validation") if t.eval_every else None
+    held_out = Windows(dataset.val, t.block_size, "validation", eot=eot) if t.eval_every else None
     ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], flops_per_token, ranks.world_size)
     reset_memory(device)
     model = build(replace(cfg, init_from=None) if start else cfg, device, ranks)
@@ -159,8 +161,10 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
     cfg, device, ranks, run, optimizer, t = job.cfg, job.device, job.ranks, job.run, job.optimizer, job.cfg.train
     made, before = restore(job, start) if start else (0, 0.0)
     run.rewind(made)
+    tokens_shape, documents = (t.batch_size, t.block_size), cfg.data.mask_documents
+    who = executed(cfg.model, cfg.kernels, cfg.attn, cfg.precision, tokens_shape, device, documents=documents)
     run.begin(
-        kernels=executed(cfg.model, cfg.kernels, cfg.attn, cfg.precision, (t.batch_size, t.block_size), device),
+        kernels=who,
         peak_flops=job.ceiling.peak,
         measured_peak_flops=job.ceiling.measured,
         resumed_from=str(start) if start else None,

@@ -32,6 +32,7 @@ class DataConfig:
     val_fraction: float  # of the documents is held out; 1: all of them, to be evaluated on
     prepare: str  # auto: by train.py, on the first use | by_hand: by scripts/prepare.py
     cache: str  # the folder for token shards
+    mask_documents: bool = False  # attention stays inside documents
 
     def __post_init__(self):
         known = {"source": (*SOURCES, "nanogpt"), "tokenizer": TOKENIZERS, "prepare": ("auto", "by_hand")}

@@ -19,14 +19,22 @@ from data.errors import DataError
 from data.shards import Shard
 
 AHEAD = 3  # steps read before they are asked for
-Batch = tuple[torch.Tensor, torch.Tensor]  # x and y, (batch_size, block_size) int64: y is x one token on
+# x and y, (batch_size, block_size) int64: y is x one token on. And, if attention is to stay inside documents, starts,
+# int32 of the same shape: where in its row each token's document begins
+Batch = tuple[torch.Tensor, ...]
 
 
 class Windows:
-    """The samples of some shards, numbered from 0. DataError: there is not even one; `key` is what sets block_size."""
+    """The samples of some shards, numbered from 0. DataError: there is not even one; `key` is what sets block_size.
 
-    def __init__(self, shards: list[Shard], block_size: int, split: str, key: str = "train.block_size"):
-        self.shards, self.block_size = shards, block_size
+    With `eot`, the token between documents, batches have starts; it counts as the first of the document behind it, as
+    where a sample begins with it.
+    """
+
+    def __init__(
+        self, shards: list[Shard], block_size: int, split: str, key: str = "train.block_size", eot: int | None = None
+    ):
+        self.shards, self.block_size, self.eot = shards, block_size, eot
         if not shards:
             raise DataError(f"there is no {split} text: data.val_fraction=1 holds all of it out; lower it")
         counts = [max(0, len(shard) - 1) // block_size for shard in shards]
@@ -48,7 +56,11 @@ class Windows:
             self.shards[shard].check()
         rows = [self._row(int(shard), int(i)) for shard, i in zip(where, samples, strict=True)]
         rows = torch.from_numpy(np.stack(rows).astype(np.int64))
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if self.eot is None:
+            return x, y
+        begins = torch.where(x == self.eot, torch.arange(self.block_size, dtype=torch.int32), 0)
+        return x, y, begins.cummax(1).values
 
     def _row(self, shard: int, sample: int) -> np.ndarray:
         first = int(self.ends[shard - 1]) if shard else 0
@@ -93,7 +105,7 @@ def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple
 
     def read(step: int) -> list[Batch]:
         batches = loader(step)
-        return [(x.pin_memory(), y.pin_memory()) for x, y in batches] if device.type == "cuda" else batches
+        return [tuple(t.pin_memory() for t in batch) for batch in batches] if device.type == "cuda" else batches
 
     with ThreadPoolExecutor(1) as thread:
         pending = deque(thread.submit(read, first + i) for i in range(AHEAD))
@@ -102,7 +114,7 @@ def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple
             batches = pending.popleft().result()
             waited = time.perf_counter() - start
             pending.append(thread.submit(read, step))
-            yield [(x.to(device, non_blocking=True), y.to(device, non_blocking=True)) for x, y in batches], waited
+            yield [tuple(t.to(device, non_blocking=True) for t in batch) for batch in batches], waited
 
 
 def evaluation(windows: Windows, batch_size: int, batches: int) -> Iterator[Batch]:

@@ -15,9 +15,10 @@ and a backend is a file with the op's function, and where it has something to sa
 """
 
 import importlib
+import inspect
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -112,11 +113,26 @@ def chosen(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
     return {"norm": kernels.norm, "attention": attn.impl, "mlp": kernels.mlp, "loss": kernels.loss}
 
 
-def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> Ops:
-    """The functions that the config asks for. Unavailable: one of them, or torch.compile, cannot run on `device`."""
+def refusal(attention: Callable, argument: str) -> str | None:
+    """Why a model cannot have this argument, `lengths`, `window` or `starts`: the backend leaves it out. Or None."""
+    if argument in inspect.signature(attention).parameters:
+        return None
+    functions = {impl: backend("attention", impl).attention for impl in impls("attention")}
+    able = [impl for impl, function in functions.items() if argument in inspect.signature(function).parameters]
+    return f"{attention.__module__} takes no {argument} (kernels/attention/__init__.py): choose attn={', '.join(able)}"
+
+
+def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = ()) -> Ops:
+    """The functions that the config asks for; `needs` are arguments that attention may leave out and must not.
+
+    Unavailable: one of them, or torch.compile, cannot run on `device`, or attention lacks what it needs.
+    """
     if kernels.compile and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))):
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
-    return Ops(**{op: load(op, impl, device) for op, impl in chosen(kernels, attn).items()})
+    ops = Ops(**{op: load(op, impl, device) for op, impl in chosen(kernels, attn).items()})
+    for why in filter(None, (refusal(ops.attention, argument) for argument in needs)):
+        raise Unavailable(f"attention={attn.impl} cannot run this: {why}")
+    return ops
 
 
 def describe(op: str, impl: str, **shape) -> str:

@@ -9,7 +9,8 @@ def parameters(config: GPTConfig) -> int:
     """All of them; the head is tied to the token table and counts once."""
     C, bias = config.n_embd, int(config.bias)
     norm = C * (1 + bias)
-    block = 2 * norm + 12 * C * C + 9 * C * bias  # c_attn 3C^2, c_proj C^2, mlp 8C^2; biases 3C + C + 4C + C
+    heads = (config.n_head + 2 * config.kv_heads) * config.head_dim  # the width of c_attn: 3C without GQA
+    block = 2 * norm + (9 * C + heads) * C + (6 * C + heads) * bias  # c_proj C^2, mlp 8C^2; biases C, 4C, C
     return config.vocab_size * C + positions(config) + config.n_layer * block + norm
 
 
@@ -21,14 +22,16 @@ def positions(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig, length: int) -> float:
     """Training FLOPs a token at sequence length T: 6 N + 12 L C T (PaLM, arXiv:2204.02311, appendix B).
 
-    N leaves the position table out; attention is counted whole, without the half that a causal kernel may skip.
+    N leaves the position table out; attention is counted whole, without the half that a causal kernel may skip. With
+    a sliding window T is no more than that.
     """
-    return 6 * (parameters(config) - positions(config)) + 12 * config.n_layer * config.n_embd * length
+    seen = min(length, config.window or length)
+    return 6 * (parameters(config) - positions(config)) + 12 * config.n_layer * config.n_embd * seen
 
 
 def kv_cache_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
     """Keys and values of `length` tokens of `batch` sequences, in all layers."""
-    return 2 * config.n_layer * batch * length * config.n_embd * dtype.itemsize
+    return 2 * config.n_layer * batch * length * config.kv_heads * config.head_dim * dtype.itemsize
 
 
 def decode_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:

@@ -14,13 +14,17 @@ def executed(
     shape: tuple[int, int],
     device: torch.device,
     keys: int | None = None,
+    documents: bool = False,
 ) -> dict[str, str | bool]:
-    """Op -> backend and version for tokens of this shape (B, T); with `keys`, for a decoding step over so many."""
+    """Op -> backend and version for tokens of this shape (B, T); with `keys`, for a decoding step over so many; with
+    `documents`, for attention that stays inside them."""
     stored, compute = PRECISIONS[precision]
-    decoding = {"keys": keys, "lengths": [keys] * shape[0]} if keys else {"packed": config.pos == "learned"}
+    limits = {"keys": keys, "lengths": [keys] * shape[0]} if keys else {"packed": config.pos == "learned"}
+    limits |= {"kv_heads": config.kv_heads, "window": config.window}
+    limits |= {"documents": [shape[1]]} if documents else {}
     shapes = {
         "norm": {"shape": (*shape, config.n_embd), "residual_dtype": stored},
-        "attention": {"shape": (*shape, config.n_head, config.head_dim), **decoding},
+        "attention": {"shape": (*shape, config.n_head, config.head_dim), **limits},
         "mlp": {"shape": (*shape, config.n_embd)},
         "loss": {"shape": (*shape, config.n_embd), "vocab": config.vocab_size},
     }

@@ -6,7 +6,6 @@ whose shapes and places never change, and the GPU replays it as one CUDA graph (
 number of keys that it looks at: it is rounded up to a bucket, a graph for each, and the op's `lengths` hides the rest.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.registry import refusal
 from model.gpt import GPT, Cache
 from runtime.config import check
 
@@ -82,13 +82,8 @@ def biased_row(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alph
 
 def cannot_generate(model: GPT) -> str | None:
     """Why not, in one line: the model's attention takes no `lengths`."""
-    attention = model.h[0].attn.attention
-    if "lengths" in inspect.signature(attention).parameters:
-        return None
-    return (
-        f"{attention.__module__} cannot generate: its attention() takes no `lengths` (see "
-        "kernels/attention/__init__.py); choose another attn="
-    )
+    why = refusal(model.h[0].attn.attention, "lengths")
+    return why and f"generation reads a cache, and {why}"
 
 
 class Decoder:
@@ -106,7 +101,7 @@ class Decoder:
         rows = -(-capacity // (BUCKET // 4)) * (BUCKET // 4)  # what is masked anyway may as well be aligned
         # Zeros, since what is masked must be finite. Tensors of their own, and not views of one: Inductor would copy
         # that one for each layer that writes to it
-        size, kind = (batch, rows, config.n_head, config.head_dim), {"dtype": model.ln_f.dtype, "device": device}
+        size, kind = (batch, rows, config.kv_heads, config.head_dim), {"dtype": model.ln_f.dtype, "device": device}
         self.kv = [(torch.zeros(size, **kind), torch.zeros(size, **kind)) for _ in range(config.n_layer)]
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)

@@ -34,6 +34,8 @@ class GPTConfig:
     pos: str  # learned: GPT-2's table | rope: rotary, no table
     bias: bool
     dropout: float
+    n_kv_head: int | None = None  # keys and values, each for n_head / n_kv_head heads (GQA); null: n_head, as GPT-2
+    window: int | None = None  # a token sees the last `window` ones, itself included; null: all
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -42,6 +44,11 @@ class GPTConfig:
             self.n_embd % self.n_head == 0,
             f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts",
         )
+        check(
+            self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
+            f"model.n_kv_head={self.n_kv_head}: model.n_head={self.n_head} must be a multiple of it",
+        )
+        check(self.window is None or self.window >= 1, f"model.window={self.window}: it must be at least 1, or null")
         check(self.pos in ("learned", "rope"), f"model.pos={self.pos}: choose learned or rope")
         check(
             self.pos == "learned" or self.head_dim % 2 == 0,
@@ -52,6 +59,15 @@ class GPTConfig:
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def needs(self) -> list[str]:
+        """Arguments that its attention must have."""
+        return [] if self.window is None else ["window"]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
 
 
 def cast(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -81,7 +97,7 @@ class LayerNorm(nn.Module):
 class Cache(NamedTuple):
     """The keys and values of all tokens so far, and where this call's tokens stand among them (model/generate.py)."""
 
-    kv: list[tuple[Tensor, Tensor]]  # a layer's keys and values, (B, T_max, H, D) each in the compute dtype
+    kv: list[tuple[Tensor, Tensor]]  # a layer's keys and values, (B, T_max, Hkv, D) each in the compute dtype
     positions: Tensor  # (T,) int64
     keys: int  # of T_max, how many are read: part of the shapes, so the same for many steps
     lengths: Tensor | None  # (B,) int32, how many of them exist; None: all
@@ -90,7 +106,7 @@ class Cache(NamedTuple):
         return Cache(self.kv[i : i + 1], self.positions, self.keys, self.lengths)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one layer: keeps k and v (B, T, H, D) at their positions; returns all there are, (B, keys, H, D) each."""
+        """Of one layer: keeps k and v (B, T, Hkv, D) at their positions; returns all there are, (B, keys, Hkv, D)."""
         [(all_k, all_v)] = self.kv
         all_k.index_copy_(1, self.positions, k)
         all_v.index_copy_(1, self.positions, v)
@@ -100,19 +116,21 @@ class Cache(NamedTuple):
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
-        self.attention, self.n_head = ops.attention, config.n_head
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.attention, self.heads = ops.attention, (config.n_head, config.kv_heads, config.kv_heads)
+        self.limits = {} if config.window is None else {"window": config.window}
+        self.c_attn = Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, rope: Tensor | None, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, starts: Tensor | None, cache: Cache | None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)  # (B, T, H, D) each
+        q, k, v = self.c_attn(x).view(B, T, sum(self.heads), -1).split(self.heads, dim=2)  # (B, T, H or Hkv, D) each
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.append(k, v)
-        existing = {} if cache is None or cache.lengths is None else {"lengths": cache.lengths}
-        return self.c_proj(self.attention(q, k, v, **existing).reshape(B, T, C))
+        lengths = None if cache is None else cache.lengths
+        given = {name: value for name, value in (("lengths", lengths), ("starts", starts)) if value is not None}
+        return self.c_proj(self.attention(q, k, v, **self.limits, **given).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -139,16 +157,17 @@ class Block(nn.Module):
         self.drop = dropout(config)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rope: Tensor | None, cache: Cache | None = None
+        self, x: Tensor, residual: Tensor | None, rope: Tensor | None, starts: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor]:
         h, residual = self.ln_1(x, residual)
-        h, residual = self.ln_2(self.drop(self.attn(h, rope, cache)), residual)
+        h, residual = self.ln_2(self.drop(self.attn(h, rope, starts, cache)), residual)
         return self.drop(self.mlp(h)), residual
 
 
 class GPT(nn.Module):
     """idx (B, T) -> logits (B, T, V) in the compute dtype; with targets (B, T), their mean cross-entropy instead.
 
+    starts (B, T) int32 keeps attention inside documents: the place in the sequence where each token's own begins.
     With a cache idx is what comes after the tokens that it holds, and the logits are those of the last token (B, 1, V).
     """
 
@@ -162,7 +181,9 @@ class GPT(nn.Module):
         self.ln_f = LayerNorm(config, ops, dtype)
         self.init_weights()
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, starts: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         T = idx.shape[1]
         x, residual, rope = self.wte(idx), None, None
         if self.wpe is None:
@@ -174,7 +195,7 @@ class GPT(nn.Module):
             x = x + (self.wpe.weight[:T] if cache is None else self.wpe(cache.positions))
         x = self.drop(x)
         for i, block in enumerate(self.h):
-            x, residual = block(x, residual, rope, None if cache is None else cache.layer(i))
+            x, residual = block(x, residual, rope, starts, None if cache is None else cache.layer(i))
         if cache is not None:
             x, residual = x[:, -1:], residual[:, -1:]
         x, _ = self.ln_f(x, residual)

@@ -10,7 +10,7 @@ weights, and a ckpt.pt does not say by which it was trained. The two differ by l
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,16 +71,17 @@ def shape(source: str) -> Pretrained:
 def fitted(found: Pretrained, given: dict) -> dict:
     """GPTConfig's fields for a model that starts from `found`; `given` are those that the user asks for.
 
-    The position table may become shorter, and a rope model has none; UserError: anything else differs.
+    The position table may become shorter, and a rope model has none; the window may be another, for no weight depends
+    on it. UserError: anything else differs.
     """
     longest = given.get("block_size", 0) if found.model["pos"] == "rope" else found.model["block_size"]
     for key, value in given.items():
         if key == "block_size":
             check(value <= longest, f"model.block_size={value} is more than the {longest} positions of {found.name}")
-        elif key in found.model:
-            held = found.model[key]
+        elif key not in ("dropout", "window"):
+            held = found.model.get(key)
             check(value == held, f"model.{key}={value}, but {found.name} has {held}: leave model.{key} out")
-    return {**found.model, **{key: given[key] for key in given if key == "block_size"}}
+    return {**found.model, **{key: given[key] for key in given if key in ("block_size", "window")}}
 
 
 @torch.no_grad()
@@ -96,12 +97,20 @@ def load(model: GPT, pretrained: Pretrained) -> None:
     model.load_state_dict(weights)
 
 
-def build(source: Pretrained, kernels: KernelsConfig, attn: AttnConfig, precision: str, device: torch.device) -> GPT:
-    """The model that was read, on `device` and in eval mode."""
+def build(
+    source: Pretrained,
+    kernels: KernelsConfig,
+    attn: AttnConfig,
+    precision: str,
+    device: torch.device,
+    needs: Sequence[str] = (),
+) -> GPT:
+    """The model that was read, on `device` and in eval mode; `needs` as in resolve()."""
     stored, compute = PRECISIONS[precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
     with torch.device("meta"):  # no weights are drawn only to be overwritten
-        model = GPT(GPTConfig(**source.model, dropout=0.0), resolve(kernels, attn, device), compute).to(stored)
+        config = GPTConfig(**source.model, dropout=0.0)
+        model = GPT(config, resolve(kernels, attn, device, [*config.needs, *needs]), compute).to(stored)
     model.to_empty(device=device)
     load(model, source)
     return model.eval()

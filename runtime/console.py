@@ -18,14 +18,17 @@ def header(cfg: Any, row: dict, data: str, ceiling: Ceiling, folder: Path) -> st
     peak = f"{ceiling.peak / 1e12:.1f} by data sheet" if ceiling.peak else "unknown to the table of GPUs"
     floor = 1e3 * ceiling.flops_per_token * t.tokens_per_step / n / ceiling.measured
     micro = t.tokens_per_step // (t.batch_size * t.block_size * n)
+    heads = f"{m.n_head} heads" + (f" ({m.n_kv_head} of keys and values)" if m.n_kv_head else "")
+    positions = f"{m.pos} positions" + (f", a window of {m.window:,}" if m.window else "")
+    seen = min(t.block_size, m.window or t.block_size)
     many = f"{n} processes ({cfg.parallel}) with " if n > 1 else ""
     return f"""\
 device   {row["env"]["device"]}, torch {torch.__version__}, precision {cfg.precision}
-model    {row["parameters"] / 1e6:.1f}M: {m.n_layer} layers, {m.n_head} heads, {m.n_embd} wide, {m.pos} positions
+model    {row["parameters"] / 1e6:.1f}M: {m.n_layer} layers, {heads}, {m.n_embd} wide, {positions}
 data     {data}
 kernels  {" | ".join(kernels)}
 step     {t.tokens_per_step:,} tokens: {many}{micro} micro-steps of {t.batch_size} sequences of {t.block_size:,}
-mfu      (6 x {counted:.1f}M + 12 x {m.n_layer} x {m.n_embd} x {t.block_size}) FLOP a token over the dense bf16 peak
+mfu      (6 x {counted:.1f}M + 12 x {m.n_layer} x {m.n_embd} x {seen}) FLOP a token over the dense bf16 peak
 peak     TFLOP/s: {peak}; {ceiling.measured / 1e12:.3g} by a matmul here, at which a step takes {floor:.1f} ms
 folder   {folder}"""
 

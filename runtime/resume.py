@@ -76,6 +76,8 @@ def same_run(saved: dict, config: dict, fingerprint: dict, path: Path) -> None:
     pairs = {f"model.{key}": (now, then["model"].get(key)) for key, now in config["model"].items() if key != "dropout"}
     pairs |= {f"data.{key}": (now, saved["data"].get(key)) for key, now in fingerprint.items()}
     pairs |= {f"train.{key}": (config["train"][key], then["train"][key]) for key in ("block_size", "tokens_per_step")}
+    masked = [each["data"].get("mask_documents", False) for each in (config, then)]
+    pairs |= {"data.mask_documents": tuple(masked)}
     pairs["seed"] = config["seed"], then["seed"]
     if differ := [f"{key}={now} (there {before})" for key, (now, before) in pairs.items() if now != before]:
         raise UserError(

@@ -83,7 +83,8 @@ def text(cfg: Config, source: Pretrained) -> Text:
     held, rest = (sum(map(len, shards)) for shards in (dataset.val, dataset.train))
     share = "" if config.source == "nanogpt" else f" (data.val_fraction={config.val_fraction:g})"
     about = f"{held:,} validation tokens of {held + rest:,}{share}, in sequences of {length:,}"
-    windows = Windows(dataset.val, length, "validation", "block_size")
+    eot = dataset.tokenizer.eot if config.mask_documents else None
+    windows = Windows(dataset.val, length, "validation", "block_size", eot)
     return Text(dataset, windows, cfg.batch_size or train.get("batch_size", 16), about)
 
 
@@ -105,6 +106,8 @@ def data_config(cfg: Config, source: Pretrained, own: dict, tokenizer: str) -> D
     if not asked.get("source"):
         check(bool(own), f"{source.name} does not say what text to evaluate it on: pass data=text data.path=...")
         asked = own["data"] | {key: value for key, value in asked.items() if value is not None}
+    if asked.get("mask_documents") is None:  # other text is read as in the training, too
+        asked = asked | {"mask_documents": own.get("data", {}).get("mask_documents", False)}
     return parse(OmegaConf.create(asked | {"tokenizer": tokenizer}), DataConfig)
 
 
@@ -121,8 +124,9 @@ def batches(windows: Windows, size: int, count: int | None) -> Iterator[Batch]:
 def evaluate(model: GPT, batches: Iterator[Batch], lengths: np.ndarray, device: torch.device) -> dict[str, float]:
     """The figures over the batches; `lengths` (n_vocab,) are bytes of text an id."""
     nats, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    for x, y in batches:
-        nats += model(x.to(device), y.to(device)).double() * y.numel()
+    for batch in batches:
+        y = batch[1]
+        nats += model(*(each.to(device) for each in batch)).double() * y.numel()
         tokens += y.numel()
         size += int(lengths[y.numpy()].sum())
     loss = nats.item() / tokens
@@ -139,10 +143,12 @@ def judge(cfg: Config, source: Pretrained, text: Text, device: torch.device, run
     """Load the model, and leave the figures in `run.row`."""
     tokenizer, windows, size = text.dataset.tokenizer, text.windows, text.batch_size
     reset_memory(device)
-    model = build(source, cfg.kernels, cfg.attn, cfg.precision, device)
+    masked = windows.eot is not None
+    model = build(source, cfg.kernels, cfg.attn, cfg.precision, device, ["starts"] * masked)
     if cfg.kernels.compile:
         model.compile(fullgraph=True)
-    kernels = executed(model.config, cfg.kernels, cfg.attn, cfg.precision, (size, windows.block_size), device)
+    shape = (size, windows.block_size)
+    kernels = executed(model.config, cfg.kernels, cfg.attn, cfg.precision, shape, device, documents=masked)
     run.begin(kernels=kernels, env=environment(device), source=source.name)
     ops = " | ".join(f"{op} {who}" for op, who in run.row["kernels"].items() if op != "compile")
     print(f"device   {run.row['env']['device']}, torch {torch.__version__}, precision {cfg.precision}")

@@ -130,10 +130,11 @@ def main(cfg: Config) -> None:
     folder = local(cfg.path)
     free(folder, FILES[cfg.format])
     found = shape(cfg.checkpoint)
-    check(
-        found.model["pos"] == "learned",
-        f"{found.name} has rope positions, and {cfg.format} knows only a learned table: it cannot be exported",
-    )
+    shared = found.model.get("n_kv_head") not in (None, found.model["n_head"])
+    beyond = {"rope positions": found.model["pos"] == "rope", "shared keys and values (n_kv_head)": shared}
+    beyond["a sliding window"] = found.model.get("window") is not None
+    has = " and ".join(name for name, there in beyond.items() if there)
+    check(not has, f"{found.name} has {has}, which {cfg.format}'s GPT-2 does not know: it cannot be exported")
     source = read(cfg.checkpoint)
     if cfg.format == "hf":
         config, tensors = to_hugging_face(source)

@@ -112,8 +112,28 @@ def test_an_attention_that_only_trains(hotswap, monkeypatch):
     monkeypatch.setattr(module, "attention", plain)
     code, out, err = hotswap(*QUICK, "train.max_steps=1", "train.sample_tokens=4")
     assert (code, err) == (0, "")
-    assert re.search(r"^sample   none: .* cannot generate: its attention\(\) takes no `lengths`", out, re.MULTILINE)
+    assert re.search(r"^sample   none: generation reads a cache, and .* takes no lengths", out, re.MULTILINE)
     assert row()["status"] == "ok"
+
+
+def test_attention_inside_documents(hotswap):
+    """data.mask_documents: the first loss is that of the model with attention cut by hand at every end of text."""
+    cfg = config(*QUICK, "data.mask_documents=true", "train.batch_size=4", "train.block_size=64", "data.cache=tokens")
+    dataset = open_dataset(cfg.data)
+    model = train.build(cfg, CPU)
+    masked = Windows(dataset.train, 64, "training", eot=dataset.tokenizer.eot)
+    held = [i for i in range(len(masked)) if dataset.tokenizer.eot in masked.batch(np.array([i]))[0][0, 8:56].tolist()]
+    x, _, starts = masked.batch(np.array(held[:1]))
+    [place] = {int(start) for start in starts[0]} - {0}
+    first, second = model(x, starts=starts)[0].split((place, 64 - place))
+    torch.testing.assert_close(first, model(x[:, :place])[0], rtol=1e-4, atol=1e-5)
+    other = x.clone()
+    other[0, :place] = (other[0, :place] + 1) % 256  # does not move what comes behind the end of text
+    torch.testing.assert_close(second, model(other, starts=starts)[0, place:], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(second, model(x)[0, place:], rtol=1e-2, atol=1e-3)
+    code, _, err = hotswap(*QUICK, "train.max_steps=2", "data.mask_documents=true", "train.sample_tokens=4")
+    assert (code, err) == (0, "")
+    assert row()["config"]["data"]["mask_documents"] is True
 
 
 def test_the_same_seed_is_the_same_run(hotswap):

@@ -5,17 +5,16 @@ At B = 64, T = 1024, 12 heads, bf16 the scores of one layer are 1.5 GiB, and the
 
 import math
 
-from kernels.attention import causal_mask, length_mask
+from kernels.attention import seen
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None):
+def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
     heads = q.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     if k.shape[1] != heads:
         k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
-    if lengths is not None:
-        scores = scores.masked_fill(~length_mask(q.shape[2], k.shape[2], lengths, causal), -math.inf)
-    elif causal:
-        scores = scores.masked_fill(~causal_mask(q.shape[2], k.shape[2], q.device), -math.inf)
+    limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
+    if (mask := seen(q.shape[2], k.shape[2], q.device, **limits)) is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)  # softmax computes in fp32 and rounds once, on the way out

@@ -10,18 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.attention import causal_mask, length_mask
+from kernels.attention import seen
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None):
-    queries, keys, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
+def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+    grouped, mask = q.shape[2] != k.shape[2], None
+    # PyTorch aligns is_causal top left: with as many keys as queries that is the same, and spares the mask
+    if not (causal and q.shape[1] == k.shape[1] and lengths is None and window is None and starts is None):
+        limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
+        mask, causal = seen(q.shape[1], k.shape[1], q.device, **limits), False
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    mask = None
-    if lengths is not None:
-        mask, causal = length_mask(queries, keys, lengths, causal), False
-    elif causal and queries != keys:
-        # PyTorch aligns is_causal top left. With as many keys as queries that is the same; one query sees every key.
-        mask, causal = causal_mask(queries, keys, q.device) if queries > 1 else None, False
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 

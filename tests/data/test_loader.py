@@ -35,6 +35,17 @@ def test_samples_are_windows_and_targets_are_one_on(windows):
     assert (x.dtype, x.shape) == (torch.int64, (4, T))
 
 
+def test_starts_are_where_documents_begin(windows):
+    """An end of text is the first token of what follows it; a sample's first document is cut off by the sample."""
+    masked = Windows(windows.shards, T, "training", eot=43)
+    plain, (x, y, first) = windows.batch(np.array([4, 5, 14])), masked.batch(np.array([4, 5, 14]))
+    assert torch.equal(x, plain[0])
+    assert torch.equal(y, plain[1])
+    assert x[1, 3] == 43
+    assert first.tolist() == [[0] * T, [0, 0, 0, 3, 3, 3, 3, 3], [0] * T]
+    assert (first.dtype, first.shape) == (torch.int32, x.shape)
+
+
 def test_an_epoch_has_every_sample_once(windows):
     """15 samples, 5 a step: three steps are an epoch, and the next one has another order."""
     loader = Loader(windows, batch_size=5, tokens_per_step=5 * T, seed=1)

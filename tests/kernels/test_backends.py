@@ -50,8 +50,8 @@ def usable(op, impl, device, inputs=None):
     inputs = inputs or {}
     try:
         function = load(op, impl, device)
-        if "lengths" in inputs and "lengths" not in inspect.signature(function).parameters:
-            pytest.skip(f"{op}={impl} takes no lengths")
+        if missing := inputs.keys() - inspect.signature(function).parameters.keys():
+            pytest.skip(f"{op}={impl} takes no {', '.join(missing)}")
         if any(tensor.dtype == torch.bfloat16 for tensor in tensors(inputs.values())):
             function(**inputs)  # Triton's interpreter has none
     except Unavailable as why:
@@ -151,7 +151,7 @@ def test_nothing_given_is_written_to(op, impl, device):
 
 COMPILED = {
     "norm": ["768", "fp32_residual", "plain"],
-    "attention": ["64", "gqa", "decode", "lengths"],
+    "attention": ["64", "gqa", "decode", "lengths", "window", "documents"],
     "mlp": ["768", "no_bias"],
     "loss": ["768", "some_ignored", "all_ignored"],
 }

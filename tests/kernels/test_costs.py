@@ -1,5 +1,7 @@
 """cost() against a recount: FLOPs by PyTorch's own counter, bytes by the tensors themselves."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,9 +18,11 @@ def test_bytes_of_forward(op, case):
     inputs = module.inputs(**shape, dtype=torch.bfloat16)
     outputs = module.reference(**inputs)
     given = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
-    if "lengths" in inputs:  # of q, k, v and lengths: keys and values as far as they exist
-        q, k, v, lengths = given
-        given = [q, lengths, *(t[row, :length] for t in (k, v) for row, length in enumerate(lengths.tolist()))]
+    if "lengths" in inputs or "window" in inputs:  # keys and values as far as they exist and any query sees them
+        q, k, v, *limits = given
+        lengths = inputs["lengths"].tolist() if "lengths" in inputs else [k.shape[1]] * len(k)
+        firsts = [max(0, n - q.shape[1] + 1 - inputs.get("window", n)) for n in lengths]
+        given = [q, *limits, *(t[i, a:b] for t in (k, v) for i, (a, b) in enumerate(zip(firsts, lengths, strict=True)))]
     made = [out for out in (outputs if isinstance(outputs, tuple) else (outputs,)) if out.dim() and out is not given[0]]
     rows = given[0].numel() // given[0].shape[-1]
     kept = {  # fp32 statistics of norm and attention, the pre-activation of mlp
@@ -50,7 +54,25 @@ def test_flops_of_attention():
     with FlopCounterMode(display=False) as forward:
         module.reference(**inputs)
     assert module.cost((2, 50, 3, 64), causal=False)["forward"][0] == forward.get_total_flops()
-    pairs = module.causal_mask(16, 77, "cpu").sum().item()
-    assert module.cost((2, 16, 3, 64), keys=77)["forward"][0] == 2 * (2 * 2 * 3 * pairs * 64)
-    pairs = module.length_mask(16, 77, torch.tensor([16, 60]), causal=True).sum().item()
-    assert module.cost((2, 16, 3, 64), keys=77, lengths=(16, 60))["forward"][0] == 2 * (2 * 3 * pairs * 64)
+
+
+@pytest.mark.parametrize("case", contract("attention").CASES)
+def test_the_mask_and_its_pairs(case):
+    """Pair by pair: what the contract says in words, what the formula computes with, and what cost() counts."""
+    module, shape = contract("attention"), contract("attention").CASES[case]
+    inputs = module.inputs(**shape, dtype=torch.float32)
+    (batch, queries, heads, width), keys = inputs["q"].shape, inputs["k"].shape[1]
+    limits = {name: inputs[name] for name in ("causal", "lengths", "window", "starts") if name in inputs}
+    mask = module.seen(queries, keys, "cpu", **limits)
+    mask = torch.ones(1, dtype=torch.bool) if mask is None else mask
+    pairs = 0
+    for b, i, j in itertools.product(range(batch), range(queries), range(keys)) if queries < 200 else ():
+        length = int(inputs["lengths"][b]) if "lengths" in inputs else keys
+        place = length - queries + i  # of the query among the keys
+        sees = j < length and (j <= place or not inputs["causal"])
+        sees &= "window" not in inputs or place - j < inputs["window"]
+        sees &= "starts" not in inputs or j >= int(inputs["starts"][b, i])
+        assert sees == mask.expand(batch, 1, queries, keys)[b, 0, i, j]
+        pairs += sees
+    if queries < 200:
+        assert module.cost(**shape)["forward"][0] == 2 * (2 * heads * pairs * width)

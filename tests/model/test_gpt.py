@@ -1,6 +1,7 @@
 """The model against Hugging Face's GPT-2 and Llama's rotary positions."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from kernels.registry import AttnConfig, KernelsConfig, impls, resolve
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, refusal, resolve
 from model import cost
 from model.generate import Decoder, Sampling
 from model.gpt import GPT, GPTConfig, rope_table, rotate
@@ -108,6 +109,59 @@ def test_no_token_sees_a_later_one(pos):
     assert not torch.allclose(before[:, 12:], after[:, 12:])
 
 
+@pytest.mark.parametrize("attn", impls("attention"))
+def test_grouped_queries_are_heads_with_the_same_keys(attn):
+    """A model of three heads over one, and one whose three heads were given the same weights: equal, to float32."""
+    one = gpt(replace(SMALL, n_kv_head=1), attn)
+    three = gpt(SMALL, attn)
+    state, D = one.state_dict(), SMALL.head_dim
+    for name, weight in state.items():
+        if ".c_attn." in name:
+            q, k, v = weight.split((3 * D, D, D))
+            state[name] = torch.cat((q, k, k, k, v, v, v))
+    three.load_state_dict(state)
+    idx = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(one(idx), three(idx), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attn", impls("attention"))
+def test_a_window_forgets_what_lies_behind_it(attn):
+    """Through n layers a token sees n (window - 1) back, and no further (Mistral 7B, arXiv:2310.06825)."""
+    config = replace(SMALL, pos="rope", window=4)
+    if refusal(ops(attn).attention, "window"):
+        pytest.skip(f"{attn} takes no window")
+    model = gpt(config, attn)
+    idx = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(1))
+    other = idx.clone()
+    other[0, 5] = (other[0, 5] + 1) % 97
+    reach = 5 + config.n_layer * (config.window - 1)
+    differs = (model(idx) != model(other)).any(-1)[0]
+    assert differs[5 : reach + 1].all()
+    assert not differs[:5].any()
+    assert not differs[reach + 1 :].any()
+
+
+@pytest.mark.parametrize("attn", impls("attention"))
+def test_documents_are_as_if_alone(attn):
+    """A sequence of three documents gives each the logits that it has by itself (rope: only distances count)."""
+    if refusal(ops(attn).attention, "starts"):
+        pytest.skip(f"{attn} takes no starts")
+    model = gpt(replace(SMALL, pos="rope"), attn)
+    idx = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(1))
+    cuts = [0, 1, 9, 24]
+    starts = torch.tensor([[max(cut for cut in cuts if cut <= t) for t in range(24)]], dtype=torch.int32)
+    logits = model(idx, starts=starts)
+    alone = torch.cat([model(idx[:, a:b]) for a, b in pairwise(cuts)], dim=1)
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(idx), alone, rtol=1e-2, atol=1e-2)
+
+
+def test_needs_are_refused_by_name():
+    plain = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
+    with pytest.raises(Unavailable, match=r"attention=eager cannot run this: .* takes no wings .*choose attn="):
+        resolve(plain, AttnConfig("eager"), torch.device("cpu"), ["window", "wings"])
+
+
 def test_rope_equals_hugging_face():
     """Llama's rotary embedding, which is GPT-NeoX's: an implementation that is not ours."""
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -135,8 +189,9 @@ def test_rope_has_no_table_and_no_longest_length():
 
 @pytest.mark.parametrize("pos", ["learned", "rope"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_parameters_are_as_counted(pos, bias):
-    config = replace(SMALL, pos=pos, bias=bias)
+@pytest.mark.parametrize("shared", [None, 1])
+def test_parameters_are_as_counted(pos, bias, shared):
+    config = replace(SMALL, pos=pos, bias=bias, n_kv_head=shared)
     model = GPT(config, ops())
     assert sum(w.numel() for w in model.parameters()) == cost.parameters(config)
     assert bias == any(name.endswith("bias") for name in model.state_dict())
@@ -153,13 +208,15 @@ def test_published_sizes(name):
 def test_flops_are_palms():
     """GPT-2 124M at T = 1024, by hand: N is 124,475,904 with the vocabulary of 50304, less 786,432 positions."""
     assert cost.flops_per_token(GPT2, 1024) == 6 * (124_475_904 - 786_432) + 12 * 12 * 768 * 1024
+    assert cost.flops_per_token(replace(GPT2, window=256), 1024) == cost.flops_per_token(GPT2, 256)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_bytes_are_those_of_the_tensors(pos, dtype):
+@pytest.mark.parametrize("shared", [None, 1])
+def test_bytes_are_those_of_the_tensors(pos, shared, dtype):
     """The cache and what a decoding step reads: the weights in the compute dtype, but for the position table."""
-    config = replace(SMALL, pos=pos)
+    config = replace(SMALL, pos=pos, n_kv_head=shared)
     model = GPT(config, ops(), dtype).to(dtype)
     kv = Decoder(model, 2, 64, Sampling(97)).kv  # it rounds up to 64 rows
     assert cost.kv_cache_bytes(config, 2, 64, dtype) == sum(k.nbytes + v.nbytes for k, v in kv)
@@ -235,6 +292,8 @@ def test_amp_keeps_the_stream_in_fp32():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"n_kv_head": 2}, r"model.n_kv_head=2: model.n_head=3 must be a multiple of it"),
+        ({"window": 0}, r"model.window=0: it must be at least 1, or null"),
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
         ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),
         ({"pos": "alibi"}, r"model.pos=alibi: choose learned or rope"),
