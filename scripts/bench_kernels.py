@@ -29,6 +29,7 @@ from scripts.report import roofline
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ERROR_ROWS = 4096  # that are computed in float64 as well
+ERROR_QUERIES = 16  # of attention: T x T scores in float64 would fill any memory
 
 
 @dataclass
@@ -83,7 +84,8 @@ def both(function: Callable, inputs: dict, douts: list[Tensor]) -> tuple:
 
 def error(function: Callable, module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.device) -> dict:
     """||got - exact|| / ||exact|| of the outputs and of the gradients, the largest of each, over fewer rows."""
-    rows = ERROR_ROWS if len(shape["shape"]) == 2 else shape["shape"][0]
+    attention = module.__name__ == "kernels.attention"
+    rows = 1 if attention else ERROR_ROWS if len(shape["shape"]) == 2 else shape["shape"][0]
     inputs = module.inputs(
         **shape | {"shape": (min(rows, shape["shape"][0]), *shape["shape"][1:])}, dtype=dtype, device=device
     )
@@ -94,7 +96,10 @@ def error(function: Callable, module: ModuleType, shape: dict, dtype: torch.dtyp
         for key, value in inputs.items()
     }
     douts = [torch.randn_like(out) for out in outputs(function, inputs)]
-    got, truth = both(function, inputs, douts), both(module.reference, exact, [dout.double() for dout in douts])
+    if attention:
+        got, truth = last_queries(function, module.reference, inputs, exact, douts[0])
+    else:
+        got, truth = both(function, inputs, douts), both(module.reference, exact, [dout.double() for dout in douts])
     names = ("error/out", "error/gradients")
     return {
         name: max(
@@ -102,6 +107,19 @@ def error(function: Callable, module: ModuleType, shape: dict, dtype: torch.dtyp
         )
         for name, mine, theirs in zip(names, got, truth, strict=True)
     }
+
+
+def last_queries(function: Callable, reference: Callable, inputs: dict, exact: dict, dout: Tensor) -> tuple:
+    """(outputs, gradients) of both, as far as the last queries go: these see every key, and a gradient that enters
+    there alone reaches every key and value."""
+    n = min(ERROR_QUERIES, dout.shape[1])
+    dout[:, :-n] = 0
+    (out,), (dq, dk, dv) = both(function, inputs, [dout])
+    tails = {"q": exact["q"].detach()[:, -n:].requires_grad_()}
+    if "starts" in exact:
+        tails["starts"] = exact["starts"][:, -n:]
+    truth = both(reference, exact | tails, [dout[:, -n:].double()])
+    return ((out[:, -n:],), (dq[:, -n:], dk, dv)), truth
 
 
 def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: torch.device) -> float | None:
@@ -194,15 +212,27 @@ def table(rows: list[dict]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
+def folder(out_dir: str | None, name: str) -> Path:
+    """That of a benchmark's run, made."""
+    path = Path(out_dir) if out_dir else new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def write(rows: list[dict], name: str, path: Path, keep: bool) -> list[Path]:
+    """Append the rows to `name` in this folder, and to that of their device in results/ where they are to be kept."""
+    files = [path / name] + [RESULTS / slug(rows[-1]["env"]["device"]) / name] * keep
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+    return files
+
+
 @cli(Config, configs=ROOT / "configs", name="bench_kernels", errors=(KernelError,))
 def main(cfg: Config) -> None:
     device = pick(cfg.device)
-    folder = (
-        Path(cfg.out_dir)
-        if cfg.out_dir
-        else new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-bench-{cfg.op}")
-    )
-    folder.mkdir(parents=True, exist_ok=True)
+    path = folder(cfg.out_dir, f"bench-{cfg.op}")
     env, rows = environment(device), []
     ceilings = {
         "ceiling/tb_per_s": measured_bandwidth(device) / 1e12,
@@ -212,17 +242,13 @@ def main(cfg: Config) -> None:
         torch.compiler.reset()
         with out_of_memory(f"op={cfg.op} shape={name}", "the shape: choose another one"):
             rows += [{**row, **ceilings, "env": env} for row in measure(cfg, name, device)]
-    files = [folder / "kernels.jsonl"] + [RESULTS / slug(env["device"]) / "kernels.jsonl"] * cfg.keep
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a") as out:
-            out.writelines(json.dumps(row) + "\n" for row in rows)
+    files = write(rows, "kernels.jsonl", path, cfg.keep)
     print(
         f"{env['device']}, torch {env['torch']}, triton {env['triton']}, {cfg.dtype}, medians of {cfg.rounds} rounds\n"
     )
     print(table(rows))
     if find_spec("matplotlib"):
-        files.append(roofline(rows, folder / "roofline.png"))
+        files.append(roofline(rows, path / "roofline.png"))
     copy, matmul = ceilings.values()
     print(f"\nceiling  {copy:.3g} TB/s of a copy, {matmul:.3g} TFLOP/s of a large matmul")
     print(f"done     {', '.join(map(str, files))}")

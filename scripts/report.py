@@ -137,6 +137,59 @@ def kernels(device: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
+def newest_context(rows: list[dict]) -> dict[tuple[int, str], dict]:
+    """(T, backend) -> row: the newest ones, of the newest row's shape, shortest T first."""
+    shape = [[row[key] for key in ("batch", "heads", "kv_heads", "head_dim", "window", "dtype")] for row in rows]
+    found = {(row["T"], row["impl"]): row for row, alike in zip(rows, shape, strict=True) if alike == shape[-1]}
+    return dict(sorted(found.items()))
+
+
+def context_table(rows: list[dict]) -> str:
+    """Rows of scripts/bench_attention.py: forward + backward ms and peak GiB, a line a T and a column a backend."""
+    found = newest_context(rows)
+    names, lengths = (list(dict.fromkeys(key[i] for key in found)) for i in (1, 0))
+    table = [["T", *names], ["---"] * (1 + len(names))]
+    for length in lengths:
+        cells = [f"{length:,}"]
+        for row in (found.get((length, name), {"status": ""}) for name in names):
+            memory = row.get("both/peak_gib")
+            told = f"{row['both/ms']:.2f} ms" if "both/ms" in row else row["status"].split(":")[0]
+            cells.append(f"{told}, {memory:.2f} GiB" if memory is not None and "both/ms" in row else told)
+        table.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def context(device: str) -> str:
+    """The table of attention against the context."""
+    path = RESULTS / device / "attention.jsonl"
+    if not path.exists():
+        return "No rows yet: `python -m scripts.bench_attention keep=true`."
+    return context_table([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def context_plot(rows: list[dict], path: Path) -> Path:
+    """Draws time and memory of attention against T, both ways: the quadratic and the linear."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = newest_context(rows)
+    units = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
+    units = {key: unit for key, unit in units.items() if any(row.get(key) for row in found.values())}
+    figure, [axes] = pyplot.subplots(1, len(units), figsize=(5.5 * len(units), 4.5), squeeze=False)
+    for panel, (key, label) in zip(axes, units.items(), strict=True):
+        for name in dict.fromkeys(impl for _, impl in found):
+            points = [(T, row[key]) for (T, impl), row in found.items() if impl == name and row.get(key)]
+            panel.plot([T for T, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
+        panel.set(xscale="log", yscale="log", xlabel="T", ylabel=f"{label}, forward + backward")
+    axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
 def environment(device: str) -> str:
     """What the rows were measured with, on which commit, and how to measure one again."""
     env = rows(device)[-1]["env"]
@@ -178,7 +231,7 @@ def agreement(device: str) -> str:
 def fill(text: str) -> str:
     """`text` with every marked section made anew."""
     sections = {"throughput": throughput, "scaling": scaling, "kernels": kernels}
-    sections |= {"environment": environment, "agreement": agreement}
+    sections |= {"context": context, "environment": environment, "agreement": agreement}
 
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"
@@ -240,6 +293,9 @@ if __name__ == "__main__":
         print(readme)
     for file in sorted(RESULTS.glob("*/kernels.jsonl")):
         print(roofline([json.loads(line) for line in file.read_text().splitlines()], file.with_name("roofline.png")))
+    for file in sorted(RESULTS.glob("*/attention.jsonl")):
+        kept = [json.loads(line) for line in file.read_text().splitlines()]
+        print(context_plot(kept, file.with_name("attention.png")))
     for folder in sorted(RESULTS.glob("*/curves")):
         plot_curves(folder.parent.name)
         print(f"{folder.parent / 'curves.png'}")
