@@ -101,11 +101,17 @@ def unavailable(op: str, impl: str, device: torch.device) -> str | None:
     return probe(device) if probe else None
 
 
-def load(op: str, impl: str, device: torch.device) -> Callable:
-    """The function that computes `op`. Unavailable: it cannot run on `device`."""
+def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = ()) -> Callable:
+    """The function that computes `op`; `needs` are arguments that a backend may leave out, and this one must not.
+
+    Unavailable: it cannot run on `device`, or has left one out.
+    """
     if why := unavailable(op, impl, device):
         raise Unavailable(f"{op}={impl} cannot run here: {why}")
-    return getattr(backend(op, impl), op)
+    function = getattr(backend(op, impl), op)
+    for why in filter(None, (refusal(function, argument) for argument in needs)):
+        raise Unavailable(f"{op}={impl} cannot run this: {why}")
+    return function
 
 
 def chosen(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
@@ -129,10 +135,8 @@ def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, need
     """
     if kernels.compile and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))):
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
-    ops = Ops(**{op: load(op, impl, device) for op, impl in chosen(kernels, attn).items()})
-    for why in filter(None, (refusal(ops.attention, argument) for argument in needs)):
-        raise Unavailable(f"attention={attn.impl} cannot run this: {why}")
-    return ops
+    asked = {"attention": needs}
+    return Ops(**{op: load(op, impl, device, asked.get(op, ())) for op, impl in chosen(kernels, attn).items()})
 
 
 def describe(op: str, impl: str, **shape) -> str:

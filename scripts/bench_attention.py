@@ -14,16 +14,23 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.registry import KernelError, Unavailable, contract, describe, impls
+from kernels.registry import KernelError, Unavailable, contract, describe, impls, load, refusal
 from runtime.config import check, cli
 from runtime.device import GIB, OutOfMemory, environment, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
 from runtime.timing import in_turn, synchronize
-from scripts.bench_kernels import DTYPES, both, contestants, error, folder, listed, outputs, write
+from scripts.bench_kernels import DTYPES, ERROR_QUERIES, both, contestants, error, folder, listed, outputs, write
 from scripts.report import context_plot, context_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST = {"cuda": 65536, "cpu": 2048}
+SHAPE = ("batch", "heads", "kv_heads", "head_dim", "window", "documents", "dtype")  # of a row, besides T
+
+
+class Wrong(KernelError):
+    """A contestant's answer is not the formula's: its speed is not shown."""
+
+    status = "wrong"
 
 
 @dataclass
@@ -35,6 +42,7 @@ class Config:
     kv_heads: int | None
     head_dim: int
     window: int | None
+    documents: int | None
     dtype: str
     device: str
     rounds: int
@@ -45,7 +53,9 @@ class Config:
         check(self.dtype in DTYPES, f"dtype={self.dtype}: choose {', '.join(DTYPES)}")
         for key in ("batch", "heads", "head_dim", "rounds"):
             check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: it must be at least 1")
-        check(self.window is None or self.window >= 1, f"window={self.window}: it must be at least 1, or null")
+        for key in ("window", "documents"):
+            value = getattr(self, key)
+            check(value is None or value >= 1, f"{key}={value}: it must be at least 1, or null")
         shared = self.heads if self.kv_heads is None else self.kv_heads
         check(
             shared >= 1 and self.heads % shared == 0,
@@ -76,34 +86,69 @@ def peak(work: Callable[[], object], device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / GIB
 
 
-def measure(cfg: Config, length: int, functions: dict[str, Callable], device: torch.device) -> list[dict]:
-    """The rows of one T, a row a contestant: those that fit take turns."""
-    module, dtype = contract("attention"), DTYPES[cfg.dtype]
-    shape = {"shape": (cfg.batch, length, cfg.heads, cfg.head_dim), "kv_heads": cfg.kv_heads, "window": cfg.window}
+def wrong(errors: dict[str, float], cfg: Config, length: int, device: torch.device) -> str | None:
+    """Why the figures of a contestant would be worth nothing: it is off by more than the rule of the tests, twice what
+    eager loses at that dtype over as many keys, allows. Or None."""
+    shape = {"shape": (1, min(ERROR_QUERIES, length), cfg.heads, cfg.head_dim), "keys": length}
+    shape |= {"kv_heads": cfg.kv_heads, "window": cfg.window}
+    dtype = DTYPES[cfg.dtype]
+    eagers = error(load("attention", "eager", device), contract("attention"), shape, dtype, device)
+    for key, off in errors.items():
+        if not off <= 2 * eagers[key] + torch.finfo(dtype).eps / 2:
+            return f"{key} is {off:.1e}, and eager's {eagers[key]:.1e}"
+    return None
+
+
+def works_of(
+    impl: str, function: Callable, row: dict, shape: dict, cfg: Config, device: torch.device
+) -> dict[str, Callable]:
+    """What to time of a contestant: forward, both ways, and a decoding step if it has one. Leaves errors and memory in
+    its row. KernelError, OutOfMemory: it cannot have a turn."""
+    module, dtype, named = contract("attention"), DTYPES[cfg.dtype], "eager" if impl == "compile" else impl
     inputs = module.inputs(**shape, dtype=dtype, device=device)
     dout = torch.randn_like(inputs["q"])
+    load("attention", named, device, needs=[name for name in ("window", "starts") if name in inputs])
+    row["executed"] = describe("attention", named, **shape, dtype=dtype, device=device)
+    row |= (errors := error(function, module, shape, dtype, device))
+    if why := wrong(errors, cfg, inputs["q"].shape[1], device):
+        raise Wrong(why)
+    works = {"forward": lambda: outputs(function, inputs), "both": lambda: both(function, inputs, [dout])}
+    row |= {f"{way}/peak_gib": peak(work, device) for way, work in works.items()}
+    if not cfg.documents and not refusal(load("attention", named, device), "lengths"):
+        (batch, length, *rest), shared = shape["shape"], {key: shape[key] for key in ("kv_heads", "window")}
+        step = module.inputs(
+            (batch, 1, *rest), keys=length, lengths=[length] * batch, **shared, dtype=dtype, device=device
+        )
+        works["decode"] = torch.no_grad()(lambda: function(**step))
+    return works
+
+
+def measure(cfg: Config, length: int, functions: dict[str, Callable], device: torch.device) -> list[dict]:
+    """The rows of one T, a row a contestant: those that fit take turns."""
+    shape = {"shape": (cfg.batch, length, cfg.heads, cfg.head_dim), "kv_heads": cfg.kv_heads, "window": cfg.window}
+    if cfg.documents:
+        full, rest = divmod(length, cfg.documents)
+        shape["documents"] = [cfg.documents] * full + [rest] * (rest > 0)
     rows, works = {}, {}
     for impl, function in functions.items():
-        row = rows[impl] = {"impl": impl, "T": length, **{k: v for k, v in shape.items() if k != "shape"}}
-        row |= {"batch": cfg.batch, "heads": cfg.heads, "head_dim": cfg.head_dim, "dtype": cfg.dtype, "status": "ok"}
-        ways = {"forward": lambda f=function: outputs(f, inputs), "both": lambda f=function: both(f, inputs, [dout])}
+        row = rows[impl] = {"impl": impl, "T": length, **{key: getattr(cfg, key) for key in SHAPE}, "status": "ok"}
         try:
             with out_of_memory(f"attention={impl} T={length}", "lengths"):
-                named = "eager" if impl == "compile" else impl
-                row["executed"] = describe("attention", named, **shape, dtype=dtype, device=device)
-                row |= error(function, module, shape, dtype, device)
-                row |= {f"{way}/peak_gib": peak(work, device) for way, work in ways.items()}
-        except (OutOfMemory, Unavailable) as why:
-            row["status"] = why.status if isinstance(why, OutOfMemory) else f"{why.status}: {why}"
-            continue
-        works |= {f"{impl} {way}": work for way, work in ways.items()}
-    cost = module.cost(**shape, dtype=dtype)
+                mine = works_of(impl, function, row, shape, cfg, device)
+        except OutOfMemory as full:
+            row["status"] = full.status
+        except (Unavailable, Wrong) as why:
+            row["status"] = f"{why.status}: {why}"
+        else:
+            works |= {f"{impl} {way}": work for way, work in mine.items()}
+    cost = contract("attention").cost(**shape, dtype=DTYPES[cfg.dtype])
     flops = {"forward": cost["forward"][0], "both": cost["forward"][0] + cost["backward"][0]}
     for name, seconds in in_turn(works, device, cfg.rounds).items():
         impl, way = name.split()
         p20, median, p80 = quantiles(seconds)
         rows[impl] |= {f"{way}/ms": 1e3 * median, f"{way}/ms/p20": 1e3 * p20, f"{way}/ms/p80": 1e3 * p80}
-        rows[impl][f"{way}/tflops"] = flops[way] / median / 1e12
+        if way in flops:
+            rows[impl][f"{way}/tflops"] = flops[way] / median / 1e12
     return list(rows.values())
 
 

@@ -139,7 +139,8 @@ def kernels(device: str) -> str:
 
 def newest_context(rows: list[dict]) -> dict[tuple[int, str], dict]:
     """(T, backend) -> row: the newest ones, of the newest row's shape, shortest T first."""
-    shape = [[row[key] for key in ("batch", "heads", "kv_heads", "head_dim", "window", "dtype")] for row in rows]
+    keys = ("batch", "heads", "kv_heads", "head_dim", "window", "documents", "dtype")
+    shape = [[row[key] for key in keys] for row in rows]
     found = {(row["T"], row["impl"]): row for row, alike in zip(rows, shape, strict=True) if alike == shape[-1]}
     return dict(sorted(found.items()))
 

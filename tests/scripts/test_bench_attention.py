@@ -12,7 +12,15 @@ CPU = torch.device("cpu")
 
 def config(**changes):
     settings = {"impl": ["eager", "sdpa"], "lengths": [24, 48], "batch": 1, "heads": 2, "kv_heads": None, "head_dim": 8}
-    settings |= {"window": None, "dtype": "float32", "device": "cpu", "rounds": 3, "keep": False, "out_dir": None}
+    settings |= {
+        "window": None,
+        "documents": None,
+        "dtype": "float32",
+        "device": "cpu",
+        "rounds": 3,
+        "keep": False,
+        "out_dir": None,
+    }
     return bench_attention.Config(**settings | changes)
 
 
@@ -21,7 +29,9 @@ def test_rows_and_what_does_not_fit(monkeypatch, tmp_path):
 
     def in_turn(works, device, rounds):
         assert {name.split()[0] for name in works} == {"eager"}
-        return {name: [{"forward": 2e-3, "both": 5e-3}[name.split()[1]]] * rounds for name in works}
+        for work in works.values():
+            work()
+        return {name: [{"forward": 2e-3, "both": 5e-3, "decode": 1e-3}[name.split()[1]]] * rounds for name in works}
 
     def full(**inputs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 GiB")
@@ -32,6 +42,7 @@ def test_rows_and_what_does_not_fit(monkeypatch, tmp_path):
     cost = contract("attention").cost((1, 24, 2, 8), window=7, dtype=torch.float32)
     assert (fits["forward/ms"], fits["both/ms"], fits["status"], not_["status"]) == (2, 5, "ok", "oom")
     assert fits["both/tflops"] == pytest.approx((cost["forward"][0] + cost["backward"][0]) / 5e-3 / 1e12)
+    assert fits["decode/ms"] == 1
     assert fits["error/out"] < 1e-6
     assert "both/ms" not in not_
     fits["both/peak_gib"] = 0.25
@@ -54,8 +65,26 @@ def test_the_error_of_the_last_queries_is_seen_everywhere(limits):
     assert off == pytest.approx({"error/out": 1e-3, "error/gradients": 1e-3}, rel=0.05)
 
 
+def test_what_is_wrong_or_cannot_has_no_speed():
+    """A kernel that forgets the scale, and one that knows no documents."""
+    eager = load("attention", "eager", CPU)
+    functions = {"eager": eager, "sdpa": lambda q, k, v, **rest: eager(2 * q, k, v, **rest)}
+    right, off = bench_attention.measure(config(rounds=1, documents=9), 24, functions, CPU)
+    assert right["both/ms"] > 0
+    assert off["status"].startswith("wrong: error/out is ")
+    assert not [key for key in off if key.endswith("/ms")]
+
+
 def test_only_the_newest_shape_is_in_the_table():
-    shape = {"batch": 1, "heads": 2, "kv_heads": None, "head_dim": 8, "window": None, "dtype": "float32"}
+    shape = {
+        "batch": 1,
+        "heads": 2,
+        "kv_heads": None,
+        "head_dim": 8,
+        "window": None,
+        "documents": None,
+        "dtype": "float32",
+    }
     row = {"T": 64, "impl": "eager", "both/ms": 1.0, "status": "ok", **shape}
     rows = [{**row, "T": 128}, {**row, "batch": 4}, row, {**row, "both/ms": 2.0}]
     assert context_table(rows).splitlines()[2:] == ["| 64 | 2.00 ms |", "| 128 | 1.00 ms |"]
@@ -82,6 +111,7 @@ def test_from_the_command_line(called, monkeypatch, tmp_path):
         ("lengths=64", "lengths=64: it takes a list: lengths='[64]'"),
         ("kv_heads=5", "kv_heads=5: heads=12 must be a multiple of it"),
         ("window=0", "window=0: it must be at least 1, or null"),
+        ("documents=0", "documents=0: it must be at least 1, or null"),
         ("heads=0", "heads=0: it must be at least 1"),
         ("dtype=int8", "dtype=int8: choose bfloat16, float16, float32"),
     ],
