@@ -1,6 +1,7 @@
-"""What Triton kernels ask of a machine."""
+"""What kernels ask of a machine."""
 
 import functools
+import importlib
 import os
 
 import torch
@@ -11,18 +12,32 @@ from kernels.registry import Unavailable
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def gpu_unavailable(device: torch.device, capability: tuple[int, int] = (8, 0)) -> str | None:
+    """Why `device` is no NVIDIA GPU of this compute capability or newer, or None."""
+    needed = "compute capability {}.{} or newer".format(*capability)
+    if device.type != "cuda":
+        return f"it needs an NVIDIA GPU of {needed}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if (major, minor) >= capability else f"it needs a GPU of {needed}, and this one has {major}.{minor}"
+
+
 def triton_unavailable(device: torch.device) -> str | None:
     """Why a Triton kernel cannot run on `device`, or None. On a CPU Triton's interpreter can, slowly, for tests."""
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return (
-            None
-            if major >= 8
-            else f"it needs a GPU of compute capability 8.0 or newer, and this one has {major}.{minor}"
-        )
+        return gpu_unavailable(device)
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    return "it needs an NVIDIA GPU of compute capability 8.0 or newer; for a trial on a CPU set TRITON_INTERPRET=1"
+    return f"{gpu_unavailable(device)}; for a trial on a CPU set TRITON_INTERPRET=1"
+
+
+def package_unavailable(package: str, symbol: str) -> str | None:
+    """Why `symbol`, "module.name", cannot be had, or None. `package` is what pip installs."""
+    module, _, name = symbol.rpartition(".")
+    try:
+        getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as why:
+        return f"it needs {package} ({why}): pip install '{package}'"
+    return None
 
 
 def triton_detail(**inputs) -> str:
