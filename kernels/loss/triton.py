@@ -99,27 +99,32 @@ def linear_cross_entropy(
 
 
 @linear_cross_entropy.register_fake
-def _(x, weight, targets, ignore_index, gradients):
+def outputs(x, weight, targets, ignore_index, gradients):
     empty = x.new_empty(0)
     mean = x.new_empty((), dtype=torch.float32)
     return mean, torch.empty_like(x) if gradients else empty, torch.empty_like(weight) if gradients else empty
 
 
-def _setup_context(ctx, inputs, output):
+def setup_context(ctx, inputs, output):
     _, dx, dweight = output
     ctx.save_for_backward(dx, dweight)
 
 
-def _backward(ctx, dout, _dx, _dweight):
+def backward(ctx, dout, _dx, _dweight):
     dx, dweight = ctx.saved_tensors
     return dx * dout.to(dx.dtype), dweight * dout.to(dweight.dtype), None, None, None
 
 
-linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+linear_cross_entropy.register_autograd(backward, setup_context=setup_context)
 
 
 def loss(x, weight, targets, ignore_index=-1):
     check_dtypes("loss", x, weight)
+    return apply(linear_cross_entropy, x, weight, targets, ignore_index)
+
+
+def apply(op, x, weight, targets, ignore_index):
+    """`op` over rows, with gradients where somebody will ask for them."""
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.flatten(0, -2).contiguous(), targets.flatten()
-    return linear_cross_entropy(x, weight, targets, ignore_index, gradients)[0]
+    return op(x, weight, targets, ignore_index, gradients)[0]
