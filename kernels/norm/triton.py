@@ -196,7 +196,7 @@ def norm_bwd(
     N, C = kept.shape
     launch = block(C, 4096)
     programs = min(4 * processors(kept.device), triton.cdiv(N, launch["ROWS"]))
-    dx, dresidual, *_ = _gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype)
+    dx, dresidual, *_ = gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype)
     partial = torch.empty(2, programs, C, dtype=torch.float32, device=kept.device)
     _norm_bwd_kernel[(programs,)](
         dy,
@@ -226,13 +226,13 @@ def norm_bwd(
 
 
 @norm_bwd.register_fake
-def _gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype):
+def gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype):
     dx = kept.new_empty(kept.shape, dtype=x_dtype)
     dresidual = kept.new_empty(kept.shape if x_dtype != stream_dtype else 0, dtype=stream_dtype)
     return dx, dresidual, torch.empty_like(weight), weight.new_empty(weight.shape if bias is not None else 0)
 
 
-def _setup_context(ctx, inputs, output):
+def setup_context(ctx, inputs, output):
     x, residual, weight, bias, _ = inputs
     _, stream, mean, rstd = output
     ctx.save_for_backward(x if residual is None else stream, weight, bias, mean, rstd)
@@ -240,15 +240,15 @@ def _setup_context(ctx, inputs, output):
     ctx.has_residual = residual is not None
 
 
-def backward(ctx, dy, dstream, dmean, drstd):
-    """Of what ctx kept: the arguments of norm_bwd."""
+def backward(ctx, dy, dstream, dmean, drstd, norm_bwd=norm_bwd):
+    """Of what ctx kept: the arguments of norm_bwd, which another backend may bring its own of."""
     dstream = rows(dstream) if ctx.has_residual else None
     dx, dresidual, dweight, dbias = norm_bwd(rows(dy), dstream, *ctx.saved_tensors, *ctx.dtypes)
     dresidual = (dresidual if dresidual.numel() else dx) if ctx.has_residual else None
     return dx, dresidual, dweight, dbias if dbias.numel() else None, None
 
 
-norm_fwd.register_autograd(backward, setup_context=_setup_context)
+norm_fwd.register_autograd(backward, setup_context=setup_context)
 
 
 def rows(tensor: Tensor) -> Tensor:
