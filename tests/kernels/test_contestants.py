@@ -1,0 +1,124 @@
+"""Other people's kernels: what we say where their package is missing, and what stands between them and our contract.
+
+The packages need a GPU. Here plain PyTorch answers to the functions that we call of them, as liger-kernel 0.8.5 and
+quack-kernels 0.6.5 define them; with the packages installed test_backends.py tests the real ones on a GPU.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels.registry import Unavailable, backend, contract, load, unavailable
+from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, evaluate
+
+CPU = torch.device("cpu")
+WRAPPED = [("norm", "liger"), ("norm", "quack"), ("loss", "liger")]
+CASES = {
+    "norm": ["fp32_residual", "fp32_embedding", "no_bias", "non_contiguous"],
+    "loss": ["some_ignored", "all_ignored", "non_contiguous"],
+}
+
+
+def _normalised(stream, weight, bias, eps):
+    mean, variance = stream.float().mean(-1), stream.float().var(-1, unbiased=False)
+    rstd = torch.rsqrt(variance + eps)
+    y = (stream.float() - mean[:, None]) * rstd[:, None] * weight.float()
+    return y if bias is None else y + bias.float(), mean, rstd
+
+
+def _gradients(dy, stream, weight, mean, rstd):
+    xhat, dy = (stream.float() - mean[:, None]) * rstd[:, None], dy.float()
+    g = dy * weight.float()
+    dstream = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    return dstream, (dy * xhat).sum(0), dy.sum(0)
+
+
+def layer_norm_forward(X, W, B, eps):
+    y, mean, rstd = _normalised(X.view(-1, X.shape[-1]), W, B, eps)
+    return y.to(X.dtype), X, mean, rstd, 1024, 4
+
+
+def layer_norm_backward(dY, X, W, B, Mean, RSTD):
+    results = _gradients(dY.view(-1, dY.shape[-1]), X, W, Mean, RSTD)
+    return tuple(result.to(t.dtype) for result, t in zip(results, (X, W, B), strict=True))
+
+
+def fused_linear_cross_entropy_forward(_input, weight, target, *, ignore_index, accum_dtype):
+    counts = (target != ignore_index).unsqueeze(1)
+    log_probs = (_input @ weight.T).float().log_softmax(-1)
+    onehot = torch.arange(len(weight)) == target.unsqueeze(1)
+    loss = -(log_probs * (onehot & counts)).sum() / max(1, counts.sum().item())
+    if not _input.requires_grad:
+        return loss, None, None, None, torch.zeros_like(_input), None, None
+    dlogits = ((log_probs.exp() - onehot.float()) * counts / counts.sum().clamp(min=1)).to(_input.dtype)
+    dweight = (dlogits.T.to(accum_dtype) @ _input.to(accum_dtype)).to(weight.dtype)
+    return loss, None, None, None, dlogits @ weight, dweight, None
+
+
+def _rmsnorm_fwd(x, weight, out, bias, rstd, mean, residual, residual_out, eps, is_layernorm):
+    stream = x.float() if residual is None else x.float() + residual.float()
+    for result, to in zip(_normalised(stream, weight, bias, eps), (out, mean, rstd), strict=True):
+        to.copy_(result)
+    if residual_out is not None:
+        residual_out.copy_(stream)
+
+
+def _rmsnorm_bwd(x, weight, dout, rstd, dx, dw_partial, db_partial, dresidual_out, dresidual, *, mean, is_layernorm):
+    dstream, dweight, dbias = _gradients(dout, x, weight, mean, rstd)
+    dstream = dstream if dresidual_out is None else dstream + dresidual_out.float()
+    for result, to in ((dstream, dx), (dstream, dresidual), (dweight / 2, dw_partial), (dbias / 2, db_partial)):
+        if to is not None:
+            to.copy_(result)
+
+
+@pytest.fixture
+def packages(monkeypatch):
+    for name, members in {
+        "liger_kernel.ops.layer_norm": (layer_norm_forward, layer_norm_backward),
+        "liger_kernel.ops.fused_linear_cross_entropy": (fused_linear_cross_entropy_forward,),
+        "quack.rmsnorm": (_rmsnorm_fwd, _rmsnorm_bwd),
+    }.items():
+        module = SimpleNamespace(**{member.__name__: member for member in members}, layernorm_bwd=None)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm_config", SimpleNamespace(get_sm_count=lambda N, device: 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("op", "impl", "case"), [(*pair, case) for pair in WRAPPED for case in CASES[pair[0]]])
+def test_wrapped(op, impl, case, dtype, packages):
+    function = getattr(backend(op, impl), op)
+    inputs = case_inputs(op, case, dtype, CPU)
+    truth = evaluate(contract(op).reference, inputs, dtype=torch.float64)
+    eager = evaluate(load(op, "eager", CPU), inputs)
+    torch.compiler.reset()
+    for call in (function, torch.compile(function, fullgraph=True)):
+        assert_as_good_as_eager(evaluate(call, inputs), eager, truth, inputs, dtype)
+
+
+def test_quack_copies_no_two_bytes(packages):
+    with pytest.raises(Unavailable, match=r"norm=quack takes even widths in 16 bits, and this is 769: choose"):
+        backend("norm", "quack").norm(**case_inputs("norm", "769", torch.bfloat16, CPU))
+
+
+def test_what_is_missing(monkeypatch, packages):
+    """The package first, for a GPU can be elsewhere; one line with the command that brings it."""
+    for op, impl in WRAPPED:
+        assert unavailable(op, impl, CPU).startswith("it needs an NVIDIA GPU of compute capability")
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("liger_kernel", "quack"):
+            monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    for op, impl, package in (
+        ("norm", "liger", "liger-kernel"),
+        ("loss", "liger", "liger-kernel"),
+        ("norm", "quack", "quack-kernels[cu13]>=0.6.2"),
+        ("loss", "torch_chunked", "torch>=2.13"),
+    ):
+        with pytest.raises(Unavailable) as raised:
+            load(op, impl, CPU)
+        message = str(raised.value)
+        assert message.startswith(f"{op}={impl} cannot run here: it needs ")
+        assert message.endswith(f": pip install '{package}'")
+        assert "\n" not in message
