@@ -11,7 +11,7 @@ import zlib
 import pytest
 import torch
 
-from kernels.registry import OPS, Unavailable, contract, impls, load
+from kernels.registry import OPS, Unavailable, backend, contract, impls, load
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 BACKENDS = [pytest.param(op, impl, id=f"{op}-{impl}") for op in OPS for impl in impls(op)]
@@ -147,6 +147,20 @@ def test_nothing_given_is_written_to(op, impl, device):
     torch.autograd.grad(outputs, tensors(inputs.values()), douts)
     assert all(torch.equal(inputs[name], value) for name, value in before.items())
     assert all(torch.equal(dout, copy) for dout, copy in zip(douts, kept, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("op", "impl"), BACKENDS)
+def test_twice_the_same_bits(op, impl, dtype, device):
+    """Outputs and gradients of two calls, with enough rows that many programs add to one sum."""
+    if device.type == "cuda" and not getattr(backend(op, impl), "deterministic", True):
+        pytest.skip(f"{op}={impl} says that they may differ")
+    rows = 4096 if device.type == "cuda" else 64
+    shape = {"shape": (2, rows, 2, 64)} if op == "attention" else {"shape": (rows, 768)}
+    inputs = contract(op).inputs(**shape, **({"vocab": 1000} if op == "loss" else {}), dtype=dtype, device=device)
+    function = usable(op, impl, device, inputs)
+    first, second = (evaluate(function, inputs) for _ in range(2))
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 COMPILED = {
