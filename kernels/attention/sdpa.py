@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.attention import seen
 
-deterministic = False  # on a GPU: the backwards of flash, cudnn and efficient add dq up by atomics
+deterministic = False  # by PyTorch's own warning, in the backward of flash, cudnn and efficient alike
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
