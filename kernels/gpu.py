@@ -8,6 +8,7 @@ import torch
 import triton
 
 from kernels.registry import Unavailable
+from kernels.tuned import files
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,7 +42,10 @@ def package_unavailable(package: str, symbol: str) -> str | None:
 
 
 def triton_detail(**inputs) -> str:
-    return f"triton {triton.__version__}{', interpreted' if os.environ.get('TRITON_INTERPRET') == '1' else ''}"
+    """Triton's version, and whether its launch parameters may be this user's own: tuned.py."""
+    mine, _ = files(next(iter(inputs.values())).device)
+    notes = {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", "tuned here": mine.exists()}
+    return ", ".join([f"triton {triton.__version__}", *(note for note, holds in notes.items() if holds)])
 
 
 def check_dtypes(op: str, *tensors: torch.Tensor | None) -> None:
@@ -50,7 +54,7 @@ def check_dtypes(op: str, *tensors: torch.Tensor | None) -> None:
         if dtype not in DTYPES:
             raise Unavailable(f"{op}=triton takes float32, bfloat16 and float16, and not {dtype}")
         if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
-            raise Unavailable(f"{op}=triton: Triton's interpreter computes bfloat16 wrongly; try precision=fp32")
+            raise Unavailable(f"{op}=triton: Triton's interpreter computes bfloat16 wrongly; try fp32")
 
 
 @functools.lru_cache

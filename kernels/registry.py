@@ -13,6 +13,7 @@ and a backend is a file with the op's function, and where it has something to sa
     unavailable(device)    None, or one sentence: why it cannot run on this torch.device and what would change that
     detail(**inputs)       what it will really run for these (fake) arguments, and its version: "cudnn, torch 2.11.0"
     deterministic = False  two calls on a GPU may differ in their last bits: sums by atomics
+    candidates(kernel, default)    launch parameters to try, each a dict of what it changes: see tuned.py
 """
 
 import importlib

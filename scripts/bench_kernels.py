@@ -18,12 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kernels.registry import OPS, KernelError, contract, describe, impls, load, unavailable
+from kernels.tuned import slug
 from runtime.config import check, cli
 from runtime.device import GIB, environment, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
 from runtime.run import new_folder
 from runtime.timing import in_turn, measured_bandwidth, measured_flops
-from scripts.collect import RESULTS, slug
+from scripts.collect import RESULTS
 from scripts.report import roofline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -208,6 +209,10 @@ def table(rows: list[dict]) -> str:
                 "" if extra is None else f"{extra:.2f}",
             ]
         )
+    return aligned(lines)
+
+
+def aligned(lines: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 

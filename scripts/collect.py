@@ -7,9 +7,10 @@ With --beside h200x4 a run on fewer of the machine's GPUs goes there too, to be 
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
+
+from kernels.tuned import slug
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -31,11 +32,6 @@ def collect(run: Path, curves: bool, beside: str | None = None) -> Path:
         kept = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
         (folder / "curves" / f"{row['name']}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     return folder / "train.jsonl"
-
-
-def slug(device: str) -> str:
-    """ "NVIDIA H200" -> "h200"."""
-    return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia").strip()).strip("-")
 
 
 if __name__ == "__main__":

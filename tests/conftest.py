@@ -45,6 +45,18 @@ def called(monkeypatch, capsys):
 
 
 @pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """Where the user's table of launch parameters and the repo's would be, of this test's device; there are none."""
+    from kernels import tuned
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned, "TABLES", tmp_path / "tables")
+    tuned.table.cache_clear()
+    yield tuned.files(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tuned.table.cache_clear()
+
+
+@pytest.fixture
 def hotswap(called, monkeypatch, tmp_path):
     """train.py as a command in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
 

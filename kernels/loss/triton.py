@@ -26,6 +26,7 @@ from torch import Tensor
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.tuned import tuned
 
 LOGITS_BYTES = 2**28  # of one chunk
 
@@ -66,40 +67,56 @@ def _cross_entropy_kernel(
             tl.store(logits_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), real)
 
 
+def block(V: int) -> dict[str, int]:
+    """Launch parameters for rows of V: 16 elements a thread."""
+    size = min(8192, triton.next_power_of_2(V))
+    return {"BLOCK_V": size, "num_warps": max(1, size // 512)}
+
+
+def candidates(kernel: str, default: dict) -> list[dict]:
+    """What scripts/tune.py tries. Chunks a tile or two larger, as the products' tiles may then come out even."""
+    if kernel == "linear_cross_entropy":
+        return [{"chunk": default["chunk"] + more} for more in (128, 256)]
+    sizes = (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32)
+    return [{"BLOCK_V": size, "num_warps": warps} for size, warps in sizes]
+
+
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, write: bool):
     """logits (n, V), contiguous -> losses (n,) fp32; with `write` the logits become their gradient of the mean loss."""
     V = logits.shape[1]
-    size = min(8192, triton.next_power_of_2(V))
-    _cross_entropy_kernel[(len(logits),)](
-        logits, targets, losses, count, V, ignore_index, BLOCK_V=size, WRITE=write, num_warps=max(1, size // 512)
-    )
+    launch = tuned("cross_entropy", f"{V} {logits.dtype}", block(V), logits.device)
+    _cross_entropy_kernel[(len(logits),)](logits, targets, losses, count, V, ignore_index, WRITE=write, **launch)
 
 
 @torch.library.custom_op("hotswap::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (N, C), weight (V, C), targets (N,) -> the mean loss, fp32, and its gradients dx and dweight (or empty)."""
     (N, C), V = x.shape, len(weight)
     count = (targets != ignore_index).sum().clamp(min=1)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
+    default = {"chunk": max(1, LOGITS_BYTES // (V * x.element_size()) // 128 * 128)}
+    chunk = N if whole else tuned("linear_cross_entropy", f"{C} {V} {x.dtype}", default, x.device)["chunk"]
     dx = torch.empty_like(x) if gradients else x.new_empty(0)
-    dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients else x.new_empty(0)
-    chunk = max(1, LOGITS_BYTES // (V * x.element_size()) // 128 * 128)
+    dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients and chunk < N else x.new_empty(0)
     for part in (slice(start, start + chunk) for start in range(0, N, chunk)):
         logits = x[part] @ weight.T
         cross_entropy_(logits, targets[part], losses[part], count, ignore_index, gradients)
-        if gradients:
-            torch.mm(logits, weight, out=dx[part])
-            if x.dtype == torch.float32:
-                dweight.addmm_(logits.T, x[part])
-            else:  # cuBLAS adds bf16 products to the fp32 sum
-                torch.addmm(dweight, logits.T, x[part], out_dtype=torch.float32, out=dweight)
+        if not gradients:
+            continue
+        torch.mm(logits, weight, out=dx[part])
+        if chunk >= N:  # nothing to add up: rounded once
+            dweight = logits.T @ x
+        elif x.dtype == torch.float32:
+            dweight.addmm_(logits.T, x[part])
+        else:  # cuBLAS adds bf16 products to the fp32 sum
+            torch.addmm(dweight, logits.T, x[part], out_dtype=torch.float32, out=dweight)
     return losses.sum() / count, dx, dweight.to(weight.dtype)
 
 
 @linear_cross_entropy.register_fake
-def outputs(x, weight, targets, ignore_index, gradients):
+def outputs(x, weight, targets, ignore_index, gradients, whole=False):
     empty = x.new_empty(0)
     mean = x.new_empty((), dtype=torch.float32)
     return mean, torch.empty_like(x) if gradients else empty, torch.empty_like(weight) if gradients else empty
@@ -112,7 +129,8 @@ def setup_context(ctx, inputs, output):
 
 def backward(ctx, dout, _dx, _dweight):
     dx, dweight = ctx.saved_tensors
-    return dx * dout.to(dx.dtype), dweight * dout.to(dweight.dtype), None, None, None
+    rest = [None] * (len(ctx.needs_input_grad) - 2)
+    return dx * dout.to(dx.dtype), dweight * dout.to(dweight.dtype), *rest
 
 
 linear_cross_entropy.register_autograd(backward, setup_context=setup_context)
@@ -120,11 +138,11 @@ linear_cross_entropy.register_autograd(backward, setup_context=setup_context)
 
 def loss(x, weight, targets, ignore_index=-1):
     check_dtypes("loss", x, weight)
-    return apply(linear_cross_entropy, x, weight, targets, ignore_index)
+    return apply(linear_cross_entropy, x, weight, targets, ignore_index, False)
 
 
-def apply(op, x, weight, targets, ignore_index):
+def apply(op, x, weight, targets, ignore_index, *rest):
     """`op` over rows, with gradients where somebody will ask for them."""
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.flatten(0, -2).contiguous(), targets.flatten()
-    return op(x, weight, targets, ignore_index, gradients)[0]
+    return op(x, weight, targets, ignore_index, gradients, *rest)[0]

@@ -25,6 +25,7 @@ from torch import Tensor
 from kernels.gpu import check_dtypes, has_tma, processors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.tuned import tuned
 
 K0 = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = tl.constexpr(0.044715)
@@ -127,32 +128,48 @@ def _mlp_kernel(
 
 
 def tiling(dtype: torch.dtype, C: int, F: int, backward: bool, tma: bool) -> dict:
-    """Tile sizes and launch parameters."""
+    """Tile sizes and launch parameters; `programs` are those of a multiprocessor."""
     if dtype == torch.float32:  # exact products are for comparisons
-        return {
-            "BLOCK_N": 64,
-            "BLOCK_F": 256,
-            "BLOCK_C": 128,
-            "GROUP": 8,
-            "TMA": False,
-            "num_warps": 8,
-            "num_stages": 1,
-        }
-    if tma and C % 8 == 0 and F % 8 == 0:  # TMA wants rows at multiples of 16 bytes
+        size = {"BLOCK_N": 64, "BLOCK_F": 256, "BLOCK_C": 128}
+        return {**size, "GROUP": 8, "TMA": False, "num_warps": 8, "num_stages": 1, "programs": 1}
+    tma = tma and C % 8 == 0 and F % 8 == 0  # rows at multiples of 16 bytes
+    if tma:
         size = {"BLOCK_N": 128, "BLOCK_F": 128 if backward else 256, "BLOCK_C": 64}  # 165 and 181 registers, no spills
-        return {**size, "GROUP": 8, "TMA": True, "num_warps": 8, "num_stages": 3}
-    size = {"BLOCK_N": 128, "BLOCK_F": 64 if backward else 128, "BLOCK_C": 32}
-    return {**size, "GROUP": 8, "TMA": False, "num_warps": 8, "num_stages": 3}
+    else:
+        size = {"BLOCK_N": 128, "BLOCK_F": 64 if backward else 128, "BLOCK_C": 32}
+    return {**size, "GROUP": 8, "TMA": tma, "num_warps": 8, "num_stages": 3, "programs": 1}
+
+
+def candidates(kernel: str, default: dict) -> list[dict]:
+    """What scripts/tune.py tries. Of two programs a multiprocessor one can store while the other multiplies."""
+    names = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
+    if default["TMA"]:
+        sizes = [(128, 128, 64, 8, 3, 1), (128, 128, 64, 8, 4, 1), (128, 128, 128, 8, 2, 1)]
+        sizes += [(64, 128, 64, 4, 3, 2), (128, 64, 64, 4, 3, 2), (64, 64, 64, 4, 3, 2)]
+        if kernel == "mlp_fwd":  # the backward would spill
+            sizes += [(256, 128, 64, 8, 3, 1), (128, 256, 64, 8, 2, 1), (64, 256, 64, 4, 4, 1), (128, 128, 64, 4, 2, 2)]
+    else:
+        sizes = [(128, 128, 32, 8, 3, 1), (128, 128, 32, 8, 4, 1), (128, 128, 64, 8, 3, 1), (128, 64, 32, 8, 3, 1)]
+        sizes += [(128, 64, 32, 4, 4, 2), (64, 128, 32, 4, 3, 2), (64, 64, 32, 4, 3, 4)]
+    return [dict(zip(names, size, strict=True)) for size in sizes] + [{"GROUP": 4}, {"GROUP": 16}]
+
+
+def launch(x: Tensor, F: int, backward: bool) -> dict:
+    """What to launch the kernel with for x, or dy, of (N, C)."""
+    C, device = x.shape[1], x.device
+    default = tiling(x.dtype, C, F, backward, has_tma(device))
+    return tuned("mlp_bwd" if backward else "mlp_fwd", f"{C} {F} {x.dtype}", default, device)
 
 
 def multiply(x, w, b, h, a, dh=None, partial=None) -> None:
     """The kernel; forward without dh. All tensors are contiguous."""
     (N, C), F = x.shape, h.shape[1]
-    size = tiling(x.dtype, C, F, dh is not None, has_tma(x.device))
+    size = launch(x, F, dh is not None)
+    programs = size.pop("programs") * processors(x.device)
     if size["TMA"]:
         triton.set_allocator(lambda bytes, alignment, stream: torch.empty(bytes, dtype=torch.int8, device=x.device))
     tiles = triton.cdiv(N, size["BLOCK_N"]) * triton.cdiv(F, size["BLOCK_F"])
-    _mlp_kernel[(min(tiles, processors(x.device)),)](
+    _mlp_kernel[(min(tiles, programs),)](
         x,
         w,
         b,
@@ -172,60 +189,70 @@ def multiply(x, w, b, h, a, dh=None, partial=None) -> None:
 
 @torch.library.custom_op("hotswap::mlp_fwd", mutates_args=())
 def mlp_fwd(
-    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None
+    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """x (N, C) -> y (N, C), and h (N, F) for the backward."""
+    """x (N, C) -> y (N, C), and h (N, F) for the backward, or with keep=False nothing."""
     h = x.new_empty(len(x), len(w_fc))
     a = torch.empty_like(h)
     multiply(x, w_fc, b_fc, h, a)
-    return a @ w_proj.T if b_proj is None else torch.addmm(b_proj, a, w_proj.T), h
+    y = a @ w_proj.T if b_proj is None else torch.addmm(b_proj, a, w_proj.T)
+    return y, h if keep else h.new_empty(0)
 
 
 @mlp_fwd.register_fake
-def _(x, w_fc, b_fc, w_proj, b_proj):
-    return torch.empty_like(x), x.new_empty(len(x), len(w_fc))
+def _(x, w_fc, b_fc, w_proj, b_proj, keep):
+    return torch.empty_like(x), x.new_empty((len(x), len(w_fc)) if keep else 0)
 
 
 @torch.library.custom_op("hotswap::mlp_bwd", mutates_args=())
 def mlp_bwd(
-    dy: Tensor, x: Tensor, h: Tensor, w_fc: Tensor, w_proj: Tensor, has_b_fc: bool, has_b_proj: bool
+    dy: Tensor, x: Tensor, h: Tensor | None, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, has_b_proj: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx, dw_fc, db_fc, dw_proj, db_proj; a bias's is empty where there is none."""
-    N, F = h.shape
-    a, dh, partial = torch.empty_like(h), torch.empty_like(h), None
-    if has_b_fc:
-        size = tiling(dy.dtype, dy.shape[1], F, True, has_tma(dy.device))
-        tiles = triton.cdiv(N, size["BLOCK_N"])
-        partial = torch.empty(tiles, F, dtype=torch.float32, device=h.device)
+    """dx, dw_fc, db_fc, dw_proj, db_proj; a bias's is empty where there is none. Without h it is computed once more."""
+    N, F = len(x), len(w_fc)
+    a, dh = x.new_empty(N, F), x.new_empty(N, F)
+    if h is None:
+        h = dh  # each of its tiles is read before it is overwritten, by the same program
+        multiply(x, w_fc, b_fc, h, a)
+    partial, db_fc = None, x.new_empty(0)
+    if b_fc is not None:
+        tiles = triton.cdiv(N, launch(dy, F, True)["BLOCK_N"])
+        partial = torch.empty(tiles, F, dtype=torch.float32, device=x.device)
     multiply(dy, w_proj, None, h, a, dh, partial)
-    db_fc = partial.sum(0).to(h.dtype) if has_b_fc else h.new_empty(0)
-    db_proj = dy.sum(0) if has_b_proj else h.new_empty(0)
+    if b_fc is not None:
+        db_fc = partial.sum(0).to(x.dtype)
+    db_proj = dy.sum(0) if has_b_proj else x.new_empty(0)
     return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, db_proj
 
 
 @mlp_bwd.register_fake
-def _(dy, x, h, w_fc, w_proj, has_b_fc, has_b_proj):
-    db_fc, db_proj = h.new_empty(len(w_fc) * has_b_fc), h.new_empty(len(w_proj) * has_b_proj)
+def _(dy, x, h, w_fc, b_fc, w_proj, has_b_proj):
+    db_fc, db_proj = x.new_empty(len(w_fc) * (b_fc is not None)), x.new_empty(len(w_proj) * has_b_proj)
     return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_fc, b_fc, w_proj, b_proj = inputs
-    ctx.save_for_backward(x, output[1], w_fc, w_proj)
+    x, w_fc, b_fc, w_proj, b_proj, keep = inputs
+    ctx.save_for_backward(x, output[1] if keep else None, w_fc, b_fc, w_proj)
     ctx.biases = b_fc is not None, b_proj is not None
 
 
 def _backward(ctx, dy, _dh):
-    dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.biases)
     has_b_fc, has_b_proj = ctx.biases
-    return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None
+    dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, has_b_proj)
+    return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None, None
 
 
 mlp_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):
+    return apply(x, w_fc, b_fc, w_proj, b_proj, keep=True)
+
+
+def apply(x, w_fc, b_fc, w_proj, b_proj, keep):
+    """The op over rows, in the shapes of the contract."""
     check_dtypes("mlp", x, w_fc)
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    y, _ = mlp_fwd(flat, w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)
+    y, _ = mlp_fwd(flat, w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj, keep)
     return y.view(x.shape)

@@ -23,6 +23,7 @@ from kernels.gpu import check_dtypes, processors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
+from kernels.tuned import tuned
 
 MAX_WIDTH = 16384  # a row has to fit into the registers of a program
 
@@ -130,11 +131,20 @@ def _norm_bwd_kernel(
         tl.store(dbias_ptr + at, dbias, real)
 
 
-def block(C: int, elements: int) -> dict[str, int]:
-    """Launch parameters for rows of C: about `elements` a program, 8 to 32 in each thread's registers."""
+def block(C: int, elements: int = 4096, each: int = 16) -> dict[str, int]:
+    """Launch parameters for rows of C: about `elements` a program, of which a thread has `each` in its registers."""
     width = triton.next_power_of_2(C)
     rows = max(1, elements // width)
-    return {"BLOCK_C": width, "ROWS": rows, "num_warps": min(16, max(1, rows * width // 512))}
+    return {"BLOCK_C": width, "ROWS": rows, "num_warps": min(16, max(1, rows * width // (32 * each)))}
+
+
+def candidates(kernel: str, default: dict) -> list[dict]:
+    """What scripts/tune.py tries."""
+    eachs, width = (8, 16, 32), default["BLOCK_C"]
+    if kernel == "norm_fwd":
+        return [block(width, elements, each) for elements in (2048, 4096, 8192) for each in eachs]
+    sizes = [block(width, elements, each) for elements in (2048, 4096) for each in eachs]
+    return [{**size, "programs": programs} for size in sizes for programs in (4, 8)]
 
 
 def forward(
@@ -143,7 +153,7 @@ def forward(
     """x, residual (N, C) -> y (N, C), the new stream (N, C; empty without a residual, it is x), mean and rstd (N,)."""
     N, C = x.shape
     y, stream, mean, rstd = outputs(x, residual, weight, bias, eps)
-    launch = block(C, 4096)
+    launch = tuned("norm_fwd", f"{C} {weight.dtype} {stream.dtype}", block(C), x.device)
     _norm_fwd_kernel[(triton.cdiv(N, launch["ROWS"]),)](
         x,
         residual,
@@ -194,8 +204,8 @@ def norm_bwd(
     `kept` is the stream, or with mean None the forward's y.
     """
     N, C = kept.shape
-    launch = block(C, 4096)
-    programs = min(4 * processors(kept.device), triton.cdiv(N, launch["ROWS"]))
+    launch = tuned("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", {**block(C), "programs": 4}, kept.device)
+    programs = min(launch.pop("programs") * processors(kept.device), triton.cdiv(N, launch["ROWS"]))
     dx, dresidual, *_ = gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype)
     partial = torch.empty(2, programs, C, dtype=torch.float32, device=kept.device)
     _norm_bwd_kernel[(programs,)](

@@ -46,7 +46,7 @@ def compiled(name, kernel, capability, types, **constants):
 def main(capability: int) -> None:
     for C in (768, 1600, 4096):
         for residual in ("*bf16", "*fp32"):
-            launch = {"C": C, "HAS_BIAS": True, **norm.block(C, 4096)}
+            launch = {"C": C, "HAS_BIAS": True, **norm.block(C)}
             types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32") | {"eps": "fp32"}
             types |= dict.fromkeys(("residual_ptr", "out_ptr", "dstream_ptr", "kept_ptr", "dresidual_ptr"), residual)
             name = f"{C} {residual}"
@@ -65,9 +65,10 @@ def main(capability: int) -> None:
             )
             assert all("ld.global.v4" in ptx and "st.global.v4" in ptx for ptx in (forward, backward))
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
-    compiled("loss", loss._cross_entropy_kernel, capability, types, BLOCK_V=8192, WRITE=True, num_warps=16)
+    compiled("loss", loss._cross_entropy_kernel, capability, types, WRITE=True, **loss.block(50304))
     for backward in (False, True):
         size = mlp.tiling(torch.bfloat16, 768, 3072, backward, tma=capability == 90)
+        size.pop("programs")
         fixed = {"BACKWARD": backward, "HAS_BIAS": True, "PRECISION": "tf32"}
         name = f"mlp {'backward' if backward else 'forward'}"
         ptx = compiled(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)

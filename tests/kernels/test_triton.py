@@ -1,5 +1,6 @@
 """Our Triton kernels compiled for GPUs that are not here. What they compute: test_backends.py, in the interpreter."""
 
+import functools
 import importlib
 import os
 import re
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from kernels.registry import contract, load
+from kernels.tuned import override
+from tests.kernels.test_backends import assert_as_good_as_eager, evaluate
 
 ROOT = Path(__file__).parents[2]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 
@@ -29,16 +33,47 @@ def test_they_compile_and_do_not_spill(capability):
 @pytest.mark.parametrize("residual", [True, False])
 def test_what_a_norm_keeps(impl, numbers, residual):
     """Besides its arguments and its output y: the stream (x itself, where it is the stream), mean and rstd; or rstd."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    inputs = contract("norm").inputs((10, 24), residual=residual, dtype=torch.float32, device=device)
+    inputs = contract("norm").inputs((10, 24), residual=residual, dtype=torch.float32, device=DEVICE)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
-        y, stream = load("norm", impl, device)(**inputs)
+        y, stream = load("norm", impl, DEVICE)(**inputs)
     own = {tensor.data_ptr() for tensor in (y, *inputs.values()) if isinstance(tensor, torch.Tensor)}
     if residual:
         assert (stream.data_ptr() in kept) == (impl == "triton")
     sizes = sorted(tensor.numel() // 10 for pointer, tensor in kept.items() if pointer not in own)
     assert sizes == ([1] if impl == "triton_recompute" else [1, 1, numbers] if residual else [1, 1])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_an_mlp_keeps(compiled, bias):
+    """Besides its arguments h, or with triton_recompute nothing; and its gradients are the same bits."""
+    inputs = contract("mlp").inputs((10, 24), bias=bias, dtype=torch.float32, device=DEVICE)
+    own = {tensor.data_ptr() for tensor in inputs.values() if tensor is not None}
+    results = []
+    for impl, numbers in (("triton", [96]), ("triton_recompute", [])):
+        function, kept = load("mlp", impl, DEVICE), {}
+        if compiled:
+            torch.compiler.reset()
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        keep = functools.partial(lambda kept, tensor: kept.setdefault(tensor.data_ptr(), tensor), kept)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            function(**inputs)
+        assert [tensor.numel() // 10 for pointer, tensor in kept.items() if pointer not in own] == numbers
+        results.append(evaluate(function, inputs))
+    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32] + [torch.bfloat16] * (DEVICE.type == "cuda"), ids=str)
+@pytest.mark.parametrize("chunk", [1, 4, 12, 13])
+def test_a_loss_in_chunks(chunk, dtype):
+    """13 tokens: chunks of one, chunks with a rest, and all in one."""
+    inputs = contract("loss").inputs((13, 24), vocab=131, ignored=0.3, dtype=dtype, device=DEVICE)
+    truth = evaluate(contract("loss").reference, inputs, dtype=torch.float64)
+    eager = evaluate(load("loss", "eager", DEVICE), inputs)
+    with override({"linear_cross_entropy": {"chunk": chunk}}):
+        got = evaluate(load("loss", "triton", DEVICE), inputs)
+    assert_as_good_as_eager(got, eager, truth, inputs, dtype)
 
 
 def test_the_lessons_run(tmp_path, monkeypatch):
@@ -47,7 +82,6 @@ def test_the_lessons_run(tmp_path, monkeypatch):
     (tmp_path / "lessons.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
     monkeypatch.syspath_prepend(tmp_path)
     lessons = importlib.import_module("lessons")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, y = (torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(device) for _ in range(2))
+    x, y = (torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(DEVICE) for _ in range(2))
     assert torch.equal(lessons.add(x, y), x + y)
     torch.testing.assert_close(lessons.softmax(100 * x).double(), (100 * x).double().softmax(-1), rtol=1e-5, atol=1e-7)

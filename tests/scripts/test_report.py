@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from kernels import tuned
 from scripts import collect, report
 
 
@@ -111,7 +112,7 @@ def test_only_marked_sections_change(results, tmp_path):
 
 @pytest.mark.parametrize(("device", "slug"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")])
 def test_the_hardware_is_in_the_path(device, slug):
-    assert collect.slug(device) == slug
+    assert tuned.slug(device) == slug
 
 
 def test_kernels_in_a_table_and_under_their_roof(results, tmp_path):
