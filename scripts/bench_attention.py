@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kernels.tuned import files, read
+from kernels.tuned import write as write_table
 from tqdm import tqdm
 
+from kernels.attention.auto import entry, kind
 from kernels.registry import KernelError, Unavailable, contract, describe, impls, load, refusal
 from runtime.config import check, cli
 from runtime.device import GIB, OutOfMemory, environment, out_of_memory, pick, reset_memory
@@ -23,6 +26,7 @@ from scripts.bench_kernels import DTYPES, ERROR_QUERIES, both, contestants, erro
 from scripts.report import context_plot, context_table
 
 ROOT = Path(__file__).resolve().parent.parent
+TOKENS = 32768  # of a call, where the batch is not given
 LONGEST = {"cuda": 65536, "cpu": 2048}
 SHAPE = ("batch", "heads", "kv_heads", "head_dim", "window", "documents", "dtype")  # of a row, besides T
 
@@ -37,7 +41,7 @@ class Wrong(KernelError):
 class Config:
     impl: Any
     lengths: Any
-    batch: int
+    batch: int | None
     heads: int
     kv_heads: int | None
     head_dim: int
@@ -46,14 +50,17 @@ class Config:
     dtype: str
     device: str
     rounds: int
+    auto: bool
     keep: bool
     out_dir: str | None
 
     def __post_init__(self):
         check(self.dtype in DTYPES, f"dtype={self.dtype}: choose {', '.join(DTYPES)}")
-        for key in ("batch", "heads", "head_dim", "rounds"):
+        for key in ("heads", "head_dim", "rounds"):
             check(getattr(self, key) >= 1, f"{key}={getattr(self, key)}: it must be at least 1")
-        for key in ("window", "documents"):
+        self.batch = None if self.auto else self.batch
+        check(not (self.auto and self.impl), "auto=true is the choice among all: leave impl out")
+        for key in ("batch", "window", "documents"):
             value = getattr(self, key)
             check(value is None or value >= 1, f"{key}={value}: it must be at least 1, or null")
         shared = self.heads if self.kv_heads is None else self.kv_heads
@@ -125,13 +132,15 @@ def works_of(
 
 def measure(cfg: Config, length: int, functions: dict[str, Callable], device: torch.device) -> list[dict]:
     """The rows of one T, a row a contestant: those that fit take turns."""
-    shape = {"shape": (cfg.batch, length, cfg.heads, cfg.head_dim), "kv_heads": cfg.kv_heads, "window": cfg.window}
+    batch = cfg.batch or max(1, TOKENS // length)
+    shape = {"shape": (batch, length, cfg.heads, cfg.head_dim), "kv_heads": cfg.kv_heads, "window": cfg.window}
     if cfg.documents:
         full, rest = divmod(length, cfg.documents)
         shape["documents"] = [cfg.documents] * full + [rest] * (rest > 0)
     rows, works = {}, {}
     for impl, function in functions.items():
-        row = rows[impl] = {"impl": impl, "T": length, **{key: getattr(cfg, key) for key in SHAPE}, "status": "ok"}
+        row = rows[impl] = {"impl": impl, "T": length, **{key: getattr(cfg, key) for key in SHAPE}, "sequences": batch}
+        row["status"] = "ok"
         try:
             with out_of_memory(f"attention={impl} T={length}", "lengths"):
                 mine = works_of(impl, function, row, shape, cfg, device)
@@ -152,6 +161,28 @@ def measure(cfg: Config, length: int, functions: dict[str, Callable], device: to
     return list(rows.values())
 
 
+def fastest(rows: list[dict], cfg: Config, device: torch.device) -> None:
+    """Write the best of each T into this user's table for attn=auto, beside what it holds of other T."""
+    window, documents = cfg.window, cfg.documents
+    for decoding, key in ((False, "both/ms"), (True, "decode/ms")):
+        name = entry(
+            kind(decoding or None, window, documents),
+            DTYPES[cfg.dtype],
+            cfg.head_dim,
+            cfg.heads // (cfg.kv_heads or cfg.heads),
+        )
+        found = {}
+        for row in rows:
+            if key in row and row["impl"] not in ("auto", "compile"):
+                found.setdefault(str(row["T"]), {})[row["impl"]] = row[key]
+        if found:
+            path, _ = files(device)
+            held = read(path).get(name, {"parameters": {}, "ms": {}})
+            best = {length: min(times, key=times.get) for length, times in found.items()}
+            write_table(path, {name: {"parameters": held["parameters"] | best, "ms": held["ms"] | found}})
+            print(f"auto     {name}: {', '.join(f'{length} {impl}' for length, impl in best.items())} -> {path}")
+
+
 @cli(Config, configs=ROOT / "configs", name="bench_attention", errors=(KernelError,))
 def main(cfg: Config) -> None:
     device = pick(cfg.device)
@@ -163,14 +194,17 @@ def main(cfg: Config) -> None:
         rows += [
             {**row, "env": env} for row in measure(cfg, length, contestants("attention", cfg.impl, device), device)
         ]
-    files = write(rows, "attention.jsonl", path, cfg.keep)
+    written = write(rows, "attention.jsonl", path, cfg.keep)
     print(
         f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {cfg.batch}, {cfg.heads} heads of {cfg.head_dim}\n"
     )
     print(context_table(rows))
     if find_spec("matplotlib"):
-        files.append(context_plot(rows, path / "attention.png"))
-    print(f"\ndone     {', '.join(map(str, files))}")
+        written.append(context_plot(rows, path / "attention.png"))
+    print()
+    if cfg.auto:
+        fastest(rows, cfg, device)
+    print(f"done     {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ def config(**changes):
         "dtype": "float32",
         "device": "cpu",
         "rounds": 3,
+        "auto": False,
         "keep": False,
         "out_dir": None,
     }

@@ -1,0 +1,75 @@
+"""attn=auto: it takes what was measured, and says so."""
+
+import json
+
+import pytest
+import torch
+
+from kernels.attention import auto
+from kernels.registry import Unavailable, backend, contract, describe, load
+from kernels.tuned import files, table, write
+from scripts import bench_attention
+
+CPU = torch.device("cpu")
+FLOAT = {"dtype": torch.float32}
+
+
+@pytest.fixture
+def filled(tables):
+    """A table of our own: eager up to about T = 90, and sdpa from there on."""
+    choice = {"parameters": {"64": "eager", "128": "sdpa"}}
+    kinds = "causal", "causal decode"
+    path, _ = files(CPU)
+    write(path, {f"attention {kind} float32 64 x1": choice for kind in kinds})
+    return path
+
+
+def test_the_nearest_length_by_ratio(filled):
+    load("attention", "auto", CPU)
+    for length, name in ((1, "eager"), (90, "eager"), (91, "sdpa"), (4096, "sdpa")):  # sqrt(64 x 128) = 90.5
+        inputs = contract("attention").inputs((1, 1, 2, 64), keys=length, **FLOAT)
+        assert auto.pick(inputs["q"], inputs["k"]) == (name, backend("attention", name).attention)
+    assert describe("attention", "auto", shape=(1, 100, 2, 64), **FLOAT).startswith("auto (sdpa: ")
+    assert describe("attention", "auto", shape=(1, 1, 2, 64), keys=64, lengths=(64,), **FLOAT) == "auto (eager)"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_computes_what_it_picked(filled, compiled):
+    attention = load("attention", "auto", CPU)
+    function = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
+    for length in (60, 100, 110):
+        inputs = contract("attention").inputs((1, length, 2, 64), **FLOAT)
+        expected = backend("attention", "eager" if length < 90 else "sdpa").attention(**inputs)
+        torch.testing.assert_close(function(**inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_what_was_not_measured(filled):
+    attention = load("attention", "auto", CPU)
+    inputs = contract("attention").inputs((1, 8, 4, 80), kv_heads=2, window=5, **FLOAT)
+    told = "`attention window float32 80 x2` .* auto=true window=5 heads=4 kv_heads=2 head_dim=80 dtype=float32"
+    with pytest.raises(Unavailable, match=told):
+        attention(**inputs)
+    filled.unlink()
+    table.cache_clear()
+    with pytest.raises(Unavailable, match="nothing was measured on this device yet: run python -m scripts"):
+        load("attention", "auto", CPU)
+
+
+def test_the_command_fills_the_table(filled, called, monkeypatch, tmp_path):
+    """Two runs: the second's T stand beside the first's, and a decoding step has an entry of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_attention, "TOKENS", 64)
+    monkeypatch.setattr("scripts.bench_kernels.impls", lambda op: ["eager", "sdpa"])
+    for length in (16, 32):
+        shape = f"lengths=[{length}]", "heads=4", "kv_heads=2", "head_dim=8", "dtype=float32", "device=cpu", "rounds=2"
+        code, out, err = called("bench_attention.py", bench_attention.main, "auto=true", *shape)
+        assert (code, err) == (0, "")
+        assert "auto     attention causal float32 8 x2: " in out
+    entries = json.loads(filled.read_text())
+    for name in ("attention causal float32 8 x2", "attention causal decode float32 8 x2"):
+        assert set(entries[name]["parameters"]) == {"16", "32"}
+        times = entries[name]["ms"]["32"]
+        assert entries[name]["parameters"]["32"] == min(times, key=times.get)
+        assert set(times) == {"eager", "sdpa"}
+    load("attention", "auto", CPU)
+    assert describe("attention", "auto", shape=(1, 20, 4, 8), kv_heads=2, **FLOAT).startswith("auto (")
