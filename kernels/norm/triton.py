@@ -28,7 +28,7 @@ from kernels.tuned import tuned
 MAX_WIDTH = 16384  # a row has to fit into the registers of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # a batch of another size compiles nothing
 def _norm_fwd_kernel(
     x_ptr,  # (N, C)
     residual_ptr,  # (N, C), not read without HAS_RESIDUAL
@@ -69,7 +69,7 @@ def _norm_fwd_kernel(
     tl.store(rstd_ptr + rows, rstd, rows < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # a batch of another size compiles nothing
 def _norm_bwd_kernel(
     dy_ptr,  # (N, C)
     dstream_ptr,  # (N, C), not read without HAS_DSTREAM

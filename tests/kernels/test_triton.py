@@ -17,7 +17,7 @@ from tests.kernels.test_backends import assert_as_good_as_eager, evaluate
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytest.importorskip("triton", reason="Triton is for Linux")
+triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -74,6 +74,30 @@ def test_a_loss_in_chunks(chunk, dtype):
     with override({"linear_cross_entropy": {"chunk": chunk}}):
         got = evaluate(load("loss", "triton", DEVICE), inputs)
     assert_as_good_as_eager(got, eager, truth, inputs, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["norm", "mlp", "loss", "attention"])
+def test_another_batch_compiles_nothing(op, monkeypatch):
+    """Triton compiles anew for an integer that is 1, or no more a multiple of 16; B T is both, in its time."""
+    compiled = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **told: compiled.append(told["repr"]))
+    module, device = contract(op), torch.device("cuda")
+    shape = {"norm": (256, 768), "mlp": (256, 64), "loss": (256, 64), "attention": (2, 256, 2, 64)}[op]
+    sizes = {"vocab": 512} if op == "loss" else {}
+
+    def run(rows):
+        at = 1 if op == "attention" else 0
+        inputs = module.inputs((*shape[:at], rows, *shape[at + 1 :]), **sizes, dtype=torch.bfloat16, device=device)
+        out = load(op, "triton", device)(**inputs)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+
+    run(256)
+    assert compiled
+    compiled.clear()
+    for rows in (512, 255, 17, 1):
+        run(rows)
+    assert not compiled
 
 
 def test_the_lessons_run(tmp_path, monkeypatch):
