@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kernels.registry import Ops
 from runtime.config import UserError, check
@@ -36,6 +37,7 @@ class GPTConfig:
     dropout: float
     n_kv_head: int | None = None  # keys and values, each for n_head / n_kv_head heads (GQA); null: n_head, as GPT-2
     window: int | None = None  # a token sees the last `window` ones, itself included; null: all
+    checkpointing: str = "none"  # block: the backward computes each block again, from what enters it (arXiv:1604.06174)
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -53,6 +55,9 @@ class GPTConfig:
         check(
             self.pos == "learned" or self.head_dim % 2 == 0,
             f"model.pos=rope turns pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
+        )
+        check(
+            self.checkpointing in ("none", "block"), f"model.checkpointing={self.checkpointing}: choose none or block"
         )
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
 
@@ -194,8 +199,10 @@ class GPT(nn.Module):
                 raise UserError(beyond_table(T, self.config.block_size))
             x = x + (self.wpe.weight[:T] if cache is None else self.wpe(cache.positions))
         x = self.drop(x)
+        again = self.config.checkpointing == "block" and torch.is_grad_enabled()
         for i, block in enumerate(self.h):
-            x, residual = block(x, residual, rope, starts, None if cache is None else cache.layer(i))
+            inputs = x, residual, rope, starts, None if cache is None else cache.layer(i)
+            x, residual = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)
         if cache is not None:
             x, residual = x[:, -1:], residual[:, -1:]
         x, _ = self.ln_f(x, residual)

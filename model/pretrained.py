@@ -29,6 +29,7 @@ from runtime.config import UserError, check
 OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub, all with the tokenizer gpt2
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+FREE = ("dropout", "window", "checkpointing")  # fields of GPTConfig
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # a buffer of old files
@@ -71,17 +72,17 @@ def shape(source: str) -> Pretrained:
 def fitted(found: Pretrained, given: dict) -> dict:
     """GPTConfig's fields for a model that starts from `found`; `given` are those that the user asks for.
 
-    The position table may become shorter, and a rope model has none; the window may be another, for no weight depends
-    on it. UserError: anything else differs.
+    The position table may become shorter, and a rope model has none; FREE may be others, for no weight depends on them.
+    UserError: anything else differs.
     """
     longest = given.get("block_size", 0) if found.model["pos"] == "rope" else found.model["block_size"]
     for key, value in given.items():
         if key == "block_size":
             check(value <= longest, f"model.block_size={value} is more than the {longest} positions of {found.name}")
-        elif key not in ("dropout", "window"):
+        elif key not in FREE:
             held = found.model.get(key)
             check(value == held, f"model.{key}={value}, but {found.name} has {held}: leave model.{key} out")
-    return {**found.model, **{key: given[key] for key in given if key in ("block_size", "window")}}
+    return {**found.model, **{key: given[key] for key in given if key in ("block_size", *FREE)}}
 
 
 @torch.no_grad()

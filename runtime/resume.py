@@ -73,7 +73,8 @@ def shape_of(out_dir: str | None, resume: str | None) -> dict | None:
 def same_run(saved: dict, config: dict, fingerprint: dict, path: Path) -> None:
     """UserError: `config` has another model, other data or another order of it than the checkpoint's manifest."""
     then = saved["config"]
-    pairs = {f"model.{key}": (now, then["model"].get(key)) for key, now in config["model"].items() if key != "dropout"}
+    free = ("dropout", "checkpointing")
+    pairs = {f"model.{key}": (now, then["model"].get(key)) for key, now in config["model"].items() if key not in free}
     pairs |= {f"data.{key}": (now, saved["data"].get(key)) for key, now in fingerprint.items()}
     pairs |= {f"train.{key}": (config["train"][key], then["train"][key]) for key in ("block_size", "tokens_per_step")}
     masked = [each["data"].get("mask_documents", False) for each in (config, then)]

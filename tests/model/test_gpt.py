@@ -1,5 +1,6 @@
 """The model against Hugging Face's GPT-2 and Llama's rotary positions."""
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -176,6 +177,34 @@ def test_rope_equals_hugging_face():
     )
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpoints_change_memory_and_no_bit(compiled):
+    """Of each block the backward needs what enters it, x and the stream; dropout draws the same mask again."""
+
+    def keep(saved, tensor):
+        saved.append(tensor)
+        return tensor
+
+    results, kept = [], []
+    for checkpointing in ("none", "block"):
+        torch.compiler.reset()
+        model = gpt(replace(SMALL, dropout=0.2, checkpointing=checkpointing))
+        idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
+        own = {weight.data_ptr() for weight in model.parameters()}
+        if compiled:
+            model.compile(fullgraph=True, backend="aot_eager")
+        torch.manual_seed(2)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(keep, saved), lambda t: t):
+            loss = model(idx, targets)
+        loss.backward()
+        results.append({"loss": loss.detach()} | {name: weight.grad for name, weight in model.named_parameters()})
+        sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in saved if t.is_floating_point()}
+        kept.append(sum(size for pointer, size in sizes.items() if pointer not in own))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    assert kept[1] < 0.6 * kept[0]
+
+
 def test_rope_has_no_table_and_no_longest_length():
     rope = gpt(replace(SMALL, pos="rope"))
     assert not [name for name in rope.state_dict() if "wpe" in name]
@@ -293,6 +322,7 @@ def test_amp_keeps_the_stream_in_fp32():
     ("changes", "message"),
     [
         ({"n_kv_head": 2}, r"model.n_kv_head=2: model.n_head=3 must be a multiple of it"),
+        ({"checkpointing": "all"}, r"model.checkpointing=all: choose none or block"),
         ({"window": 0}, r"model.window=0: it must be at least 1, or null"),
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
         ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),
