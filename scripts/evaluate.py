@@ -106,7 +106,7 @@ def data_config(cfg: Config, source: Pretrained, own: dict, tokenizer: str) -> D
     if not asked.get("source"):
         check(bool(own), f"{source.name} does not say what text to evaluate it on: pass data=text data.path=...")
         asked = own["data"] | {key: value for key, value in asked.items() if value is not None}
-    if asked.get("mask_documents") is None:  # other text is read as in the training, too
+    if asked.get("mask_documents") is None:  # an old checkpoint's, or text without a choice of the group
         asked = asked | {"mask_documents": own.get("data", {}).get("mask_documents", False)}
     return parse(OmegaConf.create(asked | {"tokenizer": tokenizer}), DataConfig)
 

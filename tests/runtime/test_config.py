@@ -19,7 +19,7 @@ MISTAKES = [
     (["attn=fast"], f"attn=fast: no such choice; attn is one of: {', '.join(impls('attention'))}\n"),
     (["+experiment=fast"], "experiment=fast: no such choice; experiment is one of: curve, "),
     (["kernels.mlp=fast"], f"kernels.mlp=fast: no file kernels/mlp/fast.py; there are {', '.join(impls('mlp'))}\n"),
-    (["attn.impl=fast"], "attn.impl=fast: no file kernels/attention/fast.py; there are eager"),
+    (["attn.impl=fast"], "attn.impl=fast: no file kernels/attention/fast.py; there are auto"),
     (["train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
     (["+train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
     (["++model.n_layers=5"], "unknown key model.n_layers; did you mean model.n_layer?"),
