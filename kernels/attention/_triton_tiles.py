@@ -17,7 +17,7 @@ SHARED_BYTES = 2**24  # of what the programs of one moment read again and again:
 SIZES = {
     "forward": {
         64: ((128, 64, 4, 3), (128, 64, 4, 3)),
-        128: ((128, 128, 8, 2), (64, 64, 4, 2)),
+        128: ((128, 128, 8, 2), (128, 32, 8, 2)),
         256: ((128, 64, 8, 2), (64, 32, 8, 1)),
     },
     "decode": {64: ((16, 128, 4, 3),) * 2, 128: ((16, 64, 4, 3),) * 2, 256: ((16, 32, 4, 3),) * 2},
@@ -29,7 +29,7 @@ SIZES = {
     "dkdv": {
         64: ((128, 64, 4, 2), (32, 64, 4, 2)),
         128: ((64, 64, 4, 2), (64, 64, 8, 2)),
-        256: ((64, 64, 8, 1), (32, 32, 8, 1)),
+        256: ((32, 64, 8, 2), (32, 32, 8, 1)),
     },
 }
 CANDIDATES = {  # by TMA, worth a measurement
@@ -109,9 +109,8 @@ def limits(row, b, Tq, keys, window, starts_ptr, CAUSAL: tl.constexpr, SIZE: tl.
 def check(q: Tensor) -> None:
     """Unavailable: a dtype or a width of heads that the kernels do not take."""
     check_dtypes("attention", q)
-    if q.shape[-1] > MAX_WIDTH:
-        wide = f"these have {q.shape[-1]} channels: choose attn=sdpa"
-        raise Unavailable(f"attention=triton takes heads of up to {MAX_WIDTH} channels, and {wide}")
+    if (D := q.shape[-1]) > MAX_WIDTH:
+        raise Unavailable(f"attention=triton takes heads of up to {MAX_WIDTH} channels, not {D}: choose attn=sdpa")
 
 
 def tiling(kernel: str, dtype: torch.dtype, D: int, tma: bool) -> dict:
@@ -144,7 +143,7 @@ def by_tma(*tensors: Tensor) -> bool:
     if not has_tma(tensors[0].device) or tensors[0].dtype == torch.float32:
         return False
     steps = [t.data_ptr() for t in tensors] + [s * t.element_size() for t in tensors for s in t.stride()[:-1]]
-    return all(step % 16 == 0 for step in steps)
+    return all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def source(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:

@@ -1,4 +1,40 @@
-"""DOC"""
+"""FlashAttention-2 (Dao 2023, arXiv:2307.08691) in Triton: of the scores there is a tile at a time, in registers.
+
+Forward: a program takes BLOCK_M queries of one head and walks over the keys, BLOCK_N at a time. For each query it
+holds m, the largest score so far, l, the sum of exp(s - m), and acc, the sum of exp(s - m) v. A tile that brings a
+larger m' makes what was summed worth exp(m - m') of itself (Milakov and Gimelshein 2018, arXiv:1805.02867):
+
+    l = l exp(m - m') + sum_keys exp(s - m')    acc = acc exp(m - m') + exp(s - m') v    and at the end out = acc / l
+
+Backward: lse = m + log l is all that is kept, 4 bytes a query and head, because p = exp(s - lse) is a product away.
+With s = scale q k^T, p = softmax(s), out = p v:
+
+    dv = p^T dout    dp = dout v^T    ds = p (dp - delta)    dq = scale ds k    dk = scale ds^T q
+
+A softmax's Jacobian is diag(p) - p p^T, so delta is each row's sum of p dp; and that is sum_keys p (dout . v) =
+dout . out, a number a query which no tile has to wait for.
+
+A product is 2 Tq Tk D FLOP a head, half of it where causal. The forward has two, over 8 T D bytes of q, k, v and out:
+T / 4 FLOP a byte, 256 at T = 1024, where an H200's ridge is at 186. So it is bound by arithmetic, and at D = 64 not by
+the products alone: a multiprocessor does 4096 FLOP a clock in tensor cores but 16 exponentials, and a score costs 256
+FLOP and one of them (Shah et al. 2024, arXiv:2407.08608). Two programs a multiprocessor do the one while the other does
+the other; exp2 with the factor scale log2(e) in its multiply-add, and masks for those tiles alone that an edge crosses
+(the diagonal, a window's or a document's beginning, the last key), keep what is besides small.
+
+The backward has five products. dq is a sum over keys, dk and dv are sums over queries: one loop order has one of them
+in registers. Here a kernel does each, and each forms s and dp: seven products, every sum in a fixed order, the same
+bits each time. Five would mean that dq is added up in memory, 8 D bytes a query for every tile of keys, by atomics,
+whose order is another each time, or by programs that wait for each other. The two kernels also need no pass for delta:
+the first, for dq, has dout and out at hand.
+
+q, k and v may be views of one packed tensor: tiles are fetched by strides, by TMA on Hopper. Then the packed tensor's
+gradient is a concatenation of dq, dk, dv, a copy of 0.6 GB a layer at B = 64, T = 1024, C = 768. So they are returned
+as views of one buffer in that very order, and torch.compile knows that a split put together again is no operation.
+Outside of it the copy remains.
+
+A decoding step has a query a head, reads all keys, and is bound by their bytes; with 12 heads it would keep 12 of 132
+multiprocessors busy. So the keys go in parts to several programs, and a second kernel weighs the parts' results.
+"""
 
 import math
 
@@ -23,6 +59,7 @@ from kernels.attention._triton_tiles import (
 from kernels.gpu import processors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.registry import Unavailable
 
 LEAST = tl.constexpr(-1e30)  # below every score, and finite: -inf - -inf is no number
 
@@ -90,10 +127,11 @@ def _fwd_kernel(
         acc = acc * shrink[:, None]
         v = load_tile(v_ptr, v_strides, b, h // GROUP, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    total = tl.where(total > 0, total, 1.0)  # 0: this part of the keys has none for it
     rows = row + tl.arange(0, BLOCK_M)
     numbers = lse_ptr + (split * heads + head).to(tl.int64) * lse_stride
     tl.store(numbers + rows, largest + tl.log2(total), rows < Tq)
-    acc *= (1 / tl.where(total > 0, total, 1.0))[:, None]  # a split may see nothing
+    acc *= (1 / total)[:, None]
     out = acc.to(q.dtype) if SPLITS == 1 else acc
     store_tile(out_ptr, out_strides, out, split * (heads // H) + b, h, row, Tq, D, BLOCK_M, BLOCK_D, TMA)
 
@@ -246,5 +284,7 @@ attention_fwd.register_autograd(_backward, setup_context=_setup_context)
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
     check(q)
+    if not causal and (window is not None or starts is not None):
+        raise Unavailable("attention=triton has windows and documents in causal attention alone: choose attn=eager")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return attention_fwd(q, k, v, starts, lengths, causal, scale, window)[0]

@@ -14,6 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.attention import _triton_backward as attention_backward
+from kernels.attention import _triton_tiles as tiles
+from kernels.attention import triton as attention
+from kernels.attention import triton_naive as attention_naive
 from kernels.loss import triton as loss
 from kernels.mlp import triton as mlp
 from kernels.norm import triton as norm
@@ -23,13 +27,15 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
 
 
 def compiled(name, kernel, capability, types, **constants):
-    """The PTX. `types` are those of the arguments that are neither constants nor bf16 pointers nor 32-bit integers."""
+    """The PTX. `types` are those of arguments that are no constants, bf16 pointers, strides or 32-bit integers."""
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages") if key in constants}
     names = kernel.arg_names
     usual = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
+    usual |= {name: ("i32",) * 3 for name in names if name.endswith("_strides")}
     signature = {name: "constexpr" if name in constants else types.get(name, usual[name]) for name in names}
-    whole = [i for i, name in enumerate(names) if signature[name] not in ("constexpr", "fp32")]
-    multiples = {(i,): [["tt.divisibility", 16]] for i in whole}
+    whole = [(i,) for i, name in enumerate(names) if signature[name] in ("i32", "i64") or signature[name][0] == "*"]
+    whole += [(i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(3)]
+    multiples = {place: [["tt.divisibility", 16]] for place in whole}
     source = ASTSource(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, multiples)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -74,6 +80,43 @@ def main(capability: int) -> None:
         ptx = compiled(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)
         assert ("wgmma" if capability == 90 else "mma.sync") in ptx
         assert ("cp.async.bulk.tensor" in ptx) == size["TMA"] == (capability == 90)
+    attend(capability)
+
+
+def attend(capability: int) -> None:
+    """The attention kernels, with all that may limit what a query sees."""
+    fixed = {"lengths_ptr": None, "GROUP": 1, "CAUSAL": True, "SPLITS": 1, "PRECISION": "tf32"}
+    types = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "starts_ptr": "*i32", "ends_ptr": "*i32", "scale": "fp32"}
+
+    def build(name, kernel, D, tma, **constants):
+        given = {**fixed, **tiles.tiling(name, torch.bfloat16, D, tma), "D": D, "TMA": tma, **constants}
+        arguments = (*kernel.arg_names, "num_warps", "num_stages")
+        described = {}
+        if tma:
+            for rows, names in (("BLOCK_M", "q out dout dq"), ("BLOCK_N", "k v dk dv")):
+                tile = f"tensordesc<bf16[1, 1, {given[rows]}, {given['BLOCK_D']}]>"
+                described |= {f"{tensor}_ptr": tile for tensor in names.split()}
+        if tma and name == "dkdv":
+            described |= dict.fromkeys(("lse_ptr", "delta_ptr"), f"tensordesc<fp32[1, {given['BLOCK_M']}]>")
+        given = {key: value for key, value in given.items() if key in arguments}
+        return compiled(f"attention {name} {D}", kernel, capability, types | described, **given)
+
+    tma = capability == 90
+    for D in (64, 128, 256):
+        for name, kernel in (
+            ("forward", attention._fwd_kernel),
+            ("dq", attention_backward._dq_kernel),
+            ("dkdv", attention_backward._dkdv_kernel),
+        ):
+            ptx = build(name, kernel, D, tma)
+            assert ("wgmma" if tma else "mma.sync") in ptx
+            assert ("cp.async.bulk.tensor" in ptx) == tma
+    assert "mma.sync" in build("decode", attention._fwd_kernel, 64, False, SPLITS=4)
+    numbers = {"parts_ptr": "*fp32", "numbers_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
+    compiled("attention combine", attention._combine_kernel, capability, numbers, D=64, SPLITS=32, BLOCK_D=64)
+    size = {"D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 64, "GROUP": 1, "CAUSAL": True, "PRECISION": "tf32"}
+    compiled("attention naive", attention_naive._probabilities_kernel, capability, numbers, **size, num_stages=2)
+    compiled("softmax backward", attention_naive._softmax_bwd_kernel, capability, numbers, ROWS=16, BLOCK=256)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.registry import contract, load
+from kernels.registry import Unavailable, contract, load
 from kernels.tuned import override
 from tests.kernels.test_backends import assert_as_good_as_eager, evaluate
 
@@ -26,7 +26,7 @@ def test_they_compile_and_do_not_spill(capability):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers") == 21
+    assert done.stdout.count("registers") == 34
 
 
 @pytest.mark.parametrize(("impl", "numbers"), [("triton", 24), ("triton_recompute", 0)])
@@ -95,9 +95,69 @@ def test_another_batch_compiles_nothing(op, monkeypatch):
     run(256)
     assert compiled
     compiled.clear()
-    for rows in (512, 255, 17, 1):
+    for rows in (512, 255, 17) + (1,) * (op != "attention"):  # whose decoding has tiles of its own
         run(rows)
     assert not compiled
+
+
+def attend(inputs, function):
+    """Output and gradients, for a gradient of ones and a half (of two values, so that no sum is trivial)."""
+    out = function(**inputs)
+    dout = torch.ones_like(out)
+    dout[..., ::2] = 0.5
+    return out, *torch.autograd.grad(out, [inputs[name] for name in "qkv"], dout)
+
+
+def float64(inputs):
+    """The same numbers as float64 leaves."""
+    exact = {name: inputs[name].detach().double().requires_grad_() for name in "qkv"}
+    return {**inputs, **exact}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there test_backends.py goes this way")
+@pytest.mark.parametrize("case", ["D=80", "T=129", "gqa", "chunk", "full", "packed", "documents_window"])
+def test_attention_by_descriptors(case, monkeypatch):
+    """Hopper's way to fetch tiles, in the interpreter."""
+    module = contract("attention")
+    inputs = module.inputs(**module.CASES[case], dtype=torch.float32)
+    for part in ("triton", "_triton_backward"):
+        monkeypatch.setattr(importlib.import_module(f"kernels.attention.{part}"), "by_tma", lambda *tensors: True)
+    got = attend(inputs, load("attention", "triton", torch.device("cpu")))
+    for value, exact in zip(got, attend(float64(inputs), module.reference), strict=True):
+        torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_splits_the_keys_of_a_decoding_step():
+    """Of two rows one has keys in the first part alone; a window's are in the last."""
+    device, module = torch.device("cuda" if torch.cuda.is_available() else "cpu"), contract("attention")
+    triton = importlib.import_module("kernels.attention.triton")
+    assert triton.splits(2, 1030, device) > 1
+    for given in ({"lengths": (5, 1000)}, {"lengths": (1030, 700), "window": 300}):
+        inputs = module.inputs((2, 1, 1, 64), keys=1030, **given, dtype=torch.float32, device=device)
+        exact = module.reference(**float64(inputs))
+        torch.testing.assert_close(triton.attention(**inputs).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_attentions_gradients():
+    """The same bits each time; and one buffer in the order of the packed tensor, which spares a concatenation."""
+    device, module = torch.device("cuda" if torch.cuda.is_available() else "cpu"), contract("attention")
+    inputs = module.inputs((2, 100, 6, 64), kv_heads=2, packed=True, dtype=torch.float32, device=device)
+    function = load("attention", "triton", device)
+    (_, dq, dk, dv), again = attend(inputs, function), attend(inputs, function)[1:]
+    assert all(torch.equal(first, second) for first, second in zip((dq, dk, dv), again, strict=True))
+    assert [t.storage_offset() for t in (dq, dk, dv)] == [0, 6 * 64, 8 * 64]
+    assert {t.untyped_storage().data_ptr() for t in (dq, dk, dv)} == {dq.data_ptr()}
+    assert dq.stride() == dk.stride() == dv.stride() == (100 * 10 * 64, 10 * 64, 64, 1)
+
+
+def test_what_attention_refuses():
+    inputs = contract("attention").inputs((1, 3, 1, 257), causal=False, dtype=torch.float32)
+    for impl in ("triton", "triton_naive"):
+        with pytest.raises(Unavailable, match=r"heads of up to 256 channels, not 257: choose attn="):
+            importlib.import_module(f"kernels.attention.{impl}").attention(**inputs)
+    inputs = contract("attention").inputs((1, 3, 1, 64), causal=False, window=2, dtype=torch.float32)
+    with pytest.raises(Unavailable, match=r"windows and documents in causal attention alone: choose attn=eager"):
+        importlib.import_module("kernels.attention.triton").attention(**inputs)
 
 
 def test_the_lessons_run(tmp_path, monkeypatch):
