@@ -60,14 +60,14 @@ def _dq_kernel(
     rank, head = place(tl.program_id(0), tiles, heads, span)
     row, b, h = (tiles - 1 - rank) * BLOCK_M, head // H, head % H
     first, end, top, low, high, bottom = limits(row, b, Tq, Tk, window, starts_ptr, CAUSAL, BLOCK_M)
-    q = load_tile(q_ptr, q_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, TMA)
-    dout = load_tile(dout_ptr, out_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, TMA)
-    out = load_tile(out_ptr, out_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, TMA)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    q = load_tile(q_ptr, q_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, False)
+    dout = load_tile(dout_ptr, out_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, False)
+    out = load_tile(out_ptr, out_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, False)
     rows = row + tl.arange(0, BLOCK_M)
     at = head.to(tl.int64) * numbers_stride + rows
-    tl.store(delta_ptr + at, delta, rows < Tq)
     lse = tl.load(lse_ptr + at, rows < Tq, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + at, delta, rows < Tq)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for n in range(top // BLOCK_N * BLOCK_N, bottom, BLOCK_N):
         k = load_tile(k_ptr, k_strides, b, h // GROUP, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
@@ -134,8 +134,8 @@ def _dkdv_kernel(
         until = tl.minimum(until, tl.load(ends_ptr + keys, keys < Tk, other=0))
         low = min(low, tl.load(ends_ptr + key))
         bottom = min(bottom, tl.load(ends_ptr + min(key + BLOCK_N, Tk) - 1))
-    k = load_tile(k_ptr, k_strides, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, TMA)
-    v = load_tile(v_ptr, v_strides, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, TMA)
+    k = load_tile(k_ptr, k_strides, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, False)
+    v = load_tile(v_ptr, v_strides, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, False)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for member in range(GROUP):  # the query heads that share these keys
@@ -172,73 +172,32 @@ def _dkdv_kernel(
 def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv) -> None:
     """Writes dq, dk and dv, views of any strides."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    dout = dout.contiguous()
+    dout, out = dout.contiguous(), out.contiguous()
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
-    delta, ends, numbers_stride = torch.empty_like(lse), None, lse.stride(1)
+    delta, ends = torch.empty_like(lse), None
     if starts is not None:
         keys = torch.arange(Tk, dtype=starts.dtype, device=starts.device).repeat(B, 1)
         ends = torch.searchsorted(starts, keys, right=True, out_int32=True)
-    tma = by_tma(q, k, v, out, dout, dq, dk, dv)
+    tma = by_tma(q, k, v, dout, dq, dk, dv)
     fixed = {"D": D, "GROUP": H // Hkv, "CAUSAL": causal, "TMA": tma}
     fixed["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"  # of fp32 alone
-    q_strides, k_strides, v_strides, out_strides = (t.stride()[:3] for t in (q, k, v, out))
+    strides = [t.stride()[:3] for t in (q, k, v, out)]
+    numbers = lse.stride(1), scale, window
 
     size = tiling("dq", q.dtype, D, tma)
     M, N, width = size["BLOCK_M"], size["BLOCK_N"], size["BLOCK_D"]
+    tensors = q, source(k, N, width, tma), source(v, N, width, tma), out, dout, source(dq, M, width, tma)
+    shape = B * H, H, Tq, Tk, span(k)
     _dq_kernel[(triton.cdiv(Tq, M) * B * H,)](
-        source(q, M, width, tma),
-        source(k, N, width, tma),
-        source(v, N, width, tma),
-        source(out, M, width, tma),
-        source(dout, M, width, tma),
-        source(dq, M, width, tma),
-        lse,
-        delta,
-        starts,
-        q_strides,
-        k_strides,
-        v_strides,
-        out_strides,
-        dq.stride()[:3],
-        numbers_stride,
-        scale,
-        window,
-        B * H,
-        H,
-        Tq,
-        Tk,
-        span(k),
-        **fixed,
-        **size,
+        *tensors, lse, delta, starts, *strides, dq.stride()[:3], *numbers, *shape, **fixed, **size
     )
 
     size = tiling("dkdv", q.dtype, D, tma)
     M, N = size["BLOCK_M"], size["BLOCK_N"]
+    tensors = source(q, M, width, tma), k, v, *(source(*t, width, tma) for t in ((dout, M), (dk, N), (dv, N)))
+    shape = B * Hkv, Hkv, Tq, Tk, span(q)
     if tma:
         lse, delta = (TensorDescriptor(t, [B * H, Tq], [t.stride(1), 1], [1, M]) for t in (lse, delta))
     _dkdv_kernel[(triton.cdiv(Tk, N) * B * Hkv,)](
-        source(q, M, width, tma),
-        source(k, N, width, tma),
-        source(v, N, width, tma),
-        source(dout, M, width, tma),
-        source(dk, N, width, tma),
-        source(dv, N, width, tma),
-        lse,
-        delta,
-        ends,
-        q_strides,
-        k_strides,
-        v_strides,
-        out_strides,
-        dk.stride()[:3],
-        numbers_stride,
-        scale,
-        window,
-        B * Hkv,
-        Hkv,
-        Tq,
-        Tk,
-        span(q),
-        **fixed,
-        **size,
+        *tensors, lse, delta, ends, *strides, dk.stride()[:3], *numbers, *shape, **fixed, **size
     )

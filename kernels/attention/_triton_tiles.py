@@ -46,7 +46,10 @@ CANDIDATES = {  # by TMA, worth a measurement
 def load_tile(
     source, strides, b, h, row, rows, D: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
-    """(SIZE, WIDTH) of head h of sequence b, from `row` on; zero beyond the tensor's `rows` and its D channels."""
+    """(SIZE, WIDTH) of head h of sequence b, from `row` on; zero beyond the tensor's `rows` and its D channels.
+
+    TMA is for loops. Outside of one Triton waits for each such load before it issues the next.
+    """
     if TMA:
         tile = source.load([b, h, row, 0]).reshape(SIZE, WIDTH)
     else:

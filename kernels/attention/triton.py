@@ -109,7 +109,7 @@ def _fwd_kernel(
     largest = tl.full((BLOCK_M,), LEAST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    q = load_tile(q_ptr, q_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, TMA)
+    q = load_tile(q_ptr, q_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, False)
     for n in range(top, bottom, BLOCK_N):
         k = load_tile(k_ptr, k_strides, b, h // GROUP, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)
@@ -187,40 +187,20 @@ def attention_fwd(
     B, Tq, H, D = q.shape
     out, lse = outputs(q)
     decode = Tq <= 16
-    tma = not decode and by_tma(q, k, v, out)
+    tma = not decode and by_tma(k, v, out)
     size = tiling("decode" if decode else "forward", q.dtype, D, tma)
     M, N, width = size["BLOCK_M"], size["BLOCK_N"], size["BLOCK_D"]
     programs = triton.cdiv(Tq, M) * B * H
     parts, numbers, count = out, lse, splits(programs, k.shape[1], q.device) if decode else 1
     if count > 1:
         parts, numbers = (t.new_empty(count * B, *t.shape[1:], dtype=torch.float32) for t in (out, lse))
+    tensors = q, source(k, N, width, tma), source(v, N, width, tma), source(parts, M, width, tma)
+    strides = [t.stride()[:3] for t in (q, k, v, parts)]
+    shape = B * H, H, Tq, k.shape[1], span(k)
+    fixed = {"D": D, "GROUP": H // k.shape[2], "CAUSAL": causal, "SPLITS": count, "TMA": tma}
+    fixed["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"  # of fp32 alone
     _fwd_kernel[(programs, count)](
-        source(q, M, width, tma),
-        source(k, N, width, tma),
-        source(v, N, width, tma),
-        source(parts, M, width, tma),
-        numbers,
-        starts,
-        lengths,
-        q.stride()[:3],
-        k.stride()[:3],
-        v.stride()[:3],
-        parts.stride()[:3],
-        lse.stride(1),
-        scale,
-        window,
-        B * H,
-        H,
-        Tq,
-        k.shape[1],
-        span(k),
-        D=D,
-        GROUP=H // k.shape[2],
-        CAUSAL=causal,
-        SPLITS=count,
-        TMA=tma,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # of fp32 alone
-        **size,
+        *tensors, numbers, starts, lengths, *strides, lse.stride(1), scale, window, *shape, **fixed, **size
     )
     if count > 1:
         _combine_kernel[(B * Tq * H,)](
@@ -251,7 +231,7 @@ def attention_bwd(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """dq, dk and dv in one (B, T, H + 2 Hkv, D), T the longer of Tq and Tk; see `packed` above."""
+    """dq, dk and dv side by side in one (B, T, H + 2 Hkv, D), where T is the longer of Tq and Tk."""
     grads = gradients(dout, q, k)
     backward(dout, q, k, v, out, lse, starts, causal, scale, window, *parted(grads, q, k))
     return grads
@@ -287,4 +267,5 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     if not causal and (window is not None or starts is not None):
         raise Unavailable("attention=triton has windows and documents in causal attention alone: choose attn=eager")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    starts, lengths = (t if t is None else t.contiguous() for t in (starts, lengths))
     return attention_fwd(q, k, v, starts, lengths, causal, scale, window)[0]

@@ -93,9 +93,10 @@ def attend(capability: int) -> None:
         arguments = (*kernel.arg_names, "num_warps", "num_stages")
         described = {}
         if tma:
-            for rows, names in (("BLOCK_M", "q out dout dq"), ("BLOCK_N", "k v dk dv")):
+            queries, keys = {"forward": ("out", "k v"), "dq": ("dq", "k v"), "dkdv": ("q dout", "dk dv")}[name]
+            for rows, tensors in (("BLOCK_M", queries), ("BLOCK_N", keys)):
                 tile = f"tensordesc<bf16[1, 1, {given[rows]}, {given['BLOCK_D']}]>"
-                described |= {f"{tensor}_ptr": tile for tensor in names.split()}
+                described |= {f"{tensor}_ptr": tile for tensor in tensors.split()}
         if tma and name == "dkdv":
             described |= dict.fromkeys(("lse_ptr", "delta_ptr"), f"tensordesc<fp32[1, {given['BLOCK_M']}]>")
         given = {key: value for key, value in given.items() if key in arguments}
