@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels.tuned import files, read
-from kernels.tuned import write as write_table
 from tqdm import tqdm
 
 from kernels.attention.auto import entry, kind
 from kernels.registry import KernelError, Unavailable, contract, describe, impls, load, refusal
+from kernels.tuned import files, read
+from kernels.tuned import write as write_table
 from runtime.config import check, cli
 from runtime.device import GIB, OutOfMemory, environment, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
