@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.attention._triton_tiles import LOG2E, by_tma, limits, load_tile, place, source, span, store_tile, tiling
+from kernels.attention._triton_tiles import LOG2E, by_tma, launch, limits, load_tile, place, source, span, store_tile
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
     strides = [t.stride()[:3] for t in (q, k, v, out)]
     numbers = lse.stride(1), scale, window
 
-    size = tiling("dq", q.dtype, D, tma)
+    size = launch("dq", q.dtype, D, tma, q.device)
     M, N, width = size["BLOCK_M"], size["BLOCK_N"], size["BLOCK_D"]
     tensors = q, source(k, N, width, tma), source(v, N, width, tma), out, dout, source(dq, M, width, tma)
     shape = B * H, H, Tq, Tk, span(k)
@@ -192,7 +192,7 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         *tensors, lse, delta, starts, *strides, dq.stride()[:3], *numbers, *shape, **fixed, **size
     )
 
-    size = tiling("dkdv", q.dtype, D, tma)
+    size = launch("dkdv", q.dtype, D, tma, q.device)
     M, N = size["BLOCK_M"], size["BLOCK_N"]
     tensors = source(q, M, width, tma), k, v, *(source(*t, width, tma) for t in ((dout, M), (dk, N), (dv, N)))
     shape = B * Hkv, Hkv, Tq, Tk, span(q)

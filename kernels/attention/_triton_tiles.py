@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.gpu import check_dtypes, has_tma
 from kernels.registry import Unavailable
+from kernels.tuned import tuned
 
 MAX_WIDTH = 256  # of a head: a program holds whole rows of sums in registers
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(LOG2E x), and exp2 is what the hardware has
@@ -32,7 +33,7 @@ SIZES = {
         256: ((32, 64, 8, 2), (32, 32, 8, 1)),
     },
 }
-CANDIDATES = {  # by TMA, worth a measurement
+CANDIDATES = {  # worth a measurement
     ("forward", 64): [(128, 64, 4, 2), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)],
     ("forward", 128): [(128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 4, 2)],
     ("dq", 64): [(128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)],
@@ -131,9 +132,16 @@ def parameters(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int) -> d
     return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": num_warps, "num_stages": num_stages}
 
 
-def candidates(kernel: str, D: int) -> list[dict]:
-    """What may replace part of tiling(), by TMA."""
-    return [parameters(*sizes) for sizes in CANDIDATES.get((kernel, max(64, triton.next_power_of_2(D))), [])]
+def launch(kernel: str, dtype: torch.dtype, D: int, tma: bool, device: torch.device) -> dict:
+    """tiling(), or what was measured to be better on this GPU: without TMA it is another kernel."""
+    default = tiling(kernel, dtype, D, tma)
+    return tuned(f"attention_{kernel}", f"{D} {dtype}{' tma' * tma}", default, device)
+
+
+def candidates(kernel: str, default: dict) -> list[dict]:
+    """What scripts/tune.py tries."""
+    sizes = CANDIDATES.get((kernel.removeprefix("attention_"), max(64, default["BLOCK_D"])), [])
+    return [parameters(*size) for size in sizes]
 
 
 def span(k: Tensor) -> int:

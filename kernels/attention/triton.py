@@ -47,14 +47,15 @@ from kernels.attention._triton_backward import backward
 from kernels.attention._triton_tiles import (
     LOG2E,
     by_tma,
+    candidates,  # noqa: F401
     check,
+    launch,
     limits,
     load_tile,
     place,
     source,
     span,
     store_tile,
-    tiling,
 )
 from kernels.gpu import processors
 from kernels.gpu import triton_detail as detail  # noqa: F401
@@ -188,7 +189,7 @@ def attention_fwd(
     out, lse = outputs(q)
     decode = Tq <= 16
     tma = not decode and by_tma(k, v, out)
-    size = tiling("decode" if decode else "forward", q.dtype, D, tma)
+    size = launch("decode" if decode else "forward", q.dtype, D, tma, q.device)
     M, N, width = size["BLOCK_M"], size["BLOCK_N"], size["BLOCK_D"]
     programs = triton.cdiv(Tq, M) * B * H
     parts, numbers, count = out, lse, splits(programs, k.shape[1], q.device) if decode else 1
