@@ -1,7 +1,7 @@
 """Every backend of every op, against reference() in float64. A new file in an op's folder is tested by being there.
 
-The rule: err(impl) <= 2 err(eager) + atol, so the tolerance is what eager itself loses at that dtype on the same
-numbers; atol is the rounding that no order of summation escapes. Eager has to be right in float64 first.
+The rule is kernels/check.py's: twice what eager itself loses at that dtype on the same numbers. Eager has to be right
+in float64 first.
 """
 
 import functools
@@ -11,6 +11,7 @@ import zlib
 import pytest
 import torch
 
+from kernels.check import evaluate, tensors, wrong
 from kernels.registry import OPS, Unavailable, backend, contract, impls, load
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -59,44 +60,8 @@ def usable(op, impl, device, inputs=None):
     return function
 
 
-def tensors(values):
-    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
-
-
-def evaluate(function, inputs, seed=0, expand=False, dtype=None):
-    """{"out0": ..., "d_x": ...}: outputs and gradients, for one fixed gradient of each output.
-
-    `dtype` evaluates in that dtype from the same (already rounded) numbers. `expand` gives gradients of stride 0.
-    """
-    inputs = {k: v.detach().to(dtype).requires_grad_() if dtype and v in tensors([v]) else v for k, v in inputs.items()}
-    outputs = function(**inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    results = {f"out{i}": out.detach() for i, out in enumerate(outputs)}
-    douts = []
-    for out in outputs:
-        generator = torch.Generator(out.device).manual_seed(seed)
-        shape = out.shape[-1:] if expand else out.shape
-        dout = torch.randn(shape, generator=generator, device=out.device).to(torch.bfloat16).to(out.dtype)
-        douts.append(dout.expand(out.shape))
-    if "lengths" in inputs:  # generation's, of which no gradient is asked
-        return results
-    leaves = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.requires_grad}
-    grads = torch.autograd.grad(outputs, list(leaves.values()), douts)
-    return results | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-
-
 def assert_as_good_as_eager(got, eager, truth, inputs, dtype):
-    """atol: the result's own rounding to `dtype`, or n roundings at random in an fp32 sum of n terms, whichever is
-    more, times the largest value. A result that is zero is a difference of equals; its scale is the others'."""
-    terms = max(max(t.shape[-1], t.numel() // t.shape[-1]) for t in tensors(inputs.values()))
-    rounding = max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps * terms**0.5)
-    scales = {name: exact.abs().max().item() for name, exact in truth.items()}
-    for name, exact in truth.items():
-        atol = rounding * (scales[name] if scales[name] > 1e-12 else max(scales.values()))
-        error, eagers = ((value[name].double() - exact).abs().max().item() for value in (got, eager))
-        assert got[name].shape == exact.shape
-        assert got[name].dtype == eager[name].dtype, f"{name} is {got[name].dtype}, eager gives {eager[name].dtype}"
-        assert error <= 2 * eagers + atol, f"{name}: error {error:.3g}, eager's {eagers:.3g}, atol {atol:.3g}"
+    assert (why := wrong(got, eager, truth, inputs, dtype)) is None, why
 
 
 def case_inputs(op, case, dtype, device):
@@ -261,6 +226,6 @@ def test_the_rule_can_fail():
     inputs = case_inputs("norm", "far_mean", torch.float32, "cpu")
     truth = evaluate(contract("norm").reference, inputs, dtype=torch.float64)
     eager = evaluate(load("norm", "eager", torch.device("cpu")), inputs)
-    for wrong in (careless, forgetful):
+    for broken in (careless, forgetful):
         with pytest.raises(AssertionError, match="out0: error"):
-            assert_as_good_as_eager(evaluate(wrong, inputs), eager, truth, inputs, torch.float32)
+            assert_as_good_as_eager(evaluate(broken, inputs), eager, truth, inputs, torch.float32)
