@@ -135,10 +135,15 @@ def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, need
 
     Unavailable: one of them, or torch.compile, cannot run on `device`, or attention lacks what it needs.
     """
-    if kernels.compile and not any(map(shutil.which, ("g++", "clang++", os.environ.get("CXX", "c++")))):
+    if kernels.compile and not compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
     asked = {"attention": needs}
     return Ops(**{op: load(op, impl, device, asked.get(op, ())) for op, impl in chosen(kernels, attn).items()})
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile would find, or None."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
 
 
 def describe(op: str, impl: str, **shape) -> str:

@@ -8,6 +8,8 @@ import json
 import re
 from pathlib import Path
 
+from scripts.support import tables as support_tables
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 
@@ -17,18 +19,8 @@ def rows(device: str) -> list[dict]:
     return [json.loads(line) for line in (RESULTS / device / "train.jsonl").read_text().splitlines()]
 
 
-COLUMNS = [
-    "model",
-    "batch",
-    "precision",
-    "kernels",
-    "attn",
-    "tokens/s (p20 to p80)",
-    "MFU",
-    "peak GiB",
-    "first step",
-    "loss",
-]
+COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "MFU", "peak GiB"]
+COLUMNS += ["first step", "loss"]
 
 
 def throughput(device: str) -> str:
@@ -191,6 +183,14 @@ def context_plot(rows: list[dict], path: Path) -> Path:
     return path
 
 
+def support(device: str) -> str:
+    """The tables of what each backend can do."""
+    path = RESULTS / device / "support.jsonl"
+    if not path.exists():
+        return "No rows yet: `python -m scripts.doctor matrix=true keep=true`."
+    return support_tables([json.loads(line) for line in path.read_text().splitlines()])
+
+
 def environment(device: str) -> str:
     """What the rows were measured with, on which commit, and how to measure one again."""
     env = rows(device)[-1]["env"]
@@ -232,7 +232,7 @@ def agreement(device: str) -> str:
 def fill(text: str) -> str:
     """`text` with every marked section made anew."""
     sections = {"throughput": throughput, "scaling": scaling, "kernels": kernels}
-    sections |= {"context": context, "environment": environment, "agreement": agreement}
+    sections |= {"context": context, "support": support, "environment": environment, "agreement": agreement}
 
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"

@@ -1,5 +1,7 @@
 import os
+import shutil
 import sys
+from pathlib import Path
 
 # Workers and not threads share the cores, in the programs that tests start as well
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -42,6 +44,13 @@ def called(monkeypatch, capsys):
         return (code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the repo to add files to."""
+    ignore = shutil.ignore_patterns(".*", "out", "results", "__pycache__")
+    return Path(shutil.copytree(Path(__file__).parents[1], tmp_path / "repo", ignore=ignore))
 
 
 @pytest.fixture

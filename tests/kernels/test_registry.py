@@ -1,7 +1,5 @@
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +7,6 @@ import torch
 from kernels import registry
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 MINE = '''"""LayerNorm by hand."""
@@ -23,13 +20,6 @@ def norm(x, residual, weight, bias, eps=1e-5):
 def detail(**inputs):
     return "mine, 1.0"
 '''
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """A copy of the repo to add files to."""
-    ignore = shutil.ignore_patterns(".*", "out", "results", "__pycache__")
-    return Path(shutil.copytree(ROOT, tmp_path / "repo", ignore=ignore))
 
 
 def run(checkout, *command):
