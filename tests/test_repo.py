@@ -66,7 +66,7 @@ def test_every_script_of_the_readme_is_one():
         words = [word for word in shlex.split(arguments) if not word.startswith("prompt=")]
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             parse(compose(name, overrides=words), module.Config)
-    assert seen >= {"prepare", "generate", "evaluate", "export", "collect"}
+    assert seen >= {"doctor", "prepare", "generate", "evaluate", "export", "collect"}
 
 
 def test_the_readme_shows_the_results_as_they_are():
@@ -75,4 +75,4 @@ def test_the_readme_shows_the_results_as_they_are():
     assert report.fill(text) == text
     assert report.fill(lessons := (ROOT / "kernels" / "README.md").read_text()) == lessons
     sections = re.findall(r"<!-- (\w+): h200 -->\n\S.*?\n<!-- end -->", text, re.DOTALL)
-    assert sections == ["throughput", "environment", "agreement"]
+    assert sections == ["support", "throughput", "environment", "agreement"]
