@@ -128,9 +128,8 @@ def main(cfg: Config) -> None:
     env = environment(device)
     for told in machine(device, env):
         print(wrapped(told, indent=9))
-    print() if cfg.matrix else print(
-        "\nop         backend           forward and backward, against reference() in float64"
-    )
+    if not cfg.matrix:
+        print("\nop         backend           forward and backward, against reference() in float64", flush=True)
     asked = {(op, impl): (matrix if cfg.matrix else usual)(op, impl, device) for op in cfg.op for impl in impls(op)}
     groups = [[probe for values in columns.values() for probe in values.values()] for columns in asked.values()]
     bar = tqdm(examine(groups, device, cfg.limit), total=len(groups), disable=None if cfg.matrix else True, leave=False)
