@@ -14,8 +14,11 @@ and a backend is a file with the op's function, and where it has something to sa
     detail(**inputs)       what it will really run for these (fake) arguments, and its version: "cudnn, torch 2.11.0"
     deterministic = False  two calls on a GPU may differ in their last bits: sums by atomics
     candidates(kernel, default)    launch parameters to try, each a dict of what it changes: see tuned.py
+    VERSIONS               names of implementations that it can choose among; its function, unavailable() and detail()
+                           then take version=NAME, by which the command line pins one (attn.version)
 """
 
+import functools
 import importlib
 import inspect
 import os
@@ -67,9 +70,14 @@ class KernelsConfig:
 @dataclass
 class AttnConfig:
     impl: str
+    version: str | None = None  # of an implementation that has several
 
     def __post_init__(self):
         check_name("attention", self.impl, key="attn.impl")
+        versions = getattr(backend("attention", self.impl), "VERSIONS", ()) if self.version else ()
+        if self.version and self.version not in versions:
+            known = f"choose {', '.join(versions)}, or null" if versions else f"attn={self.impl} has no versions"
+            raise KernelError(f"attn.version={self.version}: {known}")
 
 
 def impls(op: str) -> list[str]:
@@ -97,20 +105,26 @@ def backend(op: str, impl: str) -> ModuleType:
     return module
 
 
-def unavailable(op: str, impl: str, device: torch.device) -> str | None:
-    """Why this backend cannot run on `device`, in one sentence, or None."""
+def pinned(version: str | None) -> dict[str, str]:
+    return {} if version is None else {"version": version}
+
+
+def unavailable(op: str, impl: str, device: torch.device, version: str | None = None) -> str | None:
+    """Why this backend, or this version of it, cannot run on `device`, in one sentence, or None."""
     probe = getattr(backend(op, impl), "unavailable", None)
-    return probe(device) if probe else None
+    return probe(device, **pinned(version)) if probe else None
 
 
-def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = ()) -> Callable:
+def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), version: str | None = None) -> Callable:
     """The function that computes `op`; `needs` are arguments that a backend may leave out, and this one must not.
 
     Unavailable: it cannot run on `device`, or has left one out.
     """
-    if why := unavailable(op, impl, device):
+    if why := unavailable(op, impl, device, version):
         raise Unavailable(f"{op}={impl} cannot run here: {why}")
     function = getattr(backend(op, impl), op)
+    if version:
+        function = functools.update_wrapper(functools.partial(function, version=version), function)
     for why in filter(None, (refusal(function, argument) for argument in needs)):
         raise Unavailable(f"{op}={impl} cannot run this: {why}")
     return function
@@ -137,8 +151,8 @@ def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, need
     """
     if kernels.compile and not compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
-    asked = {"attention": needs}
-    return Ops(**{op: load(op, impl, device, asked.get(op, ())) for op, impl in chosen(kernels, attn).items()})
+    asked = {"attention": (needs, attn.version)}
+    return Ops(**{op: load(op, impl, device, *asked.get(op, ())) for op, impl in chosen(kernels, attn).items()})
 
 
 def compiler() -> str | None:
@@ -146,23 +160,23 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
 
 
-def describe(op: str, impl: str, **shape) -> str:
+def describe(op: str, impl: str, version: str | None = None, **shape) -> str:
     """Who computes `op` for arguments like inputs(**shape): "sdpa (cudnn, torch 2.11.0)". Takes no memory."""
     detail = getattr(backend(op, impl), "detail", None)
     if detail is None:
         return f"{impl} (torch {torch.__version__})"
     with FakeTensorMode():
-        return f"{impl} ({detail(**contract(op).inputs(**shape))})"
+        return f"{impl} ({detail(**contract(op).inputs(**shape), **pinned(version))})"
 
 
 def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
-    """The choice in a few letters: `eager-sdpa`, `triton+compile-flash`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
+    """The choice in a few letters: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
     ops = {"norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss}
     names = set(ops.values())
     name = names.pop() if len(names) == 1 else "+".join(f"{op}.{impl}" for op, impl in ops.items())
     if kernels.compile:
         name = "compile" if name == "eager" else f"{name}+compile"
-    return f"{name}-{attn.impl}"
+    return f"{name}-{attn.impl}" + (f".{attn.version}" if attn.version else "")
 
 
 def check_name(op: str, impl: str, key: str) -> None:

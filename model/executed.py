@@ -22,6 +22,7 @@ def executed(
     limits = {"keys": keys, "lengths": [keys] * shape[0]} if keys else {"packed": config.pos == "learned"}
     limits |= {"kv_heads": config.kv_heads, "window": config.window}
     limits |= {"documents": [shape[1]]} if documents else {}
+    limits |= {"version": attn.version}
     shapes = {
         "norm": {"shape": (*shape, config.n_embd), "residual_dtype": stored},
         "attention": {"shape": (*shape, config.n_head, config.head_dim), **limits},
