@@ -18,7 +18,7 @@ a CUDA graph wants it (flash-attn calls them cache_seqlens). No gradient is aske
 no lengths, window or starts leaves the argument out of its function, and whoever asks for it is told so.
 """
 
-import math
+from math import sqrt  # and not math: that name becomes this package's own module, math.py
 
 import torch
 
@@ -66,9 +66,9 @@ def reference(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
-    scores = q @ k.mT * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    scores = q @ k.mT * (scale if scale is not None else 1 / sqrt(q.shape[-1]))
     mask = seen(queries, keys, q.device, causal=causal, lengths=lengths, window=window, starts=starts)
-    scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+    scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 

@@ -16,14 +16,19 @@ deterministic = False  # by PyTorch's own warning, in the backward of flash, cud
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+    given = arguments(q, k, v, causal=causal, lengths=lengths, window=window, starts=starts)
+    return F.scaled_dot_product_attention(**given, scale=scale).transpose(1, 2)
+
+
+def arguments(q, k, v, *, causal=True, lengths=None, window=None, starts=None):
+    """PyTorch's names and layout, (B, H, T, D), for the contract's."""
     grouped, mask = q.shape[2] != k.shape[2], None
     # PyTorch aligns is_causal top left: with as many keys as queries that is the same, and spares the mask
     if not (causal and q.shape[1] == k.shape[1] and lengths is None and window is None and starts is None):
         limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
         mask, causal = seen(q.shape[1], k.shape[1], q.device, **limits), False
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return {"query": q, "key": k, "value": v, "attn_mask": mask, "is_causal": causal, "enable_gqa": grouped}
 
 
 class _Record(TorchDispatchMode):
