@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from kernels.attention._sdpa import pinned
 
-DETERMINISTIC = False
+deterministic = False
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.attention._flash import VERSIONS, Kernels, newest, why_not
 from kernels.registry import Unavailable
 
-DETERMINISTIC = False  # dq is summed by atomics; an order of its own costs time and memory
+deterministic = False  # dq is summed by atomics; an order of its own costs time and memory
 DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from kernels.attention._sdpa import pinned
 
-DETERMINISTIC = False  # where the keys are split among programs, dq is summed by atomics
+deterministic = False  # where the keys are split among programs, dq is summed by atomics
 
 
 def unavailable(device: torch.device) -> str | None:

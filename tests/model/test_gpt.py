@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, refusal, resolve
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, refusal, resolve, unavailable
 from model import cost
 from model.generate import Decoder, Sampling
 from model.gpt import GPT, GPTConfig, rope_table, rotate
@@ -28,8 +28,11 @@ PUBLISHED = {  # parameters with the unpadded vocabulary: transformers' GPT2LMHe
 
 
 def ops(attn="eager"):
-    eager = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
-    return resolve(eager, AttnConfig(attn), torch.device("cpu"))
+    """Eager but for attention; where that cannot run, a skip with its own reason."""
+    eager, cpu = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False), torch.device("cpu")
+    if why := unavailable("attention", attn, cpu):
+        pytest.skip(why)
+    return resolve(eager, AttnConfig(attn), cpu)
 
 
 def gpt(config=SMALL, attn="eager", seed=0, spread=1.0):
