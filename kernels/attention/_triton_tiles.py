@@ -122,7 +122,7 @@ def tiling(kernel: str, dtype: torch.dtype, D: int, tma: bool) -> dict:
     width = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32:  # exact products are for comparisons
         size = min(64, 8192 // width)
-        sizes = (16 if kernel == "decode" else size, size, 4, 1)
+        sizes = (16 if kernel == "decode" else size, size, 16, 1)
     else:
         sizes = SIZES[kernel][max(64, width)][0 if tma else 1]
     return {**parameters(*sizes), "BLOCK_D": width}

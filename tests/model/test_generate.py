@@ -6,14 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.registry import impls, unavailable
+from kernels.registry import Unavailable, backend, impls, refusal, unavailable
 from model import generate as module
 from model.generate import Decoder, Sampling, biased_row, draw, generate, stream
 from runtime.config import UserError
 from tests.model.test_gpt import SMALL, gpt
 
 CPU = torch.device("cpu")
-HERE = [impl for impl in impls("attention") if not unavailable("attention", impl, CPU)]
+HERE = [  # and able to decode
+    impl
+    for impl in impls("attention")
+    if not unavailable("attention", impl, CPU) and not refusal(backend("attention", impl).attention, "lengths")
+]
 GREEDY = Sampling(97, temperature=0)
 
 
@@ -66,6 +70,10 @@ def test_logits_over_the_cache(pos, attn, dtype, buckets, monkeypatch):
     for block in model.h:
         block.ln_1.dtype = block.ln_2.dtype = dtype
     idx, seen = prompt(length=24), []
+    try:
+        full = model(idx)[:, 2:]
+    except Unavailable as why:  # Triton's interpreter has no bfloat16
+        pytest.skip(str(why))
     monkeypatch.setattr(module, "draw", lambda logits, noise, how: seen.append(logits) or logits.argmax(-1, True))
     decoder = Decoder(model, 2, 24, GREEDY)
     decoder.prefill(idx[:, :3])
@@ -73,7 +81,7 @@ def test_logits_over_the_cache(pos, attn, dtype, buckets, monkeypatch):
         decoder.token.copy_(idx[:, n : n + 1])
         decoder.step()
     assert {held.dtype for held in itertools.chain(*decoder.kv)} == {dtype}
-    truth, full = exact(idx)[:, 2:], model(idx)[:, 2:]
+    truth = exact(idx)[:, 2:]
     error, fulls = ((logits.double() - truth).abs().max() for logits in (torch.stack(seen, 1), full))
     assert fulls > 0
     assert error <= 2 * fulls + torch.finfo(dtype).eps * truth.abs().max(), f"{error:.2g}, full {fulls:.2g}"
