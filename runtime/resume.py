@@ -1,13 +1,12 @@
 """Going on with a run: from which checkpoint, in which folder, and whether it is the same run at all."""
 
 import contextlib
-import json
 import time
 from pathlib import Path
 
 from runtime.checkpoint import find, home, is_checkpoint, manifest, newest, number, steps, verified
 from runtime.config import UserError, check
-from runtime.run import new_folder
+from runtime.run import new_folder, read_row
 
 
 def place(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
@@ -29,7 +28,7 @@ def place(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Pat
             "to begin anew",
         )
         check(
-            found is not None or last_status(folder) != "ok",
+            found is not None or (read_row(folder) or {}).get("status") != "ok",
             f"train.resume=auto: {folder} holds a finished run without a checkpoint; choose another out_dir",
         )
         return folder, found
@@ -48,14 +47,6 @@ def place(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Pat
     elif newer := newest(own / "checkpoints", after=number(found)):
         raise UserError(f"train.resume={resume} is older than {newer}, which would be lost: give another out_dir")
     return folder, found
-
-
-def last_status(folder: Path) -> str | None:
-    """That of the row in a run's folder, if it has one."""
-    try:
-        return json.loads((folder / "result.json").read_text())["status"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def shape_of(out_dir: str | None, resume: str | None) -> dict | None:

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from omegaconf import OmegaConf
 
@@ -43,8 +44,7 @@ class Run:
         files = [folder / file for file in ("config.yaml", "metrics.jsonl", "result.json", "checkpoints")]
         metrics, self.result = files[1:3]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock()
+            self.lock = lock(folder)
             if metrics.exists() and metrics.stat().st_size == 0 and not files[3].exists():
                 for path in files[:3]:
                     path.unlink(missing_ok=True)
@@ -56,14 +56,6 @@ class Run:
             self.metrics = metrics.open("a", buffering=1)  # by the line: a kill loses none
         except OSError as error:
             raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
-
-    def _lock(self) -> None:
-        """Keep other processes out until this one ends, in whatever way."""
-        self.lock = (self.folder / ".lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"out_dir={self.folder} is in use by a run that goes on; choose another folder") from None
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`, which a resumed run does again, and a line that a kill cut short."""
@@ -113,10 +105,8 @@ class Run:
     def record(self, status: str) -> None:
         """Write the row as it is now. Where the disk is full, say so: what ended the run is said by others."""
         self.row["status"] = status
-        temporary = self.folder / ".result.json"
         try:
-            temporary.write_text(json.dumps(finite(self.row), indent=1) + "\n")
-            temporary.replace(self.result)
+            write_row(self.folder, self.row)
         except OSError as error:
             print(f"warning: {self.result} cannot be written: {error.strerror}", file=sys.stderr)
 
@@ -141,6 +131,31 @@ class Follower(Run):
 
     def record(self, status: str) -> None:
         """Rank 0 does it."""
+
+
+def lock(folder: Path) -> TextIO:
+    """Make the folder, and keep other processes out until this one ends, in whatever way, or closes the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"out_dir={folder} is in use by a run that goes on; choose another folder") from None
+    return file
+
+
+def write_row(folder: Path, row: dict) -> None:
+    temporary = folder / ".result.json"
+    temporary.write_text(json.dumps(finite(row), indent=1) + "\n")
+    temporary.replace(folder / "result.json")
+
+
+def read_row(folder: Path) -> dict | None:
+    """The row in a run's folder; None where there is none, or none that can be read."""
+    try:
+        return json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def finite(figures: dict) -> dict:
