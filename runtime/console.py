@@ -8,6 +8,8 @@ import torch
 from runtime.device import Ceiling
 from runtime.meter import WARMUP
 
+FIGURES = ["tokens/s", "p20 to p80", "MFU", "peak GiB", "first step", "loss"]  # of a table of runs
+
 
 def header(cfg: Any, row: dict, data: str, ceiling: Ceiling, folder: Path) -> str:
     """What is about to run: train.py's config, and the row so far."""
@@ -67,3 +69,46 @@ def summary(row: dict) -> str:
         f"start    {row['perf/first_step_s']:.1f} s for the first step, {row['perf/compile_s']:.1f} s of it to compile "
         f"and start; {row['perf/warmup_s']:.1f} s for the {WARMUP} of warm-up; {row['perf/recompiles']} recompilations"
     )
+
+
+def speed(row: dict) -> float | None:
+    """Tokens/s of a run that is complete and was long enough to measure."""
+    return row.get("perf/tokens_per_sec") if row["status"] == "ok" else None
+
+
+def figure_cells(row: dict) -> list[str]:
+    """What a run is worth, under FIGURES; without a speed the first says why."""
+    if speed(row) is None:
+        return [row["status"] if row["status"] != "ok" else "too short", *[""] * (len(FIGURES) - 1)]
+    memory = row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"]
+    return [
+        f"{speed(row):,.0f}",
+        f"{row['perf/tokens_per_sec/p20']:,.0f} to {row['perf/tokens_per_sec/p80']:,.0f}",
+        f"{100 * row['perf/mfu']:.1f}%" if row["perf/mfu"] else "",
+        f"{memory:.1f}",
+        f"{row['perf/first_step_s']:.1f} s",
+        "" if row["train/loss"] is None else f"{row['train/loss']:.3f}",
+    ]
+
+
+def sweep_table(rows: dict[str, dict]) -> str:
+    """Jobs and their rows, fastest first, each beside the first job."""
+    base, *_ = rows.values()
+    head = ["job", FIGURES[0], "of the first", *FIGURES[1:]]
+    measured = {name: row for name, row in rows.items() if speed(row) is not None}
+    table = [head]
+    for name, row in sorted(measured.items(), key=lambda item: -speed(item[1])):
+        tokens_per_sec, *rest = figure_cells(row)
+        table.append([name, tokens_per_sec, ratio(row, base), *rest])
+    table += [[name, figure_cells(row)[0]] for name, row in rows.items() if name not in measured]
+    widths = [max(len(cells[i]) for cells in table if i == 0 or len(cells) > 2) for i in range(len(head))]
+    return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in table)
+
+
+def ratio(row: dict, base: dict) -> str:
+    """Of their speeds, at the same precision; a tie where the spreads overlap."""
+    if speed(base) is None or row["config"]["precision"] != base["config"]["precision"]:
+        return ""
+    low, high, base_low, base_high = (each[f"perf/tokens_per_sec/{p}"] for each in (row, base) for p in ("p20", "p80"))
+    tie = row is not base and low <= base_high and base_low <= high
+    return f"{speed(row) / speed(base):.2f}x" + " (tie)" * tie

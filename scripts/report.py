@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+from runtime.console import FIGURES, figure_cells
 from scripts.support import tables as support_tables
 
 ROOT = Path(__file__).parent.parent
@@ -19,8 +20,7 @@ def rows(device: str) -> list[dict]:
     return [json.loads(line) for line in (RESULTS / device / "train.jsonl").read_text().splitlines()]
 
 
-COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "MFU", "peak GiB"]
-COLUMNS += ["first step", "loss"]
+COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", *FIGURES[2:]]
 
 
 def throughput(device: str) -> str:
@@ -44,19 +44,8 @@ def throughput_cells(row: dict) -> list[str]:
         (f"{ops}+compile" if ops != "eager" else "compile") if kernels["compile"] else ops,
         attention,
     ]
-    median = row.get("perf/tokens_per_sec")
-    if median is None:
-        why = row["status"] if row["status"] != "ok" else "too short"
-        return [*cells, why, *[""] * (len(COLUMNS) - len(cells) - 1)]
-    memory = row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"]
-    return [
-        *cells,
-        f"**{median:,.0f}** ({row['perf/tokens_per_sec/p20']:,.0f} to {row['perf/tokens_per_sec/p80']:,.0f})",
-        f"{100 * row['perf/mfu']:.1f}%" if row["perf/mfu"] else "",
-        f"{memory:.1f}",
-        f"{row['perf/first_step_s']:.1f} s",
-        f"{row['train/loss']:.3f}",
-    ]
+    tokens_per_sec, spread, *rest = figure_cells(row)
+    return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, *rest]
 
 
 def scaling(device: str) -> str:
