@@ -26,8 +26,8 @@ from model.gpt import GPT, PRECISIONS, GPTConfig, beyond_table
 from model.optim import OptimConfig, Optimizer, learning_rate
 from model.parallel import shard, whole
 from model.pretrained import fitted, load, read, shape
-from runtime import checkpoint
-from runtime.config import check, cli, command, given, sweeping
+from runtime import checkpoint, sweep
+from runtime.config import check, cli, command, given
 from runtime.console import header, step_line, summary, val_line
 from runtime.device import Ceiling, environment, out_of_memory, pick, reset_memory
 from runtime.loop import TrainConfig, complete, due, last_step
@@ -37,6 +37,7 @@ from runtime.resume import place, same_run, shape_of
 from runtime.run import Follower, Run
 from runtime.saver import Checkpoints
 from runtime.signals import STOPPED, Signals, Stopped
+from runtime.sweep import SweepConfig
 from runtime.trackers import LoggerConfig, tracker
 
 ROOT = Path(__file__).resolve().parent
@@ -62,6 +63,7 @@ class Config:
     train: TrainConfig
     optim: OptimConfig
     logger: LoggerConfig
+    sweep: SweepConfig
 
     def __post_init__(self):
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
@@ -287,6 +289,12 @@ def sample(job: Job) -> str:
     return f"sample   {text!r}"
 
 
+def composed(cfg: DictConfig) -> None:
+    """What the files and the command line cannot say by themselves."""
+    check("program" not in cfg.sweep, "sweep=wandb is W&B's: run `wandb sweep configs/sweep/wandb.yaml`")
+    from_source(cfg)
+
+
 def from_source(cfg: DictConfig) -> None:
     """With init_from the model's shape is the source's. UserError: the command line asks for another, or other ids.
 
@@ -306,7 +314,8 @@ def from_source(cfg: DictConfig) -> None:
     )
 
 
-OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), replace=True)  # for --help
+OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), replace=True)  # for --help and sweeps
+sweep.register()
 
 
 @cli(
@@ -315,17 +324,13 @@ OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), rep
     name="config",
     groups=choices(),
     errors=(KernelError, DataError),
-    complete=from_source,
+    complete=composed,
 )
 def main(cfg: Config) -> None:
-    check(
-        world_size() == 1 or not sweeping(),
-        "a sweep (-m) of several processes does not work: run torchrun once a job, or the sweep without torchrun",
-    )
     device = pick(placed(cfg.device))
     choice = f"{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}" + f"-{cfg.parallel}{world_size()}" * (world_size() > 1)
-    torch.compiler.reset()  # a sweep's jobs share the code of GPT.forward, of which Dynamo compiles 8 versions at most
+    torch.compiler.reset()  # hydra/launcher=basic: jobs share GPT.forward, of which Dynamo compiles 8 versions at most
     with Signals() as signals, joined(device) as ranks, contextlib.ExitStack() as stack:
         if not ranks.leads:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

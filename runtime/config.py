@@ -19,7 +19,6 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import OverrideParseException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -117,6 +116,8 @@ def explain(error: Exception, schema: type) -> str:
             f"{key}={value} is no plain text to Hydra, to which ( ) [ ] {{ }} = , ~ $ and quotes mean something: quote "
             f"it for Hydra, too, inside the quotes for the shell: {shlex.quote(f'{key}={literal(value)}')}"
         )
+    if match := re.search(r"'(.*)'. No match in the defaults list.\nTo append to your default list use (\S+)", message):
+        return f"{match[2].lstrip('+')}: this choice is added to the others, with a plus: {match[2]}"
     if match := re.match(r"Could not override '([^']+)'", message):
         return unknown_key(match[1].split("@")[0], known)
     if match := re.search(r"Could not find '([^']+)/([^'/]*)'", message):
@@ -160,11 +161,6 @@ def literal(value: str) -> str:
     """The value in quotes for Hydra and OmegaConf, to whom ( , $ \\ and = would mean something: exactly this text."""
     value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
     return '"' + re.sub(r'(\\*)("|\Z)', lambda run: 2 * run[1] + run[2].replace('"', r"\""), value) + '"'
-
-
-def sweeping() -> bool:
-    """Whether this is a job of a sweep (-m)."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def given(cfg: DictConfig, group: str, configs: Path) -> dict:

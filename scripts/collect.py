@@ -43,4 +43,8 @@ if __name__ == "__main__":
     if missing := [str(run) for run in arguments.runs if not (run / "result.json").exists()]:
         sys.exit(f"error: no result.json in {', '.join(missing)}; name the folders of finished runs")
     for run in arguments.runs:
+        row = json.loads((run / "result.json").read_text())
+        if "env" not in row:  # a job of a sweep that ended before it began
+            print(f"{run}: left out, {row['status']}")
+            continue
         print(f"{run} -> {collect(run, arguments.curves, arguments.beside)}")

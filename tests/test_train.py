@@ -282,7 +282,8 @@ def test_a_row_tells_its_command(hotswap):
     """Of a sweep each its own, quoted for the shell; and runs of the same second get folders of their own."""
     quick = [word for word in QUICK if not word.startswith("out_dir")]
     Path("a b.txt").write_text("All work and no play makes Jack a dull boy.\n" * 100)
-    code, _, err = hotswap("-m", *quick, "train.max_steps=1", "data=text", "data.path='a b.txt'", "seed=1,2,3")
+    quick += ["hydra/launcher=basic", "train.max_steps=1", "data=text", "data.path='a b.txt'"]
+    code, _, err = hotswap("-m", *quick, "seed=1,2,3")
     assert (code, err) == (0, "")
     rows = sorted((row(folder) for folder in Path("out").glob("2*")), key=lambda row: row["config"]["seed"])
     assert [shlex.split(row["command"])[-2] for row in rows] == ["seed=1", "seed=2", "seed=3"]
@@ -291,8 +292,8 @@ def test_a_row_tells_its_command(hotswap):
 
 
 def test_a_sweep_may_compile_many_models(hotswap):
-    """Its jobs share one process; Dynamo alone would give up at the ninth version of GPT.forward."""
-    quick = [word for word in QUICK if not word.startswith(("model.n_layer", "out_dir"))]
+    """With Hydra's launcher jobs share a process; Dynamo alone would give up at the ninth version of GPT.forward."""
+    quick = ["hydra/launcher=basic", *(word for word in QUICK if not word.startswith(("model.n_layer", "out_dir")))]
     code, _, err = hotswap(
         "-m", *quick, "train.max_steps=1", "kernels=compile", "train.eval_every=1", "model.n_layer=1,2,3,4,5"
     )

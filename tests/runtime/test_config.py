@@ -74,6 +74,10 @@ MISTAKES = [
     (["data=text", "data.path=a(1).txt"], "data.path=a(1).txt is no plain text to Hydra"),
     (["init_from=~x/y"], "init_from=~x/y is no plain text to Hydra"),
     (["data.path=a\nb("], "data.path=a b( is no plain text to Hydra"),
+    (["sweep=kernels"], "sweep=kernels: this choice is added to the others, with a plus: +sweep=kernels"),
+    (["+sweep=fast"], "sweep=fast: no such choice; sweep is one of: ablation, attention, batch, kernels"),
+    (["+sweep=wandb"], "sweep=wandb is W&B's: run `wandb sweep configs/sweep/wandb.yaml`"),
+    (["sweep.timeout=-1"], "sweep.timeout=-1.0: minutes above 0, or null for no limit"),
     (["smoke"], "smoke: arguments are key=value; --help lists the keys"),
 ]
 
@@ -133,14 +137,3 @@ def test_help_shows_groups_backends_and_keys(hotswap):
         "+experiment=smoke",
     ):
         assert shown in out
-
-
-def test_in_a_sweep_a_mistake_stops_only_its_job(hotswap, tmp_path):
-    small = "train.max_steps=1", "train.eval_every=0", "train.sample_tokens=0", "model.n_layer=1"
-    code, _out, err = hotswap(
-        "-m", "+experiment=smoke", *small, "kernels.norm=fast,eager", "out_dir=out/${kernels.norm}"
-    )
-    assert code == 1
-    assert err == f"error: kernels.norm=fast: no file kernels/norm/fast.py; there are {', '.join(impls('norm'))}\n"
-    assert (tmp_path / "out/eager/result.json").exists()
-    assert not (tmp_path / "out/fast").exists()
