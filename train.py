@@ -26,7 +26,7 @@ from model.gpt import GPT, PRECISIONS, GPTConfig, beyond_table
 from model.optim import OptimConfig, Optimizer, learning_rate
 from model.parallel import shard, whole
 from model.pretrained import fitted, load, read, shape
-from runtime import checkpoint, sweep
+from runtime import checkpoint
 from runtime.config import check, cli, command, given
 from runtime.console import header, step_line, summary, val_line
 from runtime.device import Ceiling, environment, out_of_memory, pick, reset_memory
@@ -37,7 +37,7 @@ from runtime.resume import place, same_run, shape_of
 from runtime.run import Follower, Run
 from runtime.saver import Checkpoints
 from runtime.signals import STOPPED, Signals, Stopped
-from runtime.sweep import SweepConfig
+from runtime.sweep import SweepConfig, register_sweeps
 from runtime.trackers import LoggerConfig, tracker
 
 ROOT = Path(__file__).resolve().parent
@@ -163,14 +163,10 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
     cfg, device, ranks, run, optimizer, t = job.cfg, job.device, job.ranks, job.run, job.optimizer, job.cfg.train
     made, before = restore(job, start) if start else (0, 0.0)
     run.rewind(made)
-    tokens_shape, documents = (t.batch_size, t.block_size), cfg.data.mask_documents
-    who = executed(cfg.model, cfg.kernels, cfg.attn, cfg.precision, tokens_shape, device, documents=documents)
-    run.begin(
-        kernels=who,
-        peak_flops=job.ceiling.peak,
-        measured_peak_flops=job.ceiling.measured,
-        resumed_from=str(start) if start else None,
-    )
+    size, documents = (t.batch_size, t.block_size), cfg.data.mask_documents
+    who = executed(cfg.model, cfg.kernels, cfg.attn, cfg.precision, size, device, documents=documents)
+    peaks = {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
+    run.begin(kernels=who, **peaks, resumed_from=str(start) if start else None)
     home, keep = run.folder / "checkpoints", t.keep_checkpoints
     checkpoints = Checkpoints(home, keep, t.sharded_checkpoints, ranks, device, made)
     tokens = [f"{sum(map(len, shards)):,}" for shards in (job.dataset.train, job.dataset.val)]
@@ -315,7 +311,7 @@ def from_source(cfg: DictConfig) -> None:
 
 
 OmegaConf.register_new_resolver("backends", lambda op: ", ".join(impls(op)), replace=True)  # for --help and sweeps
-sweep.register()
+register_sweeps()
 
 
 @cli(

@@ -120,7 +120,7 @@ class Launcher(launcher.Launcher):
         return [JobReturn(job.words, status=JobStatus.COMPLETED, _return_value=job.row) for job in jobs]
 
 
-def register() -> None:
+def register_sweeps() -> None:
     """Make them choices: hydra/sweeper=hotswap, hydra/launcher=hotswap.
 
     Hydra takes them from a package hydra_plugins alone, which is there where others are installed.
