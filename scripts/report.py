@@ -34,18 +34,23 @@ def throughput(device: str) -> str:
 
 
 def throughput_cells(row: dict) -> list[str]:
-    config, kernels = row["config"], row["config"]["kernels"]
-    ops = "+".join(sorted({kernels[op] for op in ("norm", "mlp", "loss")}))
-    attention = re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
+    config = row["config"]
     cells = [
         f"{row['parameters'] / 1e6:.0f}M",
         f"{config['train']['batch_size']} x {config['train']['block_size']}",
         config["precision"],
-        (f"{ops}+compile" if ops != "eager" else "compile") if kernels["compile"] else ops,
-        attention,
+        *who(row),
     ]
     tokens_per_sec, spread, *rest = figure_cells(row)
     return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, *rest]
+
+
+def who(row: dict) -> tuple[str, str]:
+    """The kernels of a run, and its attention."""
+    kernels = row["config"]["kernels"]
+    ops = "+".join(sorted({kernels[op] for op in ("norm", "mlp", "loss")}))
+    ops = (f"{ops}+compile" if ops != "eager" else "compile") if kernels["compile"] else ops
+    return ops, re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
 
 
 def scaling(device: str) -> str:
@@ -58,17 +63,8 @@ def scaling(device: str) -> str:
     kept = [row for row in rows(device) if row.get("perf/tokens_per_sec_per_device")]
     alone = {alike(row): row["perf/tokens_per_sec"] for row in kept if row["world_size"] == 1}
     kept.sort(key=lambda row: (row["parameters"], row["config"]["parallel"], row["world_size"]))
-    head = [
-        "model",
-        "GPUs",
-        "parallel",
-        "sequences a GPU",
-        "kernels",
-        "tokens/s",
-        "a GPU",
-        "efficiency",
-        "peak GiB a GPU",
-    ]
+    head = ["model", "GPUs", "parallel", "sequences a GPU", "kernels", "tokens/s", "a GPU", "efficiency"]
+    head += ["peak GiB a GPU"]
     table = [head, ["---"] * len(head)]
     for row in kept:
         each, one = row["perf/tokens_per_sec_per_device"], alone.get(alike(row))
@@ -180,6 +176,16 @@ def support(device: str) -> str:
     return support_tables([json.loads(line) for line in path.read_text().splitlines()])
 
 
+def max_context(device: str) -> str:
+    """The table of the longest contexts."""
+    path = RESULTS / device / "context.jsonl"
+    if not path.exists():
+        return "No rows yet: `python -m scripts.max_context keep=true`."
+    from scripts.max_context import table  # 3 s
+
+    return table([json.loads(line) for line in path.read_text().splitlines()])
+
+
 def environment(device: str) -> str:
     """What the rows were measured with, on which commit, and how to measure one again."""
     env = rows(device)[-1]["env"]
@@ -221,7 +227,8 @@ def agreement(device: str) -> str:
 def fill(text: str) -> str:
     """`text` with every marked section made anew."""
     sections = {"throughput": throughput, "scaling": scaling, "kernels": kernels}
-    sections |= {"context": context, "support": support, "environment": environment, "agreement": agreement}
+    sections |= {"context": context, "max_context": max_context, "support": support}
+    sections |= {"environment": environment, "agreement": agreement}
 
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"

@@ -1,0 +1,274 @@
+"""The longest context that fits: `python -m scripts.max_context kernels=triton attn=sdpa`
+
+The longest T at batch 1 for which two full training steps run, and, apart, for which T tokens are prefilled and 64 new
+ones follow. A prediction on fake tensors (model/memory.py) says where to begin, steps that double and a bisection find
+the place, and every try is a process of its own (scripts/attempt.py), so that a full memory, a crash or a fragmented
+allocator ends with it. This process never touches the GPU, where its context alone would take half a GiB.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+
+from kernels.registry import KernelError, backend, choices, label, refusal
+from kernels.tuned import slug
+from model import cost
+from model.executed import executed
+from runtime.config import check, cli
+from runtime.device import environment, pick
+from runtime.resume import place
+from runtime.run import Run
+from runtime.trackers import Tracker
+from scripts.attempt import MODES, WINDOW, Config, capacity, predict, run, slides
+from scripts.collect import RESULTS
+from scripts.report import who
+
+ROOT = Path(__file__).resolve().parent.parent
+OCTAVE = 128  # lengths from a power of two to the next
+LAST = 23 * OCTAVE  # 2^30 tokens
+REFUSED = "failed: error: "  # by a UserError or a KernelError
+FULL = re.compile("out of memory|alloc_failed|bad_alloc|cannot allocate|MemoryError", re.IGNORECASE)
+
+
+def length_of(index: int) -> int:
+    """The lengths that are tried: 128, 129, ... 255, and their doubles; from one to the next it is 0.4 to 0.8%."""
+    octave, step = divmod(index, OCTAVE)
+    return (OCTAVE + step) << octave
+
+
+def index_of(length: float) -> int:
+    """Of the longest of them up to `length`, which is at least 128."""
+    octave = int(length).bit_length() - OCTAVE.bit_length()
+    return OCTAVE * octave + (int(length) >> octave) - OCTAVE
+
+
+def search(fits: Callable[[int], bool], start: int, step: int) -> int | None:
+    """An index that fits while the next one did not: by steps that double from `start` on, then bisection.
+
+    None: not even 0 fits. Beyond what did not fit nothing is tried.
+    """
+    low, high, at = -1, LAST, start
+    while high - low > 1:
+        if fits(at):
+            low = at
+        else:
+            high = at
+        if low < 0:
+            at = max(0, high - step)
+        elif high == LAST:
+            at = min(low + step, LAST - 1)
+        else:
+            at = (low + high) // 2
+        step = min(2 * step, OCTAVE)
+    return None if low < 0 else low
+
+
+def affordable(cfg: Config, usable: float, device: torch.device) -> dict | None:
+    """The prediction for the longest T whose peak is within `usable` GiB. None: not even 128 tokens are."""
+    found = {length: predict(cfg, length, device) for length in (8192, 16384)}
+    (near, low), (far, high) = ((length, each["peak_gib"]) for length, each in found.items())
+    guess = near + (usable - low) * (far - near) / max(high - low, 1e-9)  # as if memory were linear in T
+
+    def fits(index: int) -> bool:
+        length = length_of(index)
+        found[length] = found.get(length) or predict(cfg, length, device)
+        return found[length]["peak_gib"] <= usable
+
+    index = search(fits, index_of(min(max(guess, OCTAVE), 2**24)), step=4)
+    return None if index is None else found[length_of(index)]
+
+
+def answer(cfg: Config) -> None:
+    """What a try prints. UserError, KernelError: what was asked for cannot be."""
+
+    def tell(**facts) -> None:
+        print(json.dumps(facts), flush=True)
+
+    device = pick(cfg.device)
+    limit, usable = capacity(cfg, device)
+    if cfg.probe == "run":
+        tell(row=run(cfg, cfg.length, device))
+        return
+    tell(env=environment(device), limit_gib=limit)
+    shape = (1, cfg.length or 1024)
+    tell(kernels=executed(cfg.model, cfg.kernels, cfg.attn, cfg.precision, shape, device))
+    if cfg.length:
+        tell(row=predict(cfg, cfg.length, device))
+        return
+    tell(row=(row := affordable(cfg, usable, device)))
+    tell(slides=row is not None and row["T"] > WINDOW and cfg.model.window is None and slides(cfg, device))
+
+
+def ask(cfg: Config, probe: str, length: int | None, window: int | None = None) -> dict:
+    """What a process of its own answers to probe=...: facts, and `died`, why it did not come to its end, or None."""
+    changes = {"probe": probe, "mode": cfg.mode, "length": length or "null"}
+    changes |= {"model.window": window} if window else {}
+    words = [*HydraConfig.get().overrides.task, *(f"{key}={value}" for key, value in changes.items())]
+    command = [sys.executable, "-m", "scripts.max_context", *words]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
+        try:
+            code = child.wait(60 * cfg.probe_minutes)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # the compiler's workers, too
+                child.wait()
+        out.seek(0)
+        err.seek(0)
+        facts = [json.loads(line) for line in out if line.startswith("{")]
+        said = [f"exit code {code}", *err.read().strip().splitlines()][-1]
+    died = None if code == 0 else "timeout" if code is None else "oom" if FULL.search(said) else f"failed: {said}"
+    return {"row": None, "died": died} | {key: value for fact in facts for key, value in fact.items()}
+
+
+def pace(rows: list[dict]) -> Callable[[int], float]:
+    """T -> seconds, in T and, for attention, in T^2, through the times of two lengths. 0 without them."""
+    points = [(row["T"], row["seconds"]) for row in rows if row["status"] == "ok"]
+    if len(points) < 2:
+        return lambda length: 0.0
+    (near, a), (far, b) = points
+    quadratic = max(0.0, (b / far - a / near) / (far - near))
+    linear = max(0.0, b / far - quadratic * far)
+    return lambda length: (linear + quadratic * length) * length
+
+
+def line(mode: str, row: dict) -> str:
+    """For people, of one try."""
+    cells = [f"{mode:<8} T {row['T']:>11,}", row["status"]]
+    if row["status"] == "ok":
+        cells.append(f"{row['seconds']:.3f} s")
+    if row.get("peak_gib") is not None:
+        reserved = f" ({row['reserved_gib']:.2f} reserved)" if row["reserved_gib"] else ""
+        cells.append(f"peak {row['peak_gib']:.2f} GiB{reserved}")
+    return " | ".join(cells + [f"window {row['window']}"] * bool(row.get("window")))
+
+
+def longest(cfg: Config, told: dict, run: Run) -> dict:
+    """The figures of cfg.mode; `told` is the answer to probe=predict."""
+    tries, limit_s, name = [], 60 * cfg.probe_minutes, f"context/{cfg.mode}"
+
+    def tried(length: int, seconds: float = 0.0) -> dict:
+        """Its row; `seconds` are what a step is expected to take."""
+        window = WINDOW if told.get("slides") and 2 * seconds > 0.8 * limit_s else None
+        row = {"T": length, "window": window or cfg.model.window}
+        if 2 * seconds > limit_s and not window:
+            row |= {"status": "timeout", "why": f"not run: two steps would take {2 * seconds:.0f} s"}
+        else:
+            answer = ask(cfg, "run", length, window)
+            row = answer["row"] or {**row, "status": answer["died"]}
+        tries.append(row)
+        print(line(cfg.mode, row), flush=True)
+        run.log(len(tries), {"mode": cfg.mode, **row})
+        return row
+
+    predicted = told["row"] and told["row"]["T"]
+    start = predicted or 1024
+    expected = pace([tried(start // part) for part in (16, 8)]) if start > 4 * WINDOW else lambda length: 0.0
+    index = search(
+        lambda index: tried(length_of(index), expected(length_of(index)))["status"] == "ok",
+        index_of(start),
+        step=4 if predicted else OCTAVE,
+    )
+    found = None if index is None else length_of(index)
+    failed = [row for row in tries if row["status"] != "ok" and row["T"] > (found or 0)]
+    figures = {f"context/max_{cfg.mode}": found, f"{name}/predicted": predicted, f"{name}/tries": tries}
+    figures[f"{name}/limit"] = min(failed, key=lambda row: row["T"])["status"] if failed else None
+    if found:
+        best = next(row for row in tries if row["T"] == found and row["status"] == "ok")
+        figures |= {f"{name}/{key}": best[key] for key in ("seconds", "window", "peak_gib", "reserved_gib")}
+        figures[f"{name}/headroom_gib"] = told["limit_gib"] - (best["reserved_gib"] or best["peak_gib"])
+        if best["window"] != cfg.model.window:
+            figures[f"{name}/seconds_of_full_attention"] = expected(found)
+        answer = ask(cfg, "predict", found)
+        if cfg.mode == "train" and "kernels" in answer:
+            figures["kernels"] = answer["kernels"]
+        if answer["row"]:
+            figures[f"{name}/prediction"] = answer["row"]
+            figures[f"{name}/prediction_error"] = answer["row"]["peak_gib"] / best["peak_gib"] - 1
+    print(verdict(cfg.mode, {key.removeprefix(f"{name}/"): value for key, value in figures.items()}, found))
+    return figures
+
+
+def verdict(mode: str, figures: dict, found: int | None) -> str:
+    """For people, of a search."""
+    if not found:
+        return f"{mode:<8} not even {OCTAVE} tokens: {figures['limit']}"
+    foreseen = figures.get("prediction")
+    predicted = f", predicted {foreseen['peak_gib']:.2f} ({figures['prediction_error']:+.1%})" if foreseen else ""
+    return (
+        f"{mode:<8} the longest T is {found:,}: peak {figures['peak_gib']:.2f} GiB{predicted}, "
+        f"{figures['headroom_gib']:.2f} to spare; the next length: {figures['limit']}"
+    )
+
+
+def table(rows: list[dict]) -> str:
+    """In Markdown, the newest row of each choice, longest first."""
+    head = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
+    head += ["longest T, training", "s a step", "peak GiB (predicted)", "longest T, generation"]
+    found = {}
+    for row in rows:
+        model = row["config"]["model"]
+        cells = f"{row['parameters'] / 1e6:.0f}M", row["config"]["precision"], *who(row), model["pos"]
+        cells += model["checkpointing"], f"{row['memory_gib']:.4g}"
+        found[cells] = row
+    lines = [head, ["---"] * len(head)]
+    for cells, row in sorted(found.items(), key=lambda item: -(item[1].get("context/max_train") or 0)):
+        train = {key.removeprefix("context/train/"): value for key, value in row.items()}
+        longest = [f"{row[key]:,}" if row.get(key) else "" for key in ("context/max_train", "context/max_generate")]
+        seconds = peak = ""
+        if longest[0]:
+            seconds = f"{train['seconds']:.3g}"
+            if whole := train.get("seconds_of_full_attention"):
+                seconds = f"{whole:.3g}, by shorter ones; {seconds} with window {train['window']}"
+            foreseen = train.get("prediction")
+            peak = f"{train['peak_gib']:.2f}" + (f" ({foreseen['peak_gib']:.2f})" if foreseen else "")
+        trained = f"**{longest[0]}**" if longest[0] else train.get("limit") or ""
+        lines.append([*cells, trained, seconds, peak, longest[1]])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+@cli(Config, configs=ROOT / "configs", name="max_context", groups=choices(), errors=(KernelError,))
+def main(cfg: Config) -> None:
+    if cfg.probe:
+        answer(cfg)
+        return
+    why = refusal(backend("attention", cfg.attn.impl).attention, "lengths")
+    check(cfg.mode != "generate" or not why, f"mode=generate reads a cache, and {why}")
+    modes = [cfg.mode] if cfg.mode else [mode for mode in MODES if mode == "train" or not why]
+    name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    told = ask(replace(cfg, mode=modes[0]), "predict", None)
+    died = told["died"] or ""
+    check("kernels" in told and not died.startswith(REFUSED), died.removeprefix(REFUSED))
+    folder, _ = place(cfg.out_dir, None, name)
+    with Run(folder, name, cfg, Tracker(None)) as run:
+        facts = {"env": told["env"], "memory_gib": told["limit_gib"], "parameters": cost.parameters(cfg.model)}
+        facts["allocator"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        run.begin(**facts, kernels=told["kernels"])
+        for mode in modes:
+            each = replace(cfg, mode=mode)
+            told = told if mode == modes[0] else ask(each, "predict", None)
+            if not told["row"]:
+                print(f"{mode:<8} no prediction: {told['died']}")
+            run.row |= longest(each, told | {"limit_gib": run.row["memory_gib"]}, run)
+    files = [folder / "result.json"] + [RESULTS / slug(run.row["env"]["device"]) / "context.jsonl"] * cfg.keep
+    if cfg.keep:
+        files[1].parent.mkdir(parents=True, exist_ok=True)
+        with files[1].open("a") as kept:
+            kept.write(json.dumps(run.row) + "\n")
+    print(f"\n{table([run.row])}\n\ndone     {', '.join(map(str, files))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+import json
+import random
+from itertools import pairwise
+
+import pytest
+
+from runtime.device import GIB
+from scripts import max_context, report
+from scripts.max_context import LAST, OCTAVE, index_of, length_of, longest, pace, search
+from tests.model.test_memory import config
+
+TRY = "probe=run", "model=tiny", "precision=fp32", "device=cpu", "memory_gib=2"
+
+
+def test_lengths_are_a_grid_of_one_percent():
+    lengths = [length_of(index) for index in range(LAST)]
+    assert (lengths[0], lengths[OCTAVE], lengths[-1]) == (128, 256, 255 * 2**22)
+    assert all(1 / 256 <= (b - a) / a <= 1 / 128 for a, b in pairwise(lengths))
+    assert [index_of(length) for length in lengths] == list(range(LAST))
+    assert length_of(index_of(2 * 1048576 - 1)) == 2 * 1048576 - 8192
+
+
+@pytest.mark.parametrize("limit", [0, 1, 127, 128, 777, 1500, LAST - 2])
+@pytest.mark.parametrize("start", [0, 130, 776, 777, 781, 1500, LAST - 1])
+@pytest.mark.parametrize("step", [1, 4, OCTAVE])
+def test_the_search_finds_the_last_that_fits(limit, start, step):
+    """From far below and far above; a good start takes few tries, and nothing is tried twice."""
+    asked = []
+    assert search(lambda index: asked.append(index) or index <= limit, start, step) == limit
+    assert len(asked) == len(set(asked)) <= abs(limit - start) / OCTAVE + 16
+    if step == 4 and abs(limit - start) <= 4:
+        assert len(asked) <= 5
+
+
+def test_the_search_at_its_ends():
+    assert search(lambda index: False, 1000, 4) is None
+    assert search(lambda index: True, 1000, 4) == LAST - 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_search_among_noise(seed):
+    """What fits now and not then: it ends all the same, at a length that ran beside one that did not."""
+    chance, told = random.Random(seed), {}
+
+    def fits(index):
+        told[index] = index < 760 or (index < 790 and chance.random() < 0.5)
+        return told[index]
+
+    found = search(fits, chance.choice([300, 775, 1200]), 4)
+    assert (told[found], told[found + 1]) == (True, False)
+    assert len(told) < 30
+
+
+def test_the_pace_is_linear_and_quadratic():
+    rows = [{"T": T, "status": "ok", "seconds": 1e-6 * T + 1e-11 * T * T} for T in (2**17, 2**18)]
+    assert pace(rows)(2**21) == pytest.approx(1e-6 * 2**21 + 1e-11 * 2**42)
+    assert pace([rows[0], {"T": 2**18, "status": "oom"}])(2**21) == 0
+
+
+class Machine:
+    """Answers as tries would, on a device of 80 GiB: a token takes 64 KiB, and 1 us besides `quadratic`."""
+
+    LIMIT = 1310720
+
+    def __init__(self, monkeypatch, predicted=2**16, quadratic=0.0, slides=True, crash=None):
+        self.predicted, self.quadratic, self.crash = predicted, quadratic, crash
+        self.asked, self.logged, self.row = [], [], {}
+        self.told = {"limit_gib": 80.0, "slides": slides, "row": predicted and self.foresee(80 * GIB / predicted)}
+        monkeypatch.setattr(max_context, "ask", self.ask)
+
+    def foresee(self, length):
+        length = length_of(index_of(length))
+        return {"T": length, "peak_gib": length * self.predicted / GIB}
+
+    def seconds(self, length):
+        return 1e-6 * length + self.quadratic * length**2
+
+    def ask(self, cfg, what, length, window=None):
+        if what == "predict":
+            return {"row": self.predicted and self.foresee(length), "died": None}
+        self.asked.append(length)
+        seconds = 1e-6 * length if window else self.seconds(length)
+        if 2 * seconds > 60 * cfg.probe_minutes:
+            return {"row": None, "died": "timeout"}
+        if self.crash and length > self.crash:
+            return {"row": None, "died": "failed: an illegal memory access"}
+        gib = min(80, length * 2**16 / GIB)
+        row = {"T": length, "window": window, "status": "ok", "seconds": seconds, "loss": 10.8}
+        if length > self.LIMIT:
+            row = {"T": length, "window": window, "status": "oom", "why": "out of memory"}
+        return {"row": row | {"peak_gib": gib, "reserved_gib": gib}, "died": None}
+
+    def log(self, step, figures):
+        self.logged.append(figures)
+
+
+@pytest.mark.parametrize(("predicted", "most"), [(2**16, 8), (60000, 10), (2**13, 20), (2**20, 20), (None, 30)])
+def test_the_longest_that_fits(monkeypatch, predicted, most):
+    """Whatever was predicted; the row has every try, and the prediction beside the measurement."""
+    machine = Machine(monkeypatch, predicted)
+    row = longest(config("mode=train"), machine.told, machine)
+    assert (row["context/max_train"], row["context/train/limit"]) == (machine.LIMIT, "oom")
+    assert (row["context/train/seconds"], row["context/train/window"]) == (pytest.approx(1.31, rel=1e-2), None)
+    assert row["context/train/headroom_gib"] == 0
+    assert [each["T"] for each in row["context/train/tries"]] == machine.asked
+    assert [{"mode": "train", **each} for each in row["context/train/tries"]] == machine.logged
+    assert len(machine.asked) <= most
+    assert row.get("context/train/prediction_error") == (predicted and pytest.approx(predicted / 2**16 - 1))
+
+
+def test_a_slow_step_has_a_window(monkeypatch):
+    """A minute a step, and a minute a try: the memory is that of the window, and the time of full attention is told."""
+    machine = Machine(monkeypatch, quadratic=60 / Machine.LIMIT**2)
+    row = longest(config("mode=train", "probe_minutes=1"), machine.told, machine)
+    assert (row["context/max_train"], row["context/train/window"]) == (machine.LIMIT, 4096)
+    assert row["context/train/seconds"] == pytest.approx(1.31, rel=1e-2)
+    assert row["context/train/seconds_of_full_attention"] == pytest.approx(machine.seconds(machine.LIMIT))
+    assert [each["window"] for each in row["context/train/tries"]][:3] == [None, None, 4096]
+
+
+def test_without_a_window_the_limit_is_one_of_time(monkeypatch):
+    machine = Machine(monkeypatch, quadratic=60 / Machine.LIMIT**2, slides=False)
+    row = longest(config("mode=train", "probe_minutes=1"), machine.told, machine)
+    found = row["context/max_train"]
+    assert 2 * machine.seconds(found) <= 60 < 2 * machine.seconds(found * 129 / 128)
+    assert (row["context/train/limit"], row["context/train/window"]) == ("timeout", None)
+    assert max(machine.asked) == found  # the others were not run
+    assert any(each.get("why", "").startswith("not run: two steps would take 1") for each in row["context/train/tries"])
+
+
+def test_a_timeout_and_a_crash_fit_no_more_than_a_full_memory(monkeypatch):
+    """Where nothing was predicted, nothing tells that a step will be slow."""
+    machine = Machine(monkeypatch, predicted=None, quadratic=60 / Machine.LIMIT**2)
+    row = longest(config("mode=train", "probe_minutes=1"), machine.told, machine)
+    assert row["context/train/limit"] == "timeout"
+    assert 2 * machine.seconds(row["context/max_train"]) <= 60
+    machine = Machine(monkeypatch, crash=2**20)
+    row = longest(config("mode=generate"), machine.told, machine)
+    assert (row["context/max_generate"], row["context/generate/limit"]) == (2**20, "failed: an illegal memory access")
+    machine = Machine(monkeypatch, crash=1)
+    row = longest(config("mode=train"), machine.told, machine)
+    assert (row["context/max_train"], row["context/train/limit"]) == (None, "failed: an illegal memory access")
+    assert "context/train/seconds" not in row
+
+
+def test_the_table(monkeypatch, tmp_path):
+    """The newest row of each choice, longest first; a window, a prediction, and nothing at all."""
+    choice = {"kernels": {"norm": "triton", "mlp": "triton", "loss": "triton", "compile": False}, "precision": "bf16"}
+    row = {"config": choice | {"model": {"pos": "rope", "checkpointing": "none"}}, "parameters": 123_689_472}
+    row |= {"kernels": {"attention": "sdpa (cudnn, torch 2.11.0)"}, "memory_gib": 139.8}
+    row |= {"context/max_train": None, "context/train/limit": "oom", "context/max_generate": 4096}
+    other = json.loads(json.dumps(row))
+    other["config"]["model"]["checkpointing"] = "block"
+    other |= {"context/max_train": 2**19, "context/train/seconds": 1.234, "context/train/peak_gib": 130.0}
+    slow = other | {"context/train/window": 4096, "context/train/seconds_of_full_attention": 12.3456}
+    slow |= {"context/train/prediction": {"peak_gib": 129}, "context/max_generate": None}
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert "No rows yet" in report.max_context("h200")
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "context.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, other, slow)))
+    who = "124M | bf16 | triton | sdpa (cudnn) | rope"
+    assert report.fill("<!-- max_context: h200 -->\n<!-- end -->").splitlines()[3:-1] == [
+        f"| {who} | block | 139.8 | **524,288** | 12.3, by shorter ones; 1.23 with window 4096 | 130.00 (129.00) |  |",
+        f"| {who} | none | 139.8 | oom |  |  | 4,096 |",
+    ]
+
+
+def test_from_the_command_line(called, monkeypatch, tmp_path):
+    """The whole search in 0.15 GiB of a CPU: what was predicted is found, and the table is printed last."""
+    monkeypatch.setattr(max_context, "RESULTS", tmp_path / "results")
+    choice = "model=tiny", "attn=eager", "precision=fp32", "device=cpu", "memory_gib=0.15", "mode=train"
+    code, out, err = called("max_context.py", max_context.main, *choice, "keep=true", f"out_dir={tmp_path / 'run'}")
+    assert (code, err) == (0, "")
+    row = json.loads((tmp_path / "run" / "result.json").read_text())
+    [kept] = tmp_path.glob("results/*/context.jsonl")
+    assert json.loads(kept.read_text()) == row
+    longest, tries = row["context/max_train"], row["context/train/tries"]
+    assert (row["status"], row["context/train/limit"]) == ("ok", "oom")
+    assert longest == pytest.approx(row["context/train/predicted"], rel=0.1)
+    status = {each["T"]: each["status"] for each in tries}
+    assert (status[longest], status[length_of(index_of(longest) + 1)]) == ("ok", "oom")
+    assert row["context/train/prediction"]["peak_gib"] == pytest.approx(0.15, rel=0.1)
+    assert row["context/train/prediction_error"] == pytest.approx(0, abs=0.1)
+    assert f"| **{longest:,}** |" in out.splitlines()[-3]
+    assert len([line for line in out.splitlines() if line.startswith("train    T")]) == len(tries)
+
+
+def test_generation_runs(called):
+    """One try, in this process: a prompt of 200 and 64 new tokens."""
+    code, out, _ = called("max_context.py", max_context.main, *TRY, "mode=generate", "model.pos=rope", "length=200")
+    assert code == 0
+    row = json.loads(out.splitlines()[-1])["row"]
+    assert (row["T"], row["status"]) == (200, "ok")
+    assert 0 < row["prefill_s"] < row["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mode=both"], "mode=both: choose train, generate, or null for both"),
+        (["probe=search"], "probe=search: choose predict or run, or null to search"),
+        (["probe=predict"], "probe=predict needs mode=train or mode=generate"),
+        (["probe=run", "mode=train"], "probe=run needs length=..."),
+        (["length=0"], "length=0: it must be in [1, 2^30)"),
+        (["memory_gib=0"], "memory_gib=0.0: it must be above 0"),
+        (["probe_minutes=0"], "probe_minutes=0.0: it must be above 0"),
+        (["precision=int8"], "precision=int8: choose fp32, amp, bf16"),
+        (["train.batch_size=4"], "unknown key train.batch_size; "),
+        (["mode=train", "probe=predict", "device=cpu"], "device=cpu: the search would fill the machine's memory; give"),
+    ],
+)
+def test_mistakes(called, arguments, message):
+    code, _, err = called("max_context.py", max_context.main, *arguments)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"error: {message}")
+
+
+def test_a_mistake_that_a_try_finds(called, monkeypatch, tmp_path):
+    """It is this program's own, and leaves no folder."""
+    monkeypatch.chdir(tmp_path)
+    code, _, err = called("max_context.py", max_context.main, "device=cpu")
+    assert (code, err) == (1, "error: device=cpu: the search would fill the machine's memory; give memory_gib=...\n")
+    assert list(tmp_path.iterdir()) == []
