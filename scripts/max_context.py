@@ -250,11 +250,12 @@ def main(cfg: Config) -> None:
     name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     told = ask(replace(cfg, mode=modes[0]), "predict", None)
     died = told["died"] or ""
-    check("kernels" in told and not died.startswith(REFUSED), died.removeprefix(REFUSED))
+    check(not died.startswith(REFUSED), died.removeprefix(REFUSED))
+    check("kernels" in told, f"nothing could be tried ({died}): probe=predict mode={modes[0]} shows why, by itself")
     folder, _ = place(cfg.out_dir, None, name)
     with Run(folder, name, cfg, Tracker(None)) as run:
         facts = {"env": told["env"], "memory_gib": told["limit_gib"], "parameters": cost.parameters(cfg.model)}
-        facts["allocator"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
         run.begin(**facts, kernels=told["kernels"])
         for mode in modes:
             each = replace(cfg, mode=mode)
