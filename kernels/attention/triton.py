@@ -255,8 +255,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _dlse):
-    q, k, *_ = ctx.saved_tensors
-    grads = attention_bwd(dout, *ctx.saved_tensors, *ctx.options)
+    q, k, *rest = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
+    grads = attention_bwd(dout, q, k, *rest, *ctx.options)
     return *parted(grads, q, k), None, None, None, None, None
 
 

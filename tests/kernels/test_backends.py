@@ -10,6 +10,7 @@ import zlib
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from kernels.check import evaluate, tensors, wrong
 from kernels.registry import OPS, Unavailable, backend, contract, impls, load
@@ -123,6 +124,16 @@ def test_nothing_given_is_written_to(op, impl, device):
     torch.autograd.grad(outputs, tensors(inputs.values()), douts)
     assert all(torch.equal(inputs[name], value) for name, value in before.items())
     assert all(torch.equal(dout, copy) for dout, copy in zip(douts, kept, strict=True))
+
+
+@pytest.mark.parametrize(("op", "impl"), BACKENDS)
+def test_under_a_checkpoint(op, impl, device):
+    """Computed again in the backward, as with model.checkpointing=block, it is what it was, but for sums by atomics."""
+    function = usable(op, impl, device)
+    inputs = case_inputs(op, next(iter(contract(op).CASES)), torch.float32, device)
+    again = evaluate(functools.partial(checkpoint, function, use_reentrant=False), inputs)
+    for name, kept in evaluate(function, inputs).items():
+        torch.testing.assert_close(again[name], kept, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
