@@ -15,9 +15,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 
 
-def rows(device: str) -> list[dict]:
-    """The measured rows of a device, oldest first."""
-    return [json.loads(line) for line in (RESULTS / device / "train.jsonl").read_text().splitlines()]
+def rows(device: str, kind: str = "train") -> list[dict]:
+    """The measured rows of a device, oldest first; none, where there is no file."""
+    path = RESULTS / device / f"{kind}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", *FIGURES[2:]]
@@ -87,12 +88,11 @@ def scaling(device: str) -> str:
 
 def kernels(device: str) -> str:
     """The table of kernels: the newest rows of each op, shape, backend and dtype."""
-    path = RESULTS / device / "kernels.jsonl"
-    if not path.exists():
-        return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
     newest = {}
-    for row in map(json.loads, path.read_text().splitlines()):
+    for row in rows(device, "kernels"):
         newest[row["op"], row["dtype"], row["shape"], row["impl"]] = row
+    if not newest:
+        return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
     head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s", "TFLOP/s", "of the floor", "error", "extra GiB"]
     table = [head, ["---"] * len(head)]
     for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
@@ -139,10 +139,8 @@ def context_table(rows: list[dict]) -> str:
 
 def context(device: str) -> str:
     """The table of attention against the context."""
-    path = RESULTS / device / "attention.jsonl"
-    if not path.exists():
-        return "No rows yet: `python -m scripts.bench_attention keep=true`."
-    return context_table([json.loads(line) for line in path.read_text().splitlines()])
+    kept = rows(device, "attention")
+    return context_table(kept) if kept else "No rows yet: `python -m scripts.bench_attention keep=true`."
 
 
 def context_plot(rows: list[dict], path: Path) -> Path:
@@ -170,20 +168,16 @@ def context_plot(rows: list[dict], path: Path) -> Path:
 
 def support(device: str) -> str:
     """The tables of what each backend can do."""
-    path = RESULTS / device / "support.jsonl"
-    if not path.exists():
-        return "No rows yet: `python -m scripts.doctor matrix=true keep=true`."
-    return support_tables([json.loads(line) for line in path.read_text().splitlines()])
+    kept = rows(device, "support")
+    return support_tables(kept) if kept else "No rows yet: `python -m scripts.doctor matrix=true keep=true`."
 
 
 def max_context(device: str) -> str:
     """The table of the longest contexts."""
-    path = RESULTS / device / "context.jsonl"
-    if not path.exists():
-        return "No rows yet: `python -m scripts.max_context keep=true`."
-    from scripts.max_context import table  # 3 s
+    from scripts.max_context import table  # takes seconds
 
-    return table([json.loads(line) for line in path.read_text().splitlines()])
+    kept = rows(device, "context")
+    return table(kept) if kept else "No rows yet: `python -m scripts.max_context keep=true`."
 
 
 def environment(device: str) -> str:
