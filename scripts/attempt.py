@@ -112,6 +112,7 @@ def run(cfg: Config, length: int, device: torch.device) -> dict:
     if device.type == "cpu":
         ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: else what is freed, up to 32 MiB, stays in the heap
         work(cfg, 64, device)  # code that comes from the disk is no memory of the step's
+        torch.compiler.reset()  # else the next length is compiled for any length
         before = process("VmRSS")
     try:
         with limited(cfg.memory_gib, device), out_of_memory(f"T={length}", "T"):
