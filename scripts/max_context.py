@@ -261,7 +261,7 @@ def main(cfg: Config) -> None:
             each = replace(cfg, mode=mode)
             told = told if mode == modes[0] else ask(each, "predict", None)
             if not told["row"]:
-                print(f"{mode:<8} no prediction: {told['died']}")
+                print(f"{mode:<8} no prediction: {told['died'] or f'not even {OCTAVE} tokens'}")
             run.row |= longest(each, told | {"limit_gib": run.row["memory_gib"]}, run)
     files = [folder / "result.json"] + [RESULTS / slug(run.row["env"]["device"]) / "context.jsonl"] * cfg.keep
     if cfg.keep:

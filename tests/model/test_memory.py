@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.registry import unavailable
 from model.gpt import PRECISIONS
 from model.memory import simulated
 from runtime.config import parse
@@ -27,6 +28,12 @@ def config(*overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         words = "model=tiny", "model.n_layer=2", "device=cpu", "mode=train", "memory_gib=1", *overrides
         return parse(compose("max_context", overrides=list(words)), attempt.Config)
+
+
+def here(overrides):
+    """Or skip: where a GPU is, Triton's interpreter is off."""
+    if "kernels=triton" in overrides and (why := unavailable("norm", "triton", CPU)):
+        pytest.skip(why)
 
 
 def predicted(cfg, length):
@@ -76,8 +83,7 @@ def allocated(work, trace):
 )
 def test_the_peak_of_a_step_to_the_byte(overrides, tmp_path):
     """Forward, backward, clip, AdamW and what custom ops take inside: as the allocator counts it."""
-    if "kernels=triton" in overrides:
-        pytest.importorskip("triton", reason="Triton is for Linux")
+    here(overrides)
     cfg, length = config("precision=fp32", *overrides), 256
 
     def work():
@@ -101,6 +107,7 @@ def test_the_peak_of_a_step_to_the_byte(overrides, tmp_path):
     ids=" ".join,
 )
 def test_activations_are_what_autograd_keeps(overrides, checkpointing):
+    here(overrides)
     cfg = config(f"model.checkpointing={checkpointing}", *overrides)
     model, _, batch = attempt.trainer(cfg, 72, CPU)
     mine = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
