@@ -8,6 +8,7 @@ compiled code, and in that of a model's training step once for all its layers.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,8 +33,9 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
 
 
 @functools.cache
-def compiled(function):
-    return torch.compile(function, fullgraph=True)
+def compiled(function: Callable) -> Callable:
+    """torch.compile keeps 8 versions of a function, and these have one for each dtype, limit and kind of length."""
+    return torch._dynamo.config.patch(recompile_limit=64)(torch.compile(function, fullgraph=True))
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: BlockMask) -> Tensor:
