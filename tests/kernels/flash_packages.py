@@ -1,0 +1,177 @@
+"""Stand-ins for the packages of FlashAttention: the formula behind the signatures and conventions of their sources.
+
+STAND_INS[version](monkeypatch) installs one for the time of a test; what it returns, if anything, is a torch Library to
+be destroyed afterwards. A version of the kernels that is called otherwise than documented is not served.
+"""
+
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import torch
+
+
+def documented(q, k, v, scale, causal, left=-1, right=-1, lengths=None):
+    """out and lse. flash-attn's README: causal is aligned bottom right, and with a window "query at position i will
+    only attend to keys between [i + seqlen_k - seqlen_q - window_size[0], i + seqlen_k - seqlen_q + window_size[1]]".
+    """
+    heads, queries = q.shape[2], q.shape[1]
+    k, v = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    for b in range(len(q)):
+        keys = k.shape[1] if lengths is None else int(lengths[b])
+        for i in range(queries):
+            here = i + keys - queries
+            last = here if causal else here + right if right >= 0 else keys - 1
+            scores[b, :, i, last + 1 :] = -math.inf
+            scores[b, :, i, : max(0, here - left) if left >= 0 else 0] = -math.inf
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def gradients(dout, q, k, v, *limits):
+    """dq, dk, dv; in a thread of its own, as a custom operator runs below autograd."""
+
+    def differentiate():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return torch.autograd.grad(documented(*leaves, *limits)[0], leaves, dout)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(differentiate).result()
+
+
+def checked(dout, out, lse):
+    """What is handed to a backward is what its forward gave."""
+    assert dout.shape == out.shape
+    assert lse.shape == (out.shape[0], out.shape[2], out.shape[1])
+
+
+def install(monkeypatch, name, **functions):
+    """A module of this name, and packages above it."""
+    for end in range(1, name.count(".") + 2):
+        part = ".".join(name.split(".")[:end])
+        module = ModuleType(part)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, part, module)
+    vars(module).update(functions)
+
+
+def fa4(monkeypatch):
+    """Signatures of flash_attn/cute/interface.py, 4.0.0b36, as far as they are used; its windows are ints or None."""
+
+    def forward(q, k, v, *, seqused_k=None, softmax_scale=None, causal=False, window_size_left=None, return_lse=False):
+        assert return_lse
+        left = -1 if window_size_left is None else window_size_left
+        return (*documented(q, k, v, softmax_scale, causal, left, -1, seqused_k), None, None, None)
+
+    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, window_size_left=None, dq, dk, dv):
+        checked(dout, out, lse)
+        left = -1 if window_size_left is None else window_size_left
+        for grad, value in zip((dq, dk, dv), gradients(dout, q, k, v, softmax_scale, causal, left), strict=True):
+            grad.copy_(value)
+        return dq, dk, dv
+
+    install(monkeypatch, "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
+
+
+def fa3(monkeypatch):
+    """The operators' schemas in hopper/flash_api.cpp, as far as they are used."""
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    library.define(
+        "fwd(Tensor q, Tensor k, Tensor v, *, Tensor? seqused_k=None, float? softmax_scale=None, bool is_causal=False, "
+        "int window_size_left=-1, int window_size_right=-1, int num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq=None, "
+        "Tensor(b!)? dk=None, Tensor(c!)? dv=None, *, float? softmax_scale=None, bool is_causal=False, "
+        "int window_size_left=-1, int window_size_right=-1) -> Tensor"
+    )
+
+    def forward(q, k, v, *, softmax_scale, is_causal=False, window_size_left=-1, seqused_k=None, num_splits=0):
+        assert num_splits == (seqused_k is None)
+        limits = window_size_left, -1, seqused_k
+        return (*documented(q, k, v, softmax_scale, is_causal, *limits), q.new_empty(0), q.new_empty(0))
+
+    def backward(dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, is_causal=False, window_size_left=-1):
+        checked(dout, out, lse)
+        values = gradients(dout, q, k, v, softmax_scale, is_causal, window_size_left)
+        for grad, value in zip((dq, dk, dv), values, strict=True):
+            grad.copy_(value)
+        return lse.clone()
+
+    library.impl("fwd", forward, "CompositeExplicitAutograd")
+    library.impl("bwd", backward, "CompositeExplicitAutograd")
+    install(monkeypatch, "flash_attn_interface")
+    return library
+
+
+def fa2(monkeypatch):
+    """Signatures of flash_attn/flash_attn_interface.py, 2.8."""
+
+    def forward(
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+        return_softmax,
+    ):  # fmt: skip
+        assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0, 0, None, False)
+        out, lse = documented(q, k, v, softmax_scale, causal, window_size_left, window_size_right)
+        return out, lse, None, None
+
+    def backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
+        checked(dout, out, softmax_lse)
+        values = gradients(dout, q, k, v, softmax_scale, causal, window_size_left, window_size_right)
+        for grad, value in zip((dq, dk, dv), values, strict=True):
+            grad.copy_(value)
+
+    def with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens, softmax_scale, causal, window_size, return_softmax_lse=False
+    ):
+        assert return_softmax_lse
+        return documented(q, k_cache, v_cache, softmax_scale, causal, *window_size, cache_seqlens)
+
+    names = {"_flash_attn_forward": forward, "_flash_attn_backward": backward, "flash_attn_with_kvcache": with_kvcache}
+    install(monkeypatch, "flash_attn.flash_attn_interface", **names)
+
+
+def built_in(monkeypatch):
+    """PyTorch's own operators, with a CPU kernel for the time of the test: what they are given passes their schemas."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def forward(
+        q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
+        window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, **_,
+    ):  # fmt: skip
+        assert (dropout_p, return_debug_mask, alibi_slopes) == (0, False, None)
+        limits = scale, is_causal, window_size_left, window_size_right
+        empty = q.new_empty(0)
+        if cum_seq_q is None:
+            assert seqused_k is None  # it would not be read
+            return (*documented(q, k, v, *limits), empty, empty, empty)
+        outs, lses = [], []
+        for b, (start, end, first) in enumerate(zip(cum_seq_q[:-1], cum_seq_q[1:], cum_seq_k[:-1], strict=True)):
+            assert end - start == max_q
+            keys = slice(first, first + max_k)
+            given = (t[None] for t in (q[start:end], k[keys], v[keys]))
+            out, lse = documented(*given, *limits, seqused_k[b : b + 1])
+            outs.append(out[0])
+            lses.append(lse[0])
+        return torch.cat(outs), torch.cat(lses, 1), empty, empty, empty  # (B Tq, H, D), (H, B Tq)
+
+    def backward(
+        dout, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
+        scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        assert cum_seq_q is None
+        assert cum_seq_k is None
+        checked(dout, out, lse)
+        return gradients(dout, q, k, v, scale, is_causal, window_size_left, window_size_right)
+
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    return library
+
+
+STAND_INS = {"fa4": fa4, "fa3": fa3, "fa2": fa2, "torch": built_in}
