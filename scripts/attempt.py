@@ -113,6 +113,8 @@ def run(cfg: Config, length: int, device: torch.device) -> dict:
         ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: else what is freed, up to 32 MiB, stays in the heap
         work(cfg, 64, device)  # code that comes from the disk is no memory of the step's
         torch.compiler.reset()  # else the next length is compiled for any length
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew; ru_maxrss has the parent's in it, too
         before = process("VmRSS")
     try:
         with limited(cfg.memory_gib, device), out_of_memory(f"T={length}", "T"):
@@ -122,7 +124,7 @@ def run(cfg: Config, length: int, device: torch.device) -> dict:
     if not math.isfinite(row.get("loss", 0.0)):
         row |= {"status": f"failed: the loss is {row.pop('loss')}"}
     found = peaks(device)
-    peak = found["mem/peak_rss_gib"] - before / GIB if device.type == "cpu" else found["mem/peak_allocated_gib"]
+    peak = (process("VmHWM") - before) / GIB if device.type == "cpu" else found["mem/peak_allocated_gib"]
     return row | {"peak_gib": peak, "reserved_gib": found["mem/peak_reserved_gib"]}
 
 
