@@ -26,7 +26,7 @@ SHAPES = {
     "124m": {"shape": (32, 1024, 12, 64)},
     "long": {"shape": (2, 16384, 12, 64)},
     "wide": {"shape": (4, 4096, 16, 128)},
-    "window": {"shape": (2, 16384, 12, 64), "window": 4096},
+    "long-window": {"shape": (2, 16384, 12, 64), "window": 4096},
 }
 
 CASES = {
