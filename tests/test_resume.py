@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import train
 from kernels.registry import impls, unavailable
 from runtime.checkpoint import newest, steps, verified
-from tests.test_train import CPU, QUICK, ROOT, config, losses, metrics, row
+from tests.test_train import CPU, QUICK, ROOT, config, metrics, row
 
 ALL = [word for word in QUICK if "checkpoint_every" not in word]
 RESUME = "train.resume=auto"
@@ -72,22 +72,24 @@ CHOICES = [
 CHOICES += ["kernels=compile"]
 
 
-def test_saved_under_any_choice_it_resumes_under_any_other(hotswap):
-    """4 steps under one and 4 under another, for all pairs: the losses of 8 steps under the first, to fp32 rounding."""
+def test_saved_under_any_choice_it_resumes_under_any_other(hotswap, monkeypatch):
+    """2 steps under one and 2 under another, for all pairs: the losses of 4 steps under the first, to fp32 rounding."""
+    monkeypatch.setattr("runtime.device.measured_flops", lambda device, dtype: 1e9)  # half the time of so short a run
     small = "train.batch_size=1", "train.block_size=16", "train.tokens_per_step=16"  # for Triton's interpreter
     small += "model.n_embd=32", "model.n_head=2"
-    settings = *ALL, *small, "train.max_steps=8"
-    whole = losses(hotswap, *small, CHOICES[0])
+    settings = *ALL, *small, "train.max_steps=4"
+    assert hotswap(*settings, CHOICES[0], "out_dir=whole")[0] == 0
+    whole = torch.tensor([line["train/loss"] for line in metrics("whole")], dtype=torch.float64)
     for i, first in enumerate(CHOICES):
         saved = f"saved{i}"
-        assert hotswap(*settings, first, "train.stop_after=4", f"out_dir={saved}")[0] == 0
+        assert hotswap(*settings, first, "train.stop_after=2", f"out_dir={saved}")[0] == 0
         for j, second in enumerate(CHOICES):
             folder = f"{saved}-{j}"
             code, _, err = hotswap(*settings, second, f"train.resume={saved}", f"out_dir={folder}")
             assert (code, err) == (0, "")
-            assert [line["step"] for line in metrics(folder)] == [5, 6, 7, 8]
+            assert [line["step"] for line in metrics(folder)] == [3, 4]
             resumed = torch.tensor([line["train/loss"] for line in metrics(folder)], dtype=torch.float64)
-            torch.testing.assert_close(resumed, whole[4:], rtol=1e-4, atol=0)
+            torch.testing.assert_close(resumed, whole[2:], rtol=1e-4, atol=0)
 
 
 def test_precisions_share_checkpoints(hotswap):
