@@ -34,15 +34,15 @@ ERROR_QUERIES = 16  # of attention: T x T scores in float64 would fill any memor
 
 
 @dataclass
-class Config:
+class Measured:
+    """What is measured of an op, and how often: of this script and of tune.py."""
+
     op: str
-    impl: Any
     shape: Any
     dtype: str
     device: str
     rounds: int
     keep: bool
-    out_dir: str | None
 
     def __post_init__(self):
         check(self.op in OPS, f"op={self.op}: choose {', '.join(OPS)}")
@@ -50,9 +50,18 @@ class Config:
         check(self.rounds >= 1, f"rounds={self.rounds}: it must be at least 1")
         shapes = contract(self.op).SHAPES | contract(self.op).CASES
         self.shape = listed(self.shape) or list(contract(self.op).SHAPES)
-        self.impl = listed(self.impl)
         for name in self.shape:
             check(name in shapes, f"shape={name}: {self.op} has {', '.join(shapes)}")
+
+
+@dataclass
+class Config(Measured):
+    impl: Any
+    out_dir: str | None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.impl = listed(self.impl)
         known = [*impls(self.op), "compile"]
         for name in self.impl:
             check(name in known, f"impl={name}: {self.op} has {', '.join(known)}")

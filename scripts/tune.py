@@ -10,43 +10,23 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from kernels.registry import OPS, KernelError, backend, contract, load
+from kernels.registry import KernelError, backend, contract, load
 from kernels.tuned import files, override, read, write
 from runtime.config import check, cli
 from runtime.device import environment, out_of_memory, pick
 from runtime.meter import quantiles
 from runtime.timing import in_turn
-from scripts.bench_kernels import DTYPES, ROOT, aligned, both, listed, outputs
+from scripts.bench_kernels import DTYPES, ROOT, aligned, both, outputs
+from scripts.bench_kernels import Measured as Config
 
 UNFIT = (OutOfResources, PTXASError)  # parameters that ask for more than the GPU has
-
-
-@dataclass
-class Config:
-    op: str
-    shape: Any
-    dtype: str
-    device: str
-    rounds: int
-    keep: bool
-
-    def __post_init__(self):
-        check(self.op in OPS, f"op={self.op}: choose {', '.join(OPS)}")
-        check(self.dtype in DTYPES, f"dtype={self.dtype}: choose {', '.join(DTYPES)}")
-        check(self.rounds >= 1, f"rounds={self.rounds}: it must be at least 1")
-        shapes = contract(self.op).SHAPES | contract(self.op).CASES
-        self.shape = listed(self.shape) or list(contract(self.op).SHAPES)
-        for name in self.shape:
-            check(name in shapes, f"shape={name}: {self.op} has {', '.join(shapes)}")
 
 
 def search(cfg: Config, name: str, device: torch.device) -> Iterator[dict]:
