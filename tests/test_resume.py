@@ -498,10 +498,11 @@ def test_a_checkpoint_is_of_its_step(hotswap, device, precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["eager", "compile"])
+@pytest.mark.parametrize("kernels", ["eager", "triton"])
 def test_gpu_runs_go_on_exactly(hotswap, kernels):
-    """Bit-equal with deterministic kernels (cuDNN's attention is not: eager's is made of matrix products)."""
-    settings = *ALL, "device=cuda", f"kernels={kernels}", "attn=eager", "train.max_steps=40", "model.dropout=0.1"
+    """Bit-equal with deterministic kernels. cuDNN's attention is none, nor is torch.compile: what it makes of the
+    embedding's gradient adds by atomics (two runs on an H200 differed in the last bits of a norm at step 7)."""
+    settings = *ALL, "device=cuda", f"kernels={kernels}", f"attn={kernels}", "train.max_steps=40", "model.dropout=0.1"
     assert hotswap(*settings, "out_dir=whole")[0] == 0
     assert hotswap(*settings, "train.stop_after=20")[0] == 0
     assert hotswap(*settings, RESUME)[0] == 0

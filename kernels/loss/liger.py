@@ -20,7 +20,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def detail(**inputs) -> str:
-    return f"liger-kernel {version('liger-kernel')}, {triton_detail()}"
+    return f"liger-kernel {version('liger-kernel')}, {triton_detail(**inputs)}"
 
 
 @torch.library.custom_op("hotswap::liger_linear_cross_entropy", mutates_args=())

@@ -19,7 +19,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def detail(**inputs) -> str:
-    return f"liger-kernel {version('liger-kernel')}, {triton_detail()}"
+    return f"liger-kernel {version('liger-kernel')}, {triton_detail(**inputs)}"
 
 
 @torch.library.custom_op("hotswap::liger_norm_fwd", mutates_args=())

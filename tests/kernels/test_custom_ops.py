@@ -18,6 +18,8 @@ CASES = {  # small: opcheck calls an op some ten times
 class Record(TorchDispatchMode):
     """The arguments of our custom ops that pass, by op."""
 
+    supports_higher_order_operators = True  # FlexAttention's are some
+
     def __init__(self):
         super().__init__()
         self.calls = {}

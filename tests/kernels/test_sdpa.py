@@ -66,26 +66,28 @@ def test_inductor_leaves_math_as_it_is(case, dtype):
 
 
 def usable(params, debug):
-    """As PyTorch's can_use_..._attention, which warns why not, if asked; here of heads that share keys."""
-    if params.query.size(1) == params.key.size(1):
-        return True
-    if debug:
-        where = "(Triggered internally at /a/b.h:1.)\n  return it(params)"
+    """As an efficient backend would answer that wants as many heads of keys."""
+    return params.query.shape[1] == params.key.shape[1]
+
+
+def test_the_reason_is_pytorchs(monkeypatch, recwarn):
+    """Of all that PyTorch says when no backend takes the very tensors, the backend's own part; it is heard once."""
+
+    def refuse(query, key, value, **kwargs):
+        warnings.warn("Memory Efficient kernel not used because:", stacklevel=1)
+        warnings.warn("Memory Efficient attention has been runtime disabled.", stacklevel=1)
+        warnings.warn("CuDNN attention kernel not used because: (Triggered internally at sdp.cpp:1)", stacklevel=1)
         warnings.warn(
-            f"Got {params.query.size(1)} and {params.key.size(1)} heads, {params.is_causal}. {where}", stacklevel=1
+            f"Got {query.shape[1]} and {key.shape[1]} heads. (Triggered internally at sdp.cpp:2)", stacklevel=1
         )
         warnings.warn("Only equal ones are taken.", stacklevel=1)
-    return False
+        raise RuntimeError("No available kernel. Aborting execution.")
 
-
-def test_the_reason_is_pytorchs(recwarn):
-    """It is asked for the very tensors, and nothing but the error is heard of it."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
     inputs = case_inputs("attention", "gqa", torch.float32, "cpu")
     with pytest.raises(Unavailable) as told:
-        _sdpa.pinned(SDPBackend.EFFICIENT_ATTENTION, usable, **inputs)
-    assert str(told.value) == (
-        "PyTorch's efficient attention refuses: Got 6 and 2 heads, True. Only equal ones are taken."
-    )
+        _sdpa.pinned(SDPBackend.CUDNN_ATTENTION, usable, **inputs)
+    assert str(told.value) == "PyTorch's cudnn attention refuses: Got 6 and 2 heads. Only equal ones are taken."
     assert len(recwarn) == 0
 
 
