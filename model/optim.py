@@ -84,8 +84,9 @@ class Optimizer:
             return
         gradients = [local(weight.grad) for weight in self.weights]
         if self.masters[0].grad is None:
-            for master, gradient in zip(self.masters, gradients, strict=True):
-                master.grad = gradient.float()
+            for master in self.masters:
+                master.grad = torch.empty_like(master)
+            torch._foreach_copy_([master.grad for master in self.masters], gradients)
         else:
             torch._foreach_add_([master.grad for master in self.masters], gradients)
         for weight in self.weights:

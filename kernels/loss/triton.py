@@ -31,17 +31,40 @@ from kernels.tuned import tuned
 LOGITS_BYTES = 2**28  # of one chunk
 
 
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e), and the GPU has an instruction for 2^x
+
+
+@triton.jit
+def _exp_sum(logits_ptr, columns, largest, total, V, WHOLE: tl.constexpr):
+    """The online softmax's state with some more columns, all of which are below V where WHOLE."""
+    real = None if WHOLE else columns < V
+    other = None if WHOLE else -float("inf")
+    logits = tl.load(logits_ptr + columns, real, other).to(tl.float32) * LOG2E
+    before = largest
+    largest = tl.maximum(largest, tl.max(logits, 0))
+    return largest, total * tl.exp2(before - largest) + tl.sum(tl.exp2(logits - largest), 0)
+
+
+@triton.jit
+def _softmax_(logits_ptr, columns, shift, V, WHOLE: tl.constexpr):
+    real = None if WHOLE else columns < V
+    other = None if WHOLE else 0.0
+    logits = tl.load(logits_ptr + columns, real, other).to(tl.float32)
+    tl.store(logits_ptr + columns, tl.exp2(logits * LOG2E - shift).to(logits_ptr.dtype.element_ty), real)
+
+
 @triton.jit
 def _cross_entropy_kernel(
     logits_ptr,  # (n, V); where WRITE, their gradient replaces them
     targets_ptr,  # (n,) int64
     losses_ptr,  # (n,) fp32
     count_ptr,  # (1,) targets that count, of all chunks
-    V,
     ignore_index,
+    V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WRITE: tl.constexpr,
 ):
+    """Some five instructions a logit each time: compares for the target and for the row's end would be as many again."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
     target = tl.load(targets_ptr + row)
@@ -49,22 +72,24 @@ def _cross_entropy_kernel(
     columns = tl.arange(0, BLOCK_V)
     largest = -float("inf")
     total = 0.0
-    for start in range(0, V, BLOCK_V):
-        logits = tl.load(logits_ptr + start + columns, start + columns < V, other=-float("inf")).to(tl.float32)
-        before = largest
-        largest = tl.maximum(largest, tl.max(logits, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest), 0)
-    lse = largest + tl.log(total)
-    wanted = tl.load(logits_ptr + tl.where(counts, target, 0)).to(tl.float32)
-    tl.store(losses_ptr + row, tl.where(counts, lse - wanted, 0.0))
+    for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
+        largest, total = _exp_sum(logits_ptr, start + columns, largest, total, V, True)
+    if V % BLOCK_V > 0:
+        largest, total = _exp_sum(logits_ptr, V // BLOCK_V * BLOCK_V + columns, largest, total, V, False)
+    lse = largest + tl.log2(total)  # in base 2, as all here
+    wanted = tl.load(logits_ptr + tl.where(counts, target, 0)).to(tl.float32) * LOG2E
+    tl.store(losses_ptr + row, tl.where(counts, lse - wanted, 0.0) / LOG2E)
     if WRITE:
-        scale = tl.where(counts, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
+        count = tl.load(count_ptr).to(tl.float32)
+        shift = tl.where(counts, lse + tl.log2(count), float("inf"))  # the gradient of an ignored row is 0
         tl.debug_barrier()  # `wanted` is read before it is overwritten
-        for start in range(0, V, BLOCK_V):
-            real = start + columns < V
-            logits = tl.load(logits_ptr + start + columns, real, other=-float("inf")).to(tl.float32)
-            gradient = (tl.exp(logits - lse) - (start + columns == target)) * scale
-            tl.store(logits_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), real)
+        for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
+            _softmax_(logits_ptr, start + columns, shift, V, True)
+        if V % BLOCK_V > 0:
+            _softmax_(logits_ptr, V // BLOCK_V * BLOCK_V + columns, shift, V, False)
+        tl.debug_barrier()
+        right = tl.exp2(wanted - shift) - 1.0 / count
+        tl.store(logits_ptr + target, right.to(logits_ptr.dtype.element_ty), counts)
 
 
 def block(V: int) -> dict[str, int]:
@@ -85,7 +110,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, count: Tenso
     """logits (n, V), contiguous -> losses (n,) fp32; with `write` the logits become their gradient of the mean loss."""
     V = logits.shape[1]
     launch = tuned("cross_entropy", f"{V} {logits.dtype}", block(V), logits.device)
-    _cross_entropy_kernel[(len(logits),)](logits, targets, losses, count, V, ignore_index, WRITE=write, **launch)
+    _cross_entropy_kernel[(len(logits),)](logits, targets, losses, count, ignore_index, V=V, WRITE=write, **launch)
 
 
 @torch.library.custom_op("hotswap::linear_cross_entropy", mutates_args=())
@@ -125,6 +150,7 @@ def outputs(x, weight, targets, ignore_index, gradients, whole=False):
 def setup_context(ctx, inputs, output):
     _, dx, dweight = output
     ctx.save_for_backward(dx, dweight)
+    ctx.set_materialize_grads(False)  # nobody asks for those of dx and dweight
 
 
 def backward(ctx, dout, _dx, _dweight):

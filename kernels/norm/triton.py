@@ -69,6 +69,11 @@ def _norm_fwd_kernel(
     tl.store(rstd_ptr + rows, rstd, rows < N)
 
 
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=["N"])  # a batch of another size compiles nothing
 def _norm_bwd_kernel(
     dy_ptr,  # (N, C)
@@ -89,6 +94,7 @@ def _norm_bwd_kernel(
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_DSTREAM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TWO: tl.constexpr,  # dx and dresidual differ in dtype
@@ -102,12 +108,15 @@ def _norm_bwd_kernel(
         inverse = 1.0 / tl.where(weight == 0.0, 1.0, weight)
     dweight = tl.zeros((BLOCK_C,), tl.float32)
     dbias = tl.zeros((BLOCK_C,), tl.float32)
-    for start in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+    for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS).to(tl.int64)
         here = (rows < N)[:, None] & real[None, :]
+        # all loads come first, so that a row waits for the memory once
         dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns[None, :], here, other=0.0).to(tl.float32)
         kept = tl.load(kept_ptr + rows[:, None] * kept_stride + columns[None, :], here, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, rows < N, other=0.0)[:, None]
+        if HAS_DSTREAM:
+            dx = tl.load(dstream_ptr + rows[:, None] * dstream_stride + columns[None, :], here, other=0.0)
         if FROM_Y:
             xhat = (kept - bias[None, :]) * inverse[None, :]
         else:
@@ -116,11 +125,9 @@ def _norm_bwd_kernel(
         dweight += tl.sum(dy * xhat, 0)
         dbias += tl.sum(dy, 0)
         g = dy * weight[None, :]
-        dx = rstd * (g - (tl.sum(g, 1) / C)[:, None] - xhat * (tl.sum(g * xhat, 1) / C)[:, None])
-        if HAS_DSTREAM:
-            dx += tl.load(dstream_ptr + rows[:, None] * dstream_stride + columns[None, :], here, other=0.0).to(
-                tl.float32
-            )
+        mean_g, mean_gx = tl.reduce((g / C, g * xhat / C), 1, _add)  # both at once: warps wait for each other once
+        through = rstd * (g - mean_g[:, None] - xhat * mean_gx[:, None])
+        dx = through + dx.to(tl.float32) if HAS_DSTREAM else through
         at = rows[:, None] * C + columns[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), here)
         if TWO:
@@ -138,13 +145,34 @@ def block(C: int, elements: int = 4096, each: int = 16) -> dict[str, int]:
     return {"BLOCK_C": width, "ROWS": rows, "num_warps": min(16, max(1, rows * width // (32 * each)))}
 
 
+def backward_block(C: int, rows: int = 2, programs: int = 4, stages: int = 1) -> dict[str, int]:
+    """Launch parameters of the backward: 16 bytes of bf16 a thread and row.
+
+    So a column is one thread's in all rows of a program, and adding its rows up needs no other thread.
+    """
+    width = triton.next_power_of_2(C)
+    warps = min(16, max(1, width // 256))
+    return {"BLOCK_C": width, "ROWS": rows, "num_warps": warps, "programs": programs, "STAGES": stages}
+
+
 def candidates(kernel: str, default: dict) -> list[dict]:
     """What scripts/tune.py tries."""
-    eachs, width = (8, 16, 32), default["BLOCK_C"]
+    width = default["BLOCK_C"]
     if kernel == "norm_fwd":
-        return [block(width, elements, each) for elements in (2048, 4096, 8192) for each in eachs]
-    sizes = [block(width, elements, each) for elements in (2048, 4096) for each in eachs]
-    return [{**size, "programs": programs} for size in sizes for programs in (4, 8)]
+        return [block(width, elements, each) for elements in (2048, 4096, 8192) for each in (8, 16, 32)]
+    sizes = (
+        (1, 8, 1),
+        (1, 12, 2),
+        (1, 8, 3),
+        (2, 4, 1),
+        (2, 6, 1),
+        (2, 8, 1),
+        (2, 4, 2),
+        (2, 4, 3),
+        (4, 2, 1),
+        (4, 4, 1),
+    )
+    return [backward_block(width, *size) for size in (*sizes, (4, 2, 2), (4, 4, 2), (8, 2, 1), (8, 4, 1))]
 
 
 def forward(
@@ -204,7 +232,7 @@ def norm_bwd(
     `kept` is the stream, or with mean None the forward's y.
     """
     N, C = kept.shape
-    launch = tuned("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", {**block(C), "programs": 4}, kept.device)
+    launch = tuned("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", backward_block(C), kept.device)
     programs = min(launch.pop("programs") * processors(kept.device), triton.cdiv(N, launch["ROWS"]))
     dx, dresidual, *_ = gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype)
     partial = torch.empty(2, programs, C, dtype=torch.float32, device=kept.device)
@@ -248,11 +276,13 @@ def setup_context(ctx, inputs, output):
     ctx.save_for_backward(x if residual is None else stream, weight, bias, mean, rstd)
     ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
     ctx.has_residual = residual is not None
+    ctx.set_materialize_grads(False)  # mean and rstd have none, and the last stream nobody reads
 
 
 def backward(ctx, dy, dstream, dmean, drstd, norm_bwd=norm_bwd):
     """Of what ctx kept: the arguments of norm_bwd, which another backend may bring its own of."""
-    dstream = rows(dstream) if ctx.has_residual else None
+    dy = torch.zeros_like(ctx.saved_tensors[0], dtype=ctx.saved_tensors[1].dtype) if dy is None else dy
+    dstream = rows(dstream) if ctx.has_residual and dstream is not None else None
     dx, dresidual, dweight, dbias = norm_bwd(rows(dy), dstream, *ctx.saved_tensors, *ctx.dtypes)
     dresidual = (dresidual if dresidual.numel() else dx) if ctx.has_residual else None
     return dx, dresidual, dweight, dbias if dbias.numel() else None, None

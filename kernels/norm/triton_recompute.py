@@ -28,6 +28,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(y, weight, bias, None, rstd)
     ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
     ctx.has_residual = residual is not None
+    ctx.set_materialize_grads(False)
 
 
 norm_recompute.register_autograd(backward, setup_context=_setup_context)

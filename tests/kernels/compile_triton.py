@@ -59,7 +59,8 @@ def main(capability: int) -> None:
             forward = compiled(
                 f"norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
             )
-            launch |= {"HAS_DSTREAM": True, "TWO": residual == "*fp32", "FROM_Y": False}
+            launch |= norm.backward_block(C) | {"HAS_DSTREAM": True, "TWO": residual == "*fp32", "FROM_Y": False}
+            launch.pop("programs")
             backward = compiled(f"norm backward {name}", norm._norm_bwd_kernel, capability, types, **launch)
             launch["FROM_Y"] = True
             compiled(
@@ -71,7 +72,7 @@ def main(capability: int) -> None:
             )
             assert all("ld.global.v4" in ptx and "st.global.v4" in ptx for ptx in (forward, backward))
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
-    compiled("loss", loss._cross_entropy_kernel, capability, types, WRITE=True, **loss.block(50304))
+    compiled("loss", loss._cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.block(50304))
     for backward in (False, True):
         size = mlp.tiling(torch.bfloat16, 768, 3072, backward, tma=capability == 90)
         size.pop("programs")
