@@ -151,8 +151,19 @@ def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, need
     """
     if kernels.compile and not compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
+    brief_log()
     asked = {"attention": (needs, attn.version)}
     return Ops(**{op: load(op, impl, device, *asked.get(op, ())) for op, impl in chosen(kernels, attn).items()})
+
+
+def brief_log() -> None:
+    """Keep PyTorch 2.11 from writing all that leads to a custom op into a line of its log, whether or not it is shown.
+
+    That text doubles with every layer: with custom ops in 12 of them, compilation never came to the loss.
+    """
+    from torch._inductor.exc import OperatorIssue
+
+    OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
 
 
 def compiler() -> str | None:

@@ -64,7 +64,7 @@ def _cross_entropy_kernel(
     BLOCK_V: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """Some five instructions a logit each time: compares for the target and for the row's end would be as many again."""
+    """Five instructions a logit and pass: comparing each with the target and with the row's end would be as many."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
     target = tl.load(targets_ptr + row)
@@ -125,8 +125,9 @@ def linear_cross_entropy(
     chunk = N if whole else tuned("linear_cross_entropy", f"{C} {V} {x.dtype}", default, x.device)["chunk"]
     dx = torch.empty_like(x) if gradients else x.new_empty(0)
     dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients and chunk < N else x.new_empty(0)
+    buffer = x.new_empty(min(chunk, N), V)
     for part in (slice(start, start + chunk) for start in range(0, N, chunk)):
-        logits = x[part] @ weight.T
+        logits = torch.mm(x[part], weight.T, out=buffer[: len(x[part])])
         cross_entropy_(logits, targets[part], losses[part], count, ignore_index, gradients)
         if not gradients:
             continue
@@ -137,6 +138,7 @@ def linear_cross_entropy(
             dweight.addmm_(logits.T, x[part])
         else:  # cuBLAS adds bf16 products to the fp32 sum
             torch.addmm(dweight, logits.T, x[part], out_dtype=torch.float32, out=dweight)
+    del logits, buffer
     return losses.sum() / count, dx, dweight.to(weight.dtype)
 
 

@@ -138,6 +138,28 @@ def _norm_bwd_kernel(
         tl.store(dbias_ptr + at, dbias, real)
 
 
+@triton.jit
+def _column_sum_kernel(
+    partial_ptr,  # (2, programs, C) fp32
+    dweight_ptr,  # (C,)
+    dbias_ptr,  # (C,), not written without HAS_BIAS
+    programs,
+    C,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    for which in tl.static_range(1 + HAS_BIAS):
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, programs, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            here = (rows < programs)[:, None] & (columns < C)[None, :]
+            total += tl.load(partial_ptr + (which * programs + rows[:, None]) * C + columns[None, :], here, other=0.0)
+        target = dbias_ptr if which else dweight_ptr
+        tl.store(target + columns, tl.sum(total, 0).to(target.dtype.element_ty), columns < C)
+
+
 def block(C: int, elements: int = 4096, each: int = 16) -> dict[str, int]:
     """Launch parameters for rows of C: about `elements` a program, of which a thread has `each` in its registers."""
     width = triton.next_power_of_2(C)
@@ -145,7 +167,7 @@ def block(C: int, elements: int = 4096, each: int = 16) -> dict[str, int]:
     return {"BLOCK_C": width, "ROWS": rows, "num_warps": min(16, max(1, rows * width // (32 * each)))}
 
 
-def backward_block(C: int, rows: int = 2, programs: int = 4, stages: int = 1) -> dict[str, int]:
+def backward_block(C: int, rows: int = 2, programs: int = 4, stages: int = 3) -> dict[str, int]:
     """Launch parameters of the backward: 16 bytes of bf16 a thread and row.
 
     So a column is one thread's in all rows of a program, and adding its rows up needs no other thread.
@@ -160,19 +182,9 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     width = default["BLOCK_C"]
     if kernel == "norm_fwd":
         return [block(width, elements, each) for elements in (2048, 4096, 8192) for each in (8, 16, 32)]
-    sizes = (
-        (1, 8, 1),
-        (1, 12, 2),
-        (1, 8, 3),
-        (2, 4, 1),
-        (2, 6, 1),
-        (2, 8, 1),
-        (2, 4, 2),
-        (2, 4, 3),
-        (4, 2, 1),
-        (4, 4, 1),
-    )
-    return [backward_block(width, *size) for size in (*sizes, (4, 2, 2), (4, 4, 2), (8, 2, 1), (8, 4, 1))]
+    sizes = [(rows, programs, 3) for rows in (1, 2, 4) for programs in (3, 4, 6, 8)]
+    sizes += [(1, 8, 4), (2, 4, 4), (2, 4, 2), (2, 3, 4), (2, 4, 1), (4, 4, 1)]
+    return [backward_block(width, *size) for size in sizes]
 
 
 def forward(
@@ -234,7 +246,7 @@ def norm_bwd(
     N, C = kept.shape
     launch = tuned("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", backward_block(C), kept.device)
     programs = min(launch.pop("programs") * processors(kept.device), triton.cdiv(N, launch["ROWS"]))
-    dx, dresidual, *_ = gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype)
+    dx, dresidual, dweight, dbias = gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype)
     partial = torch.empty(2, programs, C, dtype=torch.float32, device=kept.device)
     _norm_bwd_kernel[(programs,)](
         dy,
@@ -259,8 +271,9 @@ def norm_bwd(
         FROM_Y=mean is None,
         **launch,
     )
-    dbias = weight.new_empty(0) if bias is None else partial[1].sum(0).to(weight.dtype)
-    return dx, dresidual, partial[0].sum(0).to(weight.dtype), dbias
+    has_bias = bias is not None
+    _column_sum_kernel[(triton.cdiv(C, 16),)](partial, dweight, dbias, programs, C, has_bias, ROWS=64, COLUMNS=16)
+    return dx, dresidual, dweight, dbias
 
 
 @norm_bwd.register_fake

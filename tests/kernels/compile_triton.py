@@ -13,12 +13,15 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles
 from kernels.attention import triton as attention
 from kernels.attention import triton_naive as attention_naive
 from kernels.loss import triton as loss
+from kernels.mlp import _gluon as gluon
 from kernels.mlp import triton as mlp
 from kernels.norm import triton as norm
 
@@ -26,9 +29,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
 
 
-def compiled(name, kernel, capability, types, **constants):
+def compiled(name, kernel, capability, types, source=ASTSource, spilled=0, **constants):
     """The PTX. `types` are those of arguments that are no constants, bf16 pointers, strides or 32-bit integers."""
-    options = {key: constants.pop(key) for key in ("num_warps", "num_stages") if key in constants}
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     names = kernel.arg_names
     usual = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
     usual |= {name: ("i32",) * 3 for name in names if name.endswith("_strides")}
@@ -36,7 +39,7 @@ def compiled(name, kernel, capability, types, **constants):
     whole = [(i,) for i, name in enumerate(names) if signature[name] in ("i32", "i64") or signature[name][0] == "*"]
     whole += [(i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(3)]
     multiples = {place: [["tt.divisibility", 16]] for place in whole}
-    source = ASTSource(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, multiples)
+    source = source(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, multiples)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -44,7 +47,7 @@ def compiled(name, kernel, capability, types, **constants):
         used = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used).groups())
     print(f"{name}: {registers} registers, {stack} bytes of stack, {made.metadata.shared} of shared memory")
-    assert stack == 0
+    assert stack <= spilled
     assert made.metadata.shared <= SHARED[capability]
     return made.asm["ptx"]
 
@@ -74,14 +77,35 @@ def main(capability: int) -> None:
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
     compiled("loss", loss._cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.block(50304))
     for backward in (False, True):
-        size = mlp.tiling(torch.bfloat16, 768, 3072, backward, tma=capability == 90)
+        size = mlp.tiling(torch.bfloat16, backward)
         size.pop("programs")
         fixed = {"BACKWARD": backward, "HAS_BIAS": True, "PRECISION": "tf32"}
         name = f"mlp {'backward' if backward else 'forward'}"
         ptx = compiled(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)
         assert ("wgmma" if capability == 90 else "mma.sync") in ptx
-        assert ("cp.async.bulk.tensor" in ptx) == size["TMA"] == (capability == 90)
+        if capability == 90:
+            hopper(backward)
     attend(capability)
+
+
+def hopper(backward: bool) -> None:
+    """The MLP's kernel in Gluon."""
+    size = gluon.tiling()
+    n, f, c, part = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
+
+    def described(*block):
+        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        return f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
+
+    types = {"x": described(n, c), "w": described(c, f) if backward else described(f, c)}
+    types |= {"h": described(n, f // 2 if backward else part)} | dict.fromkeys(("a", "dh"), described(n, part))
+    types |= {"partial_ptr": "*fp32", **dict.fromkeys("NFC", "i32")}
+    fixed = dict.fromkeys(["b_ptr"] if backward else ["dh", "partial_ptr"]) | {"BACKWARD": backward, **size}
+    name = f"mlp {'backward' if backward else 'forward'} in Gluon"
+    spilled = 0 if triton.__version__ < "3.7" or not backward else 104  # outside of the loop over products
+    ptx = compiled(name, gluon._kernel, 90, types, GluonASTSource, spilled, num_warps=4, maxnreg=168, **fixed)
+    assert "wgmma" in ptx
+    assert "setmaxnreg" in ptx
 
 
 def attend(capability: int) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels import registry
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load, resolve
 
 CPU = torch.device("cpu")
 
@@ -95,3 +95,15 @@ def test_labels():
 
     assert choice() == "eager-sdpa"
     assert choice(compile=True) == "compile-sdpa"
+
+
+def test_no_log_line_with_the_whole_graph():
+    """What leads to a custom op is a text that doubles with every layer, and PyTorch 2.11 writes it for a log."""
+    from torch._inductor.exc import MissingOperatorWithoutDecomp
+
+    class Endless:
+        def __str__(self):
+            raise AssertionError("written")
+
+    resolve(KernelsConfig("eager", "eager", "eager", compile=True), AttnConfig("eager"), torch.device("cpu"))
+    assert "aten.add" in MissingOperatorWithoutDecomp.operator_str(torch.ops.aten.add.Tensor, [Endless()], {})
