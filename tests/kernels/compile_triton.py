@@ -73,7 +73,8 @@ def main(capability: int) -> None:
                 types | {"kept_ptr": "*bf16"},
                 **launch,
             )
-            assert all("ld.global.v4" in ptx and "st.global.v4" in ptx for ptx in (forward, backward))
+            wide = re.compile(r"ld\.global\.v4|cp\.async\.cg\.shared\.global .*, 0x10")
+            assert all(wide.search(ptx) and "st.global.v4" in ptx for ptx in (forward, backward))
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
     compiled("loss", loss._cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.block(50304))
     for backward in (False, True):
