@@ -1,8 +1,9 @@
 """Keep the rows of finished runs: `python -m scripts.collect out/RUN ...`
 
-Appends each run's result row to results/<device>/train.jsonl (of four H200: results/h200x4), and with --curves its
-training losses to results/<device>/curves/<its name>.jsonl. Rows are kept as they were written, whatever their status.
-With --beside h200x4 a run on fewer of the machine's GPUs goes there too, to be compared with.
+Appends each run's result row to results/<device>/train.jsonl (of four H200: results/h200x4); of scripts.generate, to
+generate.jsonl, and with --curves its training losses to results/<device>/curves/<its name>.jsonl. Rows are kept as they
+were written, whatever their status. With --beside h200x4 a run on fewer of a machine's GPUs goes there too, to be
+compared with.
 """
 
 import argparse
@@ -21,8 +22,9 @@ def collect(run: Path, curves: bool, beside: str | None = None) -> Path:
     devices = row.get("world_size", 1)
     folder = RESULTS / (beside or slug(row["env"]["device"]) + (f"x{devices}" if devices > 1 else ""))
     folder.mkdir(parents=True, exist_ok=True)
+    kind = "generate" if row.get("gen/decode_tokens_per_sec") else "train"
     line = json.dumps(row) + "\n"
-    with (folder / "train.jsonl").open("a+") as file:
+    with (folder / f"{kind}.jsonl").open("a+") as file:
         file.seek(0)
         if line not in file:  # else it is kept already
             file.write(line)
@@ -31,7 +33,7 @@ def collect(run: Path, curves: bool, beside: str | None = None) -> Path:
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         kept = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
         (folder / "curves" / f"{row['name']}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return folder / "train.jsonl"
+    return folder / f"{kind}.jsonl"
 
 
 if __name__ == "__main__":

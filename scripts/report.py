@@ -21,7 +21,7 @@ def rows(device: str, kind: str = "train") -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", *FIGURES[2:]]
+COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", *FIGURES[2:], "step", "commit"]
 
 
 def throughput(device: str) -> str:
@@ -43,6 +43,7 @@ def throughput_cells(row: dict) -> list[str]:
         *who(row),
     ]
     tokens_per_sec, spread, *rest = figure_cells(row)
+    rest += [str(row.get("steps", "")), (row["env"].get("git_commit") or "unknown")[:7]]
     return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, *rest]
 
 
@@ -83,6 +84,20 @@ def scaling(device: str) -> str:
                 f"{row['mem/peak_allocated_gib'] or row['mem/peak_rss_gib']:.1f}",
             ]
         )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def generation(device: str) -> str:
+    """The table of scripts.generate, fastest first."""
+    head = ["model", "precision", "kernels", "attn", "sequences", "first token", "decode tokens/s (p20 to p80)"]
+    table = [[*head, "of the bound", "peak GiB"], ["---"] * (len(head) + 2)]
+    kept = [row for row in rows(device, "generate") if row["status"] == "ok"]
+    for row in sorted(kept, key=lambda row: -row["gen/decode_tokens_per_sec"]):
+        speed, p20, p80 = (f"{row[f'gen/decode_tokens_per_sec{p}']:,.0f}" for p in ("", "/p20", "/p80"))
+        kernels, attention = who(row)
+        cells = [row["name"].split("-")[1], row["config"]["precision"], kernels, attention, str(row["config"]["batch"])]
+        cells += [f"{row['gen/ttft_ms']:.1f} ms", f"**{speed}** ({p20} to {p80})"]
+        table.append([*cells, f"{100 * row['gen/bandwidth_utilisation']:.1f}%", f"{row['mem/peak_allocated_gib']:.2f}"])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
@@ -220,7 +235,7 @@ def agreement(device: str) -> str:
 
 def fill(text: str) -> str:
     """`text` with every marked section made anew."""
-    sections = {"throughput": throughput, "scaling": scaling, "kernels": kernels}
+    sections = {"throughput": throughput, "scaling": scaling, "generation": generation, "kernels": kernels}
     sections |= {"context": context, "max_context": max_context, "support": support}
     sections |= {"environment": environment, "agreement": agreement}
 

@@ -27,7 +27,9 @@ def run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", impl="
             "train": {"batch_size": 64, "block_size": 1024, "eval_every": 0},
         },
         "kernels": {"attention": "sdpa (cudnn, torch 2.11.0+cu130, cudnn 91900)"},
-        "env": dict.fromkeys(("driver", "cuda", "cudnn", "torch", "triton"), "1") | {"device": "NVIDIA H200"},
+        "env": dict.fromkeys(("driver", "cuda", "cudnn", "torch", "triton"), "1")
+        | {"device": "NVIDIA H200", "git_commit": "5918f41a4eb37d063a85a187505e41749d5699d2"},
+        "steps": 60,
     }
     if status == "ok":
         row |= {f"perf/tokens_per_sec{p}": tokens_per_sec + d for p, d in (("/p20", -1), ("", 0), ("/p80", 1))}
@@ -46,14 +48,26 @@ def test_rows_become_a_table(results, tmp_path):
     for folder in (slow, fast, full, slow):
         assert collect.collect(folder, curves=False) == results / "h200" / "train.jsonl"
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.throughput("h200").splitlines()]
-    speed = ["45.6%", "28.5", "20.0 s", "4.000"]
+    speed = ["45.6%", "28.5", "20.0 s", "4.000", "60", "5918f41"]
     place = ["124M", "64 x 1024", "amp"]
     attention = "sdpa (cudnn, cudnn 91900)"
     assert table[2:] == [
         [*place, "compile", attention, "**500,000** (499,999 to 500,001)", *speed],
         [*place, "eager", attention, "**400,000** (399,999 to 400,001)", *speed],
-        [*place, "eager+triton+compile", attention, "oom", "", "", "", ""],
+        [*place, "eager+triton+compile", attention, "oom", "", "", "", "", "60", "5918f41"],
     ]
+
+
+def test_generation_has_a_table_of_its_own(results, tmp_path):
+    folder = run(tmp_path / "generate-124M-eager-sdpa-bf16")
+    row = json.loads((folder / "result.json").read_text())
+    row["config"] |= {"batch": 2}
+    row |= {f"gen/decode_tokens_per_sec{p}": 2000 + d for p, d in (("/p20", -1), ("", 0), ("/p80", 1))}
+    row |= {"gen/ttft_ms": 7.25, "gen/bandwidth_utilisation": 0.1294, "mem/peak_allocated_gib": 0.34}
+    (folder / "result.json").write_text(json.dumps(row))
+    assert collect.collect(folder, curves=False) == results / "h200" / "generate.jsonl"
+    cells = ["124M", "amp", "eager", "sdpa (cudnn, cudnn 91900)", "2", "7.2 ms", "**2,000** (1,999 to 2,001)"]
+    assert report.generation("h200").splitlines()[2:] == [f"| {' | '.join([*cells, '12.9%', '0.34'])} |"]
 
 
 def test_several_gpus_beside_one(results, tmp_path):
