@@ -2,7 +2,8 @@
 
 Runs the op and sees which kernels ask for parameters (kernels/tuned.py), then tries what their file calls candidates:
 those that fit and give the default's answer take turns, and the fastest is kept if its median is below the default's
-p20. Whatever launches the kernel afterwards starts with it.
+p20: of several shapes with the same widths, the one that is fastest over all of them. Whatever launches the kernel
+afterwards starts with it.
 """
 
 import json
@@ -60,12 +61,24 @@ def search(cfg: Config, name: str, device: torch.device) -> Iterator[dict]:
             if right or parameters == default:
                 works[text] = partial(trial, way, kernel, parameters)
         ms = {text: [1e3 * s for s in quantiles(times)] for text, times in in_turn(works, device, cfg.rounds).items()}
-        usual, fastest = json.dumps(default), min(ms, key=lambda text: ms[text][1])
-        if ms[fastest][1] >= ms[usual][0]:
-            fastest = usual
-        best[kernel] = tried[fastest]
-        figures = {"default_ms": round(ms[usual][1], 4), "ms": round(ms[fastest][1], 4), "timed": way, "shape": name}
-        yield {"entry": entry, "parameters": best[kernel], **figures, "tried": len(tried), **bad}
+        usual = json.dumps(default)
+        row = {"entry": entry, "timed": way, "shape": name, "tried": len(tried), **bad}
+        row |= {"usual": usual, "p20": ms[usual][0], "medians": {text: median for text, (_, median, _) in ms.items()}}
+        yield row | (found := fastest([row]))
+        best[kernel] = found["parameters"]
+
+
+def fastest(rows: list[dict]) -> dict:
+    """The parameters for all these shapes of one entry, by the product of their medians; the milliseconds add up."""
+    usual, first = rows[0]["usual"], rows[0]["medians"]
+    shared = [text for text in first if all(text in row["medians"] for row in rows)]
+    product = {text: math.prod(row["medians"][text] for row in rows) for text in shared}
+    best = min(shared, key=lambda text: product[text])
+    if product[best] >= math.prod(row["p20"] for row in rows):
+        best = usual
+    names = ", ".join(row["shape"] for row in rows)
+    ms, default_ms = (round(sum(row["medians"][text] for row in rows), 4) for text in (best, usual))
+    return {"parameters": json.loads(best), "default_ms": default_ms, "ms": ms, "shape": names}
 
 
 def agree(got: tuple, wanted: tuple, inputs: dict, dtype: torch.dtype) -> bool:
@@ -110,8 +123,8 @@ def main(cfg: Config) -> None:
             with out_of_memory(f"op={cfg.op} shape={name}", "the shape: choose another one"):
                 for row in search(cfg, name, device):
                     rows.append(row)
-                    kept = {key: row[key] for key in ("parameters", "ms", "default_ms", "timed", "shape")}
-                    write(path, {row["entry"]: kept | measured})
+                    alike = [each for each in rows if each["entry"] == row["entry"]]
+                    write(path, {row["entry"]: {**fastest(alike), "timed": row["timed"], **measured}})
     except KeyboardInterrupt:
         print(f"interrupted: what was found for {len(rows)} kernels is in {path}", file=sys.stderr)
         sys.exit(130)

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import check_dtypes, processors
-from kernels.gpu import triton_detail as detail  # noqa: F401
+from kernels.gpu import check_dtypes, processors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.mlp import _gluon
 from kernels.tuned import tuned
@@ -33,6 +32,11 @@ from kernels.tuned import tuned
 K0 = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = tl.constexpr(0.044715)
 NAMES = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
+
+
+def detail(x: Tensor, w_fc: Tensor, **rest) -> str:
+    F, C = w_fc.shape
+    return triton_detail(x=x) + ", Gluon" * _gluon.takes(x.dtype, C, F, x.device)
 
 
 @triton.jit

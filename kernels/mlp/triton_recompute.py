@@ -8,9 +8,8 @@ The price is one product more, 7 where there were 6: 1/6 of the op's FLOPs. (A c
 products of the forward.)
 """
 
-from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.mlp.triton import apply
+from kernels.mlp.triton import apply, detail  # noqa: F401
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):

@@ -89,6 +89,20 @@ def test_a_tie_keeps_the_default(tables, monkeypatch, other, kept):
     assert row["parameters"]["ROWS"] == kept
 
 
+def test_an_entry_is_for_all_its_shapes():
+    """Half the time at one shape and 1.5 times at the other is a gain; 0.9 and 1.5 is none, nor is what did not fit."""
+    usual, good, bad, wide = (json.dumps({"ROWS": rows}) for rows in (1, 2, 4, 8))
+    short, long = {usual: 1.0, good: 0.5, bad: 0.9, wide: 0.1}, {usual: 1.0, good: 1.5, bad: 1.5}
+    rows = [
+        {"usual": usual, "p20": 0.99, "medians": medians, "shape": shape}
+        for shape, medians in (("short", short), ("long", long))
+    ]
+    found = tune.fastest(rows)
+    assert found == {"parameters": {"ROWS": 2}, "ms": 2.0, "default_ms": 2.0, "shape": "short, long"}
+    del short[good], long[good]
+    assert tune.fastest(rows)["parameters"] == {"ROWS": 1}
+
+
 def test_interrupted(tried, tables, monkeypatch):
     """What was found stays."""
 
