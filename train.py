@@ -169,6 +169,8 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
     run.begin(kernels=who, **peaks, resumed_from=str(start) if start else None)
     home, keep = run.folder / "checkpoints", t.keep_checkpoints
     checkpoints = Checkpoints(home, keep, t.sharded_checkpoints, ranks, device, made)
+    if t.checkpoint_every:
+        checkpoints.prepare({name: weight.shape for name, weight in job.model.named_parameters()})
     tokens = [f"{sum(map(len, shards)):,}" for shards in (job.dataset.train, job.dataset.val)]
     data = (
         f"{job.dataset.name}, {job.dataset.tokenizer.name}: {tokens[0]} training tokens, {tokens[1]} validation tokens"

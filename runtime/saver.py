@@ -22,6 +22,7 @@ from runtime.checkpoint import SHARDS, TRAINING, WEIGHTS, State, flat, manifest,
 from runtime.config import UserError
 from runtime.ranks import Ranks
 
+GROUPS = ("model", "exp_avg", "exp_avg_sq")  # of an optimizer's state()
 GATHERED_BYTES = 2**30  # of whole tensors on rank 0's GPU, on their way to the host
 
 
@@ -46,6 +47,20 @@ class Checkpoints:
                     discard(path)
         ranks.gather(None)
         self.best = self._lowest()  # validation loss so far
+
+    def prepare(self, shapes: dict[str, torch.Size]) -> None:
+        """Make room on the host for a state of three fp32 tensors a name, by the thread, while the first steps run.
+
+        To pin the 1.5 GB of 124M takes 1.3 s on an H200's host, in which the first save would hold the loop up.
+        """
+        if self.ranks.leads and not self.sharded:
+            self.pending = self.thread.submit(
+                self._pin, {f"{group}.{name}": shapes[name] for group in GROUPS for name in shapes}
+            )
+
+    def _pin(self, shapes: dict[str, torch.Size]) -> None:
+        for key, shape in shapes.items():
+            self.host[key] = torch.empty(shape, dtype=torch.float32, pin_memory=self.stream is not None)
 
     def save(self, step: int, state: State, rest: dict, facts: dict) -> tuple[float, torch.cuda.Event | None]:
         """Start saving: (seconds that this took, an event before which no tensor of `state` may change).

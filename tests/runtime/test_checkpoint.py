@@ -48,6 +48,19 @@ def save(folder, *numbers, keep=2, losses=()):
     return kept
 
 
+def test_a_prepared_save_takes_no_more_memory(tmp_path):
+    """The copies are the ones that prepare() made, and hold the state."""
+    kept, saved = checkpoints(tmp_path), state(7)
+    kept.prepare({name: tensor.shape for name, tensor in saved["model"].items()})
+    kept.finish()
+    before = {key: tensor.data_ptr() for key, tensor in kept.host.items()}
+    kept.save(7, saved, {}, facts())
+    kept.close()
+    assert {key: tensor.data_ptr() for key, tensor in kept.host.items()} == before
+    assert set(before) == {f"{group}.{name}" for group in saved for name in saved[group]}
+    assert torch.equal(kept.host["exp_avg.b.c"], saved["exp_avg"]["b.c"])
+
+
 def test_what_is_loaded_is_what_was_saved(tmp_path):
     save(tmp_path, 7)
     folder = find(tmp_path)
