@@ -75,4 +75,4 @@ def test_the_readme_shows_the_results_as_they_are():
     assert report.fill(text) == text
     assert report.fill(lessons := (ROOT / "kernels" / "README.md").read_text()) == lessons
     sections = re.findall(r"<!-- (\w+): h200 -->\n\S.*?\n<!-- end -->", text, re.DOTALL)
-    assert sections == ["support", "context", "max_context", "throughput", "environment", "agreement"]
+    assert sections == ["support", "context", "max_context", "throughput", "environment", "generation", "agreement"]
