@@ -15,6 +15,7 @@ and cuDNN do, and what the allocator loses between the tensors. Its peak for a s
 PyTorch's allocator to the byte (tests/model/test_memory.py).
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -84,6 +85,8 @@ def simulated(device: torch.device) -> Iterator[Held]:
     """Within it all tensors are fake ones, and Triton launches nothing. Yields what those on `device` would hold."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
+        stack.enter_context(warnings.catch_warnings())  # TMA descriptors look at addresses, and a fake's is 0
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         # Module.to() swaps fake parameters, which a weak reference of FakeTensorMode's own forbids
         stack.enter_context(patch("torch.utils.swap_tensors", lambda a, b: setattr(a, "data", b)))
         if find_spec("triton"):

@@ -84,9 +84,10 @@ class Optimizer:
             return
         gradients = [local(weight.grad) for weight in self.weights]
         if self.masters[0].grad is None:
-            for master in self.masters:
-                master.grad = torch.empty_like(master)
-            torch._foreach_copy_([master.grad for master in self.masters], gradients)
+            for master, gradient in zip(self.masters, gradients, strict=True):
+                master.grad = torch.empty_like(master) if self.low else gradient
+            if self.low:
+                torch._foreach_copy_([master.grad for master in self.masters], gradients)
         else:
             torch._foreach_add_([master.grad for master in self.masters], gradients)
         for weight in self.weights:

@@ -1,5 +1,6 @@
 """Saving the checkpoints of a run (runtime/checkpoint.py says what they are) while it goes on."""
 
+import contextlib
 import math
 import shutil
 import statistics
@@ -59,8 +60,9 @@ class Checkpoints:
             )
 
     def _pin(self, shapes: dict[str, torch.Size]) -> None:
-        for key, shape in shapes.items():
-            self.host[key] = torch.empty(shape, dtype=torch.float32, pin_memory=self.stream is not None)
+        with contextlib.suppress(RuntimeError):  # out of memory: the save itself will say so
+            for key, shape in shapes.items():
+                self.host[key] = torch.empty(shape, dtype=torch.float32, pin_memory=self.stream is not None)
 
     def save(self, step: int, state: State, rest: dict, facts: dict) -> tuple[float, torch.cuda.Event | None]:
         """Start saving: (seconds that this took, an event before which no tensor of `state` may change).

@@ -22,7 +22,7 @@ def collect(run: Path, curves: bool, beside: str | None = None) -> Path:
     devices = row.get("world_size", 1)
     folder = RESULTS / (beside or slug(row["env"]["device"]) + (f"x{devices}" if devices > 1 else ""))
     folder.mkdir(parents=True, exist_ok=True)
-    kind = "generate" if row.get("gen/decode_tokens_per_sec") else "train"
+    kind = "train" if "train" in row["config"] else "generate"
     line = json.dumps(row) + "\n"
     with (folder / f"{kind}.jsonl").open("a+") as file:
         file.seek(0)

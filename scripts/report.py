@@ -91,13 +91,14 @@ def generation(device: str) -> str:
     """The table of scripts.generate, fastest first."""
     head = ["model", "precision", "kernels", "attn", "sequences", "first token", "decode tokens/s (p20 to p80)"]
     table = [[*head, "of the bound", "peak GiB"], ["---"] * (len(head) + 2)]
-    kept = [row for row in rows(device, "generate") if row["status"] == "ok"]
+    kept = [row for row in rows(device, "generate") if row.get("gen/decode_tokens_per_sec")]
     for row in sorted(kept, key=lambda row: -row["gen/decode_tokens_per_sec"]):
         speed, p20, p80 = (f"{row[f'gen/decode_tokens_per_sec{p}']:,.0f}" for p in ("", "/p20", "/p80"))
         kernels, attention = who(row)
         cells = [row["name"].split("-")[1], row["config"]["precision"], kernels, attention, str(row["config"]["batch"])]
         cells += [f"{row['gen/ttft_ms']:.1f} ms", f"**{speed}** ({p20} to {p80})"]
-        table.append([*cells, f"{100 * row['gen/bandwidth_utilisation']:.1f}%", f"{row['mem/peak_allocated_gib']:.2f}"])
+        memory = row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"]
+        table.append([*cells, f"{100 * row['gen/bandwidth_utilisation']:.1f}%", f"{memory:.2f}"])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
@@ -108,7 +109,19 @@ def kernels(device: str) -> str:
         newest[row["op"], row["dtype"], row["shape"], row["impl"]] = row
     if not newest:
         return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
-    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s", "TFLOP/s", "of the floor", "error", "extra GiB"]
+    head = [
+        "op",
+        "shape",
+        "backend",
+        "forward ms",
+        "both ms",
+        "TB/s",
+        "TFLOP/s",
+        "of the floor",
+        "error",
+        "extra GiB",
+        "commit",
+    ]
     table = [head, ["---"] * len(head)]
     for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
         share, extra = row["both/of_floor"], row["extra_gib"]
@@ -124,6 +137,7 @@ def kernels(device: str) -> str:
                 f"{100 * share:.1f}%" if share else "",
                 f"{max(row['error/out'], row['error/gradients']):.1e}",
                 "" if extra is None else f"{extra:.2f}",
+                (row["env"].get("git_commit") or "unknown")[:7],
             ]
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)

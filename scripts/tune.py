@@ -64,8 +64,8 @@ def search(cfg: Config, name: str, device: torch.device) -> Iterator[dict]:
         usual = json.dumps(default)
         row = {"entry": entry, "timed": way, "shape": name, "tried": len(tried), **bad}
         row |= {"usual": usual, "p20": ms[usual][0], "medians": {text: median for text, (_, median, _) in ms.items()}}
-        yield row | (found := fastest([row]))
-        best[kernel] = found["parameters"]
+        yield row | (chosen := fastest([row]))
+        best[kernel] = chosen["parameters"]
 
 
 def fastest(rows: list[dict]) -> dict:
@@ -112,7 +112,7 @@ def main(cfg: Config) -> None:
     load(cfg.op, "triton", device)  # or the reason why not
     check(hasattr(backend(cfg.op, "triton"), "candidates"), f"kernels/{cfg.op}/triton.py has no candidates() to try")
     mine, ours = files(device)
-    path, env, rows = ours if cfg.keep else mine, environment(device), []
+    path, env, found = ours if cfg.keep else mine, environment(device), {}
     read(path)  # better an error now
     measured = {"triton": env["triton"], "date": time.strftime("%Y-%m-%d")}
     print(f"{env['device']}, triton {env['triton']}, {cfg.dtype}, medians of {cfg.rounds} rounds")
@@ -122,13 +122,13 @@ def main(cfg: Config) -> None:
         for name in cfg.shape:
             with out_of_memory(f"op={cfg.op} shape={name}", "the shape: choose another one"):
                 for row in search(cfg, name, device):
-                    rows.append(row)
-                    alike = [each for each in rows if each["entry"] == row["entry"]]
+                    alike = found.setdefault(row["entry"], [])
+                    alike.append(row)
                     write(path, {row["entry"]: {**fastest(alike), "timed": row["timed"], **measured}})
     except KeyboardInterrupt:
-        print(f"interrupted: what was found for {len(rows)} kernels is in {path}", file=sys.stderr)
+        print(f"interrupted: what was found for {len(found)} kernels is in {path}", file=sys.stderr)
         sys.exit(130)
-    print(f"\n{table(rows)}\n\ndone     {path}")
+    print(f"\n{table([alike[-1] | fastest(alike) for alike in found.values()])}\n\ndone     {path}")
 
 
 if __name__ == "__main__":

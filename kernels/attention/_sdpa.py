@@ -45,6 +45,6 @@ def refusal(backend: SDPBackend, usable: Callable, given: dict) -> str | None:
     reasons = [re.sub(r"\s*\(Triggered internally.*", "", str(each.message), flags=re.S) for each in said]
     heads = [i for i, reason in enumerate(reasons) if reason.endswith("not used because:")] + [len(reasons)]
     for start, end in itertools.pairwise(heads):
-        if short(backend) in reasons[start].lower():
+        if short(backend) in reasons[start].lower() and end > start + 1:
             return " ".join(reasons[start + 1 : end])
     return f"torch {torch.__version__} does not say why"

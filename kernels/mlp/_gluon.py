@@ -271,6 +271,7 @@ def multiply(x, w, b, h, a, dh, partial, size: dict) -> None:
     """The kernel; forward without dh. All tensors are contiguous."""
     (N, C), F, backward = x.shape, h.shape[1], dh is not None
     n, f, c, part = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
+    x, w = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, w))  # as TMA asks
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
     _kernel[(min(tiles, processors(x.device)),)](
         _described(x, [n, c]),

@@ -167,13 +167,14 @@ def block(C: int, elements: int = 4096, each: int = 16) -> dict[str, int]:
     return {"BLOCK_C": width, "ROWS": rows, "num_warps": min(16, max(1, rows * width // (32 * each)))}
 
 
-def backward_block(C: int, rows: int = 2, programs: int = 4, stages: int | None = None) -> dict[str, int]:
+def backward_block(C: int, rows: int | None = None, programs: int = 4, stages: int | None = None) -> dict[str, int]:
     """Launch parameters of the backward: 16 bytes of bf16 a thread and row.
 
     So a column is one thread's in all rows of a program, and adding its rows up needs no other thread. Of three stages
     two are on their way into shared memory: 49 KB for two rows of 1024 in fp32, and some GPUs have 99.
     """
     width = triton.next_power_of_2(C)
+    rows = rows or (2 if width <= 4096 else 1)  # two of 8192 would spill
     stages = stages or (3 if width <= 1024 else 1)
     warps = min(16, max(1, width // 256))
     return {"BLOCK_C": width, "ROWS": rows, "num_warps": warps, "programs": programs, "STAGES": stages}

@@ -1,6 +1,7 @@
 """Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
 
-In bf16 nothing may spill. A program of its own, since Triton's interpreter, once chosen, is for the whole process.
+In bf16 nothing may spill, but for the MLP's backward in Gluon under Triton 3.7 and later. A program of its own, since
+Triton's interpreter, once chosen, is for the whole process.
 """
 
 import re
