@@ -43,7 +43,7 @@ def throughput_cells(row: dict) -> list[str]:
         *who(row),
     ]
     tokens_per_sec, spread, *rest = figure_cells(row)
-    rest += [str(row.get("steps", "")), (row["env"].get("git_commit") or "unknown")[:7]]
+    rest += [str(row.get("steps", "")), commit(row)]
     return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, *rest]
 
 
@@ -53,6 +53,10 @@ def who(row: dict) -> tuple[str, str]:
     ops = "+".join(sorted({kernels[op] for op in ("norm", "mlp", "loss")}))
     ops = (f"{ops}+compile" if ops != "eager" else "compile") if kernels["compile"] else ops
     return ops, re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
+
+
+def commit(row: dict) -> str:
+    return (row["env"].get("git_commit") or "unknown")[:7]
 
 
 def scaling(device: str) -> str:
@@ -109,19 +113,8 @@ def kernels(device: str) -> str:
         newest[row["op"], row["dtype"], row["shape"], row["impl"]] = row
     if not newest:
         return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
-    head = [
-        "op",
-        "shape",
-        "backend",
-        "forward ms",
-        "both ms",
-        "TB/s",
-        "TFLOP/s",
-        "of the floor",
-        "error",
-        "extra GiB",
-        "commit",
-    ]
+    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s", "TFLOP/s"]
+    head += ["of the floor", "error", "extra GiB", "commit"]
     table = [head, ["---"] * len(head)]
     for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
         share, extra = row["both/of_floor"], row["extra_gib"]
@@ -137,7 +130,7 @@ def kernels(device: str) -> str:
                 f"{100 * share:.1f}%" if share else "",
                 f"{max(row['error/out'], row['error/gradients']):.1e}",
                 "" if extra is None else f"{extra:.2f}",
-                (row["env"].get("git_commit") or "unknown")[:7],
+                commit(row),
             ]
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
@@ -212,7 +205,7 @@ def max_context(device: str) -> str:
 def environment(device: str) -> str:
     """What the rows were measured with, on which commit, and how to measure one again."""
     env = rows(device)[-1]["env"]
-    commits = sorted({(row["env"].get("git_commit") or "unknown")[:7] for row in rows(device)})
+    commits = sorted({commit(row) for row in rows(device)})
     measured = [row["measured_peak_flops"] / 1e12 for row in rows(device) if row.get("measured_peak_flops")]
     versions = ", ".join(f"{name} {env[name]}" for name in ("driver", "cuda", "cudnn", "torch", "triton") if env[name])
     return (
