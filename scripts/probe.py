@@ -34,7 +34,7 @@ FEATURES = {  # names in the op's CASES
     "loss": ["all_ignored"],
 }
 EXTRAS = {"loss": {"vocab": 1024}}  # of inputs(), besides the shape
-PROCESSES = 4  # at a time; on a GPU each takes some memory for itself
+PROCESSES = max(4, (os.cpu_count() or 1) // 2)  # at a time; on a GPU each takes some memory for itself
 # What each process would import before it begins: this module, and those that its main one, the doctor, is made of
 PRELOAD = ["scripts.probe", "scripts.bench_kernels"]
 
