@@ -1,0 +1,103 @@
+"""Is one choice of kernels faster than another? From rows (result.json) of both, run in turn.
+
+A process that is started anew has other addresses, another clock and another temperature, so its steps are alike and
+those of the next one are a little different: what counts is how often each choice was run, not how many steps that
+took. With sweep.repeats=2 the jobs run in the order A B B A (Box, Hunter and Hunter 2005: a drift of the machine
+cancels), and each run of B is compared with the run of A that was nearest.
+"""
+
+import json
+import math
+import random
+import statistics
+from typing import NamedTuple
+
+DRAWS = 1000
+RESOLUTION = 0.005  # of two programs that differ by less, which is faster says nothing of a third machine
+# Student's t over the normal's 1.96, of 1, 2, ... degrees of freedom: so much too narrow is a bootstrap of few runs
+TOO_NARROW = (6.48, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
+CHOICES = ("kernels", "attn")  # of the config: what is compared; all else has to be alike
+APART = ("out_dir", "logger", "sweep")  # and what has no part in the work
+MACHINE = ("device", "driver", "torch", "triton", "git_commit")
+
+
+class Ratio(NamedTuple):
+    """Of speeds, with a 95% interval. `runs` of each were compared."""
+
+    value: float
+    low: float
+    high: float
+    runs: int
+
+    @property
+    def verdict(self) -> str:
+        if self.low <= 1 <= self.high:
+            return "tie"
+        return "faster" if self.low > 1 else "slower"
+
+    def __str__(self) -> str:
+        if self.verdict == "tie":
+            return f"tie ({self.low:.3f} to {self.high:.3f})"
+        return f"{self.value:.3f}x ({self.low:.3f} to {self.high:.3f})"
+
+
+def laps(row: dict) -> list[float]:
+    """Seconds of a step, one for each measured interval of a run; none, where it has no speed to show."""
+    return (row.get("perf/laps_s") or []) if row["status"] == "ok" else []
+
+
+def alike(row: dict) -> str:
+    """The same for rows of the same command: runs of one choice."""
+    return json.dumps({key: value for key, value in row["config"].items() if key not in APART}, sort_keys=True)
+
+
+def differences(row: dict, base: dict) -> list[str]:
+    """What else sets two rows apart besides their kernels, one line each: they should not be compared."""
+    told = []
+    for where, keys in (("config", base["config"].keys() | row["config"].keys()), ("env", MACHINE)):
+        for key in sorted(set(keys) - {*CHOICES, *APART}):
+            told += _apart(key, row[where].get(key), base[where].get(key))
+    return told
+
+
+def _apart(key: str, mine, theirs) -> list[str]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        return [line for k in sorted(mine | theirs) for line in _apart(f"{key}.{k}", mine.get(k), theirs.get(k))]
+    return [] if mine == theirs else [f"{key}: {mine}, and of the other {theirs}"]
+
+
+def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
+    """Of their speeds: the first with the first, and so on. None: one has no speed.
+
+    The interval is a bootstrap's (Efron 1979) of the mean logarithm of the runs' ratios: runs are drawn, and of each
+    its laps, of which the median counts. It is widened by what few runs make it too narrow (Hesterberg 2015,
+    arXiv:1411.5279, section 3.3), and by RESOLUTION. Of one run each it knows the laps alone.
+    """
+    pairs = [
+        (mine, theirs) for row, base in zip(rows, bases, strict=False) if (mine := laps(row)) and (theirs := laps(base))
+    ]
+    if not pairs:
+        return None
+    middle, draw, n = statistics.median, random.Random(0), len(pairs)
+    value = statistics.fmean(math.log(middle(theirs) / middle(mine)) for mine, theirs in pairs)
+    drawn = []
+    for _ in range(DRAWS):
+        some = draw.choices(pairs, k=n)
+        again = [[middle(draw.choices(each, k=len(each))) for each in pair] for pair in some]
+        drawn.append(statistics.fmean(math.log(theirs / mine) for mine, theirs in again))
+    drawn.sort()
+    wider = math.sqrt(n / (n - 1)) * (TOO_NARROW[n - 2] if n - 2 < len(TOO_NARROW) else 1.1) if n > 1 else 1.0
+    low, high = (value + wider * (drawn[int(q * DRAWS)] - value) for q in (0.025, 0.975))
+    room = math.log1p(RESOLUTION)
+    return Ratio(math.exp(value), math.exp(min(low, value) - room), math.exp(max(high, value) + room), n)
+
+
+def payback(row: dict, base: dict) -> float | None:
+    """Steps after which a longer start has paid for itself; 0 where it is no longer, None where it never does."""
+    if not (laps(row) and laps(base)):
+        return None
+    later = row["perf/first_step_s"] - base["perf/first_step_s"]
+    sooner = (base["perf/step_ms"] - row["perf/step_ms"]) / 1e3
+    if later <= 0:
+        return 0.0
+    return later / sooner if sooner > 0 else None
