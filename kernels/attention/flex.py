@@ -35,13 +35,17 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
 @functools.cache
 def compiled(function: Callable) -> Callable:
     """torch.compile keeps 8 versions of a function, and these have one for each dtype, limit and kind of length."""
-    return torch._dynamo.config.patch(recompile_limit=64)(torch.compile(function, fullgraph=True))
+    limits = torch._dynamo.config.patch(recompile_limit=512, accumulated_recompile_limit=4096)
+    return limits(torch.compile(function, fullgraph=True))
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: BlockMask) -> Tensor:
-    grouped = q.shape[2] != k.shape[2]
+    group, kernel = q.shape[2] // k.shape[2], "AUTO"
+    if group * q.shape[1] > BLOCK:  # PyTorch 2.11's kernel for decoding puts them in one block, and then finds none
+        kernel = "TRITON"
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped).transpose(1, 2)
+    options = {"enable_gqa": group > 1, "kernel_options": {"BACKEND": kernel}}
+    return flex_attention(q, k, v, block_mask=mask, scale=scale, **options).transpose(1, 2)
 
 
 def block_mask(
