@@ -1,10 +1,11 @@
-"""The backward of triton.py, whose docstring derives it: a kernel for dQ and one for dK and dV."""
+"""The backward of triton.py, whose docstring derives it: a kernel for dQ, one for dK and dV; or _gluon_backward's."""
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.attention import _gluon_backward
 from kernels.attention._triton_tiles import LOG2E, by_tma, launch, limits, load_tile, place, source, span, store_tile
 
 
@@ -173,12 +174,15 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
     """Writes dq, dk and dv, views of any strides."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     dout, out = dout.contiguous(), out.contiguous()
+    tma = by_tma(q, k, v, dout, dq, dk, dv)
+    if tma and _gluon_backward.takes(q, k, starts, window):
+        _gluon_backward.backward(dout, q, k, v, out, lse, causal, scale, dq, dk, dv)
+        return
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     delta, ends = torch.empty_like(lse), None
     if starts is not None:
         keys = torch.arange(Tk, dtype=starts.dtype, device=starts.device).repeat(B, 1)
         ends = torch.searchsorted(starts, keys, right=True, out_int32=True)
-    tma = by_tma(q, k, v, dout, dq, dk, dv)
     fixed = {"D": D, "GROUP": H // Hkv, "CAUSAL": causal, "TMA": tma}
     fixed["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"  # of fp32 alone
     strides = [t.stride()[:3] for t in (q, k, v, out)]

@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention import _gluon_backward
 from kernels.attention._triton_backward import backward
 from kernels.attention._triton_tiles import (
     LOG2E,
@@ -57,8 +58,7 @@ from kernels.attention._triton_tiles import (
     span,
     store_tile,
 )
-from kernels.gpu import processors
-from kernels.gpu import triton_detail as detail  # noqa: F401
+from kernels.gpu import processors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
 
@@ -270,3 +270,7 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     starts, lengths = (t if t is None else t.contiguous() for t in (starts, lengths))
     return attention_fwd(q, k, v, starts, lengths, causal, scale, window)[0]
+
+
+def detail(q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor | None = None, window: int | None = None, **rest) -> str:
+    return triton_detail(q=q) + ", Gluon backward" * _gluon_backward.takes(q, k, starts, window)

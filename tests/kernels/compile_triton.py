@@ -1,7 +1,7 @@
 """Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
 
-In bf16 nothing may spill, but for the MLP's backward in Gluon under Triton 3.7 and later. A program of its own, since
-Triton's interpreter, once chosen, is for the whole process.
+In bf16 nothing may spill, but for the MLP's backward in Gluon under Triton 3.7 and later, and attention's, whose loops'
+own numbers may. A program of its own, since Triton's interpreter, once chosen, is for the whole process.
 """
 
 import re
@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from kernels.attention import _gluon_backward
 from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles
 from kernels.attention import triton as attention
@@ -88,17 +89,38 @@ def main(capability: int) -> None:
         if capability == 90:
             hopper(backward)
     attend(capability)
+    if capability == 90:
+        for D in (64, 128):
+            hopper_attention(D)
+
+
+def described(*block, dtype=gl.bfloat16):
+    """The type of a descriptor."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
+
+
+def hopper_attention(D: int) -> None:
+    """The backward in Gluon."""
+    size = _gluon_backward.SIZES[D]
+    M, N = size["BLOCK_M"], size["BLOCK_N"]
+    types = dict.fromkeys(("q", "dout", "dq"), described(1, 1, M, D))
+    types |= dict.fromkeys(("k", "v", "dk", "dv"), described(1, 1, N, D))
+    types |= {"numbers": described(2 * M, dtype=gl.float32), "sums_ptr": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("heads", "Hkv", "T"), "i32")
+    fixed = {"GROUP": 1, "CAUSAL": True, "RAGGED": False, **size}
+    name, spilled = f"attention backward in Gluon {D}", 128 if D == 64 else 256
+    ptx = compiled(name, _gluon_backward._kernel, 90, types, GluonASTSource, spilled, num_warps=8, maxnreg=168, **fixed)
+    assert "wgmma" in ptx
+    assert "setmaxnreg" in ptx
+    types = dict.fromkeys(("lse_ptr", "numbers_ptr"), "*fp32") | dict.fromkeys(("stride", "T", "H", "blocks"), "i32")
+    compiled(f"attention delta {D}", _gluon_backward._numbers_kernel, 90, types, D=D, SIZE=M)
 
 
 def hopper(backward: bool) -> None:
     """The MLP's kernel in Gluon."""
     size = gluon.tiling()
     n, f, c, part = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
-
-    def described(*block):
-        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        return f"tensordesc<bf16[{','.join(map(str, block))}],{layout!r}>"
-
     types = {"x": described(n, c), "w": described(c, f) if backward else described(f, c)}
     types |= {"h": described(n, f // 2 if backward else part)} | dict.fromkeys(("a", "dh"), described(n, part))
     types |= {"partial_ptr": "*fp32", **dict.fromkeys("NFC", "i32")}
