@@ -18,21 +18,22 @@ from tqdm import tqdm
 
 from data import DataConfig, DataError, Dataset, open_dataset
 from data.loader import Batch, Loader, Windows, evaluation, prefetch
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, chosen, impls, label, resolve
-from model import cost
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, chosen, impls, label, resolve, runs
+from model import cost, proof
 from model.executed import executed
 from model.generate import cannot_generate, generate
 from model.gpt import GPT, PRECISIONS, GPTConfig, beyond_table
 from model.optim import OptimConfig, Optimizer, learning_rate
 from model.parallel import shard, whole
 from model.pretrained import fitted, load, read, shape
-from runtime import checkpoint
-from runtime.config import check, cli, command, given
-from runtime.console import header, step_line, summary, val_line
+from runtime import checkpoint, compiling, parity
+from runtime.config import UserError, check, cli, command, given
+from runtime.console import header, proof_lines, step_line, summary, val_line
 from runtime.device import Ceiling, environment, out_of_memory, pick, reset_memory
 from runtime.loop import TrainConfig, complete, due, last_step
 from runtime.meter import Meter
 from runtime.ranks import Ranks, joined, placed, world_size
+from runtime.receipt import missing, receipt
 from runtime.resume import place, same_run, shape_of
 from runtime.run import Follower, Run
 from runtime.saver import Checkpoints
@@ -56,6 +57,7 @@ class Config:
     device: str  # auto | cpu | cuda | cuda:N
     precision: str  # fp32 | amp | bf16
     parallel: str  # ddp | fsdp, of the processes that torchrun starts
+    proof: bool
     kernels: KernelsConfig
     attn: AttnConfig
     model: GPTConfig
@@ -123,6 +125,12 @@ def evaluate(model: GPT, windows: Windows, cfg: TrainConfig, device: torch.devic
     return ranks.total(total).item() / len(batches)
 
 
+class Wrong(UserError):
+    """The run is complete, and does not do what its row says."""
+
+    status = "wrong"
+
+
 class Job(NamedTuple):
     """What a run is made of."""
 
@@ -136,6 +144,7 @@ class Job(NamedTuple):
     ceiling: Ceiling
     model: GPT
     optimizer: Optimizer
+    references: list[parity.Steps]  # what it is compared with; none where it is not
 
 
 def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: Path | None) -> Job:
@@ -151,11 +160,20 @@ def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: P
     windows = Windows(dataset.train, t.block_size, "training", eot=eot)
     loader = Loader(windows, t.batch_size, t.tokens_per_step, cfg.seed, ranks.rank, ranks.world_size)
     held_out = Windows(dataset.val, t.block_size, "validation", eot=eot) if t.eval_every else None
+    references = []
+    if cfg.proof:
+        why = proof.without_parity(cfg, ranks, resumed=start is not None)
+        try:
+            if not why:
+                references = ranks.first(lambda: proof.references(cfg, dataset, device, build, train_step))
+        except (OSError, RuntimeError) as error:
+            why = str(error)
+        run.row["parity"] = {"ok": None, "why": why}
     ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], flops_per_token, ranks.world_size)
     reset_memory(device)
     model = build(replace(cfg, init_from=None) if start else cfg, device, ranks)
     optimizer = Optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
-    return Job(cfg, device, ranks, run, dataset, loader, held_out, ceiling, model, optimizer)
+    return Job(cfg, device, ranks, run, dataset, loader, held_out, ceiling, model, optimizer, references)
 
 
 def train(job: Job, start: Path | None, signals: Signals) -> None:
@@ -176,6 +194,7 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
         f"{job.dataset.name}, {job.dataset.tokenizer.name}: {tokens[0]} training tokens, {tokens[1]} validation tokens"
     )
     print(header(cfg, run.row, data, job.ceiling, run.folder))
+    begun = proof.Begun(optimizer) if job.references else None
     meter = Meter(device, t.tokens_per_step, job.ceiling, ranks, made, before)
     terminal = {"disable": not sys.stdout.isatty(), "leave": False, "file": sys.stdout}
     signals.looping = True
@@ -184,6 +203,8 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
             [lr] = ranks.agree(learning_rate(cfg.optim, step, last_step(t, step, meter)) * ranks.leads)
             loss, norm = train_step(job.model, optimizer, batches, lr)
             meter.waited += waited
+            if begun:
+                begun.see(loss)
             bar.update()
             seconds, asked = ranks.agree(meter.elapsed, signals.received is not None)
             now = due(t, step, made, seconds, asked)
@@ -218,6 +239,31 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
     run.record("ok")  # a kill in the sample takes nothing away
     if t.sample_tokens:
         print(sample(job))
+    if cfg.proof:
+        prove(job, begun, step)
+
+
+def prove(job: Job, begun: proof.Begun | None, made: int) -> None:
+    """Put the proof into the row. Wrong: the run is not what its row says."""
+    cfg, device, run, row = job.cfg, job.device, job.run, job.run.row
+    if begun:
+        row["parity"] = parity.judged(begun.steps, *job.references)
+    batches = [tuple(t.to(device) for t in batch) for batch in job.loader(made + 1)]
+    row["memory"] = {"predicted": None, "measured": None}
+    if job.ranks.alone:
+        row["memory"]["predicted"] = proof.split(cfg, device, build, train_step)
+        if device.type == "cuda":
+            peak = row["mem/peak_allocated_gib"]
+            row["memory"]["measured"] = proof.weighed(job.model, job.optimizer, batches[0], peak)
+    row["receipt"] = receipt(lambda: train_step(job.model, job.optimizer, batches, 0.0), device)
+    names = chosen(cfg.kernels, cfg.attn)
+    claims = {op: (row["kernels"][op], runs(op, impl, row["kernels"][op])) for op, impl in names.items()}
+    row["receipt"]["wrong"] = missing(row["receipt"], {op: claim for op, claim in claims.items() if claim[1]})
+    print(proof_lines(row))
+    wrong = parity.refused(row["parity"]) or row["receipt"]["wrong"]
+    if wrong:
+        raise Wrong(wrong)
+    run.record("ok")
 
 
 def save(job: Job, checkpoints: Checkpoints, step: int, elapsed: float, val_loss: float | None) -> float:
@@ -328,6 +374,7 @@ def main(cfg: Config) -> None:
     device = pick(placed(cfg.device))
     choice = f"{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}" + f"-{cfg.parallel}{world_size()}" * (world_size() > 1)
+    compiling.watch()
     torch.compiler.reset()  # hydra/launcher=basic: jobs share GPT.forward, of which Dynamo compiles 8 versions at most
     with Signals() as signals, joined(device) as ranks, contextlib.ExitStack() as stack:
         if not ranks.leads:

@@ -23,11 +23,14 @@ from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from data.loader import Batch
+from model.optim import Optimizer
 
 
 class Held(TorchDispatchMode):
@@ -95,6 +98,17 @@ def simulated(device: torch.device) -> Iterator[Held]:
             launch = patch.object(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
             stack.enter_context(launch)
         yield stack.enter_context(Held(device))
+
+
+def parts(held: Held, model: nn.Module, optimizer: Optimizer, batch: Batch, step: Callable) -> dict[str, int]:
+    """Bytes that `step` takes, which works on all three: weights, gradients, optimizer, activations, and the peak."""
+    optimizer.state()  # with the moments, as in any step but the first
+    before = held.now
+    found = {"weights": nbytes(model.parameters()), "gradients": nbytes(optimizer.masters)}
+    found["optimizer"] = before - found["weights"] - nbytes(batch)
+    model.register_forward_hook(lambda *_: found.update(activations=held.now - before))
+    step()
+    return found | {"peak": held.peak}
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -1,6 +1,7 @@
 """AdamW over fp32 weights, whatever the model stores; warm-up and cosine; clipping."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,7 @@ class Optimizer:
         self.steps = 0  # asked for
         self.refused, self.first_refused = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self.being_copied: torch.cuda.Event | None = None  # by a checkpoint; the next update waits for it
+        self.observer: Callable[[str, Tensor], None] | None = None  # sees the next update's gradients, and goes
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -106,6 +108,10 @@ class Optimizer:
         else:
             self.ranks.average(gradients)
             norm = nn.utils.get_total_norm(gradients)
+        if self.observer:
+            for name, gradient in zip(self.names, gradients, strict=True):
+                self.observer(name, gradient)
+            self.observer = None
         if self.grad_clip:
             nn.utils.clip_grads_with_norm_(self.masters, self.grad_clip, norm)
         refuse = ~(norm.isfinite() & loss.isfinite())

@@ -71,6 +71,27 @@ def summary(row: dict) -> str:
     )
 
 
+def proof_lines(row: dict) -> str:
+    """What shows that a run is what its row says."""
+    parity, memory = row["parity"], row["memory"]
+    if parity["ok"] is None:
+        told = f"not compared: {parity['why']}"
+    else:
+        told = (
+            f"the first {parity['steps']} losses are {parity['loss_error']:.1e} from eager fp32's (bound "
+            f"{parity['loss_bound']:.1e}), the first gradient {parity['gradient_error']:.1e} "
+            f"({parity['gradient_bound']:.1e})"
+        )
+    busy = row["receipt"]["busy_ms"]
+    families = [f"{name} {100 * ms / busy:.0f}%" for name, ms in row["receipt"]["families"].items() if ms > busy / 100]
+    lines = [f"parity   {told}", f"receipt  {', '.join(families)} of {busy:.1f} ms in kernels"]
+    for which, parts in memory.items():
+        if parts:
+            told = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if name != "peak")
+            lines.append(f"memory   {which} {parts['peak']:.2f} GiB: {told}")
+    return "\n".join(lines)
+
+
 def speed(row: dict) -> float | None:
     """Tokens/s of a run that is complete and was long enough to measure."""
     return row.get("perf/tokens_per_sec") if row["status"] == "ok" else None

@@ -9,13 +9,14 @@ import statistics
 import time
 
 import torch
-from torch._dynamo.utils import counters
 
+from runtime.compiling import breaks, cache, graphs
 from runtime.device import Ceiling, memory
 from runtime.ranks import Ranks
 from runtime.timing import synchronize
 
 WARMUP = 3  # steps
+LAPS = 200  # that a row keeps
 
 
 class Meter:
@@ -98,13 +99,11 @@ class Meter:
             **start,
             "perf/compile_s": max(0.0, self.first_step_s - median),
             "perf/recompiles": self.recompiles,
+            "perf/graph_breaks": breaks(),
+            "perf/cache": cache(),
+            "perf/laps_s": self.seconds[:LAPS],
             "perf/samples": len(self.seconds),
         }
-
-
-def graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
-    return counters["stats"]["unique_graphs"]
 
 
 def quantiles(samples: list[float]) -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.registry import AttnConfig, KernelError, KernelsConfig
 from model.generate import Decoder, Sampling, stream
 from model.gpt import GPT, PRECISIONS, GPTConfig
-from model.memory import nbytes, simulated
+from model.memory import nbytes, parts, simulated
 from model.optim import OptimConfig, Optimizer
 from runtime.config import check
 from runtime.device import GIB, OutOfMemory, out_of_memory, peaks, reset_memory
@@ -172,17 +172,12 @@ def predict(cfg: Config, length: int, device: torch.device) -> dict:
             decoder, idx = generator(cfg, length, device)
             decoder.prefill(idx)
             decoder.step()
-            parts = {"weights": nbytes(decoder.model.parameters()), "kv_cache": nbytes(chain(*decoder.kv))}
+            found = {"weights": nbytes(decoder.model.parameters()), "kv_cache": nbytes(chain(*decoder.kv))}
+            found["peak"] = held.peak
         else:
-            model, optimizer, batch = trainer(cfg, length, device)
-            optimizer.state()  # with the moments, as in any step but the first
-            before = held.now
-            parts = {"weights": nbytes(model.parameters()), "gradients": nbytes(optimizer.masters)}
-            parts["optimizer"] = before - parts["weights"] - nbytes(batch)
-            model.register_forward_hook(lambda *_: parts.update(activations=held.now - before))
-            train_step(model, optimizer, [batch], cfg.optim.learning_rate)
-    parts["peak"] = held.peak
-    return {"T": length, **{f"{part}_gib": size / GIB for part, size in parts.items()}, "opaque": sorted(held.opaque)}
+            model, optimizer, batch = made = trainer(cfg, length, device)
+            found = parts(held, *made, lambda: train_step(model, optimizer, [batch], cfg.optim.learning_rate))
+    return {"T": length, **{f"{part}_gib": size / GIB for part, size in found.items()}, "opaque": sorted(held.opaque)}
 
 
 def slides(cfg: Config, device: torch.device) -> bool:

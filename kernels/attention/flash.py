@@ -21,6 +21,12 @@ from kernels.attention._flash import VERSIONS, Kernels, newest, why_not
 from kernels.registry import Unavailable
 
 deterministic = False  # dq is summed by atomics; an order of its own costs time and memory
+RUNS = {
+    "PyTorch's": "pytorch_flash",
+    "fa4": r"FlashAttention\w*Sm",
+    "fa3": "FlashAttnFwd",
+    "fa2": r"\bflash::flash_fwd",
+}
 DTYPES = (torch.bfloat16, torch.float16)
 
 

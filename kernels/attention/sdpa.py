@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.attention import seen
 
+RUNS = {"flash_for_cpu": "flash_attention_for_cpu", "cudnn": "cudnn.*(sdpa|attention)", "flash": "flash_fwd"}
+RUNS |= {"efficient": "fmha|mem_eff"}
 deterministic = False  # by PyTorch's own warning, in the backward of flash, cudnn and efficient alike
 
 

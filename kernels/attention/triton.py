@@ -63,6 +63,7 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
 
 LEAST = tl.constexpr(-1e30)  # below every score, and finite: -inf - -inf is no number
+RUNS = r"attention_fwd|^_fwd_kernel"
 
 
 @triton.jit(do_not_specialize=["heads", "Tq", "Tk", "lse_stride", "window", "span"])

@@ -22,6 +22,8 @@ from kernels.attention._triton_tiles import LOG2E, check, load_tile
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 
+RUNS = r"probabilities"
+
 
 @triton.jit
 def _scores(

@@ -13,6 +13,8 @@ from torch import Tensor
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 from kernels.loss.triton import apply, backward, outputs, setup_context
 
+RUNS = r"liger"
+
 
 def unavailable(device: torch.device) -> str | None:
     symbol = "liger_kernel.ops.fused_linear_cross_entropy.fused_linear_cross_entropy_forward"

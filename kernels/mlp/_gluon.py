@@ -200,7 +200,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["N"])
-def _kernel(
+def _mlp_gluon_kernel(
     x, w, h, a, dh, b_ptr, partial_ptr, N, F, C,
     BACKWARD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_C: gl.constexpr, GROUP: gl.constexpr,
     SLICE: gl.constexpr, OUTS: gl.constexpr, STAGES: gl.constexpr,
@@ -273,7 +273,7 @@ def multiply(x, w, b, h, a, dh, partial, size: dict) -> None:
     n, f, c, part = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
     x, w = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, w))  # as TMA asks
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
-    _kernel[(min(tiles, processors(x.device)),)](
+    _mlp_gluon_kernel[(min(tiles, processors(x.device)),)](
         _described(x, [n, c]),
         _described(w, [c, f] if backward else [f, c]),
         _described(h, [n, f // 2 if backward else part]),

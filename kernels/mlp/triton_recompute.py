@@ -11,6 +11,8 @@ products of the forward.)
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.mlp.triton import apply, detail  # noqa: F401
 
+RUNS = r"mlp"
+
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):
     return apply(x, w_fc, b_fc, w_proj, b_proj, keep=False)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 
+RUNS = r"layer_norm_forward|liger_norm"
+
 
 def unavailable(device: torch.device) -> str | None:
     missing = package_unavailable("liger-kernel", "liger_kernel.ops.layer_norm.layer_norm_backward")

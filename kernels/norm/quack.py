@@ -15,6 +15,8 @@ from kernels.gpu import gpu_unavailable, package_unavailable
 from kernels.norm.triton import backward, gradients, outputs, setup_context
 from kernels.registry import Unavailable
 
+RUNS = r"(?i)quack|rmsnorm"
+
 
 def unavailable(device: torch.device) -> str | None:
     # before layernorm_bwd, of 0.6.2, the operator below it knew no LayerNorm

@@ -127,7 +127,7 @@ def hopper(backward: bool) -> None:
     fixed = dict.fromkeys(["b_ptr"] if backward else ["dh", "partial_ptr"]) | {"BACKWARD": backward, **size}
     name = f"mlp {'backward' if backward else 'forward'} in Gluon"
     spilled = 0 if triton.__version__ < "3.7" or not backward else 104  # outside of the loop over products
-    ptx = compiled(name, gluon._kernel, 90, types, GluonASTSource, spilled, num_warps=4, maxnreg=168, **fixed)
+    ptx = compiled(name, gluon._mlp_gluon_kernel, 90, types, GluonASTSource, spilled, num_warps=4, maxnreg=168, **fixed)
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
 

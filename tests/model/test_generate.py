@@ -149,7 +149,7 @@ def test_streamed_is_generated_and_seeded(buckets):
 
 def test_compiled_steps_are_the_same_and_few(buckets):
     """One graph a bucket, none a token."""
-    from runtime.meter import graphs
+    from runtime.compiling import graphs
 
     torch.compiler.reset()
     model = lively(replace(SMALL, n_layer=1))

@@ -1,0 +1,148 @@
+"""What a row carries besides its speed, with proof=true: parity, a receipt, and its memory in parts.
+
+train.py lends its build() and train_step(), so that what is proved is what was measured.
+"""
+
+import fcntl
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data import Dataset, open_dataset
+from data.loader import Batch, Loader, Windows
+from kernels.registry import AttnConfig, KernelsConfig
+from model import memory
+from model.gpt import GPT
+from model.optim import Optimizer, learning_rate
+from runtime.device import GIB, environment, pick
+from runtime.parity import STEPS, Steps, key, sketch
+from runtime.ranks import Ranks
+
+ROOT = Path(__file__).parents[1]
+CACHE = Path(".cache/parity")
+SOURCES = "train.py", "model/*.py", "data/loader.py", "kernels/*/__init__.py", "kernels/*/eager.py", "kernels/*/sdpa.py"
+EAGER = KernelsConfig("eager", "eager", "eager", compile=False), AttnConfig("sdpa")
+TOKENS = 16384  # of the reference's micro-steps: fp32 logits of a vocabulary of 50,304 are 3.3 GB
+
+
+class Begun:
+    """The first losses and the first gradient of a run, while it runs."""
+
+    def __init__(self, optimizer: Optimizer, steps: int = STEPS):
+        self.count, self.losses, self.gradient = steps, [], {}
+        optimizer.observer = lambda name, gradient: self.gradient.update({name: sketch(name, gradient)})
+
+    def see(self, loss: Tensor) -> None:
+        if len(self.losses) < self.count:
+            self.losses.append(loss)
+
+    @property
+    def steps(self) -> Steps:
+        return {"losses": torch.stack(self.losses).double().cpu(), **self.gradient}
+
+
+def without_parity(cfg: Any, ranks: Ranks, resumed: bool) -> str | None:
+    """Why this run is not compared with eager PyTorch in fp32, or None."""
+    reasons = {
+        "it goes on from a checkpoint": resumed,
+        "dropout draws its own numbers in every kernel": cfg.model.dropout > 0,
+        "parallel=fsdp has its gradients in parts": cfg.parallel == "fsdp" and not ranks.alone,
+        "train.max_minutes makes the schedule a matter of speed": cfg.train.max_steps is None,
+    }
+    return next((why for why, so in reasons.items() if so), None)
+
+
+def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable, step: Callable) -> list[Steps]:
+    """What eager PyTorch computes in the run's first steps: in fp32, and in the run's precision.
+
+    Made once, by a process that takes no memory from this one, and kept in .cache/parity. RuntimeError: it cannot be.
+    """
+    t, found = cfg.train, []
+    sizes = [size for size in range(1, t.batch_size + 1) if t.batch_size % size == 0]
+    size = max([size for size in sizes if size * t.block_size <= TOKENS], default=1)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # jobs of a sweep on several GPUs want the same at once
+        for precision in ("fp32", cfg.precision):
+            plain = replace(
+                cfg,
+                precision=precision,
+                proof=False,
+                kernels=EAGER[0],
+                attn=EAGER[1],
+                train=replace(t, batch_size=size),
+            )
+            facts = [asdict(getattr(plain, part)) for part in ("model", "optim", "train", "data")]
+            env = environment(device)
+            facts += [precision, cfg.seed, cfg.init_from, dataset.fingerprint, env["device"], env["torch"]]
+            path = CACHE / f"{key(*facts, files=(file for name in SOURCES for file in ROOT.glob(name)))}.pt"
+            if not path.exists():
+                spawn = multiprocessing.get_context("spawn")
+                process = spawn.Process(target=reference, args=(plain, device, path, build, step))
+                process.start()
+                process.join()
+                if process.exitcode:
+                    raise RuntimeError(f"eager PyTorch in {precision} did not run: exit code {process.exitcode}")
+            found.append(torch.load(path, weights_only=True))
+    return found
+
+
+def reference(cfg: Any, device: torch.device, path: Path, build: Callable, step: Callable) -> None:
+    """In a process of its own: the first steps of `cfg`, written to `path`."""
+    pick(str(device))
+    dataset = open_dataset(cfg.data)
+    eot = dataset.tokenizer.eot if cfg.data.mask_documents else None
+    windows = Windows(dataset.train, cfg.train.block_size, "training", eot=eot)
+    loader = Loader(windows, cfg.train.batch_size, cfg.train.tokens_per_step, cfg.seed)
+    model = build(cfg, device)
+    optimizer = Optimizer(model, cfg.optim)
+    begun = Begun(optimizer)
+    for number in range(1, min(STEPS, cfg.train.max_steps) + 1):
+        batches = [tuple(t.to(device) for t in batch) for batch in loader(number)]
+        begun.see(step(model, optimizer, batches, learning_rate(cfg.optim, number, cfg.train.max_steps))[0])
+    temporary = path.with_suffix(".partial")
+    torch.save(begun.steps, temporary)
+    temporary.replace(path)
+
+
+def split(cfg: Any, device: torch.device, build: Callable, step: Callable) -> dict[str, float]:
+    """GiB that a step will take, by part: model/memory.py's, of the model without torch.compile."""
+    plain = replace(cfg, kernels=replace(cfg.kernels, compile=False), init_from=None)
+    t = cfg.train
+    with memory.simulated(device) as held:
+        model = build(plain, device)
+        optimizer = Optimizer(model, cfg.optim)
+        count = min(2, t.tokens_per_step // (t.batch_size * t.block_size))  # the second adds to gradients
+        batch = torch.zeros(2, t.batch_size, t.block_size, dtype=torch.int64, device=device).unbind()
+        if cfg.data.mask_documents:
+            batch = *batch, torch.zeros(t.batch_size, t.block_size, dtype=torch.int32, device=device)
+        parts = memory.parts(held, model, optimizer, batch, lambda: step(model, optimizer, [batch] * count, 0.0))
+    return in_gib(parts)
+
+
+def weighed(model: GPT, optimizer: Optimizer, batch: Batch, peak_gib: float) -> dict[str, float]:
+    """The same, measured on a GPU in one more forward and backward, which update nothing."""
+    parts = {"weights": memory.nbytes(model.parameters())}
+    held = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
+    held += optimizer.masters if optimizer.masters is not optimizer.weights else []
+    parts["optimizer"] = memory.nbytes(held)
+    before = torch.cuda.memory_allocated()
+    loss = model(*batch)
+    parts["activations"] = torch.cuda.memory_allocated() - before
+    loss.backward()
+    optimizer.accumulate()
+    parts["gradients"] = memory.nbytes(master.grad for master in optimizer.masters)
+    optimizer.adamw.zero_grad(set_to_none=True)
+    return in_gib(parts | {"peak": peak_gib * GIB})
+
+
+def in_gib(parts: dict[str, float]) -> dict[str, float]:
+    """With `workspace`: what the peak is more than all the others, the logits among it. They are not all held at the
+    same time, so of a small batch it may be 0."""
+    rest = parts["peak"] - sum(size for name, size in parts.items() if name != "peak")
+    return {name: size / GIB for name, size in {**parts, "workspace": max(0, rest)}.items()}
