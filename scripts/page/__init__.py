@@ -1,8 +1,8 @@
 """One page of everything in a folder: `python -m scripts.report out/SWEEP`
 
-report.html holds its figures, Plotly and all, and asks nothing of any network; report.md holds the table, and PNGs stand
-beside it. page.html, page.css and page.js are what the reader sees; choices.py reads and compares, panels.py and
-benches.py turn that into figures.
+report.html holds its figures, Plotly and all, and asks nothing of any network; report.md holds the table, and PNGs
+stand beside it. page.html, page.css and page.js are what the reader sees; choices.py reads and compares, panels.py and
+benches.py turn that into figures, table.py into words.
 """
 
 import json
@@ -12,13 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
+from runtime import trackers
 from runtime.compare import ratio
 from runtime.config import check
+from runtime.trackers import LoggerConfig
 from scripts.page.benches import benches, contexts, described
 from scripts.page.choices import Choice, Source, alike, millions, name, read
 from scripts.page.colours import colours
 from scripts.page.panels import Panel, panels
-from scripts.page.table import COLUMNS, cells, fallen, markdown, notes, pictures
+from scripts.page.table import COLUMNS, cells, fallen, figures, markdown, notes, pictures
 
 HERE = Path(__file__).parent
 ENVIRONMENT = ("device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit")
@@ -47,11 +49,12 @@ def page(source: Source) -> str:
     shown = [*panels(source, fills), *benches(source, fills, subjects)]
     groups = headlines(source)
     data = {"subjects": subjects, "panels": {panel.id: panel.figure for panel in shown if panel.figure}}
+    precisions = [precision for each in subjects.values() for precision in each["precisions"]]
     parts = {
         "name": escape(source.folder.resolve().name),
         "subtitle": escape(subtitle(source)),
-        "models": options((each["model"] for each in subjects.values()), groups and groups[0][0].model),
-        "precisions": options((each for known in subjects.values() for each in known["precisions"]), groups and groups[0][0].precision),
+        "models": options([each["model"] for each in subjects.values()], groups and groups[0][0].model),
+        "precisions": options(precisions, groups and groups[0][0].precision),
         "heroes": "\n".join(hero(group, source) for group in groups),
         "panels": "\n".join(section(panel) for panel in shown if panel.figure),
         "notes": "\n".join(f"<p>{escape(note)}</p>" for note in notes(source)),
@@ -85,9 +88,15 @@ def subtitle(source: Source) -> str:
 
 
 def headlines(source: Source) -> list[list[Choice]]:
-    """Of each model and precision the largest group that can be compared, of such the newest; the largest first."""
+    """Of each model and precision the largest group that can be compared; the largest first.
+
+    Of groups as large, in a sweep the first, and of rows that were kept the newest.
+    """
     found: dict[tuple[str, str], list[Choice]] = {}
-    for group in sorted(alike(source.timed), key=lambda group: (-len(group), -min(each.number for each in group))):
+    turn = -1 if source.kept else 1
+    for group in sorted(
+        alike(source.timed), key=lambda group: (-len(group), turn * min(each.number for each in group))
+    ):
         found.setdefault((group[0].model, group[0].precision), group)
     return list(found.values())
 
@@ -101,7 +110,7 @@ def hero(group: list[Choice], source: Source) -> str:
     tiles = [(f"{best.speed:,.0f}", "tokens/s", f"{best.name}, {among}; {where}")]
     if base is not best:
         found = best.against.interval
-        value = "a tie" if found and found.verdict == "tie" else f"{best.against.value:.2f}×"
+        value = "a tie" if found and found.verdict == "tie" else f"{best.against.value:.2f}x"
         tiles.append((value, "", f"of {base.name}" + (f" ({found.low:.3f} to {found.high:.3f})" if found else "")))
     if best.memory:
         less = (base.memory or best.memory) - best.memory
@@ -110,8 +119,12 @@ def hero(group: list[Choice], source: Source) -> str:
     long = [row for row in contexts(source.benches["context"]) if millions(row) == best.model]
     if long and long[0].get("context/max_train"):
         who, precision = described(long[0])[0], long[0]["config"]["precision"]
-        tiles.append((f"{long[0]['context/max_train']:,}", "tokens", f"of one sequence train with {who} in {precision}"))
-    shown = (f"<div><b>{value} <small>{unit}</small></b><span>{escape(told)}</span></div>" for value, unit, told in tiles)
+        tiles.append(
+            (f"{long[0]['context/max_train']:,}", "tokens", f"of one sequence train with {who} in {precision}")
+        )
+    shown = (
+        f"<div><b>{value} <small>{unit}</small></b><span>{escape(told)}</span></div>" for value, unit, told in tiles
+    )
     return f'<div class="hero" data-id="{best.id}">{"".join(shown)}</div>'
 
 
@@ -152,11 +165,12 @@ def failures(source: Source) -> str:
 
 
 def missing(panels: list[Panel]) -> str:
-    lines = [
-        f"<li>{escape(panel.title)}: no row has it; <code>{escape(panel.command)}</code> brings some. {copy(panel.command)}</li>"
-        for panel in panels
-    ]
-    return f'<section class="card" id="missing"><h2>Not measured yet</h2><ul>{"".join(lines)}</ul></section>' if lines else ""
+    lines = []
+    for panel in panels:
+        told = f"{escape(panel.title)}: no row has it; <code>{escape(panel.command)}</code> brings one."
+        lines.append(f"<li>{told} {copy(panel.command)}</li>")
+    head = '<section class="card" id="missing"><h2>Not measured yet</h2>'
+    return f"{head}<ul>{''.join(lines)}</ul></section>" if lines else ""
 
 
 def environments(source: Source) -> list[dict]:
@@ -167,10 +181,22 @@ def environments(source: Source) -> list[dict]:
 
 def environment(source: Source) -> str:
     """What the rows were measured with."""
-    found = {key: dict.fromkeys(str(env[key])[:40] for env in environments(source) if env.get(key)) for key in ENVIRONMENT}
-    told = {key.replace("git_", ""): [v[:7] if key == "git_commit" else v for v in values] for key, values in found.items()}
-    return "".join(f"<div><dt>{key}</dt><dd>{escape(', '.join(values))}</dd></div>" for key, values in told.items() if values)
+    told = []
+    for key in ENVIRONMENT:
+        width = 7 if key == "git_commit" else None
+        values = dict.fromkeys(str(env[key])[:width] for env in environments(source) if env.get(key))
+        told += [f"<div><dt>{key.removeprefix('git_')}</dt><dd>{escape(', '.join(values))}</dd></div>"] * bool(values)
+    return "".join(told)
 
 
-def publish(source: Source, mode: str) -> list[Path]:
+def publish(source: Source, mode: str, files: list[Path]) -> list[Path]:
+    """To W&B, in the group of the sweep's runs: a row a choice or failure with its figures, and the files."""
+    name = source.folder.resolve().name
+    logged = next(
+        (row["config"]["logger"] for each in source.choices for row in each.rows if "logger" in row.get("config", {})),
+        {},
+    )
+    config = LoggerConfig("wandb", mode, logged.get("project") or "hotswap", logged.get("group") or name)
+    if where := trackers.publish(config, source.folder, name, figures(source), files):
+        return [where]
     return []

@@ -238,7 +238,13 @@ def tell_apart(choices: list[Choice]) -> None:
         row, config = choice.row, choice.row.get("config", {})
         train, gpus = config.get("train", {}), row.get("world_size", 1)
         size = f"{train.get('batch_size')} x {train.get('block_size')}" if train else ""
-        parts = [choice.model, choice.precision, size, f"{gpus} GPU{'s' * (gpus > 1)}", f"{train.get('max_steps')} steps"]
+        parts = [
+            choice.model,
+            choice.precision,
+            size,
+            f"{gpus} GPU{'s' * (gpus > 1)}",
+            f"{train.get('max_steps')} steps",
+        ]
         return [*parts, row.get("env", {}).get("device", ""), commit(row) if "env" in row else "", choice.id]
 
     told = {choice.id: settings(choice) for choice in choices}

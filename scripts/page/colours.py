@@ -1,12 +1,12 @@
 """A colour for each choice, the same in every panel, and colours for parts of a whole; told apart by the colour-blind.
 
-Okabe and Ito's (https://jfly.uni-koeln.de/color/) for choices, Paul Tol's "muted" (https://personal.sron.nl/~pault/) for
-parts. `var(--ink)` and the like are the page's own, which has one for the light and one for the dark.
+Okabe and Ito's (https://jfly.uni-koeln.de/color/) for choices, then some of Paul Tol's "muted", as for parts
+(https://personal.sron.nl/~pault/). `var(--ink)` and the like are page.css's, of the light and of the dark.
 """
 
 from collections.abc import Iterable
 
-INK, QUIET = "var(--ink)", "var(--quiet)"
+INK, QUIET, CARD, GRID = "var(--ink)", "var(--quiet)", "var(--card)", "var(--grid)"
 CHOICES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#999933", "#8B5A2B", "#7F8C8D")
 CHOICES += ("#44AA99", "#AA4499", "#DDCC77", "#882255")
 PARTS = ("#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255")

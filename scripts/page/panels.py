@@ -1,7 +1,7 @@
 """The panels of training: each from the choices to one Plotly figure, in plain dicts that page.js draws.
 
-A point's `customdata`, or a trace's `meta`, begins with the id of what it shows, and goes on with what is said of it: by
-the id page.js filters, and knows which command a click copies. What has no id stays, beside others that have.
+A point's `customdata`, or a trace's `meta`, begins with the id of what it shows, and goes on with what is said of it:
+by the id page.js filters, and knows which command a click copies. What has no id stays, beside others that have.
 """
 
 import textwrap
@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from html import escape
 
 from scripts.page.choices import Choice, Source, alike
-from scripts.page.colours import INK, QUIET, parts, readable
+from scripts.page.colours import GRID, INK, QUIET, parts, readable
 
 MEMORY = ("weights", "gradients", "optimizer", "activations", "workspace")
 SAID, SAID_OF_LINE = "%{customdata[1]}<extra></extra>", "%{meta[1]}<extra></extra>"
 SIDES = {"predicted": 0.5, "measured": 1.0}  # and how opaque they are
 OFF = "the prediction of the peak is off by {:+.1%}"
-AGAIN = "python train.py +experiment=throughput kernels=compile attn=sdpa"
+TEXT = {
+    "speed": ("Speed", "Tokens a second. Whiskers: p20 to p80 of one run, or the range of several."),
+    "memory": ("Memory", "The GiB of the peak: predicted (pale) above, measured below, and by how much they differ."),
+    "tradeoff": ("Speed against memory", "Ringed: no other choice at these settings is faster in as little memory."),
+    "families": ("Where the step's time goes", "One profiled step by families of kernels; idle: the device waited."),
+    "parity": ("Do they train alike?", "Training loss, and below its difference from the reference (dashed)."),
+    "payback": ("When a longer start pays off", "Seconds since the start. Ringed: from there ahead of the baseline."),
+}
 
 
 @dataclass
@@ -30,16 +37,8 @@ class Panel:
 
 
 def panels(source: Source, colours: dict[str, str]) -> list[Panel]:
+    again = "python train.py " + ("+experiment=throughput kernels=compile" if source.kept else "+sweep=kernels")
     timed = source.timed
-    again = AGAIN if source.kept else f"python train.py +sweep=kernels out_dir={source.folder}"
-    told = [
-        ("speed", "Speed", "Tokens a second. Whiskers: p20 to p80 of one run, or the range of several."),
-        ("memory", "Memory", "What holds the GiB of the peak: predicted (pale) above, measured below, and how far off the prediction is."),
-        ("tradeoff", "Speed against memory", "Ringed: no other choice at these settings is faster in as little memory."),
-        ("families", "Where the step's time goes", "One profiled step by families of kernels; idle: the device waited."),
-        ("parity", "Do they train alike?", "Training loss a step, and below its difference from the reference (dashed)."),
-        ("payback", "When a longer start pays off", "Seconds since the start. Ringed: from there ahead of the baseline (dashed)."),
-    ]
     figures = {
         "speed": rate(timed, colours),
         "memory": memory(timed),
@@ -48,7 +47,7 @@ def panels(source: Source, colours: dict[str, str]) -> list[Panel]:
         "parity": parity(source.choices, colours),
         "payback": payback(timed, colours),
     }
-    return [Panel(key, title, text, again, figures[key]) for key, title, text in told]
+    return [Panel(key, *TEXT[key], again, figure) for key, figure in figures.items()]
 
 
 def label(choice: Choice) -> str:
@@ -135,7 +134,9 @@ def memory(timed: list[Choice]) -> dict | None:
         return None
     for part in (*MEMORY, "peak"):
         whole = [not any(split.get(each) for each in MEMORY) for *_, split in found]
-        kept = [each for each, alone in zip(found, whole, strict=True) if alone == (part == "peak") and each[2].get(part)]
+        kept = [
+            each for each, alone in zip(found, whole, strict=True) if alone == (part == "peak") and each[2].get(part)
+        ]
         name = {"workspace": "logits and workspace", "peak": "peak, not split"}.get(part, part)
         for side, opacity in SIDES.items():
             mine = [(choice, split) for choice, which, split in kept if which == side]
@@ -143,8 +144,13 @@ def memory(timed: list[Choice]) -> dict | None:
             trace |= {"marker": {"color": fills.get(part, "#A0A0A0"), "opacity": opacity}, "hovertemplate": SAID}
             trace |= {"y": [label(choice) for choice, _ in mine], "x": [split[part] for _, split in mine]}
             told = [f"{name}: {split[part]:.2f} GiB, {side}, of {split['peak']:.2f}" for _, split in mine]
-            told = [[line, choice.title, *known({OFF: peak_error(choice)})] for (choice, _), line in zip(mine, told, strict=True)]
-            trace["customdata"] = [[each.id, said(lines, each.command)] for (each, _), lines in zip(mine, told, strict=True)]
+            told = [
+                [line, choice.title, *known({OFF: peak_error(choice)})]
+                for (choice, _), line in zip(mine, told, strict=True)
+            ]
+            trace["customdata"] = [
+                [each.id, said(lines, each.command)] for (each, _), lines in zip(mine, told, strict=True)
+            ]
             traces.append(trace | {"showlegend": side == "measured"})
     ends = {choice.id: (choice, peak_error(choice)) for choice, *_ in found if peak_error(choice) is not None}
     note = {"type": "scatter", "mode": "text", "textposition": "middle right", "hoverinfo": "skip", "cliponaxis": False}
@@ -209,8 +215,13 @@ def families(timed: list[Choice]) -> dict | None:
             mine += [(choice, ms, receipt)] * bool(ms)
         trace = {"type": "bar", "orientation": "h", "name": family, "hovertemplate": SAID}
         trace |= {"y": [label(choice) for choice, *_ in mine], "x": [ms for _, ms, _ in mine]}
-        trace["marker"] = {"color": fills.get(family, "var(--grid)"), "line": {"color": QUIET, "width": family == "idle"}}
-        trace["customdata"] = [[choice.id, said(spent(*each, family), choice.command)] for each in mine for choice in each[:1]]
+        trace["marker"] = {
+            "color": fills.get(family, GRID),
+            "line": {"color": QUIET, "width": family == "idle"},
+        }
+        trace["customdata"] = [
+            [choice.id, said(spent(*each, family), choice.command)] for each in mine for choice in each[:1]
+        ]
         traces.append(trace)
     return {"data": traces, **axes("ms", row=44, barmode="stack")}
 
@@ -245,7 +256,10 @@ def parity(choices: list[Choice], colours: dict[str, str]) -> dict | None:
         steps = sorted(mine.keys() & reference.keys())
         if (curve := (choice.model, choice.precision, *reference.values())) not in drawn:
             drawn.add(curve)
-            look = {"line": {"color": INK, "width": 1.5, "dash": "dash"}, "hovertemplate": "%{y:.4f}<extra>reference</extra>"}
+            look = {
+                "line": {"color": INK, "width": 1.5, "dash": "dash"},
+                "hovertemplate": "%{y:.4f}<extra>reference</extra>",
+            }
             mark = {"meta": [choice.id, ""], "name": f"reference: {escape(who)}"}
             references.append(line | look | mark | {"x": list(reference), "y": list(reference.values())})
         if mine is not reference:
@@ -276,7 +290,10 @@ def payback(timed: list[Choice], colours: dict[str, str]) -> dict | None:
             first, each = choice.row["perf/first_step_s"], choice.row["perf/step_ms"] / 1e3
             look = {"color": colours[choice.name], "width": 2, "dash": "dash" if choice is base else "solid"}
             trace = {"type": "scatter", "mode": "lines", "name": escape(choice.name), "line": look}
-            trace |= {"legendgroup": choice.name, "hovertemplate": f"%{{y:.0f}} s after %{{x:.0f}} steps<br>{SAID_OF_LINE}"}
+            trace |= {
+                "legendgroup": choice.name,
+                "hovertemplate": f"%{{y:.0f}} s after %{{x:.0f}} steps<br>{SAID_OF_LINE}",
+            }
             steps = [last * i / 24 for i in range(25)]
             trace |= {"x": steps, "y": [first + step * each for step in steps], "meta": [choice.id, hover(choice)]}
             traces.append(trace)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from runtime.console import speed
 from scripts.page.choices import Choice, Source
 from scripts.page.colours import colours
 from scripts.report import context_plot, roofline
@@ -44,8 +45,8 @@ def notes(source: Source) -> list[str]:
     told = []
     if any(choice.against.base is not choice for choice in source.timed):
         told.append(
-            "A choice stands beside the baseline of its settings: the first job, else eager, else the first that ran; a "
-            "tie is where 1 lies in the 95% interval."
+            "A choice stands beside the baseline of its settings: the first job, else eager, else the first that ran; "
+            "a tie is where 1 lies in the 95% interval."
         )
     if any(choice.against.base is not choice and not choice.against.interval for choice in source.timed):
         told.append("Rows without laps are older than the intervals: their ratios are of the medians alone.")
@@ -54,6 +55,34 @@ def notes(source: Source) -> list[str]:
     elif any(choice.uncompared for choice in source.timed):
         told.append("Choices at other settings are not compared; --force does it, and names what differs.")
     return told
+
+
+def figures(source: Source) -> list[list]:
+    """The same as numbers, a line a run, and the names of its columns: for W&B."""
+    keys = ["perf/tokens_per_sec", "perf/tokens_per_sec/p20", "perf/tokens_per_sec/p80", "perf/step_ms", "perf/mfu"]
+    keys += ["perf/first_step_s", "perf/recompiles", "mem/peak_allocated_gib", "train/loss"]
+    head = ["choice", "model", "precision", "status", *keys]
+    head += ["ratio", "ratio_low", "ratio_high", "baseline", "parity", "command"]
+    lines = []
+    for choice in source.choices:
+        against, parity = choice.against, choice.row.get("parity") or {}
+        span = against.interval if against else None
+        versus = [against and against.value, span and span.low, span and span.high, against and against.base.title]
+        for row in choice.rows:
+            shown = [row.get(key) if speed(row) else None for key in keys]
+            lines.append(
+                [
+                    choice.title,
+                    choice.model,
+                    choice.precision,
+                    row["status"],
+                    *shown,
+                    *versus,
+                    parity.get("ok"),
+                    choice.command,
+                ]
+            )
+    return [head, *lines]
 
 
 def markdown(source: Source, pictures: list[Path]) -> str:
