@@ -88,17 +88,23 @@ def subtitle(source: Source) -> str:
 
 
 def headlines(source: Source) -> list[list[Choice]]:
-    """Of each model and precision the largest group that can be compared; the largest first.
+    """Of each model and precision the comparable choices of which one is the fastest, and which are more than one.
 
-    Of groups as large, in a sweep the first, and of rows that were kept the newest.
+    First those of most choices: of a sweep's then the first, of rows that were kept the fastest.
     """
-    found: dict[tuple[str, str], list[Choice]] = {}
-    turn = -1 if source.kept else 1
-    for group in sorted(
-        alike(source.timed), key=lambda group: (-len(group), turn * min(each.number for each in group))
-    ):
-        found.setdefault((group[0].model, group[0].precision), group)
-    return list(found.values())
+    found: dict[tuple[str, str], list[list[Choice]]] = {}
+    for group in alike(source.timed):
+        found.setdefault((group[0].model, group[0].precision), []).append(group)
+
+    def fastest(group: list[Choice]) -> float:
+        return max(choice.speed for choice in group)
+
+    def order(groups: list[list[Choice]]) -> tuple[int, float]:
+        first = min(choice.number for group in groups for choice in group)
+        return -sum(map(len, groups)), -max(map(fastest, groups)) if source.kept else first
+
+    ordered = sorted(found.values(), key=order)
+    return [max(groups, key=lambda group: (len(group) > 1, fastest(group))) for groups in ordered]
 
 
 def hero(group: list[Choice], source: Source) -> str:

@@ -167,7 +167,7 @@ def read(folder: Path, force: bool = False) -> Source:
 
 def keys(differences: list[str]) -> str:
     """The names of the settings alone, of three at most."""
-    found = [line.partition(":")[0] for line in differences]
+    found = [line.partition(":")[0].rpartition(".")[2] for line in differences]
     return ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
 
 

@@ -118,11 +118,16 @@ def rate(timed: list[Choice], colours: dict[str, str]) -> dict | None:
         "thickness": 1,
         "width": 3,
     }
-    trace["text"] = [f"<b>{choice.speed:,.0f}</b><br>{escape(choice.versus.split(': ')[0])}" for choice in timed]
+    trace["text"] = [f"<b>{choice.speed:,.0f}</b><br>{brief(choice)}" for choice in timed]
     trace |= {"textposition": "auto", "insidetextanchor": "start", "textangle": 0, "constraintext": "none"}
     trace["insidetextfont"] = {"color": [readable(fill) for fill in fills]}
     trace["customdata"] = [[choice.id, hover(choice)] for choice in timed]
     return {"data": [trace], **axes("tokens/s", row=52)}
+
+
+def brief(choice: Choice) -> str:
+    """How it compares, in a bar: what else differs has a line of its own."""
+    return choice.versus.split(": ")[0].replace("), other", ")<br>other")
 
 
 def memory(timed: list[Choice]) -> dict | None:

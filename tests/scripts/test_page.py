@@ -153,6 +153,7 @@ def sweep(folder):
     bare = {key: row()[key] for key in ("command",)}
     rows["31-full"] = row(attn="sdpa") | {
         "status": "oom",
+        "parity": None,
         "config": config("eager", "eager"),
         "name": "124M-eager-eager-amp",
     }
@@ -305,6 +306,8 @@ def test_filters_act_on_every_panel(source, opened):
     assert "355M in bf16" in tab.inner_text(".hero:visible")
     tab.select_option("#model", "")
     tab.select_option("#precision", "")
+    assert f"{source.timed[0].speed:,.0f}" in tab.inner_text(".hero:visible")
+    assert "2,129,920 tokens" in tab.inner_text(".hero:visible")
     assert tab.locator("#choices tr[data-id]:visible").count() == 12
     assert len(drawn(tab)["speed"][0]["x"]) == 12
 
