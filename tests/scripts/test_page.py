@@ -341,7 +341,7 @@ def test_a_hover_says_all_and_a_click_copies(source, opened):
     )
 
 
-@pytest.mark.parametrize(("width", "options"), [(390, {"is_mobile": True, "has_touch": True}), (390, {}), (800, {})])
+@pytest.mark.parametrize(("width", "options"), [(390, {"is_mobile": True, "has_touch": True}), (800, {})])
 def test_nothing_is_wider_than_a_phone(source, opened, width, options):
     tab = opened(source.folder, width, **options)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
