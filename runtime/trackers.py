@@ -55,29 +55,9 @@ class Wandb(Tracker):
         self.run = None
 
     def start(self, folder: Path, row: dict) -> None:
-        import wandb
-
-        wandb.setup(settings=wandb.Settings(silent=True))
-        for mode in ("online", "offline") if self.config.mode == "online" else ("offline",):
-            try:
-                if mode == "online" and not wandb.login(prompt=False, verify=False):
-                    raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
-                self.run = wandb.init(
-                    mode=mode,
-                    project=self.config.project,
-                    group=self.config.group,
-                    name=row["name"],
-                    # a run that goes on is one run there as well; but offline in place of online has a name of its own
-                    id=identity(folder) if mode == self.config.mode else None,
-                    resume="allow",
-                    dir=str(folder.resolve()),  # W&B writes from a process of its own, with its own idea of "here"
-                    config={**row["config"], "executed": row["kernels"], "env": row["env"]},
-                    settings=wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
-                )
-                break
-            except (wandb.errors.Error, ValueError, OSError) as error:
-                goes_on = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
-                print(f"warning: the run goes on {goes_on}: {' '.join(str(error).split())}", file=sys.stderr)
+        # a run that goes on is one run there as well; but offline in place of online has a name of its own
+        config = {**row["config"], "executed": row["kernels"], "env": row["env"]}
+        self.run = begun(self.config, folder, "the run goes on", name=row["name"], id=identity(folder), config=config)
         if self.run is None:
             return
         # A metric has one x axis in W&B. Throughput has two: the step (the default), and tokens under a second name.
@@ -112,6 +92,50 @@ class Wandb(Tracker):
             self.run = None
             with contextlib.suppress(OSError):
                 wandb.teardown()  # or it would try at exit, with a traceback
+
+
+def begun(logger: LoggerConfig, folder: Path, goes_on: str, id: str | None = None, **settings):
+    """A run of W&B's in `folder`: offline, with a warning, where online does not work; None, where neither does."""
+    import wandb
+
+    wandb.setup(settings=wandb.Settings(silent=True))
+    for mode in ("online", "offline") if logger.mode == "online" else ("offline",):
+        try:
+            if mode == "online" and not wandb.login(prompt=False, verify=False):
+                raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
+            return wandb.init(
+                mode=mode,
+                project=logger.project,
+                group=logger.group,
+                id=id if mode == logger.mode else None,
+                resume="allow",
+                dir=str(folder.resolve()),  # W&B writes from a process of its own, with its own idea of "here"
+                settings=wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
+                **settings,
+            )
+        except (wandb.errors.Error, ValueError, OSError) as error:
+            where = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
+            print(f"warning: {goes_on} {where}: {' '.join(str(error).split())}", file=sys.stderr)
+    return None
+
+
+def publish(config: LoggerConfig, folder: Path, name: str, table: list[list], files: list[Path]) -> Path | None:
+    """A run of job_type `report`: `table`, the first line its columns, and `files` as an artifact. Returns the run's
+    folder. UserError: W&B is not installed."""
+    Wandb(config)
+    run = begun(config, folder, "the report goes on", name=f"{name}-report", job_type="report")
+    if run is None:
+        return None
+    import wandb
+
+    columns, *rows = table
+    run.log({"choices": wandb.Table(columns=columns, data=rows)})
+    artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "_", f"{name}-report"), type="report")
+    for file in files:
+        artifact.add_file(str(file))
+    run.log_artifact(artifact)
+    run.finish()
+    return Path(run.dir).parent
 
 
 def identity(folder: Path) -> str:

@@ -1,13 +1,17 @@
-"""Tables and figures from the rows in results/: `python -m scripts.report`
+"""Tables and figures from rows: `python -m scripts.report`
 
 Rewrites what stands in the README between `<!-- NAME: DEVICE -->` and `<!-- end -->`, and draws
-results/<device>/curves.png. Nothing there is typed by hand.
+results/<device>/curves.png. Nothing there is typed by hand. With a folder, `python -m scripts.report out/SWEEP`, it
+writes that folder's report.html, report.md and PNGs: see scripts/page/.
 """
 
+import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
+from runtime.config import UserError
 from runtime.console import FIGURES, figure_cells
 from scripts.support import tables as support_tables
 
@@ -300,7 +304,8 @@ def plot_curves(device: str) -> None:
     figure.savefig(RESULTS / device / "curves.png", dpi=120, metadata={"Software": None})
 
 
-if __name__ == "__main__":
+def readmes() -> None:
+    """The README's sections, and the figures in results/."""
     for readme in (ROOT / "README.md", ROOT / "kernels" / "README.md"):
         readme.write_text(fill(readme.read_text()))
         print(readme)
@@ -312,3 +317,29 @@ if __name__ == "__main__":
     for folder in sorted(RESULTS.glob("*/curves")):
         plot_curves(folder.parent.name)
         print(f"{folder.parent / 'curves.png'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="out/SWEEP, out/RUN or results/DEVICE; none: the README's")
+    parser.add_argument("--force", action="store_true", help="compare what differs in more than its kernels, too")
+    modes = {"nargs": "?", "const": "offline", "choices": ["offline", "online"]}
+    parser.add_argument("--wandb", help="the table and the page to W&B; offline, where no mode is given", **modes)
+    arguments = parser.parse_args()
+    if not arguments.folder:
+        if arguments.force or arguments.wandb:
+            parser.error("--force and --wandb need the folder of a sweep")
+        readmes()
+        return
+    from scripts.page import publish, write
+
+    try:
+        files, source = write(arguments.folder, arguments.force)
+        files += publish(source, arguments.wandb, files) if arguments.wandb else []
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print("\n".join(map(str, files)))
+
+
+if __name__ == "__main__":
+    main()
