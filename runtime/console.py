@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from runtime.compare import differences, ratio
 from runtime.device import Ceiling
 from runtime.meter import WARMUP
 
@@ -112,24 +113,28 @@ def figure_cells(row: dict) -> list[str]:
     ]
 
 
-def sweep_table(rows: dict[str, dict]) -> str:
-    """Jobs and their rows, fastest first, each beside the first job."""
-    base, *_ = rows.values()
+def sweep_table(choices: dict[str, list[dict]]) -> str:
+    """Choices by name with the rows of their runs, fastest first, each beside the first choice."""
+    bases, *_ = choices.values()
     head = ["job", FIGURES[0], "of the first", *FIGURES[1:]]
-    measured = {name: row for name, row in rows.items() if speed(row) is not None}
+    runs = {name: [row for row in rows if speed(row) is not None] for name, rows in choices.items()}
+    fastest = sorted((name for name in runs if runs[name]), key=lambda name: -speed(typical(runs[name])))
     table = [head]
-    for name, row in sorted(measured.items(), key=lambda item: -speed(item[1])):
-        tokens_per_sec, *rest = figure_cells(row)
-        table.append([name, tokens_per_sec, ratio(row, base), *rest])
-    table += [[name, figure_cells(row)[0]] for name, row in rows.items() if name not in measured]
+    for name in fastest:
+        tokens_per_sec, *rest = figure_cells(typical(runs[name]))
+        table.append([name, tokens_per_sec, beside(choices[name], bases), *rest])
+    table += [[name, figure_cells(rows[0])[0]] for name, rows in choices.items() if not runs[name]]
     widths = [max(len(cells[i]) for cells in table if i == 0 or len(cells) > 2) for i in range(len(head))]
     return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in table)
 
 
-def ratio(row: dict, base: dict) -> str:
-    """Of their speeds, at the same precision; a tie where the spreads overlap."""
-    if speed(base) is None or row["config"]["precision"] != base["config"]["precision"]:
+def typical(rows: list[dict]) -> dict:
+    """Of several runs the one in the middle, by speed."""
+    return sorted(rows, key=speed)[(len(rows) - 1) // 2]
+
+
+def beside(rows: list[dict], bases: list[dict]) -> str:
+    """The ratio of their speeds, where nothing else sets them apart."""
+    if rows is bases:
         return ""
-    low, high, base_low, base_high = (each[f"perf/tokens_per_sec/{p}"] for each in (row, base) for p in ("p20", "p80"))
-    tie = row is not base and low <= base_high and base_low <= high
-    return f"{speed(row) / speed(base):.2f}x" + " (tie)" * tie
+    return "" if differences(rows[0], bases[0]) else str(ratio(rows, bases) or "")

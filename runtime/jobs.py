@@ -28,14 +28,17 @@ from runtime.run import read_row, write_row
 from runtime.signals import Signals
 
 GRACE = 10.0  # seconds that a job has to end by itself
-SWEEPS = {"out_dir", "sweep", "sweep.timeout"}  # keys that are the sweep's and not its jobs'
+SWEEPS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats"}  # keys that are the sweep's and not its jobs'
 
 
 class Job:
-    """One job: its folder, its overrides (`words`), and Hydra's flags. UserError: the folder has another one's row."""
+    """One job: its folder, its overrides (`words`), and Hydra's flags. UserError: the folder has another one's row.
 
-    def __init__(self, folder: Path, words: list[str], flags: list[str]):
-        self.folder, self.words, self.flags = folder, words, flags
+    With a folder of `caches` torch.compile and Triton find there what earlier runs of the job left, and nothing else.
+    """
+
+    def __init__(self, folder: Path, words: list[str], flags: list[str], caches: Path | None = None):
+        self.folder, self.words, self.flags, self.caches = folder, words, flags, caches
         ran = shlex.split(self.row["command"]) if self.row else words
         check(own(ran) == own(words), f"{folder} has the row of another command; give this sweep an out_dir of its own")
 
@@ -58,6 +61,8 @@ class Job:
         self.command = shlex.join(["python", sys.argv[0], *words])
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+        for name in ("TORCHINDUCTOR", "TRITON") if self.caches else ():
+            environment[f"{name}_CACHE_DIR"] = str(self.caches.resolve() / name.lower())
         with (self.folder / "log.txt").open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, sys.argv[0], *words],
@@ -110,22 +115,27 @@ def own(words: list[str]) -> set[str]:
     return {word for word in words if "=" in word and not word.startswith(("out_dir=", "train.resume=auto"))}
 
 
-def planned(folder: Path, jobs: list[list[str]], added: list[str], flags: list[str]) -> list[Job]:
-    """The jobs with these overrides and those in `added`, in folders named after what sets them apart from most."""
+def planned(folder: Path, jobs: list[list[str]], added: list[str], flags: list[str], repeats: int = 1) -> list[Job]:
+    """The jobs with these overrides and those in `added`, in folders named after what sets them apart from most.
+
+    Repeats go there and back (A B B A), and each job then has compile caches of its own: empty ones in its first run.
+    """
     check(
         len({word for words in jobs for word in words if word.startswith("out_dir=")}) < 2,
         "out_dir cannot vary in a sweep: it is the folder of all of its jobs",
     )
     jobs = [[word for word in words if word.lstrip("+").partition("=")[0] not in SWEEPS] for words in jobs]
     held = Counter(word for words in jobs for word in words)
-    planned = []
+    rounds = [[] for _ in range(repeats)]
     for number, words in enumerate(jobs, 1):
         # kernels=eager train.batch_size=8 -> kernels.eager-batch_size.8
         rare = [word.lstrip("+~").partition("=") for word in words if 2 * held[word] <= len(jobs)]
         name = "-".join(f"{key.rpartition('.')[2]}.{value}" for key, _, value in rare) or "base"
         name = re.sub(r"[^\w.+-]+", "_", f"{number:0{len(str(len(jobs)))}}-{name}")[:100]
-        planned.append(Job(folder / name, words + added, flags))
-    return planned
+        for turn, those in enumerate(rounds, 1):
+            caches = folder / name / "caches" if repeats > 1 else None
+            those.append(Job(folder / (f"{name}.{turn}" if turn > 1 else name), words + added, flags, caches))
+    return [job for turn, those in enumerate(rounds) for job in (reversed(those) if turn % 2 else those)]
 
 
 def slots(device: str) -> list[str | None]:

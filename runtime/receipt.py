@@ -4,6 +4,7 @@ Names tell the family. What torch.compile fuses is named after all that is in it
 patterns finds it.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +35,7 @@ def family(name: str) -> str:
 
 def receipt(step: Callable[[], object], device: torch.device) -> dict:
     """One profiled step: milliseconds of its kernels, in all (`busy_ms`), by family and by name, most time first."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler of PyTorch 2.13 prints that it starts
     cuda, times, calls = device.type == "cuda", Counter(), Counter()
     synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as told:

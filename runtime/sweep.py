@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from runtime.config import check, parse, quoted
 from runtime.console import sweep_table
-from runtime.jobs import planned, slots, work
+from runtime.jobs import Job, planned, slots, work
 from runtime.ranks import world_size
 from runtime.run import lock
 from runtime.signals import STOPPED, Signals, Stopped
@@ -32,9 +32,11 @@ from runtime.signals import STOPPED, Signals, Stopped
 @dataclass
 class SweepConfig:
     timeout: float | None  # minutes that a job may take; null: no limit
+    repeats: int  # runs of each job
 
     def __post_init__(self):
         limit = self.timeout
+        check(self.repeats >= 1, f"sweep.repeats={self.repeats}: it must be at least 1")
         check(limit is None or 0 < limit < math.inf, f"sweep.timeout={limit}: minutes above 0, or null for no limit")
 
 
@@ -98,7 +100,8 @@ class Launcher(launcher.Launcher):
         logger = self.config.logger
         group = [f"logger.group={quoted(folder.name)}"] * (logger.name != "none" and logger.group is None)
         configs = [source.path for source in runtime.config_sources if source.provider == "command-line"]
-        jobs = planned(folder, job_overrides, group, [word for path in configs for word in ("--config-dir", path)])
+        flags = [word for path in configs for word in ("--config-dir", path)]
+        jobs = planned(folder, job_overrides, group, flags, cfg.sweep.repeats)
         gpus = slots(cfg.device)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock(folder) as held, Signals() as signals:
@@ -106,16 +109,18 @@ class Launcher(launcher.Launcher):
             print(f"sweep    {len(jobs)} jobs, {sum(job.done for job in jobs)} of them done before; {pace}")
             print(f"folder   {folder}", flush=True)
             work(jobs, gpus, cfg.sweep.timeout, held, signals)
-        rows = {job.folder.name: row for job in jobs if (row := job.row)}
-        if rows:
-            print(sweep_table(rows))
+        choices: dict[tuple[str, ...], list[Job]] = {}
+        for job in sorted((job for job in jobs if job.row), key=lambda job: job.folder.name):
+            choices.setdefault(tuple(job.words), []).append(job)
+        if choices:
+            print(sweep_table({these[0].folder.name: [job.row for job in these] for these in choices.values()}))
         if not all(job.done for job in jobs):
             again = [word for word in sys.argv if not word.startswith("out_dir=")]
             again = shlex.join(["python", *again, f"out_dir={quoted(str(folder))}"])
             print(f"stopped  with {sum(job.done for job in jobs)} of {len(jobs)} jobs done; go on with: {again}")
             raise Stopped(STOPPED, "with jobs left to do")
-        print(f"done     {folder}")
-        if any(row["status"].startswith("failed") for row in rows.values()):
+        print(f"done     {folder}; as a page: python -m scripts.report {shlex.quote(str(folder))}")
+        if any(job.row["status"].startswith(("failed", "wrong")) for job in jobs):
             sys.exit(1)
         return [JobReturn(job.words, status=JobStatus.COMPLETED, _return_value=job.row) for job in jobs]
 
