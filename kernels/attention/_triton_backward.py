@@ -175,8 +175,8 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     dout, out = dout.contiguous(), out.contiguous()
     tma = by_tma(q, k, v, dout, dq, dk, dv)
-    if tma and _gluon_backward.takes(q, k, starts, window):
-        _gluon_backward.backward(dout, q, k, v, out, lse, causal, scale, dq, dk, dv)
+    if tma and _gluon_backward.takes(q, k, causal, starts, window):
+        _gluon_backward.backward(dout, q, k, v, out, lse, scale, dq, dk, dv)
         return
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     delta, ends = torch.empty_like(lse), None

@@ -153,8 +153,8 @@ def by_tma(*tensors: Tensor) -> bool:
     """Whether Hopper's copy engine can fetch their tiles: it wants everything at multiples of 16 bytes."""
     if not has_tma(tensors[0].device) or tensors[0].dtype == torch.float32:
         return False
-    steps = [t.data_ptr() for t in tensors] + [s * t.element_size() for t in tensors for s in t.stride()[:-1]]
-    return all(step > 0 and step % 16 == 0 for step in steps)
+    steps = [s * t.element_size() for t in tensors for s in t.stride()[:-1]]
+    return all(step > 0 and step % 16 == 0 for step in steps) and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def source(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:

@@ -22,10 +22,11 @@ the other; exp2 with the factor scale log2(e) in its multiply-add, and masks for
 (the diagonal, a window's or a document's beginning, the last key), keep what is besides small.
 
 The backward has five products. dq is a sum over keys, dk and dv are sums over queries: one loop order has one of them
-in registers. Here a kernel does each, and each forms s and dp: seven products, every sum in a fixed order, the same
-bits each time. Five would mean that dq is added up in memory, 8 D bytes a query for every tile of keys, by atomics,
-whose order is another each time, or by programs that wait for each other. The two kernels also need no pass for delta:
-the first, for dq, has dout and out at hand.
+in registers. So a kernel does each, and each forms s and dp: seven products, every sum in a fixed order, the same bits
+each time. The first, for dq, has dout and out at hand, so delta needs no pass. With five, dq is added up in memory, 8 D
+bytes a query for every tile of keys: by atomics, whose order is another each time, or by programs that wait for each
+other, or by one that takes a whole head. That is _gluon_backward.py's way, on Hopper, where D = 64, T <= 2048 and heads
+are enough for all multiprocessors; it says why no further.
 
 q, k and v may be views of one packed tensor: tiles are fetched by strides, by TMA on Hopper. Then the packed tensor's
 gradient is a concatenation of dq, dk, dv, a copy of 0.6 GB a layer at B = 64, T = 1024, C = 768. So they are returned
@@ -273,5 +274,5 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     return attention_fwd(q, k, v, starts, lengths, causal, scale, window)[0]
 
 
-def detail(q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor | None = None, window: int | None = None, **rest) -> str:
-    return triton_detail(q=q) + ", Gluon backward" * _gluon_backward.takes(q, k, starts, window)
+def detail(q, k, v, *, causal=True, starts=None, window=None, **rest) -> str:
+    return triton_detail(q=q) + ", Gluon backward" * _gluon_backward.takes(q, k, causal, starts, window)

@@ -1,7 +1,7 @@
 """Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
 
-In bf16 nothing may spill, but for the MLP's backward in Gluon under Triton 3.7 and later, and attention's, whose loops'
-own numbers may. A program of its own, since Triton's interpreter, once chosen, is for the whole process.
+In bf16 nothing may spill, but for the MLP's backward in Gluon under Triton 3.7 and later. A program of its own, since
+Triton's interpreter, once chosen, is for the whole process.
 """
 
 import re
@@ -90,8 +90,7 @@ def main(capability: int) -> None:
             hopper(backward)
     attend(capability)
     if capability == 90:
-        for D in (64, 128):
-            hopper_attention(D)
+        hopper_attention()
 
 
 def described(*block, dtype=gl.bfloat16):
@@ -100,21 +99,18 @@ def described(*block, dtype=gl.bfloat16):
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 
 
-def hopper_attention(D: int) -> None:
+def hopper_attention() -> None:
     """The backward in Gluon."""
-    size = _gluon_backward.SIZES[D]
-    M, N = size["BLOCK_M"], size["BLOCK_N"]
+    D, M, N = (size.value for size in (_gluon_backward.D, _gluon_backward.BLOCK_M, _gluon_backward.BLOCK_N))
     types = dict.fromkeys(("q", "dout", "dq"), described(1, 1, M, D))
     types |= dict.fromkeys(("k", "v", "dk", "dv"), described(1, 1, N, D))
     types |= {"numbers": described(2 * M, dtype=gl.float32), "sums_ptr": "*fp32", "scale": "fp32"}
-    types |= dict.fromkeys(("heads", "Hkv", "T"), "i32")
-    fixed = {"GROUP": 1, "CAUSAL": True, "RAGGED": False, **size}
-    name, spilled = f"attention backward in Gluon {D}", 128 if D == 64 else 256
-    ptx = compiled(name, _gluon_backward._kernel, 90, types, GluonASTSource, spilled, num_warps=8, maxnreg=168, **fixed)
+    fixed = {"GROUP": 1, "num_warps": 8, "maxnreg": 168}
+    ptx = compiled("attention backward in Gluon", _gluon_backward._kernel, 90, types, GluonASTSource, **fixed)
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
-    types = dict.fromkeys(("lse_ptr", "numbers_ptr"), "*fp32") | dict.fromkeys(("stride", "T", "H", "blocks"), "i32")
-    compiled(f"attention delta {D}", _gluon_backward._numbers_kernel, 90, types, D=D, SIZE=M)
+    types = dict.fromkeys(("lse_ptr", "numbers_ptr"), "*fp32")
+    compiled("attention lse and delta", _gluon_backward._numbers_kernel, 90, types)
 
 
 def hopper(backward: bool) -> None:
