@@ -50,7 +50,7 @@ row = {"command": shlex.join(["python", *sys.argv]), "status": status, "pid": os
 row |= {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "ended": time.time(), "config": {"precision": "amp"}}
 if status == "ok":
     row |= {f"perf/tokens_per_sec{p}": 1000.0 * seed + d for p, d in (("", 0), ("/p20", -600), ("/p80", 600))}
-    row |= {"perf/mfu": 0.5, "mem/peak_allocated_gib": 1.0, "perf/first_step_s": 1.0, "train/loss": 3.0}
+    row |= {"env": {}, "perf/laps_s": [1 / seed, 1 / seed], "perf/mfu": 0.5, "mem/peak_allocated_gib": 1.0, "perf/first_step_s": 1.0, "train/loss": 3.0}
 json.dump(row, open(words["out_dir"] + "/result.json", "w"))
 """
 
@@ -92,8 +92,8 @@ def test_a_row_for_every_end(sweep):
         ["[3/8] 3-seed.11", "failed: more than 0.04 minutes"],
     ]
     table = [line.split() for line in lines[10:-1]]
-    assert " ".join(table[1]) == "8-seed.4 4,000 1.33x (tie) 3,400 to 4,600 50.0% 1.0 1.0 s 3.000"
-    assert table[2][:4] == ["1-seed.3", "3,000", "1.00x", "2,400"]
+    assert " ".join(table[1]) == "8-seed.4 4,000 1.333x (1.327 to 1.340) 3,400 to 4,600 50.0% 1.0 1.0 s 3.000"
+    assert table[2][:4] == ["1-seed.3", "3,000", "2,400", "to"]
     assert [cells[0] for cells in table[3:]] == [f"{n}-seed.{8 + n}" for n in range(2, 8)]
 
 

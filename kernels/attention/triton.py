@@ -25,7 +25,7 @@ The backward has five products. dq is a sum over keys, dk and dv are sums over q
 in registers. So a kernel does each, and each forms s and dp: seven products, every sum in a fixed order, the same bits
 each time. The first, for dq, has dout and out at hand, so delta needs no pass. With five, dq is added up in memory, 8 D
 bytes a query for every tile of keys: by atomics, whose order is another each time, or by programs that wait for each
-other, or by one that takes a whole head. That is _gluon_backward.py's way, on Hopper, where D = 64, T <= 2048 and heads
+other, or by one that takes a whole head. That is _gluon_backward.py's way, on Hopper, where D = 64, T <= 1024 and heads
 are enough for all multiprocessors; it says why no further.
 
 q, k and v may be views of one packed tensor: tiles are fetched by strides, by TMA on Hopper. Then the packed tensor's

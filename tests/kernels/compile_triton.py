@@ -106,7 +106,9 @@ def hopper_attention() -> None:
     types |= dict.fromkeys(("k", "v", "dk", "dv"), described(1, 1, N, D))
     types |= {"numbers": described(2 * M, dtype=gl.float32), "sums_ptr": "*fp32", "scale": "fp32"}
     fixed = {"GROUP": 1, "num_warps": 8, "maxnreg": 168}
-    ptx = compiled("attention backward in Gluon", _gluon_backward._kernel, 90, types, GluonASTSource, **fixed)
+    ptx = compiled(
+        "attention backward in Gluon", _gluon_backward._attention_bwd_gluon_kernel, 90, types, GluonASTSource, **fixed
+    )
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
     types = dict.fromkeys(("lse_ptr", "numbers_ptr"), "*fp32")

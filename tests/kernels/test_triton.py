@@ -156,10 +156,9 @@ def test_attentions_gradients():
     [
         (True, {}),
         (True, {"B": 50, "T": 1}),
-        (True, {"T": 512, "Hkv": 3, "B": 44, "dtype": torch.float16}),
-        (True, {"T": 2048, "B": 22}),
-        (False, {"T": 2049, "B": 22}),
-        (False, {"T": 1024, "Hkv": 3, "B": 44}),  # sums of four heads at once
+        (True, {"T": 256, "Hkv": 3, "B": 44, "dtype": torch.float16}),
+        (False, {"T": 1025, "B": 22}),
+        (False, {"T": 512, "Hkv": 3, "B": 44}),  # sums of four heads at once
         (False, {"B": 12}),  # two rounds for 144 heads
         (False, {"B": 1}),
         (False, {"D": 128}),
