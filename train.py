@@ -259,6 +259,7 @@ def prove(job: Job, begun: proof.Begun | None, made: int) -> None:
     names = chosen(cfg.kernels, cfg.attn)
     claims = {op: (row["kernels"][op], runs(op, impl, row["kernels"][op])) for op, impl in names.items()}
     row["receipt"]["wrong"] = missing(row["receipt"], {op: claim for op, claim in claims.items() if claim[1]})
+    del row["receipt"]["kernels"][proof.KERNELS :]
     print(proof_lines(row))
     wrong = parity.refused(row["parity"]) or row["receipt"]["wrong"]
     if wrong:

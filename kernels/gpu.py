@@ -48,6 +48,14 @@ def triton_detail(**inputs) -> str:
     return ", ".join([f"triton {triton.__version__}", *(note for note, holds in notes.items() if holds)])
 
 
+def bind_context() -> None:
+    """Make the GPU's context this thread's, as TMA descriptors want it and any call of CUDA's runtime does.
+
+    Autograd has threads of its own, and a backward that computes something again may begin in one with such a kernel.
+    """
+    torch.cuda.is_current_stream_capturing()  # 1 us, and allowed in a CUDA graph
+
+
 def check_dtypes(op: str, *tensors: torch.Tensor | None) -> None:
     """Unavailable: one of them is of a dtype that the Triton kernels do not take, or not here."""
     for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:

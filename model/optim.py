@@ -54,15 +54,28 @@ class Optimizer:
     A step whose loss or gradient norm is not finite changes nothing, as with a GradScaler: the fused kernel reads a
     flag on the device, so that nobody waits. `refused` counts such steps and `first_refused` is the first one's number;
     with `stop` every step after it is refused as well, until the host has looked.
+
+    With `rounded`, a lower dtype, fp32 weights have the values that they would have in it: model/proof.py's reference.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, stop: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        ranks: Ranks | None = None,
+        stop: bool = True,
+        rounded: torch.dtype = torch.float32,
+    ):
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = list(model.parameters())
         self.ranks, self.stop, self.grad_clip = ranks or Ranks(), stop, config.grad_clip
         self.sharded = isinstance(self.weights[0], DTensor)
-        self.low = any(weight.dtype != torch.float32 for weight in self.weights)
+        self.rounded = rounded if rounded != torch.float32 else None
+        self.low = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)
         self.masters = self.weights
+        if self.rounded:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, [weight.to(rounded) for weight in self.weights])
         if self.low or self.sharded:
             self.masters = [local(weight).detach().float().requires_grad_() for weight in self.weights]
         self.adamw = torch.optim.AdamW(
@@ -127,8 +140,7 @@ class Optimizer:
             self.being_copied = None
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if self.low:
-            torch._foreach_copy_([local(weight) for weight in self.weights], self.masters)
+        self._lower()
         return norm
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -157,8 +169,13 @@ class Optimizer:
             held["step"] = torch.full((), float(updates), device=master.device)
             for key in ("exp_avg", "exp_avg_sq"):
                 held.setdefault(key, torch.zeros_like(master))
+        self._lower()
+
+    def _lower(self) -> None:
+        """From the masters to the weights that are lower."""
         if self.low:
-            torch._foreach_copy_([local(weight) for weight in self.weights], self.masters)
+            masters = [master.to(self.rounded) for master in self.masters] if self.rounded else self.masters
+            torch._foreach_copy_([local(weight) for weight in self.weights], masters)
 
     def _whole(self, tensor: Tensor, weight: Tensor) -> Tensor:
         if not self.sharded:

@@ -17,7 +17,7 @@ from data import Dataset, open_dataset
 from data.loader import Batch, Loader, Windows
 from kernels.registry import AttnConfig, KernelsConfig
 from model import memory
-from model.gpt import GPT
+from model.gpt import GPT, PRECISIONS
 from model.optim import Optimizer, learning_rate
 from runtime.device import GIB, environment, pick
 from runtime.parity import STEPS, Steps, key, sketch
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 CACHE = Path(".cache/parity")
 SOURCES = "train.py", "model/*.py", "data/loader.py", "kernels/*/__init__.py", "kernels/*/eager.py", "kernels/*/sdpa.py"
 EAGER = KernelsConfig("eager", "eager", "eager", compile=False), AttnConfig("sdpa")
+KERNELS = 24  # of a receipt, in the row
 TOKENS = 16384  # of the reference's micro-steps: fp32 logits of a vocabulary of 50,304 are 3.3 GB
 
 
@@ -58,7 +59,8 @@ def without_parity(cfg: Any, ranks: Ranks, resumed: bool) -> str | None:
 
 
 def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable, step: Callable) -> list[Steps]:
-    """What eager PyTorch computes in the run's first steps: in fp32, and in the run's precision.
+    """What eager PyTorch computes in the run's first steps: in fp32, from the weights that the run has, which
+    precision=bf16 rounds after every step; and in the run's precision.
 
     Made once, by a process that takes no memory from this one, and kept in .cache/parity. RuntimeError: it cannot be.
     """
@@ -69,21 +71,16 @@ def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable
     with (CACHE / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # jobs of a sweep on several GPUs want the same at once
         for precision in ("fp32", cfg.precision):
-            plain = replace(
-                cfg,
-                precision=precision,
-                proof=False,
-                kernels=EAGER[0],
-                attn=EAGER[1],
-                train=replace(t, batch_size=size),
-            )
+            kernels, attn = EAGER
+            plain = replace(cfg, precision=precision, kernels=kernels, attn=attn, train=replace(t, batch_size=size))
             facts = [asdict(getattr(plain, part)) for part in ("model", "optim", "train", "data")]
             env = environment(device)
-            facts += [precision, cfg.seed, cfg.init_from, dataset.fingerprint, env["device"], env["torch"]]
+            stored = PRECISIONS[cfg.precision][0]
+            facts += [precision, str(stored), cfg.seed, cfg.init_from, dataset.fingerprint, env["device"], env["torch"]]
             path = CACHE / f"{key(*facts, files=(file for name in SOURCES for file in ROOT.glob(name)))}.pt"
             if not path.exists():
                 spawn = multiprocessing.get_context("spawn")
-                process = spawn.Process(target=reference, args=(plain, device, path, build, step))
+                process = spawn.Process(target=reference, args=(plain, stored, device, path, build, step))
                 process.start()
                 process.join()
                 if process.exitcode:
@@ -92,15 +89,15 @@ def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable
     return found
 
 
-def reference(cfg: Any, device: torch.device, path: Path, build: Callable, step: Callable) -> None:
-    """In a process of its own: the first steps of `cfg`, written to `path`."""
+def reference(cfg: Any, stored: torch.dtype, device: torch.device, path: Path, build: Callable, step: Callable) -> None:
+    """In a process of its own: the first steps of `cfg` with weights as in `stored`, written to `path`."""
     pick(str(device))
     dataset = open_dataset(cfg.data)
     eot = dataset.tokenizer.eot if cfg.data.mask_documents else None
     windows = Windows(dataset.train, cfg.train.block_size, "training", eot=eot)
     loader = Loader(windows, cfg.train.batch_size, cfg.train.tokens_per_step, cfg.seed)
     model = build(cfg, device)
-    optimizer = Optimizer(model, cfg.optim)
+    optimizer = Optimizer(model, cfg.optim, rounded=stored if cfg.precision == "fp32" else torch.float32)
     begun = Begun(optimizer)
     for number in range(1, min(STEPS, cfg.train.max_steps) + 1):
         batches = [tuple(t.to(device) for t in batch) for batch in loader(number)]

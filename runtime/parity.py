@@ -44,7 +44,8 @@ def distance(mine: Steps, truth: Steps) -> tuple[float, float]:
 
 
 def judged(mine: Steps, truth: Steps, rounded: Steps) -> dict:
-    """What the row says of it. `truth` is eager PyTorch in fp32, `rounded` eager PyTorch in the row's precision."""
+    """What the row says of it. `truth` is eager PyTorch in fp32, `rounded` eager PyTorch in the row's precision, on
+    the same data and weights."""
     loss_error, gradient_error = distance(mine, truth)
     loss, gradient = distance(rounded, truth)
     found = {"steps": len(truth["losses"]), "losses": mine["losses"].tolist(), "reference": truth["losses"].tolist()}

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.gpu import check_dtypes, has_tma
+from kernels.gpu import bind_context, check_dtypes, has_tma
 from kernels.registry import Unavailable
 from kernels.tuned import tuned
 
@@ -159,4 +159,7 @@ def by_tma(*tensors: Tensor) -> bool:
 
 def source(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:
     """What a kernel gets of a (B, T, H, D) tensor to move tiles of (rows, width): a view, no copy."""
-    return TensorDescriptor.from_tensor(tensor.transpose(1, 2), [1, 1, rows, width]) if tma else tensor
+    if not tma:
+        return tensor
+    bind_context()
+    return TensorDescriptor.from_tensor(tensor.transpose(1, 2), [1, 1, rows, width])

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels.gpu import processors
+from kernels.gpu import bind_context, processors
 
 # later versions renamed these
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -273,6 +273,7 @@ def multiply(x, w, b, h, a, dh, partial, size: dict) -> None:
     n, f, c, part = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
     x, w = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, w))  # as TMA asks
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
+    bind_context()
     _mlp_gluon_kernel[(min(tiles, processors(x.device)),)](
         _described(x, [n, c]),
         _described(w, [c, f] if backward else [f, c]),
