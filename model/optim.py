@@ -77,7 +77,8 @@ class Optimizer:
             with torch.no_grad():
                 torch._foreach_copy_(self.weights, [weight.to(rounded) for weight in self.weights])
         if self.low or self.sharded:
-            self.masters = [local(weight).detach().float().requires_grad_() for weight in self.weights]
+            copies = [local(weight).detach().to(torch.float32, copy=self.low) for weight in self.weights]
+            self.masters = [copy.requires_grad_() for copy in copies]
         self.adamw = torch.optim.AdamW(
             [
                 {"params": [w for w in self.masters if w.dim() >= 2], "weight_decay": config.weight_decay},

@@ -107,8 +107,9 @@ def reference(cfg: Any, stored: torch.dtype, device: torch.device, path: Path, b
     temporary.replace(path)
 
 
-def split(cfg: Any, device: torch.device, build: Callable, step: Callable) -> dict[str, float]:
-    """GiB that a step will take, by part: model/memory.py's, of the model without torch.compile."""
+def split(cfg: Any, device: torch.device, build: Callable, step: Callable) -> dict[str, float] | None:
+    """GiB that a step will take, by part: model/memory.py's, of the model without torch.compile. None: FlexAttention
+    is in it, which runs under torch.compile alone."""
     plain = replace(cfg, kernels=replace(cfg.kernels, compile=False), init_from=None)
     t = cfg.train
     with memory.simulated(device) as held:
@@ -118,7 +119,12 @@ def split(cfg: Any, device: torch.device, build: Callable, step: Callable) -> di
         batch = torch.zeros(2, t.batch_size, t.block_size, dtype=torch.int64, device=device).unbind()
         if cfg.data.mask_documents:
             batch = *batch, torch.zeros(t.batch_size, t.block_size, dtype=torch.int32, device=device)
-        parts = memory.parts(held, model, optimizer, batch, lambda: step(model, optimizer, [batch] * count, 0.0))
+        try:
+            parts = memory.parts(held, model, optimizer, batch, lambda: step(model, optimizer, [batch] * count, 0.0))
+        except RuntimeError as error:
+            if "HigherOrderOperator" not in str(error):
+                raise
+            return None
     return in_gib(parts)
 
 

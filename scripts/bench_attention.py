@@ -191,10 +191,9 @@ def main(cfg: Config) -> None:
     env, rows = environment(device), []
     for length in tqdm(lengths, disable=None, leave=False):
         torch.compiler.reset()
-        rows += [
-            {**row, "env": env} for row in measure(cfg, length, contestants("attention", cfg.impl, device), device)
-        ]
-    written = write(rows, "attention.jsonl", path, cfg.keep)
+        found = measure(cfg, length, contestants("attention", cfg.impl, device), device)
+        written = write([{**row, "env": env} for row in found], "attention.jsonl", path, cfg.keep)
+        rows += [{**row, "env": env} for row in found]
     print(
         f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {cfg.batch}, {cfg.heads} heads of {cfg.head_dim}\n"
     )

@@ -255,8 +255,9 @@ def main(cfg: Config) -> None:
     for name in tqdm(cfg.shape, disable=None, leave=False):
         torch.compiler.reset()
         with out_of_memory(f"op={cfg.op} shape={name}", "the shape: choose another one"):
-            rows += [{**row, **ceilings, "env": env} for row in measure(cfg, name, device)]
-    files = write(rows, "kernels.jsonl", path, cfg.keep)
+            new = [{**row, **ceilings, "env": env} for row in measure(cfg, name, device)]
+        files = write(new, "kernels.jsonl", path, cfg.keep)
+        rows += new
     print(
         f"{env['device']}, torch {env['torch']}, triton {env['triton']}, {cfg.dtype}, medians of {cfg.rounds} rounds\n"
     )

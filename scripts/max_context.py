@@ -36,6 +36,7 @@ from scripts.report import who
 ROOT = Path(__file__).resolve().parent.parent
 OCTAVE = 128  # lengths from a power of two to the next
 LAST = 23 * OCTAVE  # 2^30 tokens
+PREDICT_MINUTES = 5  # at least, for some ten steps on fake tensors; the GPU has no part in them
 REFUSED = "failed: error: "  # by a UserError or a KernelError
 FULL = re.compile("out of memory|alloc_failed|bad_alloc|cannot allocate|MemoryError", re.IGNORECASE)
 
@@ -118,7 +119,7 @@ def ask(cfg: Config, probe: str, length: int | None, window: int | None = None) 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
         try:
-            code = child.wait(60 * cfg.probe_minutes)
+            code = child.wait(60 * max(cfg.probe_minutes, PREDICT_MINUTES if probe == "predict" else 0))
         except subprocess.TimeoutExpired:
             code = None
         finally:

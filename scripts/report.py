@@ -29,10 +29,17 @@ COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p
 
 
 def throughput(device: str) -> str:
-    """The table of training throughput: the rows of +experiment=throughput, by model and precision, fastest first."""
+    """The table of training throughput: the rows of +experiment=throughput, by model and precision, what was measured
+    last before what is older, and fastest first."""
     measured = [row for row in rows(device) if not row["config"]["train"]["eval_every"]]
+    sessions = list(dict.fromkeys(map(commit, measured)))
     measured.sort(
-        key=lambda row: (row["parameters"], row["config"]["precision"], -(row.get("perf/tokens_per_sec") or 0))
+        key=lambda row: (
+            row["parameters"],
+            row["config"]["precision"],
+            -sessions.index(commit(row)),
+            -(row.get("perf/tokens_per_sec") or 0),
+        )
     )
     table = [COLUMNS, ["---"] * len(COLUMNS), *map(throughput_cells, measured)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)

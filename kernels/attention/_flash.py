@@ -10,6 +10,7 @@ are given. Their windows count the keys to the left of a query's own, which the 
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ def fa4() -> Kernels:
     """The kernels in the CuTe DSL, compiled on first use. On Hopper one multiprocessor reads all the keys of a row and
     head, so a long cache is read by few. Its autograd.Function stops torch.compile: this is what that calls."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    warnings.filterwarnings("ignore", "Argument aux_data")  # of its own compiler, about its own argument
 
     def limits(causal, window):
         return {"causal": causal, "window_size_left": None if window is None else window - 1}
