@@ -47,6 +47,7 @@ if seed == 16 and "train.resume" not in words:
 if seed < 10:
     time.sleep(0.1 if seed < 5 else 1.0)
 row = {"command": shlex.join(["python", *sys.argv]), "status": status, "pid": os.getpid(), "began": began}
+row |= {"caches": [os.environ.get(f"{name}_CACHE_DIR") for name in ("TORCHINDUCTOR", "TRITON")]}
 row |= {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "ended": time.time(), "config": {"precision": "amp"}}
 if status == "ok":
     row |= {f"perf/tokens_per_sec{p}": 1000.0 * seed + d for p, d in (("", 0), ("/p20", -600), ("/p80", 600))}
@@ -106,6 +107,24 @@ def test_each_job_is_a_process_of_its_own(sweep):
     assert all(row["gpu"] == os.environ.get("CUDA_VISIBLE_DEVICES") for row in rows().values())
     spans = [(row["began"], row["ended"]) for row in rows().values()]
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+
+
+def test_repeats_go_there_and_back(sweep):
+    """A B B A: so a drift of the machine is in both alike; compile caches are a job's own, and empty at first."""
+    code, out, err = sweep("seed=4,3", "sweep.repeats=2")
+    assert (code, err) == (0, "")
+    began = {name: row["began"] for name, row in rows().items()}
+    assert sorted(began, key=began.get) == ["1-seed.4", "2-seed.3", "2-seed.3.2", "1-seed.4.2"]
+    for name in ("1-seed.4", "2-seed.3"):
+        caches = Path("sweep", name, "caches").resolve()
+        assert rows()[name]["caches"] == rows()[f"{name}.2"]["caches"]
+        assert rows()[name]["caches"] == [str(caches / "torchinductor"), str(caches / "triton")]
+    assert [line.split()[:3] for line in out.splitlines()[-3:-1]] == [
+        ["1-seed.4", "4,000", "3,400"],
+        ["2-seed.3", "3,000", "0.750x"],
+    ]
+    code, _, err = sweep("seed=4,3", "sweep.repeats=0")
+    assert (code, err) == (1, "error: sweep.repeats=0: it must be at least 1\n")
 
 
 def test_one_job_a_gpu(sweep, monkeypatch):

@@ -115,9 +115,9 @@ def test_a_run_outlives_wandb_in_mid_run(hotswap, tmp_path, monkeypatch):
 def test_a_run_that_goes_on_is_one_run_there(hotswap, tmp_path):
     assert hotswap(*SMALL, "train.checkpoint_every=3", "train.stop_after=3")[0] == 0
     assert hotswap(*SMALL, "train.checkpoint_every=3", "train.resume=auto")[0] == 0
-    runs = sorted(path.name.rsplit("-", 1)[1] for path in (tmp_path / "run/wandb").glob("offline-run-*"))
-    assert len(runs) == 2
-    assert runs[0] == runs[1] == (tmp_path / "run/.wandb-id").read_text()
+    runs = [path.name for path in (tmp_path / "run/wandb").glob("offline-run-*")]
+    assert len(runs) == 2  # of the same second, W&B gives the second one a number behind the name
+    assert all((tmp_path / "run/.wandb-id").read_text() in name for name in runs)
 
 
 def test_a_failed_run_is_marked(hotswap, tmp_path, monkeypatch):

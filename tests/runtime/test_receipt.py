@@ -1,0 +1,55 @@
+"""Names of kernels that were seen on an H200, by family; and a step that did not run what it should."""
+
+import pytest
+import torch
+
+from runtime.receipt import family, missing, receipt
+
+SEEN = {
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "gemm",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>": "gemm",
+    "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1": "attention",
+    "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)": "attention",
+    "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel": "attention",
+    "triton_tem_fused_flex_attention_backward_transpose_1": "attention",
+    "triton_per_fused__softmax_backward_data_view_10": "attention",
+    "_fwd_kernel": "attention",
+    "_dkdv_kernel": "attention",
+    "_attention_bwd_gluon_kernel": "attention",
+    "_mlp_gluon_kernel": "mlp",
+    "triton_poi_fused_gelu_gelu_backward_view_5": "mlp",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::GeluBackwardCUDAKernelImpl>": "mlp",
+    "_norm_bwd_kernel": "norm",
+    "_column_sum_kernel": "norm",
+    "triton_per_fused_add_native_layer_norm_native_layer_norm_backward_view_8": "norm",
+    "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16>": "norm",
+    "_cross_entropy_kernel": "loss",
+    "triton_red_fused__log_softmax__to_copy_prepare_softmax_online_4": "loss",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>": "loss",
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOpti": "optimizer",
+    "void at::native::(anonymous namespace)::CatArrayBatchedCopy_vectorized<at::native::Opaq": "copies and fills",
+    "Memset (Device)": "copies and fills",
+    "void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16>>": "elementwise and sums",
+    "triton_red_fused_sum_view_3": "elementwise and sums",
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), SEEN.items())
+def test_families(name, expected):
+    assert family(name) == expected
+
+
+def test_a_receipt_of_a_step():
+    """On a CPU of operators: all of their time is in the families, most first."""
+    a = torch.randn(200, 200)
+    found = receipt(lambda: torch.nn.functional.gelu(a @ a), torch.device("cpu"))
+    assert {"gemm", "mlp"} <= found["families"].keys()
+    assert found["busy_ms"] == pytest.approx(sum(kernel["ms"] for kernel in found["kernels"]))
+    times = [kernel["ms"] for kernel in found["kernels"]]
+    assert times == sorted(times, reverse=True)
+    assert {kernel["name"]: kernel["calls"] for kernel in found["kernels"]}["aten::mm"] == 1
+    assert missing(found, {"mlp": ("eager", "aten::gelu")}) is None
+    assert missing(found, {"attention": ("flash (fa4)", r"FlashAttention\w*Sm")}) == (
+        r"attention is said to be flash (fa4), and no kernel of the profiled step is called like FlashAttention\w*Sm"
+    )

@@ -1,0 +1,124 @@
+"""proof=true end to end: what the row of an honest run has, and that a dishonest one shows no speed."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import train
+from kernels.attention import sdpa
+from kernels.norm import eager
+from model import proof
+from runtime.console import speed
+from runtime.meter import LAPS
+from runtime.parity import ROUNDING, distance
+from tests.test_train import CPU, QUICK, config, row
+
+PROOF = (*QUICK, "train.max_steps=21", "proof=true", "attn=sdpa", "train.log_every=3")
+
+
+def test_an_honest_run_and_two_others(hotswap, monkeypatch):
+    """Eager PyTorch's first steps are made once, by processes of their own: what is patched here is not in them."""
+    code, out, _ = hotswap(*PROOF, "precision=bf16")
+    assert code == 0
+    found = row()
+    parity, receipt, memory = found["parity"], found["receipt"], found["memory"]
+    assert parity["ok"] is True
+    assert (parity["steps"], len(parity["losses"]), len(parity["reference"])) == (20, 20, 20)
+    assert 0 < parity["loss_error"] < parity["loss_bound"] < 0.05
+    assert 0 < parity["gradient_error"] < parity["gradient_bound"] < 0.1  # bf16's unit is 0.4%
+    assert receipt["wrong"] is None
+    assert receipt["families"].keys() >= {"gemm", "attention", "norm", "mlp", "loss", "optimizer"}
+    assert len(receipt["kernels"]) == proof.KERNELS
+    parts = memory["predicted"]
+    assert parts["peak"] == pytest.approx(sum(gib for name, gib in parts.items() if name != "peak"), rel=0.02)
+    assert parts["weights"] * 2 == parts["gradients"]  # bf16, and fp32 where they add up
+    assert memory["measured"] is None  # of a CPU's allocator nobody asks
+    assert (found["perf/graph_breaks"], found["perf/cache"]) == (0, None)
+    assert len(found["perf/laps_s"]) == found["perf/samples"] == 6 <= LAPS
+    assert [line.split()[0] for line in out.splitlines()[-4:]] == ["parity", "receipt", "memory", "done"]
+
+    kept = sorted(proof.CACHE.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa, "RUNS", {"flash_for_cpu": "no_such_kernel"})
+        code, _, err = hotswap(*PROOF, "precision=bf16", "out_dir=other")
+    assert code == 1
+    assert "wrong: attention is said to be sdpa (flash_for_cpu" in row("other")["status"]
+    assert "and no kernel of the profiled step is called like no_such_kernel" in err
+    assert speed(row("other")) is None
+    assert sorted(proof.CACHE.iterdir()) == kept
+
+    norm = eager.norm
+    monkeypatch.setattr(eager, "norm", lambda *arguments, **rest: norm(*arguments, **{**rest, "eps": 0.3}))
+    code, _, err = hotswap(*PROOF, "precision=bf16", "out_dir=wrong")
+    assert code == 1
+    assert row("wrong")["status"].startswith("wrong: against eager PyTorch in fp32 the first 20 losses are off by")
+    assert row("wrong")["parity"]["ok"] is False
+    assert speed(row("wrong")) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["model.dropout=0.1"], "dropout draws its own numbers in every kernel"),
+        (
+            ["train.max_steps=null", "train.max_minutes=0.02"],
+            "train.max_minutes makes the schedule a matter of speed",
+        ),
+    ],
+)
+def test_what_is_not_compared_says_why(overrides, why, hotswap):
+    code, out, err = hotswap(*PROOF, *overrides)
+    assert (code, err) == (0, "")
+    assert f"parity   not compared: {why}" in out
+    assert row()["parity"] == {"ok": None, "why": why}
+
+
+def test_references_do_not_depend_on_micro_steps(tmp_path):
+    """A step is the same step in one micro-batch or in many: to fp32 rounding, as the bound for fp32 says."""
+    found = {}
+    for size in (1, 4):
+        cfg = config(*QUICK, f"train.batch_size={size}", "train.max_steps=4", "attn=sdpa")
+        proof.reference(cfg, torch.float32, CPU, path := tmp_path / f"{size}.pt", train.build, train.train_step)
+        found[size] = torch.load(path, weights_only=True)
+    losses, gradient = distance(found[1], found[4])
+    assert losses < ROUNDING
+    assert 0 < gradient < ROUNDING / 10
+
+
+SLOW = """
+import time
+from kernels.norm.eager import norm as eager
+
+def norm(x, residual, weight, bias, eps=1e-5):
+    time.sleep({seconds})
+    return eager(x, residual, weight, bias, eps)
+"""
+
+
+def test_the_same_is_a_tie_and_five_percent_are_slower(checkout):
+    """Three processes each, in turn: a kernel that sleeps, its double, and one that makes the step 5% longer.
+
+    A step is 3 norms of 40 ms, which a busy machine does not stretch, and little else.
+    """
+    for name, seconds in (("rest", 0.040), ("same", 0.040), ("more", 0.0425)):
+        (checkout / f"kernels/norm/{name}.py").write_text(SLOW.format(seconds=seconds))
+    words = [word for word in QUICK if not word.startswith("out_dir")]
+    words += ["train.batch_size=1", "train.tokens_per_step=128", "train.max_steps=19", "train.log_every=2"]
+    words += ["kernels.norm=rest,same,more", "sweep.repeats=3", "out_dir=out/turns"]
+    done = subprocess.run(
+        [sys.executable, "train.py", "-m", *words], cwd=checkout, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    table = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("1-", "2-", "3-"))}
+    assert "tie (" in table["2-norm.same"]
+    [value] = [float(word[:-1]) for word in table["3-norm.more"].split() if word.endswith("x")]
+    assert 0.92 < value < 0.97
+    rows = {path.parent.name: json.loads(path.read_text()) for path in (checkout / "out/turns").glob("*/result.json")}
+    order = [name for name, _ in sorted(rows.items(), key=lambda item: (item[1]["started"], item[0]))]
+    turns = ["1-norm.rest", "2-norm.same", "3-norm.more"]
+    assert order == [*turns, *(f"{name}.2" for name in reversed(turns)), *(f"{name}.3" for name in turns)]
+    assert "sweep.repeats" not in shlex.split(rows["1-norm.rest"]["command"])
