@@ -239,7 +239,7 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
     run.record("ok")  # a kill in the sample takes nothing away
     if t.sample_tokens:
         print(sample(job))
-    if cfg.proof:
+    if cfg.proof and now.done:
         prove(job, begun, step)
 
 
@@ -255,7 +255,8 @@ def prove(job: Job, begun: proof.Begun | None, made: int) -> None:
         if device.type == "cuda":
             peak = row["mem/peak_allocated_gib"]
             row["memory"]["measured"] = proof.weighed(job.model, job.optimizer, batches[0], peak)
-    row["receipt"] = receipt(lambda: train_step(job.model, job.optimizer, batches, 0.0), device)
+    found = receipt(lambda: train_step(job.model, job.optimizer, batches, 0.0), device)
+    row["receipt"] = {"step_ms": row.get("perf/step_ms"), **found}
     names = chosen(cfg.kernels, cfg.attn)
     claims = {op: (row["kernels"][op], runs(op, impl, row["kernels"][op])) for op, impl in names.items()}
     row["receipt"]["wrong"] = missing(row["receipt"], {op: claim for op, claim in claims.items() if claim[1]})

@@ -106,8 +106,7 @@ class Choice:
         return re.sub(r" (out_dir|train\.resume|logger\.group)=\S+", "", self.row.get("command", ""))
 
     def differences(self, other: "Choice") -> list[str]:
-        told, gpus = compare.differences(self.row, other.row), [each.row.get("world_size", 1) for each in (self, other)]
-        return told + [f"GPUs: {gpus[0]}, and of the other {gpus[1]}"] * (gpus[0] != gpus[1])
+        return compare.differences(self.row, other.row)
 
     def payback(self) -> float | None:
         """Steps, as runtime.compare.payback has it; of rows without laps, too."""

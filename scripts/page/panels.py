@@ -90,7 +90,9 @@ def agrees(row: dict) -> str:
     found = row.get("parity") or {}
     pairs = [(key, found.get(f"{key}_error"), found.get(f"{key}_bound")) for key in ("loss", "gradient")]
     told = [f"{key} {error:.1e} (bound {bound:.1e})" for key, error, bound in pairs if None not in (error, bound)]
-    return f"parity {'holds' if found.get('ok') else 'FAILS'}: {', '.join(told)}" if found else ""
+    if found.get("ok") is None:
+        return f"parity not compared: {found['why']}" if found else ""
+    return f"parity {'holds' if found['ok'] else 'FAILS'}: {', '.join(told)}"
 
 
 def axes(x: str, y: str | None = None, row: int | None = None, **layout) -> dict:
@@ -243,7 +245,7 @@ def parity(choices: list[Choice], colours: dict[str, str]) -> dict | None:
     """Loss a step beside the reference; without parity in the rows, training losses beside the first run's."""
     curves = []  # choice, its losses, the reference's, what that is
     for choice in choices:
-        if found := next((row["parity"] for row in choice.rows if row.get("parity")), None):
+        if found := next((row["parity"] for row in choice.rows if (row.get("parity") or {}).get("losses")), None):
             numbered = [dict(enumerate(found[key], 1)) for key in ("losses", "reference")]
             curves.append((choice, *numbered, "eager in fp32"))
     if not curves:

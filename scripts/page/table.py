@@ -13,7 +13,7 @@ COLUMNS = ["choice", "tokens/s", "of the baseline", "GiB", "first step", "parity
 def cells(choice: Choice) -> list[str]:
     """Of a choice with a speed, under COLUMNS."""
     (low, high), row, count = choice.interval, choice.row, len(choice.speeds)
-    found, receipt, first = row.get("parity"), row.get("receipt") or {}, row.get("perf/first_step_s")
+    found, receipt, first = row.get("parity") or {}, row.get("receipt") or {}, row.get("perf/first_step_s")
     took = sorted((receipt.get("families") or {}).items(), key=lambda each: -each[1])[:3]
     return [
         choice.title,
@@ -21,7 +21,7 @@ def cells(choice: Choice) -> list[str]:
         choice.versus,
         f"{choice.memory:.1f}" if choice.memory else "",
         "" if first is None else f"{first:.1f} s" + f", {row.get('perf/cache')} caches" * bool(row.get("perf/cache")),
-        f"{'holds' if found.get('ok') else 'fails'}, loss {found.get('loss_error') or 0:.1e}" if found else "",
+        "" if found.get("ok") is None else f"{'holds' if found['ok'] else 'fails'}, loss {found['loss_error']:.1e}",
         ", ".join(f"{family} {ms:.1f} ms" for family, ms in took),
     ]
 
