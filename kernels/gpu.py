@@ -53,7 +53,8 @@ def bind_context() -> None:
 
     Autograd has threads of its own, and a backward that computes something again may begin in one with such a kernel.
     """
-    torch.cuda.is_current_stream_capturing()  # 1 us, and allowed in a CUDA graph
+    if torch.cuda.is_initialized():  # else it is Triton's interpreter
+        torch.cuda.is_current_stream_capturing()  # 1 us, and allowed in a CUDA graph
 
 
 def check_dtypes(op: str, *tensors: torch.Tensor | None) -> None:
