@@ -53,7 +53,7 @@ def alike(row: dict) -> str:
 
 def differences(row: dict, base: dict) -> list[str]:
     """What else sets two rows apart besides their kernels, one line each: they should not be compared."""
-    told = _apart("world_size", row.get("world_size", 1), base.get("world_size", 1))
+    told = _apart("GPUs", row.get("world_size", 1), base.get("world_size", 1))
     for where, keys in (("config", base["config"].keys() | row["config"].keys()), ("env", MACHINE)):
         for key in sorted(set(keys) - {*CHOICES, *APART}):
             told += _apart(key, row[where].get(key), base[where].get(key))
