@@ -89,6 +89,7 @@ def proof_lines(row: dict) -> str:
     for which, parts in memory.items():
         if parts:
             told = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if name != "peak")
+            which += " without torch.compile" * (which == "predicted" and row["config"]["kernels"]["compile"])
             lines.append(f"memory   {which} {parts['peak']:.2f} GiB: {told}")
     return "\n".join(lines)
 

@@ -17,7 +17,10 @@ SIDES = {"predicted": 0.5, "measured": 1.0}  # and how opaque they are
 OFF = "the prediction of the peak is off by {:+.1%}"
 TEXT = {
     "speed": ("Speed", "Tokens a second. Whiskers: p20 to p80 of one run, or the range of several."),
-    "memory": ("Memory", "The GiB of the peak: predicted (pale) above, measured below, and by how much they differ."),
+    "memory": (
+        "Memory",
+        "The GiB of the peak: predicted (pale; without torch.compile) above, measured below; how far they are apart.",
+    ),
     "tradeoff": ("Speed against memory", "Ringed: no other choice at these settings is faster in as little memory."),
     "families": ("Where the step's time goes", "One profiled step by families of kernels; idle: the device waited."),
     "parity": ("Do they train alike?", "Training loss, and below its difference from the reference (dashed)."),
