@@ -18,7 +18,7 @@ from runtime.timing import synchronize
 FAMILIES = {
     "optimizer": r"multi_tensor|lpnorm|NormTwoOps|fused_adam|_foreach",
     "loss": r"log_softmax|cross_entropy|nll_loss|cunn_SoftMax",
-    "attention": r"(?i)flash|fmha|sdpa|attention|softmax|probabilities|cudnn::fusion|^_(fwd|dq|dkdv|combine)_kernel",
+    "attention": r"(?i)flash|fmha|sdpa|attention|softmax|probabilities|cudnn::fusion|^_(fwd|dq|dkdv|combine|numbers)_kernel",
     "mlp": r"(?i)mlp|gelu",
     "norm": r"(?i)layer_?norm|_norm_|rmsnorm|quack|GammaBeta|column_sum",
     "gemm": r"(?i)gemm|nvjet|cutlass|splitK|xmma|aten::(add)?b?mm",

@@ -16,6 +16,7 @@ SEEN = {
     "triton_per_fused__softmax_backward_data_view_10": "attention",
     "_fwd_kernel": "attention",
     "_dkdv_kernel": "attention",
+    "_numbers_kernel": "attention",
     "_attention_bwd_gluon_kernel": "attention",
     "_mlp_gluon_kernel": "mlp",
     "triton_poi_fused_gelu_gelu_backward_view_5": "mlp",
