@@ -162,12 +162,7 @@ def assemble(cfg: Config, device: torch.device, ranks: Ranks, run: Run, start: P
     held_out = Windows(dataset.val, t.block_size, "validation", eot=eot) if t.eval_every else None
     references = []
     if cfg.proof:
-        why = proof.without_parity(cfg, ranks, resumed=start is not None)
-        try:
-            if not why:
-                references = ranks.first(lambda: proof.references(cfg, dataset, device, build, train_step))
-        except (OSError, RuntimeError) as error:
-            why = str(error)
+        references, why = proof.prepared(cfg, ranks, start is not None, dataset, device, build, train_step)
         run.row["parity"] = {"ok": None, "why": why}
     ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], flops_per_token, ranks.world_size)
     reset_memory(device)
@@ -236,10 +231,11 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
         print(f"stopped  after step {step}; go on with: {command(out_dir=str(run.folder), **{'train.resume': 'auto'})}")
     if asked and not now.done:
         raise Stopped(STOPPED, f"{signals.received or 'a signal'} after step {step}")
-    run.record("ok")  # a kill in the sample takes nothing away
+    proved = cfg.proof and now.done
+    run.record("stopped: before its proof" if proved else "ok")  # a kill in the sample takes nothing away
     if t.sample_tokens:
         print(sample(job))
-    if cfg.proof and now.done:
+    if proved:
         prove(job, begun, step)
 
 
@@ -259,7 +255,8 @@ def prove(job: Job, begun: proof.Begun | None, made: int) -> None:
     row["receipt"] = {"step_ms": row.get("perf/step_ms"), **found}
     names = chosen(cfg.kernels, cfg.attn)
     claims = {op: (row["kernels"][op], runs(op, impl, row["kernels"][op])) for op, impl in names.items()}
-    row["receipt"]["wrong"] = missing(row["receipt"], {op: claim for op, claim in claims.items() if claim[1]})
+    row["receipt"]["wrong"] = missing(row["receipt"], claims)
+    row["receipt"]["unchecked"] = [op for op, (_, patterns) in claims.items() if not patterns]
     del row["receipt"]["kernels"][proof.KERNELS :]
     print(proof_lines(row))
     wrong = parity.refused(row["parity"]) or row["receipt"]["wrong"]

@@ -12,8 +12,8 @@ and a backend is a file with the op's function, and where it has something to sa
 
     unavailable(device)    None, or one sentence: why it cannot run on this torch.device and what would change that
     detail(**inputs)       what it will really run for these (fake) arguments, and its version: "cudnn, torch 2.11.0"
-    RUNS                   a pattern of the names that its kernels have in a profile (of its operators, on a CPU); or a
-                           dict, from a word of detail() to the pattern: the first that it contains
+    RUNS                   patterns that a profile of a training step must have, of the names of kernels (on a CPU of
+                           operators); or a dict, from a word of detail() to them: the first that it contains
     deterministic = False  two calls on a GPU may differ in their last bits: sums by atomics
     candidates(kernel, default)    launch parameters to try, each a dict of what it changes: see tuned.py
     VERSIONS               names of implementations that it can choose among; its function, unavailable() and detail()
@@ -182,11 +182,11 @@ def describe(op: str, impl: str, version: str | None = None, **shape) -> str:
         return f"{impl} ({detail(**contract(op).inputs(**shape), **pinned(version))})"
 
 
-def runs(op: str, impl: str, told: str) -> str | None:
-    """The pattern of names that a profile must have where this backend ran as it `told`; None: it does not say."""
-    found = getattr(backend(op, impl), "RUNS", None)
+def runs(op: str, impl: str, told: str) -> tuple[str, ...]:
+    """The patterns of names that a profile must have where this backend ran as it `told`; none: it does not say."""
+    found = getattr(backend(op, impl), "RUNS", ())
     if isinstance(found, dict):
-        return next((pattern for word, pattern in found.items() if word in told), None)
+        return next((patterns for word, patterns in found.items() if word in told), ())
     return found
 
 

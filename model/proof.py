@@ -5,8 +5,11 @@ train.py lends its build() and train_step(), so that what is proved is what was 
 
 import fcntl
 import multiprocessing
+import pickle
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,8 @@ from runtime.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(".cache/parity")
-SOURCES = "train.py", "model/*.py", "data/loader.py", "kernels/*/__init__.py", "kernels/*/eager.py", "kernels/*/sdpa.py"
+SOURCES = ["train.py", "model/*.py", "runtime/parity.py", "data/loader.py"]
+SOURCES += [f"kernels/*/{name}.py" for name in ("__init__", "eager", "sdpa")]
 EAGER = KernelsConfig("eager", "eager", "eager", compile=False), AttnConfig("sdpa")
 KERNELS = 24  # of a receipt, in the row
 TOKENS = 16384  # of the reference's micro-steps: fp32 logits of a vocabulary of 50,304 are 3.3 GB
@@ -53,9 +57,22 @@ def without_parity(cfg: Any, ranks: Ranks, resumed: bool) -> str | None:
         "it goes on from a checkpoint": resumed,
         "dropout draws its own numbers in every kernel": cfg.model.dropout > 0,
         "parallel=fsdp has its gradients in parts": cfg.parallel == "fsdp" and not ranks.alone,
-        "train.max_minutes makes the schedule a matter of speed": cfg.train.max_steps is None,
+        "train.max_minutes makes the schedule a matter of speed": cfg.train.max_minutes is not None,
     }
     return next((why for why, so in reasons.items() if so), None)
+
+
+def prepared(
+    cfg: Any, ranks: Ranks, resumed: bool, dataset: Dataset, device: torch.device, build: Callable, step: Callable
+) -> tuple[list[Steps], str]:
+    """The references, made by the rank that leads; or none, and why."""
+    found, why = [], without_parity(cfg, ranks, resumed)
+    if not why and ranks.leads:
+        try:
+            found = references(cfg, dataset, device, build, step)
+        except (OSError, RuntimeError) as error:
+            why = " ".join(str(error).split())
+    return ranks.tell((found, why or "the run has not come to its proof"))
 
 
 def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable, step: Callable) -> list[Steps]:
@@ -73,20 +90,56 @@ def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable
         for precision in ("fp32", cfg.precision):
             kernels, attn = EAGER
             plain = replace(cfg, precision=precision, kernels=kernels, attn=attn, train=replace(t, batch_size=size))
-            facts = [asdict(getattr(plain, part)) for part in ("model", "optim", "train", "data")]
+            facts = [asdict(cfg.model), asdict(cfg.optim), cfg.data.mask_documents, size]
+            facts += [t.block_size, t.tokens_per_step, t.max_steps, weights(cfg.init_from)]
             env = environment(device)
             stored = PRECISIONS[cfg.precision][0]
-            facts += [precision, str(stored), cfg.seed, cfg.init_from, dataset.fingerprint, env["device"], env["torch"]]
+            facts += [precision, str(stored), cfg.seed, dataset.fingerprint, env["device"], env["torch"]]
             path = CACHE / f"{key(*facts, files=(file for name in SOURCES for file in ROOT.glob(name)))}.pt"
-            if not path.exists():
-                spawn = multiprocessing.get_context("spawn")
-                process = spawn.Process(target=reference, args=(plain, stored, device, path, build, step))
-                process.start()
-                process.join()
-                if process.exitcode:
-                    raise RuntimeError(f"eager PyTorch in {precision} did not run: exit code {process.exitcode}")
-            found.append(torch.load(path, weights_only=True))
+            if (steps := kept(path)) is None:
+                alone(reference, plain, stored, device, path, build, step)
+                steps = torch.load(path, weights_only=True)
+            found.append(steps)
     return found
+
+
+def weights(init_from: str | None) -> list:
+    """What tells the weights to begin with from others of that name."""
+    files = sorted(path for path in Path(init_from or "").rglob("*") if path.is_file()) if init_from else []
+    files += [path for path in [Path(init_from or "")] if path.is_file()]
+    return [init_from, *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
+
+
+def kept(path: Path) -> Steps | None:
+    try:
+        return torch.load(path, weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):  # not there, or cut short
+        return None
+
+
+def alone(work: Callable, cfg: Any, *rest: Any) -> None:
+    """In a process of its own, which ends with this one. RuntimeError: it failed."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=told, args=(sender, work, cfg, *rest), daemon=True)
+    try:
+        process.start()
+        sender.close()
+        process.join()
+    finally:
+        process.terminate()
+    if process.exitcode:
+        why = receiver.recv() if receiver.poll() else f"exit code {process.exitcode}"
+        raise RuntimeError(f"eager PyTorch in {cfg.precision} did not run: {why}")
+
+
+def told(sender: Connection, work: Callable, *arguments: Any) -> None:
+    """Do it, and say in a line why it failed."""
+    try:
+        work(*arguments)
+    except Exception as error:
+        sender.send(textwrap.shorten(f"{type(error).__name__}: {error}", 200))
+        raise SystemExit(1) from None
 
 
 def reference(cfg: Any, stored: torch.dtype, device: torch.device, path: Path, build: Callable, step: Callable) -> None:

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 DRAWS = 1000
 RESOLUTION = 0.005  # of two programs that differ by less, which is faster says nothing of a third machine
-# Student's t over the normal's 1.96, of 1, 2, ... degrees of freedom: so much too narrow is a bootstrap of few runs
-TOO_NARROW = (6.48, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
+# Student's t over the normal's 1.96, of 1, 2, ... degrees of freedom: so much too narrow is a bootstrap of few runs. Of
+# two runs more: there are 3 ways to draw, and the 2.5% point is the extreme, 1.41 deviations out and not 1.96
+TOO_NARROW = (9.0, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
 CHOICES = ("kernels", "attn")  # of the config: what is compared; all else has to be alike
 APART = ("out_dir", "logger", "sweep")  # and what has no part in the work
+APART_IN_TRAIN = ("resume", "stop_after", "keep_checkpoints")
 MACHINE = ("device", "driver", "torch", "triton", "git_commit")
 
 
@@ -36,9 +38,8 @@ class Ratio(NamedTuple):
         return "faster" if self.low > 1 else "slower"
 
     def __str__(self) -> str:
-        if self.verdict == "tie":
-            return f"tie ({self.low:.3f} to {self.high:.3f})"
-        return f"{self.value:.3f}x ({self.low:.3f} to {self.high:.3f})"
+        told = f"({self.low:.3f} to {self.high:.3f}{', 1 run' * (self.runs == 1)})"
+        return f"tie {told}" if self.verdict == "tie" else f"{self.value:.3f}x {told}"
 
 
 def laps(row: dict) -> list[float]:
@@ -48,15 +49,24 @@ def laps(row: dict) -> list[float]:
 
 def alike(row: dict) -> str:
     """The same for rows of the same command: runs of one choice."""
-    return json.dumps({key: value for key, value in row["config"].items() if key not in APART}, sort_keys=True)
+    return json.dumps(settings(row), sort_keys=True)
+
+
+def settings(row: dict) -> dict:
+    """Of its config what has a part in the work."""
+    found = {key: value for key, value in row["config"].items() if key not in APART}
+    train = {key: value for key, value in found.get("train", {}).items() if key not in APART_IN_TRAIN}
+    return found | {"train": train}
 
 
 def differences(row: dict, base: dict) -> list[str]:
     """What else sets two rows apart besides their kernels, one line each: they should not be compared."""
     told = _apart("GPUs", row.get("world_size", 1), base.get("world_size", 1))
-    for where, keys in (("config", base["config"].keys() | row["config"].keys()), ("env", MACHINE)):
-        for key in sorted(set(keys) - {*CHOICES, *APART}):
-            told += _apart(key, row[where].get(key), base[where].get(key))
+    mine, theirs = settings(row) | {"env": row["env"]}, settings(base) | {"env": base["env"]}
+    for key in sorted((mine | theirs).keys() - {*CHOICES, "env"}):
+        told += _apart(key, mine.get(key), theirs.get(key))
+    for key in MACHINE:
+        told += _apart(key, mine["env"].get(key), theirs["env"].get(key))
     return told
 
 

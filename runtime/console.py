@@ -88,9 +88,9 @@ def proof_lines(row: dict) -> str:
     lines = [f"parity   {told}", f"receipt  {', '.join(families)} of {busy:.1f} ms in kernels"]
     for which, parts in memory.items():
         if parts:
-            told = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if name != "peak")
+            told = ", ".join(f"{name} {gib:.3g}" for name, gib in parts.items() if name != "peak")
             which += " without torch.compile" * (which == "predicted" and row["config"]["kernels"]["compile"])
-            lines.append(f"memory   {which} {parts['peak']:.2f} GiB: {told}")
+            lines.append(f"memory   {which} {parts['peak']:.3g} GiB: {told}")
     return "\n".join(lines)
 
 
@@ -136,6 +136,7 @@ def typical(rows: list[dict]) -> dict:
 
 def beside(rows: list[dict], bases: list[dict]) -> str:
     """The ratio of their speeds, where nothing else sets them apart."""
-    if rows is bases:
+    measured = [[row for row in each if speed(row) is not None] for each in (rows, bases)]
+    if rows is bases or not all(measured) or differences(*map(typical, measured)):
         return ""
-    return "" if differences(rows[0], bases[0]) else str(ratio(rows, bases) or "")
+    return str(ratio(rows, bases) or "")

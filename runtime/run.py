@@ -160,7 +160,15 @@ def read_row(folder: Path) -> dict | None:
 
 def finite(figures: dict) -> dict:
     """The same with None in place of NaN and infinities."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+    return {key: _finite(value) for key, value in figures.items()}
+
+
+def _finite(value):
+    if isinstance(value, dict):
+        return finite(value)
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def status(error: BaseException | None) -> str:

@@ -110,8 +110,9 @@ class Launcher(launcher.Launcher):
             print(f"folder   {folder}", flush=True)
             work(jobs, gpus, cfg.sweep.timeout, held, signals)
         choices: dict[tuple[str, ...], list[Job]] = {}
-        for job in sorted((job for job in jobs if job.row), key=lambda job: job.folder.name):
-            choices.setdefault(tuple(job.words), []).append(job)
+        for job in jobs:
+            if job.row:
+                choices.setdefault(tuple(job.words), []).append(job)
         if choices:
             print(sweep_table({these[0].folder.name: [job.row for job in these] for these in choices.values()}))
         if not all(job.done for job in jobs):

@@ -18,9 +18,11 @@ from runtime.parity import ROUNDING, distance
 from tests.test_train import CPU, QUICK, config, row
 
 PROOF = (*QUICK, "train.max_steps=21", "proof=true", "attn=sdpa", "train.log_every=3")
+# As in +experiment=throughput: so slow that a wrong gradient is not to be seen in the losses
+PROOF += ("optim.learning_rate=6e-4", "optim.min_lr=6e-5", "optim.warmup_steps=100")
 
 
-def test_an_honest_run_and_two_others(hotswap, monkeypatch):
+def test_an_honest_run_and_others(hotswap, monkeypatch):
     """Eager PyTorch's first steps are made once, by processes of their own: what is patched here is not in them."""
     code, out, _ = hotswap(*PROOF, "precision=bf16")
     assert code == 0
@@ -43,7 +45,7 @@ def test_an_honest_run_and_two_others(hotswap, monkeypatch):
 
     kept = sorted(proof.CACHE.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(sdpa, "RUNS", {"flash_for_cpu": "no_such_kernel"})
+        patch.setattr(sdpa, "RUNS", {"flash_for_cpu": ("flash_attention", "no_such_kernel")})
         code, _, err = hotswap(*PROOF, "precision=bf16", "out_dir=other")
     assert code == 1
     assert "wrong: attention is said to be sdpa (flash_for_cpu" in row("other")["status"]
@@ -51,23 +53,29 @@ def test_an_honest_run_and_two_others(hotswap, monkeypatch):
     assert speed(row("other")) is None
     assert sorted(proof.CACHE.iterdir()) == kept
 
-    norm = eager.norm
-    monkeypatch.setattr(eager, "norm", lambda *arguments, **rest: norm(*arguments, **{**rest, "eps": 0.3}))
-    code, _, err = hotswap(*PROOF, "precision=bf16", "out_dir=wrong")
-    assert code == 1
-    assert row("wrong")["status"].startswith("wrong: against eager PyTorch in fp32 the first 20 losses are off by")
-    assert row("wrong")["parity"]["ok"] is False
-    assert speed(row("wrong")) is None
+    norm, attention = eager.norm, sdpa.attention
+    for number, (module, name, wrong) in enumerate(
+        [
+            (eager, "norm", lambda *arguments, **rest: norm(*arguments, **{**rest, "eps": 0.3})),
+            (eager, "norm", lambda x, r, w, bias, **rest: norm(x, r, w, bias.detach() + 0 * bias, **rest)),
+            (sdpa, "attention", lambda q, k, v, **rest: attention(q.detach(), k.detach(), v, **rest)),
+        ]
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, wrong)
+            code, _, err = hotswap(*PROOF, "precision=bf16", folder := f"out_dir=wrong{number}")
+        found = row(folder.partition("=")[2])
+        assert (code, err.count("\n")) == (1, 1)
+        assert found["status"].startswith("wrong: against eager PyTorch in fp32 the first 20 losses are off by")
+        assert found["parity"]["ok"] is False
+        assert speed(found) is None
 
 
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
         (["model.dropout=0.1"], "dropout draws its own numbers in every kernel"),
-        (
-            ["train.max_steps=null", "train.max_minutes=0.02"],
-            "train.max_minutes makes the schedule a matter of speed",
-        ),
+        (["train.max_minutes=9"], "train.max_minutes makes the schedule a matter of speed"),
     ],
 )
 def test_what_is_not_compared_says_why(overrides, why, hotswap):
@@ -75,6 +83,20 @@ def test_what_is_not_compared_says_why(overrides, why, hotswap):
     assert (code, err) == (0, "")
     assert f"parity   not compared: {why}" in out
     assert row()["parity"] == {"ok": None, "why": why}
+
+
+def test_a_reference_that_fails_is_a_reason(hotswap, tmp_path, monkeypatch):
+    """And no more than that: here its cache is a file, and then its process fails."""
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / proof.CACHE).write_text("")
+    code, out, err = hotswap(*PROOF, "out_dir=a")
+    assert (code, err) == (0, "")
+    assert "parity   not compared: [Errno" in out
+    (tmp_path / proof.CACHE).unlink()
+    monkeypatch.setattr(proof, "reference", torch.load)  # which takes no config
+    code, out, err = hotswap(*PROOF, "out_dir=b")
+    assert (code, err) == (0, "")
+    assert "parity   not compared: eager PyTorch in fp32 did not run: TypeError: load() " in out
 
 
 def test_references_do_not_depend_on_micro_steps(tmp_path):

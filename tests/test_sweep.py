@@ -94,9 +94,19 @@ def test_a_row_for_every_end(sweep):
         ["[3/8] 3-seed.11", "failed: more than 0.04 minutes"],
     ]
     table = [line.split() for line in lines[10:-1]]
-    assert " ".join(table[1]) == "8-seed.4 4,000 1.333x (1.327 to 1.340) 3,400 to 4,600 50.0% 1.0 1.0 s 3.000"
+    assert " ".join(table[1]) == "8-seed.4 4,000 1.333x (1.327 to 1.340, 1 run) 3,400 to 4,600 50.0% 1.0 1.0 s 3.000"
     assert table[2][:4] == ["1-seed.3", "3,000", "2,400", "to"]
     assert [cells[0] for cells in table[3:]] == [f"{n}-seed.{8 + n}" for n in range(2, 8)]
+
+
+def test_a_first_job_without_a_speed(sweep):
+    """It has not even a config, and the others stand in the table without a ratio."""
+    code, out, err = sweep("seed=12,4")
+    assert (code, err) == (1, "")
+    assert [line.split()[:3] for line in out.splitlines()[-3:-1]] == [
+        ["2-seed.4", "4,000", "3,400"],
+        ["1-seed.12", "failed:", "seed=12:"],
+    ]
 
 
 def test_each_job_is_a_process_of_its_own(sweep):

@@ -22,10 +22,10 @@ from kernels.registry import Unavailable
 
 deterministic = False  # dq is summed by atomics; an order of its own costs time and memory
 RUNS = {
-    "PyTorch's": "pytorch_flash",
-    "fa4": r"FlashAttention\w*Sm",
-    "fa3": "FlashAttnFwd",
-    "fa2": r"\bflash::flash_fwd",
+    "PyTorch's": ("pytorch_flash::flash_fwd", "pytorch_flash::flash_bwd"),
+    "fa4": ("FlashAttentionForwardSm", "FlashAttentionBackwardSm"),
+    "fa3": ("FlashAttnFwd", "FlashAttnBwd"),
+    "fa2": (r"\bflash::flash_fwd", r"\bflash::flash_bwd"),
 }
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # PyTorch's own choice
-RUNS = r"flex_attention"
+RUNS = "flex_attention", "flex_attention_backward"
 
 
 def unavailable(device: torch.device) -> str | None:

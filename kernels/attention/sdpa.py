@@ -12,8 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.attention import seen
 
-RUNS = {"flash_for_cpu": "flash_attention_for_cpu", "cudnn": "cudnn.*(sdpa|attention)", "flash": "flash_fwd"}
-RUNS |= {"efficient": "fmha|mem_eff"}
+CPU = "_scaled_dot_product_flash_attention_for_cpu"
+RUNS = {
+    "flash_for_cpu": (f"{CPU}$", f"{CPU}_backward"),
+    "cudnn": ("cudnn.*sdpa.*fprop", "cudnn.*sdpa.*bprop"),
+    "flash": ("pytorch_flash::flash_fwd", "pytorch_flash::flash_bwd"),
+    "efficient": ("fmha_cutlassF", "fmha_cutlassB"),
+}
 deterministic = False  # by PyTorch's own warning, in the backward of flash, cudnn and efficient alike
 
 

@@ -64,7 +64,8 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
 
 LEAST = tl.constexpr(-1e30)  # below every score, and finite: -inf - -inf is no number
-RUNS = r"attention_fwd|^_fwd_kernel"
+FORWARD = "^_fwd_kernel|::attention_fwd"
+RUNS = {"Gluon": (FORWARD, "attention_bwd_gluon"), "triton": (FORWARD, "^_dq_kernel|::attention_bwd")}
 
 
 @triton.jit(do_not_specialize=["heads", "Tq", "Tk", "lse_stride", "window", "span"])

@@ -22,7 +22,7 @@ from kernels.attention._triton_tiles import LOG2E, check, load_tile
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 
-RUNS = r"probabilities"
+RUNS = ("probabilities",)
 
 
 @triton.jit

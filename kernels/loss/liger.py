@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 from kernels.loss.triton import apply, backward, outputs, setup_context
 
-RUNS = r"liger"
+RUNS = ("liger",)
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -30,7 +30,7 @@ from kernels.tuned import tuned
 
 LOGITS_BYTES = 2**28  # of one chunk
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e), and the GPU has an instruction for 2^x
-RUNS = r"cross_entropy_kernel|linear_cross_entropy"
+RUNS = ("^_cross_entropy_kernel|::linear_cross_entropy",)
 
 
 @triton.jit

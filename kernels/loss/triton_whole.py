@@ -11,7 +11,7 @@ from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.loss.triton import apply, linear_cross_entropy
 
-RUNS = r"cross_entropy_kernel|linear_cross_entropy"
+RUNS = ("^_cross_entropy_kernel|::linear_cross_entropy",)
 
 
 def loss(x, weight, targets, ignore_index=-1):

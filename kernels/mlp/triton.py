@@ -32,7 +32,7 @@ from kernels.tuned import tuned
 K0 = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = tl.constexpr(0.044715)
 NAMES = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
-RUNS = r"mlp"
+RUNS = ("mlp_(gluon_)?kernel|::mlp_fwd",)
 
 
 def detail(x: Tensor, w_fc: Tensor, **rest) -> str:

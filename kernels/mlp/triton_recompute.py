@@ -11,7 +11,7 @@ products of the forward.)
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.mlp.triton import apply, detail  # noqa: F401
 
-RUNS = r"mlp"
+RUNS = ("mlp_(gluon_)?kernel|::mlp_fwd",)
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 
-RUNS = r"layer_norm_forward|liger_norm"
+RUNS = "layer_norm_forward|liger_norm_fwd", "layer_norm_backward|liger_norm_bwd"
 
 
 def unavailable(device: torch.device) -> str | None:

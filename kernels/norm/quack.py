@@ -15,7 +15,7 @@ from kernels.gpu import gpu_unavailable, package_unavailable
 from kernels.norm.triton import backward, gradients, outputs, setup_context
 from kernels.registry import Unavailable
 
-RUNS = r"(?i)quack|rmsnorm"
+RUNS = ("(?i)quack|rmsnorm",)
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -26,7 +26,7 @@ from kernels.registry import Unavailable
 from kernels.tuned import tuned
 
 MAX_WIDTH = 16384  # a row has to fit into the registers of a program
-RUNS = r"norm_fwd"
+RUNS = "norm_fwd", "norm_bwd"
 
 
 @triton.jit(do_not_specialize=["N"])  # a batch of another size compiles nothing

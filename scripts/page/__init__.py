@@ -65,7 +65,7 @@ def page(source: Source) -> str:
         "css": (HERE / "page.css").read_text(),
         "js": (HERE / "page.js").read_text(),
         "plotly": get_plotlyjs(),
-        "data": json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
     }
     return Template((HERE / "page.html").read_text()).substitute(parts)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runtime import compare
 from runtime.compare import Ratio
-from runtime.config import check
+from runtime.config import UserError, check
 from runtime.console import speed
 from runtime.run import read_row
 from scripts.report import commit
@@ -64,7 +64,7 @@ class Choice:
     @property
     def name(self) -> str:
         """`triton, mlp eager + compile · flash`"""
-        return name(self.row.get("config", {})) or self.row["name"]
+        return name(self.row.get("config", {})) or self.row.get("name", "a row without a name")
 
     @property
     def title(self) -> str:
@@ -171,7 +171,13 @@ def keys(differences: list[str]) -> str:
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            raise UserError(f"{path}: line {number} is no row, but cut short or changed; delete it") from None
+    return found
 
 
 def grouped(rows: list[tuple[dict, Path | None]], folder: Path) -> list[Choice]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.config import UserError
-from runtime.run import Run
+from runtime.run import Run, finite
 from runtime.trackers import Tracker
 from tests.test_train import QUICK, config
 
@@ -16,6 +16,11 @@ def log_on_a_full_disk(folder):
         run.metrics.close()
         run.metrics = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
         run.log(1, {"train/loss": 1.0})
+
+
+def test_what_is_no_number_is_null_at_any_depth():
+    row = {"a": float("nan"), "b": {"c": [1.0, float("inf")], "d": "nan"}}
+    assert finite(row) == {"a": None, "b": {"c": [1.0, None], "d": "nan"}}
 
 
 def test_a_full_disk_under_the_log_is_a_line(tmp_path):
