@@ -5,6 +5,8 @@ T x T scores, and kernels in tiles that never do (Dao et al. 2022, arXiv:2205.14
 and backward, for T = 512 ... 65,536; what does not fit is a row that says so.
 """
 
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -190,10 +192,12 @@ def main(cfg: Config) -> None:
     lengths = cfg.lengths or [2**n for n in range(9, 17) if 2**n <= LONGEST[device.type]]
     env, rows = environment(device), []
     for length in tqdm(lengths, disable=None, leave=False):
+        begun = time.perf_counter()
         torch.compiler.reset()
         found = measure(cfg, length, contestants("attention", cfg.impl, device), device)
         written = write([{**row, "env": env} for row in found], "attention.jsonl", path, cfg.keep)
         rows += [{**row, "env": env} for row in found]
+        tqdm.write(f"T {length:>9,}  {len(found)} contestants in {time.perf_counter() - begun:.0f} s", file=sys.stdout)
     print(
         f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {cfg.batch}, {cfg.heads} heads of {cfg.head_dim}\n"
     )

@@ -5,6 +5,7 @@ matrix products. Beside each speed stand the error against float64 and the memor
 """
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -253,11 +254,13 @@ def main(cfg: Config) -> None:
         "ceiling/tflops": measured_flops(device, DTYPES[cfg.dtype]) / 1e12,
     }
     for name in tqdm(cfg.shape, disable=None, leave=False):
+        begun = time.perf_counter()
         torch.compiler.reset()
         with out_of_memory(f"op={cfg.op} shape={name}", "the shape: choose another one"):
             new = [{**row, **ceilings, "env": env} for row in measure(cfg, name, device)]
         files = write(new, "kernels.jsonl", path, cfg.keep)
         rows += new
+        tqdm.write(f"{name:<12} {len(new)} contestants in {time.perf_counter() - begun:.0f} s", file=sys.stdout)
     print(
         f"{env['device']}, torch {env['torch']}, triton {env['triton']}, {cfg.dtype}, medians of {cfg.rounds} rounds\n"
     )
