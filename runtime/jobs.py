@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from runtime.config import check, quoted
@@ -56,6 +58,10 @@ class Job:
         self.gpu, self.began, self.late = gpu, time.monotonic(), None
         self.folder.mkdir(exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
+        if unproved(self.folder):
+            for name in ("config.yaml", "metrics.jsonl"):
+                (self.folder / name).unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         words = [*self.flags, *self.words, f"out_dir={quoted(str(self.folder))}"]
         words += ["train.resume=auto"] * (self.folder / "config.yaml").exists()  # it was stopped, or killed
         self.command = shlex.join(["python", sys.argv[0], *words])
@@ -108,6 +114,13 @@ class Job:
         last = ["", *(self.folder / "log.txt").read_text(errors="replace").splitlines()][-1]
         error = last.removeprefix("error: ")
         return f"failed: {error}" if error != last else f"failed: exit code {code}: {last}"
+
+
+def unproved(folder: Path) -> bool:
+    """Whether the folder has a run with proof=true that was cut short: its proof is of its first steps, so it begins
+    anew."""
+    path = folder / "config.yaml"
+    return path.exists() and bool((OmegaConf.load(path) or {}).get("proof"))
 
 
 def own(words: list[str]) -> set[str]:

@@ -38,9 +38,10 @@ if seed == 14:
     status = "unavailable: norm=mine cannot run here: it needs a GPU"
 if seed == 15:
     status = "oom"
-if seed == 16 and "train.resume" not in words:
+if seed == 16 and "train.resume" not in words and not os.path.exists("stopped-once"):
+    open("stopped-once", "w")
     signal.signal(signal.SIGINT, lambda *_: None)
-    open(words["out_dir"] + "/config.yaml", "w")
+    open(words["out_dir"] + "/config.yaml", "w").write("proof: " + words.get("proof", "false"))
     os.kill(os.getppid(), signal.SIGINT)
     signal.pause()
     status = "stopped: SIGINT after step 1"
@@ -177,6 +178,15 @@ def test_an_interrupted_sweep_goes_on(sweep):
     before = rows()
     assert sweep(*command[3:-1])[0] == 0
     assert rows() == before
+
+
+def test_a_proof_that_was_cut_short_begins_anew(sweep):
+    """It is of a run's first steps, which a run that goes on from a checkpoint has not made."""
+    assert sweep("seed=16,3", "proof=true")[0] == 75
+    (checkpoints := Path("sweep/1-seed.16/checkpoints")).mkdir()
+    assert sweep("seed=16,3", "proof=true")[0] == 0
+    assert rows()["1-seed.16"]["command"].endswith(" out_dir=sweep/1-seed.16")
+    assert not checkpoints.exists()
 
 
 def test_a_sweep_that_cannot_begin_is_one_line(sweep):
