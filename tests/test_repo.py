@@ -45,12 +45,10 @@ SCRIPTS = re.findall(r"^ +python -m scripts\.(\w+) (.*?)(?: +#.*)?$", README, re
 def test_every_command_of_the_readme_is_one(arguments):
     """Each is composed and checked (a sweep, each of its jobs)."""
     words = [word for word in shlex.split(arguments) if word not in ("-m", "--help")]
-    jobs = [[]]
+    jobs, sweep = [[]], "-m" in arguments or "+sweep=" in arguments
     for word in words:
         key, _, values = word.partition("=")
-        jobs = [
-            [*job, f"{key}={value}"] for job in jobs for value in (values.split(",") if "-m" in arguments else [values])
-        ]
+        jobs = [[*job, f"{key}={value}"] for job in jobs for value in (values.split(",") if sweep else [values])]
     for job in jobs:
         config(*[word for word in job if not word.startswith(("kernels.norm=mine", "attn=mine"))])
 
