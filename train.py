@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from data import DataConfig, DataError, Dataset, open_dataset
 from data.loader import Batch, Loader, Windows, evaluation, prefetch
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, chosen, impls, label, resolve, runs
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, chosen, impls, label, resolve
 from model import cost, proof
 from model.executed import executed
 from model.generate import cannot_generate, generate
@@ -27,13 +27,12 @@ from model.optim import OptimConfig, Optimizer, learning_rate
 from model.parallel import shard, whole
 from model.pretrained import fitted, load, read, shape
 from runtime import checkpoint, compiling, parity
-from runtime.config import UserError, check, cli, command, given
-from runtime.console import header, proof_lines, step_line, summary, val_line
+from runtime.config import check, cli, command, given
+from runtime.console import header, step_line, summary, val_line
 from runtime.device import Ceiling, environment, out_of_memory, pick, reset_memory
 from runtime.loop import TrainConfig, complete, due, last_step
 from runtime.meter import Meter
 from runtime.ranks import Ranks, joined, placed, world_size
-from runtime.receipt import missing, receipt
 from runtime.resume import place, same_run, shape_of
 from runtime.run import Follower, Run
 from runtime.saver import Checkpoints
@@ -123,12 +122,6 @@ def evaluate(model: GPT, windows: Windows, cfg: TrainConfig, device: torch.devic
         total += model(*(each.to(device) for each in batch)) * (ranks.rank < len(turn))
     model.train()
     return ranks.total(total).item() / len(batches)
-
-
-class Wrong(UserError):
-    """The run is complete, and does not do what its row says."""
-
-    status = "wrong"
 
 
 class Job(NamedTuple):
@@ -236,33 +229,8 @@ def train(job: Job, start: Path | None, signals: Signals) -> None:
     if t.sample_tokens:
         print(sample(job))
     if proved:
-        prove(job, begun, step)
-
-
-def prove(job: Job, begun: proof.Begun | None, made: int) -> None:
-    """Put the proof into the row. Wrong: the run is not what its row says."""
-    cfg, device, run, row = job.cfg, job.device, job.run, job.run.row
-    if begun:
-        row["parity"] = parity.judged(begun.steps, *job.references)
-    batches = [tuple(t.to(device) for t in batch) for batch in job.loader(made + 1)]
-    row["memory"] = {"predicted": None, "measured": None}
-    if job.ranks.alone:
-        row["memory"]["predicted"] = proof.split(cfg, device, build, train_step)
-        if device.type == "cuda":
-            peak = row["mem/peak_allocated_gib"]
-            row["memory"]["measured"] = proof.weighed(job.model, job.optimizer, batches[0], peak)
-    found = receipt(lambda: train_step(job.model, job.optimizer, batches, 0.0), device)
-    row["receipt"] = {"step_ms": row.get("perf/step_ms"), **found}
-    names = chosen(cfg.kernels, cfg.attn)
-    claims = {op: (row["kernels"][op], runs(op, impl, row["kernels"][op])) for op, impl in names.items()}
-    row["receipt"]["wrong"] = missing(row["receipt"], claims)
-    row["receipt"]["unchecked"] = [op for op, (_, patterns) in claims.items() if not patterns]
-    del row["receipt"]["kernels"][proof.KERNELS :]
-    print(proof_lines(row))
-    wrong = parity.refused(row["parity"]) or row["receipt"]["wrong"]
-    if wrong:
-        raise Wrong(wrong)
-    run.record("ok")
+        proof.prove(job, begun, build, train_step)
+        run.record("ok")
 
 
 def save(job: Job, checkpoints: Checkpoints, step: int, elapsed: float, val_loss: float | None) -> float:

@@ -18,13 +18,17 @@ from torch import Tensor
 
 from data import Dataset, open_dataset
 from data.loader import Batch, Loader, Windows
-from kernels.registry import AttnConfig, KernelsConfig
+from kernels.registry import AttnConfig, KernelsConfig, chosen, runs
 from model import memory
 from model.gpt import GPT, PRECISIONS
 from model.optim import Optimizer, learning_rate
-from runtime.device import GIB, environment, pick
-from runtime.parity import STEPS, Steps, key, sketch
+from runtime.config import UserError
+from runtime.console import proof_lines
+from runtime.device import GIB, pick
+from runtime.device import name as device_name
+from runtime.parity import STEPS, Steps, judged, key, refused, sketch
 from runtime.ranks import Ranks
+from runtime.receipt import missing, receipt
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(".cache/parity")
@@ -33,6 +37,12 @@ SOURCES += [f"kernels/*/{name}.py" for name in ("__init__", "eager", "sdpa")]
 EAGER = KernelsConfig("eager", "eager", "eager", compile=False), AttnConfig("sdpa")
 KERNELS = 24  # of a receipt, in the row
 TOKENS = 16384  # of the reference's micro-steps: fp32 logits of a vocabulary of 50,304 are 3.3 GB
+
+
+class Wrong(UserError):
+    """The run is complete, and does not do what its row says."""
+
+    status = "wrong"
 
 
 class Begun:
@@ -84,18 +94,18 @@ def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable
     t, found = cfg.train, []
     sizes = [size for size in range(1, t.batch_size + 1) if t.batch_size % size == 0]
     size = max([size for size in sizes if size * t.block_size <= TOKENS], default=1)
+    facts = [asdict(cfg.model), asdict(cfg.optim), cfg.data.mask_documents, cfg.seed, size, t.block_size]
+    facts += [t.tokens_per_step, t.max_steps, weights(cfg.init_from), dataset.fingerprint]
+    facts += [device_name(device), torch.__version__]
+    sources = [file for name in SOURCES for file in ROOT.glob(name)]
+    kernels, attn = EAGER
+    stored = PRECISIONS[cfg.precision][0]
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # jobs of a sweep on several GPUs want the same at once
         for precision in ("fp32", cfg.precision):
-            kernels, attn = EAGER
             plain = replace(cfg, precision=precision, kernels=kernels, attn=attn, train=replace(t, batch_size=size))
-            facts = [asdict(cfg.model), asdict(cfg.optim), cfg.data.mask_documents, size]
-            facts += [t.block_size, t.tokens_per_step, t.max_steps, weights(cfg.init_from)]
-            env = environment(device)
-            stored = PRECISIONS[cfg.precision][0]
-            facts += [precision, str(stored), cfg.seed, dataset.fingerprint, env["device"], env["torch"]]
-            path = CACHE / f"{key(*facts, files=(file for name in SOURCES for file in ROOT.glob(name)))}.pt"
+            path = CACHE / f"{key(*facts, precision, str(stored), files=sources)}.pt"
             if (steps := kept(path)) is None:
                 alone(reference, plain, stored, device, path, build, step)
                 steps = torch.load(path, weights_only=True)
@@ -105,9 +115,9 @@ def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable
 
 def weights(init_from: str | None) -> list:
     """What tells the weights to begin with from others of that name."""
-    files = sorted(path for path in Path(init_from or "").rglob("*") if path.is_file()) if init_from else []
-    files += [path for path in [Path(init_from or "")] if path.is_file()]
-    return [init_from, *((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)]
+    files = [Path(init_from), *Path(init_from).rglob("*")] if init_from else []
+    stats = [(str(path), path.stat()) for path in files if path.is_file()]
+    return [init_from, *sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
 
 
 def kept(path: Path) -> Steps | None:
@@ -202,3 +212,26 @@ def in_gib(parts: dict[str, float]) -> dict[str, float]:
     same time, so of a small batch it may be 0."""
     rest = parts["peak"] - sum(size for name, size in parts.items() if name != "peak")
     return {name: size / GIB for name, size in {**parts, "workspace": max(0, rest)}.items()}
+
+
+def prove(job: Any, begun: Begun | None, build: Callable, step: Callable) -> None:
+    """Put the proof into the row of train.py's job, which is done. Wrong: the run is not what its row says."""
+    cfg, device, row = job.cfg, job.device, job.run.row
+    if begun:
+        row["parity"] = judged(begun.steps, *job.references)
+    batches = [tuple(t.to(device) for t in batch) for batch in job.loader(row["steps"] + 1)]
+    row["memory"] = {"predicted": None, "measured": None}
+    if job.ranks.alone:
+        row["memory"]["predicted"] = split(cfg, device, build, step)
+        if device.type == "cuda":
+            row["memory"]["measured"] = weighed(job.model, job.optimizer, batches[0], row["mem/peak_allocated_gib"])
+    found = receipt(lambda: step(job.model, job.optimizer, batches, 0.0), device)
+    names, who = chosen(cfg.kernels, cfg.attn), row["kernels"]
+    claims = {op: (who[op], runs(op, impl, who[op])) for op, impl in names.items()}
+    found["wrong"] = missing(found, claims)
+    found["unchecked"] = [op for op, (_, patterns) in claims.items() if not patterns]
+    del found["kernels"][KERNELS:]
+    row["receipt"] = {"step_ms": row.get("perf/step_ms"), **found}
+    print(proof_lines(row))
+    if wrong := refused(row["parity"]) or found["wrong"]:
+        raise Wrong(wrong)

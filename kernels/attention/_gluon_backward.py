@@ -50,11 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu import processors
-
-# later versions renamed these
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+from kernels.hopper import barrier, load, store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 D = gl.constexpr(64)  # of a head
@@ -82,8 +78,8 @@ def _produce(
             stage = at_kv % STAGES_KV
             mbarrier.wait(empty_kv.index(stage), at_kv // STAGES_KV & 1 ^ 1)
             mbarrier.expect(full_kv.index(stage), 2 * BLOCK_N * D * 2)
-            _load(k, [b, h_kv, j * BLOCK_N, 0], full_kv.index(stage), ks.index(stage))
-            _load(v, [b, h_kv, j * BLOCK_N, 0], full_kv.index(stage), vs.index(stage))
+            load(k, [b, h_kv, j * BLOCK_N, 0], full_kv.index(stage), ks.index(stage))
+            load(v, [b, h_kv, j * BLOCK_N, 0], full_kv.index(stage), vs.index(stage))
             at_kv += 1
             for member in range(GROUP):
                 h = h_kv * GROUP + member
@@ -91,10 +87,10 @@ def _produce(
                     stage = at % STAGES
                     mbarrier.wait(empty.index(stage), at // STAGES & 1 ^ 1)
                     mbarrier.expect(full.index(stage), 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-                    _load(q, [b, h, i * BLOCK_M, 0], full.index(stage), qs.index(stage))
+                    load(q, [b, h, i * BLOCK_M, 0], full.index(stage), qs.index(stage))
                     place = ((b * Hkv * GROUP + h) * rows + i) * (2 * BLOCK_M)
-                    _load(numbers, [place], full.index(stage), ns.index(stage))
-                    _load(dout, [b, h, i * BLOCK_M, 0], full.index(stage), douts.index(stage))
+                    load(numbers, [place], full.index(stage), ns.index(stage))
+                    load(dout, [b, h, i * BLOCK_M, 0], full.index(stage), douts.index(stage))
                     at += 1
 
 
@@ -144,7 +140,7 @@ def _tile(s, sum_k, sum_v, at, shared, slot, dq, sums_ptr, b, h, i, j, rows, sca
     before = gl.load(sums_ptr, mask=j > 0, other=0.0)
     before = before.reshape(4, 2, 4, 8, 4, 2, 2).permute(2, 5, 3, 1, 0, 4, 6).reshape(BLOCK_M, D)
     before = gl.convert_layout(before, DQ, assert_trivial=True)
-    _barrier()
+    barrier()
     ds_factor = gl.convert_layout(ds, factor, assert_trivial=True)
     sum_k = warpgroup_mma(ds_factor, q, sum_k, is_async=True)
     sum_q = warpgroup_mma(ds_at.permute((1, 0)), k, before, is_async=True)
@@ -158,8 +154,8 @@ def _tile(s, sum_k, sum_v, at, shared, slot, dq, sums_ptr, b, h, i, j, rows, sca
         tma.store_wait(0)  # until dq_at has been read
         dq_at.reshape([BLOCK_M, D]).store((sum_q * scale).to(dtype))
         fence_async_shared()
-        _barrier()  # every thread's fence, before the one that stores
-        _store(dq, [b, h, i * BLOCK_M, 0], dq_at)
+        barrier()  # every thread's fence, before the one that stores
+        store(dq, [b, h, i * BLOCK_M, 0], dq_at)
     else:
         so_far = sum_q.reshape(4, 2, 8, 2, 4, 4, 2).permute(4, 3, 0, 2, 5, 1, 6).reshape(4, 256, 4)
         gl.store(sums_ptr, gl.convert_layout(so_far, FLAT, assert_trivial=True))
@@ -204,9 +200,9 @@ def _consume(
             grads_at.index(0).reshape([BLOCK_N, D]).store((sum_k * scale).to(dk.dtype))
             grads_at.index(1).reshape([BLOCK_N, D]).store(sum_v.to(dv.dtype))
             fence_async_shared()
-            _barrier()
-            _store(dk, [b, h_kv, j * BLOCK_N, 0], grads_at.index(0))
-            _store(dv, [b, h_kv, j * BLOCK_N, 0], grads_at.index(1))
+            barrier()
+            store(dk, [b, h_kv, j * BLOCK_N, 0], grads_at.index(0))
+            store(dv, [b, h_kv, j * BLOCK_N, 0], grads_at.index(1))
             at_kv += 1
     tma.store_wait(0)  # shared memory lives no longer than the program
 
@@ -237,7 +233,7 @@ def _attention_bwd_gluon_kernel(
         mbarrier.init(full_kv.index(i), count=1)
         mbarrier.init(empty_kv.index(i), count=1)
     fence_async_shared()  # TMA will count bytes in them
-    _barrier()
+    barrier()
     gl.warp_specialize(
         [
             (_consume, (

@@ -34,13 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu import bind_context, processors
-
-# later versions renamed these
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-_memory = gl.shared_memory_descriptor
-_reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+from kernels.hopper import barrier, load, reinterpret, store
 
 K0 = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = gl.constexpr(0.044715)
@@ -103,15 +97,15 @@ def _produce(
             mbarrier.expect(full.index(stage), BYTES)
             if BACKWARD:
                 if step < steps:
-                    _load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
-                    _load(w, [step * BLOCK_C, f], full.index(stage), ws.index(stage))
+                    load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
+                    load(w, [step * BLOCK_C, f], full.index(stage), ws.index(stage))
                 else:
-                    rest = _reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
-                    _load(h, [n, f], full.index(stage), xs.index(stage))
-                    _load(h, [n, f + BLOCK_F // 2], full.index(stage), rest)
+                    rest = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
+                    load(h, [n, f], full.index(stage), xs.index(stage))
+                    load(h, [n, f + BLOCK_F // 2], full.index(stage), rest)
             else:
-                _load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
-                _load(w, [f, step * BLOCK_C], full.index(stage), ws.index(stage))
+                load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
+                load(w, [f, step * BLOCK_C], full.index(stage), ws.index(stage))
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -158,7 +152,7 @@ def _consume(
             mbarrier.wait(full.index(stage), phase)  # h; before `turn`, by which the other relies on it
         mbarrier.arrive(turn.index(1 - WHICH))
         if BACKWARD:  # while the last product is under way
-            rest = _reinterpret(ws.index(stage), dtype, h.block_type.shape, h.layout)
+            rest = reinterpret(ws.index(stage), dtype, h.block_type.shape, h.layout)
             h_parts = _slices(xs.index(stage).load(half), SLICES // 2, sliced)
             h_parts += _slices(rest.load(half), SLICES // 2, sliced)
             fence_async_shared()
@@ -188,9 +182,9 @@ def _consume(
             wanted_at.store(wanted)
             a_at.store(g.to(dtype))
             fence_async_shared()
-            _barrier()  # every thread's fence, before the one that stores
-            _store(dh if BACKWARD else h, [n, f + i * SLICE], wanted_at)
-            _store(a, [n, f + i * SLICE], a_at)
+            barrier()  # every thread's fence, before the one that stores
+            store(dh if BACKWARD else h, [n, f + i * SLICE], wanted_at)
+            store(a, [n, f + i * SLICE], a_at)
             if partial_ptr is not None:
                 sums = gl.sum(wanted.to(gl.float32), 0)
                 gl.store(partial_ptr + tile_n.to(gl.int64) * F + at_column, sums, at_column < F)
@@ -219,7 +213,7 @@ def _mlp_gluon_kernel(
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
     fence_async_shared()  # TMA will count bytes in them
-    _barrier()
+    barrier()
     # the tuples of arguments are written out: added together they may hold no None
     gl.warp_specialize(
         [
