@@ -1,5 +1,6 @@
 """The machine: which device, what it can do at most, how much memory it took, and what to write beside a figure."""
 
+import gc
 import os
 import platform
 import re
@@ -133,6 +134,7 @@ def peaks(device: torch.device) -> dict[str, float | int | None]:
 def reset_memory(device: torch.device) -> None:
     """Forget the peak so far, and what is only cached (a CPU process cannot)."""
     if device.type == "cuda":
+        gc.collect()  # what an error's traceback holds goes now, and not in the middle of a measurement
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -43,23 +43,42 @@ def median_seconds(work: Callable[[], object], device: torch.device) -> float:
 def in_turn(
     works: dict[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.02
 ) -> dict[str, list[float]]:
-    """Work -> seconds a call, a sample each round. Every work has its turn, of as many calls as fill `seconds`, so that
-    launching them does not set the figure; on a GPU by device events."""
-    calls = {name: max(1, int(seconds / median_seconds(work, device))) for name, work in works.items()}
+    """Work -> seconds a call, a sample each round. Every work has its turn, of as many calls as fill `seconds`.
+
+    On a GPU it is by device events, of a GPU that is busy: it sleeps until the calls are launched, as in a training
+    step, where the host runs ahead. Else Python would set the figure of what takes less than a millisecond.
+    """
+    waited = {name: median_seconds(work, device) for name, work in works.items()}
+    calls = {name: max(1, int(seconds / each)) for name, each in waited.items()}
+    launching = {name: _launching(work, device) for name, work in works.items()}
     samples = {name: [] for name in works}
     for turn in range(rounds):
         for name in works if turn % 2 == 0 else reversed(works):  # ABBA: a drift hits all alike
-            samples[name].append(_seconds(works[name], calls[name], device) / calls[name])
+            ahead = 1.5 * calls[name] * launching[name]
+            samples[name].append(_seconds(works[name], calls[name], device, ahead) / calls[name])
     return samples
 
 
-def _seconds(work: Callable[[], object], calls: int, device: torch.device) -> float:
+def _launching(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call that nobody waits for, the host's share; on a CPU there is none."""
+    if device.type != "cuda":
+        return 0.0
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    took = time.perf_counter() - start
+    synchronize(device)
+    return took
+
+
+def _seconds(work: Callable[[], object], calls: int, device: torch.device, ahead: float) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):
             work()
         return time.perf_counter() - start
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2e9 * ahead))  # clocks, of which a second has no more than 2e9
     start.record()
     for _ in range(calls):
         work()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kernels.registry import OPS, KernelError, contract, describe, impls, load, unavailable
+from kernels.registry import OPS, KernelError, Unavailable, contract, describe, impls, load, unavailable
 from kernels.tuned import slug
 from runtime.config import check, cli
 from runtime.device import GIB, environment, out_of_memory, pick, reset_memory
@@ -168,15 +168,21 @@ def measure(cfg: Config, name: str, device: torch.device) -> list[dict]:
     module, dtype = contract(cfg.op), DTYPES[cfg.dtype]
     shape = (module.SHAPES | module.CASES)[name]
     inputs = module.inputs(**shape, dtype=dtype, device=device)
-    functions = contestants(cfg.op, cfg.impl, device)
-    douts = [torch.randn_like(out) for out in outputs(next(iter(functions.values())), inputs)]
-    facts = {
-        impl: {
-            **error(function, module, shape, dtype, device),
-            "extra_gib": extra_memory(function, inputs, douts, device),
-        }
-        for impl, function in functions.items()
-    }
+    functions, facts, douts = {}, {}, []
+    for impl, function in contestants(cfg.op, cfg.impl, device).items():
+        try:
+            if cfg.op == "attention":
+                needs = [argument for argument in ("window", "starts", "lengths") if argument in inputs]
+                load("attention", "eager" if impl == "compile" else impl, device, needs)
+            douts = douts or [torch.randn_like(out) for out in outputs(function, inputs)]
+            errors = error(function, module, shape, dtype, device)
+        except Unavailable as why:
+            if cfg.impl:
+                raise
+            tqdm.write(f"{name:<12} without {impl}: {why}", file=sys.stdout)
+            continue
+        functions[impl] = function
+        facts[impl] = {**errors, "extra_gib": extra_memory(function, inputs, douts, device)}
     works = floors(module, shape, dtype, device)
     for impl, function in functions.items():
         works[f"{impl} forward"] = lambda function=function: outputs(function, inputs)

@@ -50,7 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu import processors
-from kernels.hopper import barrier, load, store
+from kernels.hopper import barrier, described, load, store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 D = gl.constexpr(64)  # of a head
@@ -274,7 +274,7 @@ def _numbers_kernel(
     tl.store(numbers_ptr + BLOCK_M, tl.sum(dout * out, 1))
 
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def takes(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: int | None) -> bool:
@@ -291,11 +291,9 @@ def takes(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: int
     return B * Hkv >= 0.9 * triton.cdiv(B * Hkv, programs) * programs
 
 
-def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Of (B, T, H, D) as (B, H, T, D)."""
-    tensor, block = tensor.transpose(1, 2), [1, 1, rows, D.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
+def _heads(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of a head of (B, T, H, D)."""
+    return described(tensor.transpose(1, 2), 1, 1, rows, D.value)
 
 
 def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
@@ -304,18 +302,17 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     blocks = triton.cdiv(T, N) * RATIO.value  # of queries
     numbers = torch.empty(B * H * blocks * 2 * M, dtype=torch.float32, device=q.device)
     _numbers_kernel[(B * H * blocks,)](dout, out, lse, numbers, lse.stride(1), T, H, blocks)
-    layout = gl.NVMMASharedLayout.get_default_for([2 * M], gl.float32)
     programs = min(B * Hkv, processors(q.device))
     sums = torch.empty(programs, H // Hkv, blocks * M, D.value, dtype=torch.float32, device=q.device)
     _attention_bwd_gluon_kernel[(programs,)](
-        _described(q, M),
-        _described(k, N),
-        _described(v, N),
-        _described(dout, M),
-        _described(dq, M),
-        _described(dk, N),
-        _described(dv, N),
-        TensorDescriptor(numbers, [numbers.numel()], [1], [2 * M], layout),
+        _heads(q, M),
+        _heads(k, N),
+        _heads(v, N),
+        _heads(dout, M),
+        _heads(dq, M),
+        _heads(dk, N),
+        _heads(dv, N),
+        described(numbers, 2 * M),
         sums,
         scale,
         B * Hkv,

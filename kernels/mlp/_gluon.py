@@ -21,7 +21,6 @@ operands, and is read into registers at once. h is rounded before gelu sees it, 
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,10 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu import bind_context, processors
-from kernels.hopper import barrier, load, reinterpret, store
+from kernels.hopper import barrier, described, load, reinterpret, store
 
 K0 = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = gl.constexpr(0.044715)
@@ -232,7 +230,7 @@ def _mlp_gluon_kernel(
     )  # fmt: skip
 
 
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def takes(dtype: torch.dtype, C: int, F: int, device: torch.device) -> bool:
@@ -254,13 +252,6 @@ def candidates(backward: bool) -> list[dict]:
     return [{"GROUP": 4}, {"GROUP": 2}, {"GROUP": 16}, {"GROUP": 32}, *slices, *tall]
 
 
-def _described(tensor: Tensor | None, block: list[int]) -> TensorDescriptor | None:
-    if tensor is None:
-        return None
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)
-
-
 def multiply(x, w, b, h, a, dh, partial, size: dict) -> None:
     """The kernel; forward without dh. All tensors are contiguous."""
     (N, C), F, backward = x.shape, h.shape[1], dh is not None
@@ -269,11 +260,11 @@ def multiply(x, w, b, h, a, dh, partial, size: dict) -> None:
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
     bind_context()
     _mlp_gluon_kernel[(min(tiles, processors(x.device)),)](
-        _described(x, [n, c]),
-        _described(w, [c, f] if backward else [f, c]),
-        _described(h, [n, f // 2 if backward else part]),
-        _described(a, [n, part]),
-        _described(dh, [n, part]),
+        described(x, n, c),
+        described(w, *((c, f) if backward else (f, c))),
+        described(h, n, f // 2 if backward else part),
+        described(a, n, part),
+        described(dh, n, part),
         None if backward else b,
         partial,
         N,

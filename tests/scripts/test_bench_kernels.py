@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from kernels.registry import OPS, contract, load
+from kernels.registry import OPS, Unavailable, contract, load
 from runtime.timing import in_turn
 from scripts import bench_kernels
 from scripts.bench_kernels import error, floors, listed, measure, table
@@ -51,6 +51,20 @@ def test_the_error_is_that_of_the_function():
     found = error(wrong, contract("norm"), contract("norm").CASES["many_rows"], torch.float32, CPU)
     assert found["error/out"] == pytest.approx(1e-3, rel=1e-2)
     assert found["error/gradients"] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_who_lacks_what_a_shape_asks_for_is_left_out(monkeypatch, capsys):
+    """triton_naive has no window. Asked for by name, it is an error."""
+
+    def no(**inputs):
+        raise AssertionError("it was called")
+
+    functions = {"triton_naive": no, "eager": load("attention", "eager", CPU)}
+    monkeypatch.setattr(bench_kernels, "contestants", lambda *_: dict(functions))
+    assert [row["impl"] for row in measure(config("attention", impl=None), "window", CPU)] == ["eager"]
+    assert "without triton_naive: attention=triton_naive cannot run" in capsys.readouterr().out
+    with pytest.raises(Unavailable, match="triton_naive"):
+        measure(config("attention", impl=["triton_naive", "eager"]), "window", CPU)
 
 
 @pytest.mark.parametrize("op", ["mlp", "loss"])
