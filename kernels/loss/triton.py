@@ -10,9 +10,10 @@ Hsu et al. 2024, arXiv:2410.10989):
     dW     += dlogits^T x              cuBLAS, added up in fp32
 
 The kernel gives a row to a program, which reads it twice: once for its maximum and its sum of exponentials together
-(the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), once to write the gradient. A row of 100 KB is
-still in the L2 by then, so a chunk's logits cross the memory bus once each way, and at 2 FLOP a byte that is the cost:
-at N = 32,768 and V = 50,304 they are 6.6 GB, 1.6 ms at an H200's copy rate, beside 11 ms for the three products.
+(the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), once to write the gradient. Crossing the memory
+bus once each way is the cost, at 2 FLOP a byte: at N = 32,768 and V = 50,304 that is 6.6 GB, 1.6 ms at an H200's copy
+rate, beside 11 ms for the three products. The second time a row of 100 KB should come from the L2, and does so in part;
+on Hopper _gluon.py keeps it in shared memory instead.
 
 The chunk is as large as LOGITS_BYTES allow: each chunk also reads and writes the fp32 dW once (154 MB at C = 768).
 backward() only multiplies by the gradient of the loss.
@@ -23,14 +24,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import check_dtypes
-from kernels.gpu import triton_detail as detail  # noqa: F401
+from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.loss import _gluon
 from kernels.tuned import tuned
 
 LOGITS_BYTES = 2**28  # of one chunk
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e), and the GPU has an instruction for 2^x
-RUNS = ("^_cross_entropy_kernel|::linear_cross_entropy",)
+RUNS = {
+    "Gluon": ("^_cross_entropy_gluon_kernel|::linear_cross_entropy",),
+    "triton": ("^_cross_entropy_kernel|::linear_cross_entropy",),
+}
 
 
 @triton.jit
@@ -108,6 +112,9 @@ def candidates(kernel: str, default: dict) -> list[dict]:
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, write: bool):
     """logits (n, V), contiguous -> losses (n,) fp32; with `write` the logits become their gradient of the mean loss."""
     V = logits.shape[1]
+    if write and _gluon.takes(V, logits.dtype, logits.device):
+        _gluon.cross_entropy_(logits, targets, losses, count, ignore_index)
+        return
     launch = tuned("cross_entropy", f"{V} {logits.dtype}", block(V), logits.device)
     _cross_entropy_kernel[(len(logits),)](logits, targets, losses, count, ignore_index, V=V, WRITE=write, **launch)
 
@@ -173,3 +180,7 @@ def apply(op, x, weight, targets, ignore_index, *rest):
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.flatten(0, -2).contiguous(), targets.flatten()
     return op(x, weight, targets, ignore_index, gradients, *rest)[0]
+
+
+def detail(weight, **rest) -> str:
+    return triton_detail(weight=weight) + ", Gluon softmax" * _gluon.takes(len(weight), weight.dtype, weight.device)

@@ -22,6 +22,7 @@ from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles
 from kernels.attention import triton as attention
 from kernels.attention import triton_naive as attention_naive
+from kernels.loss import _gluon as loss_gluon
 from kernels.loss import triton as loss
 from kernels.mlp import _gluon as gluon
 from kernels.mlp import triton as mlp
@@ -79,6 +80,10 @@ def main(capability: int) -> None:
             assert all(wide.search(ptx) and "st.global.v4" in ptx for ptx in (forward, backward))
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
     compiled("loss", loss._cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.block(50304))
+    if capability == 90:
+        threads = {"num_warps": loss_gluon.WARPS.value, "maxnreg": 64}
+        kernel = loss_gluon._cross_entropy_gluon_kernel
+        compiled("loss in Gluon", kernel, 90, types, GluonASTSource, V=50304, **threads)
     for backward in (False, True):
         size = mlp.tiling(torch.bfloat16, backward)
         size.pop("programs")

@@ -26,6 +26,7 @@ SEEN = {
     "triton_per_fused_add_native_layer_norm_native_layer_norm_backward_view_8": "norm",
     "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16>": "norm",
     "_cross_entropy_kernel": "loss",
+    "_cross_entropy_gluon_kernel": "loss",
     "triton_red_fused__log_softmax__to_copy_prepare_softmax_online_4": "loss",
     "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>": "loss",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOpti": "optimizer",
