@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from kernels.packed import split
 from kernels.registry import Ops
 from runtime.config import UserError, check
 
@@ -128,7 +129,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None, starts: Tensor | None, cache: Cache | None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).view(B, T, sum(self.heads), -1).split(self.heads, dim=2)  # (B, T, H or Hkv, D) each
+        q, k, v = split(self.c_attn(x).view(B, T, sum(self.heads), -1), self.heads)  # (B, T, H or Hkv, D) each
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:

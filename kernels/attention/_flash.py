@@ -3,7 +3,7 @@
 A version's function imports what it needs, and returns its forward and its backward:
 
     forward(q, k, v, causal, scale, window, lengths) -> out (B, Tq, H, D), lse (B, H, Tq) fp32
-    backward(dout, q, k, v, out, lse, causal, scale, window) -> dq, dk, dv
+    backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv), the last of which it writes
 
 All of them take (B, T, H, D), share keys among heads, align the causal mask bottom right, and to `lengths` where those
 are given. Their windows count the keys to the left of a query's own, which the contract's includes.
@@ -34,10 +34,9 @@ def fa4() -> Kernels:
         given = {"softmax_scale": scale, "seqused_k": lengths, "return_lse": True}
         return _flash_attn_fwd(q, k, v, **given, **limits(causal, window))[:2]
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window):
-        dq, dk, dv = map(contiguous_like, (q, k, v))
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
         given = {"softmax_scale": scale, "dq": dq, "dk": dk, "dv": dv}
-        return _flash_attn_bwd(q, k, v, out, dout, lse, **given, **limits(causal, window))
+        _flash_attn_bwd(q, k, v, out, dout, lse, **given, **limits(causal, window))
 
     return forward, backward
 
@@ -58,10 +57,8 @@ def fa3() -> Kernels:
         given = {"softmax_scale": scale, "seqused_k": lengths, "num_splits": splits}
         return ops.fwd(q, k, v, **given, **limits(causal, window))[:2]
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window):
-        grads = tuple(map(contiguous_like, (q, k, v)))
-        ops.bwd(dout, q, k, v, out, lse, *grads, softmax_scale=scale, **limits(causal, window))
-        return grads
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
+        ops.bwd(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, **limits(causal, window))
 
     return forward, backward
 
@@ -80,11 +77,9 @@ def fa2() -> Kernels:
         limits = {"causal": causal, "window_size": (left(window), -1), "cache_seqlens": lengths}
         return flash_attn_with_kvcache(q, k, v, softmax_scale=scale, return_softmax_lse=True, **limits)
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window):
-        grads = tuple(map(contiguous_like, (q, k, v)))
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
         rest = {**given(causal, scale, window), "deterministic": False}
-        _flash_attn_backward(dout, q, k, v, out, lse, *grads, **rest)
-        return grads
+        _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, **rest)
 
     return forward, backward
 
@@ -109,22 +104,19 @@ def built_in() -> Kernels:
         out, lse, *_ = aten._flash_attention_forward(q, k, v, q_starts, k_starts, *rest, **given)
         return out.view(B, queries, H, D), lse.view(H, B, queries).transpose(0, 1).contiguous()
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window):
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
         dropout = lse.new_empty(0)  # the state of its generator, not read
         rest = None, None, q.shape[1], k.shape[1], 0.0, causal, dropout, dropout
         given = {"scale": scale, "window_size_left": left(window), "window_size_right": -1}
-        grads = aten._flash_attention_backward(dout, q, k, v, out, lse, *rest, **given)
-        return tuple(grad.contiguous() for grad in grads)
+        made = aten._flash_attention_backward(dout, q, k, v, out, lse, *rest, **given)
+        for gradient, value in zip((dq, dk, dv), made, strict=True):
+            gradient.copy_(value)
 
     return forward, backward
 
 
 def left(window: int | None) -> int:
     return -1 if window is None else window - 1
-
-
-def contiguous_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def packed(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention._flash import VERSIONS, Kernels, newest, why_not
+from kernels.packed import buffer, parted
 from kernels.registry import Unavailable
 
 deterministic = False  # dq is summed by atomics; an order of its own costs time and memory
@@ -91,16 +92,15 @@ def flash_bwd(
     scale: float,
     window: int | None,
     version: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, contiguous."""
+) -> Tensor:
+    """dq, dk and dv in packed.buffer()."""
     _, backward = loaded(chosen(version, q))
-    dq, dk, dv = backward(dout.contiguous(), *map(rows, (q, k, v)), out, lse, causal, scale, window)
-    return dq, dk, dv
+    grads, (q, k, v) = buffer(q, k), map(rows, (q, k, v))
+    backward(dout.contiguous(), q, k, v, out, lse, causal, scale, window, *parted(grads, q, k))
+    return grads
 
 
-@flash_bwd.register_fake
-def _(dout, q, k, v, out, lse, causal, scale, window, version):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+flash_bwd.register_fake(lambda dout, q, k, *_: buffer(q, k))
 
 
 def _setup_context(ctx, inputs, output):
@@ -109,8 +109,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _dlse):
-    grads = flash_bwd(dout, *ctx.saved_tensors, ctx.causal, ctx.scale, ctx.window, ctx.version)
-    return *grads, None, None, None, None, None
+    q, k, *rest = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
+    grads = flash_bwd(dout, q, k, *rest, ctx.causal, ctx.scale, ctx.window, ctx.version)
+    return *parted(grads, q, k), None, None, None, None, None
 
 
 flash_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -28,10 +28,8 @@ bytes a query for every tile of keys: by atomics, whose order is another each ti
 other, or by one that takes a whole head. That is _gluon_backward.py's way, on Hopper, where D = 64, T <= 1024 and heads
 are enough for all multiprocessors; it says why no further.
 
-q, k and v may be views of one packed tensor: tiles are fetched by strides, by TMA on Hopper. Then the packed tensor's
-gradient is a concatenation of dq, dk, dv, a copy of 0.6 GB a layer at B = 64, T = 1024, C = 768. So they are returned
-as views of one buffer in that very order, and torch.compile knows that a split put together again is no operation.
-Outside of it the copy remains.
+q, k and v may be views of one packed tensor: tiles are fetched by strides, by TMA on Hopper. Their gradients are views
+of one buffer in the same order, so that nobody has to concatenate them: packed.py.
 
 A decoding step has a query a head, reads all keys, and is bound by their bytes; with 12 heads it would keep 12 of 132
 multiprocessors busy. So the keys go in parts to several programs, and a second kernel weighs the parts' results.
@@ -61,6 +59,7 @@ from kernels.attention._triton_tiles import (
 )
 from kernels.gpu import processors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.packed import buffer, parted
 from kernels.registry import Unavailable
 
 LEAST = tl.constexpr(-1e30)  # below every score, and finite: -inf - -inf is no number
@@ -235,21 +234,13 @@ def attention_bwd(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """dq, dk and dv side by side in one (B, T, H + 2 Hkv, D), where T is the longer of Tq and Tk."""
-    grads = gradients(dout, q, k)
+    """dq, dk and dv in packed.buffer()."""
+    grads = buffer(q, k)
     backward(dout, q, k, v, out, lse, starts, causal, scale, window, *parted(grads, q, k))
     return grads
 
 
-@attention_bwd.register_fake
-def gradients(dout, q, k, *_):
-    return q.new_empty(q.shape[0], max(q.shape[1], k.shape[1]), q.shape[2] + 2 * k.shape[2], q.shape[3])
-
-
-def parted(grads, q, k):
-    """dq, dk, dv: views."""
-    dq, dk, dv = grads.split((q.shape[2], k.shape[2], k.shape[2]), dim=2)
-    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+attention_bwd.register_fake(lambda dout, q, k, *_: buffer(q, k))
 
 
 def _setup_context(ctx, inputs, output):
