@@ -101,15 +101,16 @@ def references(cfg: Any, dataset: Dataset, device: torch.device, build: Callable
     kernels, attn = EAGER
     stored = PRECISIONS[cfg.precision][0]
     CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # jobs of a sweep on several GPUs want the same at once
-        for precision in ("fp32", cfg.precision):
-            plain = replace(cfg, precision=precision, kernels=kernels, attn=attn, train=replace(t, batch_size=size))
-            path = CACHE / f"{key(*facts, precision, str(stored), files=sources)}.pt"
-            if (steps := kept(path)) is None:
-                alone(reference, plain, stored, device, path, build, step)
-                steps = torch.load(path, weights_only=True)
-            found.append(steps)
+    for precision in ("fp32", cfg.precision):
+        plain = replace(cfg, precision=precision, kernels=kernels, attn=attn, train=replace(t, batch_size=size))
+        path = CACHE / f"{key(*facts, precision, str(stored), files=sources)}.pt"
+        if (steps := kept(path)) is None:
+            with path.with_suffix(".lock").open("w") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)  # jobs of a sweep on several GPUs want the same at once
+                if kept(path) is None:
+                    alone(reference, plain, stored, device, path, build, step)
+            steps = torch.load(path, weights_only=True)
+        found.append(steps)
     return found
 
 

@@ -25,28 +25,36 @@ def rows(device: str, kind: str = "train") -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", *FIGURES[2:], "step", "commit"]
+COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
+COLUMNS += [*FIGURES[2:], "step", "commit"]
 
 
 def throughput(device: str) -> str:
-    """The table of training throughput: the rows of +experiment=throughput, by model and precision, what was measured
-    last before what is older, and fastest first."""
-    measured = [row for row in rows(device) if not row["config"]["train"]["eval_every"]]
-    sessions = list(dict.fromkeys(map(commit, measured)))
-    measured.sort(
-        key=lambda row: (
-            row["parameters"],
-            row["config"]["precision"],
-            -sessions.index(commit(row)),
-            -(row.get("perf/tokens_per_sec") or 0),
-        )
-    )
-    table = [COLUMNS, ["---"] * len(COLUMNS), *map(throughput_cells, measured)]
+    """The table of training throughput: the rows of +experiment=throughput, a session's together and fastest first,
+    each beside its compile + sdpa. A session of whose choices all were measured again later is left out."""
+    sessions: dict[tuple, list[dict]] = {}
+    for row in rows(device):
+        config = row["config"]
+        key = row["parameters"], config["precision"], config["train"]["block_size"], commit(row)
+        if not config["train"]["eval_every"]:
+            sessions.setdefault(key, []).append(row)
+    kept, later = [], set()
+    for (*settings, _), measured in reversed(sessions.items()):
+        choices = {(*settings, row["config"]["train"]["batch_size"], *who(row)) for row in measured}
+        if not choices <= later:
+            kept.append((settings, measured))
+            later |= choices
+    table = [COLUMNS, ["---"] * len(COLUMNS)]
+    for _, measured in sorted(kept, key=lambda item: item[0]):  # stable: the newest session first
+        speeds = {who(row)[0]: row.get("perf/tokens_per_sec") for row in measured if who(row)[1].startswith("sdpa")}
+        for row in sorted(measured, key=lambda row: -(row.get("perf/tokens_per_sec") or 0)):
+            table.append(throughput_cells(row, speeds.get("compile")))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
-def throughput_cells(row: dict) -> list[str]:
-    config = row["config"]
+def throughput_cells(row: dict, compiled: float | None = None) -> list[str]:
+    """`compiled` are the tokens/s of compile + sdpa."""
+    config, speed = row["config"], row.get("perf/tokens_per_sec")
     cells = [
         f"{row['parameters'] / 1e6:.0f}M",
         f"{config['train']['batch_size']} x {config['train']['block_size']}",
@@ -55,7 +63,8 @@ def throughput_cells(row: dict) -> list[str]:
     ]
     tokens_per_sec, spread, *rest = figure_cells(row)
     rest += [str(row.get("steps", "")), commit(row)]
-    return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, *rest]
+    ratio = f"{speed / compiled:.3f}x" if speed and compiled else ""
+    return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, ratio, *rest]
 
 
 def who(row: dict) -> tuple[str, str]:
@@ -119,12 +128,10 @@ def generation(device: str) -> str:
 
 def kernels(device: str) -> str:
     """The table of kernels: the newest rows of each op, shape, backend and dtype."""
-    newest = {}
-    for row in rows(device, "kernels"):
-        newest[row["op"], row["dtype"], row["shape"], row["impl"]] = row
+    newest = newest_kernels(rows(device, "kernels"))
     if not newest:
         return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
-    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s", "TFLOP/s"]
+    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s or TFLOP/s (forward, backward)"]
     head += ["of the floor", "error", "extra GiB", "commit"]
     table = [head, ["---"] * len(head)]
     for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
@@ -136,8 +143,7 @@ def kernels(device: str) -> str:
                 impl,
                 f"{row['forward/ms']:.3f}",
                 f"**{row['both/ms']:.3f}** ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
-                f"{row['both/tb_per_s']:.2f}",
-                f"{row['both/tflops']:.1f}",
+                rates(row),
                 f"{100 * share:.1f}%" if share else "",
                 f"{max(row['error/out'], row['error/gradients']):.1e}",
                 "" if extra is None else f"{extra:.2f}",
@@ -145,6 +151,18 @@ def kernels(device: str) -> str:
             ]
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def newest_kernels(rows: list[dict]) -> dict[tuple[str, ...], dict]:
+    """(op, dtype, shape, backend) -> its newest row."""
+    return {(row["op"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
+
+
+def rates(row: dict) -> str:
+    """Of norm TB/s, of the others TFLOP/s. A loss has its gradients in its forward, or not: no rate is of one alone."""
+    unit, digits = ("tb_per_s", 2) if row["op"] == "norm" else ("tflops", 0)
+    both, forward, backward = (f"{row[f'{way}/{unit}']:.{digits}f}" for way in ("both", "forward", "backward"))
+    return both if row["op"] == "loss" else f"{both} ({forward}, {backward})"
 
 
 def newest_context(rows: list[dict]) -> dict[tuple[int, str], dict]:
@@ -264,24 +282,27 @@ def fill(text: str) -> str:
 
 
 def roofline(rows: list[dict], path: Path) -> Path:
-    """Draws the rows of kernels under the roof of their machine: what a FLOP a byte allows (Williams et al. 2009)."""
+    """Draws the newest row of each kernel under the roof of its machine: what a FLOP a byte allows (Williams et al.
+    2009)."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     bandwidth, peak = rows[-1]["ceiling/tb_per_s"], rows[-1]["ceiling/tflops"]
+    rows = [*newest_kernels(rows).values()]
     figure, axes = pyplot.subplots(figsize=(8, 5))
     intensities = [row["both/tflops"] / row["both/tb_per_s"] for row in rows]
     ends = min([*intensities, peak / bandwidth]) / 4, max([*intensities, peak / bandwidth]) * 4
     roof = sorted({*ends, peak / bandwidth})
     axes.plot(roof, [min(peak, bandwidth * x) for x in roof], color="black", linewidth=1)
-    for impl in sorted({row["impl"] for row in rows}):
+    for i, impl in enumerate(sorted({row["impl"] for row in rows})):
         mine = [(x, row) for x, row in zip(intensities, rows, strict=True) if row["impl"] == impl]
-        axes.scatter([x for x, _ in mine], [row["both/tflops"] for _, row in mine], label=impl, s=20)
+        x, y = [x for x, _ in mine], [row["both/tflops"] for _, row in mine]
+        axes.scatter(x, y, label=impl, s=20, marker="o^s"[i // 10 % 3])  # there are 10 colours
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte, every tensor moved once", ylabel="TFLOP/s, both ways")
     axes.set_title(f"{bandwidth:.3g} TB/s of a copy, {peak:.3g} TFLOP/s of a matmul", fontsize=10)
-    axes.legend()
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
@@ -317,10 +338,9 @@ def readmes() -> None:
         readme.write_text(fill(readme.read_text()))
         print(readme)
     for file in sorted(RESULTS.glob("*/kernels.jsonl")):
-        print(roofline([json.loads(line) for line in file.read_text().splitlines()], file.with_name("roofline.png")))
+        print(roofline(rows(file.parent.name, "kernels"), file.with_name("roofline.png")))
     for file in sorted(RESULTS.glob("*/attention.jsonl")):
-        kept = [json.loads(line) for line in file.read_text().splitlines()]
-        print(context_plot(kept, file.with_name("attention.png")))
+        print(context_plot(rows(file.parent.name, "attention"), file.with_name("attention.png")))
     for folder in sorted(RESULTS.glob("*/curves")):
         plot_curves(folder.parent.name)
         print(f"{folder.parent / 'curves.png'}")

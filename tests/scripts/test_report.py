@@ -52,9 +52,24 @@ def test_rows_become_a_table(results, tmp_path):
     place = ["124M", "64 x 1024", "amp"]
     attention = "sdpa (cudnn, cudnn 91900)"
     assert table[2:] == [
-        [*place, "compile", attention, "**500,000** (499,999 to 500,001)", *speed],
-        [*place, "eager", attention, "**400,000** (399,999 to 400,001)", *speed],
-        [*place, "eager+triton+compile", attention, "oom", "", "", "", "", "60", "5918f41"],
+        [*place, "compile", attention, "**500,000** (499,999 to 500,001)", "1.000x", *speed],
+        [*place, "eager", attention, "**400,000** (399,999 to 400,001)", "0.800x", *speed],
+        [*place, "eager+triton+compile", attention, "oom", "", "", "", "", "", "60", "5918f41"],
+    ]
+
+
+def test_a_session_goes_when_all_of_it_was_measured_again(results, tmp_path):
+    for folder, commit, compiles in (("a", "1", [False]), ("b", "2", [False, True]), ("c", "3", [True])):
+        for compile in compiles:
+            path = run(tmp_path / f"{folder}{compile}", compile=compile) / "result.json"
+            row = json.loads(path.read_text())
+            path.write_text(json.dumps(row | {"env": row["env"] | {"git_commit": commit * 40}}))
+            collect.collect(path.parent, curves=False)
+    table = [line.strip("| ").split(" | ") for line in report.throughput("h200").splitlines()[2:]]
+    assert [(cells[3], cells[-1]) for cells in table] == [
+        ("compile", "3" * 7),
+        ("eager", "2" * 7),
+        ("compile", "2" * 7),
     ]
 
 
@@ -108,7 +123,7 @@ def test_a_row_without_figures_and_a_cpu(results, tmp_path):
     (tmp_path / "a/result.json").write_text(json.dumps(row | {"perf/tokens_per_sec": None}))
     collect.collect(tmp_path / "a", curves=False)
     filled = report.fill("<!-- throughput: amd-epyc -->\n<!-- end -->\n<!-- environment: amd-epyc -->\n<!-- end -->")
-    assert "**500,000** (499,999 to 500,001) |  | 1.5 |" in filled
+    assert "**500,000** (499,999 to 500,001) |  |  | 1.5 |" in filled
     assert "| too short |" in filled
     assert "AMD EPYC, cuda 1, cudnn 1" in filled
 
@@ -138,9 +153,9 @@ def test_kernels_in_a_table_and_under_their_roof(results, tmp_path):
         "dtype": "bfloat16",
         "shape": "124m",
         "impl": "eager",
-        "both/tflops": 2.0,
-        "both/tb_per_s": 2.0,
     }
+    row |= {f"{way}/tflops": 2.0 for way in ("forward", "backward", "both")}
+    row |= {"forward/tb_per_s": 1.5, "backward/tb_per_s": 2.25, "both/tb_per_s": 2.0}
     row |= {"forward/ms": 1.0, "both/ms": 2.0, "both/ms/p20": 1.9, "both/ms/p80": 2.1, "both/of_floor": 0.5}
     row |= {
         "error/out": 1e-3,
@@ -153,7 +168,7 @@ def test_kernels_in_a_table_and_under_their_roof(results, tmp_path):
     (results / "h200").mkdir(parents=True)
     file = results / "h200" / "kernels.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in (row | {"both/ms": 9.0}, faster, row)))
-    line = "| norm bfloat16 | 124m | {} | 1.000 | **{}** (1.900 to 2.100) | 2.00 | 2.0 | {} | unknown |"
+    line = "| norm bfloat16 | 124m | {} | 1.000 | **{}** (1.900 to 2.100) | 2.00 (1.50, 2.25) | {} | unknown |"
     assert report.kernels("h200").splitlines()[2:] == [
         line.format("triton", "1.000", "100.0% | 2.0e-03 | "),
         line.format("eager", "2.000", "50.0% | 2.0e-03 | 0.25"),
