@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention._flash import VERSIONS, Kernels, newest, why_not
+from kernels.direct import direct
 from kernels.packed import buffer, parted
 from kernels.registry import Unavailable
 
@@ -106,6 +107,7 @@ flash_bwd.register_fake(lambda dout, q, k, *_: buffer(q, k))
 def _setup_context(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale, ctx.window, _, ctx.version = inputs
     ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)  # lse has none
 
 
 def _backward(ctx, dout, _dlse):
@@ -114,7 +116,8 @@ def _backward(ctx, dout, _dlse):
     return *parted(grads, q, k), None, None, None, None, None
 
 
-flash_fwd.register_autograd(_backward, setup_context=_setup_context)
+flash_bwd = direct(flash_bwd)
+flash_fwd = direct(flash_fwd, _backward, _setup_context)
 
 
 def rows(tensor: Tensor) -> Tensor:

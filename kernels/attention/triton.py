@@ -57,6 +57,7 @@ from kernels.attention._triton_tiles import (
     span,
     store_tile,
 )
+from kernels.direct import direct
 from kernels.gpu import processors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.packed import buffer, parted
@@ -246,6 +247,7 @@ attention_bwd.register_fake(lambda dout, q, k, *_: buffer(q, k))
 def _setup_context(ctx, inputs, output):
     q, k, v, starts, _, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
+    ctx.set_materialize_grads(False)  # lse has none
 
 
 def _backward(ctx, dout, _dlse):
@@ -254,7 +256,8 @@ def _backward(ctx, dout, _dlse):
     return *parted(grads, q, k), None, None, None, None, None
 
 
-attention_fwd.register_autograd(_backward, setup_context=_setup_context)
+attention_bwd = direct(attention_bwd)
+attention_fwd = direct(attention_fwd, _backward, _setup_context)
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):

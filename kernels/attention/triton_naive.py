@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention._triton_tiles import LOG2E, check, load_tile
+from kernels.direct import direct
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 
@@ -167,7 +168,8 @@ def _backward(ctx, dp):
     return dq.transpose(1, 2), dk.transpose(1, 2), None, None
 
 
-probabilities.register_autograd(_backward, setup_context=_setup_context)
+softmax_bwd = direct(softmax_bwd)
+probabilities = direct(probabilities, _backward, _setup_context)
 
 
 def attention(q, k, v, *, causal=True, scale=None):

@@ -10,6 +10,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from kernels.direct import direct
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 from kernels.loss.triton import apply, backward, outputs, setup_context
 
@@ -41,7 +42,7 @@ def linear_cross_entropy(
 
 
 linear_cross_entropy.register_fake(outputs)
-linear_cross_entropy.register_autograd(backward, setup_context=setup_context)
+linear_cross_entropy = direct(linear_cross_entropy, backward, setup_context)
 
 
 def loss(x, weight, targets, ignore_index=-1):

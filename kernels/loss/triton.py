@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.direct import direct
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.loss import _gluon
@@ -167,7 +168,7 @@ def backward(ctx, dout, _dx, _dweight):
     return dx * dout.to(dx.dtype), dweight * dout.to(dweight.dtype), *rest
 
 
-linear_cross_entropy.register_autograd(backward, setup_context=setup_context)
+linear_cross_entropy = direct(linear_cross_entropy, backward, setup_context)
 
 
 def loss(x, weight, targets, ignore_index=-1):

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.direct import direct
 from kernels.gpu import check_dtypes, processors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.mlp import _gluon
@@ -209,7 +210,8 @@ def _backward(ctx, dy, _dh):
     return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None, None
 
 
-mlp_fwd.register_autograd(_backward, setup_context=_setup_context)
+mlp_bwd = direct(mlp_bwd)
+mlp_fwd = direct(mlp_fwd, _backward, _setup_context)
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):

@@ -10,6 +10,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
+from kernels.direct import direct
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 
 RUNS = "layer_norm_forward|liger_norm_fwd", "layer_norm_backward|liger_norm_bwd"
@@ -64,7 +65,8 @@ def _backward(ctx, dy, _dmean, _drstd):
     return *norm_bwd(dy.contiguous(), *ctx.saved_tensors), None
 
 
-norm_fwd.register_autograd(_backward, setup_context=_setup_context)
+norm_bwd = direct(norm_bwd)
+norm_fwd = direct(norm_fwd, _backward, _setup_context)
 
 
 def norm(x, residual, weight, bias, eps=1e-5):

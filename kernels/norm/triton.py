@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.direct import direct
 from kernels.gpu import check_dtypes, processors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
@@ -287,6 +288,9 @@ def gradients(dy, dstream, kept, weight, bias, mean, rstd, x_dtype, stream_dtype
     return dx, dresidual, torch.empty_like(weight), weight.new_empty(weight.shape if bias is not None else 0)
 
 
+norm_bwd = direct(norm_bwd)
+
+
 def setup_context(ctx, inputs, output):
     x, residual, weight, bias, _ = inputs
     _, stream, mean, rstd = output
@@ -305,7 +309,7 @@ def backward(ctx, dy, dstream, dmean, drstd, norm_bwd=norm_bwd):
     return dx, dresidual, dweight, dbias if dbias.numel() else None, None
 
 
-norm_fwd.register_autograd(backward, setup_context=setup_context)
+norm_fwd = direct(norm_fwd, backward, setup_context)
 
 
 def rows(tensor: Tensor) -> Tensor:

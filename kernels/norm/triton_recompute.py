@@ -14,6 +14,7 @@ exactly 0 gets no gradient. The kernels are triton.py's, and they move as many b
 
 import torch
 
+from kernels.direct import direct
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.norm.triton import apply, backward, forward, outputs
@@ -32,7 +33,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-norm_recompute.register_autograd(backward, setup_context=_setup_context)
+norm_recompute = direct(norm_recompute, backward, _setup_context)
 
 
 def norm(x, residual, weight, bias, eps=1e-5):

@@ -1,0 +1,97 @@
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kernels.direct import direct
+
+calls = []
+
+
+@torch.library.custom_op("hotswap_test::twice", mutates_args=())
+def twice(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    calls.append("forward")
+    return x * (2 * factor), x.new_ones(len(x))
+
+
+@twice.register_fake
+def _(x, factor):
+    return torch.empty_like(x), x.new_empty(len(x))
+
+
+@torch.library.custom_op("hotswap_test::twice_bwd", mutates_args=())
+def twice_bwd(dy: Tensor, factor: float) -> Tensor:
+    calls.append("backward")
+    return dy * (2 * factor)
+
+
+twice_bwd.register_fake(lambda dy, factor: torch.empty_like(dy))
+twice_bwd = direct(twice_bwd)
+
+
+def setup_context(ctx, inputs, output):
+    ctx.factor = inputs[1]
+    ctx.save_for_backward(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def backward(ctx, dy, dones):
+    [ones] = ctx.saved_tensors
+    return twice_bwd(dy * ones, ctx.factor), None
+
+
+twice = direct(twice, backward, setup_context)
+
+
+@pytest.fixture
+def x():
+    calls.clear()
+    return torch.arange(3.0, requires_grad=True)
+
+
+def gradient(x, function=twice):
+    [dx] = torch.autograd.grad(function(x, 3.0)[0].sum(), [x])
+    return dx.tolist()
+
+
+def dispatched(work):
+    """The names of our operators that pass through the dispatcher."""
+    with torch.profiler.profile() as told:
+        work()
+    return {event.name for event in told.events() if event.name.startswith("hotswap_test")}
+
+
+def test_forward_and_backward(x):
+    assert twice(x, 3.0)[0].tolist() == [0, 6, 12]
+    assert gradient(x) == [6, 6, 6]
+    assert calls == ["forward", "forward", "backward"]
+    with torch.no_grad():
+        assert not twice(x, 3.0)[0].requires_grad
+
+
+def test_the_dispatcher_is_left_out(x, monkeypatch):
+    def no(*_):
+        raise AssertionError("it was asked")
+
+    for name in ("twice", "twice_bwd"):
+        monkeypatch.setattr(torch._library.custom_ops.CustomOpDef, "__call__", no)
+        assert getattr(torch.ops.hotswap_test, name)
+    assert gradient(x) == [6, 6, 6]
+
+
+def test_a_profiler_sees_the_operators(x):
+    assert dispatched(lambda: gradient(x)) == {"hotswap_test::twice", "hotswap_test::twice_bwd"}
+
+
+def test_fakes(x):
+    with FakeTensorMode():
+        y, ones = twice(torch.empty(5, requires_grad=True), 3.0)
+        assert (y.shape, ones.shape) == ((5,), (5,))
+    assert calls == []
+
+
+def test_no_break_under_torch_compile(x):
+    compiled = torch.compile(lambda x, factor: twice(x * 2, factor), fullgraph=True, backend="aot_eager")
+    assert gradient(x, compiled) == [12, 12, 12]
+    assert gradient(x, compiled) == [12, 12, 12]
+    assert calls == ["forward", "backward"] * 2  # the graphs were made of fakes
