@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def direct(op: Callable, backward: Callable | None = None, setup_context: Callable | None = None) -> Callable:
-    """A torch.library.custom_op -> a function that does the same; with the backward that both are to have."""
+    """A torch.library.custom_op -> a function that does the same for plain tensors; with the backward of both.
+
+    One without a backward that shall be differentiated goes to the dispatcher as well, which refuses.
+    """
     function = op._init_fn
     plain = function
     if backward:
@@ -32,6 +35,7 @@ def direct(op: Callable, backward: Callable | None = None, setup_context: Callab
     @functools.wraps(function)
     def call(*arguments):
         seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled
+        seen = seen or (not backward and torch.is_grad_enabled())
         return (op if seen else plain)(*arguments)
 
     return call

@@ -21,6 +21,8 @@ class Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
+        if torch.is_grad_enabled():  # a gradient of the gradient goes to all parts
+            return torch.cat(gradients, 2), None
         first = gradients[0]
         memory, strides, end = first.untyped_storage()._cdata, first.stride(), first.storage_offset()
         for part in gradients:

@@ -171,9 +171,8 @@ def measure(cfg: Config, name: str, device: torch.device) -> list[dict]:
     functions, facts, douts = {}, {}, []
     for impl, function in contestants(cfg.op, cfg.impl, device).items():
         try:
-            if cfg.op == "attention":
-                needs = [argument for argument in ("window", "starts", "lengths") if argument in inputs]
-                load("attention", "eager" if impl == "compile" else impl, device, needs)
+            needs = [argument for argument in ("window", "starts", "lengths") if argument in inputs]
+            load(cfg.op, "eager" if impl == "compile" else impl, device, needs)
             douts = douts or [torch.randn_like(out) for out in outputs(function, inputs)]
             errors = error(function, module, shape, dtype, device)
         except Unavailable as why:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from runtime.config import UserError
-from runtime.console import FIGURES, figure_cells
+from runtime.console import FIGURES, figure_cells, speed
 from scripts.support import tables as support_tables
 
 ROOT = Path(__file__).parent.parent
@@ -35,26 +35,27 @@ def throughput(device: str) -> str:
     sessions: dict[tuple, list[dict]] = {}
     for row in rows(device):
         config = row["config"]
-        key = row["parameters"], config["precision"], config["train"]["block_size"], commit(row)
+        sizes = [config["train"][key] for key in ("block_size", "batch_size")]
         if not config["train"]["eval_every"]:
+            key = row["parameters"], config["precision"], *sizes, commit(row)
             sessions.setdefault(key, []).append(row)
     kept, later = [], set()
     for (*settings, _), measured in reversed(sessions.items()):
-        choices = {(*settings, row["config"]["train"]["batch_size"], *who(row)) for row in measured}
+        choices = {(*settings, *who(row)) for row in measured}
         if not choices <= later:
             kept.append((settings, measured))
             later |= choices
     table = [COLUMNS, ["---"] * len(COLUMNS)]
     for _, measured in sorted(kept, key=lambda item: item[0]):  # stable: the newest session first
-        speeds = {who(row)[0]: row.get("perf/tokens_per_sec") for row in measured if who(row)[1].startswith("sdpa")}
-        for row in sorted(measured, key=lambda row: -(row.get("perf/tokens_per_sec") or 0)):
-            table.append(throughput_cells(row, speeds.get("compile")))
+        compiled = [speed(row) for row in measured if who(row)[0] == "compile" and who(row)[1].startswith("sdpa")]
+        for row in sorted(measured, key=lambda row: -(speed(row) or 0)):
+            table.append(throughput_cells(row, next(filter(None, compiled), None)))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
 def throughput_cells(row: dict, compiled: float | None = None) -> list[str]:
     """`compiled` are the tokens/s of compile + sdpa."""
-    config, speed = row["config"], row.get("perf/tokens_per_sec")
+    config = row["config"]
     cells = [
         f"{row['parameters'] / 1e6:.0f}M",
         f"{config['train']['batch_size']} x {config['train']['block_size']}",
@@ -63,7 +64,7 @@ def throughput_cells(row: dict, compiled: float | None = None) -> list[str]:
     ]
     tokens_per_sec, spread, *rest = figure_cells(row)
     rest += [str(row.get("steps", "")), commit(row)]
-    ratio = f"{speed / compiled:.3f}x" if speed and compiled else ""
+    ratio = f"{speed(row) / compiled:.3f}x" if speed(row) and compiled else ""
     return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, ratio, *rest]
 
 

@@ -107,7 +107,6 @@ flash_bwd.register_fake(lambda dout, q, k, *_: buffer(q, k))
 def _setup_context(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale, ctx.window, _, ctx.version = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)  # lse has none
 
 
 def _backward(ctx, dout, _dlse):

@@ -247,7 +247,6 @@ attention_bwd.register_fake(lambda dout, q, k, *_: buffer(q, k))
 def _setup_context(ctx, inputs, output):
     q, k, v, starts, _, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
-    ctx.set_materialize_grads(False)  # lse has none
 
 
 def _backward(ctx, dout, _dlse):

@@ -12,8 +12,8 @@ Hsu et al. 2024, arXiv:2410.10989):
 The kernel gives a row to a program, which reads it twice: once for its maximum and its sum of exponentials together
 (the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), once to write the gradient. Crossing the memory
 bus once each way is the cost, at 2 FLOP a byte: at N = 32,768 and V = 50,304 that is 6.6 GB, 1.6 ms at an H200's copy
-rate, beside 11 ms for the three products. The second time a row of 100 KB should come from the L2, and does so in part;
-on Hopper _gluon.py keeps it in shared memory instead.
+rate, beside 11 ms for the three products. The second time a row of 100 KB should come from the L2, but most of it is
+gone by then; on Hopper _gluon.py keeps it in shared memory instead.
 
 The chunk is as large as LOGITS_BYTES allow: each chunk also reads and writes the fp32 dW once (154 MB at C = 768).
 backward() only multiplies by the gradient of the loss.

@@ -25,7 +25,7 @@ def test_gradients_that_lie_side_by_side_are_not_copied(packed):
     assert got.data_ptr() == grads.data_ptr()
 
 
-@pytest.mark.parametrize("change", ["copies", "order", "gap", "longer"])
+@pytest.mark.parametrize("change", ["copies", "order", "other", "another", "strides"])
 def test_others_are_concatenated(packed, change):
     q, k, v = split(packed, HEADS)
     grads = buffer(q, k).normal_()
@@ -34,10 +34,12 @@ def test_others_are_concatenated(packed, change):
         dq, dk, dv = dq.clone(), dk.clone(), dv.clone()
     elif change == "order":
         dk, dv = dv, dk
-    elif change == "gap":
+    elif change == "other":
         dv = torch.randn_like(v)
-    else:  # of a buffer whose rows are wider
-        dk, dv = (torch.randn(2, 5, 3, 8)[:, :, :2] for _ in range(2))
+    elif change == "another":  # another memory's part of the same place
+        _, dk, _ = parted(buffer(q, k).normal_(), q, k)
+    else:  # in their places, but with other steps
+        dk = grads.as_strided(dk.shape, (0, *dk.stride()[1:]), dk.storage_offset())
     [got] = torch.autograd.grad((q, k, v), [packed], (dq, dk, dv))
     assert torch.equal(got, torch.cat((dq, dk, dv), 2))
 
@@ -65,3 +67,11 @@ def test_no_break_under_torch_compile(packed):
     compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
     [got], [expected] = (torch.autograd.grad(function(packed), [packed]) for function in (compiled, work))
     torch.testing.assert_close(got, expected)
+
+
+def test_gradients_of_gradients(packed):
+    """Of the sum of cubes: 6 P."""
+    y = torch.cat(split(packed, HEADS), 2)
+    [dp] = torch.autograd.grad(y.pow(3).sum(), [packed], create_graph=True)
+    [again] = torch.autograd.grad(dp.sum(), [packed])
+    torch.testing.assert_close(again, 6 * packed)
