@@ -125,9 +125,9 @@ def norm(x, residual, weight, bias, eps=1e-5):
 def test_the_same_is_a_tie_and_five_percent_are_slower(checkout):
     """Three processes each, in turn: a kernel that sleeps, its double, and one that makes the step 5% longer.
 
-    A step is 3 norms of 40 ms, which a busy machine does not stretch, and little else.
+    A step is 3 norms of 80 ms, which a busy machine does not stretch, and little else.
     """
-    for name, seconds in (("rest", 0.040), ("same", 0.040), ("more", 0.0425)):
+    for name, seconds in (("rest", 0.080), ("same", 0.080), ("more", 0.0845)):
         (checkout / f"kernels/norm/{name}.py").write_text(SLOW.format(seconds=seconds))
     words = [word for word in QUICK if not word.startswith("out_dir")]
     words += ["train.batch_size=1", "train.tokens_per_step=128", "train.max_steps=19", "train.log_every=2"]
