@@ -25,7 +25,8 @@ from runtime.device import GIB, OutOfMemory, environment, out_of_memory, pick, r
 from runtime.meter import quantiles
 from runtime.timing import in_turn, synchronize
 from scripts.bench_kernels import DTYPES, ERROR_QUERIES, both, contestants, error, folder, listed, outputs, write
-from scripts.report import context_plot, context_table
+from scripts.figures import context_plot
+from scripts.report import context_table
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 32768  # of a call, where the batch is not given

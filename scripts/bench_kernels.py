@@ -26,7 +26,7 @@ from runtime.meter import quantiles
 from runtime.run import new_folder
 from runtime.timing import in_turn, measured_bandwidth, measured_flops
 from scripts.collect import RESULTS
-from scripts.report import roofline
+from scripts.figures import roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

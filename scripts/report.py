@@ -13,6 +13,7 @@ from pathlib import Path
 
 from runtime.config import UserError
 from runtime.console import FIGURES, figure_cells, speed
+from scripts.figures import context_plot, curves_plot, newest_context, newest_kernels, roofline
 from scripts.support import tables as support_tables
 
 ROOT = Path(__file__).parent.parent
@@ -154,24 +155,11 @@ def kernels(device: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
-def newest_kernels(rows: list[dict]) -> dict[tuple[str, ...], dict]:
-    """(op, dtype, shape, backend) -> its newest row."""
-    return {(row["op"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
-
-
 def rates(row: dict) -> str:
     """Of norm TB/s, of the others TFLOP/s. A loss has its gradients in its forward, or not: no rate is of one alone."""
     unit, digits = ("tb_per_s", 2) if row["op"] == "norm" else ("tflops", 0)
     both, forward, backward = (f"{row[f'{way}/{unit}']:.{digits}f}" for way in ("both", "forward", "backward"))
     return both if row["op"] == "loss" else f"{both} ({forward}, {backward})"
-
-
-def newest_context(rows: list[dict]) -> dict[tuple[int, str], dict]:
-    """(T, backend) -> row: the newest ones, of the newest row's shape, shortest T first."""
-    keys = ("batch", "heads", "kv_heads", "head_dim", "window", "documents", "dtype")
-    shape = [[row[key] for key in keys] for row in rows]
-    found = {(row["T"], row["impl"]): row for row, alike in zip(rows, shape, strict=True) if alike == shape[-1]}
-    return dict(sorted(found.items()))
 
 
 def context_table(rows: list[dict]) -> str:
@@ -193,29 +181,6 @@ def context(device: str) -> str:
     """The table of attention against the context."""
     kept = rows(device, "attention")
     return context_table(kept) if kept else "No rows yet: `python -m scripts.bench_attention keep=true`."
-
-
-def context_plot(rows: list[dict], path: Path) -> Path:
-    """Draws time and memory of attention against T, both ways: the quadratic and the linear."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    found = newest_context(rows)
-    units = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
-    units = {key: unit for key, unit in units.items() if any(row.get(key) for row in found.values())}
-    figure, [axes] = pyplot.subplots(1, len(units), figsize=(5.5 * len(units), 4.5), squeeze=False)
-    for panel, (key, label) in zip(axes, units.items(), strict=True):
-        for name in dict.fromkeys(impl for _, impl in found):
-            points = [(T, row[key]) for (T, impl), row in found.items() if impl == name and row.get(key)]
-            panel.plot([T for T, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
-        panel.set(xscale="log", yscale="log", xlabel="T", ylabel=f"{label}, forward + backward")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
-    return path
 
 
 def support(device: str) -> str:
@@ -282,57 +247,6 @@ def fill(text: str) -> str:
     return re.sub(r"(<!-- (\w+): ([\w-]+) -->)\n(?:.*?\n)??(<!-- end -->)", section, text, flags=re.DOTALL)
 
 
-def roofline(rows: list[dict], path: Path) -> Path:
-    """Draws the newest row of each kernel under the roof of its machine: what a FLOP a byte allows (Williams et al.
-    2009)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    bandwidth, peak = rows[-1]["ceiling/tb_per_s"], rows[-1]["ceiling/tflops"]
-    rows = [*newest_kernels(rows).values()]
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    intensities = [row["both/tflops"] / row["both/tb_per_s"] for row in rows]
-    ends = min([*intensities, peak / bandwidth]) / 4, max([*intensities, peak / bandwidth]) * 4
-    roof = sorted({*ends, peak / bandwidth})
-    axes.plot(roof, [min(peak, bandwidth * x) for x in roof], color="black", linewidth=1)
-    for i, impl in enumerate(sorted({row["impl"] for row in rows})):
-        mine = [(x, row) for x, row in zip(intensities, rows, strict=True) if row["impl"] == impl]
-        x, y = [x for x, _ in mine], [row["both/tflops"] for _, row in mine]
-        axes.scatter(x, y, label=impl, s=20, marker="o^s"[i // 10 % 3])  # there are 10 colours
-    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte, every tensor moved once", ylabel="TFLOP/s, both ways")
-    axes.set_title(f"{bandwidth:.3g} TB/s of a copy, {peak:.3g} TFLOP/s of a matmul", fontsize=10)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
-    return path
-
-
-def plot_curves(device: str) -> None:
-    """results/<device>/curves.png: the losses, and their difference from the first run's below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    (first, reference), *_ = kept = list(curves(device).items())
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1])
-    for name, losses in kept:
-        steps = sorted(losses)
-        above.plot(steps, [losses[s] for s in steps], label=name, linewidth=1)
-        if name != first:
-            below.plot(steps, [losses[s] - reference[s] for s in steps], label=f"{name} - {first}", linewidth=1)
-    above.set_ylabel("training loss")
-    below.set_ylabel("difference")
-    below.set_xlabel("step")
-    above.legend()
-    below.legend()
-    figure.tight_layout()
-    figure.savefig(RESULTS / device / "curves.png", dpi=120, metadata={"Software": None})
-
-
 def readmes() -> None:
     """The README's sections, and the figures in results/."""
     for readme in (ROOT / "README.md", ROOT / "kernels" / "README.md"):
@@ -343,8 +257,7 @@ def readmes() -> None:
     for file in sorted(RESULTS.glob("*/attention.jsonl")):
         print(context_plot(rows(file.parent.name, "attention"), file.with_name("attention.png")))
     for folder in sorted(RESULTS.glob("*/curves")):
-        plot_curves(folder.parent.name)
-        print(f"{folder.parent / 'curves.png'}")
+        print(curves_plot(curves(folder.parent.name), folder.parent / "curves.png"))
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from runtime.console import speed
+from scripts.figures import context_plot, roofline
 from scripts.page.choices import Choice, Source
 from scripts.page.colours import colours
-from scripts.report import context_plot, roofline
 
 COLUMNS = ["choice", "tokens/s", "of the baseline", "GiB", "first step", "parity", "most time in"]
 

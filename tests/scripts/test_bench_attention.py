@@ -5,7 +5,8 @@ import torch
 
 from kernels.registry import contract, load
 from scripts import bench_attention, bench_kernels
-from scripts.report import context_plot, context_table
+from scripts.figures import context_plot
+from scripts.report import context_table
 
 CPU = torch.device("cpu")
 

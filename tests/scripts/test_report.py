@@ -3,7 +3,7 @@ import json
 import pytest
 
 from kernels import tuned
-from scripts import collect, report
+from scripts import collect, figures, report
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_curves_are_compared_and_drawn(results, tmp_path):
     collect.collect(run(tmp_path / "a", losses=(5.0, 4.0, 3.0)), curves=True)
     collect.collect(run(tmp_path / "b", losses=(5.0, 4.25, 2.5)), curves=True)
     assert "over 3 steps: they differ by 0.2500 in the mean, by 0.5000 at most" in report.agreement("h200")
-    report.plot_curves("h200")
-    assert (results / "h200/curves.png").read_bytes().startswith(b"\x89PNG")
+    path = figures.curves_plot(report.curves("h200"), tmp_path / "curves.png")
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_row_without_figures_and_a_cpu(results, tmp_path):
@@ -173,4 +173,4 @@ def test_kernels_in_a_table_and_under_their_roof(results, tmp_path):
         line.format("triton", "1.000", "100.0% | 2.0e-03 | "),
         line.format("eager", "2.000", "50.0% | 2.0e-03 | 0.25"),
     ]
-    assert report.roofline([row, faster], tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
+    assert figures.roofline([row, faster], tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
