@@ -5,11 +5,13 @@ import functools
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _memory = gl.shared_memory_descriptor
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret

@@ -14,14 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from kernels.hopper import barrier
+from kernels.hopper import barrier, copy
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(4096)  # of a row's parts: 16 bytes a thread
 WARPS = gl.constexpr(16)
 ROW_BYTES = 108 * 1024  # two of them, and what the sums over threads take, are a multiprocessor's 227 KB
 LEAST = 16384  # columns: below it nothing was measured
-copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # the name since Triton 3.7
 
 
 @gluon.jit
