@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -115,7 +116,8 @@ def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float
 def evaluate(model: GPT, windows: Windows, cfg: TrainConfig, device: torch.device, ranks: Ranks = ALONE) -> float:
     """Mean loss over the fixed validation batches, which the ranks share out."""
     model.eval()
-    batches, n = list(evaluation(windows, cfg.batch_size, cfg.eval_batches)), ranks.world_size
+    samples, n = cfg.eval_batches * cfg.tokens_per_step // cfg.block_size, ranks.world_size
+    batches = list(evaluation(windows, cfg.batch_size, samples))
     total = torch.zeros((), device=device)
     for turn in (batches[i : i + n] for i in range(0, len(batches), n)):
         batch = turn[min(ranks.rank, len(turn) - 1)]  # all take part in every turn, as FSDP asks
@@ -354,7 +356,8 @@ def main(cfg: Config) -> None:
         run = Run(folder, name, cfg, tracker(cfg.logger), resuming) if ranks.leads else Follower(folder)
         ranks.rescue = lambda why: run.close(f"failed: {why}")
         tried = f"train.batch_size={cfg.train.batch_size} x train.block_size={cfg.train.block_size}, {choice}"
-        with run, ranks.failing_together(), out_of_memory(tried, LEANER):
+        fitting = partial(proof.fitting, cfg, device, ranks, build, train_step)
+        with run, ranks.failing_together(), out_of_memory(tried, LEANER, fitting):
             train(assemble(cfg, device, ranks, run, start), start, signals)
         print(f"done     {run.folder / 'result.json'}")
 

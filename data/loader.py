@@ -117,9 +117,9 @@ def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple
             yield [tuple(t.to(device, non_blocking=True) for t in batch) for batch in batches], waited
 
 
-def evaluation(windows: Windows, batch_size: int, batches: int) -> Iterator[Batch]:
-    """A fixed set: `batches` full batches spread evenly over the split, fewer where it has fewer, at least one."""
+def evaluation(windows: Windows, batch_size: int, samples: int) -> Iterator[Batch]:
+    """A fixed set, in full batches: `samples` spread evenly over the split, fewer where it has fewer."""
     size = min(batch_size, len(windows))
-    count = min(batches, len(windows) // size) * size
+    count = max(1, min(samples, len(windows)) // size) * size
     for samples in np.split(np.arange(count) * len(windows) // count, count // size):
         yield windows.batch(samples)

@@ -192,6 +192,25 @@ def split(cfg: Any, device: torch.device, build: Callable, step: Callable) -> di
     return in_gib(parts)
 
 
+def fitting(cfg: Any, device: torch.device, ranks: Ranks, build: Callable, step: Callable) -> str:
+    """For the error of a GPU whose memory is full: a micro-batch that would take nine tenths of it at most."""
+    if device.type == "cpu" or not ranks.alone:
+        return ""
+    # A tenth is for what a prediction does not see: the context, what cuBLAS takes, gaps between tensors
+    size = would_fit(cfg, device, 0.9 * torch.cuda.mem_get_info(device)[1] / GIB, build, step)
+    return f"; by prediction train.batch_size={size} fits" if size else ""
+
+
+def would_fit(cfg: Any, device: torch.device, gib: float, build: Callable, step: Callable) -> int | None:
+    """The largest micro-batch below the config's whose peak is predicted within `gib`; None: there is none."""
+    for size in range(cfg.train.batch_size // 2, 0, -1):
+        if cfg.train.batch_size % size == 0:
+            parts = split(replace(cfg, train=replace(cfg.train, batch_size=size)), device, build, step)
+            if parts is None or parts["peak"] <= gib:
+                return parts and size
+    return None
+
+
 def weighed(model: GPT, optimizer: Optimizer, batch: Batch, peak_gib: float) -> dict[str, float]:
     """The same, measured on a GPU in one more forward and backward, which update nothing."""
     parts = {"weights": memory.nbytes(model.parameters())}

@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -140,8 +140,11 @@ def reset_memory(device: torch.device) -> None:
 
 
 @contextmanager
-def out_of_memory(tried: str, lower: str) -> Iterator[None]:
-    """Makes PyTorch's errors of a full memory an OutOfMemory: one line that says what was tried and what to lower."""
+def out_of_memory(tried: str, lower: str, hint: Callable[[], str] = str) -> Iterator[None]:
+    """Makes PyTorch's errors of a full memory an OutOfMemory: one line that says what was tried and what to lower.
+
+    `hint` is asked only then for what else there is to say; by default nothing.
+    """
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's is told by its text alone
@@ -150,7 +153,7 @@ def out_of_memory(tried: str, lower: str) -> Iterator[None]:
             raise
         what = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
         raise OutOfMemory(
-            f"out of {'GPU ' if gpu else ''}memory with {tried}: {what[0] if what else error}; lower {lower}"
+            f"out of {'GPU ' if gpu else ''}memory with {tried}: {what[0] if what else error}; lower {lower}{hint()}"
         ) from error
 
 

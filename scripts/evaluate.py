@@ -112,9 +112,9 @@ def data_config(cfg: Config, source: Pretrained, own: dict, tokenizer: str) -> D
 
 
 def batches(windows: Windows, size: int, count: int | None) -> Iterator[Batch]:
-    """train.py's fixed set of `count` batches, or every window once (the last batch may be smaller)."""
+    """A fixed set of `count` batches, as train.py's, or every window once (the last batch may be smaller)."""
     if count is not None:
-        yield from evaluation(windows, size, count)
+        yield from evaluation(windows, size, count * size)
         return
     for first in range(0, len(windows), size):
         yield windows.batch(np.arange(first, min(first + size, len(windows))))

@@ -37,13 +37,18 @@ def test_imports_never_climb(path):
 
 
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^ +(?:python|torchrun .*?) train\.py(.*?)(?: +#.*)?$", README, re.MULTILINE)
+COMMANDS = re.findall(
+    r"^ +(?:python|torchrun --standalone --nproc_per_node=(\d)) train\.py(.*?)(?: +#.*)?$", README, re.MULTILINE
+)
 SCRIPTS = re.findall(r"^ +python -m scripts\.(\w+) (.*?)(?: +#.*)?$", README, re.MULTILINE)
 
 
-@pytest.mark.parametrize("arguments", sorted(set(COMMANDS)))
-def test_every_command_of_the_readme_is_one(arguments):
-    """Each is composed and checked (a sweep, each of its jobs)."""
+@pytest.mark.parametrize(("processes", "arguments"), sorted(set(COMMANDS)))
+def test_every_command_of_the_readme_is_one(processes, arguments, monkeypatch):
+    """Each is composed and checked (a sweep, each of its jobs), as the first of so many processes."""
+    if processes:
+        for name, value in {"WORLD_SIZE": processes, "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+            monkeypatch.setenv(name, value)
     words = [word for word in shlex.split(arguments) if word not in ("-m", "--help")]
     jobs, sweep = [[]], "-m" in arguments or "+sweep=" in arguments
     for word in words:

@@ -4,6 +4,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 import time
 from itertools import pairwise
@@ -278,3 +280,38 @@ def test_a_sweep_of_real_runs(called, monkeypatch, tmp_path):
     assert mistake["status"].startswith("failed: train.tokens_per_step=1000 does not divide into micro-steps of ")
     assert "[3/3] 3-tokens_per_step.1000  failed: train.tokens_per_step=1000 does not divide" in out
     assert len(metrics.read_text().splitlines()) == 200
+
+
+SLOW = """
+import time
+from kernels.norm.eager import norm as eager
+
+def norm(x, residual, weight, bias, eps=1e-5):
+    time.sleep({seconds})
+    return eager(x, residual, weight, bias, eps)
+"""
+
+
+def test_the_same_is_a_tie_and_five_percent_are_slower(checkout):
+    """Three processes each, in turn: a kernel that sleeps, its double, and one that makes the step 5% longer.
+
+    A step is 3 norms of 80 ms, which a busy machine does not stretch, and little else.
+    """
+    for name, seconds in (("rest", 0.080), ("same", 0.080), ("more", 0.0845)):
+        (checkout / f"kernels/norm/{name}.py").write_text(SLOW.format(seconds=seconds))
+    words = [word for word in QUICK if not word.startswith("out_dir")]
+    words += ["train.batch_size=1", "train.tokens_per_step=128", "train.max_steps=19", "train.log_every=2"]
+    words += ["kernels.norm=rest,same,more", "sweep.repeats=3", "out_dir=out/turns"]
+    done = subprocess.run(
+        [sys.executable, "train.py", "-m", *words], cwd=checkout, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    table = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith(("1-", "2-", "3-"))}
+    assert "tie (" in table["2-norm.same"]
+    [value] = [float(word[:-1]) for word in table["3-norm.more"].split() if word.endswith("x")]
+    assert 0.92 < value < 0.97
+    rows = {path.parent.name: json.loads(path.read_text()) for path in (checkout / "out/turns").glob("*/result.json")}
+    order = [name for name, _ in sorted(rows.items(), key=lambda item: (item[1]["started"], item[0]))]
+    turns = ["1-norm.rest", "2-norm.same", "3-norm.more"]
+    assert order == [*turns, *(f"{name}.2" for name in reversed(turns)), *(f"{name}.3" for name in turns)]
+    assert "sweep.repeats" not in shlex.split(rows["1-norm.rest"]["command"])

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import train
 from data import open_dataset
-from data.loader import Windows, evaluation
+from data.loader import Windows
 from kernels import registry
 from runtime.config import parse
 from runtime.loop import last_step
@@ -183,6 +183,21 @@ def test_what_precisions_store():
     }
 
 
+def test_a_step_is_one_micro_step_where_nothing_is_said(monkeypatch):
+    """Of 65,536 tokens at most, a part of the step, on every process; the README's eight GPUs have 8 sequences each.
+    On a CPU of 4,096."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert config().train.batch_size == 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [config(f"train.tokens_per_step={64 * 1024 * n}").train.batch_size for n in (1, 2, 3)] == [64, 64, 64]
+    assert config("train.tokens_per_step=67584").train.batch_size == 33  # 66 = 2 x 33
+    assert config("model.block_size=16384").train.batch_size == 4
+    assert config("model.block_size=131072", "train.tokens_per_step=131072").train.batch_size == 1
+    for name, value in {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert config().train.batch_size == 8
+
+
 def test_validation_loss_is_the_mean_over_fixed_batches(tmp_path):
     """Recomputed from the logits, sample by sample; and asking twice, or training in between, changes no batch."""
     cfg = config(*QUICK, "model.dropout=0.5", "train.eval_batches=3", f"data.cache={tmp_path}")
@@ -198,7 +213,9 @@ def test_validation_loss_is_the_mean_over_fixed_batches(tmp_path):
     assert loss == pytest.approx(sum(each) / len(each), rel=1e-5)
     model.train()
     assert train.evaluate(model, windows, cfg.train, CPU) == loss
-    assert len(list(evaluation(windows, cfg.train.batch_size, 3))) == 3
+    for size in (1, 2, 12):  # the same samples, however they are divided
+        cfg.train.batch_size = size
+        assert train.evaluate(model.eval(), windows, cfg.train, CPU) == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_run_may_end_by_the_clock(hotswap):
@@ -229,6 +246,8 @@ def test_the_schedule_of_a_run_with_a_clock():
 
 
 def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
+    monkeypatch.setattr(train.proof, "fitting", lambda *_: "; by prediction train.batch_size=2 fits")
+
     def full(*_):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB. See ..."
@@ -239,7 +258,7 @@ def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
     assert code == 1
     assert err.startswith("error: out of GPU memory with train.batch_size=4 x train.block_size=128, eager-sdpa-fp32: ")
     assert ": Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB; lower train.batch_size" in err
-    assert "lower train.batch_size" in err
+    assert err.endswith("precision=bf16; by prediction train.batch_size=2 fits\n")
     assert err.count("\n") == 1
     assert row()["status"] == "oom"
 

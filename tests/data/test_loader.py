@@ -128,7 +128,7 @@ def test_prefetch_hands_errors_on(windows):
 
 
 def test_evaluation_is_fixed_and_spread_over_the_split(windows):
-    assert starts(evaluation(windows, 2, 2)) == starts([windows.batch(np.array([0, 3, 7, 11]))])
+    assert starts(evaluation(windows, 2, 4)) == starts([windows.batch(np.array([0, 3, 7, 11]))])
     assert [len(x) for x, _ in evaluation(windows, 4, 100)] == [4, 4, 4]
     assert [len(x) for x, _ in evaluation(windows, 64, 100)] == [15]
 
