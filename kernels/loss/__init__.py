@@ -4,7 +4,8 @@ loss(x, weight, targets, ignore_index=-1) -> scalar, fp32 (float64 for float64)
 
 x        (..., C)  compute dtype
 weight   (V, C)    compute dtype; the (tied) head
-targets  (...)     int64; positions equal to ignore_index count for nothing
+targets  (...)     int64; positions equal to ignore_index count for nothing; of another one outside [0, V) a backend
+                   makes an error or a loss that is NaN
 scalar             mean over the positions that count; 0 with zero gradients where none does
 """
 

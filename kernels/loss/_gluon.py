@@ -48,7 +48,9 @@ def _cross_entropy_gluon_kernel(
         async_copy.commit_group()
     target = gl.load(targets_ptr + row)
     counts = target != ignore_index
-    wanted = gl.load(logits_ptr + gl.where(counts, target, 0)).to(gl.float32) * LOG2E
+    exists = (target >= 0) & (target < V)
+    wanted = gl.load(logits_ptr + gl.where(exists, target, 0)).to(gl.float32) * LOG2E
+    wanted = gl.where(exists, wanted, float("nan"))
     count = gl.load(count_ptr).to(gl.float32)
 
     highest = gl.full((BLOCK,), -float("inf"), gl.float32, layout)
@@ -77,7 +79,7 @@ def _cross_entropy_gluon_kernel(
         gl.store(logits_ptr + whole * BLOCK + columns, p.to(logits_ptr.dtype.element_ty), mask=rest)
     barrier()
     right = gl.exp2(wanted - shift) - 1.0 / count
-    gl.store(logits_ptr + target, right.to(logits_ptr.dtype.element_ty), mask=counts)
+    gl.store(logits_ptr + target, right.to(logits_ptr.dtype.element_ty), mask=counts & exists)
 
 
 def takes(V: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -73,6 +73,7 @@ def _cross_entropy_kernel(
     logits_ptr += row * V
     target = tl.load(targets_ptr + row)
     counts = target != ignore_index
+    exists = (target >= 0) & (target < V)
     columns = tl.arange(0, BLOCK_V)
     largest = -float("inf")
     total = 0.0
@@ -81,7 +82,8 @@ def _cross_entropy_kernel(
     if V % BLOCK_V > 0:
         largest, total = _exp_sum(logits_ptr, V // BLOCK_V * BLOCK_V + columns, largest, total, V, False)
     lse = largest + tl.log2(total)  # in base 2, as all here
-    wanted = tl.load(logits_ptr + tl.where(counts, target, 0)).to(tl.float32) * LOG2E
+    wanted = tl.load(logits_ptr + tl.where(exists, target, 0)).to(tl.float32) * LOG2E
+    wanted = tl.where(exists, wanted, float("nan"))
     tl.store(losses_ptr + row, tl.where(counts, lse - wanted, 0.0) / LOG2E)
     if WRITE:
         count = tl.load(count_ptr).to(tl.float32)
@@ -93,7 +95,7 @@ def _cross_entropy_kernel(
             _softmax_(logits_ptr, V // BLOCK_V * BLOCK_V + columns, shift, V, False)
         tl.debug_barrier()
         right = tl.exp2(wanted - shift) - 1.0 / count
-        tl.store(logits_ptr + target, right.to(logits_ptr.dtype.element_ty), counts)
+        tl.store(logits_ptr + target, right.to(logits_ptr.dtype.element_ty), counts & exists)
 
 
 def block(V: int) -> dict[str, int]:

@@ -77,6 +77,23 @@ def test_a_loss_in_chunks(chunk, dtype):
     assert_as_good_as_eager(got, eager, truth, inputs, dtype)
 
 
+@pytest.mark.parametrize("vocab", [131] + [16384] * (DEVICE.type == "cuda"))  # which Hopper does in Gluon
+@pytest.mark.parametrize("target", [-7, 0, 1, 2**40], ids=["below", "first beyond", "second beyond", "far beyond"])
+def test_a_target_that_does_not_exist_is_a_loss_that_is_not_a_number(target, vocab):
+    """And no other row's: the first one beyond is the next row's first logit, which may be read and written to."""
+    dtype = torch.float32 if vocab == 131 else torch.bfloat16
+    found = {}
+    for wrong in (vocab + target if target >= 0 else target, 5):
+        inputs = contract("loss").inputs((13, 24), vocab=vocab, dtype=dtype, device=DEVICE)
+        inputs["targets"][[4, 12]] = wrong
+        loss = load("loss", "triton", DEVICE)(**inputs)
+        loss.backward()
+        found[wrong] = inputs["x"].grad
+        assert loss.isfinite().item() == (wrong == 5)
+    others = torch.tensor([row not in (4, 12) for row in range(13)], device=DEVICE)
+    assert torch.equal(*(gradient[others] for gradient in found.values()))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["norm", "mlp", "loss", "attention"])
 def test_another_batch_compiles_nothing(op, monkeypatch):
