@@ -30,14 +30,16 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
         return flex(q, k, v, scale, block_mask(*shape, lengths, starts))
     if lengths is None and starts is None:
         return compiled(flex)(q, k, v, scale, kept(*shape))
-    return compiled(attention)(q, k, v, causal=causal, scale=scale, lengths=lengths, window=window, starts=starts)
+    # Of documents with a window PyTorch 2.11 cannot compile tables of any length (CantSplit): a version for each
+    masked = compiled(attention, dynamic=None if starts is None else False)
+    return masked(q, k, v, causal=causal, scale=scale, lengths=lengths, window=window, starts=starts)
 
 
 @functools.cache
-def compiled(function: Callable) -> Callable:
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
     """torch.compile keeps 8 versions of a function, and these have one for each dtype, limit and kind of length."""
     limits = torch._dynamo.config.patch(recompile_limit=512, accumulated_recompile_limit=4096)
-    return limits(torch.compile(function, fullgraph=True))
+    return limits(torch.compile(function, fullgraph=True, dynamic=dynamic))
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: BlockMask) -> Tensor:
