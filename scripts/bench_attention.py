@@ -176,7 +176,7 @@ def fastest(rows: list[dict], cfg: Config, device: torch.device) -> None:
         )
         found = {}
         for row in rows:
-            if key in row and row["impl"] not in ("auto", "compile"):
+            if key in row:
                 found.setdefault(str(row["T"]), {})[row["impl"]] = row[key]
         if found:
             path, _ = files(device)
@@ -195,20 +195,22 @@ def main(cfg: Config) -> None:
     for length in tqdm(lengths, disable=None, leave=False):
         begun = time.perf_counter()
         torch.compiler.reset()
-        found = measure(cfg, length, contestants("attention", cfg.impl, device), device)
+        functions = contestants("attention", cfg.impl, device)
+        if cfg.auto:  # it chooses among the others, of which eager under torch.compile is none
+            functions = {name: function for name, function in functions.items() if name not in ("auto", "compile")}
+        found = measure(cfg, length, functions, device)
         written = write([{**row, "env": env} for row in found], "attention.jsonl", path, cfg.keep)
         rows += [{**row, "env": env} for row in found]
         tqdm.write(f"T {length:>9,}  {len(found)} contestants in {time.perf_counter() - begun:.0f} s", file=sys.stdout)
+        if cfg.auto:
+            fastest(found, cfg, device)
     print(
         f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {cfg.batch}, {cfg.heads} heads of {cfg.head_dim}\n"
     )
     print(context_table(rows))
     if find_spec("matplotlib"):
         written.append(context_plot(rows, path / "attention.png"))
-    print()
-    if cfg.auto:
-        fastest(rows, cfg, device)
-    print(f"done     {', '.join(map(str, written))}")
+    print(f"\ndone     {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":
