@@ -26,32 +26,43 @@ def rows(device: str, kind: str = "train") -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+YARDSTICK = "compile", "sdpa"
 COLUMNS = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
 COLUMNS += [*FIGURES[2:], "step", "commit"]
 
 
 def throughput(device: str) -> str:
-    """The table of training throughput: the rows of +experiment=throughput, a session's together and fastest first,
-    each beside its compile + sdpa. A session of whose choices all were measured again later is left out."""
-    sessions: dict[tuple, list[dict]] = {}
-    for row in rows(device):
-        config = row["config"]
-        sizes = [config["train"][key] for key in ("block_size", "batch_size")]
-        if not config["train"]["eval_every"]:
-            key = row["parameters"], config["precision"], *sizes, commit(row)
-            sessions.setdefault(key, []).append(row)
-    kept, later = [], set()
-    for (*settings, _), measured in reversed(sessions.items()):
-        choices = {(*settings, *who(row)) for row in measured}
-        if not choices <= later:
-            kept.append((settings, measured))
-            later |= choices
+    """The table of training throughput: the newest rows of each choice that was measured without evaluations, those of
+    a session together and fastest first, each beside the session's compile + sdpa."""
+    kept = newest_choices([row for row in rows(device) if not row["config"]["train"]["eval_every"]])
     table = [COLUMNS, ["---"] * len(COLUMNS)]
-    for _, measured in sorted(kept, key=lambda item: item[0]):  # stable: the newest session first
-        compiled = [speed(row) for row in measured if who(row)[0] == "compile" and who(row)[1].startswith("sdpa")]
+    newest_first = [*reversed(sessions(kept).items())]
+    for _, measured in sorted(newest_first, key=lambda item: item[0][:-1]):  # stable: so they are at the same settings
+        compiled = next((speed(row) for row in measured if choice(row) == YARDSTICK and speed(row)), None)
         for row in sorted(measured, key=lambda row: -(speed(row) or 0)):
-            table.append(throughput_cells(row, next(filter(None, compiled), None)))
+            table.append(throughput_cells(row, compiled))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def newest_choices(rows: list[dict]) -> list[dict]:
+    """Of training rows, oldest first, those that no later session has measured again, and what they stand beside."""
+    kept, later = set(), set()
+    for (*settings, _), measured in reversed(sessions(rows).items()):
+        choices = {(*settings, *choice(row)) for row in measured}
+        if not choices <= later:
+            kept |= {id(row) for row in measured if choice(row) == YARDSTICK or (*settings, *choice(row)) not in later}
+            later |= choices
+    return [row for row in rows if id(row) in kept]
+
+
+def sessions(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """Rows that are compared together, by what they have in common, the commit last; the oldest first."""
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        config, train = row["config"], row["config"]["train"]
+        sizes = train["block_size"], train["batch_size"], row.get("world_size", 1)
+        found.setdefault((row["parameters"], config["precision"], *sizes, commit(row)), []).append(row)
+    return found
 
 
 def throughput_cells(row: dict, compiled: float | None = None) -> list[str]:
@@ -75,6 +86,11 @@ def who(row: dict) -> tuple[str, str]:
     ops = "+".join(sorted({kernels[op] for op in ("norm", "mlp", "loss")}))
     ops = (f"{ops}+compile" if ops != "eager" else "compile") if kernels["compile"] else ops
     return ops, re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
+
+
+def choice(row: dict) -> tuple[str, str]:
+    """The same as on the command line, without what it came to."""
+    return who(row)[0], row["config"]["attn"]["impl"]
 
 
 def commit(row: dict) -> str:

@@ -13,7 +13,7 @@ from runtime.compare import Ratio
 from runtime.config import UserError, check
 from runtime.console import speed
 from runtime.run import read_row
-from scripts.report import commit
+from scripts.report import commit, newest_choices
 
 BENCHES = ("kernels", "context", "attention")  # names of .jsonl files besides train.jsonl
 OPS = ("norm", "mlp", "loss")
@@ -145,7 +145,7 @@ def read(folder: Path, force: bool = False) -> Source:
     trained = [each for each in rows if "probe" not in each[0].get("config", {}) and "gen/tokens" not in each[0]]
     kept = (folder / "train.jsonl").exists()
     if kept:
-        trained += [(row, None) for row in lines(folder / "train.jsonl")]
+        trained += [(row, None) for row in newest_choices(lines(folder / "train.jsonl"))]
     choices = grouped(trained, folder)
     benches = {kind: [] for kind in BENCHES}
     for kind, found in benches.items():

@@ -128,6 +128,7 @@ def speeds(source: Source, path: Path) -> Path:
     right.set_xlabel("GiB at the peak")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
+        panel.set_ylim(-0.6, len(timed) - 0.4)  # by default 5% of the bars above and below are empty
     figure.tight_layout()
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)

@@ -24,6 +24,7 @@ def run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", impl="
         "config": {
             "precision": "amp",
             "kernels": {"norm": impl, "mlp": "eager", "loss": "eager", "compile": compile},
+            "attn": {"impl": "sdpa"},
             "train": {"batch_size": 64, "block_size": 1024, "eval_every": 0},
         },
         "kernels": {"attention": "sdpa (cudnn, torch 2.11.0+cu130, cudnn 91900)"},
@@ -58,15 +59,19 @@ def test_rows_become_a_table(results, tmp_path):
     ]
 
 
-def test_a_session_goes_when_all_of_it_was_measured_again(results, tmp_path):
-    for folder, commit, compiles in (("a", "1", [False]), ("b", "2", [False, True]), ("c", "3", [True])):
-        for compile in compiles:
-            path = run(tmp_path / f"{folder}{compile}", compile=compile) / "result.json"
+def test_what_was_measured_again_goes(results, tmp_path):
+    """But for the row that others of its session stand beside."""
+    eager, triton, compiled = ("eager", False), ("triton", False), ("eager", True)
+    sessions = {"1": [eager, compiled], "2": [eager, triton, compiled], "3": [triton, compiled]}
+    for commit, choices in sessions.items():
+        for impl, compile in choices:
+            path = run(tmp_path / f"{commit}{impl}{compile}", compile=compile, impl=impl) / "result.json"
             row = json.loads(path.read_text())
             path.write_text(json.dumps(row | {"env": row["env"] | {"git_commit": commit * 40}}))
             collect.collect(path.parent, curves=False)
     table = [line.strip("| ").split(" | ") for line in report.throughput("h200").splitlines()[2:]]
     assert [(cells[3], cells[-1]) for cells in table] == [
+        ("eager+triton", "3" * 7),
         ("compile", "3" * 7),
         ("eager", "2" * 7),
         ("compile", "2" * 7),
