@@ -34,13 +34,16 @@ SWEEPS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats"}  # keys that are
 
 
 class Job:
-    """One job: its folder, its overrides (`words`), and Hydra's flags. UserError: the folder has another one's row.
+    """One job: its folder, its overrides (`words`), Hydra's flags, and the GPUs of which it takes one. UserError: the
+    folder has another one's row.
 
     With a folder of `caches` torch.compile and Triton find there what earlier runs of the job left, and nothing else.
     """
 
-    def __init__(self, folder: Path, words: list[str], flags: list[str], caches: Path | None = None):
-        self.folder, self.words, self.flags, self.caches = folder, words, flags, caches
+    def __init__(
+        self, folder: Path, words: list[str], flags: list[str], gpus: list[str | None], caches: Path | None = None
+    ):
+        self.folder, self.words, self.flags, self.gpus, self.caches = folder, words, flags, gpus, caches
         ran = shlex.split(self.row["command"]) if self.row else words
         check(own(ran) == own(words), f"{folder} has the row of another command; give this sweep an out_dir of its own")
 
@@ -128,10 +131,13 @@ def own(words: list[str]) -> set[str]:
     return {word for word in words if "=" in word and not word.startswith(("out_dir=", "train.resume=auto"))}
 
 
-def planned(folder: Path, jobs: list[list[str]], added: list[str], flags: list[str], repeats: int = 1) -> list[Job]:
+def planned(
+    folder: Path, jobs: list[list[str]], added: list[str], flags: list[str], gpus: list[str | None], repeats: int = 1
+) -> list[Job]:
     """The jobs with these overrides and those in `added`, in folders named after what sets them apart from most.
 
-    Repeats go there and back (A B B A), and each job then has compile caches of its own: empty ones in its first run.
+    Repeats go there and back (A B B A), each turn of all jobs on one GPU, as two may differ by more than two kernels.
+    A job then has compile caches of its own on each GPU: empty ones in its first run.
     """
     check(
         len({word for words in jobs for word in words if word.startswith("out_dir=")}) < 2,
@@ -145,9 +151,12 @@ def planned(folder: Path, jobs: list[list[str]], added: list[str], flags: list[s
         rare = [word.lstrip("+~").partition("=") for word in words if 2 * held[word] <= len(jobs)]
         name = "-".join(f"{key.rpartition('.')[2]}.{value}" for key, _, value in rare) or "base"
         name = re.sub(r"[^\w.+-]+", "_", f"{number:0{len(str(len(jobs)))}}-{name}")[:100]
-        for turn, those in enumerate(rounds, 1):
-            caches = folder / name / "caches" if repeats > 1 else None
-            those.append(Job(folder / (f"{name}.{turn}" if turn > 1 else name), words + added, flags, caches))
+        for turn, those in enumerate(rounds):
+            where, caches = gpus, None
+            if repeats > 1:
+                lane = turn % len(gpus)
+                where, caches = [gpus[lane]], folder / name / "caches" / str(lane)
+            those.append(Job(folder / (f"{name}.{turn + 1}" if turn else name), words + added, flags, where, caches))
     return [job for turn, those in enumerate(rounds) for job in (reversed(those) if turn % 2 else those)]
 
 
@@ -163,6 +172,11 @@ def slots(device: str) -> list[str | None]:
     return (visible.split(",") if visible else list(map(str, range(count))))[:count]
 
 
+def fit(waiting: list[Job], free: list[str | None]) -> tuple[Job, str | None] | None:
+    """The first job that may run on a free GPU, and that GPU."""
+    return next(((job, gpu) for job in waiting for gpu in free if gpu in job.gpus), None)
+
+
 def work(jobs: list[Job], gpus: list[str | None], minutes: float | None, lock: TextIO, signals: Signals) -> None:
     """Run what is not done, a line each. After a signal none is begun, and those that run are passed it on."""
     waiting, running, free = [job for job in jobs if not job.done], [], list(gpus)
@@ -171,9 +185,12 @@ def work(jobs: list[Job], gpus: list[str | None], minutes: float | None, lock: T
     with tqdm(total=len(jobs), initial=done, unit="job", **terminal) as bar:
         try:
             while running or (waiting and not signals.received):
-                while free and waiting and not signals.received:
-                    running.append(waiting.pop(0))
-                    running[-1].start(free.pop(0), lock)
+                while not signals.received and (pair := fit(waiting, free)):
+                    job, gpu = pair
+                    job.start(gpu, lock)
+                    waiting.remove(job)
+                    free.remove(gpu)
+                    running.append(job)
                 bar.set_description(", ".join(job.folder.name for job in running))
                 time.sleep(0.1)
                 if signals.received != passed:

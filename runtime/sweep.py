@@ -101,8 +101,9 @@ class Launcher(launcher.Launcher):
         group = [f"logger.group={quoted(folder.name)}"] * (logger.name != "none" and logger.group is None)
         configs = [source.path for source in runtime.config_sources if source.provider == "command-line"]
         flags = [word for path in configs for word in ("--config-dir", path)]
-        jobs = planned(folder, job_overrides, group, flags, cfg.sweep.repeats)
-        gpus = slots(cfg.device)
+        repeats = cfg.sweep.repeats
+        gpus = slots(cfg.device)[: repeats if repeats > 1 else None]  # a turn of all jobs has one GPU
+        jobs = planned(folder, job_overrides, group, flags, gpus, repeats)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock(folder) as held, Signals() as signals:
             signals.looping = True

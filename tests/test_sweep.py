@@ -129,13 +129,28 @@ def test_repeats_go_there_and_back(sweep):
     began = {name: row["began"] for name, row in rows().items()}
     assert sorted(began, key=began.get) == ["1-seed.4", "2-seed.3", "2-seed.3.2", "1-seed.4.2"]
     for name in ("1-seed.4", "2-seed.3"):
-        caches = Path("sweep", name, "caches").resolve()
+        caches = Path("sweep", name, "caches/0").resolve()
         assert rows()[name]["caches"] == rows()[f"{name}.2"]["caches"]
         assert rows()[name]["caches"] == [str(caches / "torchinductor"), str(caches / "triton")]
     assert [line.split()[:3] for line in out.splitlines()[-3:-1]] == [
         ["1-seed.4", "4,000", "3,400"],
         ["2-seed.3", "3,000", "0.750x"],
     ]
+
+
+def test_a_turn_is_of_one_gpu(sweep, monkeypatch):
+    """Runs that are compared are of the same GPU, though the first GPU is done sooner; each GPU compiles for itself."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert sweep("seed=1,5,4", "sweep.repeats=3")[0] == 0
+    for name, row in rows().items():
+        lane = int(name.endswith(".2"))
+        assert row["gpu"] == "45"[lane]
+        assert Path(row["caches"][0]).parts[-2:] == (str(lane), "torchinductor")
+    assert rows()["3-seed.4.2"]["began"] < rows()["2-seed.5"]["ended"]  # the GPUs work at the same time
+
+
+def test_no_repeats_are_an_error(sweep):
     code, _, err = sweep("seed=4,3", "sweep.repeats=0")
     assert (code, err) == (1, "error: sweep.repeats=0: it must be at least 1\n")
 
