@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Measures again what the README shows, and keeps the rows in results/: scripts/measure.sh GROUP ...
+#
+# The text is sotu.txt, some MB of any. Several GPUs share the jobs of a sweep; what else there is takes the first of
+# CUDA_VISIBLE_DEVICES. What fails stops nothing, and has a row that says why.
+set -u
+cd "$(dirname "$0")/.."
+text="data=text data.path=sotu.txt data.tokenizer=gpt2"
+speed="+experiment=throughput $text"
+short="precision=bf16 train.max_steps=25"
+wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
+both="kernels=eager,triton kernels.compile=true"
+
+run() { # NAME WORDS ...
+    python train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
+}
+
+sweep() { # NAME WORDS ...
+    python train.py -m $speed "${@:2}" out_dir="out/$1"
+    python -m scripts.collect "out/$1"/*/
+}
+
+longest() { # WORDS ...
+    python -m scripts.max_context precision=bf16 probe_minutes=2 keep=true "$@"
+}
+
+# GPT-2 124M: presets with intervals, then in amp, and every attention
+presets() { sweep presets $short kernels=eager,triton kernels.compile=false,true attn=sdpa,flash,triton sweep.repeats=2; }
+amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton kernels.compile=false,true; }
+attentions() { sweep attentions $short $both attn=sdpa,triton,flash,flex,mem_efficient,triton_naive,eager,math; }
+long() { sweep long $short $wide $both attn=sdpa,flash,triton,flex,mem_efficient; }
+
+# 350M; the long one without its proof, whose steps in fp32 take five minutes
+medium() { sweep medium $short model=gpt2_350m train.batch_size=32 $both attn=sdpa,flash,triton,flex; }
+medium_long() { sweep medium-long $short $wide model=gpt2_350m proof=false $both attn=flash,sdpa,triton; }
+
+# As the README's first lines have it; and attn=auto, from a table of this machine
+typed() {
+    local brief="train.max_steps=60 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0"
+    run typed kernels=triton attn=flash $brief
+}
+auto() {
+    python -m scripts.bench_attention auto=true lengths='[1024,16384]' rounds=3
+    run auto $speed $short kernels=triton attn=auto
+}
+
+# nanoGPT's are 131,072 (eager), 196,608 (compile), and with Liger's loss and a checkpoint per block 1.9 million
+checkpoints() { longest kernels=triton attn=flash model.pos=rope model.checkpointing=block mode=train; }
+contexts() {
+    longest kernels=triton attn=flash model.pos=rope
+    longest kernels=eager mode=train
+    longest kernels=compile mode=train
+}
+
+# A kernel, its double, and one that naps 0.2 ms a call, which makes the step 5% longer: a tie, and slower
+same() {
+    local copy=out/same.copy
+    mkdir -p $copy && cp -r train.py configs data kernels model runtime scripts sotu.txt $copy
+    echo "from kernels.norm.triton import RUNS, detail, norm, unavailable" >$copy/kernels/norm/same.py
+    cat >$copy/kernels/norm/slow.py <<END
+import torch
+from kernels.norm import triton
+from kernels.norm.triton import RUNS, detail, unavailable
+
+def norm(*arguments, **named):
+    torch.cuda._sleep(350_000)  # cycles, of 1.75 GHz
+    return triton.norm(*arguments, **named)
+END
+    (cd $copy && python train.py -m $speed precision=bf16 train.max_steps=40 kernels=triton attn=flash \
+        kernels.norm=triton,same,slow sweep.repeats=3 out_dir=out/same && python -m scripts.report out/same)
+}
+
+# Kernels by themselves, attention against T, what runs at all, and losses of 300 steps
+ops() { for op in norm mlp loss; do python -m scripts.bench_kernels op=$op keep=true; done; }
+attention() { python -m scripts.bench_attention keep=true; }
+support() { python -m scripts.doctor matrix=true keep=true; }
+curves() {
+    for kernels in eager compile; do
+        python train.py +experiment=curve $text kernels=$kernels out_dir=out/$kernels-sdpa
+    done
+    python -m scripts.collect --curves out/{eager,compile}-sdpa
+}
+
+for group in "$@"; do
+    declare -F "$group" >/dev/null || { echo "error: scripts/measure.sh has no group $group" >&2 && exit 2; }
+done
+for group in "$@"; do
+    $group
+done
