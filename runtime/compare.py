@@ -24,12 +24,14 @@ MACHINE = ("device", "driver", "torch", "triton", "git_commit")
 
 
 class Ratio(NamedTuple):
-    """Of speeds, with a 95% interval. `runs` of each were compared."""
+    """Of speeds, with a 95% interval. `runs` of each were compared; where `gpus`, they were of two GPUs, and the
+    interval does not know what sets these apart."""
 
     value: float
     low: float
     high: float
     runs: int
+    gpus: bool = False
 
     @property
     def verdict(self) -> str:
@@ -38,7 +40,7 @@ class Ratio(NamedTuple):
         return "faster" if self.low > 1 else "slower"
 
     def __str__(self) -> str:
-        told = f"({self.low:.3f} to {self.high:.3f}{', 1 run' * (self.runs == 1)})"
+        told = f"({self.low:.3f} to {self.high:.3f}{', 1 run' * (self.runs == 1)}{', other GPU' * self.gpus})"
         return f"tie {told}" if self.verdict == "tie" else f"{self.value:.3f}x {told}"
 
 
@@ -83,9 +85,8 @@ def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
     its laps, of which the median counts. It is widened by what few runs make it too narrow (Hesterberg 2015,
     arXiv:1411.5279, section 3.3), and by RESOLUTION. Of one run each it knows the laps alone.
     """
-    pairs = [
-        (mine, theirs) for row, base in zip(rows, bases, strict=False) if (mine := laps(row)) and (theirs := laps(base))
-    ]
+    compared = [(row, base) for row, base in zip(rows, bases, strict=False) if laps(row) and laps(base)]
+    pairs = [(laps(row), laps(base)) for row, base in compared]
     if not pairs:
         return None
     middle, draw, n = statistics.median, random.Random(0), len(pairs)
@@ -99,7 +100,8 @@ def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
     wider = math.sqrt(n / (n - 1)) * (TOO_NARROW[n - 2] if n - 2 < len(TOO_NARROW) else 1.1) if n > 1 else 1.0
     low, high = (value + wider * (drawn[int(q * DRAWS)] - value) for q in (0.025, 0.975))
     room = math.log1p(RESOLUTION)
-    return Ratio(math.exp(value), math.exp(min(low, value) - room), math.exp(max(high, value) + room), n)
+    gpus = any(row["env"].get("gpu") != base["env"].get("gpu") for row, base in compared)
+    return Ratio(math.exp(value), math.exp(min(low, value) - room), math.exp(max(high, value) + room), n, gpus)
 
 
 def payback(row: dict, base: dict) -> float | None:

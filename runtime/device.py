@@ -162,6 +162,7 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     cuda = device.type == "cuda"
     return {
         "device": name(device),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,

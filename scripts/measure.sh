@@ -55,7 +55,7 @@ contexts() {
 # A kernel, its double, and one that naps 0.2 ms a call, which makes the step 5% longer: a tie, and slower
 same() {
     local copy=out/same.copy
-    mkdir -p $copy && cp -r train.py configs data kernels model runtime scripts sotu.txt $copy
+    mkdir -p $copy .cache && cp -r train.py configs data kernels model runtime scripts sotu.txt .cache $copy
     echo "from kernels.norm.triton import RUNS, detail, norm, unavailable" >$copy/kernels/norm/same.py
     cat >$copy/kernels/norm/slow.py <<END
 import torch
@@ -66,8 +66,8 @@ def norm(*arguments, **named):
     torch.cuda._sleep(350_000)  # cycles, of 1.75 GHz
     return triton.norm(*arguments, **named)
 END
-    (cd $copy && python train.py -m $speed precision=bf16 train.max_steps=40 kernels=triton attn=flash \
-        kernels.norm=triton,same,slow sweep.repeats=3 out_dir=out/same && python -m scripts.report out/same)
+    (cd $copy && python train.py -m $speed $short kernels=triton attn=flash kernels.norm=triton,same,slow \
+        sweep.repeats=3 out_dir=out/same && python -m scripts.report out/same)
 }
 
 # Kernels by themselves, attention against T, what runs at all, and losses of 300 steps

@@ -11,8 +11,9 @@ import re
 import sys
 from pathlib import Path
 
+from runtime.compare import ratio
 from runtime.config import UserError
-from runtime.console import FIGURES, figure_cells, speed
+from runtime.console import FIGURES, figure_cells, speed, typical
 from scripts.figures import context_plot, curves_plot, newest_context, newest_kernels, roofline
 from scripts.support import tables as support_tables
 
@@ -38,10 +39,26 @@ def throughput(device: str) -> str:
     table = [COLUMNS, ["---"] * len(COLUMNS)]
     newest_first = [*reversed(sessions(kept).items())]
     for _, measured in sorted(newest_first, key=lambda item: item[0][:-1]):  # stable: so they are at the same settings
-        compiled = next((speed(row) for row in measured if choice(row) == YARDSTICK and speed(row)), None)
-        for row in sorted(measured, key=lambda row: -(speed(row) or 0)):
-            table.append(throughput_cells(row, compiled))
+        choices: dict[tuple, list[dict]] = {}
+        for row in measured:
+            choices.setdefault(choice(row), []).append(row)
+        lines = {which: standing(runs) for which, runs in choices.items()}
+        for which, row in sorted(lines.items(), key=lambda item: -(speed(item[1]) or 0)):
+            table.append(throughput_cells(row, beside_compile(choices[which], choices.get(YARDSTICK, []))))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
+
+
+def standing(runs: list[dict]) -> dict:
+    """The run in the middle, by speed; where none has one, the first, which says why."""
+    return typical([row for row in runs if speed(row)] or runs[:1])
+
+
+def beside_compile(runs: list[dict], bases: list[dict]) -> str:
+    """Of runs of a choice and of compile + sdpa the ratio of their speeds; of more than one each with its interval."""
+    if (found := ratio(runs, bases)) and runs is not bases:
+        return str(found) if found.runs > 1 else f"{found.value:.3f}x{', other GPU' * found.gpus}"
+    speeds = [speed(standing(each)) for each in (runs, bases) if each]  # rows of before laps were kept
+    return f"{speeds[0] / speeds[1]:.3f}x" if all(speeds) and len(speeds) == 2 else ""
 
 
 def newest_choices(rows: list[dict]) -> list[dict]:
@@ -65,8 +82,7 @@ def sessions(rows: list[dict]) -> dict[tuple, list[dict]]:
     return found
 
 
-def throughput_cells(row: dict, compiled: float | None = None) -> list[str]:
-    """`compiled` are the tokens/s of compile + sdpa."""
+def throughput_cells(row: dict, ratio: str = "") -> list[str]:
     config = row["config"]
     cells = [
         f"{row['parameters'] / 1e6:.0f}M",
@@ -76,7 +92,6 @@ def throughput_cells(row: dict, compiled: float | None = None) -> list[str]:
     ]
     tokens_per_sec, spread, *rest = figure_cells(row)
     rest += [str(row.get("steps", "")), commit(row)]
-    ratio = f"{speed(row) / compiled:.3f}x" if speed(row) and compiled else ""
     return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, ratio, *rest]
 
 

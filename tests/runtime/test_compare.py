@@ -56,6 +56,14 @@ def test_a_drift_cancels_in_abba():
     assert compare.ratio(abba[2:], abba[:2]).value == pytest.approx(0.98, abs=2e-3)
 
 
+def test_runs_of_two_gpus_say_so():
+    """Of the first with the first: turns on two GPUs are not that, a choice on each is."""
+    first, other = ({"env": {"device": "H200", "gpu": gpu}} for gpu in ("a", "b"))
+    turns = [run(100) | first, run(100, seed=1) | other]
+    assert not compare.ratio(turns, turns).gpus
+    assert str(compare.ratio(turns[:1], turns[1:])).endswith(", 1 run, other GPU)")
+
+
 def test_a_row_without_a_speed_is_not_compared():
     wrong = run(50) | {"status": "wrong: losses"}
     assert compare.ratio([wrong], [run(100)]) is None

@@ -59,6 +59,24 @@ def test_rows_become_a_table(results, tmp_path):
     ]
 
 
+def test_repeats_are_a_line_with_an_interval(results, tmp_path):
+    """The run in the middle stands for the others; runs of a turn are compared, whichever of them have failed."""
+    for turn, factor in enumerate((1.0, 1.5, 2.0)):  # three GPUs, say
+        for impl, compile, speed in (("eager", True, 500_000), ("triton", True, 600_000)):
+            status = "oom" if (impl, turn) == ("eager", 1) else "ok"
+            path = run(tmp_path / f"{impl}{turn}", speed * factor, impl=impl, compile=compile, status=status)
+            row = json.loads((path / "result.json").read_text())
+            laps = [0.1 / speed / factor] * 5 if status == "ok" else None
+            row |= {"perf/laps_s": laps, "env": row["env"] | {"gpu": str(turn)}}
+            (path / "result.json").write_text(json.dumps(row))
+            collect.collect(path, curves=False)
+    table = [line.strip("| ").split(" | ") for line in report.throughput("h200").splitlines()[2:]]
+    assert [(cells[3], cells[5].split()[0], cells[6]) for cells in table] == [
+        ("eager+triton+compile", "**900,000**", "1.200x (1.194 to 1.206)"),
+        ("compile", "**500,000**", "1.000x"),
+    ]
+
+
 def test_what_was_measured_again_goes(results, tmp_path):
     """But for the row that others of its session stand beside."""
     eager, triton, compiled = ("eager", False), ("triton", False), ("eager", True)
@@ -125,6 +143,7 @@ def test_a_row_without_figures_and_a_cpu(results, tmp_path):
     row |= {"mem/peak_rss_gib": 1.5}
     (tmp_path / "a/result.json").write_text(json.dumps(row))
     collect.collect(tmp_path / "a", curves=False)
+    row["config"]["attn"]["impl"] = "math"
     (tmp_path / "a/result.json").write_text(json.dumps(row | {"perf/tokens_per_sec": None}))
     collect.collect(tmp_path / "a", curves=False)
     filled = report.fill("<!-- throughput: amd-epyc -->\n<!-- end -->\n<!-- environment: amd-epyc -->\n<!-- end -->")
