@@ -25,7 +25,7 @@ longest() { # WORDS ...
 }
 
 # GPT-2 124M: presets with intervals, then in amp, and every attention
-presets() { sweep presets $short kernels=eager,triton kernels.compile=false,true attn=sdpa,flash,triton sweep.repeats=2; }
+presets() { sweep presets $short kernels=eager,triton kernels.compile=false,true attn=sdpa,flash,triton sweep.repeats=3; }
 amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton kernels.compile=false,true; }
 attentions() { sweep attentions $short $both attn=sdpa,triton,flash,flex,mem_efficient,triton_naive,eager,math; }
 long() { sweep long $short $wide $both attn=sdpa,flash,triton,flex,mem_efficient; }
@@ -45,12 +45,10 @@ auto() {
 }
 
 # nanoGPT's are 131,072 (eager), 196,608 (compile), and with Liger's loss and a checkpoint per block 1.9 million
-checkpoints() { longest kernels=triton attn=flash model.pos=rope model.checkpointing=block mode=train; }
-contexts() {
-    longest kernels=triton attn=flash model.pos=rope
-    longest kernels=eager mode=train
-    longest kernels=compile mode=train
-}
+context_checkpoints() { longest kernels=triton attn=flash model.pos=rope model.checkpointing=block mode=train; }
+context_triton() { longest kernels=triton attn=flash model.pos=rope; }
+context_eager() { longest kernels=eager mode=train; }
+context_compile() { longest kernels=compile mode=train; }
 
 # A kernel, its double, and one that naps 0.2 ms a call, which makes the step 5% longer: a tie, and slower
 same() {
