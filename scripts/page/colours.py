@@ -5,10 +5,12 @@ Okabe and Ito's (https://jfly.uni-koeln.de/color/) for choices, then some of Pau
 """
 
 from collections.abc import Iterable
+from itertools import cycle
 
 INK, QUIET, CARD, GRID = "var(--ink)", "var(--quiet)", "var(--card)", "var(--grid)"
 CHOICES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#999933", "#8B5A2B", "#7F8C8D")
 CHOICES += ("#44AA99", "#AA4499", "#DDCC77", "#882255")
+SYMBOLS = "circle", "square", "diamond", "cross"  # of choices whose colour is taken
 PARTS = ("#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255")
 FAMILIES = ("gemm", "attention", "norm", "loss", "mlp", "optimizer", "elementwise", "copy")
 
@@ -16,9 +18,10 @@ FAMILIES = ("gemm", "attention", "norm", "loss", "mlp", "optimizer", "elementwis
 def colours(names: Iterable[str]) -> dict[str, str]:
     """Of choices, in the order in which they come first; a backend has that of the first choice made of it alone."""
     found: dict[str, str] = {}
-    for name in names:
+    unused = cycle(CHOICES)
+    for name in dict.fromkeys(names):
         own = next((colour for known, colour in found.items() if known.split(" · ")[0] == name), None)
-        found.setdefault(name, own or CHOICES[len(set(found.values())) % len(CHOICES)])
+        found[name] = own or next(unused)
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 
 from scripts.page.choices import Choice, Source, alike
-from scripts.page.colours import GRID, INK, QUIET, parts, readable
+from scripts.page.colours import GRID, INK, QUIET, SYMBOLS, parts, readable
 
 MEMORY = ("weights", "gradients", "optimizer", "activations", "workspace")
 SAID, SAID_OF_LINE = "%{customdata[1]}<extra></extra>", "%{meta[1]}<extra></extra>"
@@ -182,7 +182,7 @@ def tradeoff(timed: list[Choice], colours: dict[str, str]) -> dict | None:
     if not kept:
         return None
     best = {choice.id for group in alike(kept) for choice in front(group)}
-    traces = []
+    traces, shown = [], []
     for group in alike(kept):
         if len(line := front(group)) > 1:
             trace = {"type": "scatter", "mode": "lines", "line": {"color": QUIET, "dash": "dot", "width": 1.5}}
@@ -193,7 +193,10 @@ def tradeoff(timed: list[Choice], colours: dict[str, str]) -> dict | None:
         trace = {"type": "scatter", "mode": "markers", "name": escape(name), "hovertemplate": SAID}
         trace |= {"x": [choice.memory for choice in mine], "y": [choice.speed for choice in mine]}
         width = [3 if choice.id in best else 0 for choice in mine]
+        taken = [known for known in shown if colours[known] == colours[name]]
+        shown.append(name)
         trace["marker"] = {"color": colours[name], "size": 14, "line": {"color": INK, "width": width}}
+        trace["marker"]["symbol"] = SYMBOLS[len(taken) % len(SYMBOLS)]
         traces.append(trace | {"customdata": [[choice.id, hover(choice)] for choice in mine]})
     return {"data": traces, **axes("GiB at the peak", "tokens/s")}
 

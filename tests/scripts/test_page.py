@@ -15,6 +15,8 @@ from runtime import compare
 from runtime.config import UserError
 from scripts import report
 from scripts.page import choices, write
+from scripts.page.colours import colours
+from scripts.page.panels import tradeoff
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,6 +290,17 @@ def test_a_choice_has_one_colour(source, opened):
     for trace in found["tradeoff"]:
         assert {ids[each[0]] for each in trace["customdata"] or []} <= {(trace["marker"] or {}).get("color")}
     assert len(set(ids.values())) == len(SPEEDS)
+
+
+def test_forty_choices_look_different(tmp_path):
+    """As many as all presets with all attentions: there are 14 colours, and then other symbols."""
+    for number in range(40):
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "result.json").write_text(json.dumps(row() | {"config": config(attn=f"attention{number}")}))
+    timed = choices.read(tmp_path).timed
+    traces = tradeoff(timed, colours(choice.name for choice in timed))["data"]
+    looks = [(trace["marker"]["color"], trace["marker"]["symbol"]) for trace in traces if trace["mode"] == "markers"]
+    assert len(looks) == len(set(looks)) == 40
 
 
 def test_filters_act_on_every_panel(source, opened):
