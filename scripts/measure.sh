@@ -25,8 +25,8 @@ longest() { # WORDS ...
 }
 
 # GPT-2 124M: presets with intervals, then in amp, and every attention
-presets() { sweep presets $short kernels=eager,triton kernels.compile=false,true attn=sdpa,flash,triton sweep.repeats=3; }
-amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton kernels.compile=false,true; }
+presets() { sweep presets $short kernels=eager,triton kernels.compile=true,false attn=sdpa,flash,triton sweep.repeats=3; }
+amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton kernels.compile=true,false; }
 attentions() { sweep attentions $short $both attn=sdpa,triton,flash,flex,mem_efficient,triton_naive,eager,math; }
 long() { sweep long $short $wide $both attn=sdpa,flash,triton,flex,mem_efficient; }
 

@@ -44,8 +44,8 @@ def page(source: Source) -> str:
 
     names = [choice.name for choice in source.choices]
     names += [name(row["config"]) for row in contexts(source.benches["context"])]
-    names += [row["impl"] for kind in ("kernels", "attention") for row in source.benches[kind]]
-    fills, subjects = colours(names), {choice.id: subject(choice) for choice in source.choices}
+    impls = [row["impl"] for kind in ("kernels", "attention") for row in source.benches[kind]]
+    fills, subjects = colours(names, impls), {choice.id: subject(choice) for choice in source.choices}
     shown = [*panels(source, fills), *benches(source, fills, subjects)]
     groups = headlines(source)
     data = {"subjects": subjects, "panels": {panel.id: panel.figure for panel in shown if panel.figure}}

@@ -15,6 +15,7 @@ from runtime.console import speed
 from runtime.run import read_row
 from scripts.report import commit, newest_choices
 
+BASES = "compile · sdpa", "eager ·"  # how names of baselines start
 BENCHES = ("kernels", "context", "attention")  # names of .jsonl files besides train.jsonl
 OPS = ("norm", "mlp", "loss")
 
@@ -160,7 +161,7 @@ def read(folder: Path, force: bool = False) -> Source:
         for choice in choices:  # as in the README's table of throughput
             choice.timed = not choice.row["config"]["train"]["eval_every"]
     tell_apart(choices)
-    compared([choice for choice in choices if choice.timed and choice.speed], force)
+    compared([choice for choice in choices if choice.timed and choice.speed], force, kept)
     return Source(folder, choices, benches, kept)
 
 
@@ -265,21 +266,23 @@ def tell_apart(choices: list[Choice]) -> None:
         choice.apart = " · ".join(names[choice.id][1:])
 
 
-def compared(choices: list[Choice], force: bool) -> None:
-    """Each beside the baseline of its settings: the first choice of all, else eager, else the first of these.
+def compared(choices: list[Choice], force: bool, kept: bool) -> None:
+    """Each beside the baseline of its settings: the kernels of the sweep's first job; where these have no row, or rows
+    are `kept` ones, which have no first, compile · sdpa, else eager, else the first that ran.
 
     With `force` every one beside the first choice of all.
     """
-    groups = alike(choices)
-    for group in groups:
-        eager = [each for each in group if name(each.row["config"]).startswith("eager ·")]
-        base = choices[0] if force or choices[0] in group else [*eager, *group][0]
+    starts = BASES if kept or not choices else (choices[0].name, *BASES)
+    for group in alike(choices):
+        usual = [each for start in starts for each in group if each.name.startswith(start)]
+        base = choices[0] if force else [*usual, *group][0]
         for choice in group:
             interval, value = compare.ratio(choice.rows, base.rows), choice.speed / base.speed
             differs = choice.differences(base) if base not in group else []
             choice.against = Comparison(base, interval.value if interval else value, interval, differs)
             if len(group) == 1 and base is choice is not choices[0]:
-                choice.uncompared = f"not compared: other {keys(choice.differences(choices[0]))}"
+                others = "alone at its settings" if kept else f"other {keys(choice.differences(choices[0]))}"
+                choice.uncompared = f"not compared: {others}"
 
 
 def alike(choices: list[Choice]) -> list[list[Choice]]:

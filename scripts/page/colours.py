@@ -4,7 +4,7 @@ Okabe and Ito's (https://jfly.uni-koeln.de/color/) for choices, then some of Pau
 (https://personal.sron.nl/~pault/). `var(--ink)` and the like are page.css's, of the light and of the dark.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import cycle
 
 INK, QUIET, CARD, GRID = "var(--ink)", "var(--quiet)", "var(--card)", "var(--grid)"
@@ -12,23 +12,20 @@ CHOICES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8
 CHOICES += ("#44AA99", "#AA4499", "#DDCC77", "#882255")
 SYMBOLS = "circle", "square", "diamond", "cross"  # of choices whose colour is taken
 PARTS = ("#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255")
-FAMILIES = ("gemm", "attention", "norm", "loss", "mlp", "optimizer", "elementwise", "copy")
 
 
-def colours(names: Iterable[str]) -> dict[str, str]:
-    """Of choices, in the order in which they come first; a backend has that of the first choice made of it alone."""
-    found: dict[str, str] = {}
-    unused = cycle(CHOICES)
-    for name in dict.fromkeys(names):
-        own = next((colour for known, colour in found.items() if known.split(" · ")[0] == name), None)
-        found[name] = own or next(unused)
-    return found
+def colours(choices: Iterable[str], backends: Collection[str] = ()) -> dict[str, str]:
+    """In the order in which they come first; a backend has that of the first choice made of it alone."""
+    found = dict(zip(dict.fromkeys(choices), cycle(CHOICES), strict=False))
+    own = {name.split(" · ")[0]: colour for name, colour in reversed(found.items())}
+    known = {name: own[name] for name in backends if name in own}
+    free = cycle([colour for colour in CHOICES if colour not in known.values()] or CHOICES)
+    return found | {name: known.get(name) or next(free) for name in dict.fromkeys(backends)}
 
 
 def parts(names: Iterable[str]) -> dict[str, str]:
-    """Of a whole: a known family has one of its own, and what is left is grey."""
-    order = dict.fromkeys([*FAMILIES, *names])
-    found = dict(zip((name for name in order if name != "other"), PARTS * 9, strict=False))
+    """Of a whole; what is left is grey."""
+    found = dict(zip((name for name in names if name != "other"), cycle(PARTS), strict=False))
     return found | {"other": "#A0A0A0"}
 
 

@@ -219,8 +219,9 @@ def families(timed: list[Choice]) -> dict | None:
     for _, receipt in found:
         for family, ms in receipt["families"].items():
             total[family] = total.get(family, 0.0) + ms
-    traces, fills = [], parts(total)
-    for family in [*sorted(total, key=total.get, reverse=True), "idle"]:
+    order = sorted(total, key=total.get, reverse=True)
+    traces, fills = [], parts(order)
+    for family in [*order, "idle"]:
         mine = []
         for choice, receipt in found:
             idle = (receipt.get("step_ms") or 0) - (receipt.get("busy_ms") or 0)

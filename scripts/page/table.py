@@ -44,9 +44,10 @@ def notes(source: Source) -> list[str]:
     """What the comparisons are."""
     told = []
     if any(choice.against.base is not choice for choice in source.timed):
+        first = "" if source.kept else "that of the first job, else "
         told.append(
-            "A choice stands beside the baseline of its settings: the first job, else eager, else the first that ran; "
-            "a tie is where 1 lies in the 95% interval."
+            f"A choice stands beside the baseline of its settings: {first}compile · sdpa, else eager, else the "
+            "first that ran; a tie is where 1 lies in the 95% interval."
         )
     if any(choice.against.base is not choice and not choice.against.interval for choice in source.timed):
         told.append("Rows without laps are older than the intervals: their ratios are of the medians alone.")

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from runtime import compare
+from kernels.registry import impls
+from runtime import compare, receipt
 from runtime.config import UserError
 from scripts import report
 from scripts.page import choices, write
-from scripts.page.colours import colours
+from scripts.page.colours import colours, parts
 from scripts.page.panels import tradeoff
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {"device": "NVIDIA H200", "driver": "580.159.04", "cuda": "13.0", "cudnn": 91900, "torch": "2.11.0+cu130"}
 ENV |= {"triton": "3.6.0", "python": "3.12.3", "git_commit": "f3adfe01"}
-FAMILIES = ("gemm", "attention", "loss", "norm", "mlp", "elementwise", "copy", "optimizer", "other")
+FAMILIES = "gemm", "attention", "loss", "norm", "mlp", "elementwise and sums", "copies and fills", "optimizer", "other"
 COMMAND = "python train.py +experiment=throughput"
 WEIGHTS = {"weights": 0.46, "gradients": 0.46, "optimizer": 0.93}
 
@@ -303,6 +304,14 @@ def test_forty_choices_look_different(tmp_path):
     assert len(looks) == len(set(looks)) == 40
 
 
+def test_backends_and_families_have_colours_of_their_own():
+    """However many choices there are; a backend that a choice is made of has that choice's."""
+    taken = colours((f"triton · {number}" for number in range(20)), impls("attention"))
+    assert taken["triton"] == taken["triton · 0"]
+    assert len({taken[impl] for impl in impls("attention")}) == len(impls("attention"))
+    assert len(set(parts(receipt.FAMILIES).values())) == len(receipt.FAMILIES) + 1
+
+
 def test_filters_act_on_every_panel(source, opened):
     tab = opened(source.folder)
     tab.select_option("#precision", "bf16")
@@ -408,6 +417,7 @@ def test_the_kept_rows_of_a_device_are_a_source(opened, tmp_path):
     assert sorted(found["speed"][0]["x"]) == sorted(speeds)
     assert max(found["parity"][0]["x"]) == 300
     assert all(choice.against.interval is None for choice in kept.timed)
+    assert {each.against.base.name for each in kept.timed if each.name.startswith("eager ·")} == {"compile · sdpa"}
     assert {trace["name"] for trace in found["roofline"]} >= {"eager", "triton", "liger", "quack"}
 
 
