@@ -36,6 +36,7 @@ from scripts.report import who
 ROOT = Path(__file__).resolve().parent.parent
 OCTAVE = 128  # lengths from a power of two to the next
 LAST = 23 * OCTAVE  # 2^30 tokens
+MOST = 2**24  # that a search begins with
 PREDICT_MINUTES = 5  # at least, for some ten steps on fake tensors; the GPU has no part in them
 REFUSED = "failed: error: "  # by a UserError or a KernelError
 FULL = re.compile("out of memory|alloc_failed|bad_alloc|cannot allocate|MemoryError", re.IGNORECASE)
@@ -74,18 +75,23 @@ def search(fits: Callable[[int], bool], start: int, step: int) -> int | None:
     return None if low < 0 else low
 
 
+def full_at(rows: list[dict], gib: float) -> float:
+    """The T whose peak is `gib`, as if memory were linear in T, through two lengths."""
+    (near, low), (far, high) = ((row["T"], row["peak_gib"]) for row in rows)
+    return near + (gib - low) * (far - near) / max(high - low, 1e-9)
+
+
 def affordable(cfg: Config, usable: float, device: torch.device) -> dict | None:
     """The prediction for the longest T whose peak is within `usable` GiB. None: not even 128 tokens are."""
     found = {length: predict(cfg, length, device) for length in (8192, 16384)}
-    (near, low), (far, high) = ((length, each["peak_gib"]) for length, each in found.items())
-    guess = near + (usable - low) * (far - near) / max(high - low, 1e-9)  # as if memory were linear in T
+    guess = full_at(list(found.values()), usable)
 
     def fits(index: int) -> bool:
         length = length_of(index)
         found[length] = found.get(length) or predict(cfg, length, device)
         return found[length]["peak_gib"] <= usable
 
-    index = search(fits, index_of(min(max(guess, OCTAVE), 2**24)), step=4)
+    index = search(fits, index_of(min(max(guess, OCTAVE), MOST)), step=4)
     return None if index is None else found[length_of(index)]
 
 
@@ -100,7 +106,7 @@ def answer(cfg: Config) -> None:
     if cfg.probe == "run":
         tell(row=run(cfg, cfg.length, device))
         return
-    tell(env=environment(device), limit_gib=limit)
+    tell(env=environment(device), limit_gib=limit, usable_gib=usable)
     shape = (1, cfg.length or 1024)
     tell(kernels=executed(cfg.model, cfg.kernels, cfg.attn, cfg.precision, shape, device))
     if cfg.length:
@@ -176,7 +182,11 @@ def longest(cfg: Config, told: dict, run: Run) -> dict:
 
     predicted = told["row"] and told["row"]["T"]
     start = predicted or 1024
-    expected = pace([tried(start // part) for part in (16, 8)]) if start > 4 * WINDOW else lambda length: 0.0
+    short = [tried(start // part) for part in (16, 8)] if start > 4 * WINDOW else []
+    expected = pace(short)
+    if cfg.kernels.compile and len(short) == 2 and all(row["status"] == "ok" for row in short):
+        # the prediction was of the uncompiled model, which takes twice as much with sdpa
+        start = min(max(full_at(short, told["usable_gib"]), OCTAVE), MOST)
     index = search(
         lambda index: tried(length_of(index), expected(length_of(index)))["status"] == "ok",
         index_of(start),

@@ -65,7 +65,12 @@ class Machine:
     def __init__(self, monkeypatch, predicted=2**16, quadratic=0.0, slides=True, crash=None):
         self.predicted, self.quadratic, self.crash = predicted, quadratic, crash
         self.asked, self.logged, self.row = [], [], {}
-        self.told = {"limit_gib": 80.0, "slides": slides, "row": predicted and self.foresee(80 * GIB / predicted)}
+        self.told = {
+            "limit_gib": 80.0,
+            "usable_gib": 80.0,
+            "slides": slides,
+            "row": predicted and self.foresee(80 * GIB / predicted),
+        }
         monkeypatch.setattr(max_context, "ask", self.ask)
 
     def foresee(self, length):
@@ -106,6 +111,18 @@ def test_the_longest_that_fits(monkeypatch, predicted, most):
     assert [{"mode": "train", **each} for each in row["context/train/tries"]] == machine.logged
     assert len(machine.asked) <= most
     assert row.get("context/train/prediction_error") == (predicted and pytest.approx(predicted / 2**16 - 1))
+
+
+def test_what_compile_saves_is_no_search(monkeypatch):
+    """Predicted was the uncompiled model, of twice the memory: two short lengths tell what the compiled one takes."""
+    tries = {}
+    for compile in ("false", "true"):
+        machine = Machine(monkeypatch, predicted=2**17)
+        row = longest(config("mode=train", f"kernels.compile={compile}"), machine.told, machine)
+        assert row["context/max_train"] == machine.LIMIT
+        assert row["context/train/predicted"] == machine.LIMIT // 2
+        tries[compile] = len(machine.asked)
+    assert (tries["true"], tries["false"]) == (2 + 4, 2 + 14)
 
 
 def test_a_slow_step_has_a_window(monkeypatch):
