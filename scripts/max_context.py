@@ -39,7 +39,7 @@ LAST = 23 * OCTAVE  # 2^30 tokens
 MOST = 2**24  # that a search begins with
 PREDICT_MINUTES = 5  # at least, for some ten steps on fake tensors; the GPU has no part in them
 REFUSED = "failed: error: "  # by a UserError or a KernelError
-FULL = re.compile("out of memory|alloc_failed|bad_alloc|cannot allocate|MemoryError", re.IGNORECASE)
+FULL = re.compile("out.of.memory|alloc(ation)?_failed|bad_alloc|cannot allocate|MemoryError", re.IGNORECASE)
 
 
 def length_of(index: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.device import GIB
 from scripts import max_context, report
-from scripts.max_context import LAST, OCTAVE, index_of, length_of, longest, pace, search
+from scripts.max_context import FULL, LAST, OCTAVE, index_of, length_of, longest, pace, search
 from tests.model.test_memory import config
 
 TRY = "probe=run", "model=tiny", "precision=fp32", "device=cpu", "memory_gib=2"
@@ -158,6 +158,14 @@ def test_a_timeout_and_a_crash_fit_no_more_than_a_full_memory(monkeypatch):
     row = longest(config("mode=train"), machine.told, machine)
     assert (row["context/max_train"], row["context/train/limit"]) == (None, "failed: an illegal memory access")
     assert "context/train/seconds" not in row
+
+
+def test_how_libraries_say_that_memory_is_full():
+    """CUDA by its driver, Triton, cuBLAS and cuDNN, which raise errors of their own; and what is another failure."""
+    said = "CUDA_ERROR_OUT_OF_MEMORY", "Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
+    said += "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "std::bad_alloc"
+    assert all(FULL.search(f"RuntimeError: {each} when calling it") for each in said)
+    assert not FULL.search("CUDA error: an illegal memory access was encountered")
 
 
 def test_the_table(monkeypatch, tmp_path):
