@@ -13,21 +13,23 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from kernels.registry import KernelError, backend, choices, label, refusal
 from kernels.tuned import slug
 from model import cost
 from model.executed import executed
-from runtime.config import check, cli
+from runtime.config import check, cli, command
 from runtime.device import environment, pick
 from runtime.resume import place
-from runtime.run import Run
+from runtime.run import Run, read_row
+from runtime.signals import Signals, Stopped
 from runtime.trackers import Tracker
 from scripts.attempt import MODES, WINDOW, Config, capacity, predict, run, slides
 from scripts.collect import RESULTS
@@ -162,15 +164,29 @@ def line(mode: str, row: dict) -> str:
     return " | ".join(cells + [f"window {row['window']}"] * bool(row.get("window")))
 
 
-def longest(cfg: Config, told: dict, run: Run) -> dict:
-    """The figures of cfg.mode; `told` is the answer to probe=predict."""
+def earlier(folder: Path, cfg: Config, env: dict) -> list[dict]:
+    """The tries of a search that was stopped in this folder, if it was this one on this machine."""
+    row = read_row(folder)
+    if not row or not row["status"].startswith("stopped"):
+        return []
+    now = OmegaConf.to_container(OmegaConf.structured(cfg))
+    pairs = [(row.get("env"), env), *((row["config"].get(key), now[key]) for key in now.keys() - {"out_dir", "keep"})]
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in metrics] if all(then == here for then, here in pairs) else []
+
+
+def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> dict:
+    """The figures of cfg.mode; `told` is the answer to probe=predict, and the tries `before` are not made again."""
     tries, limit_s, name = [], 60 * cfg.probe_minutes, f"context/{cfg.mode}"
 
     def tried(length: int, seconds: float = 0.0) -> dict:
         """Its row; `seconds` are what a step is expected to take."""
         window = WINDOW if told.get("slides") and 2 * seconds > 0.8 * limit_s else None
         row = {"T": length, "window": window or cfg.model.window}
-        if 2 * seconds > limit_s and not window:
+        known = [each for each in before if (row | {"mode": cfg.mode}).items() <= each.items()]
+        if known:
+            row = {key: value for key, value in known[0].items() if key not in ("mode", "step")}
+        elif 2 * seconds > limit_s and not window:
             row |= {"status": "timeout", "why": f"not run: two steps would take {2 * seconds:.0f} s"}
         else:
             answer = ask(cfg, "run", length, window)
@@ -255,6 +271,12 @@ def main(cfg: Config) -> None:
     if cfg.probe:
         answer(cfg)
         return
+    with Signals():
+        find(cfg)
+
+
+def find(cfg: Config) -> None:
+    """The search, in each mode that is asked for, its row and its table."""
     why = refusal(backend("attention", cfg.attn.impl).attention, "lengths")
     check(cfg.mode != "generate" or not why, f"mode=generate reads a cache, and {why}")
     modes = [cfg.mode] if cfg.mode else [mode for mode in MODES if mode == "train" or not why]
@@ -264,16 +286,22 @@ def main(cfg: Config) -> None:
     check(not died.startswith(REFUSED), died.removeprefix(REFUSED))
     check("kernels" in told, f"nothing could be tried ({died}): probe=predict mode={modes[0]} shows why, by itself")
     folder, _ = place(cfg.out_dir, None, name)
-    with Run(folder, name, cfg, Tracker(None)) as run:
-        facts = {"env": told["env"], "memory_gib": told["limit_gib"], "parameters": cost.parameters(cfg.model)}
-        facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
-        run.begin(**facts, kernels=told["kernels"])
-        for mode in modes:
-            each = replace(cfg, mode=mode)
-            told = told if mode == modes[0] else ask(each, "predict", None)
-            if not told["row"]:
-                print(f"{mode:<8} no prediction: {told['died'] or f'not even {OCTAVE} tokens'}")
-            run.row |= longest(each, told | {"limit_gib": run.row["memory_gib"]}, run)
+    before = earlier(folder, cfg, told["env"])
+    try:
+        with Run(folder, name, cfg, Tracker(None), resume=bool(before)) as run:
+            run.rewind(0)
+            facts = {"env": told["env"], "memory_gib": told["limit_gib"], "parameters": cost.parameters(cfg.model)}
+            facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+            run.begin(**facts, kernels=told["kernels"])
+            for mode in modes:
+                each = replace(cfg, mode=mode)
+                told = told if mode == modes[0] else ask(each, "predict", None)
+                if not told["row"]:
+                    print(f"{mode:<8} no prediction: {told['died'] or f'not even {OCTAVE} tokens'}")
+                run.row |= longest(each, told | {"limit_gib": run.row["memory_gib"]}, run, before)
+    except Stopped:
+        print(f"stopped  go on with: {command(out_dir=str(folder))}")
+        raise
     files = [folder / "result.json"] + [RESULTS / slug(run.row["env"]["device"]) / "context.jsonl"] * cfg.keep
     if cfg.keep:
         files[1].parent.mkdir(parents=True, exist_ok=True)

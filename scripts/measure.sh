@@ -2,7 +2,7 @@
 # Measures again what the README shows, and keeps the rows in results/: scripts/measure.sh GROUP ...
 #
 # The text is sotu.txt, some MB of any. Several GPUs share the jobs of a sweep; what else there is takes the first of
-# CUDA_VISIBLE_DEVICES. What fails stops nothing, and has a row that says why.
+# CUDA_VISIBLE_DEVICES. What fails stops nothing, and has a row that says why; after Ctrl-C sweeps and searches go on.
 set -u
 cd "$(dirname "$0")/.."
 text="data=text data.path=sotu.txt data.tokenizer=gpt2"
@@ -20,8 +20,8 @@ sweep() { # NAME WORDS ...
     python -m scripts.collect "out/$1"/*/
 }
 
-longest() { # WORDS ...
-    python -m scripts.max_context precision=bf16 probe_minutes=2 keep=true "$@"
+longest() { # NAME WORDS ...
+    python -m scripts.max_context precision=bf16 probe_minutes=2 keep=true "${@:2}" out_dir="out/longest-$1"
 }
 
 # GPT-2 124M: presets with intervals, then in amp, and every attention
@@ -45,10 +45,10 @@ auto() {
 }
 
 # nanoGPT's are 131,072 (eager), 196,608 (compile), and with Liger's loss and a checkpoint per block 1.9 million
-context_checkpoints() { longest kernels=triton attn=flash model.pos=rope model.checkpointing=block mode=train; }
-context_triton() { longest kernels=triton attn=flash model.pos=rope; }
-context_eager() { longest kernels=eager mode=train; }
-context_compile() { longest kernels=compile mode=train; }
+context_checkpoints() { longest checkpoints kernels=triton attn=flash model.pos=rope model.checkpointing=block mode=train; }
+context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
+context_eager() { longest eager kernels=eager mode=train; }
+context_compile() { longest compile kernels=compile mode=train; }
 
 # A kernel, its double, and one that naps 0.2 ms a call, which makes the step 5% longer: a tie, and slower
 same() {

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from runtime.device import GIB
+from runtime.signals import Stopped
 from scripts import max_context, report
 from scripts.max_context import FULL, LAST, OCTAVE, index_of, length_of, longest, pace, search
 from tests.model.test_memory import config
@@ -64,7 +65,7 @@ class Machine:
 
     def __init__(self, monkeypatch, predicted=2**16, quadratic=0.0, slides=True, crash=None):
         self.predicted, self.quadratic, self.crash = predicted, quadratic, crash
-        self.asked, self.logged, self.row = [], [], {}
+        self.asked, self.logged, self.row, self.stop = [], [], {}, None
         self.told = {
             "limit_gib": 80.0,
             "usable_gib": 80.0,
@@ -82,7 +83,9 @@ class Machine:
 
     def ask(self, cfg, what, length, window=None):
         if what == "predict":
-            return {"row": self.predicted and self.foresee(length), "died": None}
+            return {"row": self.predicted and self.foresee(length), "died": None} if length else self.told
+        if len(self.asked) == self.stop:
+            raise Stopped(130, "SIGINT")
         self.asked.append(length)
         seconds = 1e-6 * length if window else self.seconds(length)
         if 2 * seconds > 60 * cfg.probe_minutes:
@@ -158,6 +161,29 @@ def test_a_timeout_and_a_crash_fit_no_more_than_a_full_memory(monkeypatch):
     row = longest(config("mode=train"), machine.told, machine)
     assert (row["context/max_train"], row["context/train/limit"]) == (None, "failed: an illegal memory access")
     assert "context/train/seconds" not in row
+
+
+def test_a_search_that_was_stopped_goes_on(called, monkeypatch, tmp_path):
+    """With the same command and its folder: no length is tried twice, and the row is that of one go."""
+    rows = {}
+    for name, stops in (("whole", [None]), ("parts", [3, 9, None])):
+        machine = Machine(monkeypatch, predicted=2**15)
+        machine.told |= {"env": {"device": "H200"}, "kernels": {"attention": "sdpa (cudnn)"}, "died": None}
+        words = "device=cpu", "memory_gib=80", "mode=train", f"out_dir={tmp_path / name}"
+        for machine.stop in stops:
+            code, out, err = called("max_context.py", max_context.main, *words)
+            assert (code, err) == (130 if machine.stop else 0, "")
+            assert (f"out_dir={tmp_path / name}" in out.splitlines()[-1]) == bool(machine.stop)
+        assert len(machine.asked) == len(set(machine.asked)) > 9
+        rows[name] = json.loads((tmp_path / name / "result.json").read_text())
+        logged = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["T"] for line in logged] == machine.asked
+    own = ("name", "started", "command", "config")
+    assert {key: value for key, value in rows["parts"].items() if key not in own} == {
+        key: value for key, value in rows["whole"].items() if key not in own
+    }
+    code, out, err = called("max_context.py", max_context.main, *words)
+    assert (code, err[:6]) == (1, "error:")  # it is complete
 
 
 def test_how_libraries_say_that_memory_is_full():
