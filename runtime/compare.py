@@ -40,7 +40,8 @@ class Ratio(NamedTuple):
         return "faster" if self.low > 1 else "slower"
 
     def __str__(self) -> str:
-        told = f"({self.low:.3f} to {self.high:.3f}{', 1 run' * (self.runs == 1)}{', other GPU' * self.gpus})"
+        high = f"{self.high:.3f}" if self.high < 100 else "over 100"  # of two runs that have nothing in common
+        told = f"({self.low:.3f} to {high}{', 1 run' * (self.runs == 1)}{', other GPU' * self.gpus})"
         return f"tie {told}" if self.verdict == "tie" else f"{self.value:.3f}x {told}"
 
 

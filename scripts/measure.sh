@@ -53,7 +53,7 @@ context_compile() { longest compile kernels=compile mode=train; }
 # A kernel, its double, and one that naps 0.2 ms a call, which makes the step 5% longer: a tie, and slower
 same() {
     local copy=out/same.copy
-    mkdir -p $copy .cache && cp -r train.py configs data kernels model runtime scripts sotu.txt .cache $copy
+    mkdir -p $copy .cache && cp -rp train.py configs data kernels model runtime scripts sotu.txt .cache $copy
     echo "from kernels.norm.triton import RUNS, detail, norm, unavailable" >$copy/kernels/norm/same.py
     cat >$copy/kernels/norm/slow.py <<END
 import torch

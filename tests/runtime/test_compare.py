@@ -64,6 +64,10 @@ def test_runs_of_two_gpus_say_so():
     assert str(compare.ratio(turns[:1], turns[1:])).endswith(", 1 run, other GPU)")
 
 
+def test_two_runs_that_have_nothing_in_common():
+    assert str(compare.ratio([run(100), run(1)], [run(100), run(100)])) == "tie (0.000 to over 100)"
+
+
 def test_a_row_without_a_speed_is_not_compared():
     wrong = run(50) | {"status": "wrong: losses"}
     assert compare.ratio([wrong], [run(100)]) is None
