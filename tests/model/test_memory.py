@@ -148,6 +148,16 @@ def test_scores_are_quadratic_and_checkpoints_few():
     assert third("precision=amp", "model.checkpointing=block")[0] < linear / 2
 
 
+@pytest.mark.parametrize(("precision", "stream"), [("fp32", 4), ("amp", 4), ("bf16", 2)])
+def test_a_checkpoint_is_the_stream_alone(precision, stream):
+    """A block more is one tensor more, of 128 channels, and the random state that it began with."""
+    found = [
+        predicted(config(f"precision={precision}", "model.checkpointing=block", f"model.n_layer={layers}"), 1024)
+        for layers in (3, 4)
+    ]
+    assert found[1]["activations"] - found[0]["activations"] - 1024 * 128 * stream in (0, 5056)
+
+
 def test_generation_is_weights_cache_and_a_prefill():
     cfg = config("mode=generate", "precision=bf16")
     found = predicted(cfg, 1000)
