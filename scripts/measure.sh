@@ -45,7 +45,10 @@ auto() {
 }
 
 # nanoGPT's are 131,072 (eager), 196,608 (compile), and with Liger's loss and a checkpoint per block 1.9 million
-context_checkpoints() { longest checkpoints kernels=triton attn=flash model.pos=rope model.checkpointing=block mode=train; }
+context_checkpoints() {
+    longest checkpoints kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope model.checkpointing=block \
+        mode=train
+}
 context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
 context_eager() { longest eager kernels=eager mode=train; }
 context_compile() { longest compile kernels=compile mode=train; }
