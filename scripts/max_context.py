@@ -200,8 +200,8 @@ def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> d
     start = predicted or 1024
     short = [tried(start // part) for part in (16, 8)] if start > 4 * WINDOW else []
     expected = pace(short)
-    if cfg.kernels.compile and len(short) == 2 and all(row["status"] == "ok" for row in short):
-        # the prediction was of the uncompiled model, which takes twice as much with sdpa
+    unseen = cfg.kernels.compile or (told["row"] or {}).get("opaque")  # the uncompiled model takes twice as much
+    if unseen and len(short) == 2 and all(row["status"] == "ok" for row in short):
         start = min(max(full_at(short, told["usable_gib"]), OCTAVE), MOST)
     index = search(
         lambda index: tried(length_of(index), expected(length_of(index)))["status"] == "ok",

@@ -116,16 +116,18 @@ def test_the_longest_that_fits(monkeypatch, predicted, most):
     assert row.get("context/train/prediction_error") == (predicted and pytest.approx(predicted / 2**16 - 1))
 
 
-def test_what_compile_saves_is_no_search(monkeypatch):
-    """Predicted was the uncompiled model, of twice the memory: two short lengths tell what the compiled one takes."""
+@pytest.mark.parametrize("unseen", ["kernels.compile=true", "opaque"])
+def test_what_was_not_predicted_is_measured(monkeypatch, unseen):
+    """The uncompiled model's memory, or one without an op's: two short lengths tell what is really taken."""
     tries = {}
-    for compile in ("false", "true"):
+    for words in ((), (unseen,)):
         machine = Machine(monkeypatch, predicted=2**17)
-        row = longest(config("mode=train", f"kernels.compile={compile}"), machine.told, machine)
+        machine.told["row"]["opaque"] = ["an op"] * ("opaque" in words)
+        row = longest(config("mode=train", *words[: unseen != "opaque"]), machine.told, machine)
         assert row["context/max_train"] == machine.LIMIT
         assert row["context/train/predicted"] == machine.LIMIT // 2
-        tries[compile] = len(machine.asked)
-    assert (tries["true"], tries["false"]) == (2 + 4, 2 + 14)
+        tries[words] = len(machine.asked)
+    assert (tries[unseen,], tries[()]) == (2 + 4, 2 + 14)
 
 
 def test_a_slow_step_has_a_window(monkeypatch):
