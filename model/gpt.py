@@ -202,7 +202,7 @@ class GPT(nn.Module):
         x = self.drop(x)
         again = self.config.checkpointing == "block" and torch.is_grad_enabled()
         for i, block in enumerate(self.h):
-            if again and residual is not None:  # one tensor to keep, not two: 2.7 million tokens of 124M, not 2.0
+            if again and residual is not None:  # keep one, not two: by prediction 2.7 million tokens of 124M, not 2.0
                 x, residual = residual + x, None
             inputs = x, residual, rope, starts, None if cache is None else cache.layer(i)
             x, residual = checkpoint(block, *inputs, use_reentrant=False) if again else block(*inputs)

@@ -82,7 +82,7 @@ def sessions(rows: list[dict]) -> dict[tuple, list[dict]]:
     return found
 
 
-def throughput_cells(row: dict, ratio: str = "") -> list[str]:
+def throughput_cells(row: dict, beside: str = "") -> list[str]:
     config = row["config"]
     cells = [
         f"{row['parameters'] / 1e6:.0f}M",
@@ -92,7 +92,7 @@ def throughput_cells(row: dict, ratio: str = "") -> list[str]:
     ]
     tokens_per_sec, spread, *rest = figure_cells(row)
     rest += [str(row.get("steps", "")), commit(row)]
-    return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, ratio, *rest]
+    return [*cells, f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec, beside, *rest]
 
 
 def who(row: dict) -> tuple[str, str]:

@@ -13,9 +13,9 @@ from runtime.compare import Ratio
 from runtime.config import UserError, check
 from runtime.console import speed
 from runtime.run import read_row
-from scripts.report import commit, newest_choices
+from scripts.report import YARDSTICK, commit, newest_choices
 
-BASES = "compile · sdpa", "eager ·"  # how names of baselines start
+BASES = " · ".join(YARDSTICK), "eager ·"  # how names of baselines start
 BENCHES = ("kernels", "context", "attention")  # names of .jsonl files besides train.jsonl
 OPS = ("norm", "mlp", "loss")
 

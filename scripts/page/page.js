@@ -38,7 +38,7 @@ function legend(traces) {
     const key = document.createElement("span"), mark = key.appendChild(document.createElement("i"));
     const colour = line?.color || (Array.isArray(marker.color) ? "var(--ink)" : marker.color);
     mark.style.color = colour;
-    mark.className = line ? line.dash || "solid" : /open|thin/.test(marker.symbol) ? "open" : "";
+    mark.className = line ? line.dash || "solid" : /open|thin/.test(marker.symbol) ? "open" : typeof marker.symbol === "string" ? marker.symbol : "";
     key.insertAdjacentHTML("beforeend", name);
     return key;
   });

@@ -5,6 +5,7 @@ by the id page.js filters, and knows which command a click copies. What has no i
 """
 
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from html import escape
 
@@ -182,7 +183,7 @@ def tradeoff(timed: list[Choice], colours: dict[str, str]) -> dict | None:
     if not kept:
         return None
     best = {choice.id for group in alike(kept) for choice in front(group)}
-    traces, shown = [], []
+    traces, used = [], Counter()
     for group in alike(kept):
         if len(line := front(group)) > 1:
             trace = {"type": "scatter", "mode": "lines", "line": {"color": QUIET, "dash": "dot", "width": 1.5}}
@@ -193,10 +194,9 @@ def tradeoff(timed: list[Choice], colours: dict[str, str]) -> dict | None:
         trace = {"type": "scatter", "mode": "markers", "name": escape(name), "hovertemplate": SAID}
         trace |= {"x": [choice.memory for choice in mine], "y": [choice.speed for choice in mine]}
         width = [3 if choice.id in best else 0 for choice in mine]
-        taken = [known for known in shown if colours[known] == colours[name]]
-        shown.append(name)
         trace["marker"] = {"color": colours[name], "size": 14, "line": {"color": INK, "width": width}}
-        trace["marker"]["symbol"] = SYMBOLS[len(taken) % len(SYMBOLS)]
+        trace["marker"]["symbol"] = SYMBOLS[used[colours[name]] % len(SYMBOLS)]
+        used[colours[name]] += 1
         traces.append(trace | {"customdata": [[choice.id, hover(choice)] for choice in mine]})
     return {"data": traces, **axes("GiB at the peak", "tokens/s")}
 
