@@ -79,14 +79,26 @@ def _apart(key: str, mine, theirs) -> list[str]:
     return [] if mine == theirs else [f"{key}: {mine}, and of the other {theirs}"]
 
 
+def paired(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:
+    """The first with the first, and so on, of each GPU that both ran on; without one, wherever they ran."""
+
+    def gpu(row: dict) -> str | None:
+        return row["env"].get("gpu")
+
+    found = []
+    for shared in sorted({gpu(row) for row in rows} & {gpu(base) for base in bases}, key=str):
+        found += zip(*([each for each in some if gpu(each) == shared] for some in (rows, bases)), strict=False)
+    return found or list(zip(rows, bases, strict=False))
+
+
 def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
-    """Of their speeds: the first with the first, and so on. None: one has no speed.
+    """Of their speeds, as paired() has them. None: one has no speed.
 
     The interval is a bootstrap's (Efron 1979) of the mean logarithm of the runs' ratios: runs are drawn, and of each
     its laps, of which the median counts. It is widened by what few runs make it too narrow (Hesterberg 2015,
     arXiv:1411.5279, section 3.3), and by RESOLUTION. Of one run each it knows the laps alone.
     """
-    compared = [(row, base) for row, base in zip(rows, bases, strict=False) if laps(row) and laps(base)]
+    compared = [(row, base) for row, base in paired(rows, bases) if laps(row) and laps(base)]
     pairs = [(laps(row), laps(base)) for row, base in compared]
     if not pairs:
         return None

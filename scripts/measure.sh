@@ -10,6 +10,7 @@ speed="+experiment=throughput $text"
 short="precision=bf16 train.max_steps=25"
 wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton kernels.compile=true"
+all=sdpa,flash,triton,flex,mem_efficient,triton_naive,eager,math
 
 run() { # NAME WORDS ...
     python train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
@@ -24,15 +25,15 @@ longest() { # NAME WORDS ...
     python -m scripts.max_context precision=bf16 probe_minutes=2 keep=true "${@:2}" out_dir="out/longest-$1"
 }
 
-# GPT-2 124M: presets with intervals, then in amp, and every attention
+# GPT-2 124M: presets with intervals, then in amp, and every other attention
 presets() { sweep presets $short kernels=eager,triton kernels.compile=true,false attn=sdpa,flash,triton sweep.repeats=3; }
 amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton kernels.compile=true,false; }
-attentions() { sweep attentions $short $both attn=sdpa,triton,flash,flex,mem_efficient,triton_naive,eager,math; }
-long() { sweep long $short $wide $both attn=sdpa,flash,triton,flex,mem_efficient; }
+attentions() { sweep attentions $short attn=sdpa,flex,mem_efficient,triton_naive,eager,math $both; }
+long() { sweep long $short $wide attn=$all $both; }
 
-# 350M; the long one without its proof, whose steps in fp32 take five minutes
-medium() { sweep medium $short model=gpt2_350m train.batch_size=32 $both attn=sdpa,flash,triton,flex; }
-medium_long() { sweep medium-long $short $wide model=gpt2_350m proof=false $both attn=flash,sdpa,triton; }
+# 350M, with every attention
+medium() { sweep medium $short model=gpt2_350m train.batch_size=32 attn=$all $both; }
+medium_long() { sweep medium-long $short $wide model=gpt2_350m attn=$all $both; }
 
 # As the README's first lines have it; and attn=auto, from a table of this machine
 typed() {
@@ -48,6 +49,11 @@ auto() {
 context_checkpoints() {
     longest checkpoints kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope model.checkpointing=block \
         mode=train
+}
+context_half_million() {
+    run half-million kernels=triton attn=flash model.pos=rope model.checkpointing=block precision=bf16 $text \
+        train.batch_size=1 train.block_size=524288 model.block_size=524288 train.tokens_per_step=524288 \
+        train.max_steps=5 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0
 }
 context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
 context_eager() { longest eager kernels=eager mode=train; }

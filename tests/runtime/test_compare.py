@@ -56,11 +56,14 @@ def test_a_drift_cancels_in_abba():
     assert compare.ratio(abba[2:], abba[:2]).value == pytest.approx(0.98, abs=2e-3)
 
 
-def test_runs_of_two_gpus_say_so():
-    """Of the first with the first: turns on two GPUs are not that, a choice on each is."""
+def test_runs_of_two_gpus():
+    """Each is compared with one on its own GPU, in whatever order they come; where there is none, it says so."""
+    still = {"process": 0.0, "spread": 0.0}
     first, other = ({"env": {"device": "H200", "gpu": gpu}} for gpu in ("a", "b"))
-    turns = [run(100) | first, run(100, seed=1) | other]
-    assert not compare.ratio(turns, turns).gpus
+    turns = [run(100, **still) | first, run(110, **still) | other]
+    found = compare.ratio(turns, turns[::-1])
+    assert (found.value, found.runs, found.gpus) == (pytest.approx(1), 2, False)
+    assert compare.ratio(turns[1:], turns).value == pytest.approx(1)
     assert str(compare.ratio(turns[:1], turns[1:])).endswith(", 1 run, other GPU)")
 
 
