@@ -10,6 +10,7 @@ import json
 import math
 import random
 import statistics
+from collections.abc import Callable
 from typing import NamedTuple
 
 DRAWS = 1000
@@ -91,25 +92,34 @@ def paired(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:
     return found or list(zip(rows, bases, strict=False))
 
 
+def apart(mine: list[float], theirs: list[float], drawn: Callable = list) -> float:
+    """Logarithm of how much longer the laps of the other run are, the median; `drawn` may take a sample of them.
+
+    A lap is compared with that of the same steps: both worked on the same batches. (On an H200 steps of GPT-2 124M in
+    bf16 differ by 4%, in all runs alike, and the ratios of two runs' steps by 0.4%.)
+    """
+    if len(mine) == len(theirs):
+        return statistics.median(drawn([math.log(b / a) for a, b in zip(mine, theirs, strict=True)]))
+    return math.log(statistics.median(drawn(theirs)) / statistics.median(drawn(mine)))
+
+
 def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
     """Of their speeds, as paired() has them. None: one has no speed.
 
-    The interval is a bootstrap's (Efron 1979) of the mean logarithm of the runs' ratios: runs are drawn, and of each
-    its laps, of which the median counts. It is widened by what few runs make it too narrow (Hesterberg 2015,
-    arXiv:1411.5279, section 3.3), and by RESOLUTION. Of one run each it knows the laps alone.
+    The interval is a bootstrap's (Efron 1979) of the mean logarithm of the runs' ratios: pairs of runs are drawn, and
+    of each its laps. It is widened by what few runs make it too narrow (Hesterberg 2015, arXiv:1411.5279, section 3.3),
+    and by RESOLUTION. Of one run each it knows the laps alone.
     """
     compared = [(row, base) for row, base in paired(rows, bases) if laps(row) and laps(base)]
-    pairs = [(laps(row), laps(base)) for row, base in compared]
-    if not pairs:
+    if not compared:
         return None
-    middle, draw, n = statistics.median, random.Random(0), len(pairs)
-    value = statistics.fmean(math.log(middle(theirs) / middle(mine)) for mine, theirs in pairs)
-    drawn = []
-    for _ in range(DRAWS):
-        some = draw.choices(pairs, k=n)
-        again = [[middle(draw.choices(each, k=len(each))) for each in pair] for pair in some]
-        drawn.append(statistics.fmean(math.log(theirs / mine) for mine, theirs in again))
-    drawn.sort()
+    pairs, draw, n = [(laps(row), laps(base)) for row, base in compared], random.Random(0), len(compared)
+
+    def again(found: list[float]) -> list[float]:
+        return draw.choices(found, k=len(found))
+
+    value = statistics.fmean(apart(*pair) for pair in pairs)
+    drawn = sorted(statistics.fmean(apart(*pair, again) for pair in again(pairs)) for _ in range(DRAWS))
     wider = math.sqrt(n / (n - 1)) * (TOO_NARROW[n - 2] if n - 2 < len(TOO_NARROW) else 1.1) if n > 1 else 1.0
     low, high = (value + wider * (drawn[int(q * DRAWS)] - value) for q in (0.025, 0.975))
     room = math.log1p(RESOLUTION)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runtime.compare import ratio
 from runtime.config import UserError
-from runtime.console import FIGURES, figure_cells, speed, typical
+from runtime.console import FIGURES, figure_cells, speed, sweep_table, typical
 from scripts.figures import context_plot, curves_plot, newest_context, newest_kernels, roofline
 from scripts.support import tables as support_tables
 
@@ -186,6 +186,14 @@ def kernels(device: str) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
+def same(device: str) -> str:
+    """The table of `scripts/measure.sh same`, as a sweep prints it: a norm, its double, and one that naps."""
+    choices: dict[str, list[dict]] = {}
+    for row in rows(device):
+        choices.setdefault(f"norm={row['config']['kernels']['norm']}", []).append(row)
+    return f"```\n{sweep_table(choices)}\n```"
+
+
 def rates(row: dict) -> str:
     """Of norm TB/s, of the others TFLOP/s. A loss has its gradients in its forward, or not: no rate is of one alone."""
     unit, digits = ("tb_per_s", 2) if row["op"] == "norm" else ("tflops", 0)
@@ -270,7 +278,7 @@ def fill(text: str) -> str:
     """`text` with every marked section made anew."""
     sections = {"throughput": throughput, "scaling": scaling, "generation": generation, "kernels": kernels}
     sections |= {"context": context, "max_context": max_context, "support": support}
-    sections |= {"environment": environment, "agreement": agreement}
+    sections |= {"environment": environment, "agreement": agreement, "same": same}
 
     def section(match: re.Match) -> str:
         return f"{match[1]}\n{sections[match[2]](match[3])}\n{match[4]}"

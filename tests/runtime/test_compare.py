@@ -56,6 +56,24 @@ def test_a_drift_cancels_in_abba():
     assert compare.ratio(abba[2:], abba[:2]).value == pytest.approx(0.98, abs=2e-3)
 
 
+def test_steps_that_differ_in_all_runs_alike_say_nothing():
+    """Other batches take other times, by 4%: of 5 laps that hides what is 3% slower, unless a lap meets its own."""
+    pattern = [1.0, 1.04, 1.01, 1.045, 1.005]
+
+    def three(step_ms, seed):
+        found = runs(step_ms, 3, seed, process=0.002, laps=5)
+        for row in found:
+            row["perf/laps_s"] = [a * b for a, b in zip(row["perf/laps_s"], pattern, strict=True)]
+        return found
+
+    for seed in range(20):
+        found = compare.ratio(three(103, seed), three(100, seed + 100))
+        assert found.verdict == "slower"
+        assert found.value == pytest.approx(100 / 103, abs=4 * 0.002 * (2 * 1.57 / 5 / 3 + 2 / 3) ** 0.5)
+    stopped = [row | {"perf/laps_s": row["perf/laps_s"][:4]} for row in three(103, 1)]  # no lap has its own
+    assert compare.ratio(stopped, three(100, 2)).value == pytest.approx(100 / 103, abs=0.04)
+
+
 def test_runs_of_two_gpus():
     """Each is compared with one on its own GPU, in whatever order they come; where there is none, it says so."""
     still = {"process": 0.0, "spread": 0.0}
