@@ -83,6 +83,10 @@ def build(cfg: Config, device: torch.device, ranks: Ranks = ALONE) -> GPT:
     stored, compute = PRECISIONS[cfg.precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
     torch.manual_seed(cfg.seed)
+    check(
+        not (cfg.kernels.compile and cfg.model.checkpointing == "host"),
+        "model.checkpointing=host cannot be compiled: choose kernels.compile=false, or model.checkpointing=block",
+    )
     needs = cfg.model.needs + ["starts"] * cfg.data.mask_documents
     with device:
         model = GPT(cfg.model, resolve(cfg.kernels, cfg.attn, device, needs), compute).to(stored)

@@ -56,9 +56,10 @@ def contexts(rows: list[dict]) -> list[dict]:
 def described(row: dict) -> tuple[str, ...]:
     """What a search for the longest context was made with: its kernels, and settings."""
     config, model = row["config"], row["config"]["model"]
-    checkpoints = "a checkpoint a block" if model.get("checkpointing") == "block" else ""
+    checkpoints = {"block": "a checkpoint a block", "host": "a checkpoint a block, on the host"}
     memory = f"{row['memory_gib']:.4g} GiB" if row.get("memory_gib") else ""
-    return name(config), millions(row), config["precision"], model.get("pos", ""), checkpoints, memory
+    how = model.get("pos", ""), checkpoints.get(model.get("checkpointing"), "")
+    return name(config), millions(row), config["precision"], *how, memory
 
 
 def context(rows: list[dict], colours: dict[str, str]) -> tuple[dict | None, Known]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, refusal, resolve, unavailable
 from model import cost
+from model import gpt as model_gpt
 from model.generate import Decoder, Sampling
 from model.gpt import GPT, GPTConfig, rope_table, rotate
 from runtime.config import UserError
@@ -189,7 +190,7 @@ def test_checkpoints_change_memory_and_no_bit(compiled):
         return tensor
 
     results, kept = [], []
-    for checkpointing in ("none", "block"):
+    for checkpointing in ("none", "block") if compiled else ("none", "block", "host"):
         torch.compiler.reset()
         model = gpt(replace(SMALL, dropout=0.2, checkpointing=checkpointing))
         idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
@@ -204,8 +205,28 @@ def test_checkpoints_change_memory_and_no_bit(compiled):
         results.append({"loss": loss.detach()} | {name: weight.grad for name, weight in model.named_parameters()})
         sizes = {t.data_ptr(): t.untyped_storage().nbytes() for t in saved if t.is_floating_point()}
         kept.append(sum(size for pointer, size in sizes.items() if pointer not in own))
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    for again in results[1:]:
+        assert all(torch.equal(value, again[name]) for name, value in results[0].items())
     assert kept[1] < 0.13 * kept[0]
+
+
+def test_checkpoints_on_the_host(monkeypatch):
+    """Of what the backward needs they are all that leaves the GPU: each block's stream."""
+    left = []
+
+    class Leaving(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory):
+            assert pin_memory
+            super().__init__(lambda t: left.append(t.shape) or t.clone(), lambda t: t)
+
+    monkeypatch.setattr(model_gpt, "save_on_cpu", Leaving)
+    idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
+    gpt(replace(SMALL, pos="rope", checkpointing="host"))(idx, targets).backward()
+    assert left == [(2, 24, SMALL.n_embd)] * SMALL.n_layer
+    left.clear()
+    with torch.no_grad():
+        gpt(replace(SMALL, checkpointing="host"))(idx, targets)
+    assert left == []
 
 
 def test_rope_has_no_table_and_no_longest_length():
@@ -325,7 +346,7 @@ def test_amp_keeps_the_stream_in_fp32():
     ("changes", "message"),
     [
         ({"n_kv_head": 2}, r"model.n_kv_head=2: model.n_head=3 must be a multiple of it"),
-        ({"checkpointing": "all"}, r"model.checkpointing=all: choose none or block"),
+        ({"checkpointing": "all"}, r"model.checkpointing=all: choose none, block or host"),
         ({"window": 0}, r"model.window=0: it must be at least 1, or null"),
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
         ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),

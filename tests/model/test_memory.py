@@ -121,7 +121,9 @@ def test_activations_are_what_autograd_keeps(overrides, checkpointing):
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(*batch)
     kept = {address: size for address, size in kept.items() if address not in mine}
-    assert predicted(cfg, 72)["activations"] == sum(kept.values()) + 2 * loss.nbytes  # and train_step's sum
+    again = checkpointing == "block" and cfg.model.pos == "rope"
+    table = 4 * 72 * cfg.model.n_embd // cfg.model.n_head * again  # which no block saves, and all will read
+    assert predicted(cfg, 72)["activations"] == sum(kept.values()) + table + 2 * loss.nbytes  # and train_step's sum
 
 
 @pytest.mark.parametrize(("precision", "stored", "state"), [("fp32", 4, 8), ("amp", 4, 8), ("bf16", 2, 12)])
@@ -181,10 +183,10 @@ def test_an_op_whose_inside_is_not_seen_is_named():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["eager", "triton"])
-def test_the_peak_on_a_gpu(kernels):
+@pytest.mark.parametrize("choice", ["kernels=eager", "kernels=triton", "kernels=triton model.checkpointing=host"])
+def test_the_peak_on_a_gpu(choice):
     """Besides cuBLAS's and cuDNN's workspaces: 10% of 3 GiB."""
     size = "model=gpt2_124m", "model.n_layer=12", "precision=bf16", "memory_gib=null"
-    cfg, device = config(*size, f"kernels={kernels}", "device=cuda"), torch.device("cuda")
+    cfg, device = config(*size, *choice.split(), "device=cuda"), torch.device("cuda")
     predicted = attempt.predict(cfg, 8192, device)["peak_gib"]
     assert predicted == pytest.approx(attempt.run(cfg, 8192, device)["peak_gib"], rel=0.1)
