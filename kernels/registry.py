@@ -14,6 +14,8 @@ and a backend is a file with the op's function, and where it has something to sa
     detail(**inputs)       what it will really run for these (fake) arguments, and its version: "cudnn, torch 2.11.0"
     RUNS                   patterns that a profile of a training step must have, of the names of kernels (on a CPU of
                            operators); or a dict, from a word of detail() to them: the first that it contains
+    KEEPS                  of an attention, names of its operators whose outputs are all that its backward needs besides
+                           q, k and v: model.keep_attention=true keeps them in a checkpoint
     deterministic = False  two calls on a GPU may differ in their last bits: sums by atomics
     candidates(kernel, default)    launch parameters to try, each a dict of what it changes: see tuned.py
     VERSIONS               names of implementations that it can choose among; its function, unavailable() and detail()
@@ -25,6 +27,7 @@ import importlib
 import inspect
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +147,17 @@ def refusal(attention: Callable, argument: str) -> str | None:
     functions = {impl: backend("attention", impl).attention for impl in impls("attention")}
     able = [impl for impl, function in functions.items() if argument in inspect.signature(function).parameters]
     return f"{attention.__module__} takes no {argument} (kernels/attention/__init__.py): choose attn={', '.join(able)}"
+
+
+def keeps(attention: Callable) -> Sequence[str]:
+    """The names of its operators whose outputs a checkpoint may keep. Unavailable: it names none."""
+    if names := getattr(sys.modules[attention.__module__], "KEEPS", ()):
+        return names
+    able = [impl for impl in impls("attention") if hasattr(backend("attention", impl), "KEEPS")]
+    raise Unavailable(
+        f"model.keep_attention=true: {attention.__module__} names no operator whose outputs could be kept (KEEPS, "
+        f"kernels/registry.py): choose attn={', '.join(able)}"
+    )
 
 
 def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = ()) -> Ops:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels.packed import split
-from kernels.registry import Ops
+from kernels.registry import Ops, keeps
 from runtime.config import UserError, check
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
@@ -44,6 +45,7 @@ class GPTConfig:
     # block: the backward computes each block again, from what enters it (arXiv:1604.06174); host: which waits in the
     # host's memory, so that 12 layers of 768 channels keep no 18 KB a token on the GPU
     checkpointing: str = "none"
+    keep_attention: bool = False  # in a checkpoint its output: 19 KB a token of these 12 layers, and not computed again
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -65,6 +67,10 @@ class GPTConfig:
         check(
             self.checkpointing in ("none", "block", "host"),
             f"model.checkpointing={self.checkpointing}: choose none, block or host",
+        )
+        check(
+            self.checkpointing != "none" or not self.keep_attention,
+            "model.keep_attention=true is of checkpoints: choose model.checkpointing=block or host",
         )
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
 
@@ -186,6 +192,10 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.loss = config, ops.loss
+        self.checkpoint = partial(checkpoint, use_reentrant=False)
+        if config.keep_attention:
+            policy = partial(kept_or_not, frozenset(keeps(ops.attention)))
+            self.checkpoint.keywords["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head (Press and Wolf 2017)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.drop = dropout(config)
@@ -213,7 +223,7 @@ class GPT(nn.Module):
                 x, residual = residual + x, None
             run = partial(block, rope=rope, starts=starts, cache=None if cache is None else cache.layer(i))
             with kept:  # its inputs alone: what it keeps itself is the checkpoint's
-                x, residual = checkpoint(run, x, residual, use_reentrant=False) if again else run(x, residual)
+                x, residual = self.checkpoint(run, x, residual) if again else run(x, residual)
         if cache is not None:
             x, residual = x[:, -1:], residual[:, -1:]
         x, _ = self.ln_f(x, residual)
@@ -229,6 +239,10 @@ class GPT(nn.Module):
             elif weight.dim() == 2:
                 residual = name.endswith("c_proj.weight")
                 weight.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
+
+
+def kept_or_not(names: frozenset[str], _, op: OpOverload, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def dropout(config: GPTConfig) -> nn.Module:

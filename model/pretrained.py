@@ -29,7 +29,7 @@ from runtime.config import UserError, check
 OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub, all with the tokenizer gpt2
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-FREE = ("dropout", "window", "checkpointing")  # fields of GPTConfig
+FREE = ("dropout", "window", "checkpointing", "keep_attention")  # fields of GPTConfig
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # a buffer of old files

@@ -64,7 +64,7 @@ def shape_of(out_dir: str | None, resume: str | None) -> dict | None:
 def same_run(saved: dict, config: dict, fingerprint: dict, path: Path) -> None:
     """UserError: `config` has another model, other data or another order of it than the checkpoint's manifest."""
     then = saved["config"]
-    free = ("dropout", "checkpointing")
+    free = ("dropout", "checkpointing", "keep_attention")
     pairs = {f"model.{key}": (now, then["model"].get(key)) for key, now in config["model"].items() if key not in free}
     pairs |= {f"data.{key}": (now, saved["data"].get(key)) for key, now in fingerprint.items()}
     pairs |= {f"train.{key}": (config["train"][key], then["train"][key]) for key in ("block_size", "tokens_per_step")}

@@ -248,7 +248,8 @@ def table(rows: list[dict]) -> str:
     for row in rows:
         model = row["config"]["model"]
         cells = f"{row['parameters'] / 1e6:.0f}M", row["config"]["precision"], *who(row), model["pos"]
-        cells += model["checkpointing"], f"{row['memory_gib']:.4g}"
+        kept = ", attention kept" * model.get("keep_attention", False)
+        cells += model["checkpointing"] + kept, f"{row['memory_gib']:.4g}"
         found[cells] = row
     lines = [head, ["---"] * len(head)]
     for cells, row in sorted(found.items(), key=lambda item: -(item[1].get("context/max_train") or 0)):

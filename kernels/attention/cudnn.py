@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 from kernels.attention._sdpa import pinned
 
 deterministic = False
+KEEPS = ("aten::_scaled_dot_product_cudnn_attention",)
 RUNS = "cudnn.*sdpa.*fprop", "cudnn.*sdpa.*bprop"
 
 

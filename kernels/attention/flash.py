@@ -23,6 +23,7 @@ from kernels.packed import buffer, parted
 from kernels.registry import Unavailable
 
 deterministic = False  # dq is summed by atomics; an order of its own costs time and memory
+KEEPS = ("hotswap::flash_fwd",)
 RUNS = {
     "PyTorch's": ("pytorch_flash::flash_fwd", "pytorch_flash::flash_bwd"),
     "fa4": ("FlashAttentionForwardSm", "FlashAttentionBackwardSm"),

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend
 from kernels.attention._sdpa import pinned
 
 deterministic = False  # where the keys are split among programs, dq is summed by atomics
+KEEPS = ("aten::_scaled_dot_product_efficient_attention",)
 RUNS = "fmha_cutlassF", "fmha_cutlassB"
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.attention import seen
 
 CPU = "_scaled_dot_product_flash_attention_for_cpu"
+KEEPS = [f"aten::_scaled_dot_product_{name}_attention" for name in ("flash", "cudnn", "efficient")] + [f"aten::{CPU}"]
 RUNS = {
     "flash_for_cpu": (f"{CPU}$", f"{CPU}_backward"),
     "cudnn": ("cudnn.*sdpa.*fprop", "cudnn.*sdpa.*bprop"),

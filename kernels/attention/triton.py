@@ -65,6 +65,7 @@ from kernels.registry import Unavailable
 
 LEAST = tl.constexpr(-1e30)  # below every score, and finite: -inf - -inf is no number
 FORWARD = "^_fwd_kernel|::attention_fwd"
+KEEPS = ("hotswap::attention_fwd",)
 RUNS = {"Gluon": (FORWARD, "attention_bwd_gluon"), "triton": (FORWARD, "^_dq_kernel|::attention_bwd")}
 
 

@@ -58,8 +58,8 @@ def described(row: dict) -> tuple[str, ...]:
     config, model = row["config"], row["config"]["model"]
     checkpoints = {"block": "a checkpoint a block", "host": "a checkpoint a block, on the host"}
     memory = f"{row['memory_gib']:.4g} GiB" if row.get("memory_gib") else ""
-    how = model.get("pos", ""), checkpoints.get(model.get("checkpointing"), "")
-    return name(config), millions(row), config["precision"], *how, memory
+    kept = checkpoints.get(model.get("checkpointing"), "") + ", attention kept" * model.get("keep_attention", False)
+    return name(config), millions(row), config["precision"], model.get("pos", ""), kept, memory
 
 
 def context(rows: list[dict], colours: dict[str, str]) -> tuple[dict | None, Known]:

@@ -11,10 +11,12 @@ import zlib
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kernels.check import evaluate, tensors, wrong
-from kernels.registry import OPS, Unavailable, backend, contract, impls, load
+from kernels.registry import OPS, Unavailable, backend, contract, impls, keeps, load
+from model.gpt import kept_or_not
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 BACKENDS = [pytest.param(op, impl, id=f"{op}-{impl}") for op in OPS for impl in impls(op)]
@@ -139,6 +141,33 @@ def test_under_a_checkpoint(op, impl, device):
     ulp = 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-5
     for name, kept in evaluate(function, inputs).items():
         torch.testing.assert_close(again[name], kept, rtol=ulp, atol=ulp * kept.abs().max().item())
+
+
+@pytest.mark.parametrize("impl", [impl for impl in impls("attention") if hasattr(backend("attention", impl), "KEEPS")])
+def test_under_a_checkpoint_that_keeps_attention(impl, device):
+    """What KEEPS names runs once where it ran twice, and all is what it was."""
+    names, seen = backend("attention", impl).KEEPS, []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.extend([func.name()] * (func.name() in names))
+            return func(*args, **(kwargs or {}))
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs = case_inputs("attention", next(iter(contract("attention").CASES)), dtype, device)
+    function = usable("attention", impl, device, inputs)
+    policy = functools.partial(kept_or_not, frozenset(keeps(function)))
+    contexts = {}, {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+    found, times = [], []
+    for context in contexts:
+        seen.clear()
+        with Seen():
+            found.append(evaluate(functools.partial(checkpoint, function, use_reentrant=False, **context), inputs))
+        times.append(len(seen))
+    assert times == [2, 1]
+    ulp = 2 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-5
+    for name, kept in found[0].items():
+        torch.testing.assert_close(found[1][name], kept, rtol=ulp, atol=ulp * kept.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

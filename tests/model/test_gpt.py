@@ -9,6 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, refusal, resolve, unavailable
 from model import cost
@@ -190,9 +191,12 @@ def test_checkpoints_change_memory_and_no_bit(compiled):
         return tensor
 
     results, kept = [], []
-    for checkpointing in ("none", "block") if compiled else ("none", "block", "host"):
+    choices = [{"checkpointing": "none"}, {"checkpointing": "block"}]
+    choices += [{"checkpointing": "block", "keep_attention": True}]
+    choices += [{"checkpointing": "host", "keep_attention": keep} for keep in (False, True)] * (not compiled)
+    for choice in choices:
         torch.compiler.reset()
-        model = gpt(replace(SMALL, dropout=0.2, checkpointing=checkpointing))
+        model = gpt(replace(SMALL, dropout=0.2, **choice), "sdpa")
         idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
         own = {weight.data_ptr() for weight in model.parameters()}
         if compiled:
@@ -208,6 +212,26 @@ def test_checkpoints_change_memory_and_no_bit(compiled):
     for again in results[1:]:
         assert all(torch.equal(value, again[name]) for name, value in results[0].items())
     assert kept[1] < 0.13 * kept[0]
+
+
+@pytest.mark.parametrize(("keeps", "times"), [(True, 1), (False, 2)])
+def test_attention_that_is_kept_is_not_computed_again(keeps, times):
+    class Count(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Count.count += func.name().endswith("attention_for_cpu")
+            return func(*args, **(kwargs or {}))
+
+    idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
+    with Count():
+        gpt(replace(SMALL, checkpointing="block", keep_attention=keeps), "sdpa")(idx, targets).backward()
+    assert Count.count == times * SMALL.n_layer
+
+
+def test_attention_without_an_operator_cannot_be_kept():
+    with pytest.raises(Unavailable, match=r"kernels.attention.eager names no operator .*: choose attn=.*sdpa, triton$"):
+        gpt(replace(SMALL, checkpointing="block", keep_attention=True), "eager")
 
 
 def test_checkpoints_on_the_host(monkeypatch):
@@ -347,6 +371,7 @@ def test_amp_keeps_the_stream_in_fp32():
     [
         ({"n_kv_head": 2}, r"model.n_kv_head=2: model.n_head=3 must be a multiple of it"),
         ({"checkpointing": "all"}, r"model.checkpointing=all: choose none, block or host"),
+        ({"keep_attention": True}, r"model.keep_attention=true is of checkpoints: choose model.checkpointing=block or"),
         ({"window": 0}, r"model.window=0: it must be at least 1, or null"),
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
         ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),

@@ -207,13 +207,18 @@ def test_the_table(monkeypatch, tmp_path):
     other |= {"context/max_train": 2**19, "context/train/seconds": 1.234, "context/train/peak_gib": 130.0}
     slow = other | {"context/train/window": 4096, "context/train/seconds_of_full_attention": 12.3456}
     slow |= {"context/train/prediction": {"peak_gib": 129}, "context/max_generate": None}
+    kept = json.loads(json.dumps(other)) | {"context/max_train": 2**18}
+    kept["config"]["model"]["keep_attention"] = True
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert "No rows yet" in report.max_context("h200")
     (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "context.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, other, slow)))
+    (tmp_path / "h200" / "context.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in (row, other, slow, kept))
+    )
     who = "124M | bf16 | triton | sdpa (cudnn) | rope"
     assert report.fill("<!-- max_context: h200 -->\n<!-- end -->").splitlines()[3:-1] == [
         f"| {who} | block | 139.8 | **524,288** | 12.3, by shorter ones; 1.23 with window 4096 | 130.00 (129.00) |  |",
+        f"| {who} | block, attention kept | 139.8 | **262,144** | 1.23 | 130.00 | 4,096 |",
         f"| {who} | none | 139.8 | oom |  |  | 4,096 |",
     ]
 
