@@ -8,7 +8,7 @@ import torch
 import triton
 
 from kernels.registry import Unavailable
-from kernels.tuned import files
+from kernels.tuned import files, read
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,7 +44,8 @@ def package_unavailable(package: str, symbol: str) -> str | None:
 def triton_detail(**inputs) -> str:
     """Triton's version, and whether its launch parameters may be this user's own: tuned.py."""
     mine, _ = files(next(iter(inputs.values())).device)
-    notes = {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", "tuned here": mine.exists()}
+    tuned = any(not name.startswith("attention ") for name in read(mine))  # those are attn=auto's choices
+    notes = {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", "tuned here": tuned}
     return ", ".join([f"triton {triton.__version__}", *(note for note, holds in notes.items() if holds)])
 
 

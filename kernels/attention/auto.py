@@ -16,9 +16,8 @@ from kernels.registry import Unavailable, backend
 from kernels.tuned import table
 
 FILL = "python -m scripts.bench_attention auto=true"
-_choices: dict[
-    str, dict[str, list]
-] = {}  # by the device's type; read by unavailable(), for torch.compile follows no file
+# By the device's type; read by unavailable(), for torch.compile follows no file
+_choices: dict[str, dict[str, list]] = {}
 
 
 def entry(kind: str, dtype: torch.dtype, head_dim: int, group: int) -> str:

@@ -124,5 +124,7 @@ def test_a_table_that_cannot_be_written(tables):
 def test_a_row_says_that_the_table_is_mine(tables):
     shape = {"shape": (7, 24), "dtype": torch.float32, "device": DEVICE}
     assert "tuned here" not in describe("norm", "triton", **shape)
-    write(tables[0], {})
+    write(tables[0], {"attention causal bfloat16 64 x1": {"parameters": {"1024": "flash"}}})  # by attn=auto
+    assert "tuned here" not in describe("norm", "triton", **shape)
+    write(tables[0], {"norm_fwd 24": {"parameters": {}}})
     assert "tuned here)" in describe("norm", "triton", **shape)
