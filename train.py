@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from data import DataConfig, DataError, Dataset, open_dataset
 from data.loader import Batch, Loader, Windows, evaluation, prefetch
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, chosen, impls, label, resolve
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, choices, chosen, impls, label, resolve
 from model import cost, proof
 from model.executed import executed
 from model.generate import cannot_generate, generate
@@ -83,10 +83,8 @@ def build(cfg: Config, device: torch.device, ranks: Ranks = ALONE) -> GPT:
     stored, compute = PRECISIONS[cfg.precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
     torch.manual_seed(cfg.seed)
-    check(
-        not (cfg.kernels.compile and cfg.model.checkpointing == "host"),
-        "model.checkpointing=host cannot be compiled: choose kernels.compile=false, or model.checkpointing=block",
-    )
+    if cfg.kernels.compile and cfg.model.checkpointing == "host":
+        raise Unavailable("kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile")
     needs = cfg.model.needs + ["starts"] * cfg.data.mask_documents
     with device:
         model = GPT(cfg.model, resolve(cfg.kernels, cfg.attn, device, needs), compute).to(stored)

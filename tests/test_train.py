@@ -271,6 +271,12 @@ def test_an_unavailable_kernel_is_a_line_and_a_row(hotswap, monkeypatch):
     assert row()["status"] == f"unavailable: norm=eager cannot run here: {why}"
 
 
+def test_checkpoints_on_the_host_are_not_compiled(hotswap):
+    code, _, err = hotswap(*QUICK, "model.checkpointing=host", "kernels.compile=true")
+    why = "kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile"
+    assert (code, err, row()["status"]) == (1, f"error: {why}\n", f"unavailable: {why}")
+
+
 def test_a_folder_holds_one_run(hotswap, tmp_path):
     assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
     before = row()
