@@ -96,7 +96,7 @@ def apart(mine: list[float], theirs: list[float], drawn: Callable = list) -> flo
     """Logarithm of how much longer the laps of the other run are, the median; `drawn` may take a sample of them.
 
     A lap is compared with that of the same steps: both worked on the same batches. (On an H200 steps of GPT-2 124M in
-    bf16 differ by 4%, in all runs alike, and the ratios of two runs' steps by 0.4%.)
+    bf16 differ by 4%, in all runs alike, and the ratios of two runs' steps by 0.3 to 0.9%: results/h200-same.)
     """
     if len(mine) == len(theirs):
         return statistics.median(drawn([math.log(b / a) for a, b in zip(mine, theirs, strict=True)]))

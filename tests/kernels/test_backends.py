@@ -156,7 +156,7 @@ def test_under_a_checkpoint_that_keeps_attention(impl, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = case_inputs("attention", next(iter(contract("attention").CASES)), dtype, device)
     function = usable("attention", impl, device, inputs)
-    policy = functools.partial(kept_or_not, frozenset(keeps(function)))
+    policy = functools.partial(kept_or_not, keeps(function))
     contexts = {}, {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
     found, times = [], []
     for context in contexts:
