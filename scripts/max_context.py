@@ -38,6 +38,7 @@ from scripts.report import who
 ROOT = Path(__file__).resolve().parent.parent
 OCTAVE = 128  # lengths from a power of two to the next
 LAST = 23 * OCTAVE  # 2^30 tokens
+SHORT = 2**20  # of which a sixteenth and an eighth are timed, at most; a quarter and half a million took 140 s
 MOST = 2**24  # that a search begins with
 PREDICT_MINUTES = 5  # at least, for some ten steps on fake tensors; the GPU has no part in them
 REFUSED = "failed: error: "  # by a UserError or a KernelError
@@ -179,14 +180,17 @@ def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> d
     """The figures of cfg.mode; `told` is the answer to probe=predict, and the tries `before` are not made again."""
     tries, limit_s, name = [], 60 * cfg.probe_minutes, f"context/{cfg.mode}"
 
+    def slow(seconds: float) -> bool:
+        return 2 * seconds > 0.8 * limit_s  # a fifth of the time is for the start
+
     def tried(length: int, seconds: float = 0.0) -> dict:
         """Its row; `seconds` are what a step is expected to take."""
-        window = WINDOW if told.get("slides") and 2 * seconds > 0.8 * limit_s else None
+        window = WINDOW if told.get("slides") and slow(seconds) else None
         row = {"T": length, "window": window or cfg.model.window}
         known = [each for each in before if (row | {"mode": cfg.mode}).items() <= each.items()]
         if known:
             row = {key: value for key, value in known[0].items() if key not in ("mode", "step")}
-        elif 2 * seconds > limit_s and not window:
+        elif slow(seconds) and not window:
             row |= {"status": "timeout", "why": f"not run: two steps would take {2 * seconds:.0f} s"}
         else:
             answer = ask(cfg, "run", length, window)
@@ -198,15 +202,18 @@ def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> d
 
     predicted = told["row"] and told["row"]["T"]
     start = predicted or 1024
-    short = [tried(start // part) for part in (16, 8)] if start > 4 * WINDOW else []
+    short = [tried(min(start, SHORT) // part) for part in (16, 8)] if start > 4 * WINDOW else []
     expected = pace(short)
     unseen = cfg.kernels.compile or (told["row"] or {}).get("opaque")  # the uncompiled model takes twice as much
     if unseen and len(short) == 2 and all(row["status"] == "ok" for row in short):
         start = min(max(full_at(short, told["usable_gib"]), OCTAVE), MOST)
+    first = index_of(start)
+    if not told.get("slides"):  # then where the time ends, if that is sooner
+        first = next((index for index in range(first, 0, -1) if not slow(expected(length_of(index)))), 0)
     index = search(
         lambda index: tried(length_of(index), expected(length_of(index)))["status"] == "ok",
-        index_of(start),
-        step=4 if predicted else OCTAVE,
+        first,
+        step=(4 if cfg.kernels.compile else 1) if predicted else OCTAVE,  # on an H200 predictions were 0.05% off
     )
     found = None if index is None else length_of(index)
     failed = [row for row in tries if row["status"] != "ok" and row["T"] > (found or 0)]
@@ -240,6 +247,12 @@ def verdict(mode: str, figures: dict, found: int | None) -> str:
     )
 
 
+def shown(row: dict, mode: str) -> str:
+    """The longest T; where time ended the search before memory did, so much or more."""
+    found, limit = row.get(f"context/max_{mode}"), row.get(f"context/{mode}/limit")
+    return f"{found:,}" + " or more" * (limit == "timeout") if found else ""
+
+
 def table(rows: list[dict]) -> str:
     """In Markdown, the newest row of each choice, longest first."""
     head = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
@@ -254,16 +267,15 @@ def table(rows: list[dict]) -> str:
     lines = [head, ["---"] * len(head)]
     for cells, row in sorted(found.items(), key=lambda item: -(item[1].get("context/max_train") or 0)):
         train = {key.removeprefix("context/train/"): value for key, value in row.items()}
-        longest = [f"{row[key]:,}" if row.get(key) else "" for key in ("context/max_train", "context/max_generate")]
         seconds = peak = ""
-        if longest[0]:
+        if trained := shown(row, "train"):
             seconds = f"{train['seconds']:.3g}"
             if whole := train.get("seconds_of_full_attention"):
                 seconds = f"{whole:.3g}, by shorter ones; {seconds} with window {train['window']}"
             foreseen = train.get("prediction")
             peak = f"{train['peak_gib']:.2f}" + (f" ({foreseen['peak_gib']:.2f})" if foreseen else "")
-        trained = f"**{longest[0]}**" if longest[0] else train.get("limit") or ""
-        lines.append([*cells, trained, seconds, peak, longest[1]])
+        trained = f"**{trained}**" if trained else train.get("limit") or ""
+        lines.append([*cells, trained, seconds, peak, shown(row, "generate")])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

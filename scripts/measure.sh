@@ -10,7 +10,7 @@ speed="+experiment=throughput $text"
 short="precision=bf16 train.max_steps=25"
 wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton kernels.compile=true"
-all=sdpa,mem_efficient,triton_naive,eager,math,flash,triton,flex
+all=sdpa,flash,triton,flex,mem_efficient,triton_naive,eager,math
 
 run() { # NAME WORDS ...
     python train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"

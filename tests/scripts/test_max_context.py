@@ -102,7 +102,7 @@ class Machine:
         self.logged.append(figures)
 
 
-@pytest.mark.parametrize(("predicted", "most"), [(2**16, 8), (60000, 10), (2**13, 20), (2**20, 20), (None, 30)])
+@pytest.mark.parametrize(("predicted", "most"), [(2**16, 4), (60000, 10), (2**13, 20), (2**20, 22), (None, 30)])
 def test_the_longest_that_fits(monkeypatch, predicted, most):
     """Whatever was predicted; the row has every try, and the prediction beside the measurement."""
     machine = Machine(monkeypatch, predicted)
@@ -127,7 +127,7 @@ def test_what_was_not_predicted_is_measured(monkeypatch, unseen):
         assert row["context/max_train"] == machine.LIMIT
         assert row["context/train/predicted"] == machine.LIMIT // 2
         tries[words] = len(machine.asked)
-    assert (tries[unseen,], tries[()]) == (2 + 4, 2 + 14)
+    assert (tries[unseen,], tries[()]) == (2 + (4 if "compile" in unseen else 2), 2 + 16)
 
 
 def test_a_slow_step_has_a_window(monkeypatch):
@@ -144,10 +144,11 @@ def test_without_a_window_the_limit_is_one_of_time(monkeypatch):
     machine = Machine(monkeypatch, quadratic=60 / Machine.LIMIT**2, slides=False)
     row = longest(config("mode=train", "probe_minutes=1"), machine.told, machine)
     found = row["context/max_train"]
-    assert 2 * machine.seconds(found) <= 60 < 2 * machine.seconds(found * 129 / 128)
+    assert 2 * machine.seconds(found) <= 0.8 * 60 < 2 * machine.seconds(found * 129 / 128)
     assert (row["context/train/limit"], row["context/train/window"]) == ("timeout", None)
     assert max(machine.asked) == found  # the others were not run
-    assert any(each.get("why", "").startswith("not run: two steps would take 1") for each in row["context/train/tries"])
+    assert row["context/train/tries"][-1]["why"].startswith("not run: two steps would take 48 s")
+    assert len(row["context/train/tries"]) == 4  # two short ones, where the time ends, and the next length
 
 
 def test_a_timeout_and_a_crash_fit_no_more_than_a_full_memory(monkeypatch):
@@ -197,7 +198,7 @@ def test_how_libraries_say_that_memory_is_full():
 
 
 def test_the_table(monkeypatch, tmp_path):
-    """The newest row of each choice, longest first; a window, a prediction, and nothing at all."""
+    """The newest row of each choice, longest first; a window, a prediction, a search by time, and nothing at all."""
     choice = {"kernels": {"norm": "triton", "mlp": "triton", "loss": "triton", "compile": False}, "precision": "bf16"}
     row = {"config": choice | {"model": {"pos": "rope", "checkpointing": "none"}}, "parameters": 123_689_472}
     row |= {"kernels": {"attention": "sdpa (cudnn, torch 2.11.0)"}, "memory_gib": 139.8}
@@ -209,6 +210,7 @@ def test_the_table(monkeypatch, tmp_path):
     slow |= {"context/train/prediction": {"peak_gib": 129}, "context/max_generate": None}
     kept = json.loads(json.dumps(other)) | {"context/max_train": 2**18}
     kept["config"]["model"]["keep_attention"] = True
+    kept["context/generate/limit"] = "timeout"
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert "No rows yet" in report.max_context("h200")
     (tmp_path / "h200").mkdir()
@@ -218,7 +220,7 @@ def test_the_table(monkeypatch, tmp_path):
     who = "124M | bf16 | triton | sdpa (cudnn) | rope"
     assert report.fill("<!-- max_context: h200 -->\n<!-- end -->").splitlines()[3:-1] == [
         f"| {who} | block | 139.8 | **524,288** | 12.3, by shorter ones; 1.23 with window 4096 | 130.00 (129.00) |  |",
-        f"| {who} | block, attention kept | 139.8 | **262,144** | 1.23 | 130.00 | 4,096 |",
+        f"| {who} | block, attention kept | 139.8 | **262,144** | 1.23 | 130.00 | 4,096 or more |",
         f"| {who} | none | 139.8 | oom |  |  | 4,096 |",
     ]
 
