@@ -22,7 +22,7 @@ sweep() { # NAME WORDS ...
 }
 
 longest() { # NAME WORDS ...
-    python -m scripts.max_context precision=bf16 probe_minutes=3 keep=true "${@:2}" out_dir="out/longest-$1"
+    python -m scripts.max_context precision=bf16 probe_minutes=${minutes:-3} keep=true "${@:2}" out_dir="out/longest-$1"
 }
 
 # GPT-2 124M: presets with intervals, then in amp, and every other attention
@@ -49,7 +49,7 @@ auto() {
 # a step of half a million takes 57 s and 37.5 GiB
 lean="kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope"
 context_checkpoints() { longest checkpoints $lean model.checkpointing=block mode=train; }
-context_host() { longest host $lean model.checkpointing=host mode=train; }
+context_host() { minutes=5 longest host $lean model.checkpointing=host mode=train; } # pinning 96 GiB takes one
 context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
 context_eager() { longest eager kernels=eager; }
 context_compile() { longest compile kernels=compile mode=train; }

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runtime.console import speed
 from scripts.figures import context_plot, roofline
-from scripts.page.choices import Choice, Source
+from scripts.page.choices import Choice, Source, alike
 from scripts.page.colours import colours
 
 COLUMNS = ["choice", "tokens/s", "of the baseline", "GiB", "first step", "parity", "most time in"]
@@ -111,13 +111,13 @@ def pictures(source: Source) -> list[Path]:
 
 
 def speeds(source: Source, path: Path) -> Path:
-    """Draws tokens/s by choice, and the peak memory beside it."""
+    """Draws tokens/s by choice, and the peak memory beside it; of kept rows, the most that can be compared."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    timed = source.timed[::-1]
+    timed = max(alike(source.timed), key=len)[::-1] if source.kept else source.timed[::-1]
     fills = colours(choice.name for choice in source.choices)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 1 + 0.4 * len(timed)), sharey=True, width_ratios=[3, 1])
     titles, shades = [choice.title for choice in timed], [fills[choice.name] for choice in timed]
@@ -126,6 +126,7 @@ def speeds(source: Source, path: Path) -> Path:
     left.barh(titles, speeds, xerr=list(zip(*ends, strict=True)), color=shades, error_kw={"linewidth": 1, "capsize": 2})
     right.barh(titles, memory, color=shades)
     left.set_xlabel("tokens/s")
+    left.xaxis.set_major_formatter("{x:,.0f}")
     right.set_xlabel("GiB at the peak")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)

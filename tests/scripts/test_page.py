@@ -7,6 +7,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -413,12 +414,29 @@ def test_the_kept_rows_of_a_device_are_a_source(opened, tmp_path):
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, kept = write(folder)
     found = drawn(opened(folder))
-    speeds = [row["perf/tokens_per_sec"] for row in rows if not row["config"]["train"]["eval_every"]]
+    ran = [row for row in rows if row["status"] == "ok" and not row["config"]["train"]["eval_every"]]
+    speeds = [row["perf/tokens_per_sec"] for row in ran]
     assert sorted(found["speed"][0]["x"]) == sorted(speeds)
     assert max(found["parity"][0]["x"]) == 300
     assert all(choice.against.interval is None for choice in kept.timed)
     assert {each.against.base.name for each in kept.timed if each.name.startswith("eager ·")} == {"compile · sdpa"}
     assert {trace["name"] for trace in found["roofline"]} >= {"eager", "triton", "liger", "quack"}
+
+
+def test_a_picture_of_kept_rows_is_of_one_comparison(monkeypatch, tmp_path):
+    """That of most choices, of all that was ever measured on a device."""
+    from matplotlib.axes import Axes
+
+    shown, barh = [], Axes.barh
+    monkeypatch.setattr(Axes, "barh", lambda *args, **named: shown.append(args[1]) or barh(*args, **named))
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    shutil.copy(ROOT / "results/h200/train.jsonl", folder)
+    _, kept = write(folder)
+    base, count = Counter(choice.against.base.title for choice in kept.timed).most_common(1)[0]
+    assert count < len(kept.timed)
+    assert [*shown[0]] == [choice.title for choice in kept.timed if choice.against.base.title == base][::-1]
+    assert len(shown[0]) == count
 
 
 def test_markdown(source):
