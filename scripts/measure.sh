@@ -53,10 +53,14 @@ context_host() { minutes=5 longest host $lean model.checkpointing=host mode=trai
 context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
 context_eager() { longest eager kernels=eager; }
 context_compile() { longest compile kernels=compile mode=train; }
-half_million() {
-    local length="train.block_size=524288 model.block_size=524288 train.batch_size=1 train.tokens_per_step=524288"
-    run half-million $lean model.checkpointing=host model.keep_attention=true precision=bf16 $text $length \
-        train.max_steps=5 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0
+half_million() { sequence half-million 524288 5; }
+two_million() { # some nine minutes
+    cat sotu.txt sotu.txt >out/twice.txt && text=${text/sotu/out/twice} sequence two-million 2097152 1
+}
+sequence() { # NAME T STEPS
+    local length="train.block_size=$2 model.block_size=$2 train.batch_size=1 train.tokens_per_step=$2"
+    run "$1" $lean model.checkpointing=host model.keep_attention=true precision=bf16 $text $length \
+        train.max_steps=$3 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0
 }
 
 # A kernel, its double, and one that naps 0.3 ms a call, which makes the step 5% longer: a tie, and slower

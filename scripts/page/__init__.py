@@ -112,7 +112,7 @@ def hero(group: list[Choice], source: Source) -> str:
     base, where = best.against.base, " in ".join(filter(None, (best.model, best.precision)))
     ties = [each.name for each in others if (found := ratio(best.rows, each.rows)) and found.verdict == "tie"]
     among = f"fastest of {len(group)} choices" if others else "the only choice at these settings"
-    among = f"in a tie with {' and '.join(ties)}" if ties else among
+    among = f"in a tie with {', '.join(ties)}" if ties else among
     tiles = [(f"{best.speed:,.0f}", "tokens/s", f"{best.name}, {among}; {where}")]
     if base is not best:
         found = best.against.interval
