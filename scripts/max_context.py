@@ -276,7 +276,7 @@ def table(rows: list[dict]) -> str:
         if trained := shown(row, "train"):
             seconds = f"{train['seconds']:.3g}"
             if whole := train.get("seconds_of_full_attention"):
-                seconds = f"{whole:.3g}, by shorter ones; {seconds} with window {train['window']}"
+                seconds = f"{whole:,.1f}, by shorter ones; {seconds} with window {train['window']}"
             foreseen = train.get("prediction")
             peak = f"{train['peak_gib']:.2f}" + (f" ({foreseen['peak_gib']:.2f})" if foreseen else "")
         trained = f"**{trained}**" if trained else train.get("limit") or ""
