@@ -29,7 +29,8 @@ from runtime.config import UserError, check
 OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub, all with the tokenizer gpt2
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-FREE = ("dropout", "window", "checkpointing", "keep_attention")  # fields of GPTConfig
+TRAINING = ("dropout", "checkpointing", "keep_attention")  # fields of GPTConfig that a checkpoint does not pass on
+FREE = (*TRAINING, "window")
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")
 MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # a buffer of old files
@@ -47,7 +48,7 @@ COMPUTED = {  # key of Hugging Face's config.json -> its default, which is all t
 class Pretrained(NamedTuple):
     """A model from somewhere; the vocabulary is the source's (GPT-2's 50257), since rows of padding change the loss."""
 
-    model: dict  # GPTConfig's fields, without dropout
+    model: dict  # GPTConfig's fields, without TRAINING's
     weights: dict[str, Tensor]  # fp32, on the CPU, under the names and in the order of GPT's state dict
     tokenizer: str | None  # gpt2 | bytes | None where neither the source nor its vocabulary tells
     name: str  # for people: "gpt2", "out/RUN at step 20"
@@ -164,7 +165,7 @@ def ours(path: Path) -> tuple[Pretrained, Callable]:
     facts = checkpoint.manifest(folder)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     config = facts["config"]
-    model = {key: value for key, value in config["model"].items() if key != "dropout"}
+    model = {key: value for key, value in config["model"].items() if key not in TRAINING}
     found = Pretrained(model, {}, config["data"]["tokenizer"], f"{run} at step {facts['step']}", folder)
 
     def state() -> dict[str, Tensor]:

@@ -435,6 +435,9 @@ def saved(run, model, step=20, **config):
     return run, moments
 
 
+OWN = "dropout", "checkpointing", "keep_attention"
+
+
 @pytest.mark.parametrize("config", [SMALL, replace(SMALL, pos="rope", bias=False)])
 def test_our_own(tmp_path, config):
     run, _ = saved(tmp_path / "run", gpt(config))
@@ -442,8 +445,17 @@ def test_our_own(tmp_path, config):
         found = read(str(source))
         assert found[2:4] == ("bytes", f"{run} at step 20")
         assert found.checkpoint.resolve() == run / "checkpoints/step-000020"
-        assert found.model == {key: value for key, value in asdict(config).items() if key != "dropout"}
+        assert found.model == {key: value for key, value in asdict(config).items() if key not in OWN}
         assert equal(found.weights, dict(gpt(config).state_dict()))
+
+
+def test_our_own_passes_on_nothing_that_only_a_training_step_knows(tmp_path):
+    """keep_attention asks for an attention that names its operators, and eager, which may generate, does not."""
+    model = gpt()
+    model.config = replace(SMALL, dropout=0.1, checkpointing="block", keep_attention=True)
+    found = read(str(saved(tmp_path / "run", model)[0]))
+    assert found.model == {key: value for key, value in asdict(SMALL).items() if key not in OWN}
+    assert equal(found.weights, dict(model.state_dict()))
 
 
 def test_our_own_when_damaged(tmp_path):
