@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import math
+import os
 import re
 import resource
 import time
@@ -158,6 +159,8 @@ def capacity(cfg: Config, device: torch.device) -> tuple[float, float]:
         return gib or total, min(gib or total, free)
     check(gib is not None, "device=cpu: the search would fill the machine's memory; give memory_gib=...")
     check(STATUS.exists(), f"memory_gib={gib} on a CPU takes Linux, which can limit what a process holds")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    check(gib <= total, f"memory_gib={gib}: this machine has {total:.1f}")
     return gib, gib
 
 

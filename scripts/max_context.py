@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from kernels.registry import KernelError, backend, choices, label, refusal
@@ -42,7 +43,8 @@ SHORT = 2**20  # of which a sixteenth and an eighth are timed, at most; a quarte
 MOST = 2**24  # that a search begins with
 PREDICT_MINUTES = 5  # at least, for some ten steps on fake tensors; the GPU has no part in them
 REFUSED = "failed: error: "  # by a UserError or a KernelError
-FULL = re.compile("out.of.memory|alloc(ation)?_failed|bad_alloc|cannot allocate|MemoryError", re.IGNORECASE)
+FULL = "out.of.memory|alloc(ation)?_failed|bad_alloc|cannot allocate|MemoryError|could not create a primitive"
+FULL = re.compile(FULL, re.IGNORECASE)  # the last is oneDNN's
 
 
 def length_of(index: int) -> int:
@@ -199,9 +201,11 @@ def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> d
         else:
             answer = ask(cfg, "run", length, window)
             row = answer["row"] or {**row, "status": answer["died"]}
+            check(tries or not row["status"].startswith(REFUSED), row["status"].removeprefix(REFUSED))
         tries.append(row)
         print(line(cfg.mode, row), flush=True)
-        run.log(len(tries), {"mode": cfg.mode, **row})
+        if not known:
+            run.log(len(tries), {"mode": cfg.mode, **row})
         return row
 
     predicted = told["row"] and told["row"]["T"]
@@ -303,11 +307,12 @@ def find(cfg: Config) -> None:
     died = told["died"] or ""
     check(not died.startswith(REFUSED), died.removeprefix(REFUSED))
     check("kernels" in told, f"nothing could be tried ({died}): probe=predict mode={modes[0]} shows why, by itself")
-    folder, _ = place(cfg.out_dir, None, name)
+    hydra = HydraConfig.get()
+    job = f"/{hydra.job.num}-{name}" if cfg.out_dir and hydra.mode is RunMode.MULTIRUN else ""
+    folder, _ = place(cfg.out_dir and cfg.out_dir + job, None, name)
     before = earlier(folder, cfg, told["env"])
     try:
         with Run(folder, name, cfg, Tracker(None), resume=bool(before)) as run:
-            run.rewind(0)
             facts = {"env": told["env"], "memory_gib": told["limit_gib"], "parameters": cost.parameters(cfg.model)}
             facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
             run.begin(**facts, kernels=told["kernels"])
