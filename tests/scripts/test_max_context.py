@@ -178,13 +178,12 @@ def test_a_timeout_and_a_crash_fit_no_more_than_a_full_memory(monkeypatch):
 
 
 def test_what_is_refused_is_not_searched_for(called, monkeypatch, tmp_path):
-    """As kernels.compile with model.checkpointing=host, of which the prediction, which compiles nothing, knows nothing."""
+    """As kernels.compile with model.checkpointing=host: the prediction, which compiles nothing, does not mind."""
     machine = Machine(monkeypatch)
     machine.told |= {"env": {"device": "H200"}, "kernels": {}, "died": None}
     words = "device=cpu", "memory_gib=1", "mode=train", f"out_dir={tmp_path / 'run'}"
-    predict = machine.ask
     died = {"row": None, "died": f"{max_context.REFUSED}kernels.compile=true cannot run with that: choose another"}
-    monkeypatch.setattr(max_context, "ask", lambda cfg, what, *rest: died if what == "run" else predict(cfg, what, *rest))
+    monkeypatch.setattr(max_context, "ask", lambda cfg, what, *_: died if what == "run" else machine.told)
     code, out, err = called("max_context.py", max_context.main, *words)
     assert (code, out, err) == (1, "", "error: kernels.compile=true cannot run with that: choose another\n")
 
