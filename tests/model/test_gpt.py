@@ -211,7 +211,10 @@ def test_checkpoints_change_memory_and_no_bit(compiled):
         kept.append(sum(size for pointer, size in sizes.items() if pointer not in own))
     for again in results[1:]:
         assert all(torch.equal(value, again[name]) for name, value in results[0].items())
-    assert kept[1] < 0.13 * kept[0]
+    assert kept[1] < 0.13 * kept[0]  # a block keeps its width once instead of 24 times, and 5 more are outside: 0.10
+    if not compiled:
+        stream = idx.numel() * SMALL.n_embd * 4
+        assert kept[1] - kept[3] == SMALL.n_layer * stream  # with checkpointing=host it is elsewhere
 
 
 @pytest.mark.parametrize(("keeps", "times"), [(True, 1), (False, 2)])
