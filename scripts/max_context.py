@@ -99,7 +99,9 @@ def affordable(cfg: Config, usable: float, device: torch.device) -> dict | None:
         found[length] = found.get(length) or predict(cfg, length, device)
         return found[length]["peak_gib"] <= usable
 
-    fits(guess())
+    for _ in range(8):  # two, where memory is linear in T; the others are for attn=eager
+        if length_of(guess()) not in found:
+            fits(guess())
     index = search(fits, guess(), step=1)
     return None if index is None else found[length_of(index)]
 
