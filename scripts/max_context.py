@@ -91,7 +91,7 @@ def affordable(cfg: Config, usable: float, device: torch.device) -> dict | None:
     found = {length: predict(cfg, length, device) for length in (8192, 16384)}
 
     def guess() -> int:
-        """By the line through the last two; the one of 8,192 and 16,384 is some 10% off at millions."""
+        """By the line through the last two; at millions the one of 8,192 and 16,384 was up to 31% off."""
         return index_of(min(max(full_at([*found.values()][-2:], usable), OCTAVE), MOST))
 
     def fits(index: int) -> bool:
