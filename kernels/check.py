@@ -42,16 +42,19 @@ def evaluate(
     return results | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
+def rounding(dtype: torch.dtype, terms: int) -> float:
+    """A result's own to `dtype`, or n at random in an fp32 sum of n terms, whichever is more; relative."""
+    return max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps * terms**0.5)
+
+
 def wrong(
     got: dict[str, Tensor], eager: dict[str, Tensor], truth: dict[str, Tensor], inputs: dict, dtype: torch.dtype
 ) -> str | None:
     """The first of `got`, as evaluate() gives it, that breaks the rule, in one line; None where all is right.
 
-    The rounding: the result's own to `dtype`, or n roundings at random in an fp32 sum of n terms, whichever is more,
-    times the largest value. A result that is zero is a difference of equals; its scale is the others'.
+    The rounding is times the largest value. A result that is zero is a difference of equals; its scale is the others'.
     """
     terms = max(max(t.shape[-1], t.numel() // t.shape[-1]) for t in tensors(inputs.values()))
-    rounding = max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps * terms**0.5)
     scales = {name: exact.abs().max().item() for name, exact in truth.items()}
     for name, exact in truth.items():
         mine, usual = got[name], eager[name]
@@ -59,7 +62,7 @@ def wrong(
             return f"{name} is of shape {tuple(mine.shape)}, the reference's of {tuple(exact.shape)}"
         if mine.dtype != usual.dtype:
             return f"{name} is {mine.dtype}, eager gives {usual.dtype}"
-        atol = rounding * (scales[name] if scales[name] > 1e-12 else max(scales.values()))
+        atol = rounding(dtype, terms) * (scales[name] if scales[name] > 1e-12 else max(scales.values()))
         error, eagers = ((value.double() - exact).abs().max().item() for value in (mine, usual))
         if not error <= 2 * eagers + atol:  # NaN is no error that is small enough
             return f"{name}: error {error:.3g}, eager's {eagers:.3g}, rounding {atol:.3g}"

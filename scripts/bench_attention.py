@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from kernels.attention.auto import entry, kind
+from kernels.check import rounding
 from kernels.registry import KernelError, Unavailable, contract, describe, impls, load, refusal
 from kernels.tuned import files, read
 from kernels.tuned import write as write_table
@@ -104,7 +105,7 @@ def wrong(errors: dict[str, float], cfg: Config, length: int, device: torch.devi
     dtype = DTYPES[cfg.dtype]
     eagers = error(load("attention", "eager", device), contract("attention"), shape, dtype, device)
     for key, off in errors.items():
-        if not off <= 2 * eagers[key] + torch.finfo(dtype).eps / 2:
+        if not off <= 2 * eagers[key] + rounding(dtype, length):  # by eps / 2 one fp32 answer in 100 fell at T = 16
             return f"{key} is {off:.1e}, and eager's {eagers[key]:.1e}"
     return None
 
