@@ -101,15 +101,17 @@ def speed(row: dict) -> float | None:
 
 def figure_cells(row: dict) -> list[str]:
     """What a run is worth, under FIGURES; without a speed the first says why."""
-    if speed(row) is None:
-        return [row["status"] if row["status"] != "ok" else "too short", *[""] * (len(FIGURES) - 1)]
-    memory = row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"]
+    if row["status"] != "ok":
+        return [row["status"], *[""] * (len(FIGURES) - 1)]
+    told = ["too short", ""]
+    if speed(row):
+        told = [f"{speed(row):,.0f}", f"{row['perf/tokens_per_sec/p20']:,.0f} to {row['perf/tokens_per_sec/p80']:,.0f}"]
+    memory, first = row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"], row["perf/first_step_s"]
     return [
-        f"{speed(row):,.0f}",
-        f"{row['perf/tokens_per_sec/p20']:,.0f} to {row['perf/tokens_per_sec/p80']:,.0f}",
+        *told,
         f"{100 * row['perf/mfu']:.1f}%" if row["perf/mfu"] else "",
         f"{memory:.1f}",
-        f"{row['perf/first_step_s']:.1f} s",
+        "" if first is None else f"{first:.1f} s",
         "" if row["train/loss"] is None else f"{row['train/loss']:.3f}",
     ]
 
