@@ -61,13 +61,14 @@ def test_the_pace_is_linear_and_quadratic():
 class Machine:
     """Answers as tries would, on a device of 80 GiB: a token takes 64 KiB, and 1 us besides `quadratic`.
 
-    What is short takes `bend` GiB more.
+    What is short takes `bend` GiB more, and what is not `late` times as long.
     """
 
     LIMIT = 1310720
 
-    def __init__(self, monkeypatch, predicted=2**16, quadratic=0.0, slides=True, crash=None, bend=0.0):
-        self.predicted, self.quadratic, self.crash, self.bend = predicted, quadratic, crash, bend
+    def __init__(self, monkeypatch, predicted=2**16, quadratic=0.0, slides=True, crash=None, bend=0.0, late=1):
+        self.predicted, self.quadratic, self.crash = predicted, quadratic, crash
+        self.bend, self.late = bend, late
         self.asked, self.logged, self.row, self.stop = [], [], {}, None
         self.told = {
             "limit_gib": 80.0,
@@ -82,7 +83,7 @@ class Machine:
         return {"T": length, "peak_gib": length * self.predicted / GIB}
 
     def seconds(self, length):
-        return 1e-6 * length + self.quadratic * length**2
+        return (1e-6 * length + self.quadratic * length**2) * (self.late if length > 2**17 else 1)
 
     def ask(self, cfg, what, length, window=None):
         if what == "predict":
@@ -160,6 +161,18 @@ def test_without_a_window_the_limit_is_one_of_time(monkeypatch):
     assert max(machine.asked) == found  # the others were not run
     assert row["context/train/tries"][-1]["why"].startswith("not run: two steps would take 48 s")
     assert len(row["context/train/tries"]) == 4  # two short ones, where the time ends, and the next length
+
+
+def test_a_try_that_outlasts_its_time_is_the_only_one(monkeypatch, capsys):
+    """Long ones take 1.5 times what the short ones told."""
+    machine = Machine(monkeypatch, quadratic=60 / Machine.LIMIT**2, slides=False, late=1.5)
+    row = longest(config("mode=train", "probe_minutes=1"), machine.told, machine)
+    found, late = row["context/max_train"], [length for length in machine.asked if 2 * machine.seconds(length) > 60]
+    assert len(late) == 1
+    assert found == pytest.approx(late[0] / 2**0.5, rel=1e-2)  # half the time, of what is quadratic
+    assert row["context/train/limit"] == "timeout"
+    assert f"T {late[0]:>11,} | timeout\n" in (out := capsys.readouterr().out)
+    assert out.count("| not run: two steps would take ") == len(row["context/train/tries"]) - len(machine.asked)
 
 
 def test_a_timeout_and_a_crash_fit_no_more_than_a_full_memory(monkeypatch):
