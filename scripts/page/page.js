@@ -68,9 +68,10 @@ function draw() {
   for (const [name, figure] of Object.entries(panels)) {
     const card = document.getElementById(name), plot = card.querySelector(".plot");
     const traces = figure.data.map(kept).filter(Boolean), wide = plot.clientWidth > 480;
-    for (const bar of traces.filter((trace) => wide && trace.type === "bar" && trace.text)) {
-      const room = 0.8 * Math.max(...bar.x); // for both lines side by side
-      bar.text = bar.text.map((text, i) => (bar.x[i] > room ? text.replace("<br>", "  ") : text));
+    for (const bar of traces.filter((trace) => trace.type === "bar" && trace.text)) {
+      const room = 0.8 * Math.max(...bar.x); // for both lines side by side; on a phone the interval is in the hover alone
+      const short = (text) => text.replace(/ \(([^)]*)\)/, (_, told) => (told.includes("other GPU") ? ", other GPU" : ""));
+      bar.text = bar.text.map((text, i) => (!wide ? short(text) : bar.x[i] > room ? text.replace("<br>", "  ") : text));
     }
     const own = traces.some((t) => (t.meta ? [t.meta] : t.customdata || []).some(([id]) => subjects[id]?.command));
     card.classList.toggle("empty", !own);

@@ -369,7 +369,7 @@ def test_nothing_is_wider_than_a_phone(source, opened, width, options):
     tab = opened(source.folder, width, **options)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     right = tab.evaluate(
-        "Math.max(...[...document.querySelectorAll('.plot, td, .hero div')].map(e => e.getBoundingClientRect().right))"
+        "Math.max(...[...document.querySelectorAll('.plot, td, .hero div, #speed text')].map(e => e.getBoundingClientRect().right))"
     )
     assert right <= width
 
