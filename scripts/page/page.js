@@ -51,6 +51,7 @@ function framed(figure, traces, width) {
     layout[key] = { gridcolor: "var(--grid)", zerolinecolor: "var(--grid)", automargin: true, fixedrange: touch, ...layout[key] };
     layout[key].title = { ...layout[key].title, font: { size: 12, color: "var(--quiet)" }, standoff: 8 };
   }
+  if (figure.row && narrow) for (const key of ["tickvals", "ticktext"]) layout.xaxis[key] = layout.xaxis[key]?.filter((_, i) => i % 2 === 0);
   if (figure.row) Object.assign(layout.yaxis, { showgrid: false, ticks: "outside", ticklen: 6, tickcolor: "rgba(0,0,0,0)", tickfont: { size: narrow ? 11 : 12 } });
   return {
     ...layout,
