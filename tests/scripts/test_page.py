@@ -368,9 +368,8 @@ def test_a_hover_says_all_and_a_click_copies(source, opened):
 def test_nothing_is_wider_than_a_phone(source, opened, width, options):
     tab = opened(source.folder, width, **options)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    right = tab.evaluate(
-        "Math.max(...[...document.querySelectorAll('.plot, td, .hero div, #speed text')].map(e => e.getBoundingClientRect().right))"
-    )
+    parts = "[...document.querySelectorAll('.plot, td, .hero div, #speed text')]"
+    right = tab.evaluate(f"Math.max(...{parts}.map(e => e.getBoundingClientRect().right))")
     assert right <= width
 
 
@@ -415,7 +414,7 @@ def test_the_kept_rows_of_a_device_are_a_source(opened, tmp_path):
     _, kept = write(folder)
     found = drawn(opened(folder))
     ran = [row for row in rows if row["status"] == "ok" and not row["config"]["train"]["eval_every"]]
-    speeds = [row["perf/tokens_per_sec"] for row in ran]
+    speeds = [row["perf/tokens_per_sec"] for row in ran if row["perf/tokens_per_sec"]]  # one had but one step
     assert sorted(found["speed"][0]["x"]) == sorted(speeds)
     assert max(found["parity"][0]["x"]) == 300
     assert all(choice.against.interval is None for choice in kept.timed)
