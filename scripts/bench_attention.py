@@ -209,7 +209,7 @@ def main(cfg: Config) -> None:
         f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {cfg.batch}, {cfg.heads} heads of {cfg.head_dim}\n"
     )
     print(context_table(rows))
-    if find_spec("matplotlib"):
+    if find_spec("matplotlib") and any("both/ms" in row for row in rows):
         written.append(context_plot(rows, path / "attention.png"))
     print(f"\ndone     {', '.join(map(str, written))}")
 

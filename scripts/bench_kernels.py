@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from kernels.registry import OPS, KernelError, Unavailable, contract, describe, impls, load, unavailable
 from kernels.tuned import slug
-from runtime.config import check, cli
+from runtime.config import UserError, check, cli
 from runtime.device import GIB, environment, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
 from runtime.run import new_folder
@@ -94,7 +94,10 @@ def both(function: Callable, inputs: dict, douts: list[Tensor]) -> tuple:
 
 
 def error(function: Callable, module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.device) -> dict:
-    """||got - exact|| / ||exact|| of the outputs and of the gradients, the largest of each, over fewer rows."""
+    """||got - exact|| / ||exact|| of the outputs and of the gradients, the largest of each, over fewer rows.
+
+    What is zero, as dq where a query sees one key, is a difference of equals: its scale is the others'.
+    """
     attention = module.__name__ == "kernels.attention"
     rows = 1 if attention else ERROR_ROWS if len(shape["shape"]) == 2 else shape["shape"][0]
     inputs = module.inputs(
@@ -112,12 +115,13 @@ def error(function: Callable, module: ModuleType, shape: dict, dtype: torch.dtyp
     else:
         got, truth = both(function, inputs, douts), both(module.reference, exact, [dout.double() for dout in douts])
     names = ("error/out", "error/gradients")
-    return {
-        name: max(
-            ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item() for a, b in zip(mine, theirs, strict=True)
-        )
-        for name, mine, theirs in zip(names, got, truth, strict=True)
-    }
+    found = {}
+    for name, mine, theirs in zip(names, got, truth, strict=True):
+        scales = [each.norm().item() for each in theirs]
+        scales = [scale if scale > 1e-12 else max(*scales, 1e-30) for scale in scales]
+        off = [(a.double() - b).norm().item() for a, b in zip(mine, theirs, strict=True)]
+        found[name] = max(each / scale for each, scale in zip(off, scales, strict=True))
+    return found
 
 
 def last_queries(function: Callable, reference: Callable, inputs: dict, exact: dict, dout: Tensor) -> tuple:
@@ -233,9 +237,12 @@ def aligned(lines: list[list[str]]) -> str:
 
 
 def folder(out_dir: str | None, name: str) -> Path:
-    """That of a benchmark's run, made."""
+    """That of a benchmark's run, made. UserError: it cannot be."""
     path = Path(out_dir) if out_dir else new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out_dir={path} cannot be written: {error.strerror}; choose another folder") from None
     return path
 
 

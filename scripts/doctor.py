@@ -128,6 +128,7 @@ def main(cfg: Config) -> None:
     env = environment(device)
     for told in machine(device, env):
         print(wrapped(told, indent=9))
+    path = folder(cfg.out_dir, "doctor") if cfg.matrix else None
     if not cfg.matrix:
         print("\nop         backend           forward and backward, against reference() in float64", flush=True)
     asked = {(op, impl): (matrix if cfg.matrix else usual)(op, impl, device) for op in cfg.op for impl in impls(op)}
@@ -149,7 +150,7 @@ def main(cfg: Config) -> None:
                     print(wrapped(f"{op:<10} {impl:<17} {found:<12} {text}", indent=42), flush=True)
     if cfg.matrix:
         print(f"\n{tables(rows)}")
-        kept = write(rows, "support.jsonl", folder(cfg.out_dir, "doctor"), cfg.keep)
+        kept = write(rows, "support.jsonl", path, cfg.keep)
         print(f"\nrows     {', '.join(map(str, kept))}")
     total = f"{counts.total()} answers of {len(rows)} backends"
     print(f"\ndone     {total}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)

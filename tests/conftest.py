@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+# Tables that the user filled are none of a test's, nor of the programs that it starts
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".cache/tests")
+
 # Where building its cache takes longer than 5 s it says so, on the stderr that a test wants empty
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 

@@ -1,5 +1,6 @@
 """train.py end to end: what it prints, what it writes, and that it computes what it says."""
 
+import functools
 import json
 import math
 import os
@@ -113,6 +114,24 @@ def test_an_attention_that_only_trains(hotswap, monkeypatch):
     code, out, err = hotswap(*QUICK, "train.max_steps=1", "train.sample_tokens=4")
     assert (code, err) == (0, "")
     assert re.search(r"^sample   none: generation reads a cache, and .* takes no lengths", out, re.MULTILINE)
+    assert row()["status"] == "ok"
+
+
+def test_an_attention_that_cannot_begin(hotswap, monkeypatch):
+    """As cuDNN's, which takes no single key, and a text begins with one: the run is complete without it."""
+    module = registry.backend("attention", "sdpa")
+    attention = module.attention
+
+    @functools.wraps(attention)
+    def several(q, k, v, **rest):
+        if k.shape[1] == 1:
+            raise registry.Unavailable("it takes no single key")
+        return attention(q, k, v, **rest)
+
+    monkeypatch.setattr(module, "attention", several)
+    code, out, err = hotswap(*QUICK, "train.max_steps=1", "train.sample_tokens=4")
+    assert (code, err) == (0, "")
+    assert re.search(r"^sample   none: it takes no single key$", out, re.MULTILINE)
     assert row()["status"] == "ok"
 
 

@@ -5,7 +5,7 @@
     q    (B, Tq, H, D)    compute dtype; views of one packed (B, T, 3, H, D) tensor are usual
     k v  (B, Tk, Hkv, D)  H a multiple of Hkv (grouped queries: head h reads k head h // (H / Hkv)); Tk >= Tq if causal
     out  (B, Tq, H, D)
-    scale  None: 1 / sqrt(D)
+    scale  positive; None: 1 / sqrt(D)
     lengths  (B,) int32 on the device, or None: keys from lengths[b] on do not exist, whatever stands there (finite);
              1 <= lengths[b] <= Tk, and Tq <= lengths[b] if causal
     window   an int, or None: of what is causal, a query sees the last `window` keys, the one at its own place included

@@ -65,7 +65,11 @@ def fa3() -> Kernels:
 
 def fa2() -> Kernels:
     """Written in CUDA for Ampere (Dao 2023, arXiv:2307.08691). From 2.7 on, where windows are two arguments."""
+    from flash_attn import __version__
     from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache
+
+    if [int(part) for part in __version__.split(".")[:2]] < [2, 7]:
+        raise ImportError(f"flash_attn is {__version__}, older than 2.7")
 
     def given(causal, scale, window):
         limits = {"causal": causal, "window_size_left": left(window), "window_size_right": -1}
@@ -171,7 +175,7 @@ def why_not(name: str, device: torch.device, width: int | None = None) -> str | 
         return f"{name} needs a GPU of compute capability {known}, and this one has {major}.{minor}: choose attn=sdpa"
     try:
         kernels()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:  # one that is broken, or of another torch
         return f"{name} is not installed ({error}): {install}"
     if width is not None and (width % multiple or width > widest):
         rule = f"a multiple of {multiple} channels a head, {widest} at most"

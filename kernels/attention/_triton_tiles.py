@@ -110,11 +110,11 @@ def limits(row, b, Tq, keys, window, starts_ptr, CAUSAL: tl.constexpr, SIZE: tl.
     return first, end, top, low, high, bottom
 
 
-def check(q: Tensor) -> None:
-    """Unavailable: a dtype or a width of heads that the kernels do not take."""
+def check(q: Tensor, name: str) -> None:
+    """Unavailable: a dtype or a width of heads that the kernels of attention=`name` do not take."""
     check_dtypes("attention", q)
     if (D := q.shape[-1]) > MAX_WIDTH:
-        raise Unavailable(f"attention=triton takes heads of up to {MAX_WIDTH} channels, not {D}: choose attn=sdpa")
+        raise Unavailable(f"attention={name} takes heads of up to {MAX_WIDTH} channels, not {D}: choose attn=sdpa")
 
 
 def tiling(kernel: str, dtype: torch.dtype, D: int, tma: bool) -> dict:

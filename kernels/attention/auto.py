@@ -2,8 +2,8 @@
 
 `python -m scripts.bench_attention auto=true` times every backend that runs here, forward and backward, and keeps for
 each T the fastest of those whose answer is right, in the tables of kernels/tuned.py. A call takes the choice that was
-measured for its kind (causal, window, documents; a decoding step), dtype, head dim and sharing of keys, at the T that
-is nearest by ratio. Nothing is tried while a model trains, and which backend it became is printed and recorded.
+measured for its kind (causal, window, documents, both; a decoding step), dtype, head dim and sharing of keys, at the T
+that is nearest by ratio. Nothing is tried while a model trains, and which backend it became is printed and recorded.
 """
 
 import math
@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import torch
 
-from kernels.registry import Unavailable, backend
+from kernels.registry import Unavailable, backend, impls
 from kernels.tuned import table
 
+deterministic = False  # as what it becomes need not be
 FILL = "python -m scripts.bench_attention auto=true"
 # By the device's type; read by unavailable(), for torch.compile follows no file
 _choices: dict[str, dict[str, list]] = {}
@@ -26,13 +27,17 @@ def entry(kind: str, dtype: torch.dtype, head_dim: int, group: int) -> str:
 
 
 def kind(lengths=None, window=None, starts=None) -> str:
-    limit = "window" if window is not None else "causal" if starts is None else "documents"
-    return f"{limit} decode" if lengths is not None else limit
+    limits = ["window"] * (window is not None) + ["documents"] * (starts is not None) or ["causal"]
+    return " ".join(limits + ["decode"] * (lengths is not None))
 
 
 def unavailable(device: torch.device) -> str | None:
-    found = {name: choice for name, choice in table(device).items() if name.startswith("attention ")}
-    _choices[device.type] = {name: bounded(choice) for name, choice in found.items()}
+    found = {}
+    for name, choice in table(device).items():
+        here = {length: impl for length, impl in choice.items() if impl in impls("attention")}  # a file may be gone
+        if name.startswith("attention ") and here:
+            found[name] = bounded(here)
+    _choices[device.type] = found
     return None if found else f"nothing was measured on this device yet: run {FILL}"
 
 

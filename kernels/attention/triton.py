@@ -261,7 +261,7 @@ attention_fwd = direct(attention_fwd, _backward, _setup_context)
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
-    check(q)
+    check(q, "triton")
     if not causal and (window is not None or starts is not None):
         raise Unavailable("attention=triton has windows and documents in causal attention alone: choose attn=eager")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -50,7 +50,7 @@ def install(monkeypatch, name, **functions):
     """A module of this name, and packages above it."""
     for end in range(1, name.count(".") + 2):
         part = ".".join(name.split(".")[:end])
-        module = ModuleType(part)
+        module = sys.modules.get(part) or ModuleType(part)  # two versions share one package
         module.__path__ = []
         monkeypatch.setitem(sys.modules, part, module)
     vars(module).update(functions)
@@ -133,6 +133,7 @@ def fa2(monkeypatch):
 
     names = {"_flash_attn_forward": forward, "_flash_attn_backward": backward, "flash_attn_with_kvcache": with_kvcache}
     install(monkeypatch, "flash_attn.flash_attn_interface", **names)
+    sys.modules["flash_attn"].__version__ = "2.8.3"
 
 
 def built_in(monkeypatch):

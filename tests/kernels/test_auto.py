@@ -73,3 +73,22 @@ def test_the_command_fills_the_table(filled, called, monkeypatch, tmp_path):
         assert set(times) == {"eager", "sdpa"}
     load("attention", "auto", CPU)
     assert describe("attention", "auto", shape=(1, 20, 4, 8), kv_heads=2, **FLOAT).startswith("auto (")
+
+
+def test_windows_in_documents_are_a_kind_of_their_own(filled):
+    """A backend that is the fastest with a window may know no documents."""
+    entries = {f"attention {kind} float32 64 x1": {"parameters": {"64": "eager"}} for kind in ("window", "documents")}
+    write(files(CPU)[0], entries)
+    attention = load("attention", "auto", CPU)
+    inputs = contract("attention").inputs((1, 8, 2, 64), window=5, documents=(3, 5), **FLOAT)
+    with pytest.raises(Unavailable, match=r"`attention window documents float32 64 x1` .* window=5 documents=512"):
+        attention(**inputs)
+
+
+def test_a_backend_that_is_gone_is_passed_over(filled):
+    entries = {"attention causal float32 64 x1": {"parameters": {"64": "mine", "128": "sdpa"}}}
+    write(files(CPU)[0], entries | {"attention window float32 64 x1": {"parameters": {"64": "mine"}}})
+    load("attention", "auto", CPU)
+    assert describe("attention", "auto", shape=(1, 8, 2, 64), **FLOAT).startswith("auto (sdpa: ")
+    with pytest.raises(Unavailable, match="nothing was measured for `attention window float32 64 x1`"):
+        describe("attention", "auto", shape=(1, 8, 2, 64), window=5, **FLOAT)

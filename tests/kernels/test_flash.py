@@ -139,6 +139,17 @@ def test_a_pinned_version_that_is_missing(stand_in, capability, version, message
         load("attention", "flash", GPU, version=version)
 
 
+def test_what_is_old_or_broken_is_not_taken(stand_in, capability, monkeypatch):
+    stand_in("torch", "fa2")
+    sys.modules["flash_attn"].__version__ = "2.6.3"
+    assert _flash.newest(GPU) == "torch"
+    assert _flash.why_not("fa2", GPU).startswith("fa2 is not installed (flash_attn is 2.6.3, older than 2.7): pip ")
+    broken = _flash.VERSIONS["fa4"]._replace(kernels=lambda: torch.no_such_name)
+    monkeypatch.setitem(_flash.VERSIONS, "fa4", broken)
+    forget()
+    assert "fa4 is not installed (module 'torch' has no attribute 'no_such_name')" in _flash.why_not("fa4", GPU)
+
+
 def test_flash_attn_with_version_4_alone(stand_in, capability, monkeypatch):
     """Its package is in the namespace of version 2, whose import succeeds up to there."""
     stand_in("fa4")

@@ -77,6 +77,23 @@ def test_what_is_wrong_or_cannot_has_no_speed():
     assert not [key for key in off if key.endswith("/ms")]
 
 
+@pytest.mark.parametrize(("length", "limits"), [(1, {}), (24, {"window": 1}), (24, {"documents": 1})])
+def test_gradients_that_are_zero_are_right(length, limits):
+    """Where a query sees one key, its softmax is 1: dq and dk are zero, but for rounding."""
+    functions = {name: load("attention", name, CPU) for name in ("eager", "sdpa")}
+    for row in bench_attention.measure(config(rounds=1, **limits), length, functions, CPU):
+        assert (row["impl"], row["status"]) == (row["impl"], "ok")
+
+
+def test_nothing_to_plot(called, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_attention, "wrong", lambda *_: "it is")
+    arguments = "impl=[eager]", "lengths=[16]", "heads=2", "head_dim=8", "dtype=float32", "rounds=1", "device=cpu"
+    code, out, err = called("bench_attention.py", bench_attention.main, *arguments)
+    assert (code, err) == (0, "")
+    assert "wrong" in out
+
+
 def test_only_the_newest_shape_is_in_the_table():
     shape = {
         "batch": 1,
@@ -116,6 +133,7 @@ def test_from_the_command_line(called, monkeypatch, tmp_path):
         ("documents=0", "documents=0: it must be at least 1, or null"),
         ("heads=0", "heads=0: it must be at least 1"),
         ("dtype=int8", "dtype=int8: choose bfloat16, float16, float32"),
+        ("out_dir=/dev/null/x", "out_dir=/dev/null/x cannot be written: Not a directory; choose another folder"),
     ],
 )
 def test_mistakes(called, arguments, message):
