@@ -104,11 +104,11 @@ def apart(mine: list[float], theirs: list[float], drawn: Callable = list) -> flo
 
 
 def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
-    """Of their speeds, as paired() has them. None: one has no speed.
+    """Of their speeds, as paired() has them. None: one has no speed; or there is one run each, of a single lap.
 
     The interval is a bootstrap's (Efron 1979) of the mean logarithm of the runs' ratios: pairs of runs are drawn, and
     of each its laps. It is widened by what few runs make it too narrow (Hesterberg 2015, arXiv:1411.5279, section 3.3),
-    and by RESOLUTION. Of one run each it knows the laps alone.
+    and by RESOLUTION. Of one run each it knows the laps alone, and is widened as of so few of them.
     """
     compared = [(row, base) for row, base in paired(rows, bases) if laps(row) and laps(base)]
     if not compared:
@@ -118,9 +118,13 @@ def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
     def again(found: list[float]) -> list[float]:
         return draw.choices(found, k=len(found))
 
+    few = n if n > 1 else min(map(len, pairs[0]))
+    if few == 1:
+        return None
     value = statistics.fmean(apart(*pair) for pair in pairs)
     drawn = sorted(statistics.fmean(apart(*pair, again) for pair in again(pairs)) for _ in range(DRAWS))
-    wider = math.sqrt(n / (n - 1)) * (TOO_NARROW[n - 2] if n - 2 < len(TOO_NARROW) else 1.1) if n > 1 else 1.0
+    student = TOO_NARROW[few - 2] if few - 2 < len(TOO_NARROW) else 1 + 1.3 / (few - 1)
+    wider = math.sqrt(few / (few - 1)) * student
     low, high = (value + wider * (drawn[int(q * DRAWS)] - value) for q in (0.025, 0.975))
     room = math.log1p(RESOLUTION)
     gpus = any(row["env"].get("gpu") != base["env"].get("gpu") for row, base in compared)

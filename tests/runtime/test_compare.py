@@ -33,6 +33,20 @@ def test_the_same_program_twice_is_a_tie(count):
     assert ties >= least
 
 
+@pytest.mark.parametrize("laps", [2, 3, 5])
+def test_a_few_laps_of_one_run_are_a_tie(laps):
+    """The same; here the laps are all that differs, as one run each knows of no other noise."""
+    least = 200 * 0.95 + NormalDist().inv_cdf(0.001) * (200 * 0.95 * 0.05) ** 0.5
+    noise = {"process": 0.0, "spread": 0.02, "laps": laps}
+    ties = sum(
+        compare.ratio(runs(100, 1, 2 * i, **noise), runs(100, 1, 2 * i + 1, **noise)).verdict == "tie"
+        for i in range(200)
+    )
+    assert ties >= least
+    assert compare.ratio([run(100, laps=1)], [run(100, laps=1)]) is None  # there is nothing to tell its noise from
+    assert compare.ratio(runs(100, 2, 1, laps=1), runs(100, 2, 2, laps=1)) is not None
+
+
 def test_five_percent_is_no_tie():
     for seed in range(20):
         found = compare.ratio(runs(105, 3, seed), runs(100, 3, seed + 100))
