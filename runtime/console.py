@@ -1,5 +1,6 @@
 """What a run says on the terminal, from the figures that it also writes."""
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ def sweep_table(choices: dict[str, list[dict]]) -> str:
     fastest = sorted((name for name in runs if runs[name]), key=lambda name: -speed(typical(runs[name])))
     table = [head]
     for name in fastest:
-        tokens_per_sec, *rest = figure_cells(typical(runs[name]))
+        rest = figure_cells(typical(runs[name]))[1:]
+        tokens_per_sec = f"{statistics.median(map(speed, runs[name])):,.0f}"
         table.append([name, tokens_per_sec, beside(choices[name], bases), *rest])
     table += [[name, figure_cells(rows[0])[0]] for name, rows in choices.items() if not runs[name]]
     widths = [max(len(cells[i]) for cells in table if i == 0 or len(cells) > 2) for i in range(len(head))]

@@ -135,8 +135,11 @@ class Follower(Run):
 
 def lock(folder: Path) -> TextIO:
     """Make the folder, and keep other processes out until this one ends, in whatever way, or closes the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -153,9 +156,10 @@ def write_row(folder: Path, row: dict) -> None:
 def read_row(folder: Path) -> dict | None:
     """The row in a run's folder; None where there is none, or none that can be read."""
     try:
-        return json.loads((folder / "result.json").read_text())
+        row = json.loads((folder / "result.json").read_text())
     except (OSError, ValueError):
         return None
+    return row if isinstance(row, dict) and isinstance(row.get("status"), str) else None
 
 
 def finite(figures: dict) -> dict:

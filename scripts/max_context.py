@@ -34,7 +34,7 @@ from runtime.signals import Signals, Stopped
 from runtime.trackers import Tracker
 from scripts.attempt import MODES, WINDOW, Config, capacity, predict, run, slides
 from scripts.collect import RESULTS
-from scripts.report import who
+from scripts.report import limits, who
 
 ROOT = Path(__file__).resolve().parent.parent
 OCTAVE = 128  # lengths from a power of two to the next
@@ -198,7 +198,8 @@ def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> d
 
     def tried(length: int, seconds: float = 0.0) -> dict:
         """Its row; `seconds` are what a step is expected to take."""
-        window = WINDOW if told.get("slides") and slow(seconds) else None
+        late = any(row["status"] == "timeout" and row["T"] <= length for row in tries)
+        window = WINDOW if told.get("slides") and (late or slow(seconds)) else None
         row = {"T": length, "window": window or cfg.model.window}
         known = [each for each in before if (row | {"mode": cfg.mode}).items() <= each.items()]
         if known:
@@ -213,12 +214,12 @@ def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> d
         print(line(cfg.mode, row), flush=True)
         if not known:
             run.log(len(tries), {"mode": cfg.mode, **row})
-        return row
+        return tried(length) if row["status"] == "timeout" and told.get("slides") and not window else row
 
     predicted = told["row"] and told["row"]["T"]
     start = predicted or 1024
     short = [tried(min(start, SHORT) // part) for part in (16, 8)] if start > 4 * WINDOW else []
-    expected = pace(short)
+    expected = pace([row for row in short if row["window"] == cfg.model.window])
     unseen = cfg.kernels.compile or (told["row"] or {}).get("opaque")  # the uncompiled model takes twice as much
     if unseen and len(short) == 2 and all(row["status"] == "ok" for row in short):
         rough = min(max(full_at(short, told["usable_gib"]), OCTAVE), MOST)  # 1.4% off at 4.7 million tokens
@@ -234,13 +235,13 @@ def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> d
     found = None if index is None else length_of(index)
     failed = [row for row in tries if row["status"] != "ok" and row["T"] > (found or 0)]
     figures = {f"context/max_{cfg.mode}": found, f"{name}/predicted": predicted, f"{name}/tries": tries}
-    figures[f"{name}/limit"] = min(failed, key=lambda row: row["T"])["status"] if failed else None
+    figures[f"{name}/limit"] = min(failed[::-1], key=lambda row: row["T"])["status"] if failed else None
     if found:
         best = next(row for row in tries if row["T"] == found and row["status"] == "ok")
         figures |= {f"{name}/{key}": best[key] for key in ("seconds", "window", "peak_gib", "reserved_gib")}
         figures[f"{name}/headroom_gib"] = told["limit_gib"] - (best["reserved_gib"] or best["peak_gib"])
         if best["window"] != cfg.model.window:
-            figures[f"{name}/seconds_of_full_attention"] = expected(found)
+            figures[f"{name}/seconds_of_full_attention"] = takes(expected(found)) / 2
         answer = ask(cfg, "predict", found)
         if cfg.mode == "train" and "kernels" in answer:
             figures["kernels"] = answer["kernels"]
@@ -276,7 +277,8 @@ def table(rows: list[dict]) -> str:
     found = {}
     for row in rows:
         model = row["config"]["model"]
-        cells = f"{row['parameters'] / 1e6:.0f}M", row["config"]["precision"], *who(row), model["pos"]
+        cells = f"{row['parameters'] / 1e6:.0f}M", row["config"]["precision"], *who(row)
+        cells += (", ".join(filter(None, (model["pos"], limits(row)))),)
         kept = ", attention kept" * model.get("keep_attention", False)
         cells += model["checkpointing"] + kept, f"{row['memory_gib']:.4g}"
         found[cells] = row
@@ -286,12 +288,15 @@ def table(rows: list[dict]) -> str:
         seconds = peak = ""
         if trained := shown(row, "train"):
             seconds = f"{train['seconds']:.3g}"
+            if train.get("window") != row["config"]["model"].get("window"):
+                seconds += f" with window {train['window']}"
             if whole := train.get("seconds_of_full_attention"):
-                seconds = f"{whole:,.1f}, by shorter ones; {seconds} with window {train['window']}"
+                seconds = f"{whole:,.1f}, by shorter ones; {seconds}"
             foreseen, model = train.get("prediction"), " uncompiled" * row["config"]["kernels"]["compile"]
             peak = f"{train['peak_gib']:.2f}" + (f" ({foreseen['peak_gib']:.2f}{model})" if foreseen else "")
         trained = f"**{trained}**" if trained else train.get("limit") or ""
-        lines.append([*cells, trained, seconds, peak, shown(row, "generate")])
+        stopped = "stopped" * row.get("status", "").startswith("stopped")
+        lines.append([*cells, trained, seconds, peak, shown(row, "generate") or stopped])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

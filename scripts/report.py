@@ -103,6 +103,12 @@ def who(row: dict) -> tuple[str, str]:
     return ops, re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
 
 
+def limits(row: dict) -> str:
+    """What attention sees less of, or shares, where that is set."""
+    model, told = row["config"]["model"], {"window": "window {}", "n_kv_head": "{} K/V heads"}
+    return ", ".join(text.format(model[key]) for key, text in told.items() if model.get(key))
+
+
 def choice(row: dict) -> tuple[str, str]:
     """The same as on the command line, without what it came to."""
     return who(row)[0], row["config"]["attn"]["impl"]

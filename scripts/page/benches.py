@@ -8,10 +8,10 @@ import re
 import textwrap
 from html import escape
 
-from scripts.page.choices import Source, millions, name
+from scripts.page.choices import Source, again, millions, name
 from scripts.page.colours import CARD, INK, QUIET
 from scripts.page.panels import OFF, SAID, Panel, axes, known, said
-from scripts.report import newest_context
+from scripts.report import limits, newest_context
 
 NANOGPT = {  # the longest T of a training step of 124M on one H200, at batch 1
     "nanoGPT, eager": 131_072,
@@ -59,7 +59,7 @@ def described(row: dict) -> tuple[str, ...]:
     checkpoints = {"block": "a checkpoint a block", "host": "a checkpoint a block, on the host"}
     memory = f"{row['memory_gib']:.4g} GiB" if row.get("memory_gib") else ""
     kept = checkpoints.get(model.get("checkpointing"), "") + ", attention kept" * model.get("keep_attention", False)
-    return name(config), millions(row), config["precision"], model.get("pos", ""), kept, memory
+    return name(config), millions(row), config["precision"], model.get("pos", ""), limits(row), kept, memory
 
 
 def context(rows: list[dict], colours: dict[str, str]) -> tuple[dict | None, Known]:
@@ -69,7 +69,7 @@ def context(rows: list[dict], colours: dict[str, str]) -> tuple[dict | None, Kno
         subject = {
             "model": millions(row),
             "precisions": [row["config"]["precision"]],
-            "command": row.get("command", ""),
+            "command": again(row),
         }
         shown[f"context{number}"] = subject
     traces = []
@@ -107,7 +107,7 @@ def found(way: str, row: dict) -> str:
     what = "a training step" if way == "train" else "prefilled, and 64 more"
     lines = [f"{row[f'context/max_{way}']:,} tokens, {what}", kernels, " · ".join(filter(None, settings))]
     lines += known({told: row.get(f"context/{way}/{key}") for told, key in FACTS.items()})
-    return said(lines, row.get("command", ""))
+    return said(lines, again(row))
 
 
 def nanogpt() -> dict:
@@ -124,8 +124,9 @@ def nanogpt() -> dict:
 def octaves(traces: list[dict], room: float = 0.2) -> dict:
     """Ticks at powers of two, 128K and 1M, and `room` octaves to either side."""
     lengths = [length for trace in traces for length in trace["x"]]
-    low, high = min(lengths).bit_length() - 1, max(lengths).bit_length()
-    powers = range(low, high + 1, 1 + (high - low) // 5)
+    low, high = min(lengths).bit_length() - 2, max(lengths).bit_length() + 1
+    inside = [p for p in range(low, high + 1) if min(lengths) / 2**room <= 2**p <= max(lengths) * 2**room]
+    powers = inside[:: 1 + len(inside) // 6]
     text = [f"{2**p >> 20}M" if p >= 20 else f"{2**p >> 10}K" if p >= 10 else str(2**p) for p in powers]
     ends = [math.log10(min(lengths) / 2**room), math.log10(max(lengths) * 2**room)]
     return {"tickvals": [2**p for p in powers], "ticktext": text, "tickmode": "array", "tickangle": 0, "range": ends}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +39,12 @@ class Comparison:
         told = str(self.interval or f"{self.value:.2f}x, without an interval,")
         told = f"{told} of {self.base.title}"
         return f"{told}; but {'; '.join(self.differs)}" if self.differs else told
+
+
+def again(row: dict) -> str:
+    """The command of a row, for a folder of its own."""
+    words = shlex.split(row.get("command", ""))
+    return shlex.join(word for word in words if word.split("=")[0] not in ("out_dir", "train.resume", "logger.group"))
 
 
 @dataclass
@@ -104,7 +111,7 @@ class Choice:
     @property
     def command(self) -> str:
         """Runs it again, in a folder of its own."""
-        return re.sub(r" (out_dir|train\.resume|logger\.group)=\S+", "", self.row.get("command", ""))
+        return again(self.row)
 
     def differences(self, other: "Choice") -> list[str]:
         return compare.differences(self.row, other.row)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from runtime.console import speed
 from scripts.figures import context_plot, roofline
-from scripts.page.choices import Choice, Source, alike
+from scripts.page.choices import Choice, Source, again, alike
 from scripts.page.colours import colours
 
 COLUMNS = ["choice", "tokens/s", "of the baseline", "GiB", "first step", "parity", "most time in"]
@@ -36,7 +36,7 @@ def fallen(source: Source) -> list[tuple[str, str, str, str]]:
     for row in source.benches["context"]:
         if not (row.get("context/max_train") or row.get("context/max_generate")):
             why = row["status"] if row["status"] != "ok" else f"not even 128 tokens: {row.get('context/train/limit')}"
-            told.append(("", f"longest context, {row['name']}", why, row.get("command", "")))
+            told.append(("", f"longest context, {row['name']}", why, again(row)))
     return told
 
 

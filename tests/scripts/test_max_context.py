@@ -175,9 +175,20 @@ def test_a_try_that_outlasts_its_time_is_the_only_one(monkeypatch, capsys):
     assert out.count("| not run: two steps would take ") == len(row["context/train/tries"]) - len(machine.asked)
 
 
+@pytest.mark.parametrize(("predicted", "quadratic"), [(2**16, 20), (2**17, 84), (1.2 * 2**16, 29)])
+def test_what_outlasts_its_time_is_tried_with_a_window(monkeypatch, predicted, quadratic):
+    """Where the short lengths told too little, memory still ends the search, and the full step's time is no less."""
+    machine = Machine(monkeypatch, int(predicted), quadratic / Machine.LIMIT**2, late=1.5)
+    row = longest(config("mode=train", "probe_minutes=1"), machine.told, machine)
+    assert (row["context/max_train"], row["context/train/window"]) == (machine.LIMIT, 4096)
+    assert row["context/train/limit"] == "oom"
+    assert row["context/train/seconds_of_full_attention"] >= 0.66 * machine.seconds(machine.LIMIT)
+    assert sum(2 * machine.seconds(each["T"]) > 60 and not each["window"] for each in row["context/train/tries"]) <= 1
+
+
 def test_a_timeout_and_a_crash_fit_no_more_than_a_full_memory(monkeypatch):
     """Where nothing was predicted, nothing tells that a step will be slow."""
-    machine = Machine(monkeypatch, predicted=None, quadratic=60 / Machine.LIMIT**2)
+    machine = Machine(monkeypatch, predicted=None, quadratic=60 / Machine.LIMIT**2, slides=False)
     row = longest(config("mode=train", "probe_minutes=1"), machine.told, machine)
     assert row["context/train/limit"] == "timeout"
     assert 2 * machine.seconds(row["context/max_train"]) <= 60
@@ -256,17 +267,20 @@ def test_the_table(monkeypatch, tmp_path):
     kept = json.loads(json.dumps(other)) | {"context/max_train": 2**18}
     kept["config"]["model"]["keep_attention"] = True
     kept["context/generate/limit"] = "timeout"
+    windowed = json.loads(json.dumps(row)) | {"context/max_generate": None, "status": "stopped: SIGINT"}
+    windowed["config"]["model"] |= {"window": 64, "n_kv_head": 4}
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert "No rows yet" in report.max_context("h200")
     (tmp_path / "h200").mkdir()
     (tmp_path / "h200" / "context.jsonl").write_text(
-        "".join(json.dumps(each) + "\n" for each in (row, other, slow, kept))
+        "".join(json.dumps(each) + "\n" for each in (row, other, slow, kept, windowed))
     )
     who = "124M | bf16 | triton | sdpa (cudnn) | rope"
     assert report.fill("<!-- max_context: h200 -->\n<!-- end -->").splitlines()[3:-1] == [
         f"| {who} | block | 139.8 | **524,288** | 12.3, by shorter ones; 1.23 with window 4096 | 130.00 (129.00) |  |",
         f"| {who} | block, attention kept | 139.8 | **262,144** | 1.23 | 130.00 | 4,096 or more |",
         f"| {who} | none | 139.8 | oom |  |  | 4,096 |",
+        f"| {who}, window 64, 4 K/V heads | none | 139.8 | oom |  |  | stopped |",
     ]
 
 
