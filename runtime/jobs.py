@@ -139,10 +139,9 @@ def planned(
     Repeats go there and back (A B B A), each turn of all jobs on one GPU, as two may differ by more than two kernels.
     A job then has compile caches of its own on each GPU: empty ones in its first run.
     """
-    check(
-        len({word for words in jobs for word in words if word.startswith("out_dir=")}) < 2,
-        "out_dir cannot vary in a sweep: it is the folder of all of its jobs",
-    )
+    for key in sorted(SWEEPS):
+        values = {word for words in jobs for word in words if word.lstrip("+").startswith(f"{key}=")}
+        check(len(values) < 2, f"{key} cannot vary in a sweep: it is that of all of its jobs")
     jobs = [[word for word in words if word.lstrip("+").partition("=")[0] not in SWEEPS] for words in jobs]
     held = Counter(word for words in jobs for word in words)
     rounds = [[] for _ in range(repeats)]

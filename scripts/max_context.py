@@ -9,6 +9,7 @@ allocator ends with it. This process never touches the GPU, where its context al
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -179,10 +180,14 @@ def earlier(folder: Path, cfg: Config, env: dict) -> list[dict]:
     row = read_row(folder)
     if not row or not row["status"].startswith("stopped"):
         return []
-    now = OmegaConf.to_container(OmegaConf.structured(cfg))
-    pairs = [(row.get("env"), env), *((row["config"].get(key), now[key]) for key in now.keys() - {"out_dir", "keep"})]
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in metrics] if all(then == here for then, here in pairs) else []
+    return [json.loads(line) for line in metrics] if row.get("env") == env and alike(row, cfg) else []
+
+
+def alike(row: dict, cfg: Config) -> bool:
+    """Whether the row is of this search, on whatever machine."""
+    now = OmegaConf.to_container(OmegaConf.structured(cfg))
+    return all(row["config"].get(key) == now[key] for key in now.keys() - {"out_dir", "keep"})
 
 
 def longest(cfg: Config, told: dict, run: Run, before: Sequence[dict] = ()) -> dict:
@@ -315,13 +320,17 @@ def find(cfg: Config) -> None:
     check(cfg.mode != "generate" or not why, f"mode=generate reads a cache, and {why}")
     modes = [cfg.mode] if cfg.mode else [mode for mode in MODES if mode == "train" or not why]
     name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    hydra = HydraConfig.get()
+    sweep = bool(cfg.out_dir) and hydra.mode is RunMode.MULTIRUN
+    out_dir = f"{cfg.out_dir}/{hydra.job.num}-{name}" if sweep else cfg.out_dir
+    if sweep and (done := read_row(Path(out_dir))) and done["status"] == "ok" and alike(done, cfg):
+        print(f"done     before: {out_dir}/result.json")
+        return
     told = ask(replace(cfg, mode=modes[0]), "predict", None)
     died = told["died"] or ""
     check(not died.startswith(REFUSED), died.removeprefix(REFUSED))
     check("kernels" in told, f"nothing could be tried ({died}): probe=predict mode={modes[0]} shows why, by itself")
-    hydra = HydraConfig.get()
-    job = f"/{hydra.job.num}-{name}" if cfg.out_dir and hydra.mode is RunMode.MULTIRUN else ""
-    folder, _ = place(cfg.out_dir and cfg.out_dir + job, None, name)
+    folder, _ = place(out_dir, None, name)
     before = earlier(folder, cfg, told["env"])
     try:
         with Run(folder, name, cfg, Tracker(None), resume=bool(before)) as run:
@@ -335,7 +344,8 @@ def find(cfg: Config) -> None:
                     print(f"{mode:<8} no prediction: {told['died'] or f'not even {OCTAVE} tokens'}")
                 run.row |= longest(each, told | {"limit_gib": run.row["memory_gib"]}, run, before)
     except Stopped:
-        print(f"stopped  go on with: {command(out_dir=str(folder))}")
+        again = shlex.join(["python", "-m", "scripts.max_context", *sys.argv[1:]])
+        print(f"stopped  go on with: {again if sweep else command(out_dir=str(folder))}")
         raise
     files = [folder / "result.json"] + [RESULTS / slug(run.row["env"]["device"]) / "context.jsonl"] * cfg.keep
     if cfg.keep:

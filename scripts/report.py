@@ -322,7 +322,7 @@ def main() -> None:
     try:
         files, source = write(arguments.folder, arguments.force)
         files += publish(source, arguments.wandb, files) if arguments.wandb else []
-    except UserError as error:
+    except (UserError, OSError) as error:
         sys.exit(f"error: {error}")
     print("\n".join(map(str, files)))
 

@@ -207,6 +207,10 @@ def test_a_proof_that_was_cut_short_begins_anew(sweep):
 
 
 def test_a_sweep_that_cannot_begin_is_one_line(sweep):
+    Path("sweep").touch()
+    taken = "error: out_dir=sweep cannot be written: File exists; choose another folder\n"
+    assert sweep("seed=1,2") == (1, "", taken)
+    Path("sweep").unlink()
     assert sweep("seed=1,2")[0] == 0
     before = rows()
     other = "error: sweep/1-seed.1 has the row of another command; give this sweep an out_dir of its own\n"
@@ -216,6 +220,9 @@ def test_a_sweep_that_cannot_begin_is_one_line(sweep):
         assert sweep("seed=1,2") == (1, "", busy)
     assert sweep("seed=1,2", "kernels=fast")[2].startswith("error: kernels=fast: no such choice; kernels is one of: ")
     assert sweep("seed=1,2", "sweep.timeout=0")[2].startswith("error: sweep.timeout=0.0: minutes above 0")
+    assert (
+        sweep("sweep.repeats=1,2")[2] == "error: sweep.repeats cannot vary in a sweep: it is that of all of its jobs\n"
+    )
     assert sweep("seed=interval(1,2)")[2].startswith("error: Can only enumerate CHOICE and RANGE sweeps")
     assert rows() == before
 

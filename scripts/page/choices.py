@@ -133,6 +133,7 @@ class Source:
     choices: list[Choice]
     benches: dict[str, list[dict]]  # kernels, context, attention: rows, oldest first
     kept: bool  # a folder of results/, and no sweep
+    unread: list[Path] = field(default_factory=list)  # result.json that are no rows
 
     @property
     def timed(self) -> list[Choice]:
@@ -169,7 +170,7 @@ def read(folder: Path, force: bool = False) -> Source:
             choice.timed = not choice.row["config"]["train"]["eval_every"]
     tell_apart(choices)
     compared([choice for choice in choices if choice.timed and choice.speed], force, kept)
-    return Source(folder, choices, benches, kept)
+    return Source(folder, choices, benches, kept, [path for path in jobs if not read_row(path.parent)])
 
 
 def keys(differences: list[str]) -> str:
@@ -180,9 +181,10 @@ def keys(differences: list[str]) -> str:
 
 def lines(path: Path) -> list[dict]:
     found = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
             found.append(json.loads(line))
+            check(isinstance(found[-1], dict), "no object")
         except ValueError:
             raise UserError(f"{path}: line {number} is no row, but cut short or changed; delete it") from None
     return found

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from runtime.console import speed
 from scripts.figures import context_plot, roofline
+from scripts.page.benches import contexts
 from scripts.page.choices import Choice, Source, again, alike
 from scripts.page.colours import colours
 
@@ -49,6 +50,8 @@ def notes(source: Source) -> list[str]:
             f"A choice stands beside the baseline of its settings: {first}compile · sdpa, else eager, else the "
             "first that ran; a tie is where 1 lies in the 95% interval."
         )
+    if source.unread:
+        told.append(f"Left out, as it cannot be read: {', '.join(map(str, source.unread))}.")
     if any(choice.against.base is not choice and not choice.against.interval for choice in source.timed):
         told.append("Rows without laps are older than the intervals: their ratios are of the medians alone.")
     if any(choice.against.differs for choice in source.timed):
@@ -91,6 +94,10 @@ def markdown(source: Source, pictures: list[Path]) -> str:
     table = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, source.timed)]
     parts = [f"# {source.folder.resolve().name}", *notes(source)]
     parts += ["\n".join(f"| {' | '.join(bare(cell) for cell in line)} |" for line in table)] * bool(source.timed)
+    if found := contexts(source.benches["context"]):
+        from scripts.max_context import table as longest  # takes seconds
+
+        parts.append(longest(found))
     parts += [f"![{path.stem}]({path.name})" for path in pictures]
     parts += ["\n".join(f"- {bare(what)}: {bare(why)}" for _, what, why, _ in fallen(source))] * bool(fallen(source))
     return "\n\n".join([*parts, "The same with everything else, in [report.html](report.html)."]) + "\n"

@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -220,6 +221,26 @@ def test_a_sweep_has_a_folder_for_each(called, monkeypatch, tmp_path):
     assert (code, err) == (0, "")
     rows = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/result.json"))]
     assert [row["config"]["attn"]["impl"] for row in rows] == ["sdpa", "eager"]
+
+
+def test_a_sweep_that_was_stopped_goes_on(called, monkeypatch, tmp_path):
+    """By its own command, which searches for what has no complete row."""
+    machine = Machine(monkeypatch)
+    machine.told |= {"env": {"device": "H200"}, "kernels": {"attention": "sdpa"}, "died": None}
+    words = ["-m", "device=cpu", "memory_gib=1", "mode=train", "attn=sdpa,eager", f"out_dir={tmp_path / 'sweep'}"]
+    assert called("max_context.py", max_context.main, *words)[0] == 0
+    both = len(machine.asked)
+    shutil.rmtree(tmp_path / "sweep")
+    machine.asked, machine.stop = [], both - 2
+    code, out, _ = called("max_context.py", max_context.main, *words)
+    assert (code, out.splitlines()[-1]) == (
+        130,
+        f"stopped  go on with: python -m scripts.max_context {' '.join(words)}",
+    )
+    machine.stop = None
+    code, out, err = called("max_context.py", max_context.main, *words)
+    assert (code, err, out.count("done     before: "), len(machine.asked)) == (0, "", 1, both)
+    assert called("max_context.py", max_context.main, *words)[1].count("done     before: ") == 2
 
 
 def test_a_search_that_was_stopped_goes_on(called, monkeypatch, tmp_path):

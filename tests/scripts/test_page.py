@@ -134,7 +134,8 @@ def context(kernels, attn, longest, generated, **model):
     found |= {"context/train/seconds": 38.1, "context/train/peak_gib": 131.0, "context/train/prediction_error": 0.021}
     told = config(kernels, attn, "bf16", **model) | {"probe": None}
     command = f"python -m scripts.max_context kernels={kernels} attn={attn}"
-    return {"name": f"context-{kernels}", "status": "ok", "command": command, "config": told, "env": ENV, **found}
+    found |= {"kernels": {"attention": attn}, "command": command, "config": told, "env": ENV}
+    return {"name": f"context-{kernels}", "status": "ok", **found}
 
 
 def attended(impl, T):
@@ -447,6 +448,8 @@ def test_markdown(source):
     assert "24.1 s, cold caches | holds, loss 2.1e-03 | gemm 68.0 ms, attention 13.0 ms, mlp 9.5 ms" in line
     assert "![speed](speed.png)" in text
     assert "- eager · eager" in text
+    assert "| longest T, training |" in text
+    assert text.count("| **2,129,920** |") == 1
 
 
 def test_only_what_is_alike_is_compared(source):
@@ -473,6 +476,27 @@ def test_a_choice_alone_is_not_compared(tmp_path):
         (tmp_path / name / "result.json").write_text(json.dumps(each))
     assert {choice.versus for choice in choices.read(tmp_path).timed} == {"baseline", "not compared: other GPUs"}
     assert {choice.apart for choice in choices.read(tmp_path).timed} == {"1 GPU", "2 GPUs"}
+
+
+def test_a_copied_command_makes_a_folder_of_its_own():
+    """Whatever the name of the one that it ran in."""
+    words = "python train.py seed=2", """'out_dir="out/w 1/2 (a=b)"'""", """'logger.group="w 1"'""", "train.resume=auto"
+    assert choices.again({"command": " ".join(words)}) == "python train.py seed=2"
+
+
+def test_what_cannot_be_read_is_named(called, tmp_path):
+    for name, text in {"1": json.dumps(row()), "2": json.dumps(row())[:99], "3": "[1]"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(text)
+    assert called("report.py", report.main, tmp_path)[0] == 0
+    left = f"Left out, as it cannot be read: {tmp_path}/2/result.json, {tmp_path}/3/result.json."
+    assert left in (tmp_path / "report.md").read_text()
+    (tmp_path / "kernels.jsonl").write_bytes(b"\xff\xfe\x00")
+    code, _, err = called("report.py", report.main, tmp_path)
+    assert (code, err) == (
+        1,
+        f"error: {tmp_path}/kernels.jsonl: line 1 is no row, but cut short or changed; delete it\n",
+    )
 
 
 def test_mistakes_are_one_line(called, tmp_path):
