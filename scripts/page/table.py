@@ -53,7 +53,7 @@ def notes(source: Source) -> list[str]:
     if source.unread:
         told.append(f"Left out, as it cannot be read: {', '.join(map(str, source.unread))}.")
     if any(choice.against.base is not choice and not choice.against.interval for choice in source.timed):
-        told.append("Rows without laps are older than the intervals: their ratios are of the medians alone.")
+        told.append("Runs of one lap, or older than laps, have no interval: their ratios are of the medians alone.")
     if any(choice.against.differs for choice in source.timed):
         told.append("With --force all stand beside the first choice, whatever else differs; that is named beside them.")
     elif any(choice.uncompared for choice in source.timed):
