@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -43,7 +44,7 @@ class Run:
         }
         files = [folder / file for file in ("config.yaml", "metrics.jsonl", "result.json", "checkpoints")]
         metrics, self.result = files[1:3]
-        try:
+        with writable(folder):
             self.lock = lock(folder)
             if metrics.exists() and metrics.stat().st_size == 0 and not files[3].exists():
                 for path in files[:3]:
@@ -54,8 +55,6 @@ class Run:
                     f"out_dir={folder} already holds a run ({taken[0]}); {', '.join(ways[:-1])}, or {ways[-1]}"
                 )
             self.metrics = metrics.open("a", buffering=1)  # by the line: a kill loses none
-        except OSError as error:
-            raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`, which a resumed run does again, and a line that a kill cut short."""
@@ -133,13 +132,20 @@ class Follower(Run):
         """Rank 0 does it."""
 
 
-def lock(folder: Path) -> TextIO:
-    """Make the folder, and keep other processes out until this one ends, in whatever way, or closes the file."""
+@contextlib.contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """UserError, where what is written within cannot be."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
+        yield
     except OSError as error:
         raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
+
+
+def lock(folder: Path) -> TextIO:
+    """Make the folder, and keep other processes out until this one ends, in whatever way, or closes the file."""
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from kernels.registry import OPS, KernelError, Unavailable, contract, describe, impls, load, unavailable
 from kernels.tuned import slug
-from runtime.config import UserError, check, cli
+from runtime.config import check, cli
 from runtime.device import GIB, environment, out_of_memory, pick, reset_memory
 from runtime.meter import quantiles
-from runtime.run import new_folder
+from runtime.run import new_folder, writable
 from runtime.timing import in_turn, measured_bandwidth, measured_flops
 from scripts.collect import RESULTS
 from scripts.figures import roofline
@@ -239,10 +239,8 @@ def aligned(lines: list[list[str]]) -> str:
 def folder(out_dir: str | None, name: str) -> Path:
     """That of a benchmark's run, made. UserError: it cannot be."""
     path = Path(out_dir) if out_dir else new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    try:
+    with writable(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"out_dir={path} cannot be written: {error.strerror}; choose another folder") from None
     return path
 
 

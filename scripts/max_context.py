@@ -35,7 +35,7 @@ from runtime.signals import Signals, Stopped
 from runtime.trackers import Tracker
 from scripts.attempt import MODES, WINDOW, Config, capacity, predict, run, slides
 from scripts.collect import RESULTS
-from scripts.report import limits, who
+from scripts.report import longest_table
 
 ROOT = Path(__file__).resolve().parent.parent
 OCTAVE = 128  # lengths from a power of two to the next
@@ -269,42 +269,6 @@ def verdict(mode: str, figures: dict, found: int | None) -> str:
     )
 
 
-def shown(row: dict, mode: str) -> str:
-    """The longest T; where time ended the search before memory did, so much or more."""
-    found, limit = row.get(f"context/max_{mode}"), row.get(f"context/{mode}/limit")
-    return f"{found:,}" + " or more" * (limit == "timeout") if found else ""
-
-
-def table(rows: list[dict]) -> str:
-    """In Markdown, the newest row of each choice, longest first."""
-    head = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
-    head += ["longest T, training", "s a step", "peak GiB (predicted)", "longest T, generation"]
-    found = {}
-    for row in rows:
-        model = row["config"]["model"]
-        cells = f"{row['parameters'] / 1e6:.0f}M", row["config"]["precision"], *who(row)
-        cells += (", ".join(filter(None, (model["pos"], limits(row)))),)
-        kept = ", attention kept" * model.get("keep_attention", False)
-        cells += model["checkpointing"] + kept, f"{row['memory_gib']:.4g}"
-        found[cells] = row
-    lines = [head, ["---"] * len(head)]
-    for cells, row in sorted(found.items(), key=lambda item: -(item[1].get("context/max_train") or 0)):
-        train = {key.removeprefix("context/train/"): value for key, value in row.items()}
-        seconds = peak = ""
-        if trained := shown(row, "train"):
-            seconds = f"{train['seconds']:.3g}"
-            if train.get("window") != row["config"]["model"].get("window"):
-                seconds += f" with window {train['window']}"
-            if whole := train.get("seconds_of_full_attention"):
-                seconds = f"{whole:,.1f}, by shorter ones; {seconds}"
-            foreseen, model = train.get("prediction"), " uncompiled" * row["config"]["kernels"]["compile"]
-            peak = f"{train['peak_gib']:.2f}" + (f" ({foreseen['peak_gib']:.2f}{model})" if foreseen else "")
-        trained = f"**{trained}**" if trained else train.get("limit") or ""
-        stopped = "stopped" * row.get("status", "").startswith("stopped")
-        lines.append([*cells, trained, seconds, peak, shown(row, "generate") or stopped])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 @cli(Config, configs=ROOT / "configs", name="max_context", groups=choices(), errors=(KernelError,))
 def main(cfg: Config) -> None:
     if cfg.probe:
@@ -352,7 +316,7 @@ def find(cfg: Config) -> None:
         files[1].parent.mkdir(parents=True, exist_ok=True)
         with files[1].open("a") as kept:
             kept.write(json.dumps(run.row) + "\n")
-    print(f"\n{table([run.row])}\n\ndone     {', '.join(map(str, files))}")
+    print(f"\n{longest_table([run.row])}\n\ndone     {', '.join(map(str, files))}")
 
 
 if __name__ == "__main__":

@@ -236,10 +236,44 @@ def support(device: str) -> str:
 
 def max_context(device: str) -> str:
     """The table of the longest contexts."""
-    from scripts.max_context import table  # takes seconds
-
     kept = rows(device, "context")
-    return table(kept) if kept else "No rows yet: `python -m scripts.max_context keep=true`."
+    return longest_table(kept) if kept else "No rows yet: `python -m scripts.max_context keep=true`."
+
+
+def shown(row: dict, mode: str) -> str:
+    """The longest T; where time ended the search before memory did, so much or more."""
+    found, limit = row.get(f"context/max_{mode}"), row.get(f"context/{mode}/limit")
+    return f"{found:,}" + " or more" * (limit == "timeout") if found else ""
+
+
+def longest_table(rows: list[dict]) -> str:
+    """In Markdown, the newest row of each choice, longest first."""
+    head = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
+    head += ["longest T, training", "s a step", "peak GiB (predicted)", "longest T, generation"]
+    found = {}
+    for row in rows:
+        model = row["config"]["model"]
+        cells = f"{row['parameters'] / 1e6:.0f}M", row["config"]["precision"], *who(row)
+        cells += (", ".join(filter(None, (model["pos"], limits(row)))),)
+        kept = ", attention kept" * model.get("keep_attention", False)
+        cells += model["checkpointing"] + kept, f"{row['memory_gib']:.4g}"
+        found[cells] = row
+    lines = [head, ["---"] * len(head)]
+    for cells, row in sorted(found.items(), key=lambda item: -(item[1].get("context/max_train") or 0)):
+        train = {key.removeprefix("context/train/"): value for key, value in row.items()}
+        seconds = peak = ""
+        if trained := shown(row, "train"):
+            seconds = f"{train['seconds']:.3g}"
+            if train.get("window") != row["config"]["model"].get("window"):
+                seconds += f" with window {train['window']}"
+            if whole := train.get("seconds_of_full_attention"):
+                seconds = f"{whole:,.1f}, by shorter ones; {seconds}"
+            foreseen, model = train.get("prediction"), " uncompiled" * row["config"]["kernels"]["compile"]
+            peak = f"{train['peak_gib']:.2f}" + (f" ({foreseen['peak_gib']:.2f}{model})" if foreseen else "")
+        trained = f"**{trained}**" if trained else train.get("limit") or ""
+        stopped = "stopped" * row.get("status", "").startswith("stopped")
+        lines.append([*cells, trained, seconds, peak, shown(row, "generate") or stopped])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def environment(device: str) -> str:

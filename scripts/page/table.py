@@ -7,6 +7,7 @@ from scripts.figures import context_plot, roofline
 from scripts.page.benches import contexts
 from scripts.page.choices import Choice, Source, again, alike
 from scripts.page.colours import colours
+from scripts.report import longest_table
 
 COLUMNS = ["choice", "tokens/s", "of the baseline", "GiB", "first step", "parity", "most time in"]
 
@@ -95,9 +96,7 @@ def markdown(source: Source, pictures: list[Path]) -> str:
     parts = [f"# {source.folder.resolve().name}", *notes(source)]
     parts += ["\n".join(f"| {' | '.join(bare(cell) for cell in line)} |" for line in table)] * bool(source.timed)
     if found := contexts(source.benches["context"]):
-        from scripts.max_context import table as longest  # takes seconds
-
-        parts.append(longest(found))
+        parts.append(longest_table(found))
     parts += [f"![{path.stem}]({path.name})" for path in pictures]
     parts += ["\n".join(f"- {bare(what)}: {bare(why)}" for _, what, why, _ in fallen(source))] * bool(fallen(source))
     return "\n\n".join([*parts, "The same with everything else, in [report.html](report.html)."]) + "\n"
