@@ -1,4 +1,4 @@
 """The kernels: a folder is an op, a file is a backend (see registry.py)."""
 
-# transformers probes for a PyPI package of this very name and reads its version; "0" says that this is not it.
+# transformers takes this package for the PyPI package "kernels", and ignores it because version 0 is too old
 __version__ = "0"

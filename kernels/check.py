@@ -1,7 +1,11 @@
-"""When a backend is right: the rule of the tests, and of whoever else asks before believing a figure.
+"""The rule that decides whether a backend computes the right numbers. Tests and scripts use it.
 
-err(impl) <= 2 err(eager) + rounding, both against reference() in float64 on the same (already rounded) numbers, for
-every output and every gradient. So the tolerance is what eager itself loses at that dtype, and not taste.
+For every output and every gradient:
+
+    error(backend) <= 2 error(eager) + rounding
+
+Both errors are differences from reference() in float64, on the same (already rounded) inputs. So the tolerance follows
+from the error of eager itself in that dtype.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,60 +14,70 @@ import torch
 from torch import Tensor
 
 
-def tensors(values: Iterable) -> list[Tensor]:
+def float_tensors(values: Iterable) -> list[Tensor]:
+    """Return the floating-point tensors among `values`."""
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
 
 
-def evaluate(
+def outputs_and_gradients(
     function: Callable, inputs: dict, seed: int = 0, expand: bool = False, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """{"out0": ..., "d_x": ...}: outputs and gradients, for one fixed gradient of each output.
+    """Call `function` and return its outputs and the gradients of its inputs: {"out0": ..., "d_x": ...}.
 
-    Gradients are those of the inputs that require one; where none does, nor with lengths, which are generation's, there
-    are outputs alone. `dtype` evaluates in that dtype from the same numbers. `expand` gives gradients of stride 0.
+    Each output gets a random gradient, which depends only on `seed`. The result has a gradient for every input that
+    requires one. It has no gradients if "lengths" is among the inputs, because only generation passes lengths. If
+    `dtype` is given, floating-point inputs are converted to it first. With `expand=True`, an output gradient is one
+    random row, expanded to all rows with stride 0.
     """
     if dtype:
-        wide = {name: inputs[name] for name in inputs if tensors([inputs[name]])}
-        wide = {name: t.detach().to(dtype).requires_grad_(t.requires_grad) for name, t in wide.items()}
-        inputs = inputs | wide
+        floats = {name: value for name, value in inputs.items() if float_tensors([value])}
+        inputs = inputs | {name: t.detach().to(dtype).requires_grad_(t.requires_grad) for name, t in floats.items()}
     outputs = function(**inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     results = {f"out{i}": out.detach() for i, out in enumerate(outputs)}
     leaves = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.requires_grad}
     if "lengths" in inputs or not leaves:
         return results
-    douts = []
+    output_grads = []
     for out in outputs:
         generator = torch.Generator(out.device).manual_seed(seed)
         shape = out.shape[-1:] if expand else out.shape
-        dout = torch.randn(shape, generator=generator, device=out.device).to(torch.bfloat16).to(out.dtype)
-        douts.append(dout.expand(out.shape))
-    grads = torch.autograd.grad(outputs, list(leaves.values()), douts)
-    return results | {f"d_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        grad = torch.randn(shape, generator=generator, device=out.device).to(torch.bfloat16).to(out.dtype)
+        output_grads.append(grad.expand(out.shape))
+    input_grads = torch.autograd.grad(outputs, list(leaves.values()), output_grads)
+    return results | {f"d_{name}": grad for name, grad in zip(leaves, input_grads, strict=True)}
 
 
-def rounding(dtype: torch.dtype, terms: int) -> float:
-    """A result's own to `dtype`, or n at random in an fp32 sum of n terms, whichever is more; relative."""
+def rounding_error(dtype: torch.dtype, terms: int) -> float:
+    """Return the relative rounding error of a result in `dtype` that is a sum of `terms` terms in fp32.
+
+    It is the larger of two errors: rounding the result to `dtype`, and the random rounding of the sum.
+    """
     return max(torch.finfo(dtype).eps / 2, torch.finfo(torch.float32).eps * terms**0.5)
 
 
-def wrong(
-    got: dict[str, Tensor], eager: dict[str, Tensor], truth: dict[str, Tensor], inputs: dict, dtype: torch.dtype
+def broken_rule(
+    results: dict[str, Tensor], eager: dict[str, Tensor], truth: dict[str, Tensor], inputs: dict, dtype: torch.dtype
 ) -> str | None:
-    """The first of `got`, as evaluate() gives it, that breaks the rule, in one line; None where all is right.
+    """Return, in one line, why the first wrong result breaks the rule, or None if every result is right.
 
-    The rounding is times the largest value. A result that is zero is a difference of equals; its scale is the others'.
+    `results`, `eager` and `truth` come from outputs_and_gradients(); `truth` is reference() in float64.
+    rounding_error() is relative, so it is multiplied by a scale: the largest absolute value of the exact result. An
+    exact result of zeros has no scale of its own: its terms cancel, but their rounding errors do not. Its scale is the
+    largest absolute value of all exact results.
     """
-    terms = max(max(t.shape[-1], t.numel() // t.shape[-1]) for t in tensors(inputs.values()))
+    # the longest sum has one term for each element of a row or of a column
+    terms = max(max(t.shape[-1], t.numel() // t.shape[-1]) for t in float_tensors(inputs.values()))
     scales = {name: exact.abs().max().item() for name, exact in truth.items()}
     for name, exact in truth.items():
-        mine, usual = got[name], eager[name]
-        if mine.shape != exact.shape:
-            return f"{name} is of shape {tuple(mine.shape)}, the reference's of {tuple(exact.shape)}"
-        if mine.dtype != usual.dtype:
-            return f"{name} is {mine.dtype}, eager gives {usual.dtype}"
-        atol = rounding(dtype, terms) * (scales[name] if scales[name] > 1e-12 else max(scales.values()))
-        error, eagers = ((value.double() - exact).abs().max().item() for value in (mine, usual))
-        if not error <= 2 * eagers + atol:  # NaN is no error that is small enough
-            return f"{name}: error {error:.3g}, eager's {eagers:.3g}, rounding {atol:.3g}"
+        result, eager_result = results[name], eager[name]
+        if result.shape != exact.shape:
+            return f"{name} has shape {tuple(result.shape)}, but the reference has {tuple(exact.shape)}"
+        if result.dtype != eager_result.dtype:
+            return f"{name} has dtype {result.dtype}, but eager has {eager_result.dtype}"
+        scale = scales[name] if scales[name] > 1e-12 else max(scales.values())
+        atol = rounding_error(dtype, terms) * scale
+        error, eager_error = ((value.double() - exact).abs().max().item() for value in (result, eager_result))
+        if not error <= 2 * eager_error + atol:  # `not <=` also catches NaN
+            return f"{name}: error {error:.3g} is more than 2 x eager's {eager_error:.3g} + rounding {atol:.3g}"
     return None

@@ -1,4 +1,4 @@
-"""What kernels ask of a machine."""
+"""What a machine offers to kernels: a GPU, packages, Triton, dtypes, multiprocessors and TMA."""
 
 import functools
 import importlib
@@ -8,13 +8,13 @@ import torch
 import triton
 
 from kernels.registry import Unavailable
-from kernels.tuned import files, read
+from kernels.tuned import read_table, table_paths
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def gpu_unavailable(device: torch.device, capability: tuple[int, int] = (8, 0)) -> str | None:
-    """Why `device` is no NVIDIA GPU of this compute capability or newer, or None."""
+    """Return why `device` is not an NVIDIA GPU of at least this compute capability, or None if it is one."""
     needed = "compute capability {}.{} or newer".format(*capability)
     if device.type != "cuda":
         return f"it needs an NVIDIA GPU of {needed}"
@@ -23,7 +23,10 @@ def gpu_unavailable(device: torch.device, capability: tuple[int, int] = (8, 0)) 
 
 
 def triton_unavailable(device: torch.device) -> str | None:
-    """Why a Triton kernel cannot run on `device`, or None. On a CPU Triton's interpreter can, slowly, for tests."""
+    """Return why a Triton kernel cannot run on `device`, or None if it can.
+
+    On a CPU, Triton's interpreter runs it if TRITON_INTERPRET=1. The interpreter is slow, and is meant for tests.
+    """
     if device.type == "cuda":
         return gpu_unavailable(device)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -32,48 +35,66 @@ def triton_unavailable(device: torch.device) -> str | None:
 
 
 def package_unavailable(package: str, symbol: str) -> str | None:
-    """Why `symbol`, "module.name", cannot be had, or None. `package` is what pip installs."""
+    """Return why `symbol`, written "module.name", cannot be imported, or None if it can.
+
+    `package` is the package that provides the symbol, as in `pip install`.
+    """
     module, _, name = symbol.rpartition(".")
     try:
         getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as why:
-        return f"it needs {package} ({why}): pip install '{package}'"
+    except (ImportError, AttributeError) as error:
+        return f"it needs {package} ({error}): pip install '{package}'"
     return None
 
 
 def triton_detail(**inputs) -> str:
-    """Triton's version, and whether its launch parameters may be this user's own: tuned.py."""
-    mine, _ = files(next(iter(inputs.values())).device)
-    tuned = any(not name.startswith("attention ") for name in read(mine))  # those are attn=auto's choices
-    notes = {"interpreted": os.environ.get("TRITON_INTERPRET") == "1", "tuned here": tuned}
-    return ", ".join([f"triton {triton.__version__}", *(note for note, holds in notes.items() if holds)])
+    """Return Triton's version and notes about the run, in one line: "triton 3.6.0, tuned here".
 
-
-def bind_context() -> None:
-    """Make the GPU's context this thread's, as TMA descriptors want it and any call of CUDA's runtime does.
-
-    Autograd has threads of its own, and a backward that computes something again may begin in one with such a kernel.
+    The notes are "interpreted" for Triton's interpreter, and "tuned here" if the user's own table has launch parameters
+    (see tuned.py). The first of `inputs` is a tensor on the device.
     """
-    if torch.cuda.is_initialized():  # else it is Triton's interpreter
-        torch.cuda.is_current_stream_capturing()  # 1 us, and allowed in a CUDA graph
+    user_table, _ = table_paths(next(iter(inputs.values())).device)
+    notes = [f"triton {triton.__version__}"]
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        notes.append("interpreted")
+    # names that begin with "attention " are choices of attn=auto, and not launch parameters
+    if any(not name.startswith("attention ") for name in read_table(user_table)):
+        notes.append("tuned here")
+    return ", ".join(notes)
+
+
+def make_context_current() -> None:
+    """Make the GPU's context current in this thread, because creating a TMA descriptor needs a current context.
+
+    Any call of the CUDA runtime does this. But autograd runs a backward in a thread of its own, and if the backward
+    recomputes something, its first CUDA call in that thread may be a kernel that uses TMA.
+    """
+    if torch.cuda.is_initialized():  # not initialized in Triton's interpreter
+        torch.cuda.is_current_stream_capturing()  # takes 1 us, and is allowed in a CUDA graph
 
 
 def check_dtypes(op: str, *tensors: torch.Tensor | None) -> None:
-    """Unavailable: one of them is of a dtype that the Triton kernels do not take, or not here."""
+    """Check that the Triton kernels of `op` support the dtypes of `tensors`.
+
+    Raises Unavailable if they do not, or if a dtype is bfloat16 and Triton's interpreter runs them.
+    """
     for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:
         if dtype not in DTYPES:
-            raise Unavailable(f"{op}=triton takes float32, bfloat16 and float16, and not {dtype}")
+            raise Unavailable(f"{op}=triton supports float32, bfloat16 and float16, not {dtype}: choose one of them")
         if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
-            raise Unavailable(f"{op}=triton: Triton's interpreter computes bfloat16 wrongly; try fp32")
+            raise Unavailable(f"{op}=triton in Triton's interpreter gives wrong results in bfloat16: choose fp32")
 
 
 @functools.lru_cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors: 132 on an H200. A CPU counts as 2."""
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors: 132 on an H200. Return 2 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.lru_cache
 def has_tma(device: torch.device) -> bool:
-    """Whether it has Hopper's engine for copying tiles, and 227 KB of shared memory for them: 12.0 has 99."""
+    """Return whether `device` has TMA, the copy engine for tiles, and 227 KB of shared memory for the tiles.
+
+    A GPU of compute capability 12.0 has only 99 KB of shared memory.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)

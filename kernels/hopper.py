@@ -1,4 +1,4 @@
-"""Tiles on Hopper in Gluon: what TMA is told of a tensor, and words that later versions of Triton than 3.6 renamed."""
+"""Helpers for Gluon kernels on Hopper: TMA descriptors, and one name per function that Triton renamed after 3.6."""
 
 import functools
 
@@ -13,18 +13,21 @@ load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-_memory = gl.shared_memory_descriptor
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+_descriptor = gl.shared_memory_descriptor
+reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
 
 @functools.lru_cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of such a tile in shared memory. Kept: it takes 5 us, and an attention's backward has eight."""
+    """Return the layout of a tile in shared memory.
+
+    It is cached, because it takes 5 us and attention's backward needs eight layouts.
+    """
     return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def described(tensor: Tensor | None, *block: int) -> TensorDescriptor | None:
-    """A tensor whose tiles of this shape TMA is to move."""
+def tma_descriptor(tensor: Tensor | None, *block: int) -> TensorDescriptor | None:
+    """Return a TMA descriptor of `tensor` for tiles of shape `block`, or None if `tensor` is None."""
     if tensor is None:
         return None
     layout = _layout(block, tensor.dtype)

@@ -1,25 +1,42 @@
-"""Which backends exist, and who computes each op.
+"""The ops and their backends: which exist, which of them the config chooses, and which function computes each op.
 
 A folder is an op, a file in it is a backend, and the file's name is the value on the command line:
-`kernels/norm/mine.py` is `kernels.norm=mine`. The folder's `__init__.py` is the op's contract:
+`kernels/norm/mine.py` is `kernels.norm=mine`. Nothing else lists ops or backends: the config, the tests, the benchmark,
+the doctor and the report read them from here (tests/kernels/test_new_op.py).
 
-    reference(...)      plain PyTorch, any dtype; in float64 it is the truth
-    inputs(...)         random arguments of the op, as a dict, for a dtype and a device
+The folder's `__init__.py` is the op's contract. It must define
+
+    reference(...)      plain PyTorch in any dtype; its float64 result counts as exact
+    inputs(...)         random arguments of the op, as a dict, for a shape, a dtype and a device
     cost(...)           {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}, every tensor moved once
-    SHAPES, CASES       keyword arguments of inputs(): the shapes to measure, and those that bite
+    SHAPES, CASES       keyword arguments of inputs(), by name: the shapes to measure, and the shapes that break kernels
+    SIZES, FEATURES     what the doctor's matrix tests: keyword arguments of inputs(), for every dtype; names in CASES
+    BOUND               "bytes" or "flops": what limits the op's speed on a GPU, so its unit is TB/s or TFLOP/s
 
-and a backend is a file with the op's function, and where it has something to say
+and it may define
 
-    unavailable(device)    None, or one sentence: why it cannot run on this torch.device and what would change that
-    detail(**inputs)       what it will really run for these (fake) arguments, and its version: "cudnn, torch 2.11.0"
-    RUNS                   patterns that a profile of a training step must have, of the names of kernels (on a CPU of
-                           operators); or a dict, from a word of detail() to them: the first that it contains
-    KEEPS                  of an attention, names of its operators whose outputs are all that its backward needs besides
-                           q, k and v: model.keep_attention=true keeps them in a checkpoint
-    deterministic = False  two calls on a GPU may differ in their last bits: sums by atomics
-    candidates(kernel, default)    launch parameters to try, each a dict of what it changes: see tuned.py
-    VERSIONS               names of implementations that it can choose among; its function, unavailable() and detail()
-                           then take version=NAME, by which the command line pins one (attn.version)
+    in_model(...)       keyword arguments of inputs() for the call that a model of these sizes makes; None if it does
+                        not call the op. Without in_model(), no model calls it
+    products(...)       (rows, inner, columns) of the matmuls that no backend can avoid: the floor of the op's time.
+                        Without products(), the floor is a copy of cost()'s bytes if BOUND is "bytes", otherwise none
+    FAMILY              a pattern for the names of the op's kernels in a profile, when PyTorch computes it
+    LENGTHS             more sizes of the doctor's matrix, in one dtype
+    GRADIENTS_IN_FORWARD = True    some backends compute the gradients in the forward, so the report gives only the
+                        rate of forward and backward together
+
+A backend is a file with the op's function. It may also define
+
+    unavailable(device)    None, or one sentence: why it cannot run on this torch.device and what would make it run
+    detail(**inputs)       what it runs for these (fake) arguments, and its version: "cudnn, torch 2.11.0"
+    RUNS                   patterns; each must match the name of a kernel (on a CPU: of an operator) in the profile of
+                           a training step. Or {word: patterns}; the first word that detail() contains counts
+    FAMILY                 a pattern for the names of its own kernels, for the share of the step that the op takes
+    KEEPS                  attention only: names of operators. With their outputs and q, k and v its backward can run,
+                           so model.keep_attention=true keeps these outputs in an activation checkpoint
+    deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
+    candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
+    VERSIONS               attention only: names of implementations that it can choose among; its function,
+                           unavailable() and detail() then take version=NAME, which attn.version sets
 """
 
 import functools
@@ -28,81 +45,112 @@ import inspect
 import os
 import shutil
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-OPS = ("norm", "attention", "mlp", "loss")
+from kernels import compat
+
 ROOT = Path(__file__).parent
+FIRST = ("norm", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
+OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
+Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
 
 
 class KernelError(ValueError):
-    """A choice of kernel that does not exist or is not what its op asks for; the message is one line."""
+    """The command line, a kernel's file or a table of launch parameters is wrong. The message is one line."""
 
 
 class Unavailable(KernelError):
-    """The backend exists and cannot run here; the message says why and what would make it run."""
+    """The backend exists and cannot run here. The message says why, and what would make it run."""
 
     status = "unavailable"  # the word in a result row
 
 
-class Ops(NamedTuple):
-    """The function that computes each op: what `model/` is built from."""
+def config_key(op: str) -> str:
+    """Return the config key that chooses the op's backend: "kernels.norm", "attn.impl"."""
+    return "attn.impl" if op == "attention" else f"kernels.{op}"
 
-    norm: Callable
-    attention: Callable
-    mlp: Callable
-    loss: Callable
+
+def check_name(op: str, impl: str, key: str) -> None:
+    """Raise KernelError if the op has no backend `impl`. The message names the config key `key`."""
+    if impl not in impls(op):
+        raise KernelError(f"{key}={impl}: no file kernels/{op}/{impl}.py; there are {', '.join(impls(op))}")
 
 
 @dataclass
-class KernelsConfig:
-    norm: str
-    mlp: str
-    loss: str
-    compile: bool  # torch.compile around the whole model; it crosses with every backend
+class KernelsConfig(make_dataclass("Backends", [(op, str, "eager") for op in OPS if op != "attention"])):
+    """The backend of each op but attention, which has a config group of its own: `kernels.norm`, `kernels.mlp`, ..."""
+
+    compile: bool = False  # torch.compile around the whole model; works with every backend
 
     def __post_init__(self):
-        for op in ("norm", "mlp", "loss"):
-            check_name(op, getattr(self, op), key=f"kernels.{op}")
+        for op in OPS:
+            if op != "attention":
+                check_name(op, getattr(self, op), config_key(op))
 
 
 @dataclass
 class AttnConfig:
     impl: str
-    version: str | None = None  # of an implementation that has several
+    version: str | None = None  # an implementation in the backend's VERSIONS; None: the backend chooses
 
     def __post_init__(self):
-        check_name("attention", self.impl, key="attn.impl")
-        versions = getattr(backend("attention", self.impl), "VERSIONS", ()) if self.version else ()
-        if self.version and self.version not in versions:
-            known = f"choose {', '.join(versions)}, or null" if versions else f"attn={self.impl} has no versions"
-            raise KernelError(f"attn.version={self.version}: {known}")
+        check_name("attention", self.impl, config_key("attention"))
+        if self.version is None:
+            return
+        versions = getattr(backend("attention", self.impl), "VERSIONS", ())
+        if self.version not in versions:
+            remedy = f"choose {', '.join(versions)}, or null" if versions else f"attn={self.impl} has no versions"
+            raise KernelError(f"attn.version={self.version}: {remedy}")
 
 
 def impls(op: str) -> list[str]:
-    """The names of `op`'s backends: the files in its folder."""
+    """Return the names of the op's backends: the files in its folder."""
     paths = (ROOT / op).glob("[!_]*.py")
     return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
 
 
-def choices() -> dict[str, dict]:
-    """For the command line: attn=NAME for every attention, whether it has a YAML file or not."""
-    return {"attn": {name: {"impl": name} for name in impls("attention")}}
+def config_groups() -> dict[str, dict]:
+    """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, an ablation.
+
+    `kernels=NAME` takes the backend NAME for every op that has one, and eager for the others. `kernels=compile` is
+    eager under torch.compile. The group `hydra/ablation` is for configs/sweep/ablation.yaml: a sweep that starts from
+    eager ops and swaps one op at a time.
+    """
+    per_op = {op: impls(op) for op in OPS if op != "attention"}
+    groups = {"kernels": {}, "attn": {name: {"impl": name} for name in impls("attention")}}
+    for name in sorted({name for names in per_op.values() for name in names}):
+        backends = {op: name if name in names else "eager" for op, names in per_op.items()}
+        groups["kernels"][name] = {**backends, "compile": False}
+    groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
+    swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
+    swaps.append(f"attn={','.join(impls('attention'))}")
+    groups["hydra/ablation"] = {"ops": {"params": {config_key(op): "eager" for op in per_op}, "ablations": swaps}}
+    return groups
+
+
+def backend_names() -> dict[str, dict[str, str]]:
+    """Return what ${backends:OP} stands for in YAML (sweeps, --help). ${backends:table} has a line for each op."""
+    names = {op: ", ".join(impls(op)) for op in OPS}
+    return {"backends": {**names, "table": "\n".join(f"  {op:<10} {names[op]}" for op in OPS)}}
 
 
 def contract(op: str) -> ModuleType:
-    """The op's own module, with reference(), inputs(), cost(), SHAPES and CASES."""
+    """Return the op's module, which has reference(), inputs(), cost(), SHAPES, CASES and the rest."""
     return importlib.import_module(f"kernels.{op}")
 
 
 def backend(op: str, impl: str) -> ModuleType:
-    """The backend's module, wherever it may run. KernelError: there is none, or it lacks the op's function."""
+    """Return the backend's module. It can be imported on every device, also where the backend cannot run.
+
+    Raises KernelError if there is no such file, or if it lacks the op's function.
+    """
     check_name(op, impl, key=op)
     module = importlib.import_module(f"kernels.{op}.{impl}")
     if not callable(getattr(module, op, None)):
@@ -110,38 +158,40 @@ def backend(op: str, impl: str) -> ModuleType:
     return module
 
 
-def pinned(version: str | None) -> dict[str, str]:
+def unavailable(op: str, impl: str, device: torch.device, version: str | None = None) -> str | None:
+    """Return, in one sentence, why this backend or this version of it cannot run on `device`, or None if it can."""
+    probe = getattr(backend(op, impl), "unavailable", None)
+    return probe(device, **version_argument(version)) if probe else None
+
+
+def version_argument(version: str | None) -> dict[str, str]:
     return {} if version is None else {"version": version}
 
 
-def unavailable(op: str, impl: str, device: torch.device, version: str | None = None) -> str | None:
-    """Why this backend, or this version of it, cannot run on `device`, in one sentence, or None."""
-    probe = getattr(backend(op, impl), "unavailable", None)
-    return probe(device, **pinned(version)) if probe else None
-
-
 def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), version: str | None = None) -> Callable:
-    """The function that computes `op`; `needs` are arguments that a backend may leave out, and this one must not.
+    """Return the function that computes the op.
 
-    Unavailable: it cannot run on `device`, or has left one out.
+    `needs` are optional arguments that this function must take. Raises Unavailable if the backend cannot run on
+    `device` or lacks one of them.
     """
-    if why := unavailable(op, impl, device, version):
-        raise Unavailable(f"{op}={impl} cannot run here: {why}")
+    if reason := unavailable(op, impl, device, version):
+        raise Unavailable(f"{op}={impl} cannot run here: {reason}")
     function = getattr(backend(op, impl), op)
     if version:
         function = functools.update_wrapper(functools.partial(function, version=version), function)
-    for why in filter(None, (refusal(function, argument) for argument in needs)):
-        raise Unavailable(f"{op}={impl} cannot run this: {why}")
+    for argument in needs:
+        if reason := missing_argument(function, argument):
+            raise Unavailable(f"{op}={impl} cannot run this: {reason}")
     return function
 
 
-def chosen(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
-    """Op -> name of the backend that the config asks for."""
-    return {"norm": kernels.norm, "attention": attn.impl, "mlp": kernels.mlp, "loss": kernels.loss}
+def impl_by_op(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
+    """Return {op: the name of the backend that the config chooses}."""
+    return {op: attn.impl if op == "attention" else getattr(kernels, op) for op in OPS}
 
 
-def refusal(attention: Callable, argument: str) -> str | None:
-    """Why a model cannot have this argument, `lengths`, `window` or `starts`: the backend leaves it out. Or None."""
+def missing_argument(attention: Callable, argument: str) -> str | None:
+    """Return why this attention cannot take `argument` (`lengths`, `window` or `starts`), or None if it can."""
     if argument in inspect.signature(attention).parameters:
         return None
     functions = {impl: backend("attention", impl).attention for impl in impls("attention")}
@@ -149,8 +199,11 @@ def refusal(attention: Callable, argument: str) -> str | None:
     return f"{attention.__module__} takes no {argument} (kernels/attention/__init__.py): choose attn={', '.join(able)}"
 
 
-def keeps(attention: Callable) -> Sequence[str]:
-    """The names of its operators whose outputs a checkpoint may keep. Unavailable: it names none."""
+def checkpointed_operators(attention: Callable) -> Sequence[str]:
+    """Return the names of this attention's operators whose outputs an activation checkpoint may keep.
+
+    Raises Unavailable if the backend names none (KEEPS).
+    """
     if names := getattr(sys.modules[attention.__module__], "KEEPS", ()):
         return names
     able = [impl for impl in impls("attention") if hasattr(backend("attention", impl), "KEEPS")]
@@ -161,59 +214,72 @@ def keeps(attention: Callable) -> Sequence[str]:
 
 
 def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = ()) -> Ops:
-    """The functions that the config asks for; `needs` are arguments that attention may leave out and must not.
+    """Return the functions that the config chooses. `needs` are optional arguments that attention must take.
 
-    Unavailable: one of them, or torch.compile, cannot run on `device`, or attention lacks what it needs.
+    Raises Unavailable if a backend or torch.compile cannot run on `device`, or if attention lacks an argument.
     """
-    if kernels.compile and not compiler():
+    if kernels.compile and not cpp_compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
-    brief_log()
-    asked = {"attention": (needs, attn.version)}
-    return Ops(**{op: load(op, impl, device, *asked.get(op, ())) for op, impl in chosen(kernels, attn).items()})
+    compat.shorten_operator_errors()
+    functions = {}
+    for op, impl in impl_by_op(kernels, attn).items():
+        options = {"needs": needs, "version": attn.version} if op == "attention" else {}
+        functions[op] = load(op, impl, device, **options)
+    return Ops(**functions)
 
 
-def brief_log() -> None:
-    """Keep PyTorch 2.11 from writing all that leads to a custom op into a line of its log, whether or not it is shown.
-
-    That text doubles with every layer: with custom ops in 12 of them, compilation never came to the loss.
-    """
-    from torch._inductor.exc import OperatorIssue
-
-    OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
-
-
-def compiler() -> str | None:
-    """The C++ compiler that torch.compile would find, or None."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), None)
+def cpp_compiler() -> str | None:
+    """Return the path of the C++ compiler that torch.compile would use, or None."""
+    for name in (os.environ.get("CXX", "c++"), "g++", "clang++"):
+        if path := shutil.which(name):
+            return path
+    return None
 
 
 def describe(op: str, impl: str, version: str | None = None, **shape) -> str:
-    """Who computes `op` for arguments like inputs(**shape): "sdpa (cudnn, torch 2.11.0)". Takes no memory."""
+    """Return the backend and what it runs for inputs(**shape): "sdpa (cudnn, torch 2.11.0)". It allocates no memory."""
     detail = getattr(backend(op, impl), "detail", None)
     if detail is None:
         return f"{impl} (torch {torch.__version__})"
-    with FakeTensorMode():
-        return f"{impl} ({detail(**contract(op).inputs(**shape), **pinned(version))})"
+    with compat.FakeTensorMode():
+        return f"{impl} ({detail(**contract(op).inputs(**shape), **version_argument(version))})"
 
 
-def runs(op: str, impl: str, told: str) -> tuple[str, ...]:
-    """The patterns of names that a profile must have where this backend ran as it `told`; none: it does not say."""
-    found = getattr(backend(op, impl), "RUNS", ())
-    if isinstance(found, dict):
-        return next((patterns for word, patterns in found.items() if word in told), ())
-    return found
+def expected_kernels(op: str, impl: str, description: str) -> tuple[str, ...]:
+    """Return the patterns that the profile of a step must match (RUNS); () if the backend names none.
+
+    `description` is what describe() returns for the backend.
+    """
+    runs = getattr(backend(op, impl), "RUNS", ())
+    if not isinstance(runs, dict):
+        return runs
+    for word, patterns in runs.items():
+        if word in description:
+            return patterns
+    return ()
+
+
+def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return {op: patterns of its kernels' names in a profile}: FAMILY of the contract and of the chosen backend.
+
+    A kernel belongs to the first op with a matching pattern. The dict begins with the last op, because attention's
+    pattern `softmax` would also match the loss's log_softmax.
+    """
+    patterns = {}
+    for op, impl in reversed(impls_by_op.items()):
+        names = [getattr(module, "FAMILY", "") for module in (contract(op), backend(op, impl))]
+        patterns[op] = tuple(filter(None, names))
+    return patterns
 
 
 def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
-    """The choice in a few letters: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
-    ops = {"norm": kernels.norm, "mlp": kernels.mlp, "loss": kernels.loss}
-    names = set(ops.values())
-    name = names.pop() if len(names) == 1 else "+".join(f"{op}.{impl}" for op, impl in ops.items())
+    """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
+    backends = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op != "attention"}
+    if len(set(backends.values())) == 1:
+        name = next(iter(backends.values()))
+    else:
+        name = "+".join(f"{op}.{impl}" for op, impl in backends.items())
     if kernels.compile:
         name = "compile" if name == "eager" else f"{name}+compile"
-    return f"{name}-{attn.impl}" + (f".{attn.version}" if attn.version else "")
-
-
-def check_name(op: str, impl: str, key: str) -> None:
-    if impl not in impls(op):
-        raise KernelError(f"{key}={impl}: no file kernels/{op}/{impl}.py; there are {', '.join(impls(op))}")
+    attention = f"{attn.impl}.{attn.version}" if attn.version else attn.impl
+    return f"{name}-{attention}"

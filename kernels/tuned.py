@@ -1,13 +1,14 @@
-"""Launch parameters that were measured on this GPU, for kernels to start with; nothing is tried while a model trains.
+"""Tables of the fastest launch parameters on each GPU. scripts/tune.py measures them; training only looks them up.
 
-Tile sizes, warps and the like change a kernel's speed and not its answer, and which are best depends on the GPU. A
-kernel asks for its own by its name and a key: what its speed hangs on and a run does not change, widths and dtypes, but
-never B or T. It gets the user's entry, or the repo's, or its default: the heuristic that stands in the kernel's file.
+Tile sizes, numbers of warps and similar launch parameters change a kernel's speed but not its results, and the best
+ones depend on the GPU. A kernel asks for its parameters with its name and a key. The key holds what affects the speed
+but stays fixed in a run: widths and dtypes, never B or T. An entry of the user's table comes first, then an entry of
+the repo's table. A kernel without an entry gets its default, a heuristic in the kernel's own file.
 
-    ~/.cache/hotswap/tuned/h200.json    the user's: `python -m scripts.tune op=norm` writes it
-    kernels/tables/h200.json            the repo's: with keep=true
+    ~/.cache/hotswap/tuned/h200.json    the user's table; `python -m scripts.tune op=norm` writes it
+    kernels/tables/h200.json            the repo's table; the same command with keep=true writes it
 
-Both are JSON, "KERNEL KEY" -> {"parameters": {...}, and how they were measured}.
+Both are JSON: "KERNEL KEY" -> {"parameters": {...}, ...}. The other fields record how the parameters were measured.
 """
 
 import functools
@@ -23,80 +24,91 @@ import torch
 from kernels.registry import KernelError
 
 TABLES = Path(__file__).parent / "tables"
-_trial: tuple[dict, dict] | None = None  # override()'s; of the whole process, as autograd launches from another thread
+# (changes, requests) of override_tables() inside its with block, otherwise None. It is a variable of the module and not
+# of the thread, because autograd launches kernels from another thread
+_override: tuple[dict, dict] | None = None
 
 
-def tuned(kernel: str, key: str, default: dict, device: torch.device) -> dict:
-    """The parameters to launch `kernel` with, a dict of the caller's own, with `default`'s names.
+def launch_parameters(kernel: str, key: str, default: dict, device: torch.device) -> dict:
+    """Return the launch parameters of `kernel`, with the same names as `default`. The caller may change the dict.
 
-    KernelError: the table's entry has other names, as one that was measured before the kernel changed.
+    Raises KernelError if the table's entry has other names, because the kernel changed after it was measured.
     """
     name = f"{kernel} {key}".replace("torch.", "")
-    if _trial:
-        changes, asked = _trial
-        asked[kernel] = name, default
+    if _override:
+        changes, requests = _override
+        requests[kernel] = name, default
         return default | changes.get(kernel, {})
-    found = table(device).get(name, default)
-    if found.keys() != default.keys():
-        path = next(path for path in files(device) if name in read(path))
+    parameters = merged_table(device).get(name, default)
+    if parameters.keys() != default.keys():
+        path = next(path for path in table_paths(device) if name in read_table(path))
         raise KernelError(
-            f"{path} gives {name} the parameters {', '.join(found)}, and the kernel takes {', '.join(default)}: it has "
-            "changed since; run python -m scripts.tune for its op again, or delete the entry"
+            f"{path} has the parameters {', '.join(parameters)} for {name}, but the kernel needs {', '.join(default)}: "
+            "it changed after they were measured; run python -m scripts.tune for its op again, or delete the entry"
         )
-    return dict(found)
+    return dict(parameters)
 
 
 @contextmanager
-def override(changes: dict[str, dict]) -> Iterator[dict[str, tuple[str, dict]]]:
-    """Within it a kernel named in `changes` has its default with these changes, every other one its default, whatever
-    the tables say. Yields what is asked for, as it is: kernel -> (name of the table's entry, default)."""
-    global _trial
-    before, _trial = _trial, (changes, {})
+def override_tables(changes: dict[str, dict]) -> Iterator[dict[str, tuple[str, dict]]]:
+    """Ignore the tables inside the with block: every kernel gets its default, updated with changes[kernel].
+
+    Yields a dict that records each kernel's request: kernel -> (name of its entry in the table, default).
+    """
+    global _override
+    requests = {}
+    outer, _override = _override, (changes, requests)
     try:
-        yield _trial[1]
+        yield requests
     finally:
-        _trial = before
+        _override = outer
 
 
 @functools.lru_cache
-def table(device: torch.device) -> dict[str, dict]:
-    """Name of the entry -> parameters, of the user's table and the repo's."""
-    mine, ours = map(read, files(device))
-    return {name: entry["parameters"] for name, entry in (ours | mine).items()}
+def merged_table(device: torch.device) -> dict[str, dict]:
+    """Return {name of an entry: its parameters} for both tables. An entry of the user's table wins."""
+    user_entries, repo_entries = map(read_table, table_paths(device))
+    return {name: entry["parameters"] for name, entry in (repo_entries | user_entries).items()}
 
 
-def files(device: torch.device) -> tuple[Path, Path]:
-    """Where the user's table of this GPU is, and the repo's, if they are. Of Triton's interpreter: cpu.json."""
-    name = slug(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+def table_paths(device: torch.device) -> tuple[Path, Path]:
+    """Return the paths of the user's and the repo's table for this GPU. The files may not exist.
+
+    For a CPU (Triton's interpreter) the file name is cpu.json.
+    """
+    name = device_slug(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "hotswap" / "tuned" / f"{name}.json", TABLES / f"{name}.json"
 
 
-def read(path: Path) -> dict[str, dict]:
-    """The entries of a table; none, where there is no file. KernelError: it is none."""
+def read_table(path: Path) -> dict[str, dict]:
+    """Return the entries of a table, or {} if there is no file. Raises KernelError if the file is not a table."""
     try:
         entries = json.loads(path.read_text()) if path.exists() else {}
         if all(isinstance(entry["parameters"], dict) for entry in entries.values()):
             return entries
-        why = "parameters are name -> value"
+        why = '"parameters" must map names to values'
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
-    raise KernelError(f"{path} is no table of launch parameters ({why}); delete it, and run python -m scripts.tune")
+    raise KernelError(f"{path} is not a table of launch parameters ({why}); delete it, and run python -m scripts.tune")
 
 
-def write(path: Path, entries: dict[str, dict]) -> None:
-    """Add entries to a table, a line each, or replace them; the file is whole at any time. KernelError: the disk."""
-    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted((read(path) | entries).items()))
-    unfinished = path.with_suffix(f".{os.getpid()}")
+def write_table(path: Path, entries: dict[str, dict]) -> None:
+    """Add entries to a table or replace them, one line an entry. Another process never reads a half-written file.
+
+    Raises KernelError if the file cannot be written.
+    """
+    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted((read_table(path) | entries).items()))
+    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        unfinished.replace(path)
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        temporary.replace(path)
     except OSError as error:
-        raise KernelError(f"{path} cannot be written: {error.strerror}; XDG_CACHE_HOME moves it") from None
-    table.cache_clear()
+        raise KernelError(f"{path} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another folder") from None
+    merged_table.cache_clear()
 
 
-def slug(device: str) -> str:
-    """ "NVIDIA H200" -> "h200"."""
+def device_slug(device: str) -> str:
+    """Turn a device's name into a file name: "NVIDIA H200" -> "h200"."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia").strip()).strip("-")

@@ -1,24 +1,30 @@
-"""attention: softmax(q k^T scale) v, every head for itself (Vaswani et al. 2017, arXiv:1706.03762).
+"""The contract of the op attention: softmax(q k^T scale) v for each head (Vaswani et al. 2017, arXiv:1706.03762).
 
     attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None) -> out
 
-    q    (B, Tq, H, D)    compute dtype; views of one packed (B, T, 3, H, D) tensor are usual
-    k v  (B, Tk, Hkv, D)  H a multiple of Hkv (grouped queries: head h reads k head h // (H / Hkv)); Tk >= Tq if causal
-    out  (B, Tq, H, D)
-    scale  positive; None: 1 / sqrt(D)
-    lengths  (B,) int32 on the device, or None: keys from lengths[b] on do not exist, whatever stands there (finite);
-             1 <= lengths[b] <= Tk, and Tq <= lengths[b] if causal
-    window   an int, or None: of what is causal, a query sees the last `window` keys, the one at its own place included
-    starts   (B, T) int32 on the device, or None: the first key that each query sees, where its document begins; of
-             what is causal, with Tq = Tk and without lengths; starts[b, t] <= t, and never less than starts[b, t - 1]
+    q        (B, Tq, H, D), compute dtype; usually a view of one packed (B, T, H + 2 Hkv, D) tensor, as are k and v
+    k, v     (B, Tk, Hkv, D); Tk >= Tq if causal; H is a multiple of Hkv, and query head h reads key head
+             h // (H / Hkv) (grouped queries)
+    out      (B, Tq, H, D)
+    scale    positive, or None for 1 / sqrt(D)
+    lengths  (B,) int32 on the device, or None. Sequence b has only lengths[b] keys; attention ignores the (finite)
+             values that are stored after them. 1 <= lengths[b] <= Tk, and Tq <= lengths[b] if causal
+    window   an int, or None; for causal attention. A query sees only the last `window` keys up to and including its
+             own position
+    starts   (B, T) int32 on the device, or None; for causal attention with Tq = Tk and without lengths. Query t sees
+             no key before starts[b, t], where its document begins. starts[b, t - 1] <= starts[b, t] <= t
 
-The causal mask is aligned bottom right: query i sees keys 0 ... i + Tk - Tq, so one new query sees the whole cache;
-with lengths it is aligned to lengths[b] instead of Tk. So the shapes of a decoding step stay while its cache fills, as
-a CUDA graph wants it (flash-attn calls them cache_seqlens). No gradient is asked for with lengths. A backend that has
-no lengths, window or starts leaves the argument out of its function, and whoever asks for it is told so.
+The causal mask is aligned bottom right: query i sees keys 0 ... i + Tk - Tq, so a single new query sees the whole
+cache. With lengths, the mask is aligned to lengths[b] instead of Tk. A decoding step then keeps its shapes while the
+cache fills, which a CUDA graph requires (flash-attn calls this argument cache_seqlens). Callers ask for no gradient
+when they pass lengths.
+
+A backend that does not support lengths, window or starts omits the argument from its function. The registry then raises
+Unavailable for a model that needs this argument.
 """
 
-from math import sqrt  # and not math: that name becomes this package's own module, math.py
+from collections.abc import Sequence
+from math import sqrt  # not `import math`: importing the backend math.py sets kernels.attention.math
 
 import torch
 
@@ -61,21 +67,44 @@ CASES = {
     "documents_window": {"shape": (2, 129, 4, 64), "kv_heads": 2, "documents": (90, 39), "window": 33},
 }
 
+# The doctor's matrix tests SIZES, by head dim, in every dtype. It tests LENGTHS, by T, and FEATURES, names in CASES, in
+# bf16 (on a CPU: fp32)
+SIZES = {str(D): {"shape": (2, 128, 2, D)} for D in (64, 80, 96, 128, 256)}
+LENGTHS = {str(T): {"shape": (1, T, 2, 64)} for T in (1, 127, 1024)}
+FEATURES = ["full", "gqa", "window", "documents", "decode", "lengths"]
+
+BOUND = "flops"
+FAMILY = r"(?i)flash|fmha|sdpa|attention|softmax|cudnn::fusion"
+
+
+def in_model(*, batch, length, n_head, kv_heads, head_dim, window, learned_positions, documents, keys=None, **_):
+    """Return the arguments of inputs() for a model's call.
+
+    `keys` is the number of keys in the cache of a decoding step, and None for other calls. `documents` is true if
+    attention stays inside documents. q, k and v are views of one tensor only with learned positions, because rotating q
+    and k copies them.
+    """
+    options = {"keys": keys, "lengths": [keys] * batch} if keys else {"packed": learned_positions}
+    if documents:
+        options["documents"] = [length]
+    return {"shape": (batch, length, n_head, head_dim), "kv_heads": kv_heads, "window": window, **options}
+
 
 def reference(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+    """Compute attention in plain PyTorch, in any dtype; the tests take its float64 result as exact."""
     heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * (scale if scale is not None else 1 / sqrt(q.shape[-1]))
-    mask = seen(queries, keys, q.device, causal=causal, lengths=lengths, window=window, starts=starts)
+    mask = attention_mask(queries, keys, q.device, causal=causal, lengths=lengths, window=window, starts=starts)
     scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def seen(queries, keys, device, *, causal=True, lengths=None, window=None, starts=None):
-    """(B or 1, 1, Tq, Tk), True where the query sees the key; None where every query sees every key."""
-    end = keys if lengths is None else lengths.view(-1, 1, 1, 1)  # of the keys that a query sees
-    if causal and queries > 1:  # a decoding step has one, and each kernel less counts
+def attention_mask(queries, keys, device, *, causal=True, lengths=None, window=None, starts=None):
+    """Return a bool mask (B or 1, 1, Tq, Tk), True where the query sees the key; None if every query sees every key."""
+    end = keys if lengths is None else lengths.view(-1, 1, 1, 1)  # each query sees keys before `end`
+    if causal and queries > 1:  # with one query (a decoding step) the shift is 0, and skipping it saves kernel launches
         end = end - torch.arange(queries - 1, -1, -1, device=device).view(1, 1, -1, 1)
     elif lengths is None and window is None:
         return None
@@ -105,9 +134,14 @@ def inputs(
     device="cpu",
     seed=0,
 ):
-    """Arguments of attention(), q and k of standard deviation `magnitude`; `packed` gives views of one tensor.
+    """Return random arguments for attention(); `shape` is q's (B, Tq, H, D).
 
-    `documents` are the lengths of those that a sequence consists of; every second one has them the other way round.
+    keys        Tk; None for Tq
+    kv_heads    Hkv; None for H
+    documents   the lengths of the documents in a sequence; every second sequence has them in reverse order
+    magnitude   the standard deviation of q and k, unless packed
+    packed      q, k and v are views of one tensor
+    contiguous  if False, 8 unused channels follow the D channels of each head
     """
     generator = torch.Generator(device).manual_seed(seed)
     batch, queries, heads, width = shape
@@ -119,19 +153,27 @@ def inputs(
     if packed:
         q, k, v = randn(batch, queries, heads + 2 * kv_heads, width).split((heads, kv_heads, kv_heads), dim=2)
     else:
-        wide = width + (0 if contiguous else 8)
-        q = randn(batch, queries, heads, wide, std=magnitude)[..., :width]
-        k = randn(batch, keys, kv_heads, wide, std=magnitude)[..., :width]
-        v = randn(batch, keys, kv_heads, wide)[..., :width]
+        allocated = width + (0 if contiguous else 8)
+        q = randn(batch, queries, heads, allocated, std=magnitude)[..., :width]
+        k = randn(batch, keys, kv_heads, allocated, std=magnitude)[..., :width]
+        v = randn(batch, keys, kv_heads, allocated)[..., :width]
     tensors = {name: t.detach().requires_grad_() for name, t in {"q": q, "k": k, "v": v}.items()}
     limits = {"window": window}
     if lengths is not None:
         limits["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if documents is not None:
-        rows = [documents if row % 2 == 0 else documents[::-1] for row in range(batch)]
-        starts = [[sum(row[:i]) for i, length in enumerate(row) for _ in range(length)] for row in rows]
+        starts = [document_starts(documents if b % 2 == 0 else documents[::-1]) for b in range(batch)]
         limits["starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
-    return {**tensors, "causal": causal, "scale": scale, **{k: v for k, v in limits.items() if v is not None}}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    return {**tensors, "causal": causal, "scale": scale, **limits}
+
+
+def document_starts(documents: Sequence[int]) -> list[int]:
+    """Return, for each token of a sequence, where its document begins; `documents` are the documents' lengths."""
+    starts = []
+    for length in documents:
+        starts += [len(starts)] * length
+    return starts
 
 
 def cost(
@@ -146,28 +188,40 @@ def cost(
     dtype=torch.bfloat16,
     **_,
 ):
-    """Two products forward and five backward (the scores are formed again), over the pairs that the mask leaves."""
+    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}; the arguments are those of inputs().
+
+    The forward has two matmuls; the backward has five, because it recomputes the scores. FLOPs count only the
+    (query, key) pairs in which the query sees the key. Bytes count every tensor once.
+    """
     batch, queries, heads, width = shape
-    numbers = 4 * batch * (heads * queries + bool(lengths) + queries * bool(documents))  # lse, and the limits given
+    extra_bytes = 4 * batch * heads * queries  # lse
+    if lengths:
+        extra_bytes += 4 * batch  # lengths
+    if documents:
+        extra_bytes += 4 * batch * queries  # starts
     lengths = lengths or [keys or queries] * batch
-    if documents:  # each for itself
-        pairs = batch * sum(visible(length, length, causal, window) for length in documents)
+    if documents:  # no query sees a key of another document
+        pairs = batch * sum(visible_pairs(length, length, causal, window) for length in documents)
     else:
-        pairs = sum(visible(queries, length, causal, window) for length in lengths)
-    read = sum(min(length, queries - 1 + window) if window else length for length in lengths)  # keys, of all rows
-    product = 2 * heads * pairs * width
+        pairs = sum(visible_pairs(queries, length, causal, window) for length in lengths)
+    # Keys that any query sees, summed over the batch
+    keys_read = sum(min(length, queries - 1 + window) if window else length for length in lengths)
+    matmul = 2 * heads * pairs * width
     q_bytes = batch * queries * heads * width * dtype.itemsize
-    kv_bytes = 2 * read * (kv_heads or heads) * width * dtype.itemsize
+    kv_bytes = 2 * keys_read * (kv_heads or heads) * width * dtype.itemsize
     return {
-        "forward": (2 * product, 2 * q_bytes + kv_bytes + numbers),  # q, k, v in; out, lse out
-        "backward": (5 * product, 4 * q_bytes + 2 * kv_bytes + numbers),  # q, k, v, out, dout, lse in; dq, dk, dv out
+        "forward": (2 * matmul, 2 * q_bytes + kv_bytes + extra_bytes),  # reads q, k, v; writes out, lse
+        # reads q, k, v, out, dout, lse; writes dq, dk, dv
+        "backward": (5 * matmul, 4 * q_bytes + 2 * kv_bytes + extra_bytes),
     }
 
 
-def visible(queries: int, keys: int, causal: bool, window: int | None) -> int:
-    """Pairs of a query and a key that it sees: the last query sees most, and the first ones each one more."""
+def visible_pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
+    """Return the number of (query, key) pairs in one head of one sequence where the query sees the key."""
     if not causal:
         return queries * keys
     window = min(window or keys, keys)
-    short = max(0, queries - 1 + window - keys)  # queries that see fewer: the first ones, 1, 2, ... fewer from the last
-    return queries * window - short * (short + 1) // 2
+    # The first `short_queries` queries see fewer than `window` keys. The last of them sees 1 fewer, the first sees
+    # short_queries fewer
+    short_queries = max(0, queries - 1 + window - keys)
+    return queries * window - short_queries * (short_queries + 1) // 2

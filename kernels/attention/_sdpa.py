@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention with a single backend allowed: it runs, or PyTorch's own reason says why it does not."""
+"""scaled_dot_product_attention with one allowed backend: that backend runs, or the call fails with PyTorch's reason."""
 
 import itertools
 import re
@@ -11,40 +11,46 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels.attention.sdpa import arguments
+from kernels.attention.sdpa import sdpa_arguments
 from kernels.registry import Unavailable
 
 
-def pinned(backend: SDPBackend, usable: Callable, q, k, v, *, scale=None, **limits):
-    """attention() by `backend`, of which PyTorch says by `usable(params, debug)` whether it takes these tensors.
+def attention_with_backend(backend: SDPBackend, can_use: Callable, q, k, v, *, scale=None, **limits):
+    """Compute attention() with `backend`. q is (B, Tq, H, D), k and v are (B, Tk, Hkv, D).
 
-    Unavailable: it does not. In what torch.compile traces, PyTorch raises an error of its own instead.
+    `can_use` is the function in torch.backends.cuda that returns whether the backend accepts the tensors. `limits` are
+    the other arguments of attention(). Raises Unavailable if the backend refuses the tensors. In code that
+    torch.compile traces, PyTorch raises its own error instead.
     """
-    given = arguments(q, k, v, **limits)
-    if not torch.compiler.is_compiling() and (why := refusal(backend, usable, given)):
-        raise Unavailable(f"PyTorch's {short(backend)} attention refuses: {why}")
+    arguments = sdpa_arguments(q, k, v, **limits)
+    if not torch.compiler.is_compiling() and (why := refusal_reason(backend, can_use, arguments)):
+        raise Unavailable(f"PyTorch's {short_name(backend)} attention refuses: {why}")
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(**given, scale=scale).transpose(1, 2)
+        return F.scaled_dot_product_attention(**arguments, scale=scale).transpose(1, 2)
 
 
-def short(backend: SDPBackend) -> str:
+def short_name(backend: SDPBackend) -> str:
+    """Return PyTorch's name for the backend in lower case, without "_ATTENTION": "cudnn"."""
     return backend.name.removesuffix("_ATTENTION").lower()
 
 
-def refusal(backend: SDPBackend, usable: Callable, given: dict) -> str | None:
-    """What PyTorch warns of where it finds no backend for these arguments, of this one; None: it takes them.
+def refusal_reason(backend: SDPBackend, can_use: Callable, arguments: dict) -> str | None:
+    """Return PyTorch's reason why `backend` refuses these arguments, or None if it accepts them.
 
-    usable(params, debug=True) would print the same, on stderr: it is no function that makes warnings of Python.
+    When no backend accepts the arguments, PyTorch gives the reasons as Python warnings. can_use(params, debug=True)
+    prints the same text to stderr, where Python cannot catch it.
     """
-    tensors = [given[key] for key in ("query", "key", "value", "attn_mask")]
-    if usable(SDPAParams(*tensors, 0.0, given["is_causal"], given["enable_gqa"]), False):
+    tensors = [arguments[name] for name in ("query", "key", "value", "attn_mask")]
+    params = SDPAParams(*tensors, 0.0, arguments["is_causal"], arguments["enable_gqa"])  # 0.0: no dropout
+    if can_use(params, False):
         return None
-    with warnings.catch_warnings(record=True) as said, suppress(RuntimeError), sdpa_kernel(backend):
+    with warnings.catch_warnings(record=True) as caught, suppress(RuntimeError), sdpa_kernel(backend):
         warnings.simplefilter("always")
-        F.scaled_dot_product_attention(**given)
-    reasons = [re.sub(r"\s*\(Triggered internally.*", "", str(each.message), flags=re.S) for each in said]
-    heads = [i for i, reason in enumerate(reasons) if reason.endswith("not used because:")] + [len(reasons)]
-    for start, end in itertools.pairwise(heads):
-        if short(backend) in reasons[start].lower() and end > start + 1:
-            return " ".join(reasons[start + 1 : end])
+        F.scaled_dot_product_attention(**arguments)
+    lines = [re.sub(r"\s*\(Triggered internally.*", "", str(warning.message), flags=re.S) for warning in caught]
+    # A heading names a backend. The lines up to the next heading are the reasons of this backend
+    headings = [i for i, line in enumerate(lines) if line.endswith("not used because:")]
+    for start, end in itertools.pairwise([*headings, len(lines)]):
+        if short_name(backend) in lines[start].lower() and end > start + 1:
+            return " ".join(lines[start + 1 : end])
     return f"torch {torch.__version__} does not say why"

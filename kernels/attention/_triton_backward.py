@@ -1,4 +1,7 @@
-"""The backward of triton.py, whose docstring derives it: a kernel for dQ, one for dK and dV; or _gluon_backward's."""
+"""The backward of triton.py, whose docstring derives it: one kernel computes dq, another one dk and dv.
+
+Where _gluon_backward.py supports the inputs, its kernel computes all three.
+"""
 
 import torch
 import triton
@@ -6,48 +9,59 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention import _gluon_backward
-from kernels.attention._triton_tiles import LOG2E, by_tma, launch, limits, load_tile, place, source, span, store_tile
+from kernels.attention._triton_tiles import (
+    LOG2E,
+    can_use_tma,
+    heads_in_l2,
+    kernel_argument,
+    load_tile,
+    store_tile,
+    tile_and_head,
+    tile_parameters,
+    visible_keys,
+)
 
 
 @triton.jit
-def load_numbers(source, head, row, rows, stride, SIZE: tl.constexpr, TMA: tl.constexpr):
-    """(SIZE,): one number a query, of lse or delta, zero beyond the last.
+def load_vector(source, head, m, Tq, stride, SIZE: tl.constexpr, TMA: tl.constexpr):
+    """Return lse or delta of the SIZE queries m, m + 1, ... (SIZE,), zero beyond the last query.
 
-    By TMA as well: a load of 64 numbers by 128 threads is laid out as the registers of the product that wants them,
-    each number in 8 threads, and copied so: 31 copies, 116 comparisons and 721 instructions a step instead of 356.
+    With TMA, a step of the loop over queries has 356 instructions. Without TMA it has 721, with 31 copies and 116
+    comparisons, because Triton copies the numbers in the register layout of the matmul that uses them. In this layout
+    8 of the 128 threads hold each of the 64 numbers.
     """
     if TMA:
-        numbers = source.load([head, row]).reshape(SIZE)
+        vector = source.load([head, m]).reshape(SIZE)
     else:
-        at = row + tl.arange(0, SIZE)
-        numbers = tl.load(source + head.to(tl.int64) * stride + at, at < rows, other=0.0)
-    return numbers
+        query = m + tl.arange(0, SIZE)
+        vector = tl.load(source + head.to(tl.int64) * stride + query, query < Tq, other=0.0)
+    return vector
 
 
-@triton.jit(do_not_specialize=["heads", "Tq", "Tk", "numbers_stride", "window", "span"])
+@triton.jit(do_not_specialize=["heads", "Tq", "Tk", "lse_stride", "window", "active_heads"])
 def _dq_kernel(
-    q_ptr,  # (B, Tq, H, D), and so are out, dout and dq
-    k_ptr,  # (B, Tk, Hkv, D), and so is v
+    q_ptr,  # (B, Tq, H, D); out, dout and dq have the same shape
+    k_ptr,  # (B, Tk, Hkv, D); v has the same shape
     v_ptr,
     out_ptr,
     dout_ptr,
     dq_ptr,
     lse_ptr,  # (B H, Tq) fp32
-    delta_ptr,  # (B H, Tq) fp32, written here
+    delta_ptr,  # (B H, Tq) fp32; this kernel writes it
     starts_ptr,  # (B, Tq) int32, or None
-    q_strides,  # between sequences, tokens, heads
+    q_strides,  # (from one sequence to the next, from one token to the next, from one head to the next)
     k_strides,
     v_strides,
-    out_strides,  # also dout's
+    out_strides,  # dout has the same strides
     dq_strides,
-    numbers_stride,  # between the heads of lse and delta
+    lse_stride,  # from one head to the next; delta has the same stride
     scale,
     window,
-    heads,  # B H
+    heads,  # B H: the heads of all sequences
     H,
     Tq,
     Tk,
-    span,
+    active_heads,  # see tile_and_head()
     D: tl.constexpr,
     GROUP: tl.constexpr,  # H / Hkv
     CAUSAL: tl.constexpr,
@@ -58,150 +72,198 @@ def _dq_kernel(
     PRECISION: tl.constexpr,
 ):
     tiles = tl.cdiv(Tq, BLOCK_M)
-    rank, head = place(tl.program_id(0), tiles, heads, span)
-    row, b, h = (tiles - 1 - rank) * BLOCK_M, head // H, head % H
-    first, end, top, low, high, bottom = limits(row, b, Tq, Tk, window, starts_ptr, CAUSAL, BLOCK_M)
-    q = load_tile(q_ptr, q_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, False)
-    dout = load_tile(dout_ptr, out_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, False)
-    out = load_tile(out_ptr, out_strides, b, h, row, Tq, D, BLOCK_M, BLOCK_D, False)
-    rows = row + tl.arange(0, BLOCK_M)
-    at = head.to(tl.int64) * numbers_stride + rows
-    lse = tl.load(lse_ptr + at, rows < Tq, other=0.0)
+    rank, head = tile_and_head(tl.program_id(0), tiles, heads, active_heads)
+    m, b, h = (tiles - 1 - rank) * BLOCK_M, head // H, head % H
+    first, end, any_start, all_start, all_end, any_end = visible_keys(m, b, Tq, Tk, window, starts_ptr, CAUSAL, BLOCK_M)
+    q = load_tile(q_ptr, q_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, False)
+    dout = load_tile(dout_ptr, out_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, False)
+    out = load_tile(out_ptr, out_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, False)
+    query = m + tl.arange(0, BLOCK_M)
+    offsets = head.to(tl.int64) * lse_stride + query
+    lse = tl.load(lse_ptr + offsets, query < Tq, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    tl.store(delta_ptr + at, delta, rows < Tq)
+    tl.store(delta_ptr + offsets, delta, query < Tq)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for n in range(top // BLOCK_N * BLOCK_N, bottom, BLOCK_N):
+    for n in range(any_start // BLOCK_N * BLOCK_N, any_end, BLOCK_N):
         k = load_tile(k_ptr, k_strides, b, h // GROUP, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)
-        if n < low or n + BLOCK_N > high:
+        if n < all_start or n + BLOCK_N > all_end:
             key = n + tl.arange(0, BLOCK_N)
-            seen = key[None, :] < end[:, None]
+            visible = key[None, :] < end[:, None]
             if window is not None or starts_ptr is not None:
-                seen &= key[None, :] >= first[:, None]
-            s = tl.where(seen, s, -float("inf"))
+                visible &= key[None, :] >= first[:, None]
+            s = tl.where(visible, s, -float("inf"))
         p = tl.exp2(s * (scale * LOG2E) - lse[:, None])
         v = load_tile(v_ptr, v_strides, b, h // GROUP, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = (dq * scale).to(q.dtype)
-    store_tile(dq_ptr, dq_strides, dq, b, h, row, Tq, D, BLOCK_M, BLOCK_D, TMA)
+    store_tile(dq_ptr, dq_strides, dq, b, h, m, Tq, D, BLOCK_M, BLOCK_D, TMA)
 
 
-@triton.jit(do_not_specialize=["heads", "Tq", "Tk", "numbers_stride", "window", "span"])
+@triton.jit(do_not_specialize=["heads", "Tq", "Tk", "lse_stride", "window", "active_heads"])
 def _dkdv_kernel(
-    q_ptr,  # (B, Tq, H, D), and so is dout
-    k_ptr,  # (B, Tk, Hkv, D), and so are v, dk and dv
+    q_ptr,  # (B, Tq, H, D); dout has the same shape
+    k_ptr,  # (B, Tk, Hkv, D); v, dk and dv have the same shape
     v_ptr,
     dout_ptr,
     dk_ptr,
     dv_ptr,
     lse_ptr,  # (B H, Tq) fp32
-    delta_ptr,
-    ends_ptr,  # (B, Tk) int32, or None: the end of the queries that see each key
-    q_strides,  # between sequences, tokens, heads
+    delta_ptr,  # (B H, Tq) fp32
+    ends_ptr,  # (B, Tk) int32, or None; only the queries before ends[b, j] see key j
+    q_strides,  # (from one sequence to the next, from one token to the next, from one head to the next)
     k_strides,
     v_strides,
     dout_strides,
-    dk_strides,  # also dv's
-    numbers_stride,
+    dk_strides,  # dv has the same strides
+    lse_stride,  # from one head to the next; delta has the same stride
     scale,
     window,
-    heads,  # B Hkv
+    heads,  # B Hkv: the key heads of all sequences
     Hkv,
     Tq,
     Tk,
-    span,
+    active_heads,  # see tile_and_head()
     D: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # H / Hkv
     CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries
+    BLOCK_N: tl.constexpr,  # keys
     BLOCK_D: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    rank, head = place(tl.program_id(0), tl.cdiv(Tk, BLOCK_N), heads, span)
-    key, b = rank * BLOCK_N, head // Hkv
-    keys = key + tl.arange(0, BLOCK_N)
-    since, until = keys + (Tq - Tk), tl.full((BLOCK_N,), Tq, tl.int32)  # the queries that see each
-    top, whole, low, bottom = 0, 0, Tq + BLOCK_M, Tq
+    rank, head = tile_and_head(tl.program_id(0), tl.cdiv(Tk, BLOCK_N), heads, active_heads)
+    n, b = rank * BLOCK_N, head // Hkv
+    key = n + tl.arange(0, BLOCK_N)
+    # The queries from `first` to before `end` see a key. No query before any_start or from any_end on sees a key of the
+    # block. The queries from all_start to before all_end see all keys of the block. Without a window and documents,
+    # all_end is so large that the last tile gets no mask: beyond the last query p is 1, but dout and ds are 0. Without
+    # CAUSAL no tile gets a mask, so `first` and `end` are not used
+    first, end = key + (Tq - Tk), tl.full((BLOCK_N,), Tq, tl.int32)
+    any_start, all_start, all_end, any_end = 0, 0, Tq + BLOCK_M, Tq
     if CAUSAL:
-        top, whole = max(key + Tq - Tk, 0), key + Tq - Tk + BLOCK_N - 1
+        any_start, all_start = max(n + Tq - Tk, 0), n + Tq - Tk + BLOCK_N - 1
     if window is not None:
-        until, low, bottom = since + window, key + Tq - Tk + window, min(Tq, whole + window)
+        end, all_end, any_end = first + window, n + Tq - Tk + window, min(Tq, all_start + window)
     if ends_ptr is not None:
         ends_ptr += b.to(tl.int64) * Tk
-        until = tl.minimum(until, tl.load(ends_ptr + keys, keys < Tk, other=0))
-        low = min(low, tl.load(ends_ptr + key))
-        bottom = min(bottom, tl.load(ends_ptr + min(key + BLOCK_N, Tk) - 1))
-    k = load_tile(k_ptr, k_strides, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, False)
-    v = load_tile(v_ptr, v_strides, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, False)
+        end = tl.minimum(end, tl.load(ends_ptr + key, key < Tk, other=0))
+        all_end = min(all_end, tl.load(ends_ptr + n))
+        any_end = min(any_end, tl.load(ends_ptr + min(n + BLOCK_N, Tk) - 1))
+    k = load_tile(k_ptr, k_strides, b, head % Hkv, n, Tk, D, BLOCK_N, BLOCK_D, False)
+    v = load_tile(v_ptr, v_strides, b, head % Hkv, n, Tk, D, BLOCK_N, BLOCK_D, False)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for member in range(GROUP):  # the query heads that share these keys
         h = head % Hkv * GROUP + member
-        for m in range(top // BLOCK_M * BLOCK_M, bottom, BLOCK_M):
-            # transposed, keys down and queries across: so p and ds are first factors of the products that follow, which
-            # may stay in registers
+        for m in range(any_start // BLOCK_M * BLOCK_M, any_end, BLOCK_M):
+            # s, p, dp and ds are transposed: a row for each key, a column for each query. So p and ds are first factors
+            # of the matmuls that follow, and first factors may stay in registers
             q = load_tile(q_ptr, q_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, TMA)
-            lse = load_numbers(lse_ptr, b * Hkv * GROUP + h, m, Tq, numbers_stride, BLOCK_M, TMA)
-            if (
-                PRECISION == "ieee"
-            ):  # rounded as in the forward, or p does not add up to 1: products may differ transposed
+            lse = load_vector(lse_ptr, b * Hkv * GROUP + h, m, Tq, lse_stride, BLOCK_M, TMA)
+            # In fp32 a transposed matmul may round differently. s must round as in the forward, or p does not sum to 1
+            if PRECISION == "ieee":
                 s = tl.dot(q, k.T, input_precision=PRECISION).T
             else:
                 s = tl.dot(k, q.T, input_precision=PRECISION)
-            if m < whole or m + BLOCK_M > low:
-                row = m + tl.arange(0, BLOCK_M)
-                seen = since[:, None] <= row[None, :]
+            if m < all_start or m + BLOCK_M > all_end:
+                query = m + tl.arange(0, BLOCK_M)
+                visible = first[:, None] <= query[None, :]
                 if window is not None or ends_ptr is not None:
-                    seen &= row[None, :] < until[:, None]
-                s = tl.where(seen, s, -float("inf"))
+                    visible &= query[None, :] < end[:, None]
+                s = tl.where(visible, s, -float("inf"))
             p = tl.exp2(s * (scale * LOG2E) - lse[None, :])
             dout = load_tile(dout_ptr, dout_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, TMA)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
-            delta = load_numbers(delta_ptr, b * Hkv * GROUP + h, m, Tq, numbers_stride, BLOCK_M, TMA)
+            delta = load_vector(delta_ptr, b * Hkv * GROUP + h, m, Tq, lse_stride, BLOCK_M, TMA)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk, dv = (dk * scale).to(k.dtype), dv.to(k.dtype)
-    store_tile(dk_ptr, dk_strides, dk, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, TMA)
-    store_tile(dv_ptr, dk_strides, dv, b, head % Hkv, key, Tk, D, BLOCK_N, BLOCK_D, TMA)
+    store_tile(dk_ptr, dk_strides, dk, b, head % Hkv, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
+    store_tile(dv_ptr, dk_strides, dv, b, head % Hkv, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
 
 
 def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv) -> None:
-    """Writes dq, dk and dv, views of any strides."""
+    """Compute the gradients and write them to dq (B, Tq, H, D), dk and dv (B, Tk, Hkv, D).
+
+    dout and out are (B, Tq, H, D), and lse (B, H, Tq rounded up to a multiple of 4) is as attention_fwd() returns it.
+    The other arguments are those of attention(). dq, dk and dv may have any strides, but dk and dv have the same.
+    """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     dout, out = dout.contiguous(), out.contiguous()
-    tma = by_tma(q, k, v, dout, dq, dk, dv)
-    if tma and _gluon_backward.takes(q, k, causal, starts, window):
+    tma = can_use_tma(q, k, v, dout, dq, dk, dv)
+    if tma and _gluon_backward.supports(q, k, causal, starts, window):
         _gluon_backward.backward(dout, q, k, v, out, lse, scale, dq, dk, dv)
         return
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     delta, ends = torch.empty_like(lse), None
-    if starts is not None:
+    if starts is not None:  # query t sees key j only if starts[t] <= j; starts never decreases
         keys = torch.arange(Tk, dtype=starts.dtype, device=starts.device).repeat(B, 1)
         ends = torch.searchsorted(starts, keys, right=True, out_int32=True)
-    fixed = {"D": D, "GROUP": H // Hkv, "CAUSAL": causal, "TMA": tma}
-    fixed["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"  # of fp32 alone
-    strides = [t.stride()[:3] for t in (q, k, v, out)]
-    numbers = lse.stride(1), scale, window
+    constants = {"D": D, "GROUP": H // Hkv, "CAUSAL": causal, "TMA": tma}
+    constants["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"  # only fp32 matmuls use it
 
-    size = launch("dq", q.dtype, D, tma, q.device)
-    M, N, width = size["BLOCK_M"], size["BLOCK_N"], size["BLOCK_D"]
-    tensors = q, source(k, N, width, tma), source(v, N, width, tma), out, dout, source(dq, M, width, tma)
-    shape = B * H, H, Tq, Tk, span(k)
+    parameters = tile_parameters("dq", q.dtype, D, tma, q.device)
+    M, N, width = parameters["BLOCK_M"], parameters["BLOCK_N"], parameters["BLOCK_D"]
     _dq_kernel[(triton.cdiv(Tq, M) * B * H,)](
-        *tensors, lse, delta, starts, *strides, dq.stride()[:3], *numbers, *shape, **fixed, **size
+        q,
+        kernel_argument(k, N, width, tma),
+        kernel_argument(v, N, width, tma),
+        out,
+        dout,
+        kernel_argument(dq, M, width, tma),
+        lse,
+        delta,
+        starts,
+        q.stride()[:3],
+        k.stride()[:3],
+        v.stride()[:3],
+        out.stride()[:3],
+        dq.stride()[:3],
+        lse.stride(1),
+        scale,
+        window,
+        B * H,
+        H,
+        Tq,
+        Tk,
+        heads_in_l2(k),
+        **constants,
+        **parameters,
     )
 
-    size = launch("dkdv", q.dtype, D, tma, q.device)
-    M, N = size["BLOCK_M"], size["BLOCK_N"]
-    tensors = source(q, M, width, tma), k, v, *(source(*t, width, tma) for t in ((dout, M), (dk, N), (dv, N)))
-    shape = B * Hkv, Hkv, Tq, Tk, span(q)
+    parameters = tile_parameters("dkdv", q.dtype, D, tma, q.device)
+    M, N = parameters["BLOCK_M"], parameters["BLOCK_N"]
+    lse_stride = lse.stride(1)
     if tma:
-        lse, delta = (TensorDescriptor(t, [B * H, Tq], [t.stride(1), 1], [1, M]) for t in (lse, delta))
+        lse, delta = (TensorDescriptor(t, [B * H, Tq], [lse_stride, 1], [1, M]) for t in (lse, delta))
     _dkdv_kernel[(triton.cdiv(Tk, N) * B * Hkv,)](
-        *tensors, lse, delta, ends, *strides, dk.stride()[:3], *numbers, *shape, **fixed, **size
+        kernel_argument(q, M, width, tma),
+        k,
+        v,
+        kernel_argument(dout, M, width, tma),
+        kernel_argument(dk, N, width, tma),
+        kernel_argument(dv, N, width, tma),
+        lse,
+        delta,
+        ends,
+        q.stride()[:3],
+        k.stride()[:3],
+        v.stride()[:3],
+        out.stride()[:3],  # dout is contiguous too, so it has the same strides
+        dk.stride()[:3],
+        lse_stride,
+        scale,
+        window,
+        B * Hkv,
+        Hkv,
+        Tq,
+        Tk,
+        heads_in_l2(q),
+        **constants,
+        **parameters,
     )

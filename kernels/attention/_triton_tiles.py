@@ -1,4 +1,4 @@
-"""What the attention kernels share: how large a tile is and how it moves, who takes it, which keys its queries see."""
+"""Parts of the attention kernels: tile sizes, loads and stores of tiles, order of programs, the keys a query sees."""
 
 import torch
 import triton
@@ -6,22 +6,27 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.gpu import bind_context, check_dtypes, has_tma
+from kernels.gpu import check_dtypes, has_tma, make_context_current
 from kernels.registry import Unavailable
-from kernels.tuned import tuned
+from kernels.tuned import launch_parameters
 
-MAX_WIDTH = 256  # of a head: a program holds whole rows of sums in registers
-LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(LOG2E x), and exp2 is what the hardware has
-SHARED_BYTES = 2**24  # of what the programs of one moment read again and again: a third of an H200's L2
-# kernel -> D, rounded up -> BLOCK_M (queries), BLOCK_N (keys), num_warps, num_stages; by TMA, and by pointers.
-# The largest that do not spill, two programs a multiprocessor where D is 64
+MAX_HEAD_DIM = 256  # a program keeps sums over all channels of a head in registers
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(LOG2E x); the hardware has only exp2
+L2_BYTES = 2**24  # for the tensors that concurrent programs read repeatedly: a third of an H200's L2
+# {kernel: {D rounded up to a power of two: (sizes with TMA, sizes with pointers)}}; sizes are (BLOCK_M queries, BLOCK_N
+# keys, num_warps, num_stages). These are the largest tiles that do not spill. At D = 64 two programs fit on a
+# multiprocessor
 SIZES = {
     "forward": {
         64: ((128, 64, 4, 3), (128, 64, 4, 3)),
         128: ((128, 128, 8, 2), (128, 32, 8, 2)),
         256: ((128, 64, 8, 2), (64, 32, 8, 1)),
     },
-    "decode": {64: ((16, 128, 4, 3),) * 2, 128: ((16, 64, 4, 3),) * 2, 256: ((16, 32, 4, 3),) * 2},
+    "decode": {  # never with TMA
+        64: ((16, 128, 4, 3), (16, 128, 4, 3)),
+        128: ((16, 64, 4, 3), (16, 64, 4, 3)),
+        256: ((16, 32, 4, 3), (16, 32, 4, 3)),
+    },
     "dq": {
         64: ((128, 64, 4, 2), (128, 32, 4, 2)),
         128: ((128, 64, 8, 2), (64, 32, 4, 2)),
@@ -33,7 +38,8 @@ SIZES = {
         256: ((32, 64, 8, 2), (32, 32, 8, 1)),
     },
 }
-CANDIDATES = {  # worth a measurement
+# {(kernel, D rounded up): sizes that scripts/tune.py measures}
+CANDIDATES = {
     ("forward", 64): [(128, 64, 4, 2), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)],
     ("forward", 128): [(128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 4, 2)],
     ("dq", 64): [(128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2)],
@@ -47,17 +53,18 @@ CANDIDATES = {  # worth a measurement
 def load_tile(
     source, strides, b, h, row, rows, D: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
-    """(SIZE, WIDTH) of head h of sequence b, from `row` on; zero beyond the tensor's `rows` and its D channels.
+    """Return a tile (SIZE, WIDTH) of head h of sequence b, from `row` on. It is zero beyond the tensor's `rows` and D.
 
-    TMA is for loops. Outside of one Triton waits for each such load before it issues the next.
+    `source` is kernel_argument() of a (B, T, H, D) tensor. Use TMA only inside a loop: outside of a loop Triton waits
+    for each TMA load before it issues the next one.
     """
     if TMA:
         tile = source.load([b, h, row, 0]).reshape(SIZE, WIDTH)
     else:
         t, d = tl.arange(0, SIZE), tl.arange(0, WIDTH)
         source += tl.cast(b, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[1] + h * strides[2]
-        here = (row + t < rows)[:, None] & (d < D)[None, :]
-        tile = tl.load(source + t[:, None] * strides[1] + d[None, :], here, other=0.0)
+        in_bounds = (row + t < rows)[:, None] & (d < D)[None, :]
+        tile = tl.load(source + t[:, None] * strides[1] + d[None, :], in_bounds, other=0.0)
     return tile
 
 
@@ -65,101 +72,116 @@ def load_tile(
 def store_tile(
     target, strides, tile, b, h, row, rows, D: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
 ):
+    """Store a tile (SIZE, WIDTH) where load_tile() would load it; drop what lies beyond the tensor's `rows` and D."""
     if TMA:
         target.store([b, h, row, 0], tile.reshape(1, 1, SIZE, WIDTH))
     else:
         t, d = tl.arange(0, SIZE), tl.arange(0, WIDTH)
         target += tl.cast(b, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[1] + h * strides[2]
-        tl.store(target + t[:, None] * strides[1] + d[None, :], tile, (row + t < rows)[:, None] & (d < D)[None, :])
+        in_bounds = (row + t < rows)[:, None] & (d < D)[None, :]
+        tl.store(target + t[:, None] * strides[1] + d[None, :], tile, in_bounds)
 
 
 @triton.jit
-def place(program, tiles, heads, span):
-    """-> (rank of its tile among those of a head, head).
+def tile_and_head(program, tiles, heads, active_heads):
+    """Return which tile of which head a program computes: (rank of the tile in its head, head).
 
-    Programs start in the order of their numbers. Tiles of rank 0, those with most work, come first, so that the last
-    ones to finish are short; but only of `span` heads at a time, so that what they share stays in the L2.
+    A head has `tiles` tiles. Programs start in the order of their numbers. The tile with the most work has rank 0 and
+    starts first, so that the last programs to finish are short. At any time, programs work on only `active_heads`
+    heads, so that the keys and values that they share stay in the L2.
     """
-    band = program // (span * tiles)
-    inside = program - band * span * tiles
-    width = min(heads - band * span, span)
-    return inside // width, band * span + inside % width
+    band = program // (active_heads * tiles)  # a band has active_heads heads, the last one maybe fewer
+    within = program - band * active_heads * tiles
+    width = min(heads - band * active_heads, active_heads)
+    return within // width, band * active_heads + within % width
 
 
 @triton.jit
-def limits(row, b, Tq, keys, window, starts_ptr, CAUSAL: tl.constexpr, SIZE: tl.constexpr):
-    """The keys that queries row, row + 1, ... see: from `first` to before `end`, (SIZE,) each; and in numbers
+def visible_keys(m, b, Tq, keys, window, starts_ptr, CAUSAL: tl.constexpr, SIZE: tl.constexpr):
+    """Return first, end, any_start, all_start, all_end, any_end: the keys that the SIZE queries m, m + 1, ... see.
 
-    top     the least first        low     the greatest first
-    bottom  the greatest end       high    the least end: from low to high nothing is masked
+    Each query sees the keys from its `first` to before its `end`; both are (SIZE,). The others are numbers. No query
+    sees a key before any_start or from any_end on. All queries see the keys from all_start to before all_end.
     """
-    rows = row + tl.arange(0, SIZE)
-    final = min(row + SIZE, Tq) - 1
+    query = m + tl.arange(0, SIZE)
+    last = min(m + SIZE, Tq) - 1
     if CAUSAL:
         shift = keys - Tq + 1
-        end, high, bottom = rows + shift, row + shift, final + shift
+        end, all_end, any_end = query + shift, m + shift, last + shift
     else:
-        end, high, bottom = tl.zeros_like(rows) + keys, keys, keys
-    first, top, low = tl.zeros_like(rows), 0, 0
+        end, all_end, any_end = tl.zeros_like(query) + keys, keys, keys
+    first, any_start, all_start = tl.zeros_like(query), 0, 0
     if window is not None:
-        first, top, low = end - window, max(high - window, 0), bottom - window
+        first, any_start, all_start = end - window, max(all_end - window, 0), any_end - window
     if starts_ptr is not None:
         starts_ptr += tl.cast(b, tl.int64) * Tq
-        first = tl.maximum(first, tl.load(starts_ptr + rows, rows < Tq, other=0))
-        top, low = max(top, tl.load(starts_ptr + row)), max(low, tl.load(starts_ptr + final))
-    return first, end, top, low, high, bottom
+        first = tl.maximum(first, tl.load(starts_ptr + query, query < Tq, other=0))
+        any_start = max(any_start, tl.load(starts_ptr + m))
+        all_start = max(all_start, tl.load(starts_ptr + last))
+    return first, end, any_start, all_start, all_end, any_end
 
 
-def check(q: Tensor, name: str) -> None:
-    """Unavailable: a dtype or a width of heads that the kernels of attention=`name` do not take."""
+def check_inputs(q: Tensor, name: str) -> None:
+    """Raise Unavailable if the kernels of attention=`name` do not support q's dtype or head dim."""
     check_dtypes("attention", q)
-    if (D := q.shape[-1]) > MAX_WIDTH:
-        raise Unavailable(f"attention={name} takes heads of up to {MAX_WIDTH} channels, not {D}: choose attn=sdpa")
+    if (D := q.shape[-1]) > MAX_HEAD_DIM:
+        raise Unavailable(f"attention={name} takes heads of up to {MAX_HEAD_DIM} channels, not {D}: choose attn=sdpa")
 
 
-def tiling(kernel: str, dtype: torch.dtype, D: int, tma: bool) -> dict:
-    """Tile sizes and launch parameters; `kernel` is forward, decode, dq or dkdv."""
+def default_parameters(kernel: str, dtype: torch.dtype, D: int, tma: bool) -> dict:
+    """Return the tile sizes, num_warps and num_stages of `kernel`, which is forward, decode, dq or dkdv."""
     width = max(16, triton.next_power_of_2(D))
-    if dtype == torch.float32:  # exact products are for comparisons
+    if dtype == torch.float32:  # fp32 is for comparisons of results, not for speed
         size = min(64, 8192 // width)
         sizes = (16 if kernel == "decode" else size, size, 16, 1)
     else:
-        sizes = SIZES[kernel][max(64, width)][0 if tma else 1]
-    return {**parameters(*sizes), "BLOCK_D": width}
+        sizes_with_tma, sizes_with_pointers = SIZES[kernel][max(64, width)]
+        sizes = sizes_with_tma if tma else sizes_with_pointers
+    return {**as_parameters(*sizes), "BLOCK_D": width}
 
 
-def parameters(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int) -> dict:
+def as_parameters(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int) -> dict:
     return {"BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "num_warps": num_warps, "num_stages": num_stages}
 
 
-def launch(kernel: str, dtype: torch.dtype, D: int, tma: bool, device: torch.device) -> dict:
-    """tiling(), or what was measured to be better on this GPU: without TMA it is another kernel."""
-    default = tiling(kernel, dtype, D, tma)
-    return tuned(f"attention_{kernel}", f"{D} {dtype}{' tma' * tma}", default, device)
+def tile_parameters(kernel: str, dtype: torch.dtype, D: int, tma: bool, device: torch.device) -> dict:
+    """Return the parameters that were measured to be the fastest on this GPU, or default_parameters() if none were.
+
+    A kernel has separate entries in the table for TMA and for pointers.
+    """
+    default = default_parameters(kernel, dtype, D, tma)
+    key = f"{D} {dtype} tma" if tma else f"{D} {dtype}"
+    return launch_parameters(f"attention_{kernel}", key, default, device)
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
-    """What scripts/tune.py tries."""
+    """Return the launch parameters that scripts/tune.py tries."""
     sizes = CANDIDATES.get((kernel.removeprefix("attention_"), max(64, default["BLOCK_D"])), [])
-    return [parameters(*size) for size in sizes]
+    return [as_parameters(*size) for size in sizes]
 
 
-def span(k: Tensor) -> int:
-    """Heads whose keys and values together stay in the L2."""
-    return max(1, SHARED_BYTES // (2 * k.shape[1] * k.shape[3] * k.element_size()))
+def heads_in_l2(k: Tensor) -> int:
+    """Return the number of heads whose keys and values fit together in L2_BYTES, at least 1. k is (B, T, H, D)."""
+    return max(1, L2_BYTES // (2 * k.shape[1] * k.shape[3] * k.element_size()))
 
 
-def by_tma(*tensors: Tensor) -> bool:
-    """Whether Hopper's copy engine can fetch their tiles: it wants everything at multiples of 16 bytes."""
+def can_use_tma(*tensors: Tensor) -> bool:
+    """Return whether the kernels move tiles of these tensors with TMA, Hopper's copy engine.
+
+    TMA requires that addresses and strides are multiples of 16 bytes. For fp32 the kernels do not use TMA.
+    """
     if not has_tma(tensors[0].device) or tensors[0].dtype == torch.float32:
         return False
-    steps = [s * t.element_size() for t in tensors for s in t.stride()[:-1]]
-    return all(step > 0 and step % 16 == 0 for step in steps) and all(t.data_ptr() % 16 == 0 for t in tensors)
+    strides = [s * t.element_size() for t in tensors for s in t.stride()[:-1]]  # in bytes
+    return all(stride > 0 and stride % 16 == 0 for stride in strides) and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
-def source(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:
-    """What a kernel gets of a (B, T, H, D) tensor to move tiles of (rows, width): a view, no copy."""
+def kernel_argument(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:
+    """Return what load_tile() and store_tile() take for a (B, T, H, D) tensor: the tensor, or its TMA descriptor.
+
+    The descriptor is for tiles of (rows, width) and refers to the tensor's memory.
+    """
     if not tma:
         return tensor
-    bind_context()
+    make_context_current()
     return TensorDescriptor.from_tensor(tensor.transpose(1, 2), [1, 1, rows, width])

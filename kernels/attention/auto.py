@@ -1,9 +1,10 @@
-"""The fastest of the backends for the shape at hand, by measurements on this very GPU.
+"""Call the backend that was measured to be the fastest for such inputs on this GPU.
 
-`python -m scripts.bench_attention auto=true` times every backend that runs here, forward and backward, and keeps for
-each T the fastest of those whose answer is right, in the tables of kernels/tuned.py. A call takes the choice that was
-measured for its kind (causal, window, documents, both; a decoding step), dtype, head dim and sharing of keys, at the T
-that is nearest by ratio. Nothing is tried while a model trains, and which backend it became is printed and recorded.
+`python -m scripts.bench_attention auto=true` times every backend that runs here, forward and backward. For each T it
+stores the fastest backend with a correct result in the tables of kernels/tuned.py. A table has one entry for each kind
+of attention (causal, window, documents, window and documents; each also as a decoding step), dtype, head dim and number
+of query heads per key head. A call looks up its entry and takes the backend of the measured T that is nearest to its
+number of keys by ratio. Training does not time any backend. A run prints and records the backend that it uses.
 """
 
 import math
@@ -13,67 +14,95 @@ from itertools import pairwise
 import torch
 
 from kernels.registry import Unavailable, backend, impls
-from kernels.tuned import table
+from kernels.tuned import merged_table
 
-deterministic = False  # as what it becomes need not be
-FILL = "python -m scripts.bench_attention auto=true"
-# By the device's type; read by unavailable(), for torch.compile follows no file
+deterministic = False  # the backend that it calls may be nondeterministic
+FAMILY = "^_(fwd|dq|dkdv|combine|lse_delta)_k|probabilities"  # the kernels of triton.py and triton_naive.py
+FILL_COMMAND = "python -m scripts.bench_attention auto=true"
+# {device type: {entry name: its length_ranges()}}. unavailable() fills it before any call of attention(), because
+# torch.compile cannot trace code that reads a file
 _choices: dict[str, dict[str, list]] = {}
 
 
-def entry(kind: str, dtype: torch.dtype, head_dim: int, group: int) -> str:
-    """The table's name for a kind of attention: "attention causal bfloat16 64 x1"."""
+def entry_name(kind: str, dtype: torch.dtype, head_dim: int, group: int) -> str:
+    """Return the name of a table entry: "attention causal bfloat16 64 x1". `group` is query heads per key head."""
     return f"attention {kind} {str(dtype).removeprefix('torch.')} {head_dim} x{group}"
 
 
-def kind(lengths=None, window=None, starts=None) -> str:
-    limits = ["window"] * (window is not None) + ["documents"] * (starts is not None) or ["causal"]
-    return " ".join(limits + ["decode"] * (lengths is not None))
+def attention_kind(lengths=None, window=None, starts=None) -> str:
+    """Return the kind of attention that an entry is for: "causal", "window documents", "causal decode", ..."""
+    words = []
+    if window is not None:
+        words.append("window")
+    if starts is not None:
+        words.append("documents")
+    if not words:
+        words.append("causal")
+    if lengths is not None:
+        words.append("decode")
+    return " ".join(words)
 
 
 def unavailable(device: torch.device) -> str | None:
-    found = {}
-    for name, choice in table(device).items():
-        here = {length: impl for length, impl in choice.items() if impl in impls("attention")}  # a file may be gone
-        if name.startswith("attention ") and here:
-            found[name] = bounded(here)
-    _choices[device.type] = found
-    return None if found else f"nothing was measured on this device yet: run {FILL}"
+    """Read the tables of `device` for later calls of attention(). Return a reason if they have no entry, else None."""
+    choices = {}
+    for name, backend_by_length in merged_table(device).items():
+        if not name.startswith("attention "):  # launch parameters of a kernel
+            continue
+        # A table may name a backend whose file no longer exists
+        existing = {length: impl for length, impl in backend_by_length.items() if impl in impls("attention")}
+        if existing:
+            choices[name] = length_ranges(existing)
+    _choices[device.type] = choices
+    return None if choices else f"nothing was measured on this device yet: run {FILL_COMMAND}"
 
 
-def bounded(choice: dict[str, str]) -> list[tuple[float, str, Callable]]:
-    """{T: backend} -> (T up to which it is the nearest one, backend, its function), shortest first."""
-    lengths = sorted(map(int, choice))
-    limits = [math.sqrt(a * b) for a, b in pairwise(lengths)] + [math.inf]
-    names = [choice[str(length)] for length in lengths]
-    return [(limit, name, backend("attention", name).attention) for limit, name in zip(limits, names, strict=True)]
+def length_ranges(backend_by_length: dict[str, str]) -> list[tuple[float, str, Callable]]:
+    """Return (upper bound of T, backend's name, its function) for each measured T, shortest T first.
+
+    The bound between two measured T is their geometric mean, because below it the smaller T is nearer by ratio.
+    """
+    lengths = sorted(map(int, backend_by_length))
+    bounds = [math.sqrt(a * b) for a, b in pairwise(lengths)] + [math.inf]
+    names = [backend_by_length[str(length)] for length in lengths]
+    return [(bound, name, backend("attention", name).attention) for bound, name in zip(bounds, names, strict=True)]
 
 
-def pick(q, k, lengths=None, window=None, starts=None) -> tuple[str, Callable]:
-    """(name, function). Unavailable: nothing like it was measured."""
+def choose_backend(q, k, lengths=None, window=None, starts=None) -> tuple[str, Callable]:
+    """Return the name and the function of the backend for these inputs.
+
+    Raises Unavailable if the tables have no entry for this kind of attention, dtype, head dim and number of query heads
+    per key head.
+    """
     group = q.shape[2] // k.shape[2]
-    name = entry(kind(lengths, window, starts), q.dtype, q.shape[3], group)
-    for limit, impl, function in _choices[q.device.type].get(name, ()):
-        if k.shape[1] <= limit:
+    name = entry_name(attention_kind(lengths, window, starts), q.dtype, q.shape[3], group)
+    for bound, impl, function in _choices[q.device.type].get(name, ()):
+        if k.shape[1] <= bound:
             return impl, function
-    more = f" window={window}" * (window is not None) + " documents=512" * (starts is not None)
-    shape = (
-        f" heads={q.shape[2]} kv_heads={k.shape[2]} head_dim={q.shape[3]} dtype={str(q.dtype).removeprefix('torch.')}"
-    )
-    raise Unavailable(f"attn=auto: nothing was measured for `{name}` on this device: run {FILL}{more}{shape}")
+    options = ""
+    if window is not None:
+        options += f" window={window}"
+    if starts is not None:
+        options += " documents=512"
+    dtype = str(q.dtype).removeprefix("torch.")
+    options += f" heads={q.shape[2]} kv_heads={k.shape[2]} head_dim={q.shape[3]} dtype={dtype}"
+    raise Unavailable(f"attn=auto: nothing was measured for `{name}` on this device: run {FILL_COMMAND}{options}")
+
+
+def omit_none(**limits) -> dict:
+    """Return the limits that are not None; a backend may lack the arguments for the others."""
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
-    limits = {"lengths": lengths, "window": window, "starts": starts}
-    limits = {name: limit for name, limit in limits.items() if limit is not None}
-    _, function = pick(q, k, **limits)
+    limits = omit_none(lengths=lengths, window=window, starts=starts)
+    _, function = choose_backend(q, k, **limits)
     return function(q, k, v, causal=causal, scale=scale, **limits)
 
 
 def detail(q, k, lengths=None, window=None, starts=None, **rest) -> str:
-    """The backend, and what it says of itself."""
-    limits = {"lengths": lengths, "window": window, "starts": starts}
-    name, _ = pick(q, k, **limits)
-    told = getattr(backend("attention", name), "detail", None)
-    given = {key: limit for key, limit in limits.items() if limit is not None}
-    return f"{name}: {told(q=q, k=k, **given, **rest)}" if told else name
+    """Return the backend's name and, if it has one, its own detail()."""
+    limits = omit_none(lengths=lengths, window=window, starts=starts)
+    name, _ = choose_backend(q, k, **limits)
+    backend_detail = getattr(backend("attention", name), "detail", None)
+    return f"{name}: {backend_detail(q=q, k=k, **limits, **rest)}" if backend_detail else name

@@ -1,14 +1,15 @@
-"""cuDNN's fused attention, of PyTorch's backends the one that its own choice takes on Hopper and newer, and no other.
+"""cuDNN's fused attention, which is also PyTorch's own choice on Hopper and newer GPUs.
 
-What it refuses is an error with PyTorch's reason (`attn=sdpa` would go on with another backend). With a window, lengths
-or documents it reads a mask of (Tq, Tk) from memory, as they are no arguments of scaled_dot_product_attention.
+If cuDNN refuses the inputs, the call fails with PyTorch's reason; `attn=sdpa` would continue with another backend.
+scaled_dot_product_attention has no arguments for a window, lengths or documents, so cuDNN reads a (Tq, Tk) mask from
+memory for them.
 """
 
 import torch
 from torch.backends.cuda import can_use_cudnn_attention
 from torch.nn.attention import SDPBackend
 
-from kernels.attention._sdpa import pinned
+from kernels.attention._sdpa import attention_with_backend
 
 deterministic = False
 KEEPS = ("aten::_scaled_dot_product_cudnn_attention",)
@@ -23,9 +24,10 @@ def unavailable(device: torch.device) -> str | None:
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
     limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
-    return pinned(SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention, q, k, v, scale=scale, **limits)
+    backend = SDPBackend.CUDNN_ATTENTION
+    return attention_with_backend(backend, can_use_cudnn_attention, q, k, v, scale=scale, **limits)
 
 
 def detail(**inputs) -> str:
-    attention(**inputs)  # refused here already, before a model runs
+    attention(**inputs)  # raises Unavailable here, before a model runs
     return f"cudnn {torch.backends.cudnn.version()}, torch {torch.__version__}"

@@ -1,13 +1,16 @@
-"""FlashAttention: scores are made in tiles, in registers, and never go to memory (Dao et al. 2022, arXiv:2205.14135).
+"""FlashAttention (Dao et al. 2022, arXiv:2205.14135): the scores exist only as tiles in registers, never in memory.
 
-At B = 64, T = 1024, 12 heads, bf16 the scores of a layer are 1.5 GiB; what is kept for the backward instead, besides q,
-k, v and out, is the logarithm of each row's sum, 3 MiB. The backward forms the scores again: 5 products to the
-forward's 2.
+At B = 64, T = 1024, 12 heads, bf16 the scores of one layer would take 1.5 GiB. Instead of the scores, autograd saves
+the log-sum-exp of each row of scores (lse), 3 MiB, besides q, k, v and out. The backward recomputes the scores, so it
+has 5 matmuls; the forward has 2.
 
-There are four implementations behind one signature, and the newest that can run is taken: FlashAttention-4 (the package
-flash-attn-4), 3 (flash_attn_3), 2 (flash-attn), or the 2 that PyTorch has built in. detail() says which one that is,
-and attn.version pins it. Version 4 compiles its kernels on their first call, for 25 s on an H200. `starts` is left out:
-to these kernels documents are packed sequences, and their number is data, of which shapes here must not depend.
+Four implementations share one signature: FlashAttention-4 (the package flash-attn-4), 3 (flash-attn-3), 2 (flash-attn),
+and the FlashAttention-2 that is built into PyTorch. By default attention() uses the newest one that can run;
+attn.version pins one. detail() reports which one it uses. Version 4 compiles its kernels on their first call, which
+takes 25 s on an H200.
+
+attention() omits `starts`, because these kernels take documents as packed sequences. Their shapes would depend on the
+number of documents, which is data, and shapes in this repo must not depend on data.
 """
 
 import functools
@@ -17,12 +20,12 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from kernels.attention._flash import VERSIONS, Kernels, newest, why_not
-from kernels.direct import direct
-from kernels.packed import buffer, parted
+from kernels.attention._flash import VERSIONS, Kernels, newest_version, version_unavailable
+from kernels.direct import bypass_dispatcher
+from kernels.packed import gradient_buffer, gradient_views
 from kernels.registry import Unavailable
 
-deterministic = False  # dq is summed by atomics; an order of its own costs time and memory
+deterministic = False  # the backward sums dq with atomics; a fixed order would cost time and memory
 KEEPS = ("hotswap::flash_fwd",)
 RUNS = {
     "PyTorch's": ("pytorch_flash::flash_fwd", "pytorch_flash::flash_bwd"),
@@ -34,29 +37,33 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def unavailable(device: torch.device, version: str | None = None) -> str | None:
-    return why_not(version or newest(device), device)
+    return version_unavailable(version or newest_version(device), device)
 
 
 def detail(q, k, v, *, version=None, **limits) -> str:
-    name = chosen(version, q)
+    name = choose_version(version, q)
     if name == "torch":
         return f"PyTorch's fa2, torch {torch.__version__}"
     return f"{name}, {VERSIONS[name].package} {metadata.version(VERSIONS[name].package)}"
 
 
-def chosen(version: str | None, q: Tensor) -> str:
-    """The version that computes for q. Unavailable: it takes no such tensors, or cannot run here."""
+def choose_version(version: str | None, q: Tensor) -> str:
+    """Return `version`, or if it is None the newest version that can run for q.
+
+    Raises Unavailable if FlashAttention does not support q's dtype, or if the version cannot run here or for q.
+    """
     if q.dtype not in DTYPES:
         raise Unavailable(f"attention=flash takes bfloat16 and float16, and not {q.dtype}: choose attn=sdpa")
-    name = version or newest(q.device, q.shape[-1])
-    if why := why_not(name, q.device, q.shape[-1]):
+    name = version or newest_version(q.device, q.shape[-1])
+    if why := version_unavailable(name, q.device, q.shape[-1]):
         raise Unavailable(f"attention=flash cannot run this: {why}")
     return name
 
 
 @functools.lru_cache
-def loaded(name: str) -> Kernels:
-    return VERSIONS[name].kernels()
+def load_kernels(name: str) -> Kernels:
+    """Import the package of version `name`, and return its forward and backward. Later calls return the same two."""
+    return VERSIONS[name].load()
 
 
 @torch.library.custom_op("hotswap::flash_fwd", mutates_args=())
@@ -71,15 +78,15 @@ def flash_fwd(
     version: str | None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, Tq, H, D), k and v (B, Tk, Hkv, D), fp16 or bf16 -> out (B, Tq, H, D), lse (B, H, Tq) fp32."""
-    forward, _ = loaded(chosen(version, q))
-    out, lse = forward(*map(rows, (q, k, v)), causal, scale, window, lengths)
+    forward, _ = load_kernels(choose_version(version, q))
+    out, lse = forward(*map(contiguous_channels, (q, k, v)), causal, scale, window, lengths)
     return out.contiguous(), lse
 
 
 @flash_fwd.register_fake
 def _(q, k, v, causal, scale, window, lengths, version):
-    B, T, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
+    B, Tq, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, H, Tq), dtype=torch.float32)
 
 
 @torch.library.custom_op("hotswap::flash_bwd", mutates_args=())
@@ -95,14 +102,15 @@ def flash_bwd(
     window: int | None,
     version: str | None,
 ) -> Tensor:
-    """dq, dk and dv in packed.buffer()."""
-    _, backward = loaded(chosen(version, q))
-    grads, (q, k, v) = buffer(q, k), map(rows, (q, k, v))
-    backward(dout.contiguous(), q, k, v, out, lse, causal, scale, window, *parted(grads, q, k))
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
+    _, backward = load_kernels(choose_version(version, q))
+    grads = gradient_buffer(q, k)
+    q, k, v = map(contiguous_channels, (q, k, v))
+    backward(dout.contiguous(), q, k, v, out, lse, causal, scale, window, *gradient_views(grads, q, k))
     return grads
 
 
-flash_bwd.register_fake(lambda dout, q, k, *_: buffer(q, k))
+flash_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
 
 
 def _setup_context(ctx, inputs, output):
@@ -111,17 +119,17 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dout, _dlse):
-    q, k, *rest = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
+    q, k, *rest = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
     grads = flash_bwd(dout, q, k, *rest, ctx.causal, ctx.scale, ctx.window, ctx.version)
-    return *parted(grads, q, k), None, None, None, None, None
+    return *gradient_views(grads, q, k), None, None, None, None, None
 
 
-flash_bwd = direct(flash_bwd)
-flash_fwd = direct(flash_fwd, _backward, _setup_context)
+flash_bwd = bypass_dispatcher(flash_bwd)
+flash_fwd = bypass_dispatcher(flash_fwd, _backward, _setup_context)
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """The kernels step through a head's channels one by one."""
+def contiguous_channels(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last stride is 1, as the kernels require: `tensor` itself, or a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 

@@ -1,10 +1,12 @@
-"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): PyTorch writes a Triton kernel in tiles around a given mask.
+"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): PyTorch generates a tiled Triton kernel around a given mask.
 
-Blocks of 128 x 128 scores that the mask leaves empty are not computed, and only those that it cuts are masked: a causal
-mask spares half the blocks, a window or documents nearly all. Which blocks those are follows from where each query's
-keys begin and end, without the (Tq, Tk) mask of create_block_mask: 268 MB at T = 16,384, and here tables of
-(T / 128, T / 128). They are kept for lengths that were there before; with `lengths` or `starts` they are made in the
-compiled code, and in that of a model's training step once for all its layers.
+The kernel skips each block of 128 x 128 scores that the mask leaves empty, and applies the mask only in blocks that are
+partly visible. A causal mask skips half of the blocks; a window or documents skip nearly all.
+
+PyTorch's create_block_mask derives the blocks to skip from the whole (Tq, Tk) mask, which takes 268 MB at T = 16,384.
+This file derives them from the first and the last key that each query sees, so it needs only (T / 128, T / 128) tables.
+It caches the tables by shape. If `lengths` or `starts` are given, the compiled code computes the tables; a model's
+compiled training step computes them once for all layers.
 """
 
 import functools
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-BLOCK = 128  # PyTorch's own choice
+from kernels.compat import allow_graphs
+
+BLOCK = 128  # PyTorch's default
 RUNS = "flex_attention", "flex_attention_backward"
 
 
@@ -27,25 +31,30 @@ def unavailable(device: torch.device) -> str | None:
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
     shape = (q.shape[1], k.shape[1], q.device, causal, window)
     if torch.compiler.is_compiling():
-        return flex(q, k, v, scale, block_mask(*shape, lengths, starts))
+        return attention_in_blocks(q, k, v, scale, block_mask(*shape, lengths, starts))
     if lengths is None and starts is None:
-        return compiled(flex)(q, k, v, scale, kept(*shape))
-    # Of documents with a window PyTorch 2.11 cannot compile tables of any length (CantSplit): a version for each
-    masked = compiled(attention, dynamic=None if starts is None else False)
-    return masked(q, k, v, causal=causal, scale=scale, lengths=lengths, window=window, starts=starts)
+        return compiled_version(attention_in_blocks)(q, k, v, scale, cached_block_mask(*shape))
+    # PyTorch 2.11 cannot compile documents with a window for dynamic lengths (CantSplit), so compile each length
+    compiled_attention = compiled_version(attention, dynamic=None if starts is None else False)
+    return compiled_attention(q, k, v, causal=causal, scale=scale, lengths=lengths, window=window, starts=starts)
 
 
 @functools.cache
-def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
-    """torch.compile keeps 8 versions of a function, and these have one for each dtype, limit and kind of length."""
-    limits = torch._dynamo.config.patch(recompile_limit=512, accumulated_recompile_limit=4096)
-    return limits(torch.compile(function, fullgraph=True, dynamic=dynamic))
+def compiled_version(function: Callable, dynamic: bool | None = None) -> Callable:
+    """Return torch.compile(function) with a higher limit on recompiles.
+
+    By default torch.compile keeps at most 8 versions of a function. The functions of this file need one version for
+    each combination of dtype, limits and kind of length.
+    """
+    return allow_graphs(512)(torch.compile(function, fullgraph=True, dynamic=dynamic))
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: BlockMask) -> Tensor:
-    group, kernel = q.shape[2] // k.shape[2], "AUTO"
-    if group * q.shape[1] > BLOCK:  # PyTorch 2.11's kernel for decoding puts them in one block, and then finds none
-        kernel = "TRITON"
+def attention_in_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: BlockMask) -> Tensor:
+    """Compute attention with PyTorch's flex_attention in the blocks of `mask`."""
+    group = q.shape[2] // k.shape[2]
+    # With "AUTO" PyTorch 2.11 may choose its decoding kernel. That kernel puts all queries that share a key head in one
+    # block, and if they do not fit, PyTorch finds no kernel
+    kernel = "TRITON" if group * q.shape[1] > BLOCK else "AUTO"
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     options = {"enable_gqa": group > 1, "kernel_options": {"BACKEND": kernel}}
     return flex_attention(q, k, v, block_mask=mask, scale=scale, **options).transpose(1, 2)
@@ -60,14 +69,15 @@ def block_mask(
     lengths: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> BlockMask:
-    """What the contract's limits leave, as FlexAttention takes it.
+    """Return the mask of the contract's causal, window, lengths and starts as FlexAttention's BlockMask.
 
-    A query sees the keys from `first` to `last`, and neither falls from a query to the next. So of a block's queries
-    the first one's `first` and the last one's `last` say whether it is empty, and the other two whether it is whole.
+    A query sees the keys from `first` to `last`. Neither of them decreases from one query to the next. So every query
+    of a block sees at least the keys from the last query's `first` to the first query's `last`, and at most the keys
+    from the first query's `first` to the last query's `last`.
     """
-    offset = 0 if keys == queries else keys - queries  # a constant, for which the kernel of any length will do
+    offset = 0 if keys == queries else keys - queries  # the constant 0 lets one compiled kernel serve all lengths
 
-    def span(b, q):
+    def visible_range(b, q):
         if lengths is None:
             last = q + offset if causal else keys - 1
         else:
@@ -77,27 +87,37 @@ def block_mask(
             first = starts[b, q] if window is None else torch.maximum(first, starts[b, q])
         return first, last
 
-    def sees(b, h, q, k):
-        first, last = span(b, q)
+    def is_visible(b, h, q, k):
+        first, last = visible_range(b, q)
         return (k >= first) & (k <= last)
 
-    rows = next((len(t) for t in (lengths, starts) if t is not None), 1)
-    b = torch.arange(rows, device=device).view(-1, 1, 1, 1)  # of (b, head, query, key)
-    q = torch.arange(0, queries, BLOCK, device=device).view(-1, 1)
-    k = torch.arange(0, keys, BLOCK, device=device)
-    lowest, last = span(b, q)
-    first, highest = span(b, (q + BLOCK - 1).clamp(max=queries - 1))
-    some = (k + BLOCK > lowest) & (k <= highest)
-    whole = (k >= first) & (k + BLOCK - 1 <= last) & (q + BLOCK <= queries)
-    size = rows, 1, len(q), len(k)
-    cut, whole = ordered((some & ~whole).expand(size)), ordered(whole.expand(size))
-    return BlockMask.from_kv_blocks(*cut, *whole, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(queries, keys))
+    batch = 1  # without lengths and starts, the mask is equal for all sequences
+    if lengths is not None:
+        batch = len(lengths)
+    elif starts is not None:
+        batch = len(starts)
+    b = torch.arange(batch, device=device).view(-1, 1, 1, 1)  # the axes are (b, head, query block, key block)
+    q = torch.arange(0, queries, BLOCK, device=device).view(-1, 1)  # first query of each block
+    k = torch.arange(0, keys, BLOCK, device=device)  # first key of each block
+    lowest_first, lowest_last = visible_range(b, q)
+    highest_first, highest_last = visible_range(b, (q + BLOCK - 1).clamp(max=queries - 1))
+    nonempty = (k + BLOCK > lowest_first) & (k <= highest_last)
+    full = (k >= highest_first) & (k + BLOCK - 1 <= lowest_last) & (q + BLOCK <= queries)
+    size = batch, 1, len(q), len(k)
+    partial_blocks = list_blocks((nonempty & ~full).expand(size))
+    full_blocks = list_blocks(full.expand(size))
+    return BlockMask.from_kv_blocks(
+        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(queries, keys)
+    )
 
 
-def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., N) bool -> in each row how many are true (...), and their places (..., N) before all others; int32."""
-    places = blocks.byte().argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), places.to(torch.int32)
+def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Count and list the selected blocks of each row. `selected` is (..., N) bool.
+
+    Returns the counts (...) and the indices (..., N), both int32. The indices of selected blocks come first, in order.
+    """
+    indices = selected.byte().argsort(dim=-1, descending=True, stable=True)
+    return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
-kept = functools.lru_cache(maxsize=64)(block_mask)
+cached_block_mask = functools.lru_cache(maxsize=64)(block_mask)

@@ -1,6 +1,7 @@
-"""scaled_dot_product_attention as PyTorch composes it of products and a softmax: its reference, on any device.
+"""scaled_dot_product_attention from matmuls and a softmax: PyTorch's own reference, on any device.
 
-The (B, H, Tq, Tk) scores are in memory as in eager.py; of bf16 they are computed and kept in fp32, twice the bytes.
+It writes the (B, H, Tq, Tk) scores to memory, as eager.py does. For bf16 inputs PyTorch computes and saves the scores
+in fp32, which takes twice the bytes.
 """
 
 from math import sqrt
@@ -14,6 +15,7 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     with sdpa_kernel(SDPBackend.MATH):
-        # Where q and k are scaled alike, torch.compile (Inductor, 2.13) puts a fused kernel in place of the products.
-        # PyTorch scales q by -sqrt(|scale|) if scale is negative: the same numbers, and no such pattern
+        # PyTorch multiplies both q and k by sqrt(scale). torch.compile (Inductor, 2.13) recognizes this pattern and
+        # replaces the matmuls with a fused kernel. Given -q and -scale, PyTorch multiplies -q by -sqrt(scale). The
+        # numbers are the same, but Inductor does not recognize this pattern
         return sdpa.attention(-q, k, v, scale=-scale, **limits)

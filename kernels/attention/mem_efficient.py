@@ -1,16 +1,17 @@
-"""PyTorch's memory-efficient attention, in tiles and on any GPU (xFormers; Rabe and Staats 2021, arXiv:2112.05682).
+"""PyTorch's memory-efficient attention, in tiles, on any GPU (xFormers; Rabe and Staats 2021, arXiv:2112.05682).
 
-It is the fused backend for fp32 and for masks, and no other is taken: what it refuses, as heads that share keys, is an
-error with PyTorch's reason. A window, lengths or documents reach it as a mask of (Tq, Tk) in memory.
+It is PyTorch's fused backend for fp32 and for masks. If it refuses the inputs, for example heads that share keys, the
+call fails with PyTorch's reason; `attn=sdpa` would continue with another backend. A window, lengths or documents become
+a (Tq, Tk) mask in memory.
 """
 
 import torch
 from torch.backends.cuda import can_use_efficient_attention
 from torch.nn.attention import SDPBackend
 
-from kernels.attention._sdpa import pinned
+from kernels.attention._sdpa import attention_with_backend
 
-deterministic = False  # where the keys are split among programs, dq is summed by atomics
+deterministic = False  # the backward sums dq with atomics when it splits the keys among programs
 KEEPS = ("aten::_scaled_dot_product_efficient_attention",)
 RUNS = "fmha_cutlassF", "fmha_cutlassB"
 
@@ -21,9 +22,10 @@ def unavailable(device: torch.device) -> str | None:
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
     limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
-    return pinned(SDPBackend.EFFICIENT_ATTENTION, can_use_efficient_attention, q, k, v, scale=scale, **limits)
+    backend = SDPBackend.EFFICIENT_ATTENTION
+    return attention_with_backend(backend, can_use_efficient_attention, q, k, v, scale=scale, **limits)
 
 
 def detail(**inputs) -> str:
-    attention(**inputs)  # refused here already, before a model runs
+    attention(**inputs)  # raises Unavailable here, before a model runs
     return f"torch {torch.__version__}"

@@ -1,12 +1,16 @@
-"""loss: language-model head and cross-entropy in one op, so that a backend may never hold the (B*T, V) logits.
+"""The contract of the op loss: the language-model head and the cross-entropy.
 
-loss(x, weight, targets, ignore_index=-1) -> scalar, fp32 (float64 for float64)
+They are one op so that a backend need not store the (B*T, V) logits.
 
-x        (..., C)  compute dtype
-weight   (V, C)    compute dtype; the (tied) head
-targets  (...)     int64; positions equal to ignore_index count for nothing; of another one outside [0, V) a backend
-                   makes an error or a loss that is NaN
-scalar             mean over the positions that count; 0 with zero gradients where none does
+    loss(x, weight, targets, ignore_index=-1) -> scalar
+
+    x        (..., C)  in the compute dtype
+    weight   (V, C)    in the compute dtype; the (tied) head
+    targets  (...)     int64
+    scalar             the mean loss over all positions whose target is not ignore_index, in fp32 (in float64 if x is
+                       float64); 0 with zero gradients if there is no such position
+
+If a target other than ignore_index is outside [0, V), a backend raises an error or returns NaN.
 """
 
 import torch
@@ -30,17 +34,32 @@ CASES = {
     "non_contiguous": {"shape": (6, 10, 64), "vocab": 257, "contiguous": False},
 }
 
+# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
+SIZES = {str(C): {"shape": (5, C), "vocab": 1024} for C in (64, 768, 769, 1600, 4096)}
+FEATURES = ["all_ignored"]
+
+BOUND = "flops"
+GRADIENTS_IN_FORWARD = True  # some backends compute gradients in the forward, so its rate alone would mislead
+FAMILY = r"log_softmax|cross_entropy|nll_loss|cunn_SoftMax"
+
+
+def in_model(*, batch, length, n_embd, vocab_size, keys=None, **_):
+    return {"shape": (batch, length, n_embd), "vocab": vocab_size} if keys is None else None  # decoding has no loss
+
 
 def reference(x, weight, targets, ignore_index=-1):
     logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
-    counts = targets != ignore_index
-    picked = logits.gather(-1, targets.where(counts, 0).unsqueeze(-1)).squeeze(-1)
-    losses = torch.logsumexp(logits, -1) - picked
-    return losses.where(counts, 0).sum() / counts.sum().clamp(min=1)
+    not_ignored = targets != ignore_index
+    target_logits = logits.gather(-1, targets.where(not_ignored, 0).unsqueeze(-1)).squeeze(-1)
+    losses = torch.logsumexp(logits, -1) - target_logits
+    return losses.where(not_ignored, 0).sum() / not_ignored.sum().clamp(min=1)
 
 
 def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, dtype, device="cpu", seed=0):
-    """Arguments of loss(): logits of standard deviation `scale`, a share `ignored` of the targets set to -1."""
+    """Return random arguments of loss(), as a dict.
+
+    The logits have a standard deviation of about `scale`. A target is -1 with probability `ignored`.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     width = shape[-1]
 
@@ -49,16 +68,20 @@ def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, dtype, devi
 
     x = randn(*shape) if contiguous else randn(*shape[:-1], width + 8)[..., :width]
     targets = torch.randint(vocab, shape[:-1], generator=generator, device=device)
-    dropped = torch.rand(shape[:-1], generator=generator, device=device) < ignored
+    is_ignored = torch.rand(shape[:-1], generator=generator, device=device) < ignored
     return {
         "x": x.detach().requires_grad_(),
         "weight": randn(vocab, width, std=scale * width**-0.5).requires_grad_(),
-        "targets": targets.masked_fill(dropped, -1),
+        "targets": targets.masked_fill(is_ignored, -1),
     }
 
 
 def cost(shape, *, vocab, dtype=torch.bfloat16, **_):
-    """Three matrix products: the logits forward, dx and dweight backward. The logits themselves need never exist."""
+    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}.
+
+    There are three matmuls: the logits in the forward, dx and dweight in the backward. The bytes do not include the
+    logits, because a backend need not store them.
+    """
     width = shape[-1]
     rows = torch.Size(shape).numel() // width
     product = 2 * rows * width * vocab
@@ -67,7 +90,7 @@ def cost(shape, *, vocab, dtype=torch.bfloat16, **_):
 
 
 def products(shape, *, vocab, **_):
-    """(rows, inner, columns) of the bare matrix products, forward and backward: the op's floor."""
+    """Return (rows, inner, columns) of the plain matmuls, forward and backward: the floor of the op's time."""
     width = shape[-1]
     rows = torch.Size(shape).numel() // width
     return {"forward": [(rows, width, vocab)], "backward": [(rows, vocab, width), (vocab, rows, width)]}

@@ -1,8 +1,9 @@
-"""Liger-Kernel's LigerFusedLinearCrossEntropy (Hsu et al. 2024, arXiv:2410.10989), the idea of triton.py.
+"""LigerFusedLinearCrossEntropy of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989), whose idea triton.py uses.
 
-Its chunks are as small as make the logits weigh what x weighs: at N = 32,768, C = 768 and V = 50,304 they are 64 of
-512 tokens, so each product is a small one. dweight is added up in fp32 (its default, the dtype of weight, loses digits
-with every chunk). The number of targets that count crosses to the host, so every call waits for the GPU.
+Liger chooses small chunks of tokens: the logits of a chunk take about as much memory as x. At N = 32,768, C = 768 and
+V = 50,304 that is 64 chunks of 512 tokens, so each matmul is small. This backend makes Liger sum dweight in fp32,
+because a sum in Liger's default, the dtype of weight, loses digits with every chunk. Liger copies the number of targets
+other than ignore_index to the host, so every call waits for the GPU.
 """
 
 from importlib.metadata import version
@@ -10,9 +11,9 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from kernels.direct import direct
+from kernels.direct import bypass_dispatcher
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
-from kernels.loss.triton import apply, backward, outputs, setup_context
+from kernels.loss.triton import apply_to_rows, backward, empty_outputs, setup_context
 
 RUNS = ("liger",)
 
@@ -30,10 +31,13 @@ def detail(**inputs) -> str:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, C), weight (V, C), targets (N,) -> the mean loss, fp32, and its gradients dx and dweight (or empty)."""
+    """Return the mean loss in fp32 and its gradients dx and dweight for x (N, C), weight (V, C) and targets (N,).
+
+    If gradients is False, dx and dweight are empty.
+    """
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
-    with torch.no_grad():  # as under an autograd.Function: Liger reuses the memory of the logits only there
+    with torch.no_grad():  # Liger overwrites the logits only under no_grad, as inside an autograd.Function
         x, weight = (tensor.detach().requires_grad_(gradients) for tensor in (x, weight))
         loss, *_, dx, dweight, _ = fused_linear_cross_entropy_forward(
             x, weight, targets, ignore_index=ignore_index, accum_dtype=torch.float32
@@ -41,9 +45,9 @@ def linear_cross_entropy(
     return (loss, dx, dweight) if gradients else (loss, x.new_empty(0), x.new_empty(0))
 
 
-linear_cross_entropy.register_fake(outputs)
-linear_cross_entropy = direct(linear_cross_entropy, backward, setup_context)
+linear_cross_entropy.register_fake(empty_outputs)
+linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
 def loss(x, weight, targets, ignore_index=-1):
-    return apply(linear_cross_entropy, x, weight, targets, ignore_index)
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index)

@@ -1,22 +1,23 @@
-"""LM head and cross-entropy together, a chunk of tokens at a time: the (N, V) logits never exist.
+"""LM head and cross-entropy together, one chunk of tokens at a time, so that the (N, V) logits never exist.
 
-For N = 65,536 tokens and V = 50,304 the logits are 6.6 GB in bf16, and their gradient as much again. Here the forward
-already computes the gradients, so that a chunk of n tokens needs one (n, V) buffer for a moment (Liger-Kernel's idea,
-Hsu et al. 2024, arXiv:2410.10989):
+For N = 65,536 tokens and V = 50,304 the logits are 6.6 GB in bf16, and their gradient is as large. This file uses the
+idea of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989): the forward already computes the gradients, so a chunk of n
+tokens needs one (n, V) buffer, and only until its gradients are done.
 
-    logits  = x W^T                    cuBLAS
-    dlogits = (softmax(logits) - onehot(target)) / count, written over the logits: the kernel below
-    dx      = dlogits W                cuBLAS
-    dW     += dlogits^T x              cuBLAS, added up in fp32
+    logits  = x W^T                                            cuBLAS
+    dlogits = (softmax(logits) - onehot(target)) / count       the kernel below, written over the logits
+    dx      = dlogits W                                        cuBLAS
+    dW     += dlogits^T x                                      cuBLAS, summed in fp32
 
-The kernel gives a row to a program, which reads it twice: once for its maximum and its sum of exponentials together
-(the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), once to write the gradient. Crossing the memory
-bus once each way is the cost, at 2 FLOP a byte: at N = 32,768 and V = 50,304 that is 6.6 GB, 1.6 ms at an H200's copy
-rate, beside 11 ms for the three products. The second time a row of 100 KB should come from the L2, but most of it is
-gone by then; on Hopper _gluon.py keeps it in shared memory instead.
+In the kernel a program processes one row and reads it twice. The first pass computes the maximum and the sum of
+exponentials together (the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867). The second pass writes the
+gradient. At 2 FLOP a byte the kernel is memory-bound, and at best it reads the logits once and writes them once. For
+65,536 tokens that is 13.2 GB, 3.2 ms at the copy rate of an H200. To reach 3.2 ms, the second pass would have to find
+its row of 100 KB in the L2 cache, but most of the row has left the cache by then: the receipts of 124M training steps
+show 4.7 ms. On Hopper _gluon.py keeps the row in shared memory instead, and the receipts show 3.3 ms.
 
-The chunk is as large as LOGITS_BYTES allow: each chunk also reads and writes the fp32 dW once (154 MB at C = 768).
-backward() only multiplies by the gradient of the loss.
+A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
+C = 768). backward() only multiplies dx and dW by the gradient of the loss.
 """
 
 import torch
@@ -24,14 +25,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.direct import direct
+from kernels.direct import bypass_dispatcher
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.loss import _gluon
-from kernels.tuned import tuned
+from kernels.tuned import launch_parameters
 
-LOGITS_BYTES = 400 * 2**20  # of one chunk: 4,096 tokens at V = 50,304 in bf16
-LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2 e), and the GPU has an instruction for 2^x
+LOGITS_BYTES = 400 * 2**20  # the size of one chunk's logits: 4,096 tokens at V = 50,304 in bf16
+LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2(e)), because the GPU has an instruction for 2^x
 RUNS = {
     "Gluon": ("^_cross_entropy_gluon_kernel|::linear_cross_entropy",),
     "triton": ("^_cross_entropy_kernel|::linear_cross_entropy",),
@@ -40,10 +41,10 @@ RUNS = {
 
 @triton.jit
 def _exp_sum(logits_ptr, columns, largest, total, V, WHOLE: tl.constexpr):
-    """The online softmax's state with some more columns, all of which are below V where WHOLE."""
-    real = None if WHOLE else columns < V
+    """Add columns to the online softmax: return the new maximum and sum. If WHOLE, all columns are below V."""
+    mask = None if WHOLE else columns < V
     other = None if WHOLE else -float("inf")
-    logits = tl.load(logits_ptr + columns, real, other).to(tl.float32) * LOG2E
+    logits = tl.load(logits_ptr + columns, mask, other).to(tl.float32) * LOG2E
     before = largest
     largest = tl.maximum(largest, tl.max(logits, 0))
     return largest, total * tl.exp2(before - largest) + tl.sum(tl.exp2(logits - largest), 0)
@@ -51,29 +52,35 @@ def _exp_sum(logits_ptr, columns, largest, total, V, WHOLE: tl.constexpr):
 
 @triton.jit
 def _softmax_(logits_ptr, columns, shift, V, WHOLE: tl.constexpr):
-    real = None if WHOLE else columns < V
+    """Overwrite the logits with 2^(logits LOG2E - shift). If WHOLE, all columns are below V."""
+    mask = None if WHOLE else columns < V
     other = None if WHOLE else 0.0
-    logits = tl.load(logits_ptr + columns, real, other).to(tl.float32)
-    tl.store(logits_ptr + columns, tl.exp2(logits * LOG2E - shift).to(logits_ptr.dtype.element_ty), real)
+    logits = tl.load(logits_ptr + columns, mask, other).to(tl.float32)
+    tl.store(logits_ptr + columns, tl.exp2(logits * LOG2E - shift).to(logits_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr,  # (n, V); where WRITE, their gradient replaces them
+    logits_ptr,  # (n, V); with WRITE the kernel overwrites them with their gradient
     targets_ptr,  # (n,) int64
     losses_ptr,  # (n,) fp32
-    count_ptr,  # (1,) targets that count, of all chunks
+    count_ptr,  # (1,) number of targets other than ignore_index, in all chunks
     ignore_index,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     WRITE: tl.constexpr,
 ):
-    """Five instructions a logit and pass: comparing each with the target and with the row's end would be as many."""
+    """Compute the loss of each row and, with WRITE, the gradient of its logits.
+
+    Each pass takes five instructions a logit. Comparing each column with the target and with the end of the row would
+    take five more. So only the last tile has a mask, and the kernel corrects the gradient of the target's logit at the
+    end.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * V
     target = tl.load(targets_ptr + row)
-    counts = target != ignore_index
-    exists = (target >= 0) & (target < V)
+    not_ignored = target != ignore_index
+    in_vocab = (target >= 0) & (target < V)
     columns = tl.arange(0, BLOCK_V)
     largest = -float("inf")
     total = 0.0
@@ -81,44 +88,52 @@ def _cross_entropy_kernel(
         largest, total = _exp_sum(logits_ptr, start + columns, largest, total, V, True)
     if V % BLOCK_V > 0:
         largest, total = _exp_sum(logits_ptr, V // BLOCK_V * BLOCK_V + columns, largest, total, V, False)
-    lse = largest + tl.log2(total)  # in base 2, as all here
-    wanted = tl.load(logits_ptr + tl.where(exists, target, 0)).to(tl.float32) * LOG2E
-    wanted = tl.where(exists, wanted, float("nan"))
-    tl.store(losses_ptr + row, tl.where(counts, lse - wanted, 0.0) / LOG2E)
+    lse = largest + tl.log2(total)  # base 2, like all exponentials and logarithms here
+    target_logit = tl.load(logits_ptr + tl.where(in_vocab, target, 0)).to(tl.float32) * LOG2E
+    target_logit = tl.where(in_vocab, target_logit, float("nan"))
+    tl.store(losses_ptr + row, tl.where(not_ignored, lse - target_logit, 0.0) / LOG2E)
     if WRITE:
         count = tl.load(count_ptr).to(tl.float32)
-        shift = tl.where(counts, lse + tl.log2(count), float("inf"))  # the gradient of an ignored row is 0
-        tl.debug_barrier()  # `wanted` is read before it is overwritten
+        shift = tl.where(not_ignored, lse + tl.log2(count), float("inf"))  # the gradient of an ignored row is 0
+        tl.debug_barrier()  # all threads must read `target_logit` before any thread overwrites it
         for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
             _softmax_(logits_ptr, start + columns, shift, V, True)
         if V % BLOCK_V > 0:
             _softmax_(logits_ptr, V // BLOCK_V * BLOCK_V + columns, shift, V, False)
         tl.debug_barrier()
-        right = tl.exp2(wanted - shift) - 1.0 / count
-        tl.store(logits_ptr + target, right.to(logits_ptr.dtype.element_ty), counts & exists)
+        target_grad = tl.exp2(target_logit - shift) - 1.0 / count
+        tl.store(logits_ptr + target, target_grad.to(logits_ptr.dtype.element_ty), not_ignored & in_vocab)
 
 
-def block(V: int) -> dict[str, int]:
-    """Launch parameters for rows of V: 16 elements a thread."""
-    size = min(8192, triton.next_power_of_2(V))
-    return {"BLOCK_V": size, "num_warps": max(1, size // 512)}
+def softmax_launch(V: int) -> dict[str, int]:
+    """Return the kernel's launch parameters for rows of width V: 16 elements a thread."""
+    columns = min(8192, triton.next_power_of_2(V))
+    return {"BLOCK_V": columns, "num_warps": max(1, columns // 512)}
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
-    """What scripts/tune.py tries. Chunks a tile or two larger, as the products' tiles may then come out even."""
+    """Return the launch parameters that scripts/tune.py tries for `kernel`.
+
+    For the chunk it tries one or two more tiles of 128 tokens, because the tiles of the matmuls may then divide evenly
+    among the multiprocessors.
+    """
     if kernel == "linear_cross_entropy":
         return [{"chunk": default["chunk"] + more} for more in (128, 256)]
-    sizes = (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32)
-    return [{"BLOCK_V": size, "num_warps": warps} for size, warps in sizes]
+    choices = (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32)
+    return [{"BLOCK_V": columns, "num_warps": warps} for columns, warps in choices]
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, write: bool):
-    """logits (n, V), contiguous -> losses (n,) fp32; with `write` the logits become their gradient of the mean loss."""
+    """Write the losses (n,) in fp32 of contiguous logits (n, V).
+
+    If write is True, also overwrite the logits with their gradient. This is the gradient of the mean loss over all
+    `count` targets other than ignore_index. `count` is a tensor, so that the host does not wait for it.
+    """
     V = logits.shape[1]
-    if write and _gluon.takes(V, logits.dtype, logits.device):
+    if write and _gluon.supports(V, logits.dtype, logits.device):
         _gluon.cross_entropy_(logits, targets, losses, count, ignore_index)
         return
-    launch = tuned("cross_entropy", f"{V} {logits.dtype}", block(V), logits.device)
+    launch = launch_parameters("cross_entropy", f"{V} {logits.dtype}", softmax_launch(V), logits.device)
     _cross_entropy_kernel[(len(logits),)](logits, targets, losses, count, ignore_index, V=V, WRITE=write, **launch)
 
 
@@ -126,33 +141,38 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, count: Tenso
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, C), weight (V, C), targets (N,) -> the mean loss, fp32, and its gradients dx and dweight (or empty)."""
+    """Return the mean loss in fp32 and its gradients dx and dweight for x (N, C), weight (V, C) and targets (N,).
+
+    If gradients is False, dx and dweight are empty. If whole is True, all tokens are one chunk.
+    """
     (N, C), V = x.shape, len(weight)
     count = (targets != ignore_index).sum().clamp(min=1)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
     default = {"chunk": max(1, LOGITS_BYTES // (V * x.element_size()) // 128 * 128)}
-    chunk = N if whole else tuned("linear_cross_entropy", f"{C} {V} {x.dtype}", default, x.device)["chunk"]
+    chunk = N if whole else launch_parameters("linear_cross_entropy", f"{C} {V} {x.dtype}", default, x.device)["chunk"]
     dx = torch.empty_like(x) if gradients else x.new_empty(0)
     dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients and chunk < N else x.new_empty(0)
     buffer = x.new_empty(min(chunk, N), V)
-    for part in (slice(start, start + chunk) for start in range(0, N, chunk)):
-        logits = torch.mm(x[part], weight.T, out=buffer[: len(x[part])])
-        cross_entropy_(logits, targets[part], losses[part], count, ignore_index, gradients)
+    for start in range(0, N, chunk):
+        tokens = slice(start, start + chunk)
+        logits = torch.mm(x[tokens], weight.T, out=buffer[: len(x[tokens])])
+        cross_entropy_(logits, targets[tokens], losses[tokens], count, ignore_index, gradients)
         if not gradients:
             continue
-        torch.mm(logits, weight, out=dx[part])
-        if chunk >= N:  # nothing to add up: rounded once
+        torch.mm(logits, weight, out=dx[tokens])  # `logits` now holds their gradient
+        if chunk >= N:  # one chunk needs no sum in fp32
             dweight = logits.T @ x
         elif x.dtype == torch.float32:
-            dweight.addmm_(logits.T, x[part])
-        else:  # cuBLAS adds bf16 products to the fp32 sum
-            torch.addmm(dweight, logits.T, x[part], out_dtype=torch.float32, out=dweight)
-    del logits, buffer
+            dweight.addmm_(logits.T, x[tokens])
+        else:  # cuBLAS adds a product of bf16 matrices to the fp32 sum
+            torch.addmm(dweight, logits.T, x[tokens], out_dtype=torch.float32, out=dweight)
+    del logits, buffer  # free them before dweight is cast
     return losses.sum() / count, dx, dweight.to(weight.dtype)
 
 
 @linear_cross_entropy.register_fake
-def outputs(x, weight, targets, ignore_index, gradients, whole=False):
+def empty_outputs(x, weight, targets, ignore_index, gradients, whole=False):
+    """Allocate what linear_cross_entropy() returns: the operator's fake implementation, here and in liger.py."""
     empty = x.new_empty(0)
     mean = x.new_empty((), dtype=torch.float32)
     return mean, torch.empty_like(x) if gradients else empty, torch.empty_like(weight) if gradients else empty
@@ -161,29 +181,34 @@ def outputs(x, weight, targets, ignore_index, gradients, whole=False):
 def setup_context(ctx, inputs, output):
     _, dx, dweight = output
     ctx.save_for_backward(dx, dweight)
-    ctx.set_materialize_grads(False)  # nobody asks for those of dx and dweight
+    ctx.set_materialize_grads(False)  # the outputs dx and dweight get no gradients
 
 
 def backward(ctx, dout, _dx, _dweight):
     dx, dweight = ctx.saved_tensors
-    rest = [None] * (len(ctx.needs_input_grad) - 2)
-    return dx * dout.to(dx.dtype), dweight * dout.to(dweight.dtype), *rest
+    no_gradients = [None] * (len(ctx.needs_input_grad) - 2)
+    return dx * dout.to(dx.dtype), dweight * dout.to(dweight.dtype), *no_gradients
 
 
-linear_cross_entropy = direct(linear_cross_entropy, backward, setup_context)
+linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
 def loss(x, weight, targets, ignore_index=-1):
     check_dtypes("loss", x, weight)
-    return apply(linear_cross_entropy, x, weight, targets, ignore_index, False)
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks
 
 
-def apply(op, x, weight, targets, ignore_index, *rest):
-    """`op` over rows, with gradients where somebody will ask for them."""
+def apply_to_rows(op, x, weight, targets, ignore_index, *options):
+    """Call `op` with x as (N, C) and return the loss. `op` computes gradients only if autograd will need them.
+
+    `options` are further arguments of `op`: `whole` for linear_cross_entropy(), none for Liger's operator.
+    """
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.flatten(0, -2).contiguous(), targets.flatten()
-    return op(x, weight, targets, ignore_index, gradients, *rest)[0]
+    mean_loss, _, _ = op(x, weight, targets, ignore_index, gradients, *options)
+    return mean_loss
 
 
 def detail(weight, **rest) -> str:
-    return triton_detail(weight=weight) + ", Gluon softmax" * _gluon.takes(len(weight), weight.dtype, weight.device)
+    text = triton_detail(weight=weight)
+    return f"{text}, Gluon softmax" if _gluon.supports(len(weight), weight.dtype, weight.device) else text

@@ -1,13 +1,17 @@
-"""mlp: the two matrix products of a block and the activation between them.
+"""The contract of the op mlp: the MLP of a block, two matmuls with an activation between them.
 
-    mlp(x, w_fc, b_fc, w_proj, b_proj) -> y        y = gelu(x @ w_fc.T + b_fc) @ w_proj.T + b_proj
+    mlp(x, w_fc, b_fc, w_proj, b_proj) -> y
 
-    x       (..., C)   compute dtype, as is everything here
-    w_fc    (F, C)     b_fc (F,) or None; F = 4 C in GPT-2
-    w_proj  (C, F)     b_proj (C,) or None
+    y = gelu(x @ w_fc.T + b_fc) @ w_proj.T + b_proj
+
+    x       (..., C)
+    w_fc    (F, C)     F = 4 C in GPT-2
+    b_fc    (F,)       or None
+    w_proj  (C, F)
+    b_proj  (C,)       or None
     y       (..., C)
 
-GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+All tensors are in the compute dtype. GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415).
 """
 
 import math
@@ -32,6 +36,17 @@ CASES = {
     "non_contiguous": {"shape": (6, 10, 128), "contiguous": False},
 }
 
+# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
+SIZES = {str(C): {"shape": (5, C)} for C in (64, 768, 769, 1600, 4096)}
+FEATURES = ["no_bias"]
+
+BOUND = "flops"
+FAMILY = r"(?i)mlp|gelu"
+
+
+def in_model(*, batch, length, n_embd, **_):
+    return {"shape": (batch, length, n_embd)}
+
 
 def gelu(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
@@ -45,7 +60,10 @@ def reference(x, w_fc, b_fc, w_proj, b_proj):
 
 
 def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, dtype, device="cpu", seed=0):
-    """Arguments of mlp(), weights at the scale where every layer's output has unit variance."""
+    """Return random arguments of mlp(), as a dict. x has a standard deviation of `scale`.
+
+    The weights are scaled so that x @ w_fc.T has the variance of x.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     width = shape[-1]
     hidden = hidden or 4 * width
@@ -65,8 +83,11 @@ def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, dtype, 
 
 
 def cost(shape, *, hidden=None, bias=True, dtype=torch.bfloat16, **_):
-    """Two matrix products forward and four backward. Forward writes the pre-activation for the backward, which
-    forms the activation again from it."""
+    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}.
+
+    The forward has two matmuls and the backward four. The forward writes the pre-activation. The backward reads the
+    pre-activation and recomputes the activation.
+    """
     width = shape[-1]
     hidden = hidden or 4 * width
     rows = torch.Size(shape).numel() // width
@@ -81,7 +102,7 @@ def cost(shape, *, hidden=None, bias=True, dtype=torch.bfloat16, **_):
 
 
 def products(shape, *, hidden=None, **_):
-    """(rows, inner, columns) of the bare matrix products, forward and backward: the op's floor."""
+    """Return (rows, inner, columns) of the plain matmuls, forward and backward: the floor of the op's time."""
     width = shape[-1]
     hidden = hidden or 4 * width
     rows = torch.Size(shape).numel() // width

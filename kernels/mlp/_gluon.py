@@ -1,22 +1,28 @@
-"""The kernel of triton.py for Hopper, in Gluon (Triton's dialect with the hardware in sight): the epilogue is hidden.
+"""The kernel of triton.py for Hopper, in Gluon (Triton's lower-level dialect). The epilogue runs during a matmul.
 
     forward   h = x W_fc^T + b_fc     stores h and a = gelu(h)
-    backward  da = dy W_proj          loads h; stores dh = da gelu'(h), a again, and the sums of dh's columns by tile
+    backward  da = dy W_proj          loads h; stores dh = da gelu'(h), a again, and each tile's column sums of dh
 
-A program a multiprocessor walks over tiles of (N, F), in three parts that run at once ("ping-pong"):
+One program a multiprocessor walks over the tiles of (N, F). Its warps have three roles, which run at the same time:
 
-    producer     one warp, which fetches by TMA the operands of all tiles, one k-step after another, into a ring
-    consumers    two warpgroups, which take the tiles in turns: while one multiplies, the other is in its epilogue
+    producer       one warp; it loads the operands of all tiles by TMA, one k-step after another, into a ring of slots
+    two consumers  four warps each; they take the tiles in turns, and one multiplies while the other runs its epilogue
 
-so the tensor cores wait for an epilogue only if it lasts longer than a tile's product. A barrier a slot says that it is
-full (its bytes have landed), another that it is empty (the consumer that reads it is done). Ring positions count the
-k-steps of all tiles: a consumer skips those of the other's. `turn` lets one multiply only when the other has issued its
-last product. A wait is for the parity of a phase, so none may come a lap early (on a new barrier a wait for parity 1
-passes at once). `turn` sees to that too: whose turn it is knows that all earlier slots were full.
+This schedule is called ping-pong. The tensor cores wait for an epilogue only if the epilogue takes longer than the
+matmul of a tile.
 
-An epilogue takes its tile in slices of columns, through shared memory and stores by TMA, which clip what is beyond the
-matrix as loads fill it with zeros. The backward's h comes through the ring as well, in a slot after those of its tile's
-operands, and is read into registers at once. h is rounded before gelu sees it, so both times a is the same bits.
+Synchronisation. Each slot of the ring has two barriers: `full` (the slot's bytes have arrived) and `empty` (the
+consumer has read the slot). Positions in the ring count the k-steps of all tiles, so each consumer skips the positions
+of the other consumer's tiles. Each consumer has a barrier `turn`: it starts to multiply a tile only when the other
+consumer has issued the last wgmma of the tile before. `turn` also keeps the waits for `full` correct. A wait names only
+the parity of a round of the ring. So if a slot has not yet been full in round r - 1, a wait for round r passes at once,
+because round r - 2 has the same parity. This cannot happen: when a consumer gets its turn, all earlier positions have
+been full.
+
+Epilogue. A consumer processes its tile in slices of columns, and stores each slice through shared memory by TMA. TMA
+writes nothing outside the matrix, and its loads read zeros there. In the backward, h also comes through the ring: the
+slot of h follows the slots of its tile's operands, and the consumer reads h into registers at once. The forward rounds
+h before it computes gelu(h), so forward and backward compute the same bits of a.
 """
 
 import torch
@@ -31,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.gpu import bind_context, processors
-from kernels.hopper import barrier, described, load, reinterpret, store
+from kernels.gpu import make_context_current, multiprocessors
+from kernels.hopper import barrier, load, reinterpret, store, tma_descriptor
 
 K0 = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = gl.constexpr(0.044715)
@@ -40,8 +46,12 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _slope(h):
-    """gelu(h) / h. Two approximate instructions, each right to some 2^-22: tanh's one, right to 2^-11, would not do."""
+def _gelu_over_h(h):
+    """Return gelu(h) / h in fp32.
+
+    It uses two approximate instructions, each with an error of about 2^-22. One instruction, for tanh, would be enough,
+    but its error is 2^-11, which is too much.
+    """
     power = h * (h * h * (-K0 * K1 * LOG2E) - K0 * LOG2E)
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
@@ -55,7 +65,10 @@ def _slope(h):
 
 @gluon.jit
 def _place(tile, N, F, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, GROUP: gl.constexpr):
-    """Row and column of a tile: GROUP tiles down before one to the right, so that programs share operands in the L2."""
+    """Return which row of tiles a tile is in, and the tile's first column in (N, F).
+
+    The order goes GROUP tiles down before one tile to the right, so that programs share operands in the L2.
+    """
     tiles_n, tiles_f = gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F)
     band, within = tile // (GROUP * tiles_f), tile % (GROUP * tiles_f)
     height = gl.minimum(tiles_n - band * GROUP, GROUP)
@@ -64,7 +77,7 @@ def _place(tile, N, F, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def _slices(tile, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Its columns in COUNT parts, in the layout of an own product: the same registers under other names."""
+    """Split a tile's columns into COUNT parts, each in the layout of a wgmma of its size. No data moves."""
     parts = (tile,)
     for _ in gl.static_range(COUNT.bit_length() - 1):
         halves = ()
@@ -83,6 +96,7 @@ def _produce(
     x, w, h, xs, ws, full, empty, N, F, C,
     BACKWARD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_C: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    """Run the producer: load the operands of all tiles of this program into the ring."""
     STAGES: gl.constexpr = xs.shape[0]
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_F) * BLOCK_C * 2
     steps = gl.cdiv(C, BLOCK_C)
@@ -90,7 +104,7 @@ def _produce(
     for tile in range(gl.program_id(0), gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), gl.num_programs(0)):
         tile_n, f = _place(tile, N, F, BLOCK_N, BLOCK_F, GROUP)
         n = tile_n * BLOCK_N
-        for step in range(steps + BACKWARD):
+        for step in range(steps + BACKWARD):  # in the backward, one more step loads h
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
             if BACKWARD:
@@ -98,9 +112,9 @@ def _produce(
                     load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
                     load(w, [step * BLOCK_C, f], full.index(stage), ws.index(stage))
                 else:
-                    rest = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
+                    right_half = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
                     load(h, [n, f], full.index(stage), xs.index(stage))
-                    load(h, [n, f + BLOCK_F // 2], full.index(stage), rest)
+                    load(h, [n, f + BLOCK_F // 2], full.index(stage), right_half)
             else:
                 load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
                 load(w, [f, step * BLOCK_C], full.index(stage), ws.index(stage))
@@ -112,34 +126,37 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    WHICH: gl.constexpr,  # 0 takes a program's first, third ... tile, 1 the others
+    CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
     xs, ws, full, empty, turn, out, h, a, dh, b_ptr, partial_ptr, N, F, C,
     BACKWARD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_C: gl.constexpr, GROUP: gl.constexpr,
     SLICE: gl.constexpr,
 ):  # fmt: skip
+    """Run one consumer: multiply, then run the epilogue, for every second tile of this program."""
     STAGES: gl.constexpr = xs.shape[0]
     SLICES: gl.constexpr = BLOCK_F // SLICE
     OUTS: gl.constexpr = out.shape[0] // 2
     dtype: gl.constexpr = a.dtype
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F, 16])
-    half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F // 2, 16])
-    sliced: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, sliced)
+    tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F // 2, 16])
+    slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
+    column_layout: gl.constexpr = gl.SliceLayout(0, slice_layout)
     steps = gl.cdiv(C, BLOCK_C)
     programs = gl.num_programs(0)
-    at, times = WHICH * (steps + BACKWARD), 0  # this tile's place in the ring; how many this had before, modulo 2
-    first = gl.program_id(0) + WHICH * programs
+    position = CONSUMER * (steps + BACKWARD)  # of this tile in the ring; in the backward, h takes one more slot
+    parity = 0  # 1 if this consumer has computed an odd number of tiles
+    first = gl.program_id(0) + CONSUMER * programs
     for tile in range(first, gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), 2 * programs):
         tile_n, f = _place(tile, N, F, BLOCK_N, BLOCK_F, GROUP)
         n = tile_n * BLOCK_N
-        stage, phase, last = at % STAGES, at // STAGES & 1, 0
-        total = gl.zeros((BLOCK_N, BLOCK_F), gl.float32, product)
-        mbarrier.wait(turn.index(WHICH), times ^ (1 - WHICH))
+        stage, phase, last = position % STAGES, position // STAGES & 1, 0
+        total = gl.zeros((BLOCK_N, BLOCK_F), gl.float32, tile_layout)
+        # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
+        mbarrier.wait(turn.index(CONSUMER), parity ^ (1 - CONSUMER))
         for step in range(steps):
             mbarrier.wait(full.index(stage), phase)
-            columns_w = ws.index(stage) if BACKWARD else ws.index(stage).permute((1, 0))
-            total = warpgroup_mma(xs.index(stage), columns_w, total, is_async=True)
-            total = warpgroup_mma_wait(1, deps=(total,))  # one product is always under way: the last slot's is done
+            w_tile = ws.index(stage) if BACKWARD else ws.index(stage).permute((1, 0))
+            total = warpgroup_mma(xs.index(stage), w_tile, total, is_async=True)
+            total = warpgroup_mma_wait(1, deps=(total,))  # one wgmma stays in flight; the wgmma of slot `last` is done
             mbarrier.arrive(empty.index(last), pred=step > 0)
             last = stage
             stage += 1
@@ -147,48 +164,49 @@ def _consume(
                 stage = 0
                 phase ^= 1
         if BACKWARD:
-            mbarrier.wait(full.index(stage), phase)  # h; before `turn`, by which the other relies on it
-        mbarrier.arrive(turn.index(1 - WHICH))
-        if BACKWARD:  # while the last product is under way
-            rest = reinterpret(ws.index(stage), dtype, h.block_type.shape, h.layout)
-            h_parts = _slices(xs.index(stage).load(half), SLICES // 2, sliced)
-            h_parts += _slices(rest.load(half), SLICES // 2, sliced)
+            # wait for h before giving `turn` away, because `turn` promises that all earlier positions have been full
+            mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(turn.index(1 - CONSUMER))
+        if BACKWARD:  # read h while the last wgmma is in flight
+            right_half = reinterpret(ws.index(stage), dtype, h.block_type.shape, h.layout)
+            h_parts = _slices(xs.index(stage).load(half_layout), SLICES // 2, slice_layout)
+            h_parts += _slices(right_half.load(half_layout), SLICES // 2, slice_layout)
             fence_async_shared()
             mbarrier.arrive(empty.index(stage))
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index(last))
 
-        parts = _slices(total, SLICES, sliced)
+        parts = _slices(total, SLICES, slice_layout)
         for i in gl.static_range(SLICES):
-            at_column = f + i * SLICE + gl.arange(0, SLICE, columns)
+            columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
             if BACKWARD:
-                kept = h_parts[i].to(gl.float32)
-                s = _slope(kept)
-                g = kept * s
-                slope = s + (g - g * s) * (kept * kept * (3 * K0 * K1) + K0)
-                wanted = (parts[i] * slope).to(dtype)
+                h_rounded = h_parts[i].to(gl.float32)
+                s = _gelu_over_h(h_rounded)
+                gelu = h_rounded * s
+                derivative = s + (gelu - gelu * s) * (h_rounded * h_rounded * (3 * K0 * K1) + K0)
+                result = (parts[i] * derivative).to(dtype)
             else:
-                sum_b = parts[i]
+                h_unrounded = parts[i]
                 if b_ptr is not None:
-                    sum_b += gl.load(b_ptr + at_column, at_column < F, other=0.0).to(gl.float32)[None, :]
-                wanted = sum_b.to(dtype)
-                kept = wanted.to(gl.float32)
-                g = kept * _slope(kept)
-            wanted_at = out.index(WHICH * OUTS + 2 * i % OUTS)
-            a_at = out.index(WHICH * OUTS + (2 * i + 1) % OUTS)
-            tma.store_wait(OUTS - 2)  # until these two have been read
-            wanted_at.store(wanted)
-            a_at.store(g.to(dtype))
+                    h_unrounded += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
+                result = h_unrounded.to(dtype)
+                h_rounded = result.to(gl.float32)
+                gelu = h_rounded * _gelu_over_h(h_rounded)
+            result_buffer = out.index(CONSUMER * OUTS + 2 * i % OUTS)
+            a_buffer = out.index(CONSUMER * OUTS + (2 * i + 1) % OUTS)
+            tma.store_wait(OUTS - 2)  # until TMA has read the previous contents of these two buffers
+            result_buffer.store(result)
+            a_buffer.store(gelu.to(dtype))
             fence_async_shared()
-            barrier()  # every thread's fence, before the one that stores
-            store(dh if BACKWARD else h, [n, f + i * SLICE], wanted_at)
-            store(a, [n, f + i * SLICE], a_at)
+            barrier()  # all threads must pass their fence before one thread starts the store
+            store(dh if BACKWARD else h, [n, f + i * SLICE], result_buffer)
+            store(a, [n, f + i * SLICE], a_buffer)
             if partial_ptr is not None:
-                sums = gl.sum(wanted.to(gl.float32), 0)
-                gl.store(partial_ptr + tile_n.to(gl.int64) * F + at_column, sums, at_column < F)
-        at += 2 * (steps + BACKWARD)
-        times ^= 1
-    tma.store_wait(0)  # shared memory lives no longer than the program
+                sums = gl.sum(result.to(gl.float32), 0)
+                gl.store(partial_ptr + tile_n.to(gl.int64) * F + columns, sums, columns < F)
+        position += 2 * (steps + BACKWARD)
+        parity ^= 1
+    tma.store_wait(0)  # shared memory is freed when the program ends, so wait until all stores have read it
 
 
 @gluon.jit(do_not_specialize=["N"])
@@ -197,8 +215,13 @@ def _mlp_gluon_kernel(
     BACKWARD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_C: gl.constexpr, GROUP: gl.constexpr,
     SLICE: gl.constexpr, OUTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of x or dy (N, C), w (F, C) or (C, F), h, a, dh (N, F); pointers to b (F,), partial (tiles, F)."""
-    gl.static_assert(not BACKWARD or BLOCK_N * BLOCK_F == (BLOCK_N + BLOCK_F) * BLOCK_C, "h has a slot of the ring")
+    """Run the three roles.
+
+    x, w, h, a and dh are TMA descriptors. In the forward x is the input (N, C) and w is w_fc (F, C). In the backward x
+    is dy (N, C) and w is w_proj (C, F). h, a and dh are (N, F). b_ptr points to b_fc (F,), and partial_ptr to the
+    column sums of dh, (tiles along N, F) fp32.
+    """
+    gl.static_assert(not BACKWARD or BLOCK_N * BLOCK_F == (BLOCK_N + BLOCK_F) * BLOCK_C, "h must fill a slot")
     xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
     ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
     out = gl.allocate_shared_memory(a.dtype, [2 * OUTS] + a.block_type.shape, a.layout)  # noqa: RUF005
@@ -210,9 +233,9 @@ def _mlp_gluon_kernel(
         mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()  # TMA will count bytes in them
+    fence_async_shared()  # TMA counts its bytes in these barriers
     barrier()
-    # the tuples of arguments are written out: added together they may hold no None
+    # each tuple of arguments is written out, because a sum of two tuples cannot contain None
     gl.warp_specialize(
         [
             (_consume, (
@@ -233,45 +256,53 @@ def _mlp_gluon_kernel(
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def takes(dtype: torch.dtype, C: int, F: int, device: torch.device) -> bool:
-    """Whether the kernel runs there: 16 bits, rows at multiples of 16 bytes for TMA, and Hopper's wgmma."""
+def supports(dtype: torch.dtype, C: int, F: int, device: torch.device) -> bool:
+    """Return whether this kernel can run.
+
+    It needs a 16-bit dtype, rows of a multiple of 16 bytes for TMA, and Hopper for wgmma.
+    """
     if device.type != "cuda" or dtype not in DTYPES or C % 8 or F % 8:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def tiling() -> dict:
-    """227 KB of shared memory: STAGES x 32 KB, and for each consumer OUTS slices of 8 KB that wait to be stored."""
+def default_launch() -> dict:
+    """Return the default launch parameters.
+
+    They need 224 of the 227 KB of shared memory: STAGES slots of 32 KB, and for each consumer OUTS slices of 8 KB that
+    wait to be stored.
+    """
     return {"BLOCK_N": 128, "BLOCK_F": 128, "BLOCK_C": 64, "GROUP": 8, "SLICE": 32, "OUTS": 4, "STAGES": 5}
 
 
 def candidates(backward: bool) -> list[dict]:
-    """What scripts/tune.py tries."""
+    """Return the launch parameters that scripts/tune.py tries, each as changes to the default."""
     slices = {"SLICE": 64, "OUTS": 2}, {"OUTS": 2, "STAGES": 6}, {"OUTS": 2}, {"SLICE": 64, "OUTS": 2, "GROUP": 4}
     tall = [] if backward else [{"BLOCK_N": 64, "BLOCK_F": 256, "SLICE": 64, "OUTS": 4, "STAGES": 4}]
     return [{"GROUP": 4}, {"GROUP": 2}, {"GROUP": 16}, {"GROUP": 32}, *slices, *tall]
 
 
-def multiply(x, w, b, h, a, dh, partial, size: dict) -> None:
-    """The kernel; forward without dh. All tensors are contiguous."""
+def launch_kernel(x, w, b, h, a, dh, partial, launch: dict) -> None:
+    """Run the kernel, backward if dh is given and otherwise forward: see launch_kernel() in triton.py."""
     (N, C), F, backward = x.shape, h.shape[1], dh is not None
-    n, f, c, part = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
-    x, w = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, w))  # as TMA asks
+    n, f, c, columns = launch["BLOCK_N"], launch["BLOCK_F"], launch["BLOCK_C"], launch["SLICE"]
+    # TMA needs addresses that are multiples of 16 bytes
+    x, w = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, w))
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
-    bind_context()
-    _mlp_gluon_kernel[(min(tiles, processors(x.device)),)](
-        described(x, n, c),
-        described(w, *((c, f) if backward else (f, c))),
-        described(h, n, f // 2 if backward else part),
-        described(a, n, part),
-        described(dh, n, part),
+    make_context_current()
+    _mlp_gluon_kernel[(min(tiles, multiprocessors(x.device)),)](
+        tma_descriptor(x, n, c),
+        tma_descriptor(w, *((c, f) if backward else (f, c))),
+        tma_descriptor(h, n, f // 2 if backward else columns),
+        tma_descriptor(a, n, columns),
+        tma_descriptor(dh, n, columns),
         None if backward else b,
         partial,
         N,
         F,
         C,
         BACKWARD=backward,
-        **size,
+        **launch,
         num_warps=4,
-        maxnreg=168,  # of 12 warps at the start; the producer's warpgroup then hands most of its own to the consumers
+        maxnreg=168,  # for all 12 warps at the start; then the producer's warpgroup gives most of it to the consumers
     )

@@ -1,4 +1,4 @@
-"""Two matrix products with a GELU kernel between them, which reads and writes the (..., 4C) tensor once more."""
+"""Two matmuls with a GELU kernel between them, which adds one read and one write of a (..., 4C) tensor."""
 
 import torch.nn.functional as F
 

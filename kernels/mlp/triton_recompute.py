@@ -1,18 +1,16 @@
-"""The MLP of triton.py that keeps nothing but its input: the backward computes h once more.
+"""The MLP of triton.py with a backward that recomputes h, so that autograd saves only the input and the weights.
 
-triton.py keeps h = x W_fc^T + b_fc for the backward, 4 C numbers a token: 8 C bytes in bf16, 6 KB at C = 768, and 74 KB
-a token over the 12 layers of GPT-2 124M. Here the backward begins with the forward's kernel, so h and all gradients are
-the same bits; and as h is then nobody else's, dh is written over it.
+With triton.py, autograd saves h = x W_fc^T + b_fc for the backward, 4 C numbers a token. In bf16 that is 8 C bytes,
+6 KB at C = 768, and 74 KB a token over the 12 layers of GPT-2 124M. Here the backward first runs the forward's kernel
+again, so h and all gradients have the same bits as those of triton.py. The backward then writes dh over h.
 
-The price is one product more, 7 where there were 6: 1/6 of the op's FLOPs. (A checkpoint around the op would cost both
-products of the forward.)
+The price is one more matmul, 7 instead of 6, which is 1/6 more FLOPs. A checkpoint around the op would recompute both
+matmuls of the forward.
 """
 
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.mlp.triton import apply, detail  # noqa: F401
-
-RUNS = ("mlp_(gluon_)?kernel|::mlp_fwd",)
+from kernels.mlp.triton import RUNS, apply_to_rows, detail  # noqa: F401
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):
-    return apply(x, w_fc, b_fc, w_proj, b_proj, keep=False)
+    return apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h=False)

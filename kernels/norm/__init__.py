@@ -1,17 +1,20 @@
-"""norm: add the branch to the residual stream, then LayerNorm. The two are one op because they read the same rows.
+"""The contract of the op norm: add a branch to the residual stream, then LayerNorm.
 
-norm(x, residual, weight, bias, eps=1e-5) -> (y, residual)
+The addition and the LayerNorm are one op because they read the same rows.
 
-x         (..., C)  output of the last branch, in the compute dtype; or the embedding, when residual is None
-residual  (..., C)  the stream so far, in a dtype at least as wide as x's; or None
-weight    (C,)      bias (C,) or None
-y         (..., C)  LayerNorm(residual + x), in weight's dtype: the compute dtype
-residual  (..., C)  residual + x, in residual's dtype (x's when there was none)
+    norm(x, residual, weight, bias, eps=1e-5) -> (y, new_residual)
+
+    x             (..., C)  the output of the last branch, in the compute dtype; the embedding if residual is None
+    residual      (..., C)  the residual stream so far, in a dtype at least as wide as the dtype of x; or None
+    weight        (C,)      in the compute dtype
+    bias          (C,)      or None
+    y             (..., C)  LayerNorm(residual + x), in the dtype of weight, which is the compute dtype
+    new_residual  (..., C)  residual + x, in the dtype of residual; x if residual is None
 """
 
 import torch
 
-# Shapes to measure: TARGETS and GPT-2's widths, one row a token.
+# The shapes to measure: GPT-2's widths, and a wide one. A row is a token.
 SHAPES = {
     "124m": {"shape": (262144, 768)},
     "1558m": {"shape": (131072, 1600)},
@@ -20,7 +23,7 @@ SHAPES = {
     "1558m-fp32-residual": {"shape": (131072, 1600), "residual_dtype": torch.float32},
 }
 
-# Shapes that bite: widths that are no power of two, few rows, a mean far from zero, layouts.
+# The shapes that break kernels: widths that are not a power of two, few rows, a mean far from zero, memory layouts
 CASES = {
     "768": {"shape": (2, 16, 768)},
     "1600": {"shape": (3, 1600)},
@@ -40,9 +43,20 @@ CASES = {
     "non_contiguous": {"shape": (6, 10, 768), "contiguous": False},
 }
 
+# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
+SIZES = {str(C): {"shape": (5, C)} for C in (64, 768, 769, 1600, 4096)}
+FEATURES = ["fp32_residual", "no_bias"]
+
+BOUND = "bytes"
+FAMILY = r"(?i)layer_?norm|GammaBeta"
+
+
+def in_model(*, batch, length, n_embd, residual_dtype, **_):
+    return {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype}
+
 
 def reference(x, residual, weight, bias, eps=1e-5):
-    """(y, residual), written as in Ba et al. 2016 (arXiv:1607.06450)."""
+    """Return (y, new_residual) by the formula of Ba et al. 2016 (arXiv:1607.06450)."""
     residual = x if residual is None else residual + x
     mean = residual.mean(-1, keepdim=True)
     variance = (residual - mean).square().mean(-1, keepdim=True)
@@ -53,20 +67,25 @@ def reference(x, residual, weight, bias, eps=1e-5):
 def inputs(
     shape, *, residual=True, bias=True, mean=0.0, residual_dtype=None, contiguous=True, dtype, device="cpu", seed=0
 ):
-    """Arguments of norm(). `residual_dtype` defaults to `dtype`; without a residual it is the dtype of x."""
+    """Return random arguments of norm(), as a dict.
+
+    `residual_dtype`, by default `dtype`, is the dtype of residual, or of x if residual=False. If it is narrower than
+    `dtype`, it is widened.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     residual_dtype = torch.promote_types(residual_dtype or dtype, dtype)
 
     def randn(*size, dtype=dtype):
         return torch.randn(*size, generator=generator, device=device).to(dtype)
 
-    def rows(dtype):  # not contiguous: a slice of wider rows, as `qkv.chunk` would give
-        wide = randn(*shape[:-1], shape[-1] + (0 if contiguous else 3), dtype=dtype) + mean
+    def activations(dtype):  # contiguous=False slices wider rows, as `qkv.chunk` would
+        padding = 0 if contiguous else 3
+        wide = randn(*shape[:-1], shape[-1] + padding, dtype=dtype) + mean
         return wide[..., : shape[-1]]
 
     tensors = {
-        "x": rows(dtype if residual else residual_dtype),
-        "residual": rows(residual_dtype) if residual else None,
+        "x": activations(dtype if residual else residual_dtype),
+        "residual": activations(residual_dtype) if residual else None,
         "weight": 1 + 0.1 * randn(shape[-1]),
         "bias": 0.1 * randn(shape[-1]) if bias else None,
     }
@@ -74,16 +93,20 @@ def inputs(
 
 
 def cost(shape, *, residual=True, bias=True, residual_dtype=None, dtype=torch.bfloat16, **_):
-    """Forward reads x and residual and writes y and the new residual (without one: reads x, writes y). Backward reads
-    dy, dresidual and the stream and writes one gradient, both dx and dresidual (two where their dtypes differ)."""
+    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}.
+
+    The forward reads x and residual, and writes y and the new residual. Without a residual it reads x and writes y.
+    The backward reads dy, the gradient of the new residual, and the new residual itself. It writes one gradient, which
+    is both dx and dresidual, or two gradients if x and residual differ in dtype.
+    """
     elements, width = torch.Size(shape).numel(), shape[-1]
     residual_dtype = torch.promote_types(residual_dtype or dtype, dtype)
-    narrow, wide = elements * dtype.itemsize, elements * residual_dtype.itemsize
+    branch, stream = elements * dtype.itemsize, elements * residual_dtype.itemsize  # bytes of x and of residual
     parameters = (2 if bias else 1) * width * dtype.itemsize
     statistics = 2 * 4 * (elements // width)  # mean and rstd, fp32
-    forward = narrow + wide + parameters + statistics
-    backward = narrow + 3 * wide + 2 * parameters + statistics
+    forward = branch + stream + parameters + statistics
+    backward = branch + 3 * stream + 2 * parameters + statistics
     if residual:
-        forward += narrow + wide
-        backward += narrow if residual_dtype != dtype else 0
+        forward += branch + stream
+        backward += branch if residual_dtype != dtype else 0
     return {"forward": (8 * elements, forward), "backward": (14 * elements, backward)}

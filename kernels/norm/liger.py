@@ -1,8 +1,8 @@
-"""Liger-Kernel's LayerNorm (Hsu et al. 2024, arXiv:2410.10989) behind an addition by PyTorch.
+"""PyTorch's addition, then the LayerNorm of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989).
 
-Liger fuses the addition into its RMSNorm alone, so here the stream is read once more than it must be, as in eager.py.
-Its kernel always reads a bias, here zeros where there is none, and writes y in the stream's dtype: a wider stream costs
-one cast more.
+Liger fuses an addition only into its RMSNorm. So this backend, like eager.py, reads the sum again after writing it.
+Liger's LayerNorm always reads a bias, so this file passes zeros if bias is None. Liger writes y in the dtype of the
+stream, so this file casts y if the stream is wider than the compute dtype.
 """
 
 from importlib.metadata import version
@@ -10,15 +10,16 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from kernels.direct import direct
+from kernels.direct import bypass_dispatcher
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 
 RUNS = "layer_norm_forward|liger_norm_fwd", "layer_norm_backward|liger_norm_bwd"
+FAMILY = "_norm_"
 
 
 def unavailable(device: torch.device) -> str | None:
     missing = package_unavailable("liger-kernel", "liger_kernel.ops.layer_norm.layer_norm_backward")
-    return missing or gpu_unavailable(device)  # Triton's interpreter stumbles over its eps.to()
+    return missing or gpu_unavailable(device)  # Triton's interpreter cannot run the eps.to() in Liger's kernel
 
 
 def detail(**inputs) -> str:
@@ -27,7 +28,7 @@ def detail(**inputs) -> str:
 
 @torch.library.custom_op("hotswap::liger_norm_fwd", mutates_args=())
 def norm_fwd(stream: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """stream (N, C), contiguous -> y (N, C) in its dtype, mean and rstd (N,) fp32."""
+    """Map a contiguous stream (N, C) to y (N, C) in the dtype of stream, and mean and rstd (N,) in fp32."""
     from liger_kernel.ops.layer_norm import layer_norm_forward
 
     y, _, mean, rstd, *_ = layer_norm_forward(stream, weight, bias, eps)
@@ -44,7 +45,7 @@ def _(stream, weight, bias, eps):
 def norm_bwd(
     dy: Tensor, stream: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dstream (N, C), dweight and dbias (C,)."""
+    """Return dstream (N, C), dweight (C,) and dbias (C,)."""
     from liger_kernel.ops.layer_norm import layer_norm_backward
 
     return layer_norm_backward(dy, stream, weight, bias, mean, rstd)
@@ -65,12 +66,12 @@ def _backward(ctx, dy, _dmean, _drstd):
     return *norm_bwd(dy.contiguous(), *ctx.saved_tensors), None
 
 
-norm_bwd = direct(norm_bwd)
-norm_fwd = direct(norm_fwd, _backward, _setup_context)
+norm_bwd = bypass_dispatcher(norm_bwd)
+norm_fwd = bypass_dispatcher(norm_fwd, _backward, _setup_context)
 
 
 def norm(x, residual, weight, bias, eps=1e-5):
     stream = x if residual is None else residual + x
-    rows = stream.reshape(-1, stream.shape[-1]).contiguous()
-    y, _, _ = norm_fwd(rows, weight, torch.zeros_like(weight) if bias is None else bias, eps)
+    stream_rows = stream.reshape(-1, stream.shape[-1]).contiguous()
+    y, _, _ = norm_fwd(stream_rows, weight, torch.zeros_like(weight) if bias is None else bias, eps)
     return y.view(x.shape).to(weight.dtype), stream

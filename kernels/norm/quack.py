@@ -1,8 +1,9 @@
-"""QuACK's LayerNorm, of CuTe-DSL kernels (https://github.com/Dao-AILab/quack), with the addition fused in both ways.
+"""QuACK's LayerNorm in CuTe DSL (https://github.com/Dao-AILab/quack), with the addition fused forward and backward.
 
-Its layernorm_fwd and layernorm_bwd take no residual, but the operators below them do: its RMSNorm's, told that they are
-a LayerNorm. They move triton.py's bytes, and keep what it keeps. The forward normalises the sum before it is rounded to
-the stream's dtype, the backward starts from the rounded one.
+QuACK's layernorm_fwd and layernorm_bwd accept no residual. The RMSNorm operators below them accept a residual, and
+compute a LayerNorm if is_layernorm=True, so this backend calls those operators. They read and write as many bytes as
+triton.py, and autograd saves the same tensors as for triton.py. The forward normalises x + residual before rounding
+the sum to the dtype of the stream. The backward starts from the rounded sum.
 """
 
 import functools
@@ -11,16 +12,17 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from kernels.direct import direct
+from kernels.direct import bypass_dispatcher
 from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.norm.triton import backward, gradients, outputs, setup_context
+from kernels.norm.triton import backward, empty_gradients, empty_outputs, setup_context
 from kernels.registry import Unavailable
 
 RUNS = ("(?i)quack|rmsnorm",)
+FAMILY = "(?i)quack|rmsnorm"
 
 
 def unavailable(device: torch.device) -> str | None:
-    # before layernorm_bwd, of 0.6.2, the operator below it knew no LayerNorm
+    # QuACK 0.6.2 added layernorm_bwd; before that version its backward operator could not compute a LayerNorm
     missing = package_unavailable("quack-kernels[cu13]>=0.6.2", "quack.rmsnorm.layernorm_bwd")
     return missing or gpu_unavailable(device, (9, 0))
 
@@ -33,16 +35,19 @@ def detail(**inputs) -> str:
 def norm_fwd(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual (N, C) -> y (N, C), the new stream (N, C; empty without a residual, it is x), mean and rstd (N,)."""
+    """Map x and residual (N, C) to y (N, C), the new stream (N, C), mean and rstd (N,) in fp32.
+
+    If residual is None, the new stream is x itself and the returned tensor is empty.
+    """
     from quack.rmsnorm import _rmsnorm_fwd
 
-    y, stream, mean, rstd = outputs(x, residual, weight, bias, eps)
+    y, stream, mean, rstd = empty_outputs(x, residual, weight, bias, eps)
     out = None if residual is None else stream
     _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, out, eps, is_layernorm=True)
     return y, stream, mean, rstd
 
 
-norm_fwd.register_fake(outputs)
+norm_fwd.register_fake(empty_outputs)
 
 
 @torch.library.custom_op("hotswap::quack_norm_bwd", mutates_args=())
@@ -57,11 +62,15 @@ def norm_bwd(
     x_dtype: torch.dtype,
     stream_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx in x_dtype, dresidual in stream_dtype (empty where that is the same), dweight, dbias (empty without one)."""
+    """Return dx in x_dtype, dresidual in stream_dtype, dweight and dbias.
+
+    If the two dtypes are equal, dx is also the gradient of residual and the returned dresidual is empty. If bias is
+    None, dbias is empty.
+    """
     from quack.rmsnorm import _rmsnorm_bwd
     from quack.rmsnorm_config import get_sm_count
 
-    dx, dresidual, _, dbias = gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
+    dx, dresidual, _, dbias = empty_gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
     programs = get_sm_count(stream.shape[1], stream.device)
     partial = stream.new_empty(2, programs, stream.shape[1], dtype=torch.float32)
     _rmsnorm_bwd(
@@ -81,14 +90,15 @@ def norm_bwd(
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
 
-norm_bwd.register_fake(gradients)
-norm_fwd = direct(norm_fwd, functools.partial(backward, norm_bwd=direct(norm_bwd)), setup_context)
+norm_bwd.register_fake(empty_gradients)
+norm_bwd = bypass_dispatcher(norm_bwd)
+norm_fwd = bypass_dispatcher(norm_fwd, functools.partial(backward, norm_bwd=norm_bwd), setup_context)
 
 
 def norm(x, residual, weight, bias, eps=1e-5):
     C = x.shape[-1]
-    if C % 2 and 2 in (x.element_size(), weight.element_size()):  # cp.async copies 4 bytes or more
-        raise Unavailable(f"norm=quack takes even widths in 16 bits, and this is {C}: choose kernels.norm=eager")
-    flat = None if residual is None else residual.reshape(-1, C).contiguous()
-    y, stream, _, _ = norm_fwd(x.reshape(-1, C).contiguous(), flat, weight, bias, eps)
+    if C % 2 and 2 in (x.element_size(), weight.element_size()):  # cp.async copies at least 4 bytes
+        raise Unavailable(f"norm=quack needs an even width for 16-bit dtypes, not {C}: choose kernels.norm=eager")
+    residual_rows = None if residual is None else residual.reshape(-1, C).contiguous()
+    y, stream, _, _ = norm_fwd(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
     return y.view(x.shape), x if residual is None else stream.view(x.shape)

@@ -1,27 +1,31 @@
-"""The LayerNorm of triton.py that keeps no activation of its own: its backward starts from its output.
+"""The LayerNorm of triton.py with a backward that starts from the output y, so autograd need not save the stream.
 
-triton.py keeps the stream for the backward: C numbers a token and norm, in the stream's dtype. The output y is kept in
-any case, by the matrix product that reads it and needs it for its weight gradient; and y says what xhat was,
+With triton.py, autograd saves the residual stream for the backward: each norm saves C numbers a token, in the dtype of
+the stream. The output y is in memory anyway, because the matmul that reads y saves it for the gradient of its weight.
+From y the backward can recompute xhat:
 
-    y = xhat weight + bias    so    xhat = (y - bias) / weight,
+    y = xhat weight + bias    so    xhat = (y - bias) / weight
 
-which with rstd, 4 bytes a row, is all that the backward takes (the invertible LayerNorm of NVIDIA's apex,
-memory_efficient=True). At 124M, 25 norms, that spares 77 KB a token of an fp32 stream and 38 KB of a bf16 one.
+Besides y, the backward needs only rstd, 4 bytes a row. The method is the invertible LayerNorm of NVIDIA's apex
+(memory_efficient=True). At 124M, with 25 norms, it saves 77 KB a token for an fp32 stream, and 38 KB for a bf16 stream.
 
-The price is rounding: y is in the compute dtype, so xhat is off by up to 2^-9 of y / weight in bf16, and a weight of
-exactly 0 gets no gradient. The kernels are triton.py's, and they move as many bytes.
+The price is rounding. y is in the compute dtype, so in bf16 xhat is off by up to 2^-9 of y / weight. If a weight is
+exactly 0, its column of y does not depend on xhat, and the backward takes xhat as 0 there. Then the gradient of this
+weight is 0, and its column of dx lacks the term with xhat. The kernels are those of triton.py, and read and write as
+many bytes.
 """
 
 import torch
 
-from kernels.direct import direct
+from kernels.direct import bypass_dispatcher
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.norm.triton import apply, backward, forward, outputs
+from kernels.norm.triton import apply_to_rows, backward, empty_outputs, forward
 
 norm_recompute = torch.library.custom_op("hotswap::norm_recompute", forward, mutates_args=())
-norm_recompute.register_fake(outputs)
+norm_recompute.register_fake(empty_outputs)
 RUNS = "norm_(fwd|recompute)", "norm_bwd"
+FAMILY = "_norm_|column_sum"
 
 
 def _setup_context(ctx, inputs, output):
@@ -30,11 +34,11 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(y, weight, bias, None, rstd)
     ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
     ctx.has_residual = residual is not None
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # mean, rstd and the model's last stream get no gradients
 
 
-norm_recompute = direct(norm_recompute, backward, _setup_context)
+norm_recompute = bypass_dispatcher(norm_recompute, backward, _setup_context)
 
 
 def norm(x, residual, weight, bias, eps=1e-5):
-    return apply(norm_recompute, x, residual, weight, bias, eps)
+    return apply_to_rows(norm_recompute, x, residual, weight, bias, eps)
