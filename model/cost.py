@@ -1,4 +1,4 @@
-"""The one accounting: parameters, FLOPs and bytes of a GPTConfig, by formula, without building the model."""
+"""The one count of parameters, FLOPs and bytes of a GPTConfig, by formula, without building the model."""
 
 import torch
 
@@ -6,38 +6,61 @@ from model.gpt import GPTConfig
 
 
 def parameters(config: GPTConfig) -> int:
-    """All of them; the head is tied to the token table and counts once."""
+    """The number of parameters. The head is the token table, so it counts once."""
     C, bias = config.n_embd, int(config.bias)
     norm = C * (1 + bias)
     heads = (config.n_head + 2 * config.kv_heads) * config.head_dim  # the width of c_attn: 3C without GQA
-    block = 2 * norm + (9 * C + heads) * C + (6 * C + heads) * bias  # c_proj C^2, mlp 8C^2; biases C, 4C, C
-    return config.vocab_size * C + positions(config) + config.n_layer * block + norm
+    block = 2 * norm + (9 * C + heads) * C + (6 * C + heads) * bias  # weights: c_proj C^2, MLP 8C^2; biases: C, 4C, C
+    return config.vocab_size * C + position_parameters(config) + config.n_layer * block + norm
 
 
-def positions(config: GPTConfig) -> int:
-    """Parameters of the position table: looked up, never multiplied."""
+def position_parameters(config: GPTConfig) -> int:
+    """The parameters of the position table. They are looked up, not multiplied, so they cost no FLOPs."""
     return config.block_size * config.n_embd if config.pos == "learned" else 0
 
 
-def flops_per_token(config: GPTConfig, length: int) -> float:
-    """Training FLOPs a token at sequence length T: 6 N + 12 L C T (PaLM, arXiv:2204.02311, appendix B).
+def figures(config: GPTConfig, length: int) -> dict[str, float]:
+    """The row's keys about a model that trains on sequences of `length` tokens."""
+    return {
+        "parameters": parameters(config),
+        "position_parameters": position_parameters(config),
+        "flops_per_token": flops_per_token(config, length),
+    }
 
-    N leaves the position table out; attention is counted whole, without the half that a causal kernel may skip. With
-    a sliding window T is no more than that.
+
+def flops_per_token(config: GPTConfig, length: int) -> float:
+    """Training FLOPs a token for sequences of T = length tokens: 6 N + 12 L C T (PaLM, arXiv:2204.02311, appendix B).
+
+    N leaves out the position table. Attention counts in full, although a causal kernel may skip half of it. With a
+    sliding window, T is at most the window.
     """
-    seen = min(length, config.window or length)
-    return 6 * (parameters(config) - positions(config)) + 12 * config.n_layer * config.n_embd * seen
+    T = min(length, config.window or length)
+    return 6 * (parameters(config) - position_parameters(config)) + 12 * config.n_layer * config.n_embd * T
 
 
 def kv_cache_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Keys and values of `length` tokens of `batch` sequences, in all layers."""
+    """The bytes of the keys and values of `length` tokens of `batch` sequences, in all layers."""
     return 2 * config.n_layer * batch * length * config.kv_heads * config.head_dim * dtype.itemsize
 
 
 def decode_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
-    """What a decoding step with `length` keys must read at least, in the compute dtype: weights and cache.
+    """The bytes that a decoding step with `length` keys must read at least: all weights and the cache, in `dtype`.
 
-    Of the position table it reads one row, which is left out.
+    The step reads one row of the position table; this row is not counted.
     """
-    weights = (parameters(config) - positions(config)) * dtype.itemsize
+    weights = (parameters(config) - position_parameters(config)) * dtype.itemsize
     return weights + kv_cache_bytes(config, batch, length, dtype)
+
+
+def describe(config: GPTConfig, length: int) -> tuple[str, str]:
+    """Return two texts for a run to print: the shape of the model, and flops_per_token() with its numbers."""
+    heads = f"{config.n_head} heads"
+    if config.n_kv_head:
+        heads += f" ({config.n_kv_head} of keys and values)"
+    shape = f"{config.n_layer} layers, {heads}, {config.n_embd} wide, {config.pos} positions"
+    if config.window:
+        shape += f", a window of {config.window:,}"
+    matmul_parameters = parameters(config) - position_parameters(config)
+    keys = min(length, config.window or length)
+    flops = f"6 x {matmul_parameters / 1e6:.1f}M + 12 x {config.n_layer} x {config.n_embd} x {keys}"
+    return f"{parameters(config) / 1e6:.1f}M: {shape}", flops

@@ -1,8 +1,8 @@
-"""Who really computes each op of a model, at the shapes that it will see."""
+"""Which backend computes each op of a model, at the shapes that the op has in the model."""
 
 import torch
 
-from kernels.registry import AttnConfig, KernelsConfig, chosen, describe
+from kernels.registry import AttnConfig, KernelsConfig, contract, describe, impl_by_op
 from model.gpt import PRECISIONS, GPTConfig
 
 
@@ -16,21 +16,30 @@ def executed(
     keys: int | None = None,
     documents: bool = False,
 ) -> dict[str, str | bool]:
-    """Op -> backend and version for tokens of this shape (B, T); with `keys`, for a decoding step over so many; with
-    `documents`, for attention that stays inside them."""
-    stored, compute = PRECISIONS[precision]
-    limits = {"keys": keys, "lengths": [keys] * shape[0]} if keys else {"packed": config.pos == "learned"}
-    limits |= {"kv_heads": config.kv_heads, "window": config.window}
-    limits |= {"documents": [shape[1]]} if documents else {}
-    limits |= {"version": attn.version}
-    shapes = {
-        "norm": {"shape": (*shape, config.n_embd), "residual_dtype": stored},
-        "attention": {"shape": (*shape, config.n_head, config.head_dim), **limits},
-        "mlp": {"shape": (*shape, config.n_embd)},
-        "loss": {"shape": (*shape, config.n_embd), "vocab": config.vocab_size},
+    """Return op -> backend and version, and "compile" -> whether torch.compile is on. The tokens have `shape`, (B, T).
+
+    With `keys`, it is a decoding step over a cache of so many keys. With `documents`, attention stays inside documents.
+    """
+    residual_dtype, dtype = PRECISIONS[precision]
+    sizes = {
+        "batch": shape[0],
+        "length": shape[1],
+        "n_embd": config.n_embd,
+        "n_head": config.n_head,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "window": config.window,
+        "learned_positions": config.pos == "learned",
+        "residual_dtype": residual_dtype,
+        "documents": documents,
+        "keys": keys,
     }
-    names = chosen(kernels, attn)
-    if keys:
-        del names["loss"]  # decoding has none
-    ops = {op: describe(op, impl, dtype=compute, device=device, **shapes[op]) for op, impl in names.items()}
-    return {**ops, "compile": kernels.compile}
+    descriptions = {}
+    for op, impl in impl_by_op(kernels, attn).items():
+        in_model = getattr(contract(op), "in_model", None)
+        arguments = in_model(**sizes) if in_model else None
+        if arguments is not None:
+            version = attn.version if op == "attention" else None
+            descriptions[op] = describe(op, impl, version, **arguments, dtype=dtype, device=device)
+    return {**descriptions, "compile": kernels.compile}

@@ -1,33 +1,31 @@
-"""GPT-2, written around its kernels: here are the parameters and the data flow, the mathematics is in `kernels/`.
+"""GPT-2, written around its kernels: the parameters and the data flow are here, the mathematics is in `kernels/`.
 
-The names are GPT-2's (wte, wpe, h, ln_1, attn.c_attn, ...), so a state dict is the same under every choice of kernel.
-Two dtypes run through it: the compute dtype, in which branches are computed and to which weights are cast where they
-are used, and the dtype of the residual stream, which is that of the stored weights (see PRECISIONS).
+The parameters have GPT-2's names (wte, wpe, h, ln_1, attn.c_attn, ...), and no kernel adds parameters, so a state dict
+is the same under every choice of kernels.
+
+The model has two dtypes. The branches (attention and MLP) run in the compute dtype, to which each weight is cast where
+it is used. The residual stream has the dtype of the stored weights (see PRECISIONS).
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from kernels.packed import split
-from kernels.registry import Ops, keeps
-from runtime.config import UserError, check
+from kernels.registry import Ops
+from model.cache import Cache
+from model.recompute import BlockRunner
+from model.rope import rope_table, rotate
+from runtime.config import check
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
 PRECISIONS = {
     "fp32": (torch.float32, torch.float32),
-    "amp": (torch.float32, torch.bfloat16),  # as nanoGPT's autocast
-    "bf16": (torch.bfloat16, torch.bfloat16),  # as llm.c; the optimizer holds fp32 masters
+    "amp": (torch.float32, torch.bfloat16),  # like nanoGPT's autocast
+    "bf16": (torch.bfloat16, torch.bfloat16),  # like llm.c; the optimizer holds fp32 masters
 }
 
 
@@ -41,12 +39,10 @@ class GPTConfig:
     pos: str  # learned: GPT-2's table | rope: rotary, no table
     bias: bool
     dropout: float
-    n_kv_head: int | None = None  # keys and values, each for n_head / n_kv_head heads (GQA); null: n_head, as GPT-2
-    window: int | None = None  # a token sees the last `window` ones, itself included; null: all
-    # block: the backward computes each block again, from what enters it (arXiv:1604.06174): 18 KB a token of 12 layers
-    # with 768 channels, in bf16; host: that waits in the host's memory
-    checkpointing: str = "none"
-    keep_attention: bool = False  # in a checkpoint its output: 19 KB a token of these 12 layers, and not computed again
+    n_kv_head: int | None = None  # heads of keys and values, each shared by n_head / n_kv_head queries; null: n_head
+    window: int | None = None  # a token attends to the last `window` tokens, itself included; null: to all
+    checkpointing: str = "none"  # none | block | host: see model/recompute.py
+    keep_attention: bool = False  # checkpoints also save the output of attention
 
     def __post_init__(self):
         for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -63,7 +59,7 @@ class GPTConfig:
         check(self.pos in ("learned", "rope"), f"model.pos={self.pos}: choose learned or rope")
         check(
             self.pos == "learned" or self.head_dim % 2 == 0,
-            f"model.pos=rope turns pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
+            f"model.pos=rope rotates pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
         )
         check(
             self.checkpointing in ("none", "block", "host"),
@@ -71,22 +67,38 @@ class GPTConfig:
         )
         check(
             self.checkpointing != "none" or not self.keep_attention,
-            "model.keep_attention=true is of checkpoints: choose model.checkpointing=block or host",
+            "model.keep_attention=true needs a checkpoint: choose model.checkpointing=block or host",
         )
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
+
+    def check_length(self, length: int, key: str = "") -> None:
+        """Raise UserError if a sequence of this length is longer than the table of learned positions."""
+        check(
+            self.pos == "rope" or length <= self.block_size,
+            f"{key}a sequence of {length} is beyond the model's position table of model.block_size={self.block_size}: "
+            "shorten it, raise model.block_size, or choose model.pos=rope",
+        )
+
+    def check_vocabulary(self, tokenizer: str, ids: int) -> None:
+        """Raise UserError if the tokenizer has more ids than the model has embeddings."""
+        check(
+            ids <= self.vocab_size,
+            f"data.tokenizer={tokenizer} has {ids} ids, and model.vocab_size={self.vocab_size} is less: "
+            f"pass model.vocab_size={-(-ids // 64) * 64}",
+        )
 
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
 
     @property
-    def needs(self) -> list[str]:
-        """Arguments that its attention must have."""
-        return [] if self.window is None else ["window"]
-
-    @property
     def kv_heads(self) -> int:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def attention_needs(self) -> list[str]:
+        """The optional arguments that this model passes to its attention."""
+        return [] if self.window is None else ["window"]
 
 
 def cast(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -94,14 +106,14 @@ def cast(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class Linear(nn.Linear):
-    """y = x W^T + b in x's dtype, whatever the weights are stored in."""
+    """y = x W^T + b in x's dtype, whatever dtype the weights are stored in."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
 
 
 class LayerNorm(nn.Module):
-    """residual += x, then LayerNorm: returns (y in the compute dtype, residual)."""
+    """(x, residual) -> (LayerNorm(residual + x) in the compute dtype, residual + x). All are (B, T, C)."""
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
         super().__init__()
@@ -113,30 +125,13 @@ class LayerNorm(nn.Module):
         return self.norm(x, residual, cast(self.weight, self.dtype), cast(self.bias, self.dtype))
 
 
-class Cache(NamedTuple):
-    """The keys and values of all tokens so far, and where this call's tokens stand among them (model/generate.py)."""
-
-    kv: list[tuple[Tensor, Tensor]]  # a layer's keys and values, (B, T_max, Hkv, D) each in the compute dtype
-    positions: Tensor  # (T,) int64
-    keys: int  # of T_max, how many are read: part of the shapes, so the same for many steps
-    lengths: Tensor | None  # (B,) int32, how many of them exist; None: all
-
-    def layer(self, i: int) -> "Cache":
-        return Cache(self.kv[i : i + 1], self.positions, self.keys, self.lengths)
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one layer: keeps k and v (B, T, Hkv, D) at their positions; returns all there are, (B, keys, Hkv, D)."""
-        [(all_k, all_v)] = self.kv
-        all_k.index_copy_(1, self.positions, k)
-        all_v.index_copy_(1, self.positions, v)
-        return all_k[:, : self.keys], all_v[:, : self.keys]
-
-
 class Attention(nn.Module):
+    """Causal self-attention, x (B, T, C) -> (B, T, C). With a cache, x are the tokens that follow the cached ones."""
+
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
         self.attention, self.heads = ops.attention, (config.n_head, config.kv_heads, config.kv_heads)
-        self.limits = {} if config.window is None else {"window": config.window}
+        self.options = {} if config.window is None else {"window": config.window}
         self.c_attn = Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
         self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
@@ -145,11 +140,14 @@ class Attention(nn.Module):
         q, k, v = split(self.c_attn(x).view(B, T, sum(self.heads), -1), self.heads)  # (B, T, H or Hkv, D) each
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        options = dict(self.options)  # only the arguments in use: a backend need not take the others
+        if starts is not None:
+            options["starts"] = starts
         if cache is not None:
             k, v = cache.append(k, v)
-        lengths = None if cache is None else cache.lengths
-        given = {name: value for name, value in (("lengths", lengths), ("starts", starts)) if value is not None}
-        return self.c_proj(self.attention(q, k, v, **self.limits, **given).reshape(B, T, C))
+            if cache.lengths is not None:
+                options["lengths"] = cache.lengths
+        return self.c_proj(self.attention(q, k, v, **options).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -165,7 +163,10 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Takes the last branch's output and the residual stream without it; adding them is the next norm's work."""
+    """(x, residual) -> (x, residual), (B, T, C) each: x is the output of the last branch, not yet added to the stream.
+
+    The next norm adds x to residual, because a kernel can do both in one pass.
+    """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
         super().__init__()
@@ -186,19 +187,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """idx (B, T) -> logits (B, T, V) in the compute dtype; with targets (B, T), their mean cross-entropy instead.
 
-    starts (B, T) int32 keeps attention inside documents: the place in the sequence where each token's own begins.
-    With a cache idx is what comes after the tokens that it holds, and the logits are those of the last token (B, 1, V).
+    starts (B, T) int32 keeps attention inside documents: for each token, the index at which its document begins. With a
+    cache, idx are the tokens that follow the cached ones, and the logits are the last token's, (B, 1, V). Raises
+    UserError if the sequence is longer than the table of learned positions.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.loss = config, ops.loss
-        self.checkpoint = partial(checkpoint, use_reentrant=False)
-        if config.keep_attention:
-            policy = partial(kept_or_not, keeps(ops.attention))
-            contexts = partial(create_selective_checkpoint_contexts, policy)
-            self.checkpoint = partial(self.checkpoint, context_fn=contexts)
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also the head (Press and Wolf 2017)
+        self.run_block = BlockRunner(config.checkpointing, config.keep_attention, ops.attention)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also lm_head (Press and Wolf 2017)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.drop = dropout(config)
         self.h = nn.ModuleList(Block(config, ops, dtype) for _ in range(config.n_layer))
@@ -208,66 +206,49 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, starts: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        T = idx.shape[1]
-        x, residual, rope = self.wte(idx), None, None
-        if self.wpe is None:
-            positions = torch.arange(T, device=idx.device, dtype=torch.float32) if cache is None else cache.positions
-            rope = rope_table(positions, self.config.head_dim)
-        else:
-            if self.config.block_size < T:
-                raise UserError(beyond_table(T, self.config.block_size))
-            x = x + (self.wpe.weight[:T] if cache is None else self.wpe(cache.positions))
-        x = self.drop(x)
-        again = self.config.checkpointing != "none" and torch.is_grad_enabled()
-        kept = save_on_cpu(pin_memory=True) if again and self.config.checkpointing == "host" else nullcontext()
+        rope = self.rotary_table(idx, cache)
+        x, residual = self.drop(self.embed(idx, cache)), None  # (B, T, C)
         for i, block in enumerate(self.h):
-            if again and residual is not None:  # keep one, not two: by prediction 2.7 million tokens of 124M, not 2.0
-                x, residual = residual + x, None
-            run = partial(block, rope=rope, starts=starts, cache=None if cache is None else cache.layer(i))
-            with kept:  # its inputs alone: what it keeps itself is the checkpoint's
-                x, residual = self.checkpoint(run, x, residual) if again else run(x, residual)
-        if cache is not None:
+            layer_cache = None if cache is None else cache.layer(i)
+            x, residual = self.run_block(block, x, residual, rope=rope, starts=starts, cache=layer_cache)
+        if cache is not None:  # generation needs only the last token's logits
             x, residual = x[:, -1:], residual[:, -1:]
         x, _ = self.ln_f(x, residual)
-        head = cast(self.wte.weight, x.dtype)
-        return F.linear(x, head) if targets is None else self.loss(x, head, targets)
+        lm_head = cast(self.wte.weight, x.dtype)
+        if targets is None:
+            return F.linear(x, lm_head)  # logits
+        return self.loss(x, lm_head, targets)
+
+    def embed(self, idx: Tensor, cache: Cache | None) -> Tensor:
+        """The embeddings of the tokens plus those of learned positions, (B, T, C)."""
+        tok_emb, T = self.wte(idx), idx.shape[1]
+        if self.wpe is None:
+            return tok_emb
+        self.config.check_length(T)
+        pos_emb = self.wpe.weight[:T] if cache is None else self.wpe(cache.positions)  # (T, C)
+        return tok_emb + pos_emb
+
+    def rotary_table(self, idx: Tensor, cache: Cache | None) -> Tensor | None:
+        """The table of rotary positions, (2, T, 1, D/2) fp32; None if the positions are learned."""
+        if self.config.pos == "learned":
+            return None
+        T = idx.shape[1]
+        positions = torch.arange(T, device=idx.device, dtype=torch.float32) if cache is None else cache.positions
+        return rope_table(positions, self.config.head_dim)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """GPT-2's: normal with 0.02; the two projections onto the residual stream less, by the number of them."""
+        """Draw GPT-2's initial weights: normal with deviation 0.02, zero biases.
+
+        The 2 n_layer projections onto the residual stream (c_proj) get 0.02 / sqrt(2 n_layer).
+        """
         for name, weight in self.named_parameters():
             if name.endswith("bias"):
                 weight.zero_()
             elif weight.dim() == 2:
-                residual = name.endswith("c_proj.weight")
-                weight.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
-
-
-def kept_or_not(names: Sequence[str], _, op: OpOverload, *args, **kwargs) -> CheckpointPolicy:
-    """For PyTorch's selective checkpoints: the outputs of these operators are kept, all else is computed again."""
-    return CheckpointPolicy.MUST_SAVE if op.name() in names else CheckpointPolicy.PREFER_RECOMPUTE
+                is_projection = name.endswith("c_proj.weight")
+                weight.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02)
 
 
 def dropout(config: GPTConfig) -> nn.Module:
     return nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-
-
-def beyond_table(length: int, block_size: int) -> str:
-    return (
-        f"a sequence of {length} is beyond the model's position table of model.block_size={block_size}: "
-        "shorten it, raise model.block_size, or choose model.pos=rope"
-    )
-
-
-def rope_table(positions: Tensor, head_dim: int) -> Tensor:
-    """(2, T, 1, D/2) fp32: the cosines and sines of position * 10000^(-2i/D) (Su et al. 2021, arXiv:2104.09864)."""
-    frequencies = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = torch.outer(positions.float(), 10000.0 ** (-frequencies / head_dim))
-    return torch.stack((angles.cos(), angles.sin())).unsqueeze(2)
-
-
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn channel i of the first half with channel i of the second (GPT-NeoX's pairing); x is (B, T, H, D)."""
-    cos, sin = rope
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

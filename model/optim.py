@@ -1,4 +1,4 @@
-"""AdamW over fp32 weights, whatever the model stores; warm-up and cosine; clipping."""
+"""AdamW over fp32 weights, whatever dtype the model stores; gradient clipping; a schedule of warm-up and cosine."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from model.compat import add_tensors
+from runtime.compat import copy_tensors
 from runtime.config import check
 from runtime.ranks import Ranks
 
@@ -17,10 +19,10 @@ class OptimConfig:
     learning_rate: float
     min_lr: float  # where the cosine ends
     warmup_steps: int
-    weight_decay: float  # of matrices only
+    weight_decay: float  # for matrices only
     beta1: float
     beta2: float
-    grad_clip: float  # largest norm of all gradients together; 0 is no limit
+    grad_clip: float  # the largest norm of all gradients together; 0: no limit
 
     def __post_init__(self):
         for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
@@ -37,7 +39,7 @@ class OptimConfig:
 
 
 def learning_rate(config: OptimConfig, step: int, last: float) -> float:
-    """Linear warm-up over `warmup_steps`, then half a cosine that ends at min_lr in step `last`. Steps count from 1."""
+    """The rate of a step, counted from 1: linear warm-up, then half a cosine that ends at min_lr in step `last`."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
@@ -47,15 +49,16 @@ def learning_rate(config: OptimConfig, step: int, last: float) -> float:
 class Optimizer:
     """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused.
 
-    A weight in bf16 has an fp32 master here, to which the gradient of every micro-step is added and from which the
-    weight is rounded after the update: a bf16 weight alone would lose every change under 2^-9 of its size. Of a weight
-    that FSDP shards, this rank updates its own rows.
+    A bf16 weight has an fp32 master here. The master sums the gradients of the micro-steps, and after the update the
+    weight is the rounded master. A bf16 weight alone would lose every change below 2^-9 of its size. If FSDP shards a
+    weight, this rank updates its own rows.
 
-    A step whose loss or gradient norm is not finite changes nothing, as with a GradScaler: the fused kernel reads a
-    flag on the device, so that nobody waits. `refused` counts such steps and `first_refused` is the first one's number;
-    with `stop` every step after it is refused as well, until the host has looked.
+    A step whose loss or gradient norm is not finite changes nothing: the step is refused. As with a GradScaler, the
+    fused kernel reads a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is
+    the number of the first refused step (0: none). With `stop`, all steps after it are refused too, until the host sets
+    first_refused to 0.
 
-    With `rounded`, a lower dtype, fp32 weights have the values that they would have in it: model/proof.py's reference.
+    With `rounded`, a lower dtype, fp32 weights are rounded to that dtype after each update (for lab/proof's reference).
     """
 
     def __init__(
@@ -71,13 +74,13 @@ class Optimizer:
         self.ranks, self.stop, self.grad_clip = ranks or Ranks(), stop, config.grad_clip
         self.sharded = isinstance(self.weights[0], DTensor)
         self.rounded = rounded if rounded != torch.float32 else None
-        self.low = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)
+        self.has_masters = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)
         self.masters = self.weights
         if self.rounded:
             with torch.no_grad():
-                torch._foreach_copy_(self.weights, [weight.to(rounded) for weight in self.weights])
-        if self.low or self.sharded:
-            copies = [local(weight).detach().to(torch.float32, copy=self.low) for weight in self.weights]
+                copy_tensors(self.weights, [weight.to(rounded) for weight in self.weights])
+        if self.has_masters or self.sharded:
+            copies = [local(weight).detach().to(torch.float32, copy=self.has_masters) for weight in self.weights]
             self.masters = [copy.requires_grad_() for copy in copies]
         self.adamw = torch.optim.AdamW(
             [
@@ -88,37 +91,38 @@ class Optimizer:
             fused=True,
         )
         device = self.masters[0].device
-        self.steps = 0  # asked for
+        self.steps = 0  # calls of step(), refused steps included
         self.refused, self.first_refused = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
-        self.being_copied: torch.cuda.Event | None = None  # by a checkpoint; the next update waits for it
-        self.observer: Callable[[str, Tensor], None] | None = None  # sees the next update's gradients, and goes
+        self.being_copied: torch.cuda.Event | None = None  # the next update waits until a checkpoint is copied
+        self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """After each backward(): move the gradients to the masters, so that they add up in fp32."""
+        """Call this after each backward(). It moves the gradients to the masters, so that they are summed in fp32."""
         if self.masters is self.weights:
             return
         gradients = [local(weight.grad) for weight in self.weights]
         if self.masters[0].grad is None:
             for master, gradient in zip(self.masters, gradients, strict=True):
-                master.grad = torch.empty_like(master) if self.low else gradient
-            if self.low:
-                torch._foreach_copy_([master.grad for master in self.masters], gradients)
+                master.grad = torch.empty_like(master) if self.has_masters else gradient
+            if self.has_masters:
+                copy_tensors([master.grad for master in self.masters], gradients)
         else:
-            torch._foreach_add_([master.grad for master in self.masters], gradients)
+            add_tensors([master.grad for master in self.masters], gradients)
         for weight in self.weights:
             weight.grad = None
 
     @torch.no_grad()
     def step(self, lr: float, loss: Tensor) -> Tensor:
-        """Average over the ranks, clip, update, clear. Returns the gradients' norm before clipping, on the device.
+        """Average the gradients over the ranks, clip them, update the weights, and clear the gradients.
 
-        `loss` is the step's, the same on every rank; it only decides whether the step is refused.
+        `loss` is the loss of the step, the same on every rank. If it is not finite, the step is refused. Returns the
+        norm of the gradients before clipping, on the device.
         """
         self.steps += 1
         gradients = [master.grad for master in self.masters]
-        if self.sharded:  # FSDP has averaged them
-            norm = self.ranks.total(nn.utils.get_total_norm(gradients).square()).sqrt()
+        if self.sharded:  # FSDP has already averaged the gradients
+            norm = self.ranks.sum(nn.utils.get_total_norm(gradients).square()).sqrt()
         else:
             self.ranks.average(gradients)
             norm = nn.utils.get_total_norm(gradients)
@@ -131,7 +135,7 @@ class Optimizer:
         refuse = ~(norm.isfinite() & loss.isfinite())
         if self.stop:
             refuse |= self.first_refused > 0
-        self.first_refused += refuse * (self.first_refused == 0) * self.steps
+        self.first_refused.masked_fill_(refuse & (self.first_refused == 0), self.steps)
         self.refused += refuse
         self.adamw.found_inf = refuse.float()
         for group in self.adamw.param_groups:
@@ -141,44 +145,48 @@ class Optimizer:
             self.being_copied = None
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        self._lower()
+        self._round_weights()
         return norm
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """{"model", "exp_avg", "exp_avg_sq"}: name -> fp32 tensor, a DTensor where FSDP shards; for checkpoints."""
-        if not self.adamw.state:  # before the first step
+        """Return the groups "model", "exp_avg" and "exp_avg_sq" for checkpoints, each of them name -> fp32 tensor.
+
+        The tensors are the optimizer's own. They are DTensors if FSDP shards the model.
+        """
+        if not self.adamw.state:  # before the first step, AdamW has no moments
             self.load(0, 0)
         moments = ("exp_avg", "exp_avg_sq")
         groups = {"model": self.masters} | {key: [self.adamw.state[m][key] for m in self.masters] for key in moments}
         return {
-            key: {name: self._whole(t, w) for name, t, w in zip(self.names, tensors, self.weights, strict=True)}
+            key: {name: self._as_dtensor(t, w) for name, t, w in zip(self.names, tensors, self.weights, strict=True)}
             for key, tensors in groups.items()
         }
 
     @property
     def updates(self) -> int:
-        """Steps that AdamW made: its bias correction counts no refused one. Synchronises."""
+        """The number of updates of AdamW, which excludes refused steps. Synchronises."""
         return int(self.adamw.state[self.masters[0]]["step"])
 
     @torch.no_grad()
     def load(self, steps: int, updates: int) -> None:
-        """Go on after so many, with the weights and moments that were written into the tensors of state()."""
+        """Continue after so many steps and updates. Copy the weights and moments into the tensors of state() first."""
         self.steps = steps
         self.refused.fill_(steps - updates)
         for master in self.masters:
-            held = self.adamw.state[master]
-            held["step"] = torch.full((), float(updates), device=master.device)
+            state = self.adamw.state[master]
+            state["step"] = torch.full((), float(updates), device=master.device)
             for key in ("exp_avg", "exp_avg_sq"):
-                held.setdefault(key, torch.zeros_like(master))
-        self._lower()
+                state.setdefault(key, torch.zeros_like(master))
+        self._round_weights()
 
-    def _lower(self) -> None:
-        """From the masters to the weights that are lower."""
-        if self.low:
+    def _round_weights(self) -> None:
+        """Copy the masters into the weights, which rounds them."""
+        if self.has_masters:
             masters = [master.to(self.rounded) for master in self.masters] if self.rounded else self.masters
-            torch._foreach_copy_([local(weight) for weight in self.weights], masters)
+            copy_tensors([local(weight) for weight in self.weights], masters)
 
-    def _whole(self, tensor: Tensor, weight: Tensor) -> Tensor:
+    def _as_dtensor(self, tensor: Tensor, weight: Tensor) -> Tensor:
+        """This rank's rows as a DTensor that is sharded as `weight`; without FSDP, the tensor itself."""
         if not self.sharded:
             return tensor.detach()
         mesh, placements = weight.device_mesh, weight.placements
@@ -189,5 +197,5 @@ class Optimizer:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor that FSDP shards; any other as it is."""
+    """This rank's rows of a tensor that FSDP shards; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,7 @@
-"""FSDP2 (Zhao et al. 2023, arXiv:2304.11277): a rank holds its rows of each weight; a block is gathered as it runs."""
+"""Prepare a built model for training: torch.compile, and FSDP2 (Zhao et al. 2023, arXiv:2304.11277).
+
+Under FSDP each rank holds some rows of each weight. The whole weights of a block are gathered while the block runs.
+"""
 
 import warnings
 
@@ -10,10 +13,28 @@ from model.gpt import GPT
 from runtime.ranks import Ranks
 
 
-def shard(model: GPT, compiled: bool, ranks: Ranks, device: torch.device) -> None:
-    """Shard the model over the ranks, in place. What gathers cannot be traced: each block is compiled, and the loss."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing here is written in place
-    mesh = init_device_mesh(device.type, (ranks.world_size,))
+def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:
+    """Compile the model if `compiled`, shard it if `parallel` is "fsdp", both in place, and return it.
+
+    Each rank draws its own dropout: rank 0 as a single process does, the others from seed + rank.
+    """
+    if ranks.rank:
+        torch.manual_seed(seed + ranks.rank)
+    if parallel == "fsdp" and not ranks.single:
+        shard(model, compiled, ranks)
+    elif compiled:
+        model.compile(fullgraph=True)
+    return model
+
+
+def shard(model: GPT, compiled: bool, ranks: Ranks) -> None:
+    """Shard the model over the ranks, in place.
+
+    torch.compile cannot trace FSDP's gathering, so it compiles each block and the loss separately.
+    """
+    # A block may return a view. The warning is about writing to it in place, which nothing here does
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    mesh = init_device_mesh(model.wte.weight.device.type, (ranks.world_size,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients of bf16 weights are summed in fp32
     for block in model.h:
         if compiled:
@@ -24,7 +45,7 @@ def shard(model: GPT, compiled: bool, ranks: Ranks, device: torch.device) -> Non
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def whole(model: GPT) -> None:
-    """Gather what lies outside the blocks, for a caller of model.forward(), which steps around the hook that would."""
+def gather_parameters(model: GPT) -> None:
+    """Gather the parameters outside the blocks. Call it before model.forward(), which bypasses FSDP's hook."""
     if isinstance(model, FSDPModule):
         model.unshard()

@@ -1,39 +1,43 @@
-"""The text of generated tokens while they come: whole characters, and where it ends."""
+"""Turn a stream of tokens into text: whole characters only, up to a stop."""
 
 from data.tokenizer import Tokenizer
 
 
 class Text:
-    """The text of one sequence as its tokens come; `stopped` once a stop token or a stop text has come.
+    """The text of one sequence while its tokens arrive. `stopped` is true after a stop token or a stop text.
 
-    add() and finish() give what is certain by then. The last character is held back while more bytes may belong to it,
-    and the end of the text while it may be the beginning of a stop text, which itself is left out. `stops` are texts
-    and token ids; the tokenizer's eot is always one.
+    add() and finish() return new text that no later token can change. add() holds back a character until all its bytes
+    are there, and the end of the text while a stop text may begin in it. The stop text itself is left out. `stops` are
+    texts and token ids. The tokenizer's eot is always a stop.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: list[int | str]):
         self.decode = tokenizer.decode
         self.ids = {tokenizer.eot, *(stop for stop in stops if isinstance(stop, int))}
         self.stops = [stop for stop in stops if isinstance(stop, str)]
-        self.pending: list[int] = []  # tokens whose text is not whole
-        self.taken = 0  # characters of it that went to `held`
-        self.held = ""
+        self.pending: list[int] = []  # tokens whose last character lacks bytes
+        self.taken = 0  # characters of the text of `pending` that are already in `held`
+        self.held = ""  # whole characters that add() has not returned yet
         self.stopped = False
 
     def add(self, token: int) -> str:
+        """Add a token, and return the new text."""
         if token in self.ids:
             text = self.finish()
             self.stopped = True
             return text
         self.pending.append(token)
         text = self.decode(self.pending)
-        whole = text.removesuffix("\ufffd")  # what an unfinished character decodes to, at most one of them
+        whole = text.removesuffix("\ufffd")  # the last character decodes to U+FFFD while it is incomplete
         self.held += whole[self.taken :]
-        self.pending, self.taken = (self.pending, len(whole)) if whole != text else ([], 0)
+        if whole == text:
+            self.pending, self.taken = [], 0
+        else:
+            self.taken = len(whole)
         return self._release()
 
     def finish(self) -> str:
-        """The rest: no more tokens come."""
+        """Return the rest of the text, when no more tokens come."""
         self.held += self.decode(self.pending)[self.taken :]
         self.pending, self.taken = [], 0
         text = self._release()
@@ -41,11 +45,12 @@ class Text:
         return text
 
     def _release(self) -> str:
-        found = [at for at in map(self.held.find, self.stops) if at >= 0]
+        """Take from `held` what comes before a stop text, or before what may be the beginning of one."""
+        found = [index for index in map(self.held.find, self.stops) if index >= 0]
         if found:
             text, self.held, self.stopped = self.held[: min(found)], "", True
             return text
-        starts = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
-        keep = len(self.held) - max(starts, default=0)
-        text, self.held = self.held[:keep], self.held[keep:]
+        beginnings = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+        end = len(self.held) - max(beginnings, default=0)
+        text, self.held = self.held[:end], self.held[end:]
         return text

@@ -1,0 +1,74 @@
+"""Download a model from the Hugging Face hub, or find it in huggingface_hub's cache."""
+
+import json
+from pathlib import Path
+
+from data.errors import one_line
+from data.tokenizer import is_reachable
+from runtime.config import UserError, check
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+FILES = (CONFIG, WEIGHTS, "model-*.safetensors", INDEX)
+HUB_SECONDS = 1.5  # the hub must answer within this time; huggingface_hub alone would try for 23 s
+
+
+def hub_folder(name: str, weights: bool) -> Path:
+    """Return the folder of a hub model in the cache. It holds config.json and, if `weights` is true, the weights.
+
+    If the files are in the cache, nothing is sent to the hub. huggingface_hub obeys HF_HOME, HF_ENDPOINT and
+    HF_HUB_OFFLINE. Raises UserError if the files cannot be downloaded.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants, errors
+    except ImportError:
+        raise UserError(f"{name} is on the hub, which needs huggingface_hub: pip install huggingface_hub") from None
+    patterns = FILES if weights else (CONFIG,)
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        files = weight_files(folder) if weights else [folder / CONFIG]
+        if files and all(file.exists() for file in files):
+            return folder
+    except errors.LocalEntryNotFoundError:
+        pass  # not in the cache
+    except errors.HFValidationError as error:
+        raise UserError(
+            f"{name}: there is no such file or folder, and it cannot be a name on the hub: {error}"
+        ) from error
+    missing = f"{name}: there is no such file or folder, it is not in the hub's cache, and"
+    check(
+        not constants.HF_HUB_OFFLINE,
+        f"{missing} HF_HUB_OFFLINE forbids the download: unset it, or name a folder with {CONFIG} and {WEIGHTS}",
+    )
+    check(
+        is_reachable(constants.ENDPOINT, HUB_SECONDS),
+        f"{missing} {constants.ENDPOINT} cannot be reached: fetch it once with a network, or name a folder with "
+        f"{CONFIG} and {WEIGHTS}",
+    )
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+    except errors.RepositoryNotFoundError as error:
+        status = error.response.status_code
+        raise UserError(f"{missing} {constants.ENDPOINT} answers {status}: check the name") from error
+    except (OSError, errors.HTTPError) as error:
+        raise UserError(f"{name} could not be downloaded from {constants.ENDPOINT}: {one_line(error)}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a Hugging Face folder: one file, the files that an index names, or none."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).exists():
+        return []
+    file_by_tensor = read_json(folder / INDEX).get("weight_map") or {}
+    return [folder / file for file in sorted(set(file_by_tensor.values()))]
+
+
+def read_json(path: Path) -> dict:
+    """Return the JSON object in a file. Raises UserError if the file cannot be read."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+    check(isinstance(value, dict), f"{path} is not a JSON object")
+    return value

@@ -1,0 +1,146 @@
+"""Export a model to the files of transformers or nanoGPT.
+
+The format `hf` is config.json and model.safetensors, which transformers' GPT2LMHeadModel.from_pretrained(FOLDER) loads.
+The format `nanogpt` is ckpt.pt, which nanoGPT's sample.py and init_from=resume load. It has AdamW's moments if the
+source is a checkpoint of ours that is not sharded. The weights are in fp32, bit for bit those of the source.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from data.errors import one_line
+from data.tokenizer import TOKENIZERS
+from model.download import CONFIG, WEIGHTS
+from model.pretrained import tensor_shapes
+from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
+from runtime import checkpoint
+from runtime.config import UserError, check
+
+FILES = {"hf": (WEIGHTS, CONFIG), "nanogpt": ("ckpt.pt",)}  # format -> its files, in the order of writing
+
+
+def check_exportable(source: Pretrained, format: str) -> None:
+    """Raise UserError if the model has a feature that GPT-2 lacks in this format."""
+    model = source.model
+    extras = {
+        "rope positions": model["pos"] == "rope",
+        "shared keys and values (n_kv_head)": model.get("n_kv_head") not in (None, model["n_head"]),
+        "a sliding window": model.get("window") is not None,
+    }
+    names = " and ".join(name for name, present in extras.items() if present)
+    check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")
+
+
+def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
+    """Write the model's files into `folder`, and return their paths. Raises UserError if that fails."""
+    if format == "hf":
+        config, tensors = to_hugging_face(source)
+        text = json.dumps(config, indent=2) + "\n"
+        writers = [lambda path: save_file(tensors, path, metadata={"format": "pt"}), lambda path: path.write_text(text)]
+    else:
+        manifest, training = {}, {}
+        if source.checkpoint:
+            manifest = checkpoint.read_manifest(source.checkpoint)
+            training = torch.load(source.checkpoint / checkpoint.TRAINING, "cpu", weights_only=True, mmap=True)
+        contents = to_nanogpt(source, manifest, training)
+        writers = [lambda path: torch.save(contents, path)]
+    write_files(folder, dict(zip(FILES[format], writers, strict=True)))
+    return [folder / name for name in FILES[format]]
+
+
+def to_hugging_face(source: Pretrained) -> tuple[dict, dict[str, Tensor]]:
+    """Return (config.json, the tensors of model.safetensors) of transformers' GPT2LMHeadModel, in fp32."""
+    m = source.model
+    eot = TOKENIZERS[source.tokenizer].eot if source.tokenizer else None
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "torch_dtype": "float32", **COMPUTED}
+    config |= {key: m[key] for key in ("n_layer", "n_head", "n_embd", "vocab_size")}
+    config |= {"n_positions": m["block_size"], "n_ctx": m["block_size"], "n_inner": None, "tie_word_embeddings": True}
+    config |= {"bos_token_id": eot, "eos_token_id": eot}
+    # Hugging Face's model always has biases, so a model without biases gets zeros
+    shapes = tensor_shapes(source._replace(model={**m, "bias": True}))
+    weights = {name: source.weights[name] if name in source.weights else torch.zeros(shapes[name]) for name in shapes}
+    tensors = {name: w.T.contiguous() if CONV1D.fullmatch(name) else w for name, w in weights.items()}
+    return config, {f"transformer.{name}": weight for name, weight in tensors.items()}
+
+
+def to_nanogpt(source: Pretrained, manifest: dict, training: dict) -> dict:
+    """Return the contents of nanoGPT's ckpt.pt, of types that torch.load(weights_only=True) accepts.
+
+    `manifest` and `training` are those of a checkpoint of ours; `training` holds `updates`, and the moments exp_avg and
+    exp_avg_sq, {name: tensor} each. If both are {}, the file is that of a new nanoGPT run: step 0, best loss 1e9, and
+    AdamW without moments.
+    """
+    config, loss = manifest.get("config") or {}, manifest.get("val_loss")
+    model = {f"transformer.{name}": weight for name, weight in source.weights.items()}
+    arguments = {key: source.model[key] for key in (*SIZES, "bias")}
+    return {
+        "model": {**model, "lm_head.weight": source.weights["wte.weight"]},
+        "optimizer": adamw_state(source.weights, training, config.get("optim", {})),
+        "model_args": {**arguments, "dropout": config.get("model", {}).get("dropout", 0.0)},
+        "iter_num": manifest.get("step", 0),
+        "best_val_loss": 1e9 if loss is None else loss,
+        "config": config or {"data": {"tokenizer": source.tokenizer}},
+    }
+
+
+def adamw_state(weights: dict[str, Tensor], training: dict, optim: dict) -> dict:
+    """Return the state dict of nanoGPT's optimizer. It numbers the tensors: matrices first, then the others."""
+    parameters = {name: nn.Parameter(weight) for name, weight in weights.items()}
+    matrices = [weight for weight in parameters.values() if weight.dim() >= 2]
+    others = [weight for weight in parameters.values() if weight.dim() < 2]
+    decay = optim.get("weight_decay", 0.1)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}],
+        lr=optim.get("learning_rate", 6e-4),
+        betas=(optim.get("beta1", 0.9), optim.get("beta2", 0.95)),
+    )
+    if "exp_avg" in training:
+        updates = torch.tensor(float(training["updates"]))
+        for name, weight in parameters.items():
+            moments = {key: training[key][name].float() for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[weight] = {"step": updates.clone(), **moments}
+    return optimizer.state_dict()
+
+
+def write_files(folder: Path, writers: dict[str, Callable[[Path], None]]) -> None:
+    """Call each writer with a hidden path, and rename the files when all are on the disk. If one fails, none is left.
+
+    Raises UserError if the folder cannot be written, or already has one of the files.
+    """
+    hidden = {name: folder / f".{name}.{os.getpid()}" for name in writers}
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, writer in writers.items():
+            writer(hidden[name])
+            checkpoint.fsync(hidden[name])
+        check_free(folder, writers)
+        for name, path in hidden.items():
+            path.rename(folder / name)
+        checkpoint.fsync(folder)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+        free = f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB are free there"
+        reason = "torch.save broke off" if isinstance(error, RuntimeError) else one_line(error)
+        raise UserError(f"path={folder} cannot be written: {reason}; {free}, choose another folder") from error
+    finally:
+        for path in filter(Path.exists, hidden.values()):
+            path.unlink()
+        for path in new_folders:
+            with contextlib.suppress(OSError):  # the folder does not exist, or is not empty
+                path.rmdir()
+
+
+def check_free(folder: Path, names: Iterable[str]) -> None:
+    """Raise UserError if the folder has a file with one of these names."""
+    existing = [name for name in names if (folder / name).exists()]
+    check(not existing, f"path={folder} already holds {' and '.join(existing)}: choose another folder")

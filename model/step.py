@@ -1,0 +1,116 @@
+"""Build the model, make one optimizer step, evaluate.
+
+train.py, the scripts and lab/ all import these functions, so what they measure is what trains.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.loader import Batch, Loader, Windows, evaluation_batches
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, resolve
+from model.gpt import GPT, PRECISIONS, GPTConfig
+from model.optim import Optimizer
+from model.pretrained import load_weights
+from model.sources import Pretrained
+from runtime.config import check
+from runtime.ranks import Ranks
+
+
+def build(
+    config: GPTConfig,
+    kernels: KernelsConfig,
+    attn: AttnConfig,
+    precision: str,
+    device: torch.device,
+    *,
+    seed: int | None = None,
+    weights: Pretrained | None = None,
+    needs: Sequence[str] = (),
+) -> GPT:
+    """Build the model on `device`, in training mode and not compiled, with the chosen kernels and precision.
+
+    The parameters are drawn from `seed`; without a seed they are not initialised. Then `weights` replace them. `needs`
+    names optional arguments that attention must take, such as `starts`. Raises Unavailable if a kernel cannot run here,
+    and UserError if `weights` are of another model.
+    """
+    if kernels.compile and config.checkpointing == "host":
+        raise Unavailable("kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile")
+    stored, compute = PRECISIONS[precision]
+    torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
+    ops = resolve(kernels, attn, device, [*config.attention_needs, *needs])
+    if seed is None:
+        with torch.device("meta"):
+            model = GPT(config, ops, compute).to(stored)
+        model.to_empty(device=device)
+    else:
+        torch.manual_seed(seed)
+        with device:
+            model = GPT(config, ops, compute).to(stored)
+    if weights:
+        load_weights(model, weights)
+    return model
+
+
+def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
+    """Make one optimizer step over the micro-batches of this rank: (mean loss, gradient norm) over all ranks.
+
+    Both are scalars on the device. Nothing here waits for the device.
+    """
+    total = torch.zeros((), device=batches[0][0].device)
+    for batch in batches:
+        loss = model(*batch) / len(batches)
+        loss.backward()
+        optimizer.accumulate()
+        total += loss.detach()
+    total = optimizer.ranks.mean(total)
+    return total, optimizer.step(lr, total)
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT, windows: Windows, batch_size: int, samples: int, device: torch.device, ranks: Ranks | None = None
+) -> float:
+    """Return the mean loss over the fixed set of validation batches, which are divided among the ranks."""
+    ranks = ranks or Ranks()
+    model.eval()
+    batches = list(evaluation_batches(windows, batch_size, samples))
+    total = torch.zeros((), device=device)
+    for first in range(0, len(batches), ranks.world_size):
+        group = batches[first : first + ranks.world_size]  # one batch a rank; the last group may be smaller
+        batch = group[min(ranks.rank, len(group) - 1)]  # under FSDP every rank must run the model for every group
+        loss = model(*(tensor.to(device) for tensor in batch))
+        if ranks.rank < len(group):
+            total += loss
+    model.train()
+    return ranks.sum(total).item() / len(batches)
+
+
+def check_finite(optimizer: Optimizer, batches: Loader, folder: Path, on_nonfinite: str) -> None:
+    """If the optimizer has refused a step, write its batch to `folder`, and print a warning. Synchronises.
+
+    If on_nonfinite is "stop", it raises UserError instead of the warning.
+    """
+    step, ranks = int(optimizer.first_refused), optimizer.ranks
+    if not step:
+        return
+    optimizer.first_refused.zero_()
+    path = folder / f"nonfinite-step-{step:06d}.pt"
+    all_batches = ranks.gather(batches(step))  # the loader is a pure function of the step
+    where = f"batch in {path}"
+    if ranks.is_main:
+        try:
+            torch.save({"step": step, "batches": [batch for batches in all_batches for batch in batches]}, path)
+        except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
+            where = f"its batch cannot be written to {path}"
+    what = f"loss or gradient norm of step {step} is not finite"
+    check(
+        on_nonfinite == "skip",
+        f"the run has diverged: {what}, and its update was not made ({where}); lower optim.learning_rate, or pass over "
+        "such steps with train.on_nonfinite=skip",
+    )
+    if ranks.is_main:
+        print(f"warning: {what}; skipped ({int(optimizer.refused)} so far); {where}", file=sys.stderr)
