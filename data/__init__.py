@@ -1,4 +1,8 @@
-"""Text in, batches of token ids out: corpus.py, hub.py -> tokenizer.py -> pipeline.py, shards.py -> loader.py."""
+"""Turn text into batches of token ids.
+
+corpus.py and hub.py read documents, tokenizer.py encodes them, pipeline.py and shards.py write the token shards, and
+loader.py cuts the shards into batches. open_dataset() and prepare() go from the config to the shards of a corpus.
+"""
 
 import hashlib
 import json
@@ -10,67 +14,77 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from data.corpus import Source, local, stdlib, text
+from data.corpus import Source, local_path, stdlib_source, text_source
 from data.errors import DataError
 from data.hub import Hub
-from data.pipeline import complete, recorded, write
+from data.pipeline import count_recorded_documents, is_complete, write_shards
 from data.shards import Shard, digest, open_nanogpt, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
 
-SOURCES = {"stdlib": stdlib, "text": text, "hub": Hub}
+SOURCES = {"stdlib": stdlib_source, "text": text_source, "hub": Hub}
 CONFIGS = Path(__file__).parent.parent / "configs" / "data"
 
 
 @dataclass
 class DataConfig:
-    name: str  # the group's choice; names the shards' folder
-    source: str  # a name in SOURCES, or nanogpt
+    """The keys of the config group `data`. Raises DataError if a value is not allowed."""
+
+    name: str  # the chosen file in configs/data; the name of the shards' folder starts with it
+    source: str  # a key of SOURCES, or nanogpt
     path: Any  # text: a file, a folder, a glob, or a list of them; hub: owner/name; nanogpt: a folder
     subset: str | None  # hub: the data set's configuration
-    column: str  # of the text, in .jsonl, .parquet and on the hub
-    tokenizer: str  # a name in TOKENIZERS
-    val_fraction: float  # of the documents is held out; 1: all of them, to be evaluated on
-    prepare: str  # auto: by train.py, on the first use | by_hand: by scripts/prepare.py
+    column: str  # the column that holds the text, in .jsonl, .parquet and on the hub
+    tokenizer: str  # a key of TOKENIZERS
+    val_fraction: float  # the share of documents for validation; 1: all documents, for evaluation only
+    prepare: str  # auto: open_dataset() writes the shards on the first use | by_hand: only scripts.prepare does
     cache: str  # the folder for token shards
-    mask_documents: bool = False  # attention stays inside documents
+    mask_documents: bool = False  # true: attention does not cross the end of a document
 
     def __post_init__(self):
-        known = {"source": (*SOURCES, "nanogpt"), "tokenizer": TOKENIZERS, "prepare": ("auto", "by_hand")}
-        for key, names in known.items():
+        choices = {"source": (*SOURCES, "nanogpt"), "tokenizer": TOKENIZERS, "prepare": ("auto", "by_hand")}
+        for key, names in choices.items():
             if getattr(self, key) not in names:
                 raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(names)}")
         if not 0 < self.val_fraction <= 1:
             raise DataError(f"data.val_fraction={self.val_fraction}: it must be above 0 and at most 1")
         if not self.name or Path(self.name).name != self.name:
-            raise DataError(f"data.name={self.name}: it names a folder below data.cache, and holds no /")
+            raise DataError(
+                f"data.name={self.name}: it names a folder in data.cache, so it must not be empty or contain /"
+            )
 
 
 class Dataset(NamedTuple):
-    """A tokenized corpus: its two splits are lists of shards, that for training without any if all is held out."""
+    """A tokenized corpus. Each split is a list of shards; `train` is empty if data.val_fraction is 1."""
 
     name: str
     tokenizer: Tokenizer
     train: list[Shard]
     val: list[Shard]
-    fingerprint: dict[str, str]  # name, tokenizer, and a hash of each split's tokens: the same wherever the files are
+    fingerprint: dict[str, str]  # name, tokenizer, and a hash of each split's tokens; it holds no paths and no times
+
+    @property
+    def summary(self) -> str:
+        """The name, the tokenizer, and the number of tokens of each split, for the user."""
+        train_tokens, val_tokens = sum(map(len, self.train)), sum(map(len, self.val))
+        return f"{self.name}, {self.tokenizer.name}: {train_tokens:,} training tokens, {val_tokens:,} validation tokens"
 
 
 def open_dataset(config: DataConfig) -> Dataset:
-    """The corpus as verified token shards, a small one written on the first use.
+    """Open the corpus as verified token shards. If data.prepare is auto, write the shards on the first use.
 
-    DataError: no such text, a damaged shard, or a large data set that is not prepared.
+    Raises DataError if the text is missing, if a shard is damaged, or if data.prepare is by_hand and no shards exist.
     """
     tokenizer = TOKENIZERS[config.tokenizer]()
     if config.source == "nanogpt":
         train, val = open_nanogpt(nanogpt_folder(config), tokenizer.n_vocab, Path(config.cache))
     else:
-        source, folder = located(config, tokenizer)
-        if config.prepare == "by_hand" and not complete(folder):
+        source, folder = source_and_folder(config, tokenizer)
+        if config.prepare == "by_hand" and not is_complete(folder):
             raise DataError(
-                f"data={config.name} is not prepared, and too large to do it in passing: run "
+                f"data={config.name} is not prepared, and it is too large to prepare on the first use: run "
                 f"`{prepare_command(config)}`"
             )
-        write(folder, source, tokenizer, workers=1)  # a small one takes less than processes take to start
+        write_shards(folder, source, tokenizer, workers=1)  # starting processes takes longer than a small corpus
         train = open_shards(folder, "train", tokenizer.n_vocab) if config.val_fraction < 1 else []
         val = open_shards(folder, "val", tokenizer.n_vocab)
     fingerprint = {"name": config.name, "tokenizer": tokenizer.name, "train": digest(train), "val": digest(val)}
@@ -78,54 +92,73 @@ def open_dataset(config: DataConfig) -> Dataset:
 
 
 def prepare(config: DataConfig, workers: int, watch: Callable[[int, int], None]) -> Path:
-    """Tokenize the corpus unless that is done, however large it is (see pipeline.write): the folder of its splits."""
+    """Tokenize a corpus of any size unless its shards exist, and return the folder of its splits.
+
+    Calls `watch(documents, tokens)` with the numbers so far. Raises DataError if another process prepares the same
+    corpus, if the source or the disk fails, or if a split would be empty. For data=nanogpt, returns the folder of
+    nanoGPT's files.
+    """
     if config.source == "nanogpt":
         return nanogpt_folder(config)
     tokenizer = TOKENIZERS[config.tokenizer]()
-    source, folder = located(config, tokenizer)
-    write(folder, source, tokenizer, workers, watch, wait=False)
+    source, folder = source_and_folder(config, tokenizer)
+    write_shards(folder, source, tokenizer, workers, watch, wait=False)
     return folder
 
 
-def goes_on_after(config: DataConfig) -> int:
-    """The documents that prepare() need not do again, if it was interrupted."""
-    return 0 if config.source == "nanogpt" else recorded(located(config, TOKENIZERS[config.tokenizer]())[1])
+def recorded_documents(config: DataConfig) -> int:
+    """Return the number of documents that an interrupted prepare() recorded. The next prepare() skips them."""
+    if config.source == "nanogpt":
+        return 0
+    _, folder = source_and_folder(config, TOKENIZERS[config.tokenizer]())
+    return count_recorded_documents(folder)
 
 
-def located(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source, Path]:
-    """The text, and where its shards belong; the 12 hex digits change with whatever would change the tokens."""
+def source_and_folder(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source, Path]:
+    """Return the source of the text and the folder of its shards.
+
+    The folder's name ends with 12 hex digits of a hash. The hash covers everything that can change the tokens.
+    """
     source = SOURCES[config.source](config.path, config.subset, config.column, config.val_fraction)
-    facts = json.dumps([source.identity, tokenizer.name, config.val_fraction])
-    fingerprint = hashlib.sha256(facts.encode()).hexdigest()[:12]
-    return source, Path(config.cache) / f"{config.name}-{tokenizer.name}-{fingerprint}"
+    identity = json.dumps([source.identity, tokenizer.name, config.val_fraction])
+    identity_hash = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return source, Path(config.cache) / f"{config.name}-{tokenizer.name}-{identity_hash}"
 
 
 def nanogpt_folder(config: DataConfig) -> Path:
-    """Where nanoGPT's files are. DataError: they are not, or their ids are those of another tokenizer."""
+    """Return the folder of nanoGPT's files.
+
+    Raises DataError if train.bin or val.bin is missing, or if their ids are characters and not tokens.
+    """
     if not config.path or not isinstance(config.path, str):
         raise DataError("data=nanogpt needs data.path=FOLDER, with nanoGPT's train.bin and val.bin in it")
-    folder = local(config.path)
+    folder = local_path(config.path)
     if missing := [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]:
         raise DataError(
-            f"data.path={folder}: holds no {missing[0]}; data=nanogpt reads nanoGPT's train.bin and val.bin"
+            f"data.path={folder}: the folder has no {missing[0]}; data=nanogpt reads nanoGPT's train.bin and val.bin"
         )
     if (folder / "meta.pkl").exists():
         raise DataError(
-            f"data.path={folder}: by its meta.pkl its ids are characters (nanoGPT's *_char sets), not tokens of "
-            f"{config.tokenizer}: read the text itself with data=text data.tokenizer=bytes"
+            f"data.path={folder}: the folder has a meta.pkl, so its ids are characters (nanoGPT's *_char sets) and not "
+            f"tokens of {config.tokenizer}: use the text itself with data=text data.tokenizer=bytes"
         )
     return folder
 
 
 def prepare_command(config: DataConfig) -> str:
-    """What prepares exactly this."""
-    return shlex.join(["python", "-m", "scripts.prepare", *overrides(config)])
+    """Return the shell command that prepares this data set."""
+    return shlex.join(["python", "-m", "scripts.prepare", *config_arguments(config)])
 
 
-def overrides(config: DataConfig) -> list[str]:
-    """The command line's words for exactly this: the keys that differ from those of the group's file."""
+def config_arguments(config: DataConfig) -> list[str]:
+    """Return the command-line arguments that give this config.
+
+    They are `data=<choice>`, and `data.<key>=<value>` for each key whose value differs from configs/data/<choice>.yaml.
+    """
     file = CONFIGS / f"{config.name}.yaml"
-    usual = OmegaConf.load(file) if file.exists() else {}
-    changed = {key: value for key, value in asdict(config).items() if usual.get(key) != value}
-    choice = config.name if usual else config.source
-    return [f"data={choice}", *(f"data.{key}={'null' if value is None else value}" for key, value in changed.items())]
+    defaults = OmegaConf.load(file) if file.exists() else {}
+    arguments = [f"data={config.name if defaults else config.source}"]
+    for key, value in asdict(config).items():
+        if defaults.get(key) != value:
+            arguments.append(f"data.{key}={'null' if value is None else value}")
+    return arguments

@@ -1,8 +1,8 @@
-"""Where text comes from, and which of it is for training and which for validation.
+"""Read documents from local files, and choose the split of each document: `train` or `val`.
 
-Documents are held out by a hash of their text, so that none is on both sides, not even as a copy, and adding some moves
-no other. A document is a text file or a row of a .jsonl or .parquet file; with fewer than 20 text files, the last part
-of each is held out instead.
+A document is a text file, or a row of a .jsonl or .parquet file. A hash of the document's text decides its split. So
+all copies of a text are in one split, and a new document does not change the split of another document. With fewer than
+20 text files, each text file is cut instead: its last part is for validation.
 """
 
 import glob
@@ -19,101 +19,125 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from data.errors import DataError, line
+from data.errors import DataError, one_line
 
-PLAIN = (".txt", ".md", ".py")
-ROWS = (".jsonl", ".jsonl.gz", ".parquet")
-SPLIT_BY_FILE = 20  # text files
-NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+TEXT_SUFFIXES = (".txt", ".md", ".py")  # one file is one document
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # one row is one document
+SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
+FILES_TO_SPLIT_BY_HASH = 20  # with fewer text files, each file is cut: its last part is for validation
+# folders of the standard library with tests or installed packages
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Source(ABC):
-    """Documents in an order that stays. `identity` is JSON-able and changes with them, `files` are the local ones."""
+    """Documents in a fixed order.
+
+    `files` are the local files that the text is read from. `identity` changes if the documents change; it can be
+    written as JSON.
+    """
 
     files: list[Path]
     identity: list
-    val_fraction: float = 0.1  # 1: all of it, and there is no text for training
+    val_fraction: float = 0.1  # 1: all documents are for validation, none for training
 
     @abstractmethod
     def documents(self, position: Any = None) -> Iterator[tuple[str, str]]:
-        """(`train` or `val`, text), from the start or behind `position`. DataError: they cannot be read."""
+        """Yield (`train` or `val`, text) of each document, or only of the documents after `position`.
+
+        Raises DataError if a document cannot be read.
+        """
 
     @abstractmethod
     def position(self) -> Any:
-        """JSON-able: the place behind the document that documents() gave last."""
+        """Return the position after the last document that documents() yielded, in a form that JSON can hold."""
 
 
 class Files(Source):
-    """Local files, in the order of their names. DataError: one cannot be read."""
+    """Local files, in the order of their names. Raises DataError if a file cannot be read."""
 
     def __init__(self, files: Iterable[Path], column: str, val_fraction: float):
         self.files, self.column, self.val_fraction = sorted(files), column, val_fraction
-        self.by_hash = sum(kind(file) in PLAIN for file in self.files) >= SPLIT_BY_FILE
+        suffixes = [known_suffix(file) for file in self.files]
+        self.split_by_hash = sum(suffix in TEXT_SUFFIXES for suffix in suffixes) >= FILES_TO_SPLIT_BY_HASH
         self.identity = file_stamps(self.files)
-        if any(kind(file) in ROWS for file in self.files):
+        if any(suffix in ROW_SUFFIXES for suffix in suffixes):
             self.identity.append(column)
 
     def documents(self, position: list[int] | None = None) -> Iterator[tuple[str, str]]:
-        first, skipped = position or (0, 0)
-        for number, file in enumerate(self.files[first:], first):
-            skip = skipped if number == first else 0
-            for count, document in enumerate(islice(self.parts(file), skip, None), skip + 1):
-                self.at = [number, count]
+        first_file, documents_read = position or (0, 0)
+        for file_number in range(first_file, len(self.files)):
+            documents = islice(self.file_documents(self.files[file_number]), documents_read, None)
+            for document in documents:
+                documents_read += 1
+                self.last_position = [file_number, documents_read]
                 yield document
+            documents_read = 0
 
     def position(self) -> list[int]:
-        return self.at  # the file's number, and the documents read of it
+        """Return [number of the file, how many of its documents were read]."""
+        return self.last_position
 
-    def parts(self, file: Path) -> Iterator[tuple[str, str]]:
-        """The documents of one file."""
-        if kind(file) in ROWS:
-            texts = parquet(file, self.column) if kind(file) == ".parquet" else jsonl(file, self.column)
-            yield from ((side(text, self.val_fraction), text) for text in texts)
+    def file_documents(self, file: Path) -> Iterator[tuple[str, str]]:
+        """Yield (split, text) of each document of one file."""
+        suffix = known_suffix(file)
+        if suffix in ROW_SUFFIXES:
+            read_rows = parquet_texts if suffix == ".parquet" else jsonl_texts
+            for text in read_rows(file, self.column):
+                yield split_of(text, self.val_fraction), text
             return
-        text = read(file)
-        if self.by_hash:
-            yield side(text, self.val_fraction), text
-        else:
-            cut = int(len(text) * (1 - Fraction(str(self.val_fraction))))  # 0.1 is not quite a tenth as a float
-            if self.val_fraction < 1:
-                yield "train", text[:cut]
-            yield "val", text[cut:]
+        text = read_text(file)
+        if self.split_by_hash:
+            yield split_of(text, self.val_fraction), text
+            return
+        cut = int(len(text) * (1 - Fraction(str(self.val_fraction))))  # the float 0.1 is not exactly a tenth
+        if self.val_fraction < 1:
+            yield "train", text[:cut]
+        yield "val", text[cut:]
 
 
-def side(text: str, val_fraction: float) -> str:
-    """`val` for this share of all texts, by SHA-256."""
-    return "val" if int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) < val_fraction * 2**64 else "train"
+def split_of(text: str, val_fraction: float) -> str:
+    """Return the split that the SHA-256 of a text decides. It is `val` for a share `val_fraction` of all texts."""
+    first_64_bits = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    return "val" if first_64_bits < val_fraction * 2**64 else "train"
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file. Raises DataError if it is not UTF-8 or cannot be read."""
     try:
-        return path.read_text(encoding="utf-8-sig")  # a byte order mark is not text
+        return path.read_text(encoding="utf-8-sig")  # -sig removes a byte order mark, which is not text
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); convert it, or leave it out") from None
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}): convert the file or leave it out") from None
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise read_error(path, error) from None
 
 
-def jsonl(path: Path, column: str) -> Iterator[str]:
-    """The texts in a column of a .jsonl or .jsonl.gz file: one JSON object a line."""
+def jsonl_texts(path: Path, column: str) -> Iterator[str]:
+    """Yield the texts in a column of a .jsonl or .jsonl.gz file, which has one JSON object on each line.
+
+    Raises DataError if the file cannot be read, or if a line is not JSON or has no text in the column.
+    """
+    open_file = gzip.open if path.suffix == ".gz" else open
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, row in enumerate(file, 1):
-                if row.isspace():
+        with open_file(path, "rb") as file:
+            for number, json_line in enumerate(file, 1):
+                if json_line.isspace():
                     continue
                 where = f"{path}, line {number}"
                 try:
-                    held = json.loads(row)
-                except (ValueError, RecursionError) as error:  # also for what is not UTF-8, or too deep
-                    raise DataError(f"{where}: not JSON ({error}); correct the line, or take it out") from None
-                if (text := text_of(held, column, where)) is not None:
+                    row = json.loads(json_line)
+                except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
+                    raise DataError(f"{where}: not JSON ({error}); correct or delete the line") from None
+                if (text := text_of(row, column, where)) is not None:
                     yield text
     except (OSError, EOFError, zlib.error) as error:
-        raise unreadable(path, error) from None
+        raise read_error(path, error) from None
 
 
-def parquet(path: Path, column: str) -> Iterator[str]:
-    """The texts in a column of a .parquet file."""
+def parquet_texts(path: Path, column: str) -> Iterator[str]:
+    """Yield the texts in a column of a .parquet file.
+
+    Raises DataError if the file cannot be read, if it has no such column, or if the column holds no text.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -121,43 +145,46 @@ def parquet(path: Path, column: str) -> Iterator[str]:
         raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
     try:
         with pq.ParquetFile(path) as file:
-            text_of(dict.fromkeys(file.schema_arrow.names), column, str(path))
+            text_of(dict.fromkeys(file.schema_arrow.names), column, str(path))  # raises if there is no such column
             batches = file.iter_batches(batch_size=256, columns=[column])
-            for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, 1):
                 if (text := text_of(row, column, f"{path}, row {number}")) is not None:
                     yield text
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise unreadable(path, error) from None
+        raise read_error(path, error) from None
 
 
 def text_of(row: Any, column: str, where: str) -> str | None:
-    """The row's text, None where it is null. DataError: there is no such column, or it holds no text."""
+    """Return the text in a column of a row, or None if the column holds null.
+
+    Raises DataError if the column is missing or holds something other than text. The message starts with `where`.
+    """
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object with a column {column}, and this is none")
+        raise DataError(f"{where}: a row must be a JSON object with a column {column}, and this row is not an object")
     if column not in row:
-        others = f"; pass data.column=..., one of: {', '.join(row)}" if row else ", nor any other"
-        raise DataError(f"{where}: there is no column {column}{others}")
+        hint = f"; pass data.column=..., one of: {', '.join(row)}" if row else " and no other column"
+        raise DataError(f"{where}: there is no column {column}{hint}")
     text = row[column]
     if not isinstance(text, str | None):
-        raise DataError(
-            f"{where}: column {column} holds {type(text).__name__} and not text; choose another data.column"
-        )
-    if text and not text.isascii():  # half of a surrogate pair, "\ud83d" in JSON, has no UTF-8: as tiktoken does
+        raise DataError(f"{where}: column {column} holds {type(text).__name__}, not text; choose another data.column")
+    if text and not text.isascii():
+        # JSON may hold half of a surrogate pair ("\ud83d"), which UTF-8 cannot encode. Replace it as tiktoken does.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
-def unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read: {line(error)}")
+def read_error(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} cannot be read: {one_line(error)}")
 
 
-def kind(path: Path) -> str | None:
-    """The suffix by which a file is read; None: not at all."""
-    return next((suffix for suffix in PLAIN + ROWS if path.name.endswith(suffix)), None)
+def known_suffix(path: Path) -> str | None:
+    """Return the suffix of `path` if it is one of SUFFIXES, else None."""
+    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
 
 
 def file_stamps(files: list[Path]) -> list:
-    """[name, bytes, time of change] of each."""
+    """Return [path, bytes, modification time in ns] of each file. Raises DataError if a file is missing."""
     try:
         stats = [(str(path), path.stat()) for path in files]
     except OSError as error:
@@ -165,58 +192,77 @@ def file_stamps(files: list[Path]) -> list:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def stdlib(path: None = None, subset: None = None, column: str = "text", val_fraction: float = 0.1) -> Files:
-    """The Python standard library's own source, about 11 MB on every machine, without its tests."""
+def stdlib_source(path: None = None, subset: None = None, column: str = "text", val_fraction: float = 0.1) -> Files:
+    """Return the source code of Python's standard library without its tests: about 12 MB on every machine.
+
+    All entries of data.SOURCES have the same parameters. Here `subset` and `column` have no effect. Raises DataError if
+    `path` is set, because data.path belongs to data=text.
+    """
     if path is not None:
         raise DataError(f"data.path={path} is for your own text: add data=text")
-    root, files = Path(sysconfig.get_path("stdlib")), []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in NOT_SOURCE]  # site-packages may hold 100,000 files
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        # os.walk does not enter the folders that are removed here; site-packages may hold 100,000 files
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"data=stdlib: no .py files in {root}; choose data=text data.path=...")
     return Files(files, column, val_fraction)
 
 
-def text(path: str | list[str] | None, subset: None = None, column: str = "text", val_fraction: float = 0.1) -> Files:
-    """Files, folders (searched for the suffixes PLAIN and ROWS) and globs."""
-    patterns = [path] if isinstance(path, str | int | float) else path  # 2024 is a name, too
-    if not patterns or not isinstance(patterns, list) or any(each in (None, "") for each in patterns):
-        raise DataError("data=text needs data.path=FILE, a folder, a glob, or a list '[a.txt,b/]'")
-    files = sorted((file for pattern in patterns for file in matches(str(pattern))), reverse=True)
-    return Files({file.resolve(): file for file in files}.values(), column, val_fraction)  # links may name one twice
+def text_source(
+    path: str | list[str] | None, subset: None = None, column: str = "text", val_fraction: float = 0.1
+) -> Files:
+    """Return the text files that data.path names: a file, a folder, a glob, or a list of them.
+
+    `subset` has no effect. Raises DataError if data.path is empty, or if one entry of it matches no text file.
+    """
+    patterns = [path] if isinstance(path, str | int | float) else path  # Hydra reads data.path=2024 as a number
+    if not patterns or not isinstance(patterns, list) or any(pattern in (None, "") for pattern in patterns):
+        raise DataError("data=text needs data.path: a file, a folder, a glob, or a list '[a.txt,b/]'")
+    files = [file for pattern in patterns for file in matching_files(str(pattern))]
+    unique_files = {}  # target -> first name: if two links lead to one file, the file counts once
+    for file in sorted(files):
+        unique_files.setdefault(file.resolve(), file)
+    return Files(unique_files.values(), column, val_fraction)
 
 
-def matches(pattern: str) -> list[Path]:
-    """The text files that one entry of data.path means, a link under its own name: of Hugging Face's cache or git-annex
-    the target's tells nothing."""
-    path = local(pattern)
-    found = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
-    found = [path for path in found if path.exists()]  # a glob finds dangling links, too
-    if not found:
+def matching_files(pattern: str) -> list[Path]:
+    """Return the text files that one entry of data.path names. Raises DataError if there is no text file.
+
+    A link to a file keeps its own name: in Hugging Face's cache and in git-annex, the name of its target has no suffix.
+    """
+    path = local_path(pattern)
+    paths = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+    paths = [path for path in paths if path.exists()]  # glob also returns dangling links
+    if not paths:
         raise DataError(f"data.path={pattern}: no such file or folder, and nothing matches it as a glob")
     files = []
-    for path in found:
-        files += folder_files(path.resolve()) if path.is_dir() else [path.parent.resolve() / path.name]
-    known = ", ".join(PLAIN + ROWS)
-    if wrong := [file for file in files if not kind(file)]:
-        raise DataError(f"data.path={pattern}: {wrong[0].name} is none of {known}")
+    for path in paths:
+        if path.is_dir():
+            files += text_files_in(path.resolve())
+        else:
+            files.append(path.parent.resolve() / path.name)
+    suffixes = ", ".join(SUFFIXES)
+    if unknown := [file for file in files if not known_suffix(file)]:
+        raise DataError(f"data.path={pattern}: {unknown[0].name} does not end with one of {suffixes}")
     if not files:
-        raise DataError(f"data.path={pattern}: holds no {known} file")
+        raise DataError(f"data.path={pattern}: no file in it ends with one of {suffixes}")
     return files
 
 
-def local(name: str) -> Path:
-    """A path, with the home folder for `~`. DataError: a name as no file can have: of nobody's home, or too long."""
+def local_path(name: str) -> Path:
+    """Return the path with `~` expanded. Raises DataError if the name is too long or `~` names an unknown user."""
     try:
         path = Path(name).expanduser()
-        path.exists()
+        path.exists()  # raises OSError if the name is too long
     except (OSError, RuntimeError) as error:
-        raise DataError(f"data.path={name}: there can be no such file or folder: {line(error)}") from None
+        raise DataError(f"data.path={name} is not a valid path: {one_line(error)}") from None
     return path
 
 
-def folder_files(folder: Path) -> list[Path]:
-    """The text files below a folder, but for those in hidden folders (.git, .venv)."""
-    files = (file for file in folder.rglob("*") if kind(file) and file.is_file())
+def text_files_in(folder: Path) -> list[Path]:
+    """Return the text files below a folder, without hidden files and files in hidden folders (.git, .venv)."""
+    files = (file for file in folder.rglob("*") if known_suffix(file) and file.is_file())
     return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]

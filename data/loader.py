@@ -1,8 +1,11 @@
-"""Batches as a pure function of (seed, step, rank): no state to save, and a resumed run sees what it would have seen.
+"""Batches of token ids, as a pure function of (seed, step, rank).
 
-A sample is a window of block_size + 1 tokens of one shard; windows overlap by the one token that is a target here and
-an input there. An epoch visits every sample once, in an order drawn from (seed, epoch). The samples of a step do not
-depend on how it is divided into micro-batches and ranks.
+A checkpoint therefore holds no state of the loader, and a resumed run gets the same batches as an uninterrupted one.
+
+A sample is a window of block_size + 1 tokens of one shard. Two neighbouring windows share one token: it is the last
+target of the first window and the first input of the second. An epoch visits every sample once, in a random order that
+depends only on (seed, epoch). The samples of a step do not depend on how the step is divided into micro-batches and
+ranks.
 """
 
 import itertools
@@ -15,20 +18,23 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from data import Dataset
 from data.errors import DataError
 from data.shards import Shard
 
-AHEAD = 3  # steps read before they are asked for
-# x and y, (batch_size, block_size) int64: y is x one token on. And, if attention is to stay inside documents, starts,
-# int32 of the same shape: where in its row each token's document begins
+PREFETCHED_STEPS = 3
+# (x, y), both (batch_size, block_size) int64, where y is x shifted by one token. If attention must stay inside
+# documents, (x, y, starts): starts, (batch_size, block_size) int32, gives for each token the index in the row at which
+# the token's document begins.
 Batch = tuple[torch.Tensor, ...]
 
 
 class Windows:
-    """The samples of some shards, numbered from 0. DataError: there is not even one; `key` is what sets block_size.
+    """The samples of the shards of one split, numbered from 0.
 
-    With `eot`, the token between documents, batches have starts; it counts as the first of the document behind it, as
-    where a sample begins with it.
+    `eot` is the id that opens every document. Batches have `starts` only if `eot` is given. If a sample begins inside a
+    document, the start of that document counts as index 0. Error messages name `split` and `key`, the config key that
+    sets block_size. Raises DataError if the shards have fewer tokens than one sample.
     """
 
     def __init__(
@@ -36,10 +42,10 @@ class Windows:
     ):
         self.shards, self.block_size, self.eot = shards, block_size, eot
         if not shards:
-            raise DataError(f"there is no {split} text: data.val_fraction=1 holds all of it out; lower it")
-        counts = [max(0, len(shard) - 1) // block_size for shard in shards]
-        self.ends = np.cumsum(counts)
-        if sum(counts) == 0:
+            raise DataError(f"there is no {split} text: data.val_fraction=1 puts all text into validation; lower it")
+        samples_per_shard = [max(0, len(shard) - 1) // block_size for shard in shards]
+        self.sample_ends = np.cumsum(samples_per_shard)  # for each shard, the number of its last sample + 1
+        if len(self) == 0:
             tokens = sum(map(len, shards))
             raise DataError(
                 f"the {split} text has {tokens} tokens, and one sample takes {block_size + 1} ({key} + 1): "
@@ -47,29 +53,37 @@ class Windows:
             )
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.sample_ends[-1])
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """The samples with these numbers. DataError: a shard that they lie in is not what was opened any more."""
-        where = np.searchsorted(self.ends, samples, side="right")
-        for shard in np.unique(where):  # a stat each, about 1 us
-            self.shards[shard].check()
-        rows = [self._row(int(shard), int(i)) for shard, i in zip(where, samples, strict=True)]
+        """Return the samples whose numbers are in `samples`, (batch_size,) int64.
+
+        Raises DataError if one of their shards has changed on the disk.
+        """
+        shard_numbers = np.searchsorted(self.sample_ends, samples, side="right")
+        for number in np.unique(shard_numbers):
+            self.shards[number].check_unchanged()  # takes about 1 us
+        rows = [self._row(int(number), int(sample)) for number, sample in zip(shard_numbers, samples, strict=True)]
         rows = torch.from_numpy(np.stack(rows).astype(np.int64))
         x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         if self.eot is None:
             return x, y
-        begins = torch.where(x == self.eot, torch.arange(self.block_size, dtype=torch.int32), 0)
-        return x, y, begins.cummax(1).values
+        indices = torch.arange(self.block_size, dtype=torch.int32)
+        starts = torch.where(x == self.eot, indices, 0).cummax(1).values
+        return x, y, starts
 
-    def _row(self, shard: int, sample: int) -> np.ndarray:
-        first = int(self.ends[shard - 1]) if shard else 0
-        start = (sample - first) * self.block_size
-        return self.shards[shard].tokens[start : start + self.block_size + 1]
+    def _row(self, shard_number: int, sample: int) -> np.ndarray:
+        """Return the tokens of one sample, (block_size + 1,) uint16."""
+        first_sample = int(self.sample_ends[shard_number - 1]) if shard_number else 0
+        start = (sample - first_sample) * self.block_size
+        return self.shards[shard_number].tokens[start : start + self.block_size + 1]
 
 
 class Loader:
-    """The training batches of one rank; `loader(step)` gives the micro-batches of an optimizer step (from 1)."""
+    """The training batches of one rank. `loader(step)` returns the micro-batches of an optimizer step.
+
+    Steps are counted from 1. `tokens_per_step` counts the tokens of all ranks.
+    """
 
     def __init__(
         self, windows: Windows, batch_size: int, tokens_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -79,47 +93,68 @@ class Loader:
         self.samples_per_step = tokens_per_step // windows.block_size
 
     def __call__(self, step: int) -> list[Batch]:
-        positions = np.arange((step - 1) * self.samples_per_step, step * self.samples_per_step)
-        samples = np.array([self.sample(int(position)) for position in positions])
-        mine = samples.reshape(-1, self.world_size, self.batch_size)[:, self.rank]  # (micro-steps, batch_size)
-        return [self.windows.batch(micro) for micro in mine]
+        positions = range((step - 1) * self.samples_per_step, step * self.samples_per_step)
+        samples = np.array([self.sample_at(position) for position in positions])
+        samples = samples.reshape(-1, self.world_size, self.batch_size)  # (micro-batches, ranks, samples)
+        return [self.windows.batch(micro_batch) for micro_batch in samples[:, self.rank]]
 
-    def sample(self, position: int) -> int:
-        """The number of the sample at this position of the endless training stream."""
+    def sample_at(self, position: int) -> int:
+        """Return the number of the sample at `position` in the endless sequence of epochs."""
         epoch, index = divmod(position, len(self.windows))
-        return int(order(self.seed, epoch, len(self.windows))[index])
+        return int(epoch_order(self.seed, epoch, len(self.windows))[index])
 
 
-@lru_cache(maxsize=2)  # a step may lie across two epochs
-def order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The order of an epoch: a permutation of its samples."""
+def open_splits(
+    dataset: Dataset, block_size: int, mask_documents: bool = False, evaluate: bool = False
+) -> tuple[Windows, Windows | None]:
+    """Return the samples of the training text and of the validation text (None if `evaluate` is false).
+
+    If `mask_documents` is true, batches have `starts`, which keep attention inside documents. Raises DataError if a
+    split has fewer tokens than one sample.
+    """
+    eot = dataset.tokenizer.eot if mask_documents else None
+    train = Windows(dataset.train, block_size, "training", eot=eot)
+    val = Windows(dataset.val, block_size, "validation", eot=eot) if evaluate else None
+    return train, val
+
+
+@lru_cache(maxsize=2)  # a step may span two epochs
+def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
+    """Return the order of an epoch: a permutation of the sample numbers 0 to samples - 1, (samples,) int64."""
     return np.random.default_rng([seed, epoch]).permutation(samples)
 
 
-def prefetch(loader: Loader, first: int, device: torch.device) -> Iterator[tuple[list[Batch], float]]:
-    """(micro-batches on `device`, seconds that the caller waited for them), for the steps first, first + 1, ...
+def prefetch(loader: Loader, first_step: int, device: torch.device) -> Iterator[tuple[list[Batch], float]]:
+    """Yield (micro-batches on `device`, seconds that the caller waited for them) for each step from `first_step` on.
 
-    A thread reads the next AHEAD steps while this one is computed; for a GPU it leaves them in pinned memory, so that
-    the host does not wait for the copy.
+    A thread reads the next PREFETCHED_STEPS steps while the caller runs the current step. For a GPU, the thread puts
+    the batches into pinned memory, so that the host does not wait for the copy to the GPU.
     """
 
     def read(step: int) -> list[Batch]:
         batches = loader(step)
-        return [tuple(t.pin_memory() for t in batch) for batch in batches] if device.type == "cuda" else batches
+        if device.type != "cuda":
+            return batches
+        return [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
 
     with ThreadPoolExecutor(1) as thread:
-        pending = deque(thread.submit(read, first + i) for i in range(AHEAD))
-        for step in itertools.count(first + AHEAD):
+        pending = deque(thread.submit(read, first_step + i) for i in range(PREFETCHED_STEPS))
+        for step in itertools.count(first_step + PREFETCHED_STEPS):
             start = time.perf_counter()
             batches = pending.popleft().result()
-            waited = time.perf_counter() - start
+            wait_seconds = time.perf_counter() - start
             pending.append(thread.submit(read, step))
-            yield [tuple(t.to(device, non_blocking=True) for t in batch) for batch in batches], waited
+            yield [tuple(tensor.to(device, non_blocking=True) for tensor in batch) for batch in batches], wait_seconds
 
 
-def evaluation(windows: Windows, batch_size: int, samples: int) -> Iterator[Batch]:
-    """A fixed set, in full batches: `samples` spread evenly over the split, fewer where it has fewer."""
+def evaluation_batches(windows: Windows, batch_size: int, samples: int) -> Iterator[Batch]:
+    """Yield a fixed set of samples, spread evenly over the split, in full batches.
+
+    A full batch has `batch_size` samples, or all samples of a smaller split. The number of batches is the number of
+    full batches in `samples` samples, at least 1 and at most as many as the split fills.
+    """
     size = min(batch_size, len(windows))
-    count = max(1, min(samples, len(windows)) // size) * size
-    for samples in np.split(np.arange(count) * len(windows) // count, count // size):
-        yield windows.batch(samples)
+    batches = max(1, min(samples, len(windows)) // size)
+    numbers = np.arange(batches * size) * len(windows) // (batches * size)
+    for batch_numbers in np.split(numbers, batches):
+        yield windows.batch(batch_numbers)

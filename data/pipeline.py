@@ -1,12 +1,13 @@
-"""From documents to shards in one pass: this process reads and writes, in order, and `workers` processes tokenize.
+"""Tokenize documents into shards in one pass. This process reads and writes in order; `workers` processes tokenize.
 
-The result does not depend on their number; one worker is a thread, which needs no start (GPT-2 tokens on two cores:
-5.4 M/s with one, 8.3 M/s with two). Until all is whole it lies in `<folder>.partial`, beside `progress.json`, which
-says how far it is: an interrupted preparation goes on from there, and gives the same bytes.
+The number of workers does not change the shards. On two cores, one worker gives 5.4 M GPT-2 tokens/s and two give
+8.3 M/s. A single worker is a thread and not a process, because a thread starts at once.
+
+The shards are in `<folder>.partial` until all are complete. `progress.json` in that folder records the progress. An
+interrupted preparation resumes from the last record and gives the same bytes.
 """
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -19,28 +20,39 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from data.corpus import Source
 from data.errors import DataError
 from data.shards import SHARD_TOKENS, Writer, read_json, write_json
-from data.tokenizer import PIECE, Tokenizer, pieces
+from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
 
 SPLITS = ("train", "val")
 PROGRESS = "progress.json"
-SYNC_TOKENS = 10_000_000  # between two records of the progress; an interruption costs so many at most
-Piece = tuple[str, str, bool]  # split, text, and whether a document begins with it
+RECORD_EVERY_TOKENS = 10_000_000  # an interruption loses about this many tokens at most
 
 
-def complete(folder: Path) -> bool:
-    """Whether both splits are there."""
+class Piece(NamedTuple):
+    """A part of a document."""
+
+    split: str
+    text: str
+    opens_document: bool
+
+
+Chunk = list[Piece]  # about PIECE_CHARACTERS characters in total; a worker tokenizes one chunk at a time
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether both splits are in `folder`."""
     return all((folder / split).is_dir() for split in SPLITS)
 
 
-def recorded(folder: Path) -> int:
-    """The documents behind which an interrupted preparation goes on."""
+def count_recorded_documents(folder: Path) -> int:
+    """Return the number of documents that an interrupted preparation of `folder` recorded. It resumes after them."""
     return read_json(partial_folder(folder) / PROGRESS).get("documents", 0)
 
 
@@ -48,7 +60,7 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def write(
+def write_shards(
     folder: Path,
     source: Source,
     tokenizer: Tokenizer,
@@ -57,154 +69,164 @@ def write(
     wait: bool = True,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Tokenize `source` into the shards `folder/train` and `folder/val`, both or none, unless they are there.
+    """Tokenize `source` into the shards `folder/train` and `folder/val`, unless both exist.
 
-    `watch(documents, tokens)` is told how many are done, those of an earlier, interrupted call included. If another
-    process is at it, wait for its result, or with wait=False refuse. DataError: the source or the disk failed, or a
-    split would be empty (that for training may be where source.val_fraction is 1).
+    Both folders appear at the same time, when all shards are complete. Calls `watch(documents, tokens)` with the
+    numbers so far, which include the documents and tokens of an earlier, interrupted call. If another process prepares
+    the same folder, waits until it has finished; if `wait` is false, raises DataError instead. Also raises DataError if
+    the source or the disk fails, or if a split would be empty (`train` may be empty if source.val_fraction is 1).
     """
-    if complete(folder):
+    if is_complete(folder):
         return
     unfinished = partial_folder(folder)
     try:
-        with locked(unfinished, wait):
-            if complete(folder):  # the other process's
-                shutil.rmtree(unfinished)
+        with preparation_lock(unfinished, wait):
+            if is_complete(folder):  # the process that had the lock completed it
                 return
             try:
                 tokenize(unfinished, source, tokenizer, workers, watch, shard_tokens)
             except BaseException as error:
-                changed = isinstance(error, DataError) and source.files  # once mended they are other files
-                if changed or not (unfinished / PROGRESS).exists():
+                # The shards of a corrected local file get another folder, so no later call resumes from this folder.
+                local_file_is_broken = isinstance(error, DataError) and source.files
+                if local_file_is_broken or not (unfinished / PROGRESS).exists():
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            if folder.exists():  # half of it: somebody deleted a split
+            if folder.exists():  # it has only one split, because somebody deleted the other
                 shutil.rmtree(folder)
             unfinished.rename(folder)
             (folder / PROGRESS).unlink(missing_ok=True)
     except BrokenProcessPool:
         raise DataError(
-            "a process that tokenizes was killed, perhaps for want of memory: the same command goes on, or pass fewer "
-            "workers"
+            "a process that tokenizes was killed, perhaps because the memory is full: run the same command again to "
+            "resume, or pass fewer workers"
         ) from None
     except OSError as error:
-        raise DataError(f"token shards cannot be written to data.cache={folder.parent}: {error.strerror}") from None
+        # FileExistsError: data.cache is a file
+        reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise DataError(f"token shards cannot be written to data.cache={folder.parent}: {reason}") from None
 
 
-@contextlib.contextmanager
-def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold `folder`, made if need be, against other processes; the lock goes with the process, however that ends."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not wait:
-                    raise DataError(
-                        f"another process is preparing {folder}: wait for it, or end it and run this again"
-                    ) from None
-                print(f"waiting for another process, which is preparing {folder}", file=sys.stderr)
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if is_still(folder, handle):
-                yield
-                return
-        finally:
-            os.close(handle)
+def preparation_lock(folder: Path, wait: bool) -> contextlib.AbstractContextManager:
+    """Lock the file `.<folder>.lock` beside `folder`. The end of the `with` block releases the lock.
 
-
-def is_still(folder: Path, handle: int) -> bool:
-    """Whether the opened folder is the one of this name: the process that had the lock may have renamed it."""
+    The operating system releases the lock when the process ends, even by SIGKILL. Raises DataError if another process
+    has the lock and `wait` is false.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
-        return os.path.samestat(os.fstat(handle), folder.stat())
-    except FileNotFoundError:
-        return False
+        return lock.acquire(blocking=False)
+    except Timeout:
+        if not wait:
+            raise DataError(
+                f"another process is preparing {folder}: wait for it, or end it and run this again"
+            ) from None
+    print(f"waiting for another process, which is preparing {folder}", file=sys.stderr)
+    return lock.acquire()
 
 
 def tokenize(
     folder: Path, source: Source, tokenizer: Tokenizer, workers: int, watch: Callable, shard_tokens: int
 ) -> None:
-    """Fill `folder` from where its progress stands to the end of `source`."""
-    done = read_json(folder / PROGRESS) or {"position": None, "documents": 0, "splits": {}}
-    documents, position = done["documents"], done["position"]
+    """Write the shards of `source` into `folder`, from the position in progress.json to the end of `source`.
+
+    Raises DataError if a split would be empty.
+    """
+    progress = read_json(folder / PROGRESS) or {"position": None, "documents": 0, "splits": {}}
+    documents = progress["documents"]
     with contextlib.ExitStack() as stack:
-        writers = {split: Writer(folder / split, shard_tokens, done["splits"].get(split)) for split in SPLITS}
+        writers = {split: Writer(folder / split, shard_tokens, progress["splits"].get(split)) for split in SPLITS}
         for writer in writers.values():
             stack.callback(writer.close)
-        synced = total = sum(writer.tokens for writer in writers.values())
-        watch(documents, total)
-        pool = stack.enter_context(executor(workers))
-        encoded = in_order(pool, partial(encode, tokenizer), batches(source, position), ahead=3 * workers)
+        recorded_tokens = tokens = sum(writer.tokens for writer in writers.values())
+        watch(documents, tokens)
+        pool = stack.enter_context(worker_pool(workers))
+        chunks = read_chunks(source, progress["position"])
+        encoded = encode_in_order(pool, partial(encode_chunk, tokenizer), chunks, ahead=3 * workers)
         stack.enter_context(contextlib.closing(encoded))
-        for (part, position), ids in encoded:
-            for split, tokens in ids.items():
-                writers[split].append(tokens)
-                total += len(tokens)
-            documents += sum(first for _, _, first in part)
-            watch(documents, total)
-            if position is not None and total - synced >= SYNC_TOKENS:
-                state = {split: writer.sync() for split, writer in writers.items()}
-                write_json(folder / PROGRESS, {"position": position, "documents": documents, "splits": state})
-                synced = total
+        for chunk, position, ids in encoded:
+            for split, split_ids in ids.items():
+                writers[split].append(split_ids)
+                tokens += len(split_ids)
+            documents += sum(piece.opens_document for piece in chunk)
+            watch(documents, tokens)
+            if position is not None and tokens - recorded_tokens >= RECORD_EVERY_TOKENS:
+                states = {split: writer.sync() for split, writer in writers.items()}
+                write_json(folder / PROGRESS, {"position": position, "documents": documents, "splits": states})
+                recorded_tokens = tokens
         for split, writer in writers.items():
             if not writer.tokens and (split == "val" or source.val_fraction < 1):
                 raise DataError(
-                    f"none of the {documents} documents fell to the {split} split: use more text, or another "
+                    f"none of the {documents} documents is in the {split} split: use more text, or another "
                     "data.val_fraction"
                 )
             writer.finish()
 
 
-def batches(source: Source, position: Any) -> Iterator[tuple[list[Piece], Any]]:
-    """Documents from `position` on, as lists of pieces of about PIECE characters together, and the position behind
-    each list (None where a list ends in the midst of a document)."""
-    held, size = [], 0
+def read_chunks(source: Source, position: Any) -> Iterator[tuple[Chunk, Any]]:
+    """Yield (chunk, position after the chunk) for the documents after `position`.
+
+    The position is None if the chunk ends inside a document.
+    """
+    chunk, size = [], 0
     for split, text in source.documents(position):
-        parts = list(pieces(text, PIECE))
-        for number, part in enumerate(parts, 1):
-            held.append((split, part, number == 1))
-            size += len(part)
-            if size >= PIECE:
-                yield held, source.position() if number == len(parts) else None
-                held, size = [], 0
-    if held:
-        yield held, source.position()
+        piece_texts = list(split_into_pieces(text, PIECE_CHARACTERS))
+        for number, piece_text in enumerate(piece_texts, 1):
+            chunk.append(Piece(split, piece_text, opens_document=number == 1))
+            size += len(piece_text)
+            if size >= PIECE_CHARACTERS:
+                ends_document = number == len(piece_texts)
+                yield chunk, (source.position() if ends_document else None)
+                chunk, size = [], 0
+    if chunk:
+        yield chunk, source.position()
 
 
-def encode(tokenizer: Tokenizer, part: list[Piece]) -> dict[str, np.ndarray]:
-    """The uint16 ids of each split's pieces, each document behind an end of text."""
-    ids = {split: [np.zeros(0, np.uint16)] for split in SPLITS}
-    for split, text, first in part:
-        ids[split] += [np.array([tokenizer.eot], np.uint16)] * first + [tokenizer.encode(text)]
+def encode_chunk(tokenizer: Tokenizer, chunk: Chunk) -> dict[str, np.ndarray]:
+    """Return the ids of each split, (n,) uint16, with an eot before each document."""
+    eot = np.array([tokenizer.eot], np.uint16)
+    ids = {split: [np.zeros(0, np.uint16)] for split in SPLITS}  # np.concatenate needs at least one array
+    for piece in chunk:
+        if piece.opens_document:
+            ids[piece.split].append(eot)
+        ids[piece.split].append(tokenizer.encode(piece.text))
     return {split: np.concatenate(arrays) for split, arrays in ids.items()}
 
 
-def in_order(pool: Executor, function: Callable, items: Iterator, ahead: int) -> Iterator[tuple[Any, Any]]:
-    """(item, function(item[0])) in the order of `items`, of which at most `ahead` are in memory."""
+def encode_in_order(
+    pool: Executor, encode: Callable, chunks: Iterator[tuple[Chunk, Any]], ahead: int
+) -> Iterator[tuple[Chunk, Any, Any]]:
+    """Yield (chunk, position, encode(chunk)) for each (chunk, position) of `chunks`, in order.
+
+    At most `ahead` chunks are read and not yet yielded, so that few are in memory.
+    """
     pending = deque()
-    for item in items:
-        pending.append((item, pool.submit(function, item[0])))
+    for chunk, position in chunks:
+        pending.append((chunk, position, pool.submit(encode, chunk)))
         if len(pending) >= ahead:
-            oldest, result = pending.popleft()
-            yield oldest, result.result()
-    for oldest, result in pending:
-        yield oldest, result.result()
+            chunk, position, future = pending.popleft()
+            yield chunk, position, future.result()
+    for chunk, position, future in pending:
+        yield chunk, position, future.result()
 
 
-def executor(workers: int) -> Executor:
-    """Processes, which are started anew: a fork of a process with threads (pyarrow's) may hang."""
+def worker_pool(workers: int) -> Executor:
+    """Return a pool of one thread, or of several spawned processes.
+
+    The processes are not forked, because a process that is forked from a process with threads may hang, and pyarrow
+    starts threads.
+    """
     if workers == 1:
         return ThreadPoolExecutor(1)
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), begin_worker)
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initialize_worker)
 
 
-def begin_worker() -> None:
-    """Ctrl-C is the parent's to answer; and when that is gone, even by SIGKILL, so is this process."""
+def initialize_worker() -> None:
+    """Make this process ignore Ctrl-C, which its parent handles, and exit when its parent ends, even by SIGKILL."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def follow():
+    def exit_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -1,9 +1,10 @@
 """Token shards in llm.c's format: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
-A split is a folder of them, `000000.bin` and on, each of SHARD_TOKENS but the last. Beside them `index.json` says what
-every shard holds (tokens, SHA-256 of the tokens, largest id) and which size and time of change the file had then. While
-these two agree, a shard is opened without being read: 20 GB take milliseconds. Where they do not (the files were
-copied), it is read once and compared. nanoGPT's .bin files are the same without a header, and without our index.
+A split is a folder of shards: `000000.bin`, `000001.bin` and so on. Each shard has SHARD_TOKENS tokens; the last one
+may have fewer. `index.json` in the same folder holds facts about every shard: number of tokens, SHA-256 of the tokens,
+largest id, and the size and modification time of the file. If size and time are still the same, a shard is opened
+without being read, so 20 GB open in milliseconds. If they differ (the file was copied), the shard is read once and its
+hash is compared. nanoGPT's .bin files have the same format without a header; the index of their facts is in data.cache.
 """
 
 import contextlib
@@ -20,130 +21,148 @@ from data.errors import DataError
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 SHARD_TOKENS = 100_000_000  # 200 MB a file
 INDEX = "index.json"
-READ_TOKENS = 1 << 24  # verified at a time: 32 MiB
+READ_TOKENS = 1 << 24  # tokens that are hashed at a time: 32 MiB
 
 
 class Shard:
-    """One verified file; `tokens` is a read-only uint16 memory map, `facts` what an index keeps of it.
+    """One verified file. `tokens` is a read-only memory map, (n,) uint16. `facts` is the shard's entry for the index.
 
-    `known` are its facts from an index, if there is one; `remedy` ends the error's line. DataError: not a shard, not
-    the tokens that `known` tells of, or ids from n_vocab up.
+    `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. `header_bytes` is
+    0 for nanoGPT's files. Raises DataError if the file is not a shard, if the SHA-256 of its tokens is not the known
+    SHA-256, or if it holds an id of n_vocab or more.
     """
 
     def __init__(self, path: Path, n_vocab: int, known: dict | None, remedy: str, header_bytes: int = HEADER_BYTES):
         self.path, self.remedy = path, remedy
         try:
             with path.open("rb") as file:
-                self.opened = stamp(os.fstat(file.fileno()))
-                count = self._count(file.read(header_bytes), header_bytes)
+                self.opened_stamp = stamp(os.fstat(file.fileno()))
+                count = self._token_count(file.read(header_bytes), header_bytes)
                 self.tokens = np.memmap(file, np.uint16, "r", offset=header_bytes, shape=(count,))
         except OSError as error:
-            raise self._damaged(error.strerror) from None
-        size, mtime, _ = self.opened
-        trusted = known is not None and (known["size"], known["mtime_ns"]) == (size, mtime)
-        self.facts = known if trusted else {**read_through(self.tokens), "size": size, "mtime_ns": mtime}
+            raise self._damage_error(error.strerror) from None
+        size, mtime, _ = self.opened_stamp
+        if known is not None and (known["size"], known["mtime_ns"]) == (size, mtime):
+            self.facts = known
+        else:
+            self.facts = {**read_facts(self.tokens), "size": size, "mtime_ns": mtime}
         if self.facts["largest"] >= n_vocab:
-            raise self._damaged(f"it holds id {self.facts['largest']}, but the tokenizer has only {n_vocab} ids")
+            raise self._damage_error(f"it holds id {self.facts['largest']}, but the tokenizer has only {n_vocab} ids")
         if known is not None and known["sha256"] != self.facts["sha256"]:
-            raise self._damaged("its tokens are not those that were written (their SHA-256 is another)")
+            raise self._damage_error("its tokens changed after they were written (their SHA-256 is different)")
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def check(self) -> None:
-        """DataError: the file is no longer the one that was opened. A stat, about 1 us; call it before reading, since
-        a read beyond the end of a file that was cut short kills the process (SIGBUS)."""
-        try:
-            now = stamp(self.path.stat())
-        except OSError as error:
-            raise self._changed(error.strerror) from None
-        if now != self.opened:
-            raise self._changed(f"{now[0]} bytes, {self.opened[0]} before" if now[0] != self.opened[0] else "rewritten")
+    def check_unchanged(self) -> None:
+        """Raise DataError if the file changed since it was opened. Takes about 1 us, the time of a stat call.
 
-    def _count(self, header: bytes, header_bytes: int) -> int:
-        """The number of tokens, from the header (or without one, from the size)."""
-        size = self.opened[0]
+        Call it before reading tokens: if the file was cut short, a read beyond its end kills the process (SIGBUS).
+        """
+        try:
+            current_stamp = stamp(self.path.stat())
+        except OSError as error:
+            raise self._change_error(error.strerror) from None
+        if current_stamp[0] != self.opened_stamp[0]:
+            raise self._change_error(f"{current_stamp[0]} bytes, {self.opened_stamp[0]} before")
+        if current_stamp != self.opened_stamp:
+            raise self._change_error("rewritten")
+
+    def _token_count(self, header: bytes, header_bytes: int) -> int:
+        """Return the number of tokens in the file, from its header, or from its size if it has no header.
+
+        Raises DataError if the header is wrong or does not match the file's size.
+        """
+        size = self.opened_stamp[0]
         if not header_bytes:
             if size < 2 or size % 2:
-                raise self._damaged(f"{size} bytes are no whole number of uint16 tokens")
+                raise self._damage_error(f"{size} bytes are not a whole number of uint16 tokens")
             return size // 2
         if size < header_bytes:
-            raise self._damaged(f"{size} bytes, less than the header's {header_bytes}")
+            raise self._damage_error(f"{size} bytes, less than the header's {header_bytes}")
         magic, version, count = np.frombuffer(header, np.int32, 3).tolist()
         if (magic, version) != (MAGIC, VERSION):
-            raise self._damaged(f"magic {magic} and version {version}, not {MAGIC} and {VERSION}")
+            raise self._damage_error(f"magic {magic} and version {version}, not {MAGIC} and {VERSION}")
         if count < 1 or size != header_bytes + 2 * count:
-            raise self._damaged(f"{size} bytes, but {count} tokens take {header_bytes + 2 * count}")
+            raise self._damage_error(f"{size} bytes, but {count} tokens take {header_bytes + 2 * count}")
         return count
 
-    def _damaged(self, why: str) -> DataError:
-        return DataError(f"{self.path} is not a good token shard: {why}; {self.remedy}")
+    def _damage_error(self, reason: str) -> DataError:
+        return DataError(f"{self.path} is not a good token shard: {reason}; {self.remedy}")
 
-    def _changed(self, what: str) -> DataError:
+    def _change_error(self, change: str) -> DataError:
         return DataError(
-            f"{self.path} changed while it was being read ({what}): the batches would no longer be those of this data; "
-            "put the file back as it was and resume, and let nothing write to it during a run"
+            f"{self.path} changed while it was being read ({change}), so the next batches would be different ones: "
+            "restore the file and resume, and let nothing write to it during a run"
         )
 
 
 def stamp(stat: os.stat_result) -> tuple[int, int, int]:
-    """What changes when a file is written to or replaced: (bytes, time of change in ns, inode)."""
+    """Return (bytes, modification time in ns, inode) of a file. It changes if the file is written to or replaced."""
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
-def read_through(tokens: np.ndarray) -> dict:
-    """The facts that take a reading: tokens, sha256 (of their bytes, without the header) and the largest id."""
-    hashed, largest = hashlib.sha256(), 0
+def read_facts(tokens: np.ndarray) -> dict:
+    """Read all tokens. Return `tokens` (their number), `sha256` (of their bytes) and `largest` (the largest id)."""
+    sha256, largest = hashlib.sha256(), 0
     for start in range(0, len(tokens), READ_TOKENS):
         part = tokens[start : start + READ_TOKENS]
-        hashed.update(part)
+        sha256.update(part)
         largest = max(largest, int(part.max()))
-    return {"tokens": len(tokens), "sha256": hashed.hexdigest(), "largest": largest}
+    return {"tokens": len(tokens), "sha256": sha256.hexdigest(), "largest": largest}
 
 
 def open_shards(folder: Path, split: str, n_vocab: int) -> list[Shard]:
-    """The shards of `folder/split`, in order, each verified. DataError: there is none, one is missing, or damaged."""
+    """Return the verified shards of `folder/split`, in order. Raises DataError if one is missing or damaged."""
     paths = sorted((folder / split).glob("*.bin"))
     names = [path.name for path in paths]
-    remedy = f"delete {folder} to have it made again"
+    remedy = f"delete {folder} and prepare the data again"
     index = folder / split / INDEX
     known = read_json(index)
-    if not paths or names != [shard_name(number) for number in range(len(paths))] or (known and set(known) != {*names}):
+    expected_names = [shard_name(number) for number in range(len(paths))]
+    if not paths or names != expected_names or (known and set(known) != set(names)):
         raise DataError(f"{folder / split} lacks a token shard; {remedy}")
     shards = [Shard(path, n_vocab, known.get(path.name), remedy) for path in paths]
-    remember(index, known, shards)
+    update_index(index, known, shards)
     return shards
 
 
 def open_nanogpt(folder: Path, n_vocab: int, cache: Path) -> tuple[list[Shard], list[Shard]]:
-    """nanoGPT's train.bin and val.bin, as they are. What is learnt by reading them once is kept in `cache`."""
+    """Open nanoGPT's train.bin and val.bin in place, and write their facts into an index in `cache`.
+
+    Returns the training shards and the validation shards. Raises DataError if a file is damaged.
+    """
     index = cache / f"nanogpt-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}.json"
     known, shards = read_json(index), []
     for path in (folder / "train.bin", folder / "val.bin"):
         facts = known.get(path.name)
         if facts and path.exists() and stamp(path.stat())[:2] != (facts["size"], facts["mtime_ns"]):
-            facts = None  # the user's own file, which may become another
-        shards.append(Shard(path, n_vocab, facts, "make it again with nanoGPT's prepare.py", header_bytes=0))
-    remember(index, known, shards)
+            facts = None  # the user may replace the file, so a changed file is not an error
+        shards.append(Shard(path, n_vocab, facts, "run nanoGPT's prepare.py again", header_bytes=0))
+    update_index(index, known, shards)
     return [shards[0]], [shards[1]]
 
 
 def digest(shards: Iterable[Shard]) -> str:
-    """SHA-256 over the shards' own: the same tokens, cut in the same way, wherever and whenever they were written."""
+    """Return one SHA-256 over the SHA-256s of all shards, as hex digits.
+
+    It depends on the tokens and on how they are cut into shards. It does not depend on where and when the files were
+    written.
+    """
     return hashlib.sha256("".join(shard.facts["sha256"] for shard in shards).encode()).hexdigest()
 
 
-def remember(index: Path, known: dict, shards: list[Shard]) -> None:
-    """Keep what the shards' reading told, if any was read."""
+def update_index(index: Path, known: dict, shards: list[Shard]) -> None:
+    """Write the facts of `shards` to the file `index` if they differ from `known`, the current content of the file."""
     facts = {shard.path.name: shard.facts for shard in shards}
     if facts != known:
-        with contextlib.suppress(OSError):  # a read-only or full disk costs one more reading, next time
+        with contextlib.suppress(OSError):  # on a read-only or full disk, the next run reads the shards once more
             index.parent.mkdir(parents=True, exist_ok=True)
             write_json(index, facts)
 
 
 def read_json(path: Path) -> dict:
-    """{} where there is no such file, or it is not whole: what it said is then found again by reading the shards."""
+    """Return the content of a JSON file, or {} if the file is missing or damaged."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -151,7 +170,7 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Whole or not at all, and on the disk when this returns."""
+    """Write a JSON file atomically. Its content is on the disk when this function returns."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     with temporary.open("w") as file:
         json.dump(content, file)
@@ -165,83 +184,93 @@ def shard_name(number: int) -> str:
 
 
 class Writer:
-    """Appends tokens to the shards of a split's folder, where it goes on after `done`, what the last sync() returned.
+    """Appends tokens to the shards in the folder of a split. Resumes from `state`, which an earlier sync() returned.
 
-    What was written after that sync is cut off, so that the files are the same bytes whether or not there was an
-    interruption. A shard gets its header's count when it is full: before, it is none. DataError: less is there than
-    `done` tells of.
+    The constructor deletes the tokens that were written after that sync(), so an interruption does not change the bytes
+    of the files. The header of a shard is written last, so an incomplete shard is not valid. Raises DataError if the
+    open shard has fewer tokens than `state` says.
     """
 
-    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS, done: dict | None = None):
+    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS, state: dict | None = None):
         self.folder, self.shard_tokens = folder, shard_tokens
-        self.index = dict(done["index"]) if done else {}  # facts of the full shards
-        self.tokens = sum(facts["tokens"] for facts in self.index.values())  # in all
-        self.file, self.count, self.largest = None, 0, 0  # the open shard, its tokens, its largest id
+        self.index = dict(state["index"]) if state else {}  # facts of the complete shards
+        self.tokens = sum(facts["tokens"] for facts in self.index.values())  # in all shards
+        self.file, self.open_tokens, self.open_largest = None, 0, 0  # the open shard, its tokens and its largest id
+        tokens_to_resume = state["open"] if state else 0
+        valid_names = set(self.index)
+        if tokens_to_resume:
+            valid_names.add(self._path().name)
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("*.bin"):
-            if path.name not in self.index and not (done and done["open"] and path == self._path()):
+            if path.name not in valid_names:
                 path.unlink()
-        if done and done["open"]:
-            self._reopen(done["open"])
+        if tokens_to_resume:
+            self._reopen(tokens_to_resume)
 
     def append(self, tokens: np.ndarray) -> None:
-        """uint16 (n,)."""
+        """Append tokens, (n,) uint16."""
         while len(tokens):
             if self.file is None:
-                self.file, self.hashed = self._path().open("w+b"), hashlib.sha256()
+                self.file, self.open_sha256 = self._path().open("w+b"), hashlib.sha256()
                 self.file.write(bytes(HEADER_BYTES))
-            part = np.ascontiguousarray(tokens[: self.shard_tokens - self.count], np.uint16)
+            part = np.ascontiguousarray(tokens[: self.shard_tokens - self.open_tokens], np.uint16)
             self.file.write(part)
-            self._counted(part)
-            if self.count == self.shard_tokens:
-                self._full()
+            self._add_to_facts(part)
+            if self.open_tokens == self.shard_tokens:
+                self._complete_shard()
             tokens = tokens[len(part) :]
 
     def sync(self) -> dict:
-        """All that was appended is on the disk: what a later Writer takes as `done`."""
+        """Flush all appended tokens to the disk. Return the state (for JSON) from which another Writer can resume."""
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
-        return {"index": dict(self.index), "open": self.count}
+        return {"index": dict(self.index), "open": self.open_tokens}
 
     def finish(self) -> None:
-        """The last shard gets its header, and the folder its index."""
+        """Complete the last shard and write index.json."""
         if self.file:
-            self._full()
+            self._complete_shard()
         write_json(self.folder / INDEX, self.index)
 
     def close(self) -> None:
-        """Let go of the open shard, as it is."""
+        """Close the file of the open shard, which stays incomplete."""
         if self.file:
             self.file.close()
 
     def _path(self) -> Path:
+        """Return the path of the open shard, or of the next one if none is open."""
         return self.folder / shard_name(len(self.index))
 
-    def _counted(self, part: np.ndarray) -> None:
-        self.hashed.update(part)
-        self.largest = max(self.largest, int(part.max()))
-        self.count += len(part)
+    def _add_to_facts(self, part: np.ndarray) -> None:
+        """Add tokens, (n,) uint16, to the facts of the open shard."""
+        self.open_sha256.update(part)
+        self.open_largest = max(self.open_largest, int(part.max()))
+        self.open_tokens += len(part)
         self.tokens += len(part)
 
-    def _full(self) -> None:
+    def _complete_shard(self) -> None:
+        """Write the header of the open shard, close the file, and add its facts to the index."""
         header = np.zeros(HEADER_BYTES // 4, np.int32)
-        header[:3] = MAGIC, VERSION, self.count
+        header[:3] = MAGIC, VERSION, self.open_tokens
         self.file.seek(0)
         self.file.write(header)
         self.file.flush()
         os.fsync(self.file.fileno())
         size, mtime, _ = stamp(os.fstat(self.file.fileno()))
         self.file.close()
-        facts = {"tokens": self.count, "sha256": self.hashed.hexdigest(), "largest": self.largest}
+        facts = {"tokens": self.open_tokens, "sha256": self.open_sha256.hexdigest(), "largest": self.open_largest}
         self.index[self._path().name] = {**facts, "size": size, "mtime_ns": mtime}
-        self.file, self.count, self.largest = None, 0, 0
+        self.file, self.open_tokens, self.open_largest = None, 0, 0
 
     def _reopen(self, count: int) -> None:
+        """Open the incomplete shard and truncate it after its first `count` tokens."""
         path, size = self._path(), HEADER_BYTES + 2 * count
         if not path.exists() or path.stat().st_size < size:
-            raise DataError(f"{path} is shorter than the progress beside it tells; delete {self.folder.parent}")
-        self.file, self.hashed = path.open("r+b"), hashlib.sha256()
+            raise DataError(
+                f"{path} is shorter than progress.json says; delete {self.folder.parent} and prepare the data again"
+            )
+        self.file, self.open_sha256 = path.open("r+b"), hashlib.sha256()
         self.file.truncate(size)
-        self._counted(np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=(count,)))
+        self._add_to_facts(np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=(count,)))
         self.file.seek(size)

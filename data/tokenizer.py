@@ -1,4 +1,4 @@
-"""Tokenizers: `bytes`, which needs nothing, and `gpt2`, OpenAI's byte-pair encoding by tiktoken."""
+"""Tokenizers: `bytes`, which needs no files, and `gpt2`, OpenAI's byte-pair encoding as tiktoken computes it."""
 
 import contextlib
 import hashlib
@@ -23,14 +23,15 @@ GPT2_FILES = {  # address -> SHA-256, as in tiktoken
         "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
     ),
 }
-
-
-NEWLINE = re.compile(r"\S\n(?=\S)")
-PIECE = 1 << 19  # characters: about 25 ms of work
+NEWLINE_IN_TEXT = re.compile(r"\S\n(?=\S)")  # a newline between two characters that are not white space
+PIECE_CHARACTERS = 1 << 19  # the length of a piece: about 25 ms of work
 
 
 class Tokenizer(ABC):
-    """Text <-> ids below n_vocab; `eot` opens every document. It can be pickled."""
+    """Converts text into ids below n_vocab and back. `eot` is the id that opens every document.
+
+    A tokenizer can be pickled, because worker processes use it.
+    """
 
     name: str
     n_vocab: int
@@ -38,20 +39,20 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """uint16 ids, without eot."""
+        """Return the ids of `text`, (n,) uint16, without eot."""
 
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
-        """The text; ids that mean none (eot, the padding of the vocabulary) are left out."""
+        """Return the text of `ids`. Skips eot and ids of n_vocab or more (a model's padding), which have no text."""
 
     @cached_property
     @abstractmethod
     def lengths(self) -> np.ndarray:
-        """(n_vocab,) int64: the bytes of text that each id stands for; 0 for ids that mean none."""
+        """The number of bytes of text that each id stands for, (n_vocab,) int64. It is 0 for ids that have no text."""
 
 
 class Bytes(Tokenizer):
-    """UTF-8 bytes 0 to 255, and 256 for end of text."""
+    """The UTF-8 bytes 0 to 255, and 256 for eot."""
 
     name, n_vocab, eot = "bytes", 257, 256
 
@@ -67,23 +68,23 @@ class Bytes(Tokenizer):
 
 
 class GPT2(Tokenizer):
-    """tiktoken's gpt2. DataError: its two files are neither cached nor to be had."""
+    """tiktoken's gpt2. Raises DataError if its two files are not in tiktoken's cache and cannot be downloaded."""
 
     name, n_vocab, eot = "gpt2", 50257, 50256
 
     def __init__(self):
         import tiktoken
 
-        missing = DataError(
+        no_vocabulary = DataError(
             "the tokenizer gpt2 needs GPT-2's vocabulary, which is not cached here and cannot be downloaded: set "
             "TIKTOKEN_CACHE_DIR to a folder that tiktoken filled on a machine with a network"
         )
-        if not cached() and not reachable(next(iter(GPT2_FILES))):
-            raise missing
+        if not gpt2_files_are_cached() and not is_reachable(next(iter(GPT2_FILES))):
+            raise no_vocabulary
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:  # requests' errors, and tiktoken's for a file of another hash
-            raise missing from error
+        except (OSError, ValueError) as error:  # from requests, or from tiktoken if a file's hash is wrong
+            raise no_vocabulary from error
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
@@ -95,46 +96,53 @@ class GPT2(Tokenizer):
     def lengths(self) -> np.ndarray:
         lengths = np.zeros(self.n_vocab, np.int64)
         for i in range(self.eot):
-            with contextlib.suppress(KeyError):  # of a smaller vocabulary
+            with contextlib.suppress(KeyError):  # a smaller vocabulary lacks some ids
                 lengths[i] = len(self.encoding.decode_single_token_bytes(i))
         return lengths
 
 
-def pieces(text: str, size: int = PIECE) -> Iterator[str]:
-    """`text` in parts of at least `size` characters (the last one may be shorter), whose ids are those of the whole.
+def split_into_pieces(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Cut `text` into pieces of at least `size` characters. Only the last piece may be shorter.
 
-    It is cut behind a newline between two characters that are not white space. GPT-2's pattern makes such a newline a
-    token by itself (nothing but the white space around it could join it), and never looks back.
+    The ids of the pieces, one after another, are the ids of the whole text. For this, each cut is after a newline
+    between two characters that are not white space. GPT-2's pattern separates such a newline from its neighbours: it
+    joins a newline only to white space, and it has no look-behind.
     """
     start = 0
-    while len(text) - start > size and (cut := NEWLINE.search(text, start + size - 2)):
-        yield text[start : cut.start() + 2]
-        start = cut.start() + 2
+    while len(text) - start > size:
+        newline = NEWLINE_IN_TEXT.search(text, start + size - 2)  # a match has 2 characters
+        if newline is None:
+            break
+        yield text[start : newline.end()]
+        start = newline.end()
     yield text[start:]
 
 
-def cached() -> bool:
-    """Whether tiktoken's cache holds GPT-2's files, whole (it names them by the SHA-1 of their address)."""
+def gpt2_files_are_cached() -> bool:
+    """Return whether tiktoken's cache holds both of GPT-2's files with the right SHA-256."""
     fallback = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", fallback)))
-    files = {folder / hashlib.sha1(url.encode()).hexdigest(): digest for url, digest in GPT2_FILES.items()}
-    return all(file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == d for file, d in files.items())
+    for url, sha256 in GPT2_FILES.items():
+        file = folder / hashlib.sha1(url.encode()).hexdigest()  # tiktoken's name for the file
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
+            return False
+    return True
 
 
-def reachable(url: str, seconds: float = 1.0) -> bool:
-    """Whether `url` answers in time, whatever it says. In a thread: looking up a name has no timeout."""
+def is_reachable(url: str, seconds: float = 1.0) -> bool:
+    """Return whether `url` answers within `seconds`. Any answer counts, even an error status."""
     import requests
 
     answers = []
 
-    def ask():
+    def send_request():
         try:
             requests.head(url, timeout=seconds)
             answers.append(True)
         except requests.RequestException:
             answers.append(False)
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=send_request, daemon=True)  # the look-up of a host name has no timeout
     thread.start()
     thread.join(seconds)
     return answers == [True]
