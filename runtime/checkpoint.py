@@ -1,13 +1,15 @@
-"""Checkpoints: folders that are whole, or not there.
+"""Checkpoints: read and verify them. A checkpoint is a folder that is either complete or not there.
 
-out/<run>/checkpoints/step-000250/manifest.json      step, config, data, val_loss; size and SHA-256 of every file
+out/<run>/checkpoints/step-000250/manifest.json      step, elapsed, config, data, val_loss; each file's size and SHA-256
                                   model.safetensors  the weights in fp32, under the model's names
-                                  training.pt        AdamW's moments, random states, the clock
-                      best -> step-000250            the one with the lowest validation loss
+                                  training.pt        AdamW's moments, random states, the number of updates
+                      best -> step-000250            the checkpoint with the lowest validation loss
 
-One is written under a hidden name, fsynced, and renamed when whole, so a kill at any moment leaves the ones before as
-they were. Nothing in it depends on the kernels that made it. In a sharded one (FSDP) weights and moments lie in
-shards/, written by every rank through torch.distributed.checkpoint and readable on any number of ranks.
+runtime/saver.py writes a checkpoint under a hidden name, fsyncs it, and renames it when it is complete. So a kill at
+any moment leaves the earlier checkpoints unchanged. Nothing in a checkpoint depends on the kernels that made it.
+
+With FSDP a checkpoint may be sharded: weights and moments are then in shards/. Every rank writes its part through
+torch.distributed.checkpoint, and any number of ranks can read them.
 """
 
 import hashlib
@@ -29,26 +31,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from runtime.config import UserError, check
 
 MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "training.pt", "shards"
-FACTS = {"version", "step", "config", "data", "val_loss", "files"}  # that a manifest holds at least
-State = dict[str, dict[str, Tensor]]  # {"model": {name: tensor}, "exp_avg": ..., ...}: (D)Tensors by parameter
+MANIFEST_KEYS = {"version", "step", "config", "data", "val_loss", "files"}  # every manifest has at least these
+# {"model": {parameter name: tensor}, "exp_avg": {...}, "exp_avg_sq": {...}}; with FSDP the tensors are DTensors
+State = dict[str, dict[str, Tensor]]
 
 
-def home(path: str | Path) -> Path:
-    """The path, with the home folder for `~`. UserError: there is no such user."""
+def expand_home(path: str | Path) -> Path:
+    """Replace `~` or `~user` by the home folder. Raises UserError if that user has none."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        raise UserError(f"{path}: there can be no such folder: {error}") from error
+        raise UserError(f"{path}: this folder cannot exist: {error}") from error
 
 
-def steps(folder: Path) -> list[Path]:
-    """The checkpoints in a `checkpoints` folder, the newest first."""
-    found = (path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
-    return sorted(found, key=number, reverse=True)
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the checkpoints in a `checkpoints` folder, the newest first."""
+    return sorted((path for path in folder.glob("step-*") if step_number(path) >= 0), key=step_number, reverse=True)
 
 
-def number(path: Path) -> int:
-    """The step of a checkpoint, by its name; -1 where it has another."""
+def step_number(path: Path) -> int:
+    """Return the step of a checkpoint, which its name holds; -1 for a folder with another name."""
     digits = path.name.removeprefix("step-")
     return int(digits) if digits.isdigit() else -1
 
@@ -57,25 +59,26 @@ def is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).exists()
 
 
-def flat(state: State) -> dict[str, Tensor]:
+def flatten(state: State) -> dict[str, Tensor]:
+    """Return {"model.NAME": tensor, "exp_avg.NAME": tensor, ...}, the form that torch.distributed.checkpoint takes."""
     return {f"{group}.{name}": tensor for group, tensors in state.items() for name, tensor in tensors.items()}
 
 
-def seal(folder: Path, facts: dict) -> None:
-    """Make what was written last, and write the manifest over it."""
+def write_manifest(folder: Path, facts: dict) -> None:
+    """Complete a checkpoint: fsync its files, and write the manifest with `facts` and the files' sizes and SHA-256."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        sync(path)
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": digest(path)}
+        fsync(path)
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     for path in [path for path in folder.rglob("*") if path.is_dir()]:
-        sync(path)
+        fsync(path)
     (folder / MANIFEST).write_text(json.dumps({"version": 1, **facts, "files": files}, indent=1) + "\n")
-    sync(folder / MANIFEST)
-    sync(folder)
+    fsync(folder / MANIFEST)
+    fsync(folder)
 
 
-def sync(path: Path) -> None:
-    """fsync of a file or a folder."""
+def fsync(path: Path) -> None:
+    """Call fsync on a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -83,91 +86,110 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def digest(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def manifest(folder: Path) -> dict:
-    """UserError: there is none, or it cannot be read."""
+def read_manifest(folder: Path) -> dict:
+    """Return the manifest of a checkpoint. Raises UserError if it is missing or invalid."""
     try:
         facts = json.loads((folder / MANIFEST).read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is no good checkpoint: {MANIFEST} is missing or not JSON") from error
-    lacks = FACTS - (facts.keys() if isinstance(facts, dict) else set())
-    check(not lacks, f"{folder} is no good checkpoint: {MANIFEST} lacks {', '.join(sorted(lacks))}")
-    check(facts["version"] == 1, f"{folder} has version {facts['version']}, and this program reads 1")
+        raise UserError(f"{folder} is not a valid checkpoint: {MANIFEST} is missing or not JSON") from error
+    missing = MANIFEST_KEYS - (facts.keys() if isinstance(facts, dict) else set())
+    check(not missing, f"{folder} is not a valid checkpoint: {MANIFEST} lacks {', '.join(sorted(missing))}")
+    check(facts["version"] == 1, f"{folder} has version {facts['version']}, and this program reads version 1")
     return facts
 
 
-def verified(folder: Path) -> dict:
-    """The manifest, after every file was compared with it. UserError: one differs."""
-    facts = manifest(folder)
-    for name, told in facts["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.exists() else None
-        check(size is not None, f"{folder} is damaged: {name} is missing; choose another checkpoint")
-        check(
-            size == told["size"], f"{folder} is damaged: {name} has {size} of {told['size']} bytes; choose another one"
-        )
-        check(digest(path) == told["sha256"], f"{folder} is damaged: {name} has another SHA-256; choose another one")
+def progress(folder: Path) -> tuple[int, float]:
+    """Return (a checkpoint's step, the seconds that the run had taken by then)."""
+    facts = read_manifest(folder)
+    return facts["step"], facts["elapsed"]
+
+
+def verify(folder: Path) -> dict:
+    """Compare every file with the manifest, and return the manifest. Raises UserError if a file differs."""
+    facts = read_manifest(folder)
+    for name, expected in facts["files"].items():
+        problem = find_damage(folder / name, expected)
+        check(problem is None, f"{folder} is damaged: {name} {problem}; choose another checkpoint")
     return facts
 
 
-def newest(folder: Path, after: int = -1) -> Path | None:
-    """The newest good checkpoint in a `checkpoints` folder, later than step `after`, if there is any; those passed
-    over are warned of."""
-    for path in (path for path in steps(folder) if number(path) > after):
+def find_damage(path: Path, expected: dict) -> str | None:
+    """Return how a file differs from its entry `expected` in the manifest, or None if it is the same."""
+    if not path.exists():
+        return "is missing"
+    size = path.stat().st_size
+    if size != expected["size"]:
+        return f"has {size} of {expected['size']} bytes"
+    return None if sha256_of(path) == expected["sha256"] else "has another SHA-256"
+
+
+def newest_valid(folder: Path, after: int = -1) -> Path | None:
+    """Return the newest valid checkpoint in a `checkpoints` folder whose step is greater than `after`.
+
+    None if there is none. Prints a warning for each invalid checkpoint that it skips.
+    """
+    for path in checkpoint_folders(folder):
+        if step_number(path) <= after:
+            break
         try:
-            verified(path)
+            verify(path)
             return path
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
     return None
 
 
-def find(path: str | Path) -> Path:
-    """A checkpoint by its own folder, or the newest good one of a run's folder. UserError: there is none."""
-    path = home(path)
+def find_checkpoint(path: str | Path) -> Path:
+    """Return `path` if it is a checkpoint, or the newest valid checkpoint of a run's folder.
+
+    Raises UserError if there is none.
+    """
+    path = expand_home(path)
     if is_checkpoint(path):
         return path
-    found = newest(path / "checkpoints") or newest(path)
+    newest = newest_valid(path / "checkpoints") or newest_valid(path)
     check(
-        found is not None, f"{path} holds no good checkpoint; name a run's folder (out/RUN) or one of its checkpoints"
+        newest is not None,
+        f"{path} holds no valid checkpoint; name a run's folder (out/RUN) or one of its checkpoints",
     )
-    return found
+    return newest
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The model's weights, fp32, on the CPU."""
+    """Return the model's weights by name, fp32, on the CPU."""
     if (folder / WEIGHTS).exists():
         return load_file(folder / WEIGHTS)
     reader = dcp.FileSystemReader(folder / SHARDS)
-    held = reader.read_metadata().state_dict_metadata
-    weights = {name: torch.empty(held[name].size) for name in held if name.startswith("model.")}
+    metadata = reader.read_metadata().state_dict_metadata
+    weights = {name: torch.empty(metadata[name].size) for name in metadata if name.startswith("model.")}
     load_shards(weights, reader)
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
 def load_shards(state: dict[str, Tensor], reader: dcp.FileSystemReader) -> None:
-    """Fill the tensors of `state`, on however many ranks."""
+    """Fill the tensors of `state` from a sharded checkpoint, on any number of ranks."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # it is
+        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # that is the intent
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 @torch.no_grad()
-def load(folder: Path, state: State) -> dict:
-    """Fill the tensors of `state`, on however many ranks, and return the rest of training.pt."""
+def load_state(folder: Path, state: State) -> dict:
+    """Fill the tensors of `state`, on any number of ranks, and return the other entries of training.pt."""
     rest = torch.load(folder / TRAINING, map_location="cpu", weights_only=True, mmap=True)
     if (folder / SHARDS).exists():
-        load_shards(flat(state), dcp.FileSystemReader(folder / SHARDS))
+        load_shards(flatten(state), dcp.FileSystemReader(folder / SHARDS))
         return rest
     saved = {"model": load_file(folder / WEIGHTS), **{group: rest.pop(group) for group in state if group != "model"}}
     for group, tensors in state.items():
         for name, tensor in tensors.items():
             whole = saved[group][name]
-            if isinstance(tensor, DTensor):  # each rank cuts its own part out of the file
+            if isinstance(tensor, DTensor):  # each rank copies its own part of the file
                 part = distribute_tensor(
                     whole.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
                 )
@@ -178,17 +200,18 @@ def load(folder: Path, state: State) -> dict:
 
 
 def random_state(device: torch.device) -> dict:
-    """All random states of this process, of types that torch.load(weights_only=True) knows."""
-    kind, keys, *position = np.random.get_state()
+    """Return all random states of this process, in types that torch.load(weights_only=True) accepts."""
+    generator, keys, *position = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (kind, keys.tolist(), *position),
+        "numpy": (generator, keys.tolist(), *position),
         "python": random.getstate(),
     }
 
 
 def restore_random_state(state: dict, device: torch.device) -> None:
+    """Set all random states of this process to those of random_state()."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,36 +1,36 @@
-"""What compilers did in this process: graphs, breaks, and whether they found their caches filled."""
+"""What the compilers did in this process: graphs, graph breaks, and hits of their caches on the disk."""
 
-from collections import Counter
-from importlib.util import find_spec
+import torch
 
-from torch._dynamo.utils import counters
-
-_triton = Counter()  # of Triton's kernels: "hit", "miss"
+from runtime import compat
 
 
-def watch() -> None:
-    """Count from here on."""
-    counters.clear()
-    _triton.clear()
-    if find_spec("triton"):
-        from triton import knobs
+def reset() -> None:
+    """Drop everything that torch.compile has compiled, and set all counts to zero.
 
-        knobs.compilation.listener = lambda *, cache_hit, **_: _triton.update(["hit" if cache_hit else "miss"])
+    With hydra/launcher=basic all jobs of a sweep run in this process, and Dynamo compiles at most 8 versions of one
+    function.
+    """
+    torch.compiler.reset()
+    compat.reset_compile_counters()
 
 
 def graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
-    return counters["stats"]["unique_graphs"]
+    """Return the number of graphs that torch.compile has made."""
+    return compat.compile_counters()["stats"]["unique_graphs"]
 
 
-def breaks() -> int:
-    """Places at which it cut a graph and went on in Python."""
-    return sum(counters["graph_break"].values())
+def graph_breaks() -> int:
+    """Return the number of places at which torch.compile ended a graph and continued in Python."""
+    return sum(compat.compile_counters()["graph_break"].values())
 
 
-def cache() -> str | None:
-    """warm: all that was compiled came from caches on the disk. cold: not all. None: nothing was compiled."""
-    torch = counters["inductor"]
-    misses = _triton["miss"] + torch["fxgraph_cache_miss"] + torch["fxgraph_cache_bypass"]
-    hits = _triton["hit"] + torch["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
-    return "cold" if misses else "warm" if hits else None
+def cache_state() -> str | None:
+    """Return `warm` if all compiled code came from caches on the disk, or `cold`. None if nothing was compiled."""
+    counters = compat.compile_counters()
+    inductor = counters["inductor"]
+    misses = compat.triton_cache["miss"] + inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    hits = compat.triton_cache["hit"] + inductor["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    if misses:
+        return "cold"
+    return "warm" if hits else None

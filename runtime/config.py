@@ -1,10 +1,10 @@
-"""The command line: Hydra composes YAML, a dataclass says what is allowed, and a user's mistake is one line.
+"""The command line: from YAML files and overrides to a checked dataclass. A user's mistake is one line.
 
-Hydra alone lets unknown keys through behind `+`, prints errors over several lines, and does not check values;
-here the composed config is merged into a dataclass (OmegaConf's structured configs), whose __post_init__ checks ranges.
+Hydra composes the config. But Hydra alone accepts unknown keys behind `+`, prints errors over several lines, and checks
+no values. So the composed config is merged into a dataclass (OmegaConf's structured configs), whose __post_init__
+checks the values.
 """
 
-import argparse
 import difflib
 import os
 import re
@@ -22,14 +22,18 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from runtime import compat
+from runtime.signals import exit_at_interrupt
+
 T = TypeVar("T")
 
 
 class UserError(ValueError):
-    """What the user asked for cannot be done; the message is one line: what happened, why, what to do."""
+    """The user asked for something impossible. The message is one line: what happened, why, what to do."""
 
 
 def check(ok: bool, message: str) -> None:
+    """Raise UserError with this message if `ok` is false."""
     if not ok:
         raise UserError(message)
 
@@ -39,28 +43,34 @@ def cli(
     configs: Path,
     name: str,
     groups: dict[str, dict] | None = None,
+    resolvers: dict[str, dict[str, str]] | None = None,
     errors: tuple = (),
     complete: Callable[[DictConfig], None] | None = None,
 ):
-    """Decorator: `main(cfg: schema)` becomes a Hydra program that reads `configs/name.yaml`.
+    """Decorator: turn `main(cfg: schema)` into a Hydra program that reads `configs/name.yaml`.
 
-    `groups` adds choices that have no YAML file ({"attn": {"mine": {"impl": "mine"}}}); `errors` are the exceptions,
-    besides UserError, whose message is for the user: it is printed after `error: ` and the program exits with 1.
-    `complete` may change what was composed, before it is checked.
+    `groups` adds choices that have no YAML file: {"attn": {"mine": {"impl": "mine"}}}. `resolvers` adds texts to the
+    YAML files: with {"backends": {"norm": "eager, triton"}}, ${backends:norm} becomes `eager, triton`. The program
+    prints the message of a UserError after `error: ` and exits with 1; `errors` are more exceptions of this kind.
+    `complete` may change the composed config before it is checked. After Ctrl-C the exit code is 130.
     """
 
     def decorate(main: Callable[[T], None]) -> Callable[[], None]:
+        for group, choices in (groups or {}).items():
+            for choice, node in choices.items():
+                if not (configs / group / f"{choice}.yaml").exists():
+                    ConfigStore.instance().store(group=group, name=choice, node=node)
+        for resolver, texts in (resolvers or {}).items():
+            OmegaConf.register_new_resolver(resolver, texts.__getitem__, replace=True)
+
+        @exit_at_interrupt()
         def program() -> None:
-            for group, choices in (groups or {}).items():
-                for choice, node in choices.items():
-                    if not (configs / group / f"{choice}.yaml").exists():
-                        ConfigStore.instance().store(group=group, name=choice, node=node)
             OmegaConf.register_new_resolver(
-                "annotated", lambda *, _root_: annotated(_root_, configs, name), replace=True
+                "commented_config", lambda *, _root_: commented_yaml(_root_, configs, name), replace=True
             )
             jobs = failed = 0
 
-            def job(cfg: DictConfig) -> None:  # in a sweep the next job runs all the same
+            def job(cfg: DictConfig) -> None:  # hydra/launcher=basic calls this once for each job of a sweep
                 nonlocal jobs, failed
                 jobs += 1
                 parsed = None
@@ -69,20 +79,21 @@ def cli(
                         complete(cfg)
                     parsed = parse(cfg, schema)
                     main(parsed)
-                except (UserError, *errors) as error:
+                except (UserError, *errors) as error:  # the next job still runs
                     failed += 1
-                    if parsed or os.environ.get("RANK", "0") == "0":  # what is wrong with a config, all ranks see
+                    # all ranks find the same mistakes in the config, so only rank 0 prints these
+                    if parsed or os.environ.get("RANK", "0") == "0":
                         print(f"error: {error}", file=sys.stderr)
 
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed
-            argparse.ArgumentParser.error = lambda _, message: sys.exit(f"error: {message}")  # instead of 8 lines
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
+            compat.shorten_argparse_errors()
             try:
                 hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(job)()
             except Exception as error:
                 if jobs:
                     raise
-                # before any job began, whatever is wrong is on the command line or in a YAML file
-                sys.exit(f"error: {explain(error, schema)}")
+                # before the first job, every error is a mistake on the command line or in a YAML file
+                sys.exit(f"error: {explain_error(error, schema)}")
             if failed:
                 sys.exit(1)
 
@@ -92,19 +103,22 @@ def cli(
 
 
 def parse(cfg: DictConfig, schema: type[T]) -> T:
-    """`cfg` as an instance of the dataclass `schema`. UserError: an unknown key, a missing or a wrong value."""
+    """Return `cfg` as an instance of the dataclass `schema`.
+
+    Raises UserError if a key is unknown, or a value is missing or wrong.
+    """
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
-        raise UserError(explain(error, schema)) from error
+        raise UserError(explain_error(error, schema)) from error
 
 
-def explain(error: Exception, schema: type) -> str:
-    """One line for an error of Hydra's or OmegaConf's."""
+def explain_error(error: Exception, schema: type) -> str:
+    """Return one line for the user about an error of Hydra or OmegaConf."""
     message = str(error)
-    known = list(keys(schema))
+    known = list(key_names(schema))
     if isinstance(error, ConfigKeyError | MissingMandatoryValue) and error.full_key:
-        return unknown_key(error.full_key, known)
+        return explain_key(error.full_key, known)
     if isinstance(error, OmegaConfBaseException):
         where = f"{error.full_key}: " if error.full_key else ""
         return where + message.splitlines()[0]
@@ -113,96 +127,110 @@ def explain(error: Exception, schema: type) -> str:
         if not equals:
             return f"{key}: arguments are key=value; --help lists the keys"
         return (
-            f"{key}={value} is no plain text to Hydra, to which ( ) [ ] {{ }} = , ~ $ and quotes mean something: quote "
-            f"it for Hydra, too, inside the quotes for the shell: {shlex.quote(f'{key}={literal(value)}')}"
+            f"{key}={value}: Hydra reads ( ) [ ] {{ }} = , ~ $ and quotes as syntax; quote the value for Hydra too, "
+            f"inside the quotes for the shell: {shlex.quote(f'{key}={quote_exactly(value)}')}"
         )
     if match := re.search(r"'(.*)'. No match in the defaults list.\nTo append to your default list use (\S+)", message):
-        return f"{match[2].lstrip('+')}: this choice is added to the others, with a plus: {match[2]}"
+        return f"{match[2].lstrip('+')}: this group has no default choice; add a choice with a plus: {match[2]}"
     if match := re.match(r"Could not override '([^']+)'", message):
-        return unknown_key(match[1].split("@")[0], known)
+        return explain_key(match[1].split("@")[0], known)
     if match := re.search(r"Could not find '([^']+)/([^'/]*)'", message):
         options = re.search(r"Available options in '[^']+':\n((?:\t.*\n?)*)", message)
-        listed = ", ".join(options[1].split()) if options else "no choices there"
-        return f"{match[1]}={match[2]}: no such choice; {match[1]} is one of: {listed}"
+        choices = ", ".join(options[1].split()) if options else "no choices there"
+        return f"{match[1]}={match[2]}: no such choice; {match[1]} is one of: {choices}"
     return " ".join(message.split())
 
 
-def unknown_key(key: str, known: list[str]) -> str:
-    """The line for a key that the schema lacks, with the nearest ones that it has."""
+def explain_key(key: str, known: list[str]) -> str:
+    """Return the error message for a key that is missing or that the schema, with the keys `known`, does not have."""
     if key in known:
-        return f"{key} is missing: neither the command line nor a file in configs/ gives it"
-    last = {name.rsplit(".", 1)[-1]: name for name in known}
-    near = difflib.get_close_matches(key, known, 1, 0.75)
-    near = near or [last[name] for name in difflib.get_close_matches(key.rsplit(".", 1)[-1], last, 1, 0.6)]
-    siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
-    hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(siblings or known)}"
+        return f"{key} is missing: neither the command line nor a file in configs/ sets it"
+    group, _, last_part = key.rpartition(".")
+    similar = difflib.get_close_matches(key, known, 1, 0.75)
+    if not similar:
+        by_last_part = {name.rpartition(".")[2]: name for name in known}
+        similar = [by_last_part[name] for name in difflib.get_close_matches(last_part, by_last_part, 1, 0.6)]
+    siblings = [name for name in known if name.rpartition(".")[0] == group]
+    hint = f"did you mean {similar[0]}?" if similar else f"the keys are: {', '.join(siblings or known)}"
     return f"unknown key {key}; {hint}"
 
 
-def command(**changes: str) -> str:
-    """What a shell would run to have this job again, with other values for some keys; of a sweep, this one job."""
+def command_line(**changes: str) -> str:
+    """Return the shell command that runs this job again, with other values for the keys in `changes`.
+
+    In a sweep it is the command of the current job alone.
+    """
     arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else sys.argv[1:]
-    kept = [word for word in arguments if word.partition("=")[0].lstrip("+") not in changes]
+    unchanged = [word for word in arguments if word.partition("=")[0].lstrip("+") not in changes]
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
-    start = ["python", "-m", module] if module.startswith("scripts.") else ["python", sys.argv[0]]
+    program = ["python", "-m", module] if module.startswith("scripts.") else ["python", sys.argv[0]]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        start = ["torchrun", "--standalone", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}", sys.argv[0]]
-    return shlex.join([*start, *kept, *(f"{key}={quoted(value)}" for key, value in changes.items())])
+        program = ["torchrun", "--standalone", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}", sys.argv[0]]
+    changed = [f"{key}={quote_override(value)}" for key, value in changes.items()]
+    return shlex.join([*program, *unchanged, *changed])
 
 
-def quoted(value: str) -> str:
-    """As Hydra's grammar wants a value with a comma or a parenthesis in it."""
+def quote_override(value: str) -> str:
+    """Quote the value of an override if Hydra's grammar would read one of its characters as syntax."""
     if re.fullmatch(r"[\w./:%@+-]*", value):
         return value
-    return literal(value)
+    return quote_exactly(value)
 
 
-def literal(value: str) -> str:
-    """The value in quotes for Hydra and OmegaConf, to whom ( , $ \\ and = would mean something: exactly this text."""
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
-    return '"' + re.sub(r'(\\*)("|\Z)', lambda run: 2 * run[1] + run[2].replace('"', r"\""), value) + '"'
+def quote_exactly(value: str) -> str:
+    """Return the value in quotes. Hydra and OmegaConf then read exactly this text, with any ( , $ \\ or = in it."""
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # otherwise OmegaConf would interpolate
+    # Double the backslashes before a quote and at the end, because they would escape the quote; then escape the quote
+    value = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    value = re.sub(r"(\\*)\Z", r"\1\1", value)
+    return f'"{value}"'
 
 
-def given(cfg: DictConfig, group: str, configs: Path) -> dict:
-    """The keys of `group` that the command line gives, one by one or by a choice of the group, with their values."""
-    keys = {}
-    for word in HydraConfig.get().overrides.task if HydraConfig.initialized() else ():
+def command_line_values(cfg: DictConfig, group: str, configs: Path) -> dict:
+    """Return the keys of `group` that the command line sets, one by one or by a choice of the group: {key: value}."""
+    arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    keys: list[str] = []
+    for word in arguments:
         key, _, value = word.lstrip("+").partition("=")
         if key == group:
-            keys |= dict.fromkeys(OmegaConf.load(configs / group / f"{value}.yaml"))
+            keys.extend(OmegaConf.load(configs / group / f"{value}.yaml"))
         elif key.startswith(f"{group}."):
-            keys[key.removeprefix(f"{group}.")] = None
+            keys.append(key.removeprefix(f"{group}."))
     return {key: cfg[group][key] for key in keys if key in cfg[group]}
 
 
-def annotated(cfg: DictConfig, configs: Path, name: str) -> str:
-    """For --help: the composed config as YAML, each key with the comment beside it in `name`.yaml or its group."""
+def commented_yaml(cfg: DictConfig, configs: Path, name: str) -> str:
+    """Return the composed config as YAML for --help. Each key has its comment from `name`.yaml or its group's file."""
 
-    def keyed(text: str) -> Iterable[tuple[tuple[str, str], str]]:
-        """((group or "", key), line) of YAML with one level of groups."""
+    def lines_by_key(text: str) -> Iterable[tuple[tuple[str, str], str]]:
+        """Yield ((group or "", key), line) for each line of YAML with one level of groups."""
         group = ""
         for line in text.splitlines():
             key = line.split(":")[0]
-            group = group if line.startswith(" ") else key
-            yield (group if line.startswith(" ") else "", key.strip()), line
+            if line.startswith(" "):
+                yield (group, key.strip()), line
+            else:
+                group = key
+                yield ("", key), line
 
     comments = {}
     for path in configs.rglob("*.yaml"):
-        if path.parent == configs and path.stem != name:  # another program's
+        if path.parent == configs and path.stem != name:  # another program's config
             continue
-        for (group, key), line in keyed(path.read_text()):
+        group_of_file = "" if path.parent == configs else path.parent.name
+        for (group, key), line in lines_by_key(path.read_text()):
             if " #" in line:
-                comments[group if path.parent == configs else path.parent.name, key] = line.partition(" #")[2]
+                comments[group_of_file or group, key] = line.partition(" #")[2]
     shown = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])
-    lines = (
-        f"{line:<36}#{comments[key]}" if key in comments else line for key, line in keyed(OmegaConf.to_yaml(shown))
-    )
+    lines = []
+    for key, line in lines_by_key(OmegaConf.to_yaml(shown)):
+        lines.append(f"{line:<36}#{comments[key]}" if key in comments else line)
     return "\n".join(lines).replace("$", "$$")  # Hydra's help is a string.Template
 
 
-def keys(schema: type, prefix: str = "") -> Iterable[str]:
-    """Every key of a dataclass, groups and leaves, dotted."""
+def key_names(schema: type, prefix: str = "") -> Iterable[str]:
+    """Yield every key of a dataclass, groups and leaves, in dotted form."""
     for field in fields(schema):
         yield prefix + field.name
         if is_dataclass(field.type):
-            yield from keys(field.type, f"{prefix}{field.name}.")
+            yield from key_names(field.type, f"{prefix}{field.name}.")

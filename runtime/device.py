@@ -1,4 +1,4 @@
-"""The machine: which device, what it can do at most, how much memory it took, and what to write beside a figure."""
+"""The machine: the device, its peak speed, the memory that a run took, and the environment of a figure."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,24 +20,24 @@ from runtime.ranks import Ranks
 from runtime.timing import measured_flops
 
 GIB = 2**30
+ROOT = Path(__file__).parent.parent
 
-# Memory that grows in place, unless the user chose: in segments of fixed sizes, PyTorch's default, eager GPT-2 124M at
-# T = 146,432 took 139 GiB of an H200 for 113 of tensors, and at 147,456 found no place. Read when a GPU is first used.
+# Let segments of GPU memory grow, unless the user has set the allocator. By default their sizes are fixed: eager GPT-2
+# 124M at T = 146,432 then reserved 139 GiB of an H200 for 113 GiB of tensors, and ran out of memory at T = 147,456.
+# PyTorch reads the variable when it first uses a GPU
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 class OutOfMemory(UserError):
-    """The device's memory is not enough; the message says what was tried and what to lower."""
+    """The device's memory is full. The message says what was tried and what to lower."""
 
     status = "oom"  # the word in a result row
 
 
-ROOT = Path(__file__).parent.parent
-
-# Dense bf16 tensor-core peaks with fp32 accumulation, FLOP/s, from the vendor's data sheets (without sparsity), by
-# PyTorch's whole device name: a MIG slice, a laptop or an NVL card has another chip behind much the same name, and an
-# unknown GPU has no peak, never a guess.
+# Dense bf16 tensor-core peaks with fp32 accumulation, FLOP/s, from the vendor's data sheets (without sparsity). The key
+# is PyTorch's whole device name, because a MIG slice, a laptop GPU or an NVL card has a similar name and another peak.
+# An unknown GPU has no peak: nothing is guessed
 BF16_PEAK = {
     "NVIDIA B200": 2250e12,
     "NVIDIA GH200 480GB": 989.4e12,
@@ -61,8 +61,8 @@ BF16_PEAK = {
 }
 
 
-def pick(name: str) -> torch.device:
-    """The device for `auto`, `cpu`, `cuda` or `cuda:N`. UserError: it does not exist here."""
+def select_device(name: str) -> torch.device:
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises UserError if this machine does not have it."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -72,16 +72,16 @@ def pick(name: str) -> torch.device:
     )
     if kind == "cuda":
         if not torch.cuda.is_available():
-            why = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch sees no GPU"
-            raise UserError(f"device={name}: {why} (torch {torch.__version__}); use device=cpu, or device=auto")
+            reason = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch sees no GPU"
+            raise UserError(f"device={name}: {reason} (torch {torch.__version__}); use device=cpu, or device=auto")
         count = torch.cuda.device_count()
         check(int(index or 0) < count, f"device={name}: this machine has {count} GPU(s), numbered from 0")
         torch.cuda.set_device(int(index or 0))
     return torch.device(name)
 
 
-def name(device: torch.device) -> str:
-    """ "NVIDIA H200", or the CPU's model name."""
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, such as "NVIDIA H200", or the CPU's model name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -90,37 +90,52 @@ def name(device: torch.device) -> str:
 
 
 class Ceiling:
-    """What a device could do at most, FLOP/s, and how much of that the job's throughput is on all of its devices."""
+    """The peak speed of a device in FLOP/s, and the share of it that a throughput reaches.
+
+    `peak` is from the data sheet (None for an unknown GPU), and `measured` is the speed of a matmul on this device. The
+    job runs on `devices` such devices.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float, devices: int = 1):
         self.flops_per_token, self.devices = flops_per_token, devices
-        self.peak, self.measured = BF16_PEAK.get(name(device)), measured_flops(device, dtype)
+        self.peak, self.measured = BF16_PEAK.get(device_name(device)), measured_flops(device, dtype)
 
     def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
-        """Throughput and model FLOP utilisation, against the data sheet and against the matmul measured here."""
-        each = tokens_per_sec and tokens_per_sec / self.devices
-        rate = each and each * self.flops_per_token
+        """Return the throughput of the job, and its model FLOP utilisation relative to both peaks.
+
+        Without a throughput all figures are None.
+        """
+        if tokens_per_sec is None:
+            keys = ("tokens_per_sec", "tokens_per_sec_per_device", "mfu", "mfu_measured_peak")
+            return {f"perf/{key}": None for key in keys}
+        per_device = tokens_per_sec / self.devices
+        flops = per_device * self.flops_per_token
         return {
             "perf/tokens_per_sec": tokens_per_sec,
-            "perf/tokens_per_sec_per_device": each,
-            "perf/mfu": rate / self.peak if rate and self.peak else None,
-            "perf/mfu_measured_peak": rate / self.measured if rate else None,
+            "perf/tokens_per_sec_per_device": per_device,
+            "perf/mfu": flops / self.peak if self.peak else None,
+            "perf/mfu_measured_peak": flops / self.measured,
         }
 
 
-def memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | None]:
-    """Peak memory since reset_memory(), GiB: the allocator's on a GPU, the process's resident set on a CPU.
+def peak_memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | None]:
+    """Return the figures of process_peaks(). For several ranks each figure is the maximum over the ranks.
 
-    Of several ranks the largest of each figure, and `mem/job_peak_gib`, the sum over all of them.
+    For several ranks there is also `mem/job_peak_gib`, the sum of the peaks over the ranks.
     """
-    each = ranks.gather(peaks(device))
-    most = {key: None if value is None else max(peak[key] for peak in each) for key, value in each[0].items()}
-    total = sum(peak["mem/peak_allocated_gib"] or peak["mem/peak_rss_gib"] for peak in each)
-    return most | ({} if ranks.alone else {"mem/job_peak_gib": total})
+    peaks = ranks.gather(process_peaks(device))
+    figures = {key: None if value is None else max(peak[key] for peak in peaks) for key, value in peaks[0].items()}
+    if not ranks.single:
+        totals = [peak["mem/peak_allocated_gib"] or peak["mem/peak_rss_gib"] for peak in peaks]
+        figures["mem/job_peak_gib"] = sum(totals)
+    return figures
 
 
-def peaks(device: torch.device) -> dict[str, float | int | None]:
-    """This process's."""
+def process_peaks(device: torch.device) -> dict[str, float | int | None]:
+    """Return this process's peak memory in GiB, and on a GPU the allocator's number of retries.
+
+    On a GPU the peak is PyTorch's allocator's since reset_peak_memory(). On a CPU it is the largest resident set.
+    """
     if device.type == "cuda":
         return {
             "mem/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
@@ -136,39 +151,35 @@ def peaks(device: torch.device) -> dict[str, float | int | None]:
     }
 
 
-def reset_memory(device: torch.device) -> None:
-    """Forget the peak so far, and what is only cached (a CPU process cannot)."""
+def reset_peak_memory(device: torch.device) -> None:
+    """Reset the peak of a GPU's memory, and empty the allocator's cache. The peak of a CPU process cannot be reset."""
     if device.type == "cuda":
-        gc.collect()  # what an error's traceback holds goes now, and not in the middle of a measurement
+        gc.collect()  # frees the tensors in the traceback of an earlier error now, and not during a measurement
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 
 
 @contextmanager
-def out_of_memory(tried: str, lower: str, hint: Callable[[], str] = str) -> Iterator[None]:
-    """Makes PyTorch's errors of a full memory an OutOfMemory: one line that says what was tried and what to lower.
-
-    `hint` is asked only then for what else there is to say; by default nothing.
-    """
+def explain_out_of_memory(tried: str, lower: str) -> Iterator[None]:
+    """Turn PyTorch's out-of-memory errors into OutOfMemory: one line with what was tried and what to lower."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's is told by its text alone
+    except RuntimeError as error:  # on a CPU only the text of the error says that the memory is full
         gpu = isinstance(error, torch.OutOfMemoryError)
         if not gpu and "DefaultCPUAllocator" not in str(error):
             raise
-        what = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
-        raise OutOfMemory(
-            f"out of {'GPU ' if gpu else ''}memory with {tried}: {what[0] if what else error}; lower {lower}{hint()}"
-        ) from error
+        match = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
+        memory = "GPU memory" if gpu else "memory"
+        raise OutOfMemory(f"out of {memory} with {tried}: {match[0] if match else error}; lower {lower}") from error
 
 
 def environment(device: torch.device) -> dict[str, str | int | None]:
-    """What a figure depends on besides the config."""
+    """Return the hardware and the versions, on which a figure depends."""
     cuda = device.type == "cuda"
     return {
-        "device": name(device),
+        "device": device_name(device),
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "torch": torch.__version__,
@@ -180,20 +191,26 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
 
 
 def git_commit() -> str | None:
-    """ "<sha>" or "<sha>-dirty"; a copy of the tree without its history is told by the variable HOTSWAP_COMMIT."""
-    if told := os.environ.get("HOTSWAP_COMMIT"):
-        return told
-    if not (ROOT / ".git").exists():  # else the commit would be that of a repo around this folder
+    """Return "<sha>" or "<sha>-dirty", or the text of the variable HOTSWAP_COMMIT if it is set.
+
+    HOTSWAP_COMMIT is for a copy of the tree without its history. None if the commit is unknown.
+    """
+    if commit := os.environ.get("HOTSWAP_COMMIT"):
+        return commit
+    if not (ROOT / ".git").exists():  # git would use a repo in a parent folder
         return None
-    return _output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _first_line("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
-def _output(*command: str) -> str | None:
-    """The first line that a command prints in the repo's root; None where it is missing, fails or takes 10 s."""
+def _first_line(*command: str) -> str | None:
+    """Return the first line that a command prints in the repo's root.
+
+    None if the command is missing, fails, prints nothing or takes more than 10 s.
+    """
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
     except subprocess.TimeoutExpired:
         return None
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
+    return result.stdout.splitlines()[0] if result.returncode == 0 and result.stdout else None

@@ -1,7 +1,7 @@
-"""The processes of one job: `torchrun --standalone --nproc_per_node=N train.py ...` starts N, one a GPU.
+"""The processes of one job: `torchrun --standalone --nproc_per_node=N train.py ...` starts N of them, one for each GPU.
 
-Tensors are reduced by NCCL between GPUs; what the hosts must agree on (a signal, the clock) goes over gloo, so that
-asking costs no synchronisation of a GPU. One process alone is a job of one rank, for which all of this does nothing.
+NCCL reduces tensors between GPUs. Values on the host, such as a signal or the clock, go over gloo, because gloo does
+not synchronise a GPU. A single process is a job of one rank, and nothing is communicated.
 """
 
 import contextlib
@@ -18,136 +18,161 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime import compat
 from runtime.config import UserError, check
 from runtime.signals import STOPPED, Stopped
 
-BUCKET = 2**26  # elements that are reduced at a time: average() takes so much besides, 256 MiB in fp32
-GRACE = 10.0  # seconds that a rank has to end by itself after another one failed
+BUCKET = 2**26  # elements that average() reduces at a time, in a copy; in fp32 the copy takes 256 MiB
+GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 
 
 class RankFailed(UserError):
-    """Another rank of the job failed; the message says which, and why."""
+    """Another rank of the job failed. The message says which one, and why."""
 
 
 class Ranks:
-    """This process's place in the job, and what the processes say to each other."""
+    """This process's rank in the job, and the communication between the ranks."""
 
     def __init__(self, rank: int = 0, world_size: int = 1):
         self.rank, self.world_size = rank, world_size
-        self.alone, self.leads = world_size == 1, rank == 0
-        self.rescue: Callable[[str], None] = print  # what to do with the reason before a stuck rank is ended
+        self.single = world_size == 1
+        self.is_main = rank == 0
+        # If another rank has failed, watch_for_failure() calls this with the reason before it ends this process
+        self.on_stuck: Callable[[str], None] = print
 
-    def agree(self, *values: float) -> list[float]:
-        """The largest of each value over all ranks, on the hosts."""
-        if self.alone:
+    def max_over_ranks(self, *values: float) -> list[float]:
+        """Return the maximum of each value over all ranks. The values go over gloo."""
+        if self.single:
             return list(values)
-        told = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return told.tolist()
+        maxima = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return maxima.tolist()
 
     def gather(self, value: Any) -> list:
-        """Every rank's value, in the order of the ranks, on all of them."""
-        if self.alone:
+        """Return the values of all ranks, in the order of the ranks, on all ranks."""
+        if self.single:
             return [value]
         values = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
-    def tell(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks."""
         return self.gather(value)[0]
 
-    def first(self, work: Callable[[], Any]) -> Any:
-        """work() on rank 0 and only then on the others, which find what it left."""
-        result = work() if self.leads else None
+    def run_on_rank0(self, work: Callable[[], Any]) -> Any:
+        """Call work() on rank 0 only, and return its result on all ranks."""
+        return self.broadcast(work() if self.is_main else None)
+
+    def run_on_rank0_first(self, work: Callable[[], Any]) -> Any:
+        """Call work() on rank 0, and then on the other ranks, which can use the files that rank 0 has written."""
+        result = work() if self.is_main else None
         self.gather(None)
-        return result if self.leads else work()
+        return result if self.is_main else work()
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over the ranks, on the device and not waited for."""
-        return value if self.alone else self.total(value) / self.world_size
+        """Return the mean over the ranks, on the device, without a synchronisation."""
+        return value if self.single else self.sum(value) / self.world_size
 
-    def total(self, value: Tensor) -> Tensor:
-        """The sum over the ranks, on the device and not waited for."""
-        if self.alone:
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum over the ranks, on the device, without a synchronisation."""
+        if self.single:
             return value
         value = value.clone()
         dist.all_reduce(value)
         return value
 
     def average(self, tensors: list[Tensor]) -> None:
-        """Replace each tensor by its mean over the ranks. In buckets: 124M has 148 tensors, each with its latency."""
-        if self.alone:
+        """Replace each tensor by its mean over the ranks.
+
+        It reduces buckets of tensors, because GPT-2 124M has 148 tensors, and each reduction has its latency.
+        """
+        if self.single:
             return
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.flatten() for tensor in bucket]) if len(bucket) > 1 else bucket[0].flatten()
             dist.all_reduce(flat)
             flat /= self.world_size
             parts = flat.split([tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+            compat.copy_tensors(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Whoever fails in here tells the others why, and there it is a RankFailed with that reason."""
+    def print_on_rank0_only(self) -> Iterator[None]:
+        """Send the stdout of the other ranks to /dev/null within this context."""
+        with contextlib.ExitStack() as stack:
+            if not self.is_main:
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            yield
+
+    @contextmanager
+    def share_failure(self) -> Iterator[None]:
+        """Let the other ranks raise RankFailed with the reason if this rank fails within this context."""
         try:
             yield
         except RankFailed:
             raise
         except Exception as error:
-            if self.alone:
+            if self.single:
                 raise
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it now: time for the last words
-            if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # a collective lost its partner
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when a rank ends; first share the reason
+            if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # a collective failed: another rank ended
                 raise RankFailed(
-                    reason() or "another rank died without a word (killed?): torchrun's report names it"
+                    failure_reason() or "another rank ended without a message (killed?); torchrun's report names it"
                 ) from error
-            notes().compare_set("failed", "", f"rank {self.rank} failed: {error or type(error).__name__}")
+            shared_store().compare_set("failed", "", f"rank {self.rank} failed: {error or type(error).__name__}")
             raise
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in lists of at most BUCKET elements or of one tensor."""
-    held: list[Tensor] = []
+    """Yield the tensors in order, in lists of at most BUCKET elements. A larger tensor is a list of its own."""
+    bucket: list[Tensor] = []
     for tensor in tensors:
-        if held and sum(t.numel() for t in held) + tensor.numel() > BUCKET:
-            yield held
-            held = []
-        held.append(tensor)
-    if held:
-        yield held
+        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
-def launched() -> bool:
+def started_by_torchrun() -> bool:
     """Whether torchrun (or anything that sets its variables) started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys() and os.environ["WORLD_SIZE"].isdigit()
 
 
 def world_size() -> int:
-    """How many processes the job has, as the environment says before they have met."""
-    return int(os.environ["WORLD_SIZE"]) if launched() else 1
+    """Return the number of processes of the job. It reads the environment, so the process group need not exist yet."""
+    return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
 
 
-def placed(device: str) -> str:
-    """The config's device for this process: under torchrun each takes the GPU of its local rank."""
-    if not launched() or device == "cpu":
+def rank_device(device: str) -> str:
+    """Return the device of this process. Under torchrun, a process takes the GPU of its local rank.
+
+    Raises UserError if `device` names one GPU for all processes, or if there are more processes than GPUs.
+    """
+    if not started_by_torchrun() or device == "cpu":
         return device
     check(
-        not device.startswith("cuda:"), f"device={device} under torchrun: each process takes its own; say device=cuda"
+        not device.startswith("cuda:"),
+        f"device={device} under torchrun: each process takes a GPU of its own; use device=cuda",
     )
     if device == "auto" and not torch.cuda.is_available():
         return "cpu"
     rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     check(
         count == 0 or rank < count,
-        f"torchrun started {os.environ.get('LOCAL_WORLD_SIZE')} processes here, and there are {count} GPU(s): lower "
+        f"torchrun started {os.environ.get('LOCAL_WORLD_SIZE')} processes, and this machine has {count} GPU(s): lower "
         "--nproc_per_node",
     )
     return f"cuda:{rank}"
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
-    """The job, while it lasts; of several processes, each ends with it."""
+def join_ranks(device: torch.device) -> Iterator[Ranks]:
+    """Connect the processes of the job, and yield this process's Ranks.
+
+    If the job has several processes, the process exits at the end of this context.
+    """
     if world_size() == 1:
         yield Ranks()
         return
@@ -155,58 +180,66 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     done = threading.Event()
-    watcher = threading.Thread(target=watch, args=(ranks, done), daemon=True)
+    watcher = threading.Thread(target=watch_for_failure, args=(ranks, done), daemon=True)
     watcher.start()
     try:
-        with ranks.failing_together():
+        with ranks.share_failure(), ranks.print_on_rank0_only():
             yield ranks
-        part(ranks, done, watcher)
-        # All is written and closed. On the interpreter's own way out rank 0 was seen to abort, once in some hundred
-        # runs on a busy machine ("terminate called without an active exception"): a failed job, says torchrun
+        leave(ranks, done, watcher)
+        # Skip the interpreter's shutdown: all files are closed. Once in a few hundred runs on a busy machine, rank 0
+        # aborted during it ("terminate called without an active exception"), and torchrun reported a failed job
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
     except Stopped as stop:
-        if stop.code == STOPPED:  # all of them, after the same step
-            part(ranks, done, watcher)
+        if stop.code == STOPPED:  # all ranks stop after the same step
+            leave(ranks, done, watcher)
         raise
     finally:
         done.set()
 
 
-def part(ranks: Ranks, done: threading.Event, watcher: threading.Thread) -> None:
-    """Leave together, the work being done: rank 0 may still be busy, and torchrun ends it when another is gone. Who
-    hears of it last may find the others gone, which is no failure any more."""
+def leave(ranks: Ranks, done: threading.Event, watcher: threading.Thread) -> None:
+    """Wait for all ranks, and leave the process group.
+
+    Rank 0 may still be busy, and torchrun would end it as soon as another rank has exited. If the other ranks have
+    already left, a collective raises an error here, which is no failure of the job.
+    """
     with contextlib.suppress(dist.DistError, RuntimeError):
         ranks.gather(None)
     done.set()
-    watcher.join(2.0)  # it must not ask a store that goes
+    watcher.join(2.0)  # it must not query the store after destroy_process_group()
     with contextlib.suppress(dist.DistError, RuntimeError):
         dist.destroy_process_group()
 
 
-def notes() -> dist.Store:
-    """Where ranks leave each other word; torchrun keeps it, so it outlives a rank."""
-    return dist.PrefixStore("hotswap", dist.distributed_c10d._get_default_store())
+def shared_store() -> dist.Store:
+    """Return the key-value store of the job, in which a rank that fails writes its reason.
+
+    The store is in torchrun's process, so it outlives a rank.
+    """
+    return dist.PrefixStore("hotswap", dist.group.WORLD.get_group_store())
 
 
-def reason(seconds: float = 3.0) -> str | None:
-    """What the first rank to fail said that it failed of; it may need some seconds to say so."""
+def failure_reason(seconds: float = 3.0) -> str | None:
+    """Return the reason that the first failed rank has written; None if it has written none after `seconds`."""
     end = time.monotonic() + seconds
-    while not notes().check(["failed"]):
+    while not shared_store().check(["failed"]):
         if time.monotonic() > end:
             return None
         time.sleep(0.1)
-    return notes().get("failed").decode()
+    return shared_store().get("failed").decode()
 
 
-def watch(ranks: Ranks, done: threading.Event) -> None:
-    """End this process when another rank has failed: who waits for it inside NCCL would wait for ever."""
+def watch_for_failure(ranks: Ranks, done: threading.Event) -> None:
+    """End this process if another rank has failed, because it may wait for that rank inside NCCL forever."""
     while not done.wait(1.0):
+        reason = None
         try:
-            failed = notes().check(["failed"])
-        except (dist.DistError, RuntimeError, ValueError):  # the store went with torchrun, or with the process group
-            failed = None
-        if failed is not False and not done.wait(GRACE):
-            ranks.rescue(reason() if failed else "torchrun, which started this process, is gone")
+            if shared_store().check(["failed"]):
+                reason = failure_reason()
+        except (dist.DistError, RuntimeError, AttributeError):  # torchrun has ended, or the process group is destroyed
+            reason = "torchrun, which started this process, has ended"
+        if reason and not done.wait(GRACE):
+            ranks.on_stuck(reason)
             os._exit(1)

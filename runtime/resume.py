@@ -1,78 +1,114 @@
-"""Going on with a run: from which checkpoint, in which folder, and whether it is the same run at all."""
+"""Resume a run: from which checkpoint, in which folder, and whether it is the same run."""
 
 import contextlib
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from runtime.checkpoint import find, home, is_checkpoint, manifest, newest, number, steps, verified
-from runtime.config import UserError, check
-from runtime.run import new_folder, read_row
+from runtime.checkpoint import (
+    checkpoint_folders,
+    expand_home,
+    find_checkpoint,
+    is_checkpoint,
+    newest_valid,
+    read_manifest,
+    step_number,
+    verify,
+)
+from runtime.config import UserError, check, command_line
+from runtime.run import make_unique_folder, read_row
 
 
-def place(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
-    """(the run's folder, the verified checkpoint to go on from or None).
+def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
+    """Return (the run's folder, the checkpoint to resume from or None). The checkpoint is verified.
 
-    `resume` is None, `auto` (the newest good checkpoint of out_dir, or none yet: a new run), or the path of a
-    checkpoint or of a run; without out_dir the run goes on in that run's folder. UserError: there is no such
-    checkpoint, or going on there would overwrite newer ones.
+    `resume` is None for a new run, `auto`, or the path of a checkpoint or of a run. `auto` is the newest valid
+    checkpoint of out_dir; if out_dir has no checkpoint, the run is new. With a path but no out_dir, the run resumes in
+    the folder of the checkpoint's run.
+
+    Raises UserError if there is no valid checkpoint, or if the resumed run would delete newer checkpoints.
     """
-    folder = home(out_dir) if out_dir else None
+    folder = expand_home(out_dir) if out_dir else None
     if resume is None:
-        return folder or new_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"), None
+        return folder or make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"), None
     if resume == "auto":
-        check(folder is not None, "train.resume=auto needs out_dir=..., the folder of the run that is to go on")
-        found = newest(folder / "checkpoints")
+        check(folder is not None, "train.resume=auto needs out_dir=..., the folder of the run to resume")
+        newest = newest_valid(folder / "checkpoints")
         check(
-            found is not None or not steps(folder / "checkpoints"),
-            f"train.resume=auto: no checkpoint in {folder} is good; name another with train.resume=PATH, or delete it "
-            "to begin anew",
+            newest is not None or not checkpoint_folders(folder / "checkpoints"),
+            f"train.resume=auto: no checkpoint in {folder} is valid; name another one with train.resume=PATH, or "
+            "delete the folder to start a new run",
         )
         check(
-            found is not None or (read_row(folder) or {}).get("status") != "ok",
+            newest is not None or (read_row(folder) or {}).get("status") != "ok",
             f"train.resume=auto: {folder} holds a finished run without a checkpoint; choose another out_dir",
         )
-        return folder, found
-    found = home(resume)
-    if is_checkpoint(found):
-        verified(found)
+        return folder, newest
+    path = expand_home(resume)
+    if is_checkpoint(path):
+        verify(path)
     else:
-        found = find(found)
-    found = found.parent / found.resolve().name  # `best` is a link; `checkpoints` may be one, too
-    own = found.parent.parent if found.parent.name == "checkpoints" else None
-    folder = folder or own
-    check(folder is not None, f"train.resume={resume} lies in no run's folder: say with out_dir=... where to go on")
-    if own is None or folder.resolve() != own.resolve():
-        taken = [name for name in ("metrics.jsonl", "result.json", "checkpoints") if (folder / name).exists()]
-        check(not taken, f"out_dir={folder} already holds a run ({', '.join(taken)}); give another out_dir")
-    elif newer := newest(own / "checkpoints", after=number(found)):
-        raise UserError(f"train.resume={resume} is older than {newer}, which would be lost: give another out_dir")
-    return folder, found
+        path = find_checkpoint(path)
+    path = path.parent / path.resolve().name  # `best` is a link; its folder `checkpoints` may be a link, too
+    run_folder = path.parent.parent if path.parent.name == "checkpoints" else None
+    folder = folder or run_folder
+    check(
+        folder is not None,
+        f"train.resume={resume} is not in a run's folder; name a folder for the resumed run with out_dir=...",
+    )
+    if run_folder is None or folder.resolve() != run_folder.resolve():
+        existing = [name for name in ("metrics.jsonl", "result.json", "checkpoints") if (folder / name).exists()]
+        check(not existing, f"out_dir={folder} already holds a run ({', '.join(existing)}); choose another out_dir")
+    elif newer := newest_valid(run_folder / "checkpoints", after=step_number(path)):
+        raise UserError(f"train.resume={resume} is older than {newer}, which would be lost; choose another out_dir")
+    return folder, path
 
 
-def shape_of(out_dir: str | None, resume: str | None) -> dict | None:
-    """The model's config as the checkpoint tells it that the run will go on from, unverified; None: from none."""
+def checkpoint_model_config(out_dir: str | None, resume: str | None) -> dict | None:
+    """Return the model's config in the manifest of the checkpoint that the run will resume from.
+
+    The checkpoint is not verified. None if the run will not resume from a checkpoint.
+    """
     if resume is None or (resume == "auto" and out_dir is None):
         return None
-    folder = home(out_dir if resume == "auto" else resume)
-    held = [folder] if is_checkpoint(folder) else [*steps(folder / "checkpoints"), *steps(folder)]
-    for path in held:
+    folder = expand_home(out_dir if resume == "auto" else resume)
+    candidates = [folder]
+    if not is_checkpoint(folder):
+        candidates = [*checkpoint_folders(folder / "checkpoints"), *checkpoint_folders(folder)]
+    for path in candidates:
         with contextlib.suppress(UserError):
-            return manifest(path)["config"]["model"]
+            return read_manifest(path)["config"]["model"]
     return None
 
 
-def same_run(saved: dict, config: dict, fingerprint: dict, path: Path) -> None:
-    """UserError: `config` has another model, other data or another order of it than the checkpoint's manifest."""
-    then = saved["config"]
-    free = ("dropout", "checkpointing", "keep_attention")
-    pairs = {f"model.{key}": (now, then["model"].get(key)) for key, now in config["model"].items() if key not in free}
-    pairs |= {f"data.{key}": (now, saved["data"].get(key)) for key, now in fingerprint.items()}
-    pairs |= {f"train.{key}": (config["train"][key], then["train"][key]) for key in ("block_size", "tokens_per_step")}
-    masked = [each["data"].get("mask_documents", False) for each in (config, then)]
-    pairs |= {"data.mask_documents": tuple(masked)}
-    pairs["seed"] = config["seed"], then["seed"]
-    if differ := [f"{key}={now} (there {before})" for key, (now, before) in pairs.items() if now != before]:
+def check_same_run(
+    manifest: dict, config: dict, fingerprint: dict, path: Path, may_differ: Collection[str] = ()
+) -> None:
+    """Raise UserError if the checkpoint at `path`, with this manifest, is of another run than `config`.
+
+    The model, the data and the order of the data must be the same. `fingerprint` identifies the data of this run. The
+    keys of the config group `model` in `may_differ` are not compared.
+    """
+    saved_config = manifest["config"]
+    pairs = {}  # key -> (value now, value in the checkpoint)
+    for key, value in config["model"].items():
+        if key not in may_differ:
+            pairs[f"model.{key}"] = value, saved_config["model"].get(key)
+    for key, value in fingerprint.items():
+        pairs[f"data.{key}"] = value, manifest["data"].get(key)
+    for key in ("block_size", "tokens_per_step"):
+        pairs[f"train.{key}"] = config["train"][key], saved_config["train"][key]
+    masks, saved_masks = (group.get("mask_documents", False) for group in (config["data"], saved_config["data"]))
+    pairs["data.mask_documents"] = masks, saved_masks
+    pairs["seed"] = config["seed"], saved_config["seed"]
+    differences = [f"{key}={now} (checkpoint: {then})" for key, (now, then) in pairs.items() if now != then]
+    if differences:
         raise UserError(
-            f"train.resume={path} is of another run: {', '.join(differ)}; pass the same, or begin a new run from its "
-            f"weights: init_from={path}"
+            f"train.resume={path} is of another run: {', '.join(differences)}; pass the checkpoint's values, or start "
+            f"a new run from its weights: init_from={path}"
         )
+
+
+def command(folder: Path) -> str:
+    """Return the command that resumes the run in this folder."""
+    return command_line(out_dir=str(folder), **{"train.resume": "auto"})

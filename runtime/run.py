@@ -1,8 +1,8 @@
-"""A run's folder and the one row that it leaves.
+"""A run's folder, and the row of its results.
 
 out/<run>/config.yaml     the resolved config
-          metrics.jsonl   a line a logged step
-          result.json     one row: status, config, kernels, env and the figures
+          metrics.jsonl   one line for each logged step
+          result.json     the row: status, config, kernels, env and the figures
           checkpoints/    see runtime/checkpoint.py
 """
 
@@ -19,70 +19,80 @@ from typing import TextIO
 
 from omegaconf import OmegaConf
 
-from runtime.config import UserError, command
-from runtime.trackers import Tracker
+from runtime.config import UserError, command_line
+from runtime.ranks import Ranks
+from runtime.trackers import LoggerConfig, Tracker, make_tracker
 
 
 class Run:
-    """A context manager around the work: however that ends, short of a kill, `result.json` says how.
+    """A context manager that writes `result.json` when its block ends, also after an error, but not after a SIGKILL.
 
-    `row` is the result row while it grows. Its status becomes `ok`, `oom`, `unavailable: why`, `stopped: why` or
-    `failed: why`; an exception names its own word in an attribute `status`. `resume` goes on in the folder of a run
-    that ended. UserError: the folder already holds a run, files that would be overwritten (a run that ended without a
-    single step gives its folder up), or a run that is still going on.
+    `row` is the result row so far. At the end its status becomes `ok`, `oom` or `failed: why`. If the exception has an
+    attribute `status`, such as `unavailable` or `stopped`, that word replaces `failed`.
+
+    With `resume`, the folder may hold an earlier run. A run that ended before its first step is always overwritten.
+    Raises UserError if the folder holds a run or files that would be overwritten, if a running process uses it, or if
+    it cannot be written.
     """
 
     def __init__(self, folder: Path, name: str, config: object, tracker: Tracker, resume: bool = False):
-        self.folder, self.tracker, self.begun = folder, tracker, False
+        self.folder, self.tracker, self.has_begun = folder, tracker, False
         self.config = OmegaConf.structured(config)
         self.row = {
             "name": name,
             "status": "running",
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": command(),
+            "command": command_line(),
             "config": OmegaConf.to_container(self.config),
         }
         files = [folder / file for file in ("config.yaml", "metrics.jsonl", "result.json", "checkpoints")]
-        metrics, self.result = files[1:3]
-        with writable(folder):
-            self.lock = lock(folder)
-            if metrics.exists() and metrics.stat().st_size == 0 and not files[3].exists():
-                for path in files[:3]:
+        config_file, metrics, self.result, checkpoints = files
+        with explain_unwritable(folder):
+            self.lock = lock_folder(folder)
+            if metrics.exists() and metrics.stat().st_size == 0 and not checkpoints.exists():
+                for path in (config_file, metrics, self.result):
                     path.unlink(missing_ok=True)
-            if not resume and (taken := [path.name for path in files if path.exists()]):
-                ways = ["choose another", "delete it"] + ["go on with it: train.resume=auto"] * hasattr(config, "train")
-                raise UserError(
-                    f"out_dir={folder} already holds a run ({taken[0]}); {', '.join(ways[:-1])}, or {ways[-1]}"
-                )
-            self.metrics = metrics.open("a", buffering=1)  # by the line: a kill loses none
+            existing = [path.name for path in files if path.exists()]
+            if existing and not resume:
+                advice = "choose another folder, or delete it"
+                if hasattr(config, "train"):
+                    advice = "choose another folder, delete it, or resume the run: train.resume=auto"
+                raise UserError(f"out_dir={folder} already holds a run ({existing[0]}); {advice}")
+            self.metrics = metrics.open("a", buffering=1)  # line by line, so that a kill loses no line
 
-    def rewind(self, step: int) -> None:
-        """Forget what was logged after `step`, which a resumed run does again, and a line that a kill cut short."""
-        path, kept = self.folder / "metrics.jsonl", 0
+    def truncate_metrics(self, step: int) -> None:
+        """Cut metrics.jsonl after the line of `step`. A resumed run logs the later steps again.
+
+        It also cuts off an incomplete line, which a kill may leave.
+        """
+        path, size = self.folder / "metrics.jsonl", 0
         for line in path.read_bytes().splitlines(keepends=True):
             try:
                 if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                     break
             except (ValueError, KeyError, TypeError):  # a power cut leaves zeros
                 break
-            kept += len(line)
-        os.truncate(path, kept)
+            size += len(line)
+        os.truncate(path, size)
 
     def begin(self, **facts: dict) -> None:
-        """All is built: `facts` go into the row beside its kernels and env, and the tracker starts."""
-        self.begun = True
+        """Add `facts` to the row, write the config, and start the tracker. Call this when everything is built."""
+        self.has_begun = True
         self.row.update(facts)
         OmegaConf.save(self.config, self.folder / "config.yaml")
         self.tracker.start(self.folder, self.row)
 
     def log(self, step: int, figures: dict) -> None:
-        """One line of `metrics.jsonl`, and the same to the tracker; what is not finite is null, as JSON wants it."""
-        figures = finite(figures)
+        """Write one line of metrics.jsonl, and pass the figures to the tracker.
+
+        NaN and infinity become null, because JSON has neither. Raises UserError if the line cannot be written.
+        """
+        figures = without_nonfinite(figures)
         try:
             self.metrics.write(json.dumps({"step": step, **figures}) + "\n")
         except OSError as error:
             raise UserError(
-                f"{self.folder} cannot be written any more: {error.strerror}; make room, and resume"
+                f"{self.folder} can no longer be written: {error.strerror}; free some space, and resume"
             ) from None
         self.tracker.log(step, figures)
 
@@ -90,19 +100,19 @@ class Run:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.close(status(error))
+        self.close(status_of(error))
 
     def close(self, status: str) -> None:
-        """Write the row, and let the folder go. One that went on but failed before it began leaves all as it was."""
-        if self.begun or not self.result.exists():
+        """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row."""
+        if self.has_begun or not self.result.exists():
             self.record(status)
-        with contextlib.suppress(OSError):  # the line that could not be written
+        with contextlib.suppress(OSError):  # a line that could not be written is still in the buffer
             self.metrics.close()
         self.tracker.finish(self.row)
         self.lock.close()
 
     def record(self, status: str) -> None:
-        """Write the row as it is now. Where the disk is full, say so: what ended the run is said by others."""
+        """Write the row with this status. Print a warning if the disk is full."""
         self.row["status"] = status
         try:
             write_row(self.folder, self.row)
@@ -110,57 +120,70 @@ class Run:
             print(f"warning: {self.result} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-class Follower(Run):
-    """The run on a rank that does not lead: it writes nothing."""
+class SilentRun(Run):
+    """The run on all ranks but rank 0. It writes nothing, because rank 0 writes the files."""
 
     def __init__(self, folder: Path):
         self.folder, self.row = folder, {}
 
-    def rewind(self, step: int) -> None:
-        """Rank 0 does it."""
+    def truncate_metrics(self, step: int) -> None:
+        """Do nothing."""
 
     def begin(self, **facts: dict) -> None:
         self.row.update(facts)
 
     def log(self, step: int, figures: dict) -> None:
-        """Rank 0 does it."""
+        """Do nothing."""
 
     def close(self, status: str) -> None:
-        """Rank 0 does it."""
+        """Do nothing."""
 
     def record(self, status: str) -> None:
-        """Rank 0 does it."""
+        """Do nothing."""
+
+
+def open_run(folder: Path, name: str, config: object, logger: LoggerConfig, resume: bool, ranks: Ranks) -> Run:
+    """Return the run on this rank. If another rank fails and rank 0 hangs, rank 0's run is closed all the same."""
+    if not ranks.is_main:
+        return SilentRun(folder)
+    run = Run(folder, name, config, make_tracker(logger), resume)
+    ranks.on_stuck = lambda reason: run.close(f"failed: {reason}")
+    return run
 
 
 @contextlib.contextmanager
-def writable(folder: Path) -> Iterator[None]:
-    """UserError, where what is written within cannot be."""
+def explain_unwritable(folder: Path) -> Iterator[None]:
+    """Turn an OSError within this context into a UserError that names out_dir."""
     try:
         yield
     except OSError as error:
         raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
 
 
-def lock(folder: Path) -> TextIO:
-    """Make the folder, and keep other processes out until this one ends, in whatever way, or closes the file."""
-    with writable(folder):
+def lock_folder(folder: Path) -> TextIO:
+    """Make the folder and lock it, until this process ends or closes the returned file.
+
+    Raises UserError if another process holds the lock.
+    """
+    with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"out_dir={folder} is in use by a run that goes on; choose another folder") from None
+        raise UserError(f"out_dir={folder} is in use by a running process; choose another folder") from None
     return file
 
 
 def write_row(folder: Path, row: dict) -> None:
+    """Write the row as result.json. A kill leaves either the old row or the new row, complete."""
     temporary = folder / ".result.json"
-    temporary.write_text(json.dumps(finite(row), indent=1) + "\n")
+    temporary.write_text(json.dumps(without_nonfinite(row), indent=1) + "\n")
     temporary.replace(folder / "result.json")
 
 
 def read_row(folder: Path) -> dict | None:
-    """The row in a run's folder; None where there is none, or none that can be read."""
+    """Return the row in a run's folder; None if it is missing or cannot be read."""
     try:
         row = json.loads((folder / "result.json").read_text())
     except (OSError, ValueError):
@@ -168,28 +191,29 @@ def read_row(folder: Path) -> dict | None:
     return row if isinstance(row, dict) and isinstance(row.get("status"), str) else None
 
 
-def finite(figures: dict) -> dict:
-    """The same with None in place of NaN and infinities."""
+def without_nonfinite(figures: dict) -> dict:
+    """Return the figures with None in place of NaN and infinity, at any depth."""
     return {key: _finite(value) for key, value in figures.items()}
 
 
 def _finite(value):
     if isinstance(value, dict):
-        return finite(value)
+        return without_nonfinite(value)
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def status(error: BaseException | None) -> str:
+def status_of(error: BaseException | None) -> str:
+    """Return the status of a run that ended with this error. With None it is `ok`."""
     if error is None:
         return "ok"
     word = getattr(error, "status", "failed")
     return word if word == "oom" else f"{word}: {str(error) or type(error).__name__}"
 
 
-def new_folder(parent: Path, name: str) -> Path:
-    """`parent/name`, made now; or `name-2`, `-3`, ... where other runs began in the same second."""
+def make_unique_folder(parent: Path, name: str) -> Path:
+    """Make and return the folder `parent/name`. If it exists, try `name-2`, `name-3` and so on."""
     folder, number = parent / name, 1
     while True:
         try:
@@ -200,3 +224,11 @@ def new_folder(parent: Path, name: str) -> Path:
             folder = parent / f"{name}-{number}"
         except OSError as error:
             raise UserError(f"{parent} cannot be written: {error.strerror}; choose an out_dir") from None
+
+
+def make_folder(out_dir: str | None, name: str) -> Path:
+    """Make and return `out_dir`, or out/<time>-<name>. Raises UserError if it cannot be written."""
+    folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    with explain_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder

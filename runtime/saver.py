@@ -1,4 +1,4 @@
-"""Saving the checkpoints of a run (runtime/checkpoint.py says what they are) while it goes on."""
+"""Save the checkpoints of a run while it trains. runtime/checkpoint.py describes their files."""
 
 import contextlib
 import math
@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,75 +15,96 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from runtime.checkpoint import SHARDS, TRAINING, WEIGHTS, State, flat, manifest, number, seal, steps, sync
+from runtime.checkpoint import (
+    SHARDS,
+    TRAINING,
+    WEIGHTS,
+    State,
+    checkpoint_folders,
+    flatten,
+    fsync,
+    read_manifest,
+    step_number,
+    write_manifest,
+)
 from runtime.config import UserError
 from runtime.ranks import Ranks
 
-GROUPS = ("model", "exp_avg", "exp_avg_sq")  # of an optimizer's state()
-GATHERED_BYTES = 2**30  # of whole tensors on rank 0's GPU, on their way to the host
+GROUPS = ("model", "exp_avg", "exp_avg_sq")  # the groups of an optimizer's state()
+GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU before it waits for the copies
 
 
 class Checkpoints:
-    """The checkpoints of one run: saves them, keeps the last `keep` and the best. On all ranks; rank 0 writes."""
+    """The checkpoints of one run. Every rank has this object; rank 0 writes the files.
 
-    def __init__(self, folder: Path, keep: int, sharded: bool, ranks: Ranks, device: torch.device, made: int = 0):
-        """The run goes on after `made` steps: later checkpoints, which were passed over as damaged, are deleted."""
-        self.folder, self.keep, self.sharded, self.ranks = folder, keep, sharded and not ranks.alone, ranks
+    It keeps the newest `keep` checkpoints, and the one with the lowest validation loss.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int, sharded: bool, ranks: Ranks, device: torch.device, steps_before: int = 0
+    ):
+        """Delete incomplete checkpoints, and the checkpoints of later steps than `steps_before`.
+
+        The run resumes after step `steps_before`, so every later checkpoint is damaged.
+        """
+        self.folder, self.keep, self.ranks = folder, keep, ranks
+        self.sharded = sharded and not ranks.single
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None
         self.pauses: list[float] = []
-        self.host: dict[str, Tensor] = {}  # copies, pinned for a GPU; pinning is slow, so they are used again
+        self.host_copies: dict[str, Tensor] = {}  # reused for each save; pinned for a GPU, and pinning is slow
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # a group of its own: the thread's collectives would mix with those of the training loop
+        # The thread's collectives need a group of their own, or they would mix with those of the training loop
         self.group = dist.new_group(backend="gloo") if self.sharded else None
-        if ranks.leads:
-            for leftover in folder.glob(".step-*"):  # of a run that was killed in the middle of a save
-                shutil.rmtree(leftover)
-            for path in steps(folder):
-                if number(path) > made:
+        if ranks.is_main:
+            for incomplete in folder.glob(".step-*"):  # the run was killed during a save
+                shutil.rmtree(incomplete)
+            for path in checkpoint_folders(folder):
+                if step_number(path) > steps_before:
                     discard(path)
         ranks.gather(None)
-        self.best = self._lowest()  # validation loss so far
+        self.best = self._lowest_loss()
 
-    def prepare(self, shapes: dict[str, torch.Size]) -> None:
-        """Make room on the host for a state of three fp32 tensors a name, by the thread, while the first steps run.
+    def allocate_host_copies(self, shapes: dict[str, torch.Size]) -> None:
+        """Let the thread allocate the host memory of a save during the first steps: three fp32 tensors a shape.
 
-        To pin the 1.5 GB of 124M takes 1.3 s on an H200's host, in which the first save would hold the loop up.
+        On an H200's host, pinning the 1.5 GB of 124M takes 1.3 s, which would otherwise be a pause in the first save.
         """
-        if self.ranks.leads and not self.sharded:
-            self.pending = self.thread.submit(
-                self._pin, {f"{group}.{name}": shapes[name] for group in GROUPS for name in shapes}
-            )
+        if self.ranks.is_main and not self.sharded:
+            group_shapes = {f"{group}.{name}": shapes[name] for group in GROUPS for name in shapes}
+            self.pending = self.thread.submit(self._allocate, group_shapes)
 
-    def _pin(self, shapes: dict[str, torch.Size]) -> None:
-        with contextlib.suppress(RuntimeError):  # out of memory: the save itself will say so
+    def _allocate(self, shapes: dict[str, torch.Size]) -> None:
+        with contextlib.suppress(RuntimeError):  # out of memory: the save itself will raise it again
             for key, shape in shapes.items():
-                self.host[key] = torch.empty(shape, dtype=torch.float32, pin_memory=self.stream is not None)
+                self.host_copies[key] = torch.empty(shape, dtype=torch.float32, pin_memory=self.stream is not None)
 
     def save(self, step: int, state: State, rest: dict, facts: dict) -> tuple[float, torch.cuda.Event | None]:
-        """Start saving: (seconds that this took, an event before which no tensor of `state` may change).
+        """Start to save: copy `state` to the host, and let the thread write it.
 
-        `rest` goes into training.pt, `facts` (with val_loss) into the manifest. The rest is done by a thread.
+        `rest` goes into training.pt, and `facts` (with val_loss) into the manifest. Returns (seconds that this call
+        took, an event before which no tensor of `state` may change). The event is None if the copy is complete.
         """
         start = time.perf_counter()
         self.finish()
         temporary = self.folder / f".step-{step:06d}"
-        written, copied = None, None
+        written: Future | None = None  # done when all shards are written
+        copied: torch.cuda.Event | None = None  # done when the copies are complete
         if self.sharded:
-            if problem := self.ranks.tell(made_folder(temporary) if self.ranks.leads else None):
-                print(f"warning: {temporary} cannot be made: {problem}", file=sys.stderr)
+            if problem := self.ranks.run_on_rank0(lambda: try_make_folder(temporary)):
+                print(f"warning: {temporary} cannot be created: {problem}", file=sys.stderr)
                 return time.perf_counter() - start, None
-            written = dcp.async_save(flat(state), checkpoint_id=temporary / SHARDS, process_group=self.group)
+            written = dcp.async_save(flatten(state), checkpoint_id=temporary / SHARDS, process_group=self.group)
             state = {}
         else:
-            state, copied = self._to_host(state)
+            state, copied = self._copy_to_host(state)
         facts = {"step": step, **facts}
         is_best = facts["val_loss"] is not None and facts["val_loss"] < self.best
-        self.best = facts["val_loss"] if is_best else self.best
-        if self.ranks.leads:
+        if is_best:
+            self.best = facts["val_loss"]
+        if self.ranks.is_main:
             self.pending = self.thread.submit(self._write, temporary, state, rest, facts, written or copied, is_best)
         else:
             self.pending = written
@@ -92,14 +112,14 @@ class Checkpoints:
         return self.pauses[-1], copied
 
     def finish(self) -> None:
-        """Wait until the last save is on the disk; one that failed is a warning, and the ones before it stay."""
+        """Wait until the last save is on the disk. If it failed, print a warning; earlier checkpoints are unchanged."""
         try:
             self._wait()
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
 
     def close(self) -> dict[str, float]:
-        """Wait for the last save; what saving cost, for the row. UserError: the last one failed."""
+        """Wait for the last save, and return the figures for the row. Raises UserError if the last save failed."""
         self._wait()
         return {"checkpoint/pause_ms": 1e3 * statistics.median(self.pauses)} if self.pauses else {}
 
@@ -110,97 +130,117 @@ class Checkpoints:
         self.finish()
         self.thread.shutdown()
 
-    def _lowest(self) -> float:
-        """The validation loss of `best`; a damaged one is none."""
+    def _lowest_loss(self) -> float:
+        """Return the validation loss of `best`; infinity if `best` is missing or damaged."""
         best = self.folder / "best"
         try:
-            return manifest(best)["val_loss"] if best.exists() else math.inf
+            return read_manifest(best)["val_loss"] if best.exists() else math.inf
         except UserError as error:
             print(f"warning: {error}", file=sys.stderr)
             return math.inf
 
     def _wait(self) -> None:
         pending, self.pending = self.pending, None
-        if pending and (error := pending.exception()) and self.ranks.leads:  # it speaks for all
+        if pending and (error := pending.exception()) and self.ranks.is_main:  # rank 0 raises it for all ranks
             raise error
 
-    def _to_host(self, state: State) -> tuple[State, torch.cuda.Event | None]:
-        """Copies in host memory, on rank 0; on a GPU they are under way until the event, beside the computation."""
+    def _copy_to_host(self, state: State) -> tuple[State, torch.cuda.Event | None]:
+        """Copy the state to host memory on rank 0. Returns (the copies, the event after which they are complete).
+
+        On a GPU the copies run in a stream of their own while the training continues. On a CPU the event is None.
+        """
         copies: State = {group: {} for group in state}
-        gathered = 0
+        gathered_bytes = 0
         for group, tensors in state.items():
             for name, tensor in tensors.items():
                 whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                if not self.ranks.leads:
+                if not self.ranks.is_main:
                     continue
-                if (key := f"{group}.{name}") not in self.host:
-                    self.host[key] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-                copies[group][name] = self.host[key]
-                gathered += whole.nbytes if isinstance(tensor, DTensor) else 0
-                if self.stream and gathered > GATHERED_BYTES:
+                if (key := f"{group}.{name}") not in self.host_copies:
+                    self.host_copies[key] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
+                copies[group][name] = self.host_copies[key]
+                gathered_bytes += whole.nbytes if isinstance(tensor, DTensor) else 0
+                if self.stream and gathered_bytes > GATHERED_BYTES:
                     self.stream.synchronize()
-                    gathered = 0
+                    gathered_bytes = 0
                 if self.stream:
                     self.stream.wait_stream(torch.cuda.current_stream())
                     whole.record_stream(self.stream)
-                with torch.cuda.stream(self.stream):  # of None: does nothing
+                with torch.cuda.stream(self.stream):  # does nothing if the stream is None
                     copies[group][name].copy_(whole, non_blocking=True)
         return copies, self.stream.record_event() if self.stream else None
 
-    def _write(self, temporary: Path, state: State, rest: dict, facts: dict, ready: Any, is_best: bool) -> None:
+    def _write(
+        self,
+        temporary: Path,
+        state: State,
+        rest: dict,
+        facts: dict,
+        ready: Future | torch.cuda.Event | None,
+        is_best: bool,
+    ) -> None:
+        """Write a checkpoint to `temporary`, rename it, and delete old checkpoints. The thread runs this.
+
+        It first waits for `ready`: the future of all shards, or the event of the copies. Raises UserError if the
+        checkpoint cannot be written.
+        """
         final = temporary.with_name(temporary.name[1:])
         try:
             if isinstance(ready, Future):
-                ready.result()  # rank 0's is done when every rank's shards are written
+                ready.result()  # rank 0's future is done when all ranks have written their shards
             elif ready:
                 ready.synchronize()
             temporary.mkdir(parents=True, exist_ok=True)
             if state:
                 save_file(state.pop("model"), temporary / WEIGHTS)
             torch.save({**state, **rest}, temporary / TRAINING)
-            seal(temporary, facts)
-            discard(final)  # a damaged one, before which the run began again
+            write_manifest(temporary, facts)
+            discard(final)  # it exists if it was damaged and the run resumed before it
             temporary.rename(final)
-            sync(self.folder)
-        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:  # a full disk has many names
+            fsync(self.folder)
+        except (OSError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
+            # a full disk can raise any of these
             shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, CheckpointException):  # of a rank; it came with its traceback
+            if isinstance(error, dcp.CheckpointException):  # holds (error, traceback) of each rank that failed
                 error = next(iter(error.failures.values()))[0]
-            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             free = shutil.disk_usage(next(parent for parent in self.folder.parents if parent.is_dir())).free
             raise UserError(
-                f"{final} could not be written: {why}; those before it stay, and {free / 2**30:.1f} GiB are free"
+                f"{final} could not be written: {reason}; earlier checkpoints stay, and {free / 2**30:.1f} GiB are free"
             ) from error
         try:
             self._prune(final, is_best)
         except OSError as error:
-            raise UserError(f"{self.folder} cannot be tidied up: {error.strerror}") from error
+            raise UserError(f"old checkpoints in {self.folder} cannot be deleted: {error.strerror}") from error
 
     def _prune(self, newest: Path, is_best: bool) -> None:
-        """Point `best` at the newest if it is, and delete what is neither best nor among the last `keep`."""
+        """Let `best` point to the newest checkpoint if `is_best`, and delete old checkpoints.
+
+        The newest `keep` checkpoints and the best one stay.
+        """
         best = self.folder / "best"
         if is_best:
-            if best.is_dir() and not best.is_symlink():  # a copy of the folder followed the link
+            if best.is_dir() and not best.is_symlink():  # the folder was copied with a tool that follows links
                 shutil.rmtree(best)
             link = self.folder / ".best"
             link.unlink(missing_ok=True)
             link.symlink_to(newest.name)
             link.replace(best)
-        for path in steps(self.folder)[self.keep :]:
+        for path in checkpoint_folders(self.folder)[self.keep :]:
             if path.resolve() != best.resolve():
                 discard(path)
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint, under a hidden name: killed half-way, it must not look like a damaged one."""
+    """Delete a checkpoint. First hide it, or a kill during the deletion would leave what looks like a damaged one."""
     if path.exists():
         hidden = path.with_name(f".{path.name}-old")
         path.rename(hidden)
         shutil.rmtree(hidden)
 
 
-def made_folder(path: Path) -> str | None:
-    """Make it; why that failed, if it did."""
+def try_make_folder(path: Path) -> str | None:
+    """Make a folder. Return the reason if that fails, or None."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

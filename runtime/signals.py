@@ -1,13 +1,19 @@
-"""SIGTERM and Ctrl-C ask a loop to end after its step; outside of a loop, or a second Ctrl-C, they end it at once."""
+"""SIGTERM and Ctrl-C end a loop after its current step. Outside of a loop, they end the program at once.
+
+A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
+"""
 
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-STOPPED = 75  # the exit code of a run that can go on: EX_TEMPFAIL of sysexits.h
+STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
 
 
 class Stopped(SystemExit):
-    """A signal ended the run; the program exits with `code`, STOPPED where a checkpoint is written."""
+    """A signal ended the run. The program exits with `code`, which is STOPPED if a checkpoint was written."""
 
     status = "stopped"  # the word in a result row
 
@@ -20,25 +26,44 @@ class Stopped(SystemExit):
 
 
 class Signals:
-    """While entered, signals raise Stopped; while `looping` is set, they are only noted in `received`."""
+    """Within this context, SIGTERM and Ctrl-C raise Stopped.
+
+    While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped.
+    """
 
     def __init__(self):
         self.looping = False
         self.received: str | None = None
-        self.before: dict = {}
+        self.previous_handlers: dict = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other one ask
-            self.before = {number: signal.signal(number, self._came) for number in (signal.SIGTERM, signal.SIGINT)}
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
 
-    def _came(self, number: int, frame) -> None:
+    def stop(self, when: str) -> None:
+        """Raise Stopped with the exit code STOPPED. Call this after a signal, when a checkpoint is written."""
+        raise Stopped(STOPPED, f"{self.received or 'a signal'} {when}")
+
+    def _handle(self, number: int, frame) -> None:
         name = signal.Signals(number).name
-        again = number == signal.SIGINT and self.received == name
-        if again or not self.looping:
-            raise Stopped(128 + number, f"{name}{' twice' * again}")  # as a shell counts
+        second_interrupt = number == signal.SIGINT and self.received == name
+        if second_interrupt or not self.looping:
+            reason = f"{name} twice" if second_interrupt else name
+            raise Stopped(128 + number, reason)  # the exit code that a shell gives to a process ended by a signal
         self.received = name
+
+
+@contextmanager
+def exit_at_interrupt() -> Iterator[None]:
+    """Exit with one line and code 130 if Ctrl-C raises KeyboardInterrupt within this context."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

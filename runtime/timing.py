@@ -1,4 +1,4 @@
-"""How long something takes on a device, and what the device can do at most."""
+"""How long a function takes on a device, and how fast a matmul and a copy are on it."""
 
 import statistics
 import time
@@ -6,92 +6,101 @@ from collections.abc import Callable
 
 import torch
 
+from runtime import compat
+
 
 def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all work that was launched. On a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a matmul on this very machine: random data, 8192^3 on a GPU and 1024^3 on a CPU."""
+    """Return the FLOP/s of a matmul of random numbers on this device: 8192^3 on a GPU, 1024^3 on a CPU."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     return 2 * size**3 / median_seconds(lambda: a @ b, device)
 
 
 def measured_bandwidth(device: torch.device) -> float:
-    """Bytes/s, read and written, of a copy on this very machine: of 1 GiB on a GPU, 128 MiB on a CPU."""
+    """Return the bytes/s of a copy on this device, read plus written. It copies 1 GiB on a GPU, 128 MiB on a CPU."""
     source = torch.ones(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of 10 calls after 3, each waited for."""
+def median_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the median of 10 calls after 3 for warm-up. Each call is synchronised."""
     for _ in range(3):
-        work()
+        function()
     seconds = []
     for _ in range(10):
         synchronize(device)
         start = time.perf_counter()
-        work()
+        function()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
 
-def in_turn(
-    works: dict[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.02
+def time_in_turns(
+    functions: dict[str, Callable[[], object]], device: torch.device, rounds: int, seconds: float = 0.02
 ) -> dict[str, list[float]]:
-    """Work -> seconds a call, a sample each round. Every work has its turn, of as many calls as fill `seconds`.
+    """Return {name: the seconds of a call of this function, one sample for each round}.
 
-    On a GPU it is by device events, of a GPU that is busy: it sleeps until the calls are launched, as in a training
-    step, where the host runs ahead. Else Python would set the figure of what takes less than a millisecond. Of work
-    with more launches than fit into the GPU's queue (about 1,000) fewer calls have a turn; what waits for the GPU by
-    itself is timed with its waiting.
+    In each round every function has its turn, with as many calls as take `seconds`.
+
+    Device events time a GPU. Before each turn the GPU sleeps until the host has launched all calls of the turn. So the
+    GPU never waits for the host, as in a training step. Without the sleep, a call of less than a millisecond would
+    seem to take as long as Python takes to launch it. If the launches of a turn do not fit into the GPU's queue (about
+    1,000), the turn has fewer calls. If a function itself waits for the GPU, its time includes this wait.
     """
-    waited = {name: median_seconds(work, device) for name, work in works.items()}
-    calls = {name: max(1, int(seconds / each)) for name, each in waited.items()}
-    launching = {name: _launching(work, device) for name, work in works.items()}
-    samples = {name: [] for name in works}
+    call_seconds = {name: median_seconds(function, device) for name, function in functions.items()}
+    calls = {name: max(1, int(seconds / median)) for name, median in call_seconds.items()}
+    launch_seconds = {name: _launch_seconds(function, device) for name, function in functions.items()}
+    samples = {name: [] for name in functions}
 
     def turn(name: str) -> tuple[float, bool]:
-        return _seconds(works[name], calls[name], device, 1.5 * calls[name] * launching[name])
+        return _time_calls(functions[name], calls[name], device, 1.5 * calls[name] * launch_seconds[name])
 
-    for name in works:
+    for name in functions:
         while calls[name] > 1 and not turn(name)[1]:
             calls[name] //= 2
     for number in range(rounds):
-        for name in works if number % 2 == 0 else reversed(works):  # ABBA: a drift hits all alike
+        order = functions if number % 2 == 0 else reversed(functions)  # A B, B A: a drift affects all of them equally
+        for name in order:
             samples[name].append(turn(name)[0] / calls[name])
     return samples
 
 
-def _launching(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call that nobody waits for, the host's share; on a CPU there is none."""
+def _launch_seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that the host takes to launch a call; 0 on a CPU, which launches nothing."""
     if device.type != "cuda":
         return 0.0
     synchronize(device)
     start = time.perf_counter()
-    work()
-    took = time.perf_counter() - start
+    function()
+    seconds = time.perf_counter() - start
     synchronize(device)
-    return took
+    return seconds
 
 
-def _seconds(work: Callable[[], object], calls: int, device: torch.device, ahead: float) -> tuple[float, bool]:
-    """Of so many calls, and whether the GPU, which first sleeps for `ahead` seconds, had them all before it began."""
+def _time_calls(function: Callable[[], object], calls: int, device: torch.device, sleep: float) -> tuple[float, bool]:
+    """Return (the seconds of all calls, whether the host had launched all of them before the first one began).
+
+    Before the calls, a GPU sleeps for `sleep` seconds.
+    """
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):
-            work()
+            function()
         return time.perf_counter() - start, True
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(int(2e9 * ahead))  # clocks; an H200 has 1.98e9 a second
+    compat.sleep_on_gpu(sleep)
     start.record()
     for _ in range(calls):
-        work()
-    launched = not start.query()
+        function()
+    all_launched = not start.query()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3, launched
+    return start.elapsed_time(end) / 1e3, all_launched
