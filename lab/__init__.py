@@ -1,0 +1,1 @@
+"""Sweeps, proofs, benchmarks and reports: see README.md."""

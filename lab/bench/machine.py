@@ -1,0 +1,93 @@
+"""Describe this machine, in lines for the terminal."""
+
+import os
+import platform
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from kernels.attention.auto import FILL_COMMAND
+from kernels.registry import KernelError, cpp_compiler
+from kernels.tuned import read_table, table_paths
+from runtime.device import GIB
+
+PACKAGES = ("flash-attn-4", "flash-attn", "liger-kernel", "quack-kernels", "wandb", "datasets", "tiktoken")
+
+
+def describe_machine(device: torch.device, env: dict) -> Iterator[str]:
+    """Yield lines about the GPU, the host, versions, packages, the compiler, free disk space, and tables."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    versions = {"python": env["python"], "torch": env["torch"], "cuda": torch.version.cuda}
+    versions |= {"cudnn": torch.backends.cudnn.version(), "triton": env["triton"]}
+    yield f"gpu      {describe_gpu(device, env['driver'])}"
+    yield f"host     {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory:.1f} GiB"
+    yield f"versions {', '.join(f'{name} {number or None}' for name, number in versions.items())}"
+    yield f"packages {describe_packages()}"
+    yield f"compiler {cpp_compiler() or 'none, but torch.compile needs one: apt install g++'}"
+    yield f"disk     {describe_disk(device)}"
+    yield from describe_tables(device)
+
+
+def describe_gpu(device: torch.device, driver: str | None) -> str:
+    """Return the GPU, or why PyTorch has none."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return (
+            f"{properties.name}, {properties.total_memory / GIB:.1f} GiB, compute capability "
+            f"{properties.major}.{properties.minor}, driver {driver}; GPUs here: {torch.cuda.device_count()}"
+        )
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as reason:  # built without CUDA; no driver, or a driver that is too old
+        return f"none: {textwrap.shorten(str(reason), 200)}"
+    return f"{torch.cuda.get_device_name()}, not used because of device=cpu"
+
+
+def describe_packages() -> str:
+    present, absent = [], []
+    for name in PACKAGES:
+        try:
+            present.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            absent.append(name)
+    parts = [", ".join(present)] if present else []
+    if absent:
+        parts.append(f"absent: {', '.join(absent)}")
+    return "; ".join(parts)
+
+
+def describe_disk(device: torch.device) -> str:
+    """Return the free space of each file system that has runs, token shards, tables or compilers' caches."""
+    triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton"
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+    uses: dict[int, tuple[int, list[str]]] = {}  # file system -> (free bytes, our folders on it)
+    for path in map(Path, ("out", ".cache", table_paths(device)[0].parent, triton, inductor)):
+        absolute = path.expanduser().absolute()
+        existing = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
+        _, names = uses.setdefault(existing.stat().st_dev, (shutil.disk_usage(existing).free, []))
+        names.append(str(path))
+    return "; ".join(f"{free / GIB:.1f} GiB free for {', '.join(names)}" for free, names in uses.values())
+
+
+def describe_tables(device: torch.device) -> Iterator[str]:
+    """Yield a line with the number of tuned launch parameters, and one with the number of choices for attn=auto."""
+    try:
+        tables = {path: read_table(path) for path in table_paths(device)}
+    except KernelError as broken:
+        yield f"tuned    {broken}"
+        return
+    tuned, auto = {}, {}  # table -> number of entries
+    for path, entries in tables.items():
+        auto[path] = sum(name.startswith("attention ") for name in entries)
+        tuned[path] = len(entries) - auto[path]
+    for label, what, counts, command in (
+        ("tuned", "launch parameters", tuned, "python -m scripts.tune op=norm"),
+        ("auto", "choices for attn=auto", auto, FILL_COMMAND),
+    ):
+        places = ", ".join(f"{count} in {path}" for path, count in counts.items() if count)
+        yield f"{label:<8} {what}: {places or f'none on this device: {command}'}"

@@ -1,0 +1,268 @@
+"""Measure the backends of an op: time, error and memory, beside the op's ceiling on this machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from kernels.registry import OPS, Unavailable, contract, describe, impls, load, unavailable
+from runtime.config import check
+from runtime.device import GIB, reset_peak_memory
+from runtime.meter import quantiles
+from runtime.timing import time_in_turns
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ERROR_ROWS = 4096  # rows that are compared with float64, at most
+ERROR_QUERIES = 16  # queries of attention that are compared: T x T scores in float64 would fill any memory
+OPTIONAL = ("window", "starts", "lengths")  # arguments that an attention may lack
+UNITS = {"bytes": ("tb_per_s", 2), "flops": ("tflops", 0)}  # the contract's BOUND -> key in a row, digits in a table
+
+
+@dataclass
+class OpConfig:
+    """The config of a benchmark of one op."""
+
+    op: str
+    shape: Any
+    dtype: str
+    device: str
+    rounds: int
+    keep: bool
+
+    def __post_init__(self):
+        check(self.op in OPS, f"op={self.op}: choose {', '.join(OPS)}")
+        check(self.dtype in DTYPES, f"dtype={self.dtype}: choose {', '.join(DTYPES)}")
+        check(self.rounds >= 1, f"rounds={self.rounds}: it must be at least 1")
+        shapes = contract(self.op).SHAPES | contract(self.op).CASES
+        self.shape = as_list(self.shape) or list(contract(self.op).SHAPES)
+        for name in self.shape:
+            check(name in shapes, f"shape={name}: {self.op} has {', '.join(shapes)}")
+
+
+def as_list(value: Any) -> list[str]:
+    """Return the names in a config value that may be null, one name or a list of names."""
+    if value is None:
+        return []
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+
+
+def contestants(op: str, names: list[str], device: torch.device) -> dict[str, Callable]:
+    """Return name -> function for the named backends, or without names for every backend that runs here.
+
+    `compile` is eager under torch.compile. Without names it is always included. Raises KernelError if a named backend
+    cannot run here.
+    """
+    backends = names or [name for name in impls(op) if not unavailable(op, name, device)]
+    functions = {name: load(op, name, device) for name in backends if name != "compile"}
+    if "compile" in names or not names:
+        functions["compile"] = torch.compile(load(op, "eager", device), fullgraph=True)
+    return functions
+
+
+def backend_of(name: str) -> str:
+    """Return the backend behind a contestant."""
+    return "eager" if name == "compile" else name
+
+
+def optional_arguments(inputs: dict) -> list[str]:
+    return [name for name in OPTIONAL if name in inputs]
+
+
+def outputs(function: Callable, inputs: dict) -> tuple[Tensor, ...]:
+    result = function(**inputs)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def forward_and_backward(function: Callable, inputs: dict, douts: list[Tensor]) -> tuple:
+    """Return (outputs, gradients) of one call."""
+    out = outputs(function, inputs)
+    leaves = [value for value in inputs.values() if isinstance(value, Tensor) and value.requires_grad]
+    return out, torch.autograd.grad(out, leaves, douts)
+
+
+def errors(function: Callable, module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.device) -> dict:
+    """Return the largest error ||result - exact|| / ||exact|| of the outputs, and of the gradients.
+
+    `shape` has the arguments of the contract's inputs(). An attention is compared at the last ERROR_QUERIES queries of
+    one sequence, and another op of shape (rows, width) in at most ERROR_ROWS rows.
+    """
+    is_attention = module is contract("attention")
+    size = shape["shape"]
+    if is_attention:
+        size = (1, *size[1:])
+    elif len(size) == 2:  # (rows, width)
+        size = (min(size[0], ERROR_ROWS), size[1])
+    inputs = module.inputs(**shape | {"shape": size}, dtype=dtype, device=device)
+    exact_inputs = in_float64(inputs)
+    douts = [torch.randn_like(out) for out in outputs(function, inputs)]
+    if is_attention:
+        results, truth = last_queries(function, module.reference, inputs, exact_inputs, douts[0])
+    else:
+        results = forward_and_backward(function, inputs, douts)
+        truth = forward_and_backward(module.reference, exact_inputs, [dout.double() for dout in douts])
+    return {
+        name: largest_error(result, exact)
+        for name, result, exact in zip(("error/out", "error/gradients"), results, truth, strict=True)
+    }
+
+
+def in_float64(inputs: dict) -> dict:
+    """Return the inputs with a new leaf in float64 for each floating-point tensor."""
+    exact = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            exact[name] = value.detach().double().requires_grad_()
+    return exact
+
+
+def largest_error(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+    """Return the largest ||result - exact|| / ||exact||.
+
+    An exact result may be zero, for example dq if each query sees one key. Its error is then divided by the largest
+    ||exact|| of the other results.
+    """
+    scales = [tensor.norm().item() for tensor in exact]
+    scales = [scale if scale > 1e-12 else max(*scales, 1e-30) for scale in scales]
+    differences = [(a.double() - b).norm().item() for a, b in zip(results, exact, strict=True)]
+    return max(difference / scale for difference, scale in zip(differences, scales, strict=True))
+
+
+def last_queries(function: Callable, reference: Callable, inputs: dict, exact: dict, dout: Tensor) -> tuple:
+    """Return (outputs, gradients) of `function` at the last queries, and the same of `reference`.
+
+    `dout` is set to zero at all other queries. Without a window and without documents the last query sees every key, so
+    every key and value gets a gradient.
+    """
+    n = min(ERROR_QUERIES, dout.shape[1])
+    dout[:, :-n] = 0
+    (out,), (dq, dk, dv) = forward_and_backward(function, inputs, [dout])
+    last = {"q": exact["q"].detach()[:, -n:].requires_grad_()}
+    if "starts" in exact:
+        last["starts"] = exact["starts"][:, -n:]
+    truth = forward_and_backward(reference, exact | last, [dout[:, -n:].double()])
+    return ((out[:, -n:],), (dq[:, -n:], dk, dv)), truth
+
+
+def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: torch.device) -> float | None:
+    """Return the peak GiB of forward and backward besides inputs, outputs and gradients; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    reset_peak_memory(device)
+    before = torch.cuda.memory_allocated(device)
+    results = forward_and_backward(function, inputs, douts)
+    result_bytes = sum(tensor.nbytes for group in results for tensor in group)
+    return (torch.cuda.max_memory_allocated(device) - before - result_bytes) / GIB
+
+
+def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.device) -> dict[str, Callable]:
+    """Return the work that no backend can beat: the op's bare matmuls, or a copy of as many bytes as the op moves.
+
+    The matmuls are the contract's products(). Without products(), an op whose BOUND is "bytes" has the copy, and an op
+    whose BOUND is "flops" has no floor.
+    """
+    works, cost = {}, module.cost(**shape, dtype=dtype)
+    for way in ("forward", "backward"):
+        if hasattr(module, "products"):
+            pairs = [
+                [torch.randn(size, device=device).to(dtype) for size in ((m, k), (k, n))]
+                for m, k, n in module.products(**shape)[way]
+            ]
+            works[f"floor {way}"] = lambda pairs=pairs: [a @ b for a, b in pairs]
+        elif module.BOUND == "bytes":
+            source = torch.randint(256, (cost[way][1] // 2,), dtype=torch.uint8, device=device)
+            target = torch.empty_like(source)
+            works[f"floor {way}"] = lambda source=source, target=target: target.copy_(source)
+    return works
+
+
+def prepare_contestants(
+    op: str, names: list[str], shape: dict, inputs: dict, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Callable], dict[str, dict], list[Tensor], dict[str, str]]:
+    """Return (name -> function, name -> errors and memory, output gradients, name -> why it cannot take this shape).
+
+    Raises Unavailable if one of `names` cannot take this shape.
+    """
+    functions, facts, douts, reasons = {}, {}, [], {}
+    for name, function in contestants(op, names, device).items():
+        try:
+            load(op, backend_of(name), device, optional_arguments(inputs))
+            douts = douts or [torch.randn_like(out) for out in outputs(function, inputs)]
+            row_errors = errors(function, contract(op), shape, dtype, device)
+        except Unavailable as reason:
+            if names:
+                raise
+            reasons[name] = str(reason)
+            continue
+        functions[name] = function
+        facts[name] = {**row_errors, "extra_gib": extra_memory(function, inputs, douts, device)}
+    return functions, facts, douts, reasons
+
+
+def measure(
+    op: str, shape_name: str, names: list[str], dtype_name: str, rounds: int, device: torch.device
+) -> tuple[list[dict], dict[str, str]]:
+    """Return (the rows of one shape, name -> why the backend cannot take this shape)."""
+    module, dtype = contract(op), DTYPES[dtype_name]
+    shape = (module.SHAPES | module.CASES)[shape_name]
+    inputs = module.inputs(**shape, dtype=dtype, device=device)
+    functions, facts, douts, reasons = prepare_contestants(op, names, shape, inputs, dtype, device)
+    works = floors(module, shape, dtype, device)
+    for name, function in functions.items():
+        works[f"{name} forward"] = lambda function=function: outputs(function, inputs)
+        works[f"{name} both"] = lambda function=function: forward_and_backward(function, inputs, douts)
+    samples = {work: quantiles(seconds) for work, seconds in time_in_turns(works, device, rounds).items()}
+    cost, rows = module.cost(**shape, dtype=dtype), []
+    for name in functions:
+        row = {"op": op, "shape": shape_name, "impl": name, "dtype": dtype_name}
+        row["executed"] = describe(op, backend_of(name), **shape, dtype=dtype, device=device)
+        rows.append({**row, **speeds(name, samples, cost), **facts[name]})
+    return rows, reasons
+
+
+def speeds(name: str, samples: dict[str, tuple[float, float, float]], cost: dict) -> dict:
+    """Return milliseconds, rates, and the share of the floor, for the forward, for both ways, and for the backward.
+
+    `samples` is work -> (p20, median, p80) in seconds. The time of the backward is the time of both ways minus the time
+    of the forward.
+    """
+    figures, times = {}, {way: samples[f"{name} {way}"] for way in ("forward", "both")}
+    times["backward"] = tuple(both - forward for both, forward in zip(times["both"], times["forward"], strict=True))
+    for way, (p20, median, p80) in times.items():
+        ways = ("forward", "backward") if way == "both" else (way,)
+        flops = sum(cost[part][0] for part in ways)
+        moved_bytes = sum(cost[part][1] for part in ways)
+        figures |= {f"{way}/ms": 1e3 * median, f"{way}/ms/p20": 1e3 * p20, f"{way}/ms/p80": 1e3 * p80}
+        figures |= {f"{way}/tflops": flops / median / 1e12, f"{way}/tb_per_s": moved_bytes / median / 1e12}
+        figures |= {f"{way}/floor_ms": None, f"{way}/of_floor": None}
+        if f"floor {ways[0]}" in samples:
+            floor = sum(samples[f"floor {part}"][1] for part in ways)
+            figures |= {f"{way}/floor_ms": 1e3 * floor, f"{way}/of_floor": floor / median}
+    return figures
+
+
+def table(rows: list[dict]) -> str:
+    """Return the rows as text, for the terminal."""
+    unit, _ = UNITS[contract(rows[0]["op"]).BOUND]
+    head = ["shape", "impl", "forward ms", "both ms", f"both {unit}", "of the floor", "error", "gradients", "extra GiB"]
+    lines = []
+    for row in rows:
+        share, extra = row["both/of_floor"], row["extra_gib"]
+        lines.append(
+            [
+                row["shape"],
+                row["impl"],
+                f"{row['forward/ms']:.3f}",
+                f"{row['both/ms']:.3f} ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
+                f"{row[f'both/{unit}']:.2f}",
+                f"{100 * share:.1f}%" if share else "",
+                f"{row['error/out']:.1e}",
+                f"{row['error/gradients']:.1e}",
+                "" if extra is None else f"{extra:.2f}",
+            ]
+        )
+    return tabulate(lines, head, tablefmt="plain", disable_numparse=True)

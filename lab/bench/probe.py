@@ -1,0 +1,188 @@
+"""Test whether a backend runs here and is right, in processes that the backend may crash.
+
+A probe has a status: "ok: what ran", "unavailable: why" (the backend raised Unavailable), "wrong: by how much" or
+"failed: how".
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import textwrap
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.check import broken_rule, outputs_and_gradients
+from kernels.registry import Unavailable, contract, describe, load, unavailable
+from lab import compat
+from lab.bench.op import optional_arguments
+from runtime.device import select_device
+
+PROBE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PROCESSES = max(4, (os.cpu_count() or 1) // 2)  # at a time; on a GPU each has a CUDA context, which takes memory
+# The fork server imports these once, for all processes: this module, what it needs, and what scripts/doctor.py needs
+PRELOAD = ["lab.bench.probe", "lab.bench.machine", "lab.bench.support", "lab.rows", compat.INDUCTOR_CONFIG]
+
+
+class Probe(NamedTuple):
+    """One test of a backend: is it right for inputs(**shape) of this dtype?"""
+
+    op: str
+    impl: str
+    shape: dict
+    dtype: torch.dtype
+    backward: bool = True
+    compiled: bool = False  # under torch.compile, in one graph
+
+
+Columns = dict[str, dict[str, Probe]]  # column of the table -> value -> probe
+
+
+def first_word(status: str) -> str:
+    """Return the first word of a status: ok, unavailable, wrong or failed."""
+    return status.partition(":")[0]
+
+
+def first_probe(op: str, impl: str, device: torch.device) -> Columns:
+    """Return one probe: the first of the op's cases, in bf16 on a GPU and in fp32 on a CPU."""
+    dtype = "bf16" if device.type == "cuda" else "fp32"
+    case, shape = next(iter(contract(op).CASES.items()))
+    return {dtype: {case: Probe(op, impl, shape, PROBE_DTYPES[dtype])}}
+
+
+def matrix_probes(op: str, impl: str, device: torch.device) -> Columns:
+    """Return the probes of the matrix: every size in every dtype, and the rest in the dtype of first_probe()."""
+    module = contract(op)
+    [(dtype_name, probes)] = first_probe(op, impl, device).items()
+    [probe] = probes.values()
+    columns = {
+        column: {size: Probe(op, impl, shape, dtype) for size, shape in module.SIZES.items()}
+        for column, dtype in PROBE_DTYPES.items()
+    }
+    if lengths := getattr(module, "LENGTHS", None):
+        columns["T"] = {length: probe._replace(shape=shape) for length, shape in lengths.items()}
+    for feature in module.FEATURES:
+        columns[feature] = {dtype_name: probe._replace(shape=module.CASES[feature])}
+    ways = {"forward": {"backward": False}, "backward": {}, "compile": {"compiled": True}}
+    return columns | {way: {dtype_name: probe._replace(**changes)} for way, changes in ways.items()}
+
+
+def probe_status(probe: Probe, device: torch.device) -> str:
+    """Run the backend, and return the status of the probe."""
+    op, impl, module = probe.op, probe.impl, contract(probe.op)
+    if reason := unavailable(op, impl, device):
+        return f"unavailable: {reason}"
+    shape = {**probe.shape, "dtype": probe.dtype, "device": device}
+    inputs = module.inputs(**shape)
+    if not probe.backward:
+        inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    try:
+        function = load(op, impl, device, needs=optional_arguments(inputs))
+        results = outputs_and_gradients(function, inputs)
+    except Unavailable as reason:
+        return f"unavailable: {reason}"
+    if probe.compiled:
+        results = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
+    truth = outputs_and_gradients(module.reference, inputs, dtype=torch.float64)
+    reason = broken_rule(results, outputs_and_gradients(load(op, "eager", device), inputs), truth, inputs, probe.dtype)
+    if impl == "eager":  # eager is compared with itself above, so it must also equal reference() in float64
+        exact = outputs_and_gradients(function, inputs, dtype=torch.float64)
+        reason = reason or broken_rule(exact, truth, truth, inputs, torch.float64)
+    if reason:
+        return f"wrong: {reason}"
+    return f"ok: {describe(op, impl, **shape).removeprefix(f'{impl} (').removesuffix(')')}"
+
+
+def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, log: str) -> None:
+    """Send a status for each probe, until one fails. Runs in a process of its own.
+
+    A failure ends the process, because after an illegal memory access every CUDA call fails. The file `log` gets what
+    Python and C++ print.
+    """
+    with open(log, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    compat.compile_without_workers()
+    select_device(str(device))
+    for probe in probes:
+        try:
+            status = probe_status(probe, device)
+        except Exception as error:
+            pipe.send(f"failed: {textwrap.shorten(f'{type(error).__name__}: {error}', 300)}")
+            raise
+        pipe.send(status)
+
+
+class Worker:
+    """A context with the process of send_statuses(), which is killed at the end.
+
+    The process forks from a server that has imported torch, so it starts in 0.1 s instead of seconds. The server never
+    touches the GPU.
+    """
+
+    def __init__(self, probes: list[Probe], device: torch.device):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.count, self.log = len(probes), tempfile.NamedTemporaryFile()  # noqa: SIM115, closed in __exit__
+        self.pipe, child_end = context.Pipe(duplex=False)
+        self.process = context.Process(target=send_statuses, args=(child_end, probes, device, self.log.name))
+        self.process.start()
+        child_end.close()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.join(5)
+        self.pipe.close()
+        self.log.close()
+
+    def statuses(self, limit: float) -> list[str]:
+        """Return the statuses of the probes, up to the first failure. Waits at most `limit` seconds for each."""
+        statuses = []
+        while len(statuses) < self.count and (not statuses or first_word(statuses[-1]) != "failed"):
+            if not self.pipe.poll(limit):
+                return [*statuses, f"failed: no answer within {limit:g} s"]
+            try:
+                statuses.append(self.pipe.recv())
+            except EOFError:
+                statuses.append(f"failed: {self.describe_end()}")
+        self.process.join(5)  # a killed process leaves locks behind, about which Python complains
+        return statuses
+
+    def describe_end(self) -> str:
+        """Return how the process ended, and the last line that it printed."""
+        self.process.join(5)
+        code = self.process.exitcode or 0
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        lines = list(filter(str.strip, Path(self.log.name).read_text(errors="replace").splitlines()))
+        last = f": {textwrap.shorten(lines[-1], 200)}" if lines else ""
+        return f"the process ended, {how}{last}"
+
+
+def run_probes(groups: list[list[Probe]], device: torch.device, limit: float) -> Iterator[list[str]]:
+    """Yield the statuses of each group of probes, in order.
+
+    PROCESSES groups run at a time, each in a process. After a failure, the rest of the group runs in another process.
+    """
+    with ExitStack() as stack:
+        workers = (stack.enter_context(Worker(probes, device)) for probes in groups)
+        started = deque(islice(workers, PROCESSES))
+        for probes in groups:
+            with started.popleft() as worker:
+                statuses = worker.statuses(limit)
+            while len(statuses) < len(probes):
+                with Worker(probes[len(statuses) :], device) as worker:
+                    statuses += worker.statuses(limit)
+            started.extend(islice(workers, 1))
+            yield statuses

@@ -1,0 +1,62 @@
+"""The private parts of PyTorch and Triton that this room uses, and why.
+
+Checked with torch 2.11 and 2.13, triton 3.6 and 3.9. tests/lab/test_compat.py fails if one of these parts stops working
+or is no longer needed.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from unittest.mock import patch
+
+from torch._library.custom_ops import OPDEFS
+from torch.utils._pytree import tree_leaves  # noqa: F401  torch.utils has no public name for it
+
+from kernels.compat import FakeTensorMode
+
+INDUCTOR_CONFIG = "torch._inductor.config"  # by name, because its import takes a second and train.py does not need it
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Within this context every new tensor is fake, parameters included, and Triton launches nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        stack.enter_context(warnings.catch_warnings())
+        # Triton's TMA descriptors read addresses, and a fake tensor's address is 0
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        # Module.to() calls swap_tensors(), which refuses a tensor with weak references. FakeTensorMode holds weak
+        # references to the tensors of each operator that is not in its cache yet
+        stack.enter_context(patch("torch.utils.swap_tensors", lambda a, b: setattr(a, "data", b)))
+        if find_spec("triton"):
+            from triton.runtime.jit import KernelInterface
+
+            launch_nothing = patch.object(KernelInterface, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
+            stack.enter_context(launch_nothing)
+        yield
+
+
+def compile_without_workers() -> None:
+    """Let torch.compile compile in this process, without its pool of worker processes.
+
+    The pool takes seconds to start, and may outlive this process. torch.compiler.config has no such option.
+    """
+    import_module(INDUCTOR_CONFIG).compile_threads = 1
+
+
+def custom_op_function(name: str) -> Callable | None:
+    """Return the Python function behind a torch.library.custom_op, by the operator's name ("hotswap::norm_fwd").
+
+    None for any other operator. PyTorch has no public lookup.
+    """
+    definition = OPDEFS.get(name)
+    return definition._init_fn if definition else None
+
+
+def uses_triton(function: Callable) -> bool:
+    """Return whether the function's module has Triton kernels. Such a function calls only these kernels and PyTorch."""
+    from triton.runtime.jit import KernelInterface
+
+    return any(isinstance(value, KernelInterface) for value in function.__globals__.values())

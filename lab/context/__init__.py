@@ -1,0 +1,1 @@
+"""The search for the longest context that fits, in training and in generation."""

@@ -1,0 +1,175 @@
+"""One attempt at a length: a real training step or generation of T tokens, or its prediction on fake tensors."""
+
+import contextlib
+import ctypes
+import math
+import os
+import re
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.registry import KernelError
+from lab.proof.memory import simulate, split_peak, tensor_bytes
+from lab.recipe import Recipe
+from model.generate import Decoder, Sampling, stream
+from model.gpt import GPT
+from model.optim import Optimizer
+from model.step import train_step
+from runtime.config import check
+from runtime.device import GIB, OutOfMemory, explain_out_of_memory, process_peaks, reset_peak_memory
+from runtime.timing import synchronize
+
+MODES = ("train", "generate")
+NEW_TOKENS = 64
+PROC_STATUS = Path("/proc/self/status")
+WINDOW = 4096  # the sliding window of an attempt whose full attention would take too long
+M_MMAP_THRESHOLD = -3  # glibc's number of the option, from malloc.h
+
+
+def with_positions(recipe: Recipe, length: int) -> Recipe:
+    """Return the recipe for sequences of `length` tokens. Learned positions need a table that long."""
+    return replace(recipe, model=replace(recipe.model, block_size=length))
+
+
+def build_trainer(recipe: Recipe, length: int, device: torch.device) -> tuple[GPT, Optimizer, tuple[Tensor, ...]]:
+    """Return the arguments of a training step: model, optimizer, and a batch of one sequence of random tokens."""
+    model = with_positions(recipe, length).build(device)
+    if recipe.kernels.compile:
+        model.compile(fullgraph=True)
+    batch = torch.randint(recipe.model.vocab_size, (2, 1, length), device=device).unbind()
+    return model, Optimizer(model, recipe.optim), batch
+
+
+def build_decoder(recipe: Recipe, length: int, device: torch.device) -> tuple[Decoder, Tensor]:
+    """Return the decoder, and a prompt of random tokens."""
+    model = with_positions(recipe, length + NEW_TOKENS).build(device).eval()
+    sampling = Sampling(recipe.model.vocab_size, temperature=0)
+    decoder = Decoder(model, 1, length + NEW_TOKENS, sampling, compiled=recipe.kernels.compile)
+    return decoder, torch.randint(recipe.model.vocab_size, (1, length), device=device)
+
+
+def train(recipe: Recipe, length: int, device: torch.device) -> dict[str, float]:
+    """Run two training steps. Return the seconds of the second one, and its loss."""
+    model, optimizer, batch = build_trainer(recipe, length, device)
+    for _ in range(2):
+        synchronize(device)
+        start = time.perf_counter()
+        loss = train_step(model, optimizer, [batch], recipe.optim.learning_rate)[0].item()
+        synchronize(device)
+    return {"seconds": time.perf_counter() - start, "loss": loss}
+
+
+def generate(recipe: Recipe, length: int, device: torch.device) -> dict[str, float]:
+    """Prefill `length` tokens and generate NEW_TOKENS, after a warm-up of both.
+
+    Return `seconds` to the last new token, and `prefill_s` to the first.
+    """
+    decoder, idx = build_decoder(recipe, length, device)
+    decoder.prefill(idx)
+    decoder.warm_up(length + 1, length + NEW_TOKENS - 1)
+    synchronize(device)
+    start = time.perf_counter()
+    arrivals = [time.perf_counter() - start for _ in stream(decoder, idx, NEW_TOKENS)]
+    return {"seconds": arrivals[-1], "prefill_s": arrivals[0]}
+
+
+def run_attempt(recipe: Recipe, mode: str, length: int, memory_gib: float | None, device: torch.device) -> dict:
+    """Return the row of one attempt: status, seconds, and peaks in GiB (on a CPU, the growth of the process)."""
+    row = {"T": length, "window": recipe.model.window, "status": "ok"}
+    work = train if mode == "train" else generate
+    reset_peak_memory(device)
+    if device.type == "cpu":
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # by default the heap keeps up to 32 MiB of freed memory
+        work(recipe, 64, device)  # loads code, whose memory does not count as the step's
+        torch.compiler.reset()  # otherwise the next length would be compiled for all lengths
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; ru_maxrss includes the parent process's peak
+        before = process_bytes("VmRSS")
+    try:
+        with limit_memory(memory_gib, device), explain_out_of_memory(f"T={length}", "T"):
+            row |= work(recipe, length, device)
+    except (OutOfMemory, MemoryError) as full:
+        row |= {"status": "oom", "why": str(full)}
+    if not math.isfinite(row.get("loss", 0.0)):
+        row["status"] = f"failed: the loss is {row.pop('loss')}"
+    peaks = process_peaks(device)
+    peak = (process_bytes("VmHWM") - before) / GIB if device.type == "cpu" else peaks["mem/peak_allocated_gib"]
+    return row | {"peak_gib": peak, "reserved_gib": peaks["mem/peak_reserved_gib"]}
+
+
+def process_bytes(name: str) -> int:
+    """Return a size of this process in bytes; `name` is Linux's name of the size, such as VmRSS."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", PROC_STATUS.read_text())[1])
+
+
+@contextlib.contextmanager
+def limit_memory(gib: float | None, device: torch.device) -> Iterator[None]:
+    """Limit what this process can allocate: on a GPU to `gib` in all, on a CPU to `gib` more than it has now."""
+    if device.type == "cuda":
+        if gib:
+            torch.cuda.set_per_process_memory_fraction(gib * GIB / torch.cuda.mem_get_info()[1])
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (process_bytes("VmData") + int(gib * GIB), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def memory_limits(memory_gib: float | None, device: torch.device) -> tuple[float, float]:
+    """Return (the limit in GiB, how much of it is free). The limit is memory_gib, or all of the GPU.
+
+    Raises UserError if memory_gib exceeds the device's memory. On a CPU also if it is None, or without Linux.
+    """
+    if device.type == "cuda":
+        free, total = (size / GIB for size in torch.cuda.mem_get_info())
+        check(memory_gib is None or memory_gib <= total, f"memory_gib={memory_gib}: this GPU has {total:.1f} GiB")
+        limit = memory_gib or total
+        return limit, min(limit, free)
+    check(memory_gib is not None, "device=cpu: the search would fill the machine's memory; give memory_gib=...")
+    check(PROC_STATUS.exists(), f"memory_gib={memory_gib} on a CPU needs Linux, which can limit a process's memory")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    check(memory_gib <= total, f"memory_gib={memory_gib}: this machine has {total:.1f} GiB")
+    return memory_gib, memory_gib
+
+
+def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dict:
+    """Predict the GiB that run_attempt() would take: the weights, the mode's other parts, and the peak.
+
+    `opaque` names the ops whose own allocations are not predicted. With torch.compile, the prediction is for the
+    uncompiled model, because it is unknown which tensors Inductor keeps.
+    """
+    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
+    with simulate(device) as usage:
+        if mode == "generate":
+            decoder, idx = build_decoder(recipe, length, device)
+            decoder.prefill(idx)
+            decoder.step()
+            parts = {"weights": tensor_bytes(decoder.model.parameters())}
+            parts |= {"kv_cache": tensor_bytes(chain(*decoder.kv)), "peak": usage.peak}
+        else:
+            model, optimizer, batch = build_trainer(recipe, length, device)
+            lr = recipe.optim.learning_rate
+            parts = split_peak(usage, model, optimizer, batch, lambda: train_step(model, optimizer, [batch], lr))
+    return {"T": length, **{f"{part}_gib": size / GIB for part, size in parts.items()}, "opaque": sorted(usage.opaque)}
+
+
+def window_is_free(recipe: Recipe, mode: str, device: torch.device) -> bool:
+    """Return whether attention takes the same memory with a window and without. Then it writes no T x T mask."""
+    peaks = []
+    for window in (None, WINDOW):
+        windowed = replace(recipe, model=replace(recipe.model, window=window))
+        try:
+            peaks.append(predict(windowed, mode, 2 * WINDOW, device)["peak_gib"])
+        except KernelError:  # this attention has no window, or attn=auto has no measurement with a window
+            return False
+    return peaks[0] == peaks[1]

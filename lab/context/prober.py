@@ -1,0 +1,80 @@
+"""Run attempts and predictions in child processes.
+
+Every attempt is a process of its own, because a full memory, a crash or a fragmented allocator then ends with it. The
+searching process never touches the GPU, where its context alone would take half a GiB.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PREDICT_MINUTES = 5  # the least time limit of a prediction, which simulates some ten steps without the GPU
+REFUSED = "failed: error: "  # a UserError or a KernelError ended the child process
+OUT_OF_MEMORY = re.compile(
+    "out.of.memory|alloc(ation)?_failed|bad_alloc|cannot allocate|MemoryError|could not create a primitive",
+    re.IGNORECASE,
+)  # what libraries print when the memory is full; the last is oneDNN's
+
+
+@dataclass
+class ProbeResult:
+    """What a child process printed. `failure` says why the process failed; it is None if the process succeeded."""
+
+    failure: str | None = None
+    env: dict | None = None
+    limit_gib: float | None = None  # memory_gib, or the device's memory
+    usable_gib: float | None = None  # how much of limit_gib is free
+    kernels: dict | None = None
+    row: dict | None = None  # the row of an attempt, or a prediction
+    window_is_free: bool = False  # lab.context.attempt.window_is_free
+
+
+@dataclass
+class Prober:
+    """Runs attempts and predictions in child processes.
+
+    `command` takes probe=run or probe=predict, and prints the fields of a ProbeResult as JSON.
+    """
+
+    command: list[str]
+    minutes: float  # time limit of an attempt
+
+    def predict(self, mode: str, length: int | None = None) -> ProbeResult:
+        """Predict the memory at `length`; without a length, predict the longest length that fits."""
+        return self.run(max(self.minutes, PREDICT_MINUTES), probe="predict", mode=mode, length=length or "null")
+
+    def attempt(self, mode: str, length: int, window: int | None) -> ProbeResult:
+        """Run one attempt; `window` replaces model.window unless it is None."""
+        windowed = {"model.window": window} if window else {}
+        return self.run(self.minutes, probe="run", mode=mode, length=length, **windowed)
+
+    def run(self, minutes: float, **overrides: Any) -> ProbeResult:
+        """Run the command with these overrides, for at most `minutes`."""
+        words = [*self.command, *(f"{key}={value}" for key, value in overrides.items())]
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
+            try:
+                code = child.wait(60 * minutes)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)  # kills the compiler's workers too
+                    child.wait()
+            out.seek(0)
+            err.seek(0)
+            facts = {key: value for line in out if line.startswith("{") for key, value in json.loads(line).items()}
+            error_lines = err.read().strip().splitlines()
+        if code is None:
+            facts["failure"] = "timeout"
+        elif code:
+            last_line = error_lines[-1] if error_lines else f"exit code {code}"
+            facts["failure"] = "oom" if OUT_OF_MEMORY.search(last_line) else f"failed: {last_line}"
+        return ProbeResult(**facts)

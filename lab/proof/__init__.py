@@ -1,0 +1,93 @@
+"""The proof that the row of a run has with proof=true: parity, a receipt, and the parts of the memory."""
+
+import torch
+
+from data.loader import Batch
+from kernels.registry import expected_kernels, family_patterns, impl_by_op
+from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
+from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong  # noqa: F401
+from lab.proof.receipt import missing_kernel, profile_step
+from lab.proof.references import make_references  # noqa: F401
+from lab.recipe import Recipe
+from model.gpt import GPT
+from model.optim import Optimizer
+from model.step import train_step
+from runtime.config import UserError
+from runtime.schedule import TrainConfig
+
+RECEIPT_KERNELS = 24  # kernels of a receipt that the row stores
+
+
+class Wrong(UserError):
+    """The run is complete, but did not do what its row says."""
+
+    status = "wrong"
+
+
+def prove(
+    row: dict,
+    recipe: Recipe,
+    train: TrainConfig,
+    model: GPT,
+    optimizer: Optimizer,
+    batches: list[Batch],
+    first_steps: FirstSteps,
+    references: list[FirstSteps],
+) -> None:
+    """Put the proof of a finished run into its row.
+
+    `batches` are the batches of one more step, on the model's device. `references` are the first steps of eager PyTorch
+    in fp32 and in the run's precision, or empty. Raises Wrong if the run did not do what its row says.
+    """
+    device = model.wte.weight.device
+    if references:
+        row["parity"] = judge(first_steps, *references)
+    row["memory"] = {"predicted": None, "measured": None}
+    if optimizer.ranks.single:
+        micro_steps = train.tokens_per_step // (train.batch_size * train.block_size)
+        row["memory"]["predicted"] = predict_step(recipe, train.batch_size, train.block_size, micro_steps, device)
+        if device.type == "cuda":
+            row["memory"]["measured"] = measure_step(model, optimizer, batches[0], row["mem/peak_allocated_gib"])
+    row["receipt"] = make_receipt(row, recipe, model, optimizer, batches, device)
+    print(proof_lines(row))
+    if reason := why_wrong(row["parity"]) or row["receipt"]["wrong"]:
+        raise Wrong(reason)
+
+
+def make_receipt(
+    row: dict, recipe: Recipe, model: GPT, optimizer: Optimizer, batches: list[Batch], device: torch.device
+) -> dict:
+    """Profile one more step, and return its kernels.
+
+    `wrong` names an op that did not run as the row says. `unchecked` lists the ops whose backends name no kernels.
+    """
+    impls = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if op in row["kernels"]}
+    step = profile_step(lambda: train_step(model, optimizer, batches, 0.0), device, family_patterns(impls))
+    claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}
+    wrong = missing_kernel(step, claims)
+    unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
+    step["kernels"] = step["kernels"][:RECEIPT_KERNELS]
+    return {"step_ms": row.get("perf/step_ms"), **step, "wrong": wrong, "unchecked": unchecked}
+
+
+def proof_lines(row: dict) -> str:
+    """Return the proof in a few lines, for the terminal."""
+    parity, memory = row["parity"], row["memory"]
+    if parity["ok"] is None:
+        compared = f"not compared: {parity['why']}"
+    else:
+        compared = (
+            f"the first {parity['steps']} losses are {parity['loss_error']:.1e} from eager fp32's (bound "
+            f"{parity['loss_bound']:.1e}), the first gradient {parity['gradient_error']:.1e} "
+            f"({parity['gradient_bound']:.1e})"
+        )
+    busy = row["receipt"]["busy_ms"]
+    shares = [f"{name} {100 * ms / busy:.0f}%" for name, ms in row["receipt"]["families"].items() if ms > busy / 100]
+    lines = [f"parity   {compared}", f"receipt  {', '.join(shares)} of {busy:.1f} ms in kernels"]
+    for side, parts in memory.items():
+        if parts:
+            split = ", ".join(f"{name} {gib:.3g}" for name, gib in parts.items() if name != "peak")
+            if side == "predicted" and row["config"]["kernels"]["compile"]:
+                side += " without torch.compile"
+            lines.append(f"memory   {side} {parts['peak']:.3g} GiB: {split}")
+    return "\n".join(lines)

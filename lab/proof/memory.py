@@ -1,0 +1,195 @@
+"""Predict the memory of a training step on fake tensors, which allocate nothing, and measure it on a GPU.
+
+A fake tensor has a shape, a dtype and a device, and no memory. Operators, autograd, the optimizer and
+torch.utils.checkpoint run on fake tensors unchanged, and create the same tensors as on real ones. So no backend needs a
+formula: activation checkpoints, a sliding window, and attention that writes T x T scores are counted without further
+code.
+
+    with simulate(device) as usage:
+        model = recipe.build(device)
+    print(usage.now, usage.peak)
+
+The simulation runs the Python function of a custom op that launches Triton kernels, and so counts all that the op
+allocates. It does not count the workspaces that cuBLAS and cuDNN allocate inside an operator, nor the allocator's gaps
+between tensors. Its peak for a step in fp32 on a CPU equals PyTorch's allocator to the byte
+(tests/lab/proof/test_memory.py).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from data.loader import Batch
+from kernels.compat import TorchDispatchMode, storage_id
+from lab import compat
+from lab.recipe import Recipe
+from model.gpt import GPT
+from model.optim import Optimizer
+from model.step import train_step
+from runtime.device import GIB, OutOfMemory
+from runtime.ranks import Ranks
+from runtime.schedule import TrainConfig
+
+USABLE = 0.9  # of a GPU's memory: predictions miss the CUDA context, cuBLAS's workspace and gaps between tensors
+
+
+class MemoryUsage(TorchDispatchMode):
+    """Counts the bytes of the tensors that are created on `device` while the mode is active.
+
+    `now` is the number of bytes alive, and `peak` its maximum so far. A storage counts once, however many tensors view
+    it, until the last of them is freed. `opaque` names the custom ops whose own allocations were not counted.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.now, self.peak = device.type, 0, 0
+        self.storages: set[int] = set()
+        self.opaque: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if function := compat.custom_op_function(func.name()):
+            try:
+                if compat.uses_triton(function):
+                    with self:
+                        return function(*args, **(kwargs or {}))
+            except RuntimeError:  # the function reads values or addresses, and a fake tensor has none
+                pass
+            self.opaque.add(func.name())
+        if kwargs and "out" in kwargs:  # creates nothing. PyTorch 2.11 cannot run addmm with out_dtype on fake tensors
+            return kwargs["out"]
+        out = func(*args, **(kwargs or {}))
+        for tensor in compat.tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device:
+                self.add(tensor.untyped_storage())
+        return out
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage_id(storage), storage.nbytes()
+        if key not in self.storages:
+            self.storages.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.remove, key, size)  # the finalizer keeps `self` alive
+
+    def remove(self, key: int, size: int) -> None:
+        self.storages.discard(key)
+        self.now -= size
+
+
+@contextmanager
+def simulate(device: torch.device) -> Iterator[MemoryUsage]:
+    """Make all new tensors fake, and yield the memory that the tensors on `device` would take."""
+    with compat.fake_tensors(), MemoryUsage(device) as usage:
+        yield usage
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def split_peak(
+    usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch: Batch, step: Callable[[], object]
+) -> dict[str, int]:
+    """Run one simulated step. Return the bytes of weights, gradients, optimizer state, activations, and the peak.
+
+    Activations are the tensors that the forward of the last micro-batch saves for its backward.
+    """
+    optimizer.state()  # creates the moments, which exist from the first step on
+    before = usage.now
+    parts = {"weights": tensor_bytes(model.parameters()), "gradients": tensor_bytes(optimizer.masters)}
+    parts["optimizer"] = before - parts["weights"] - tensor_bytes(batch)
+    model.register_forward_hook(lambda *_: parts.update(activations=usage.now - before))
+    step()
+    return parts | {"peak": usage.peak}
+
+
+def predict_step(
+    recipe: Recipe, batch_size: int, block_size: int, micro_steps: int, device: torch.device
+) -> dict[str, float] | None:
+    """Predict the GiB of a training step by part, without torch.compile.
+
+    None if the model runs FlexAttention, which fake tensors cannot run outside torch.compile.
+    """
+    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
+    with simulate(device) as usage:
+        model = recipe.build(device)
+        optimizer = Optimizer(model, recipe.optim)
+        batch = torch.zeros(2, batch_size, block_size, dtype=torch.int64, device=device).unbind()
+        if recipe.documents:
+            batch = *batch, torch.zeros(batch_size, block_size, dtype=torch.int32, device=device)
+        batches = [batch] * min(2, micro_steps)  # the second one adds to the gradients of the first
+        try:
+            parts = split_peak(usage, model, optimizer, batch, lambda: train_step(model, optimizer, batches, 0.0))
+        except RuntimeError as error:
+            if "HigherOrderOperator" not in str(error):
+                raise
+            return None
+    return in_gib(parts)
+
+
+def measure_step(model: GPT, optimizer: Optimizer, batch: Batch, peak_gib: float) -> dict[str, float]:
+    """Measure the GiB of a training step on a GPU by part, in one more forward and backward without an update.
+
+    `peak_gib` is the peak of the run.
+    """
+    parts = {"weights": tensor_bytes(model.parameters())}
+    state = [tensor for tensors in optimizer.adamw.state.values() for tensor in tensors.values()]
+    if optimizer.masters is not optimizer.weights:
+        state += optimizer.masters
+    parts["optimizer"] = tensor_bytes(state)
+    before = torch.cuda.memory_allocated()
+    loss = model(*batch)
+    parts["activations"] = torch.cuda.memory_allocated() - before
+    loss.backward()
+    optimizer.accumulate()
+    parts["gradients"] = tensor_bytes(master.grad for master in optimizer.masters)
+    optimizer.adamw.zero_grad(set_to_none=True)
+    return in_gib(parts | {"peak": peak_gib * GIB})
+
+
+def in_gib(parts: dict[str, float]) -> dict[str, float]:
+    """Return the parts in GiB, and as `workspace` the rest of the peak, which includes the logits.
+
+    The parts are not all alive at the same moment. With a small batch their sum may exceed the peak, and the workspace
+    is then 0.
+    """
+    rest = parts["peak"] - sum(size for name, size in parts.items() if name != "peak")
+    return {name: size / GIB for name, size in {**parts, "workspace": max(0, rest)}.items()}
+
+
+def largest_batch_size(recipe: Recipe, train: TrainConfig, device: torch.device, gib: float) -> int | None:
+    """Return the largest divisor of train.batch_size, below it, whose predicted peak is at most `gib`.
+
+    None if no such batch size fits, or if the step cannot be predicted.
+    """
+    for size in range(train.batch_size // 2, 0, -1):
+        if train.batch_size % size == 0:
+            micro_steps = train.tokens_per_step // (size * train.block_size)
+            parts = predict_step(recipe, size, train.block_size, micro_steps, device)
+            if parts is None:
+                return None
+            if parts["peak"] <= gib:
+                return size
+    return None
+
+
+def usable_gib(device: torch.device) -> float | None:
+    """Return the GiB that a prediction may reach on this GPU; None on a CPU."""
+    return USABLE * torch.cuda.mem_get_info(device)[1] / GIB if device.type == "cuda" else None
+
+
+@contextmanager
+def suggest_batch_size(recipe: Recipe, train: TrainConfig, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """If the GPU runs out of memory, add the largest batch size that is predicted to fit to the error message."""
+    try:
+        yield
+    except OutOfMemory as full:
+        gib = usable_gib(device)
+        size = largest_batch_size(recipe, train, device, gib) if gib and ranks.single else None
+        if size is None:
+            raise
+        raise OutOfMemory(f"{full}; train.batch_size={size} is predicted to fit") from full

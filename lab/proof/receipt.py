@@ -1,0 +1,69 @@
+"""Profile a step: which kernels ran on the GPU, or which operators on a CPU.
+
+Each kernel belongs to a family. A family has patterns of its kernels' names: each op has its own (FAMILY, see
+kernels/registry.py), and this file has the patterns of all other kernels. torch.compile names a fused kernel after
+everything in it, so several patterns may match, and the first one counts.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from runtime.timing import synchronize
+
+Patterns = dict[str, tuple[str, ...]]  # family -> patterns
+BEFORE_OPS: Patterns = {"optimizer": (r"multi_tensor|lpnorm|NormTwoOps|fused_adam|_foreach",)}
+AFTER_OPS: Patterns = {
+    "gemm": (r"(?i)gemm|nvjet|cutlass|splitK|xmma|aten::(add)?b?mm",),
+    "embedding": (r"embedding|grad_weight|scatter|gather|radix|segment|unique|cub::",),
+    "copies and fills": (r"(?i)memcpy|memset|copy|fill|zero_|_cat|CatArray",),
+    "elementwise and sums": (r"(?i)elementwise|reduce|triton_|fused|aten::(add|mul|div|sum|neg)",),
+}
+OTHER = "other"
+
+
+def family_of(name: str, op_patterns: Patterns) -> str:
+    """Return the family of a kernel. `op_patterns` are registry.family_patterns()."""
+    for family, patterns in (BEFORE_OPS | op_patterns | AFTER_OPS).items():
+        if any(re.search(pattern, name) for pattern in patterns):
+            return family
+    return OTHER
+
+
+def profile_step(step: Callable[[], object], device: torch.device, op_patterns: Patterns) -> dict:
+    """Profile one step. Return the milliseconds of its kernels: their sum, by family, and by name, longest first."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler of PyTorch 2.13 prints that it starts
+    cuda, times, calls = device.type == "cuda", Counter(), Counter()
+    synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        step()
+        synchronize(device)
+    for event in profiler.events():
+        if cuda and (event.device_type != DeviceType.CUDA or getattr(event, "is_user_annotation", False)):
+            continue
+        name = " ".join(event.name.split())
+        times[name] += event.device_time if cuda else event.self_cpu_time_total
+        calls[name] += 1
+    families, kernels = Counter(), []
+    for name, microseconds in times.most_common():
+        family = family_of(name, op_patterns)
+        families[family] += microseconds / 1e3
+        kernels.append({"name": name[:200], "family": family, "calls": calls[name], "ms": microseconds / 1e3})
+    return {"busy_ms": sum(families.values()), "families": dict(families.most_common()), "kernels": kernels}
+
+
+def missing_kernel(receipt: dict, claims: dict[str, tuple[str, tuple[str, ...]]]) -> str | None:
+    """Return one line about the first op that did not run the kernels of its backend; None if every op did.
+
+    `claims` is op -> (the backend's description in the row, patterns). Each pattern must match the name of a kernel.
+    """
+    for op, (description, patterns) in claims.items():
+        for pattern in patterns:
+            if not any(re.search(pattern, kernel["name"]) for kernel in receipt["kernels"]):
+                return f"the row says {op}={description}, but no kernel of the profiled step matches {pattern}"
+    return None

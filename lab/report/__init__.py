@@ -1,0 +1,1 @@
+"""From rows to tables, figures and one HTML page."""

@@ -1,0 +1,141 @@
+"""The table of choices: for the page, for report.md, and as numbers for W&B."""
+
+from pathlib import Path
+
+from lab.report.choices import Choice, rerun_command
+from lab.report.describe import newest_searches
+from lab.report.max_context_table import max_context_table
+from lab.report.source import Source
+from lab.report.tables import markdown_table
+from lab.sweep.table import speed
+
+COLUMNS = ["choice", "tokens/s", "of the baseline", "GiB", "first step", "parity", "most time in"]
+NUMBERS = [  # keys of a row
+    "perf/tokens_per_sec",
+    "perf/tokens_per_sec/p20",
+    "perf/tokens_per_sec/p80",
+    "perf/step_ms",
+    "perf/mfu",
+    "perf/first_step_s",
+    "perf/recompiles",
+    "mem/peak_allocated_gib",
+    "train/loss",
+]
+WANDB_COLUMNS = ["choice", "model", "precision", "status", *NUMBERS]
+WANDB_COLUMNS += ["ratio", "ratio_low", "ratio_high", "baseline", "parity", "command"]
+
+
+def cells(choice: Choice) -> list[str]:
+    """Return the cells under COLUMNS. The choice must have a speed."""
+    row, (low, high), count = choice.row, choice.spread, len(choice.speeds)
+    runs = f", {count} runs" if count > 1 else ""
+    families = (row.get("receipt") or {}).get("families") or {}
+    longest = sorted(families.items(), key=lambda item: -item[1])[:3]
+    return [
+        choice.title,
+        f"{choice.speed:,.0f} ({low:,.0f} to {high:,.0f}){runs}",
+        choice.comparison_text,
+        f"{choice.memory:.1f}" if choice.memory else "",
+        first_step_cell(row),
+        parity_cell(row),
+        ", ".join(f"{family} {ms:.1f} ms" for family, ms in longest),
+    ]
+
+
+def first_step_cell(row: dict) -> str:
+    """Return a text such as "24.1 s, cold caches"; empty if the row has no first step."""
+    seconds, cache = row.get("perf/first_step_s"), row.get("perf/cache")
+    if seconds is None:
+        return ""
+    return f"{seconds:.1f} s, {cache} caches" if cache else f"{seconds:.1f} s"
+
+
+def parity_cell(row: dict) -> str:
+    """Return a text such as "holds, loss 2.1e-03"; empty without parity."""
+    parity = row.get("parity") or {}
+    if parity.get("ok") is None:
+        return ""
+    return f"{'holds' if parity['ok'] else 'fails'}, loss {parity['loss_error']:.1e}"
+
+
+def failures(source: Source) -> list[tuple[str, str, str, str]]:
+    """Return (id, name, reason, command) of each row without a result; the id and the command may be empty."""
+    lines = []
+    for choice, row in source.failed_runs:
+        reason = "too short" if row["status"] == "ok" else row["status"]
+        lines.append((choice.id, choice.title, reason, choice.command))
+    for row in source.benchmarks["attention"]:
+        if row.get("status", "ok") != "ok":
+            lines.append(("", f"attention {row['impl']}, T = {row['T']:,}", row["status"], ""))
+    for row in source.benchmarks["context"]:
+        if not (row.get("context/max_train") or row.get("context/max_generate")):
+            shortest = f"not even 128 tokens: {row.get('context/train/limit')}"
+            reason = shortest if row["status"] == "ok" else row["status"]
+            lines.append(("", f"longest context, {row['name']}", reason, rerun_command(row)))
+    return lines
+
+
+def notes(source: Source) -> list[str]:
+    """Return sentences: how the choices are compared, and which files are left out."""
+    sentences = []
+    others = [choice for choice in source.measured_choices if not choice.is_baseline]
+    if others:
+        first = "" if source.from_results else "the kernels of the first job, else "
+        sentences.append(
+            f"Each choice is compared with the baseline of its settings: {first}compile · sdpa, else eager, else the "
+            "choice that ran first. A tie means that the 95% interval contains 1."
+        )
+    if source.unreadable:
+        sentences.append(f"Left out, because they cannot be read: {', '.join(map(str, source.unreadable))}.")
+    if any(choice.comparison.ratio is None for choice in others):
+        sentences.append(
+            "A ratio without an interval compares the medians only, because its runs have too few timed intervals."
+        )
+    if any(choice.comparison.differs for choice in source.measured_choices):
+        sentences.append(
+            "With --force every choice is compared with the first, and the table names the other settings that differ."
+        )
+    elif any(choice.not_compared for choice in source.measured_choices):
+        sentences.append("Choices at other settings are not compared. --force compares them, and names what differs.")
+    return sentences
+
+
+def wandb_table(source: Source) -> list[list]:
+    """Return the head and a line for each run, under WANDB_COLUMNS."""
+    lines = []
+    for choice in source.choices:
+        comparison = choice.comparison
+        ratio = comparison.ratio if comparison else None
+        ratios = [
+            comparison.value if comparison else None,
+            ratio.low if ratio else None,
+            ratio.high if ratio else None,
+            comparison.base.title if comparison else None,
+        ]
+        parity = (choice.row.get("parity") or {}).get("ok")
+        for row in choice.rows:
+            settings = [choice.title, choice.model, choice.precision, row["status"]]
+            numbers = [row.get(key) if speed(row) else None for key in NUMBERS]
+            lines.append([*settings, *numbers, *ratios, parity, choice.command])
+    return [WANDB_COLUMNS, *lines]
+
+
+def report_markdown(source: Source, pictures: list[Path]) -> str:
+    """Return the text of report.md, which shows the pictures beside it."""
+    parts = [f"# {source.folder.resolve().name}", *notes(source)]
+    if source.measured_choices:
+        lines = [[escape_cell(cell) for cell in cells(choice)] for choice in source.measured_choices]
+        parts.append(markdown_table(COLUMNS, lines))
+    searches = newest_searches(source.benchmarks["context"])
+    if searches:
+        parts.append(max_context_table(searches))
+    parts += [f"![{path.stem}]({path.name})" for path in pictures]
+    failure_lines = [f"- {escape_cell(name)}: {escape_cell(reason)}" for _, name, reason, _ in failures(source)]
+    if failure_lines:
+        parts.append("\n".join(failure_lines))
+    return "\n\n".join([*parts, "[report.html](report.html) has all figures."]) + "\n"
+
+
+def escape_cell(cell: str) -> str:
+    """Return the text for a cell of a Markdown table: `|` would end it, and a line break would end the table."""
+    return cell.replace("|", "\\|").replace("\n", " ")

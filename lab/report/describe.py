@@ -1,0 +1,136 @@
+"""Name a row's model, kernels and settings, and select the newest rows."""
+
+import re
+from collections import Counter
+
+from kernels.registry import OPS
+
+BASELINE = "compile", "sdpa"  # the choice that others are compared with
+LAYER_OPS = [op for op in OPS if op != "attention"]
+
+
+def model_size(row: dict) -> str:
+    """Return a name such as "124M"; empty if the row has no parameters."""
+    return f"{row['parameters'] / 1e6:.0f}M" if row.get("parameters") else ""
+
+
+def commit(row: dict) -> str:
+    return (row["env"].get("git_commit") or "unknown")[:7]
+
+
+def batch_cell(row: dict) -> str:
+    """Return "64 x 1024": the sequences of a micro-batch, and their length."""
+    train = row["config"]["train"]
+    return f"{train['batch_size']} x {train['block_size']}"
+
+
+def backends_of(kernels: dict) -> dict[str, str]:
+    """Return op -> backend for all ops but attention, from a row's config.kernels. A row older than an op lacks it."""
+    return {op: kernels[op] for op in LAYER_OPS if op in kernels}
+
+
+def kernels_cell(row: dict) -> str:
+    """Return a name such as "triton", "eager+triton" or "triton+compile"; eager under torch.compile is "compile"."""
+    kernels = row["config"]["kernels"]
+    names = "+".join(sorted(set(backends_of(kernels).values())))
+    if kernels["compile"]:
+        return "compile" if names == "eager" else f"{names}+compile"
+    return names
+
+
+def attention_cell(row: dict) -> str:
+    """Return which attention ran, such as "sdpa (cudnn, cudnn 91900)", without PyTorch's version."""
+    return re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
+
+
+def choice_key(row: dict) -> tuple[str, str]:
+    """Return (kernels, attention), as BASELINE has them."""
+    return kernels_cell(row), row["config"]["attn"]["impl"]
+
+
+def choice_name(config: dict) -> str:
+    """Return a name such as "triton, mlp eager + compile · flash"; empty for a config without kernels."""
+    if not {"kernels", "attn"} <= config.keys():
+        return ""
+    kernels, attn = backends_of(config["kernels"]), config["attn"]
+    [(usual, _)] = Counter(kernels.values()).most_common(1)
+    name = ", ".join([usual, *(f"{op} {impl}" for op, impl in kernels.items() if impl != usual)])
+    if config["kernels"]["compile"]:
+        name = "compile" if name == "eager" else f"{name} + compile"
+    version = f" {attn['version']}" if attn.get("version") else ""
+    return f"{name} · {attn['impl']}{version}"
+
+
+def attention_limits(row: dict) -> str:
+    """Return the attention's window and fewer K/V heads, such as "window 64, 4 K/V heads"; usually empty."""
+    model, limits = row["config"]["model"], []
+    if model.get("window"):
+        limits.append(f"window {model['window']}")
+    if model.get("n_kv_head"):
+        limits.append(f"{model['n_kv_head']} K/V heads")
+    return ", ".join(limits)
+
+
+def sessions(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """Group the rows that the tables compare: rows of equal settings and of one commit; the oldest session first.
+
+    A key is (parameters, precision, T, batch size, GPUs, commit).
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        config, train = row["config"], row["config"]["train"]
+        sizes = train["block_size"], train["batch_size"], row.get("world_size", 1)
+        groups.setdefault((row["parameters"], config["precision"], *sizes, commit(row)), []).append(row)
+    return groups
+
+
+def newest_choices(rows: list[dict]) -> list[dict]:
+    """Return the training rows whose choice no later session measured, and the baselines of their sessions."""
+    newest, measured_later = set(), set()
+    for (*settings, _), session in reversed(sessions(rows).items()):
+        choices = {(*settings, *choice_key(row)) for row in session}
+        if choices <= measured_later:
+            continue
+        for row in session:
+            if choice_key(row) == BASELINE or (*settings, *choice_key(row)) not in measured_later:
+                newest.add(id(row))
+        measured_later |= choices
+    return [row for row in rows if id(row) in newest]
+
+
+def newest_kernels(rows: list[dict]) -> dict[tuple[str, ...], dict]:
+    """Return (op, dtype, shape, backend) -> its newest row."""
+    return {(row["op"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
+
+
+def newest_attention(rows: list[dict]) -> dict[tuple[int, str], dict]:
+    """Return (T, backend) -> its newest row of scripts.bench_attention, the shortest T first.
+
+    Rows whose batch, heads, dtype and so on differ from the last row's are left out.
+    """
+    keys = ("batch", "heads", "kv_heads", "head_dim", "window", "documents", "dtype")
+    shapes = [[row[key] for key in keys] for row in rows]
+    newest = {(row["T"], row["impl"]): row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[-1]}
+    return dict(sorted(newest.items()))
+
+
+def newest_searches(rows: list[dict]) -> list[dict]:
+    """Return each choice's newest row of scripts.max_context that found a length, the longest training T first."""
+    complete = [row for row in rows if row.get("context/max_train") or row.get("context/max_generate")]
+    newest = {search_settings(row): row for row in complete}
+    return sorted(newest.values(), key=lambda row: -(row.get("context/max_train") or 0))
+
+
+def search_settings(row: dict) -> tuple[str, ...]:
+    """Return a search's (choice, model, precision, positions, limits of attention, checkpointing, memory).
+
+    A setting that the row does not have is "".
+    """
+    config, model = row["config"], row["config"]["model"]
+    checkpointing = {"block": "a checkpoint a block", "host": "a checkpoint a block, on the host"}
+    saved = checkpointing.get(model.get("checkpointing"), "")
+    if model.get("keep_attention"):
+        saved += ", attention kept"
+    memory = f"{row['memory_gib']:.4g} GiB" if row.get("memory_gib") else ""
+    settings = model_size(row), config["precision"], model.get("pos", ""), attention_limits(row)
+    return choice_name(config), *settings, saved, memory

@@ -1,0 +1,148 @@
+"""Draw PNGs from rows: the speed of choices, attention over T, kernels under the roofline, loss curves."""
+
+from pathlib import Path
+
+from lab.report.choices import Choice
+from lab.report.colours import CHOICE_COLOURS, GREY, text_colour
+from lab.report.describe import batch_cell, newest_attention, newest_kernels
+
+ATTENTION_UNITS = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
+
+
+def subplots(*args, **settings) -> tuple:
+    """Return a figure and its axes, without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*args, **settings)
+
+
+def save(figure, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def attention_plot(rows: list[dict], path: Path) -> Path:
+    """Draw time and memory of attention over T, forward + backward."""
+    newest = newest_attention(rows)
+    units = {key: unit for key, unit in ATTENTION_UNITS.items() if any(row.get(key) for row in newest.values())}
+    figure, [axes] = subplots(1, len(units), figsize=(5.5 * len(units), 4.5), squeeze=False)
+    for panel, (key, unit) in zip(axes, units.items(), strict=True):
+        for name in dict.fromkeys(impl for _, impl in newest):
+            points = [(T, row[key]) for (T, impl), row in newest.items() if impl == name and row.get(key)]
+            panel.plot([T for T, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
+        panel.set(xscale="log", yscale="log", xlabel="T", ylabel=f"{unit}, forward + backward")
+    axes[0].legend(fontsize=8)
+    return save(figure, path)
+
+
+def roofline(rows: list[dict], path: Path) -> Path:
+    """Draw the newest row of each kernel under its machine's roofline (Williams et al. 2009).
+
+    The roofline is the highest FLOP/s that the bandwidth and the matmul allow, over FLOP/byte.
+    """
+    bandwidth, peak = rows[-1]["ceiling/tb_per_s"], rows[-1]["ceiling/tflops"]
+    newest = list(newest_kernels(rows).values())
+    figure, axes = subplots(figsize=(8, 5))
+    intensities = [row["both/tflops"] / row["both/tb_per_s"] for row in newest]
+    ridge = peak / bandwidth
+    roof = sorted({min([*intensities, ridge]) / 4, ridge, max([*intensities, ridge]) * 4})
+    axes.plot(roof, [min(peak, bandwidth * x) for x in roof], color="black", linewidth=1)
+    for i, impl in enumerate(sorted({row["impl"] for row in newest})):
+        points = [(x, row["both/tflops"]) for x, row in zip(intensities, newest, strict=True) if row["impl"] == impl]
+        marker = "o^s"[i // 10 % 3]  # matplotlib has 10 colours
+        axes.scatter([x for x, _ in points], [y for _, y in points], label=impl, s=20, marker=marker)
+    axes.set(
+        xscale="log", yscale="log", xlabel="FLOP/byte, each tensor moved once", ylabel="TFLOP/s, forward + backward"
+    )
+    axes.set_title(f"the roofline: a copy at {bandwidth:.3g} TB/s, a matmul at {peak:.3g} TFLOP/s", fontsize=10)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return save(figure, path)
+
+
+def curves_plot(runs: dict[str, dict[int, float]], path: Path) -> Path:
+    """Draw the losses of each run, and below them the difference from the first run. `runs` is name -> step -> loss."""
+    (first, reference), *_ = runs.items()
+    figure, (above, below) = subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1])
+    for name, losses in runs.items():
+        steps = sorted(losses)
+        above.plot(steps, [losses[s] for s in steps], label=name, linewidth=1)
+        if name != first:
+            below.plot(steps, [losses[s] - reference[s] for s in steps], label=f"{name} - {first}", linewidth=1)
+    above.set_ylabel("training loss")
+    below.set_ylabel("difference")
+    below.set_xlabel("step")
+    above.legend()
+    below.legend()
+    return save(figure, path)
+
+
+def speed_plot(choices: list[Choice], colours: dict[str, str], path: Path) -> Path:
+    """Draw tokens/s and peak memory of each choice, the first choice on top."""
+    choices = choices[::-1]  # matplotlib draws upwards
+    figure, (left, right) = subplots(1, 2, figsize=(10, 1 + 0.4 * len(choices)), sharey=True, width_ratios=[3, 1])
+    titles, fills = [choice.title for choice in choices], [colours[choice.name] for choice in choices]
+    speeds, memory = [choice.speed for choice in choices], [choice.memory or 0 for choice in choices]
+    below = [choice.speed - choice.spread[0] for choice in choices]
+    above = [choice.spread[1] - choice.speed for choice in choices]
+    left.barh(titles, speeds, xerr=[below, above], color=fills, error_kw={"linewidth": 1, "capsize": 2})
+    right.barh(titles, memory, color=fills)
+    left.set_xlabel("tokens/s")
+    left.xaxis.set_major_formatter("{x:,.0f}")
+    right.set_xlabel("GiB at the peak")
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.set_ylim(-0.6, len(choices) - 0.4)  # by default matplotlib leaves 5% of the height empty at each end
+    return save(figure, path)
+
+
+def headline_plot(choices: list[Choice], path: Path) -> Path:
+    """Draw tokens/s and peak memory: a group of bars for each choice of kernels, a colour for each attention.
+
+    The choices differ in their kernels and attention only. A group has one bar of memory, the largest of its choices.
+    """
+    kernels, attentions = (list(dict.fromkeys(part)) for part in zip(*map(name_parts, choices), strict=True))
+    figure, (left, right) = subplots(1, 2, figsize=(10, 3.6), sharey=True, width_ratios=[3, 1])
+    height = 0.8 / len(attentions)
+    for number, attention in enumerate(attentions):
+        group = [choice for choice in choices if name_parts(choice)[1] == attention]
+        centres = [kernels.index(name_parts(choice)[0]) - 0.4 + (number + 0.5) * height for choice in group]
+        speeds = [choice.speed for choice in group]
+        below = [choice.speed - choice.spread[0] for choice in group]
+        above = [choice.spread[1] - choice.speed for choice in group]
+        colour = CHOICE_COLOURS[number]
+        left.barh(centres, speeds, height=0.9 * height, xerr=[below, above], color=colour, label=f"attn={attention}")
+        for centre, speed in zip(centres, speeds, strict=True):
+            left.text(5000, centre, f"{speed:,.0f}", color=text_colour(colour), fontsize=8, va="center")
+    for group, name in enumerate(kernels):
+        memory = max(choice.memory for choice in choices if name_parts(choice)[0] == name)
+        right.barh(group, memory, color=GREY)
+        right.text(1, group, f"{memory:.1f}", va="center")
+    left.set_yticks(range(len(kernels)), kernels)
+    left.invert_yaxis()
+    left.set_title(settings_title(choices[0]), loc="left", fontsize=11)
+    left.set_xlabel("tokens/s (more is better)")
+    left.xaxis.set_major_formatter("{x:,.0f}")
+    left.legend(loc="lower right", frameon=False)
+    right.set_xlabel("peak GiB (less is better)")
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+    return save(figure, path)
+
+
+def name_parts(choice: Choice) -> tuple[str, str]:
+    """Return (kernels, attention)."""
+    kernels, _, attention = choice.name.partition(" · ")
+    return kernels, attention
+
+
+def settings_title(choice: Choice) -> str:
+    """Return "GPT-2 124M, bf16, 64 x 1024 tokens, H200"."""
+    device = choice.row["env"]["device"].removeprefix("NVIDIA ")
+    return f"GPT-2 {choice.model}, {choice.precision}, {batch_cell(choice.row)} tokens, {device}"

@@ -1,0 +1,58 @@
+"""The table of the longest contexts, from rows of scripts.max_context."""
+
+from lab import rows as results
+from lab.report.describe import attention_cell, attention_limits, kernels_cell, model_size
+from lab.report.tables import markdown_table
+
+
+def max_context(device: str) -> str:
+    rows = results.read_rows(device, "context")
+    return max_context_table(rows) if rows else "No rows yet: `python -m scripts.max_context keep=true`."
+
+
+def max_context_table(rows: list[dict]) -> str:
+    """Return the newest row of each choice, the longest training T first."""
+    head = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
+    head += ["longest T, training", "s a step", "peak GiB (predicted)", "longest T, generation"]
+    newest = {tuple(search_cells(row)): row for row in rows}
+    longest_first = sorted(newest.items(), key=lambda item: -(item[1].get("context/max_train") or 0))
+    return markdown_table(head, [[*cells, *length_cells(row)] for cells, row in longest_first])
+
+
+def search_cells(row: dict) -> list[str]:
+    """Return the settings of a search. Rows with equal settings are of one choice."""
+    model = row["config"]["model"]
+    positions = ", ".join(filter(None, (model["pos"], attention_limits(row))))
+    checkpointing = model["checkpointing"]
+    if model.get("keep_attention"):
+        checkpointing += ", attention kept"
+    cells = [model_size(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
+    return [*cells, positions, checkpointing, f"{row['memory_gib']:.4g}"]
+
+
+def length_cells(row: dict) -> list[str]:
+    """Return the longest T of training with its seconds and memory, and the longest T of generation."""
+    train = {key.removeprefix("context/train/"): value for key, value in row.items()}
+    trained, generated = length_cell(row, "train"), length_cell(row, "generate")
+    if not generated and row.get("status", "").startswith("stopped"):
+        generated = "stopped"
+    if not trained:
+        return [train.get("limit") or "", "", "", generated]
+    seconds = f"{train['seconds']:.3g}"
+    if train.get("window") != row["config"]["model"].get("window"):
+        seconds += f" with window {train['window']}"
+    if full_attention := train.get("seconds_of_full_attention"):
+        seconds = f"{full_attention:,.1f}, by shorter ones; {seconds}"
+    peak = f"{train['peak_gib']:.2f}"
+    if prediction := train.get("prediction"):
+        uncompiled = " uncompiled" if row["config"]["kernels"]["compile"] else ""
+        peak += f" ({prediction['peak_gib']:.2f}{uncompiled})"
+    return [f"**{trained}**", seconds, peak, generated]
+
+
+def length_cell(row: dict, mode: str) -> str:
+    """Return the longest T of training or generation; "or more" if time ended the search before memory did."""
+    length, limit = row.get(f"context/max_{mode}"), row.get(f"context/{mode}/limit")
+    if not length:
+        return ""
+    return f"{length:,} or more" if limit == "timeout" else f"{length:,}"

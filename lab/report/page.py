@@ -1,0 +1,202 @@
+"""Write the report of a folder: report.html, report.md, and PNGs.
+
+report.html is one file that contains its figures and Plotly, and loads nothing from a network. It is made from
+page.html.j2, page.css and page.js.
+"""
+
+import json
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader
+
+from lab.report.bench_panels import benchmark_panels, page_entry
+from lab.report.choice_table import COLUMNS, cells, failures, notes, report_markdown, wandb_table
+from lab.report.choices import Choice, comparable_groups
+from lab.report.colours import choice_colours
+from lab.report.describe import choice_name, model_size, newest_searches
+from lab.report.figures import attention_plot, roofline, speed_plot
+from lab.report.panels import training_panels
+from lab.report.source import Source, read_source
+from lab.sweep.compare import ratio
+from runtime import trackers
+from runtime.config import check
+from runtime.trackers import LoggerConfig
+
+HERE = Path(__file__).parent
+ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit"
+
+
+class Tile(NamedTuple):
+    """A large number at the top of the page, such as 580,123 tokens/s, and a text that says what it measures."""
+
+    value: str
+    unit: str
+    text: str
+
+
+def write_report(folder: Path, force: bool = False) -> tuple[list[Path], Source]:
+    """Write report.html, report.md and the PNGs into the folder; return the files and what was read.
+
+    Raises UserError if the folder has no rows, or if Plotly or matplotlib is missing.
+    """
+    for package in ("plotly", "matplotlib"):
+        check(find_spec(package) is not None, f"the report needs {package}: pip install '.[report]'")
+    source = read_source(folder, force)
+    page, markdown = folder / "report.html", folder / "report.md"
+    page.write_text(render_page(source), encoding="utf-8")
+    pictures = draw_pictures(source)
+    markdown.write_text(report_markdown(source, pictures), encoding="utf-8")
+    return [page, markdown, *pictures], source
+
+
+def draw_pictures(source: Source) -> list[Path]:
+    pictures, benchmarks = [], source.benchmarks
+    if source.measured_choices:
+        # results/ has rows of many sessions, which are not comparable
+        choices = source.largest_group if source.from_results else source.measured_choices
+        colours = choice_colours(choice.name for choice in source.choices)
+        pictures.append(speed_plot(choices, colours, source.folder / "speed.png"))
+    if benchmarks["kernels"]:
+        pictures.append(roofline(benchmarks["kernels"], source.folder / "roofline.png"))
+    if benchmarks["attention"]:
+        pictures.append(attention_plot(benchmarks["attention"], source.folder / "attention.png"))
+    return pictures
+
+
+def render_page(source: Source) -> str:
+    """Return the HTML of the page."""
+    from plotly.offline import get_plotlyjs
+
+    names = [choice.name for choice in source.choices]
+    names += [choice_name(row["config"]) for row in newest_searches(source.benchmarks["context"])]
+    backends = [row["impl"] for kind in ("kernels", "attention") for row in source.benchmarks[kind]]
+    colours = choice_colours(names, backends)
+    bench_panels, entries = benchmark_panels(source, colours)
+    entries = {choice.id: choice_entry(choice) for choice in source.choices} | entries
+    panels = [*training_panels(source, colours), *bench_panels]
+    data = {"entries": entries, "panels": {panel.id: panel.figure for panel in panels if panel.figure}}
+    groups = headline_groups(source)
+    jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return jinja.get_template("page.html.j2").render(
+        name=source.folder.resolve().name,
+        subtitle=subtitle(source),
+        models=options(entry["model"] for entry in entries.values()),
+        precisions=options(precision for entry in entries.values() for precision in entry["precisions"]),
+        selected=groups[0][0] if groups else None,
+        headlines=[(fastest(group).id, headline_tiles(group, source)) for group in groups],
+        panels=panels,
+        notes=notes(source),
+        columns=COLUMNS,
+        lines=[(choice, colours[choice.name], cells(choice)) for choice in source.measured_choices],
+        failures=failures(source),
+        environment=environment(source),
+        css=(HERE / "page.css").read_text(),
+        js=(HERE / "page.js").read_text(),
+        plotly=get_plotlyjs(),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
+    )
+
+
+def choice_entry(choice: Choice) -> dict:
+    return page_entry(choice.model, [choice.precision] if choice.precision else [], choice.command)
+
+
+def options(values: Iterable[str]) -> list[str]:
+    """Return the values of a filter, short ones first: 124M before 1558M."""
+    return sorted({*values} - {""}, key=lambda value: (len(value), value))
+
+
+def subtitle(source: Source) -> str:
+    machines = dict.fromkeys(env["device"] for env in environments(source) if env.get("device"))
+    runs = sum(len(choice.rows) for choice in source.choices)
+    counts = [f"{len(source.choices)} choices, {runs} runs"] if runs else []
+    return " · ".join([*machines, *counts])
+
+
+def fastest(group: list[Choice]) -> Choice:
+    return max(group, key=lambda choice: choice.speed)
+
+
+def headline_groups(source: Source) -> list[list[Choice]]:
+    """Return one group of comparable choices for each model and precision.
+
+    It is the group with the fastest choice; a group of several choices has precedence over a single choice. The model
+    and precision with the most choices come first. If two have equally many choices, the earlier job decides, and
+    in results/ the faster choice.
+    """
+    by_settings: dict[tuple[str, str], list[list[Choice]]] = {}
+    for group in comparable_groups(source.measured_choices):
+        by_settings.setdefault((group[0].model, group[0].precision), []).append(group)
+
+    def order(groups: list[list[Choice]]) -> tuple[int, float]:
+        choices = [choice for group in groups for choice in group]
+        first = -fastest(choices).speed if source.from_results else min(choice.number for choice in choices)
+        return -len(choices), first
+
+    ordered = sorted(by_settings.values(), key=order)
+    return [max(groups, key=lambda group: (len(group) > 1, fastest(group).speed)) for groups in ordered]
+
+
+def headline_tiles(group: list[Choice], source: Source) -> list[Tile]:
+    """Return the fastest choice's speed, ratio and memory, and the longest context of its model."""
+    best = fastest(group)
+    base, comparison = best.comparison.base, best.comparison
+    settings = " in ".join(filter(None, (best.model, best.precision)))
+    tiles = [Tile(f"{best.speed:,.0f}", "tokens/s", f"{best.name}, {rank_text(best, group)}; {settings}")]
+    if base is not best:
+        interval = f" ({comparison.ratio.low:.3f} to {comparison.ratio.high:.3f})" if comparison.ratio else ""
+        tie = comparison.ratio and comparison.ratio.verdict == "tie"
+        tiles.append(Tile("a tie" if tie else f"{comparison.value:.2f}x", "", f"of {base.name}{interval}"))
+    if best.memory:
+        saved = (base.memory or best.memory) - best.memory
+        text = f", {abs(saved):.1f} {'less' if saved > 0 else 'more'} than {base.name}" if abs(saved) >= 0.05 else ""
+        tiles.append(Tile(f"{best.memory:.1f}", "GiB", f"peak memory{text}"))
+    searches = [row for row in newest_searches(source.benchmarks["context"]) if model_size(row) == best.model]
+    if searches and searches[0].get("context/max_train"):
+        config = searches[0]["config"]
+        text = f"in the longest training step, with {choice_name(config)} in {config['precision']}"
+        tiles.append(Tile(f"{searches[0]['context/max_train']:,}", "tokens", text))
+    return tiles
+
+
+def rank_text(best: Choice, group: list[Choice]) -> str:
+    """Return "fastest of 5 choices", or the names of the choices with which it is in a tie."""
+    if len(group) == 1:
+        return "the only choice at these settings"
+    others = sorted((choice for choice in group if choice is not best), key=lambda choice: -choice.speed)
+    ratios = [(choice, ratio(best.rows, choice.rows)) for choice in others]
+    ties = [choice.name for choice, ratio_to_best in ratios if ratio_to_best and ratio_to_best.verdict == "tie"]
+    return f"in a tie with {', '.join(ties)}" if ties else f"fastest of {len(group)} choices"
+
+
+def environments(source: Source) -> list[dict]:
+    rows = [row for choice in source.choices for row in choice.rows]
+    rows += [row for benchmark in source.benchmarks.values() for row in benchmark]
+    return [row["env"] for row in rows if row.get("env")]
+
+
+def environment(source: Source) -> dict[str, str]:
+    """Return the versions and devices of all rows: "torch" -> "2.11.0, 2.12.0"."""
+    texts = {}
+    for key in ENVIRONMENT:
+        length = 7 if key == "git_commit" else None
+        values = dict.fromkeys(str(env[key])[:length] for env in environments(source) if env.get(key))
+        if values:
+            texts[key.removeprefix("git_")] = ", ".join(values)
+    return texts
+
+
+def publish(source: Source, mode: str, files: list[Path]) -> list[Path]:
+    """Send a table of the runs, and the files, to W&B, in the group of the sweep's runs.
+
+    `mode` is offline or online. Returns [W&B's folder]; the list is empty if W&B does not start.
+    """
+    name = source.folder.resolve().name
+    configs = [row.get("config", {}) for choice in source.choices for row in choice.rows]
+    logger = next((config["logger"] for config in configs if "logger" in config), {})
+    config = LoggerConfig("wandb", mode, logger.get("project") or "hotswap", logger.get("group") or name)
+    folder = trackers.publish_report(config, source.folder, name, wandb_table(source), files)
+    return [folder] if folder else []

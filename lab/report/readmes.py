@@ -1,0 +1,67 @@
+"""Write the generated sections of the READMEs, and draw the figures in results/.
+
+A section stands between `<!-- NAME: DEVICE -->` and `<!-- end -->`.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lab import rows
+from lab.report import tables
+from lab.report.figures import attention_plot, curves_plot, headline_plot, roofline
+from lab.report.headline import headline
+from lab.report.max_context_table import max_context
+from lab.report.source import read_source
+
+ROOT = Path(__file__).resolve().parents[2]
+# NAME -> the function that makes the section from DEVICE, the name of a folder in results/
+SECTIONS: dict[str, Callable[[str], str]] = {
+    "headline": headline,
+    "throughput": tables.throughput,
+    "scaling": tables.scaling,
+    "generation": tables.generation,
+    "kernels": tables.kernel_benchmarks,
+    "context": tables.attention_benchmarks,
+    "max_context": max_context,
+    "support": tables.support_tables,
+    "environment": tables.environment,
+    "agreement": tables.agreement,
+    "same": tables.same_norm_sweep,
+    "ops": tables.ops,
+}
+MARKED = re.compile(r"(<!-- (\w+): ([\w-]+) -->)\n(?:.*?\n)??(<!-- end -->)", re.DOTALL)
+
+
+def fill(text: str) -> str:
+    """Return `text` with new contents for every marked section."""
+
+    def section(match: re.Match) -> str:
+        return f"{match[1]}\n{SECTIONS[match[2]](match[3])}\n{match[4]}"
+
+    return MARKED.sub(section, text)
+
+
+def write_readmes() -> Iterator[Path]:
+    """Fill the generated sections of README.md and */README.md; yield each file that was written."""
+    for readme in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))):
+        text = readme.read_text()
+        if MARKED.search(text):
+            readme.write_text(fill(text))
+            yield readme
+
+
+def draw_results() -> Iterator[Path]:
+    """Draw headline.png, roofline.png, attention.png and curves.png of each device that has such rows; yield each file.
+
+    headline.png is for a device with rows of other systems. It shows the choices that were measured several times.
+    """
+    for file in sorted(rows.RESULTS.glob("*/peers.jsonl")):
+        repeated = [choice for choice in read_source(file.parent).largest_group if len(choice.speeds) > 1]
+        yield headline_plot(repeated, file.with_name("headline.png"))
+    for file in sorted(rows.RESULTS.glob("*/kernels.jsonl")):
+        yield roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
+    for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):
+        yield attention_plot(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
+    for folder in sorted(rows.RESULTS.glob("*/curves")):
+        yield curves_plot(tables.curves(folder.parent.name), folder.with_name("curves.png"))

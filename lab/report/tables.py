@@ -1,0 +1,266 @@
+"""Tables in Markdown for the READMEs. Most functions take the name of a folder in results/."""
+
+import json
+from collections.abc import Iterable
+
+from tabulate import tabulate
+
+from kernels.registry import OPS, contract, impls
+from lab import rows as results
+from lab.bench import support
+from lab.bench.op import UNITS
+from lab.report.describe import (
+    BASELINE,
+    attention_cell,
+    batch_cell,
+    choice_key,
+    commit,
+    kernels_cell,
+    model_size,
+    newest_attention,
+    newest_choices,
+    newest_kernels,
+    sessions,
+)
+from lab.sweep.compare import ratio
+from lab.sweep.table import FIGURES, figure_cells, median_run, speed, sweep_table
+
+
+def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:
+    return tabulate(list(lines), head, tablefmt="github", disable_numparse=True)
+
+
+def peak_gib(row: dict) -> float:
+    return row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"]
+
+
+def throughput(device: str) -> str:
+    """Return the table of training runs without evaluations: the newest rows of each choice.
+
+    The rows of a session stand together, fastest first. `of compile` compares each with compile + sdpa of its session.
+    """
+    head = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
+    head += [*FIGURES[2:], "step", "commit"]
+    measured = newest_choices([row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]])
+    newest_first = reversed(sessions(measured).items())
+    lines = []
+    # a key of sessions() ends with the commit; the sort is stable, so sessions of equal settings stay newest first
+    for _, session in sorted(newest_first, key=lambda item: item[0][:-1]):
+        choices: dict[tuple, list[dict]] = {}
+        for row in session:
+            choices.setdefault(choice_key(row), []).append(row)
+        shown = {choice: shown_run(runs) for choice, runs in choices.items()}
+        for choice, row in sorted(shown.items(), key=lambda item: -(speed(item[1]) or 0)):
+            lines.append(throughput_cells(row, ratio_to_baseline(choices[choice], choices.get(BASELINE, []))))
+    return markdown_table(head, lines)
+
+
+def shown_run(runs: list[dict]) -> dict:
+    """Return the run with the median speed; if no run has a speed, the first run, whose status says why."""
+    return median_run([row for row in runs if speed(row)] or runs[:1])
+
+
+def ratio_to_baseline(runs: list[dict], bases: list[dict]) -> str:
+    """Return a choice's speed over the baseline's, with a 95% interval if both have several runs.
+
+    Empty if one of them has no speed.
+    """
+    interval = ratio(runs, bases) if runs is not bases else None
+    if interval and interval.runs > 1:
+        return str(interval)
+    if interval:
+        return f"{interval.value:.3f}x, other GPU" if interval.other_gpu else f"{interval.value:.3f}x"
+    speeds = [speed(shown_run(rows)) for rows in (runs, bases) if rows]  # the baseline, or rows without timed intervals
+    return f"{speeds[0] / speeds[1]:.3f}x" if len(speeds) == 2 and all(speeds) else ""
+
+
+def throughput_cells(row: dict, ratio_cell: str) -> list[str]:
+    cells = [model_size(row), batch_cell(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
+    tokens_per_sec, spread, *rest = figure_cells(row)
+    rate = f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec
+    return [*cells, rate, ratio_cell, *rest, str(row.get("steps", "")), commit(row)]
+
+
+def scaling(device: str) -> str:
+    """Return the table of runs on several GPUs.
+
+    `efficiency` is the tokens/s of a GPU, over the row of one GPU with the same model, precision, kernels and batch.
+    """
+
+    def settings(row: dict) -> tuple:
+        config = row["config"]
+        return row["parameters"], config["precision"], json.dumps(config["kernels"]), config["train"]["batch_size"]
+
+    rows = [row for row in results.read_rows(device) if row.get("perf/tokens_per_sec_per_device")]
+    one_gpu = {settings(row): row["perf/tokens_per_sec"] for row in rows if row["world_size"] == 1}
+    rows.sort(key=lambda row: (row["parameters"], row["config"]["parallel"], row["world_size"]))
+    head = ["model", "GPUs", "parallel", "sequences a GPU", "kernels", "tokens/s", "a GPU", "efficiency"]
+    lines = []
+    for row in rows:
+        per_gpu, single = row["perf/tokens_per_sec_per_device"], one_gpu.get(settings(row))
+        lines.append(
+            [
+                model_size(row),
+                str(row["world_size"]),
+                row["config"]["parallel"] if row["world_size"] > 1 else "",
+                str(row["config"]["train"]["batch_size"]),
+                kernels_cell(row),
+                f"**{row['perf/tokens_per_sec']:,.0f}**",
+                f"{per_gpu:,.0f}",
+                f"{per_gpu / single:.3f}" if single else "",
+                f"{peak_gib(row):.1f}",
+            ]
+        )
+    return markdown_table([*head, "peak GiB a GPU"], lines)
+
+
+def generation(device: str) -> str:
+    """Return the table of the rows of scripts.generate, fastest first."""
+    head = ["model", "precision", "kernels", "attn", "sequences", "first token", "decode tokens/s (p20 to p80)"]
+    rows = [row for row in results.read_rows(device, "generate") if row.get("gen/decode_tokens_per_sec")]
+    lines = []
+    for row in sorted(rows, key=lambda row: -row["gen/decode_tokens_per_sec"]):
+        median, p20, p80 = (f"{row[f'gen/decode_tokens_per_sec{part}']:,.0f}" for part in ("", "/p20", "/p80"))
+        lines.append(
+            [
+                row["name"].split("-")[1],
+                row["config"]["precision"],
+                kernels_cell(row),
+                attention_cell(row),
+                str(row["config"]["batch"]),
+                f"{row['gen/ttft_ms']:.1f} ms",
+                f"**{median}** ({p20} to {p80})",
+                f"{100 * row['gen/bandwidth_utilisation']:.1f}%",
+                f"{peak_gib(row):.2f}",
+            ]
+        )
+    return markdown_table([*head, "of the bound", "peak GiB"], lines)
+
+
+def kernel_benchmarks(device: str) -> str:
+    """Return the table of the newest rows of scripts.bench_kernels for each op, dtype, shape and backend."""
+    newest = newest_kernels(results.read_rows(device, "kernels"))
+    if not newest:
+        return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
+    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s or TFLOP/s (forward, backward)"]
+    head += ["of the floor", "error", "extra GiB", "commit"]
+    lines = []
+    for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
+        share, extra = row["both/of_floor"], row["extra_gib"]
+        lines.append(
+            [
+                f"{op} {dtype}",
+                shape,
+                impl,
+                f"{row['forward/ms']:.3f}",
+                f"**{row['both/ms']:.3f}** ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
+                rates(row),
+                f"{100 * share:.1f}%" if share else "",
+                f"{max(row['error/out'], row['error/gradients']):.1e}",
+                "" if extra is None else f"{extra:.2f}",
+                commit(row),
+            ]
+        )
+    return markdown_table(head, lines)
+
+
+def rates(row: dict) -> str:
+    """Return TB/s or TFLOP/s, such as "2.00 (1.50, 2.25)": of both directions, of the forward, of the backward.
+
+    An op whose forward may compute gradients has only the first number: the other two would mislead.
+    """
+    module = contract(row["op"])
+    unit, digits = UNITS[module.BOUND]
+    both, forward, backward = (f"{row[f'{way}/{unit}']:.{digits}f}" for way in ("both", "forward", "backward"))
+    if getattr(module, "GRADIENTS_IN_FORWARD", False):
+        return both
+    return f"{both} ({forward}, {backward})"
+
+
+def same_norm_sweep(device: str) -> str:
+    """Return the table that a sweep prints, for `scripts/measure.sh same`: a norm, a copy of it, a norm that sleeps."""
+    choices: dict[str, list[dict]] = {}
+    for row in results.read_rows(device):
+        choices.setdefault(f"norm={row['config']['kernels']['norm']}", []).append(row)
+    return f"```\n{sweep_table(choices)}\n```"
+
+
+def attention_table(rows: list[dict]) -> str:
+    """Return ms and peak GiB of forward + backward: a line for each T, a column for each backend.
+
+    The rows are from scripts.bench_attention.
+    """
+    newest = newest_attention(rows)
+    names, lengths = list(dict.fromkeys(impl for _, impl in newest)), list(dict.fromkeys(T for T, _ in newest))
+    lines = []
+    for length in lengths:
+        cells = [attention_benchmark_cell(newest.get((length, name))) for name in names]
+        lines.append([f"{length:,}", *cells])
+    return markdown_table(["T", *names], lines)
+
+
+def attention_benchmark_cell(row: dict | None) -> str:
+    """Return "0.26 ms, 0.10 GiB"; a row without a time gives the first word of its status, and no row gives ""."""
+    if row is None:
+        return ""
+    if "both/ms" not in row:
+        return row["status"].split(":")[0]
+    memory = row.get("both/peak_gib")
+    return f"{row['both/ms']:.2f} ms" if memory is None else f"{row['both/ms']:.2f} ms, {memory:.2f} GiB"
+
+
+def attention_benchmarks(device: str) -> str:
+    rows = results.read_rows(device, "attention")
+    return attention_table(rows) if rows else "No rows yet: `python -m scripts.bench_attention keep=true`."
+
+
+def support_tables(device: str) -> str:
+    """Return the tables of what each backend supports, from rows of scripts.doctor."""
+    rows = results.read_rows(device, "support")
+    return support.tables(rows) if rows else "No rows yet: `python -m scripts.doctor matrix=true keep=true`."
+
+
+def environment(device: str) -> str:
+    """Return sentences: the hardware and versions of the last row, the speed of a matmul, and the commits."""
+    rows = results.read_rows(device)
+    env = rows[-1]["env"]
+    commits = sorted({commit(row) for row in rows})
+    matmuls = [row["measured_peak_flops"] / 1e12 for row in rows if row.get("measured_peak_flops")]
+    versions = ", ".join(f"{name} {env[name]}" for name in ("driver", "cuda", "cudnn", "torch", "triton") if env[name])
+    return (
+        f"{env['device']}, {versions}. A large matmul, timed in each run in the run's dtype, reached "
+        f"{min(matmuls):.3g} to {max(matmuls):.3g} TFLOP/s. The commits are {', '.join(commits)}. "
+        f"The `command` of a row in `results/{device}/train.jsonl` repeats the run."
+    )
+
+
+def curves(device: str) -> dict[str, dict[int, float]]:
+    """Return the losses of the runs in curves/: name of the run -> step -> training loss, oldest run first."""
+    losses = {}
+    for name in (row["name"] for row in results.read_rows(device)):
+        path = results.RESULTS / device / "curves" / f"{name}.jsonl"
+        if path.exists():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            losses[name] = {line["step"]: line["train/loss"] for line in lines}
+    return losses
+
+
+def agreement(device: str) -> str:
+    """Return a sentence for each loss curve after the first: how much it differs from the first."""
+    (first, base), *others = curves(device).items()
+    sentences = []
+    for name, losses in others:
+        steps = sorted(base.keys() & losses.keys())
+        gaps = [abs(base[step] - losses[step]) for step in steps]
+        sentences.append(
+            f"Over {len(gaps)} steps, the losses of `{first}` and `{name}` differ by {sum(gaps) / len(gaps):.4f} in "
+            f"the mean and by {max(gaps):.4f} at most. The last losses are {base[steps[-1]]:.4f} and "
+            f"{losses[steps[-1]]:.4f}."
+        )
+    return "\n".join(sentences) or "There is only one loss curve."
+
+
+def ops(_: str) -> str:
+    """Return the table of ops and their backends, which are the folders and files in kernels/."""
+    lines = [[op, contract(op).__doc__.partition("\n")[0].partition(": ")[2], ", ".join(impls(op))] for op in OPS]
+    return markdown_table(["op", "what it computes", "backends"], lines)

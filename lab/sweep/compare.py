@@ -1,0 +1,181 @@
+"""Compare the speeds of two choices of kernels, by the rows (result.json) of runs that took turns.
+
+A new process has other addresses, another clock rate and another temperature. So two runs differ by more than their
+steps suggest, and the number of runs counts, not the number of steps. With sweep.repeats=2 the jobs run in the order
+A B B A, in which a drift of the machine cancels (Box, Hunter and Hunter 2005). The n-th run of B is compared with the
+n-th run of A.
+"""
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+DRAWS = 1000  # samples that the bootstrap draws
+RESOLUTION = 0.005  # a difference below 0.5% is a tie: on another machine, the other choice may be faster
+# A bootstrap of few runs gives an interval that is too narrow. These factors widen it: Student's t over the normal's
+# 1.96, for 1, 2, ... degrees of freedom. Two runs have only 3 different resamples, so the 2.5% quantile is the
+# smallest of their means. It is 1.41 standard deviations below the mean instead of 1.96, and the first factor is
+# larger by 1.96 / 1.41
+WIDENING = (9.0, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
+COMPARED = ("kernels", "attn")  # groups of the config that may differ between compared rows
+IRRELEVANT = ("out_dir", "logger", "sweep")  # keys of the config that have no effect on the work
+IRRELEVANT_IN_TRAIN = ("resume", "stop_after", "keep_checkpoints")
+MACHINE = ("device", "driver", "torch", "triton", "git_commit")
+
+
+class Ratio(NamedTuple):
+    """The ratio of two speeds, with a 95% interval.
+
+    `runs` is the number of runs of each choice. `other_gpu` says that the two choices ran on different GPUs. The
+    interval does not include the difference between the GPUs.
+    """
+
+    value: float
+    low: float
+    high: float
+    runs: int
+    other_gpu: bool = False
+
+    @property
+    def verdict(self) -> str:
+        if self.low <= 1 <= self.high:
+            return "tie"
+        return "faster" if self.low > 1 else "slower"
+
+    def __str__(self) -> str:
+        high = f"{self.high:.3f}" if self.high < 100 else "over 100"
+        notes = [f"{self.low:.3f} to {high}"]
+        if self.runs == 1:
+            notes.append("1 run")
+        if self.other_gpu:
+            notes.append("other GPU")
+        value = "tie" if self.verdict == "tie" else f"{self.value:.3f}x"
+        return f"{value} ({', '.join(notes)})"
+
+
+def step_seconds(row: dict) -> list[float]:
+    """Return the seconds of a step in each timed interval of the run; empty if the row has no valid speed."""
+    if row["status"] != "ok":
+        return []
+    return row.get("perf/laps_s") or []
+
+
+def settings(row: dict) -> dict:
+    """Return the part of the row's config that has an effect on the work."""
+    config = {key: value for key, value in row["config"].items() if key not in IRRELEVANT}
+    train = {key: value for key, value in config.get("train", {}).items() if key not in IRRELEVANT_IN_TRAIN}
+    return config | {"train": train}
+
+
+def settings_key(row: dict) -> str:
+    """Return a text that is equal for two rows if their settings() are equal."""
+    return json.dumps(settings(row), sort_keys=True)
+
+
+def differences(row: dict, base: dict) -> list[str]:
+    """Return a line for each difference of two rows besides their kernels. Compare only rows without differences."""
+    lines = value_differences("GPUs", row.get("world_size", 1), base.get("world_size", 1))
+    config, base_config = settings(row), settings(base)
+    for key in sorted((config | base_config).keys() - set(COMPARED)):
+        lines += value_differences(key, config.get(key), base_config.get(key))
+    for key in MACHINE:
+        lines += value_differences(key, row["env"].get(key), base["env"].get(key))
+    return lines
+
+
+def value_differences(key: str, value, base) -> list[str]:
+    if isinstance(value, dict) and isinstance(base, dict):
+        keys = sorted(value | base)
+        return [line for k in keys for line in value_differences(f"{key}.{k}", value.get(k), base.get(k))]
+    return [] if value == base else [f"{key}: {value}, baseline {base}"]
+
+
+def pair_runs(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:
+    """Pair the n-th run of one choice with the n-th run of the other, GPU by GPU.
+
+    If no GPU ran both choices, the runs are paired in their order.
+    """
+
+    def on_gpu(runs: list[dict], gpu: str | None) -> list[dict]:
+        return [run for run in runs if run["env"].get("gpu") == gpu]
+
+    shared = {row["env"].get("gpu") for row in rows} & {base["env"].get("gpu") for base in bases}
+    pairs = []
+    for gpu in sorted(shared, key=str):
+        pairs += zip(on_gpu(rows, gpu), on_gpu(bases, gpu), strict=False)
+    return pairs or list(zip(rows, bases, strict=False))
+
+
+def log_ratio(seconds: list[float], base_seconds: list[float], resample: Callable = list) -> float:
+    """Return the logarithm of the ratio of a run's speed to its baseline's, by the median over the intervals.
+
+    Each interval is compared with the baseline's interval of the same steps, because both work on the same batches. (On
+    an H200, steps of GPT-2 124M in bf16 differ by 4%, by the same amount in every run. The ratios of two runs' steps
+    differ by 0.3 to 0.9% only: results/h200-same.) Runs of different lengths are compared by the medians of their
+    seconds. A bootstrap passes `resample`, which draws a sample of the intervals.
+    """
+    if len(seconds) == len(base_seconds):
+        return statistics.median(resample([math.log(b / a) for a, b in zip(seconds, base_seconds, strict=True)]))
+    return math.log(statistics.median(resample(base_seconds)) / statistics.median(resample(seconds)))
+
+
+def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
+    """Return the ratio of the speeds of two choices, from their runs in pairs.
+
+    None if a choice has no speed, or if there is one run each with a single timed interval.
+
+    The 95% interval is a bootstrap (Efron 1979) of the mean logarithm of the pairs' ratios: it draws pairs of runs, and
+    from each pair its timed intervals. It is then widened by widening() and by RESOLUTION. With one run each, the
+    bootstrap draws timed intervals only, and is widened for their number.
+    """
+    compared = [(row, base) for row, base in pair_runs(rows, bases) if step_seconds(row) and step_seconds(base)]
+    if not compared:
+        return None
+    pairs = [(step_seconds(row), step_seconds(base)) for row, base in compared]
+    samples = len(pairs) if len(pairs) > 1 else min(map(len, pairs[0]))
+    if samples == 1:
+        return None
+    generator = random.Random(0)
+
+    def resample(values: list) -> list:
+        return generator.choices(values, k=len(values))
+
+    value = statistics.fmean(log_ratio(*pair) for pair in pairs)
+    draws = sorted(statistics.fmean(log_ratio(*pair, resample) for pair in resample(pairs)) for _ in range(DRAWS))
+    low, high = (value + widening(samples) * (draws[int(quantile * DRAWS)] - value) for quantile in (0.025, 0.975))
+    margin = math.log1p(RESOLUTION)
+    return Ratio(
+        value=math.exp(value),
+        low=math.exp(min(low, value) - margin),
+        high=math.exp(max(high, value) + margin),
+        runs=len(pairs),
+        other_gpu=any(row["env"].get("gpu") != base["env"].get("gpu") for row, base in compared),
+    )
+
+
+def widening(samples: int) -> float:
+    """Return the factor by which to widen the bootstrap's interval of the mean of n = `samples` >= 2 values.
+
+    The interval of few values is too narrow: its variance lacks the factor n / (n - 1), and its quantiles are the
+    normal distribution's instead of Student's t (Hesterberg 2015, arXiv:1411.5279, section 3.3).
+    """
+    degrees = samples - 1
+    student = WIDENING[degrees - 1] if degrees <= len(WIDENING) else 1 + 1.3 / degrees
+    return math.sqrt(samples / degrees) * student
+
+
+def payback_steps(row: dict, base: dict) -> float | None:
+    """Return the number of steps after which faster steps make up for a longer first step, as of torch.compile.
+
+    0 if the first step is not longer; None if the steps are not faster, or if a row has no speed.
+    """
+    if not (step_seconds(row) and step_seconds(base)):
+        return None
+    extra_start = row["perf/first_step_s"] - base["perf/first_step_s"]
+    saved_per_step = (base["perf/step_ms"] - row["perf/step_ms"]) / 1e3
+    if extra_start <= 0:
+        return 0.0
+    return extra_start / saved_per_step if saved_per_step > 0 else None

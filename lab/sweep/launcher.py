@@ -1,0 +1,168 @@
+"""Sweeps: `python train.py -m kernels=eager,compile attn=eager,sdpa`, each job in a process of its own.
+
+Hydra's own launcher runs all jobs in one process, where peak memory, caches and an out-of-memory error of one job
+affect the next. The launcher here starts a process for each job. hydra/launcher=basic or hydra/launcher=submitit_slurm
+replaces it. The sweeper here also tries a list of overrides one at a time.
+"""
+
+import itertools
+import math
+import shlex
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins import launcher, sweeper
+from omegaconf import DictConfig, OmegaConf
+
+from lab.sweep.jobs import Job, gpu_slots, plan_jobs, run_jobs
+from lab.sweep.table import sweep_table
+from runtime import compat
+from runtime.config import check, parse, quote_override
+from runtime.ranks import world_size
+from runtime.run import lock_folder
+from runtime.signals import STOPPED, Signals, Stopped
+
+
+@dataclass
+class SweepConfig:
+    timeout: float | None  # minutes that a job may take; null: no limit
+    repeats: int  # runs of each job
+
+    def __post_init__(self):
+        limit = self.timeout
+        check(self.repeats >= 1, f"sweep.repeats={self.repeats}: it must be at least 1")
+        check(limit is None or 0 < limit < math.inf, f"sweep.timeout={limit}: it must be minutes above 0, or null")
+
+
+@dataclass
+class LauncherConfig:
+    """The keys of the program's config that the launcher reads."""
+
+    out_dir: str | None  # the folder of the sweep
+    device: str
+    sweep: SweepConfig
+
+
+class Sweeper(sweeper.Sweeper):
+    """Runs every combination of the values in `params` and on the command line, as Hydra's basic sweeper does.
+
+    For each override in `ablations`, it runs these combinations again with that override. Equal jobs run once.
+    """
+
+    __module__ = "hydra_plugins.hotswap"  # runtime.compat.register_hydra_plugins() puts it there
+
+    def __init__(self, params: dict[str, str], ablations: list[str]):
+        self.params, self.ablations = params, ablations
+
+    def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
+        parts = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(**parts)
+
+    def sweep(self, arguments: list[str]) -> list:
+        check(
+            world_size() == 1,
+            "a sweep (-m) cannot run under torchrun: run torchrun once for each job, or the sweep without torchrun",
+        )
+        words = [*(f"{key}={values}" for key, values in self.params.items()), *arguments]
+        products = [self.product(words), *(self.product([*words, ablation]) for ablation in self.ablations)]
+        jobs = [list(job) for job in dict.fromkeys(itertools.chain(*products))]
+        self.validate_batch_is_legal(jobs)
+        return [job.return_value for job in self.launcher.launch(jobs, initial_job_idx=0)]
+
+    def product(self, words: list[str]) -> itertools.product:
+        """Return every combination of the overrides' values. If a key is repeated, its last override counts."""
+        values = {}
+        for word in OverridesParser.create(config_loader=self.hydra_context.config_loader).parse_overrides(words):
+            key = word.get_key_element()
+            if word.is_sweep_override():
+                values[key] = [f"{key}={value}" for value in word.sweep_string_iterator()]
+            else:
+                values[key] = [word.input_line]
+        return itertools.product(*values.values())
+
+
+class Launcher(launcher.Launcher):
+    """Starts a process for each job: one at a time, or one on each GPU if there are several."""
+
+    __module__ = "hydra_plugins.hotswap"
+
+    def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
+        self.config = config
+
+    def launch(self, job_overrides: list[list[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Run the jobs that have no row, and print the table.
+
+        Exits with 75 if jobs are left, and with 1 if the status of a job is `failed` or `wrong`.
+        """
+        groups = {field.name: self.config[field.name] for field in fields(LauncherConfig)}
+        cfg = parse(OmegaConf.create(groups), LauncherConfig)
+        folder = Path(cfg.out_dir or self.default_folder())
+        repeats = cfg.sweep.repeats
+        gpus = gpu_slots(cfg.device)
+        if repeats > 1:
+            gpus = gpus[:repeats]  # each repeat of all jobs takes one GPU
+        jobs = plan_jobs(folder, job_overrides, self.added_overrides(folder), self.config_dirs(), gpus, repeats)
+        pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
+        with lock_folder(folder) as lock, Signals() as signals:
+            signals.looping = True
+            print(f"sweep    {len(jobs)} jobs, {sum(job.done for job in jobs)} of them done before; {pace}")
+            print(f"folder   {folder}", flush=True)
+            run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
+        print_table(jobs)
+        if not all(job.done for job in jobs):
+            words = [word for word in sys.argv if not word.startswith("out_dir=")]
+            command = shlex.join(["python", *words, f"out_dir={quote_override(str(folder))}"])
+            print(f"stopped  with {sum(job.done for job in jobs)} of {len(jobs)} jobs done; resume with: {command}")
+            raise Stopped(STOPPED, "with jobs left to do")
+        print(f"done     {folder}; as a page: python -m scripts.report {shlex.quote(str(folder))}")
+        if any(job.row["status"].startswith(("failed", "wrong")) for job in jobs):
+            sys.exit(1)
+        results = []
+        for job in jobs:
+            result = JobReturn(job.words, status=JobStatus.COMPLETED)
+            result.return_value = job.row
+            results.append(result)
+        return results
+
+    def default_folder(self) -> str:
+        sweep = self.config.hydra.runtime.choices.get("sweep")
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
+        return f"out/{name}-{sweep}" if sweep else f"out/{name}"
+
+    def added_overrides(self, folder: Path) -> list[str]:
+        """Return the override that makes the runs of this sweep one group in the tracker."""
+        logger = self.config.logger
+        if logger.name == "none" or logger.group is not None:
+            return []
+        return [f"logger.group={quote_override(folder.name)}"]
+
+    def config_dirs(self) -> list[str]:
+        """Return the --config-dir flags of this command. Its jobs need them too."""
+        sources = self.config.hydra.runtime.config_sources
+        paths = [source.path for source in sources if source.provider == "command-line"]
+        return [word for path in paths for word in ("--config-dir", path)]
+
+
+def print_table(jobs: list[Job]) -> None:
+    """Print the table of the jobs that have a row. Repeats of a job are one choice."""
+    choices: dict[tuple[str, ...], list[Job]] = {}
+    for job in jobs:
+        if job.row:
+            choices.setdefault(tuple(job.words), []).append(job)
+    if choices:
+        print(sweep_table({runs[0].folder.name: [job.row for job in runs] for runs in choices.values()}))
+
+
+def register_sweeps() -> None:
+    """Add our sweeper and launcher to Hydra's choices: hydra/sweeper=hotswap, hydra/launcher=hotswap."""
+    compat.register_hydra_plugins(sys.modules[__name__], Sweeper, Launcher)
+    for plugin, defaults in ((Sweeper, {"params": {}, "ablations": []}), (Launcher, {})):
+        node = {"_target_": f"{plugin.__module__}.{plugin.__name__}", **defaults}
+        ConfigStore.instance().store("hotswap", node, group=f"hydra/{plugin.__name__.lower()}")
