@@ -1,9 +1,12 @@
-"""Keep the rows of finished runs: `python -m scripts.collect out/RUN ...`
+"""Copy the rows of finished runs into results/: `python -m scripts.collect out/RUN ...`.
 
-Appends each run's result row to results/<device>/train.jsonl (of four H200: results/h200x4), of scripts.generate to
-generate.jsonl, of scripts.max_context to context.jsonl, and with --curves its training losses to
-results/<device>/curves/<its name>.jsonl. Rows are kept as they were written, whatever their status. With --beside
-h200x4 a run on fewer of a machine's GPUs goes there too, to be compared with.
+It appends the row of a run of train.py to results/<device>/train.jsonl, of scripts.generate to generate.jsonl, and of
+scripts.max_context to context.jsonl. It refuses other rows, for example of scripts.evaluate. A run on one H200 goes to
+results/h200, and a run on four to results/h200x4. A row stays as the run wrote it, whatever its status. A row that the
+file already has is not appended again.
+
+--curves also writes a run's losses to results/<device>/curves/<name>.jsonl. --beside h200x4 puts the row of a run on
+fewer GPUs into that folder, for comparison.
 """
 
 import argparse
@@ -11,43 +14,67 @@ import json
 import sys
 from pathlib import Path
 
-from kernels.tuned import slug
+from kernels.tuned import device_slug
+from lab import rows
+from runtime import compat
 from runtime.run import read_row
+from runtime.signals import exit_at_interrupt
 
-RESULTS = Path(__file__).parent.parent / "results"
+# A key that only one command's config has -> the file for the command's rows, without .jsonl
+KINDS = {"train": "train", "probe": "context", "batch": "generate"}
 
 
-def collect(run: Path, curves: bool, beside: str | None = None) -> Path:
-    """The file that the row went to. `run` is a folder with result.json and metrics.jsonl."""
-    row = read_row(run)
-    devices = row.get("world_size", 1)
-    folder = RESULTS / (beside or slug(row["env"]["device"]) + (f"x{devices}" if devices > 1 else ""))
-    folder.mkdir(parents=True, exist_ok=True)
-    kind = "train" if "train" in row["config"] else "context" if "probe" in row["config"] else "generate"
-    line = json.dumps(row) + "\n"
-    with (folder / f"{kind}.jsonl").open("a+") as file:
-        file.seek(0)
-        if line not in file:  # else it is kept already
-            file.write(line)
+def row_kind(row: dict) -> str | None:
+    """Return the name of the file for this row, without .jsonl; None if results/ has no file for it."""
+    return next((kind for key, kind in KINDS.items() if key in row["config"]), None)
+
+
+def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Path:
+    """Append the row of the folder `run` to its file in results/, unless the file has it already. Return the file.
+
+    `curves` also copies the losses. `beside` is the name of a folder in results/ that replaces the run's own.
+    """
+    gpus = row.get("world_size", 1)
+    device = device_slug(row["env"]["device"])
+    folder = rows.RESULTS / (beside or (f"{device}x{gpus}" if gpus > 1 else device))
+    path = folder / f"{row_kind(row)}.jsonl"
+    if not path.exists() or json.dumps(row) not in path.read_text().splitlines():
+        rows.append_rows(path, [row])
     if curves:
-        (folder / "curves").mkdir(exist_ok=True)
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        kept = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
-        (folder / "curves" / f"{row['name']}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return folder / f"{kind}.jsonl"
+        losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
+        curve_path = folder / "curves" / f"{row['name']}.jsonl"
+        curve_path.unlink(missing_ok=True)
+        rows.append_rows(curve_path, losses)
+    return path
+
+
+@exit_at_interrupt()
+def main() -> None:
+    compat.shorten_argparse_errors()
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.collect",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="out/RUN", help="the folder of a finished run")
+    parser.add_argument("--curves", action="store_true", help="also copy the losses")
+    parser.add_argument("--beside", metavar="DEVICE", help="a folder in results/ instead of the run's own")
+    arguments = parser.parse_args()
+    row_by_run = {run: read_row(run) for run in arguments.runs}
+    if missing := [str(run) for run, row in row_by_run.items() if not row]:
+        sys.exit(f"error: no row in the result.json of {', '.join(missing)}; pass the folders of finished runs")
+    # a job of a sweep that ended before it recorded its environment has no env
+    complete = {run: row for run, row in row_by_run.items() if "env" in row}
+    if refused := [str(run) for run, row in complete.items() if not row_kind(row)]:
+        commands = "train.py, scripts.generate or scripts.max_context"
+        sys.exit(f"error: results/ has no file for the row of {', '.join(refused)}; pass runs of {commands}")
+    for run, row in row_by_run.items():
+        if run in complete:
+            print(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}")
+        else:
+            print(f"{run}: left out, {row['status']}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="out/RUN")
-    parser.add_argument("--curves", action="store_true", help="keep the losses too")
-    parser.add_argument("--beside", metavar="DEVICE", help="the folder in results/, where it is not the run's own")
-    arguments = parser.parse_args()
-    if missing := [str(run) for run in arguments.runs if not read_row(run)]:
-        sys.exit(f"error: no row in the result.json of {', '.join(missing)}; name the folders of finished runs")
-    for run in arguments.runs:
-        row = read_row(run)
-        if "env" not in row:  # a job of a sweep that ended before it began
-            print(f"{run}: left out, {row['status']}")
-            continue
-        print(f"{run} -> {collect(run, arguments.curves, arguments.beside)}")
+    main()

@@ -1,36 +1,32 @@
-"""What this machine has, and which kernels run on it and are right: `python -m scripts.doctor`
+"""Show this machine, and test which kernels run on it and are right: `python -m scripts.doctor`.
 
-"ok" means that it ran: forward and backward at a small shape, compared with reference() in float64 by the rule of
-kernels/check.py. Backends run in processes of their own, so one that crashes or hangs is a line like any other.
-`--matrix` asks for every dtype, width and feature, and makes the table that the README shows.
+"ok" means that the backend ran: forward and backward at a small shape, compared with reference() in float64 by the rule
+of kernels/check.py. Every backend runs in another process, so a backend that crashes or hangs is a line like any other.
+`--matrix` tests every dtype, width and feature, and prints the tables of results/README.md.
 """
 
-import os
-import platform
-import shutil
 import sys
-import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from kernels.attention.auto import FILL
-from kernels.registry import OPS, KernelError, compiler, impls
-from kernels.tuned import files, read
+from kernels.registry import OPS, KernelError, impls
+from lab.bench.machine import describe_machine
+from lab.bench.op import as_list
+from lab.bench.probe import first_probe, first_word, matrix_probes, run_probes
+from lab.bench.support import tables
+from lab.rows import write_rows
 from runtime.config import check, cli
-from runtime.device import GIB, environment, pick
-from scripts.bench_kernels import ROOT, folder, listed, write
-from scripts.probe import examine, matrix, usual
-from scripts.support import tables, word
+from runtime.device import environment, select_device
+from runtime.run import make_folder
 
-PACKAGES = ("flash-attn-4", "flash-attn", "liger-kernel", "quack-kernels", "wandb", "datasets", "tiktoken")
+ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 100
 
 
@@ -44,118 +40,69 @@ class Config:
     out_dir: str | None
 
     def __post_init__(self):
-        self.op = listed(self.op) or list(OPS)
+        self.op = as_list(self.op) or list(OPS)
         for op in self.op:
             check(op in OPS, f"op={op}: choose {', '.join(OPS)}")
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
-        check(self.matrix or not self.keep, "keep=true keeps the rows of a matrix: add --matrix")
+        check(self.matrix or not self.keep, "keep=true stores the rows of a matrix: add --matrix")
 
 
-def gpu(device: torch.device, driver: str | None) -> str:
-    """The GPU in a line, or why PyTorch has none."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return (
-            f"{found.name}, {found.total_memory / GIB:.1f} GiB, compute capability {found.major}.{found.minor}, "
-            f"driver {driver}; GPUs here: {torch.cuda.device_count()}"
-        )
-    try:
-        torch.cuda.init()
-    except (AssertionError, RuntimeError) as why:  # built without CUDA; no driver, or one that is too old
-        return f"none: {textwrap.shorten(str(why), 200)}"
-    return f"{torch.cuda.get_device_name()}, which device=cpu leaves alone"
-
-
-def packages() -> str:
-    found, absent = [], []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            absent.append(name)
-    return "; ".join([", ".join(found)] * bool(found) + [f"absent: {', '.join(absent)}"] * bool(absent))
-
-
-def disk(device: torch.device) -> str:
-    """Free space for runs, token shards, tables and what compilers keep, a figure a file system."""
-    triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton"
-    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
-    free = {}
-    for path in map(Path, ("out", ".cache", files(device)[0].parent, triton, compiled)):
-        whole = path.expanduser().absolute()
-        there = next(parent for parent in (whole, *whole.parents) if parent.is_dir())
-        free.setdefault(there.stat().st_dev, (shutil.disk_usage(there).free, []))[1].append(str(path))
-    return "; ".join(f"{room / GIB:.1f} GiB free for {', '.join(names)}" for room, names in free.values())
-
-
-def tuned(device: torch.device) -> Iterator[str]:
-    """What was measured on this device, a line for launch parameters and one for the choices of attn=auto."""
-    try:
-        found = {path: read(path) for path in files(device)}
-    except KernelError as broken:
-        yield f"tuned    {broken}"
-        return
-    for label, measured, auto, fill in (
-        ("tuned", "launch parameters", False, "python -m scripts.tune op=norm"),
-        ("auto", "choices for attn=auto", True, FILL),
-    ):
-        counts = {path: sum(name.startswith("attention ") == auto for name in found[path]) for path in found}
-        told = ", ".join(f"{count} in {path}" for path, count in counts.items() if count)
-        yield f"{label:<8} {measured}: {told or f'none on this device: {fill}'}"
-
-
-def machine(device: torch.device, env: dict) -> Iterator[str]:
-    """What anybody would ask first, in lines."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    versions = {"python": env["python"], "torch": env["torch"], "cuda": torch.version.cuda}
-    versions |= {"cudnn": torch.backends.cudnn.version(), "triton": env["triton"]}
-    yield f"gpu      {gpu(device, env['driver'])}"
-    yield f"host     {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory:.1f} GiB"
-    yield f"versions {', '.join(f'{name} {found or None}' for name, found in versions.items())}"
-    yield f"packages {packages()}"
-    yield f"compiler {compiler() or 'none, and torch.compile needs one: apt install g++'}"
-    yield f"disk     {disk(device)}"
-    yield from tuned(device)
-
-
-def wrapped(text: str, indent: int) -> str:
+def wrap(text: str, indent: int) -> str:
     return textwrap.fill(text, COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def examine_backends(ops: list[str], matrix: bool, device: torch.device, limit: float) -> Iterator[dict]:
+    """Yield {"op", "impl", "answers": {column: {value: status}}} for each backend.
+
+    `limit` is the time of one answer, in seconds.
+    """
+    make_probes = matrix_probes if matrix else first_probe
+    columns = {(op, impl): make_probes(op, impl, device) for op in ops for impl in impls(op)}
+    groups = [[probe for probes in by_column.values() for probe in probes.values()] for by_column in columns.values()]
+    hide_bar = None if matrix else True  # None hides the bar unless stderr is a terminal
+    results = tqdm(run_probes(groups, device, limit), total=len(groups), disable=hide_bar, leave=False)
+    for ((op, impl), by_column), statuses in zip(columns.items(), results, strict=True):
+        remaining = iter(statuses)
+        answers = {column: {value: next(remaining) for value in probes} for column, probes in by_column.items()}
+        yield {"op": op, "impl": impl, "answers": answers}
+
+
+def answer_line(op: str, impl: str, column: str, status: str) -> str:
+    """Return the line that shows the only answer of a backend; `column` is the dtype."""
+    verdict, _, text = status.partition(": ")
+    if verdict == "ok":
+        text = f"{column}, {text}"
+    return wrap(f"{op:<10} {impl:<17} {verdict:<12} {text}", indent=42)
 
 
 @cli(Config, configs=ROOT / "configs", name="doctor", errors=(KernelError,))
 def main(cfg: Config) -> None:
-    device = pick(cfg.device)
+    device = select_device(cfg.device)
     env = environment(device)
-    for told in machine(device, env):
-        print(wrapped(told, indent=9))
-    path = folder(cfg.out_dir, "doctor") if cfg.matrix else None
+    for line in describe_machine(device, env):
+        print(wrap(line, indent=9))
+    folder = make_folder(cfg.out_dir, "doctor") if cfg.matrix else None
     if not cfg.matrix:
         print("\nop         backend           forward and backward, against reference() in float64", flush=True)
-    asked = {(op, impl): (matrix if cfg.matrix else usual)(op, impl, device) for op in cfg.op for impl in impls(op)}
-    groups = [[probe for values in columns.values() for probe in values.values()] for columns in asked.values()]
-    bar = tqdm(examine(groups, device, cfg.limit), total=len(groups), disable=None if cfg.matrix else True, leave=False)
-    rows, broken, counts = [], [], Counter()
-    for ((op, impl), columns), statuses in zip(asked.items(), bar, strict=True):
-        each = iter(statuses)
-        answers = {column: {value: next(each) for value in values} for column, values in columns.items()}
-        rows.append({"op": op, "impl": impl, "answers": answers, "env": env})
-        counts.update(map(word, statuses))
-        for column, values in answers.items():
-            for value, status in values.items():
-                found, _, text = status.partition(": ")
-                if found in ("wrong", "failed"):
-                    broken.append(f"error: {op}={impl} {column} {value} {status}")
+    rows, errors, counts = [], [], Counter()
+    for row in examine_backends(cfg.op, cfg.matrix, device, cfg.limit):
+        rows.append({**row, "env": env})
+        op, impl = row["op"], row["impl"]
+        for column, statuses in row["answers"].items():
+            for value, status in statuses.items():
+                counts[first_word(status)] += 1
+                if first_word(status) in ("wrong", "failed"):
+                    errors.append(f"error: {op}={impl} {column} {value} {status}")
                 if not cfg.matrix:
-                    text = f"{column}, {text}" if found == "ok" else text
-                    print(wrapped(f"{op:<10} {impl:<17} {found:<12} {text}", indent=42), flush=True)
+                    print(answer_line(op, impl, column, status), flush=True)
     if cfg.matrix:
         print(f"\n{tables(rows)}")
-        kept = write(rows, "support.jsonl", path, cfg.keep)
-        print(f"\nrows     {', '.join(map(str, kept))}")
+        files = write_rows(rows, "support.jsonl", folder, cfg.keep)
+        print(f"\nrows     {', '.join(map(str, files))}")
     total = f"{counts.total()} answers of {len(rows)} backends"
     print(f"\ndone     {total}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)
-    if broken:
-        print("\n".join(broken), file=sys.stderr)
+    if errors:
+        print("\n".join(errors), file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,33 +1,27 @@
-"""How well a model predicts: `python -m scripts.evaluate checkpoint=out/RUN`.
+"""Measure how well a model predicts a text: `python -m scripts.evaluate checkpoint=out/RUN`.
 
-Loss in nats a token, and bits per byte = loss x tokens / (bytes of text x ln 2), which does not depend on how a
-tokenizer cuts the text (bytes as by the tokenizer's `lengths`; an end of text is 0 bytes long, and its loss counts).
+It reports the loss in nats a token, the perplexity, and bits per byte. lab/evaluation.py defines them.
 """
 
-import math
-import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from data import DataConfig, DataError, Dataset, open_dataset, overrides
-from data.loader import Batch, Windows, evaluation
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, choices, label
+from data import DataError
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, backend_names, config_groups, label
+from lab import evaluation
 from model import cost, pretrained
 from model.executed import executed
-from model.gpt import GPT, PRECISIONS, GPTConfig
-from model.pretrained import Pretrained, build, tokenizer_of
-from runtime import checkpoint
-from runtime.config import check, cli, parse
-from runtime.device import environment, memory, out_of_memory, pick, reset_memory
+from model.gpt import PRECISIONS
+from model.step import build
+from runtime.config import check, cli
+from runtime.console import model_header
+from runtime.device import environment, explain_out_of_memory, peak_memory, reset_peak_memory, select_device
 from runtime.ranks import Ranks
-from runtime.resume import place
+from runtime.resume import choose_folder
 from runtime.run import Run
 from runtime.trackers import Tracker
 
@@ -37,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @dataclass
 class Config:
     checkpoint: str | None
-    data: Any  # as train.py's; a null source: the data of the checkpoint's own run
+    data: Any  # the keys of DataConfig; without a source, the text of the checkpoint's own run
     batches: int | None
     batch_size: int | None
     block_size: int | None
@@ -49,142 +43,48 @@ class Config:
     attn: AttnConfig
 
     def __post_init__(self):
-        check(bool(self.checkpoint), "checkpoint is missing: name a run (out/RUN), a checkpoint, gpt2, or a folder")
+        check(bool(self.checkpoint), "checkpoint is missing: pass a run (out/RUN), a checkpoint, gpt2, or a folder")
         for key in ("batches", "batch_size", "block_size"):
             value = getattr(self, key)
             check(value is None or value >= 1, f"{key}={value}: it must be at least 1")
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
 
 
-class Text(NamedTuple):
-    """What a model is judged on."""
-
-    dataset: Dataset
-    windows: Windows
-    batch_size: int
-    about: str  # for people: how much of it
-
-
-def text(cfg: Config, source: Pretrained) -> Text:
-    """UserError or DataError: there is none, it is too short, or it is not that of the training any more."""
-    manifest = checkpoint.manifest(source.checkpoint) if source.checkpoint else {}
-    own = manifest.get("config", {})
-    train = own.get("train", {})
-    tokenizer = tokenizer_of(source, cfg.tokenizer).name
-    positions = source.model["block_size"]
-    length = cfg.block_size or train.get("block_size", positions)
-    check(
-        source.model["pos"] == "rope" or length <= positions,
-        f"block_size={length}: {source.name} has {positions} positions, pass block_size={positions} or less",
-    )
-    config = data_config(cfg, source, own, tokenizer)
-    dataset = open_dataset(config)
-    same_text(cfg, source, manifest.get("data", {}), dataset, config)
-    held, rest = (sum(map(len, shards)) for shards in (dataset.val, dataset.train))
-    share = "" if config.source == "nanogpt" else f" (data.val_fraction={config.val_fraction:g})"
-    about = f"{held:,} validation tokens of {held + rest:,}{share}, in sequences of {length:,}"
-    eot = dataset.tokenizer.eot if config.mask_documents else None
-    windows = Windows(dataset.val, length, "validation", "block_size", eot)
-    return Text(dataset, windows, cfg.batch_size or train.get("batch_size", 16), about)
-
-
-def same_text(cfg: Config, source: Pretrained, then: dict, dataset: Dataset, config: DataConfig) -> None:
-    """UserError: the run's own data, unless the command line says what to take, is no longer that of its training."""
-    if cfg.tokenizer or any(value for key, value in (cfg.data or {}).items() if key not in ("prepare", "cache")):
-        return
-    differ = [key for key, value in then.items() if dataset.fingerprint[key] != value]
-    check(
-        not differ,
-        f"the data of {source.name} is no longer that of its training (other: {', '.join(differ)}): put it back, or "
-        f"evaluate on it all the same with {shlex.join(overrides(config))}",
-    )
-
-
-def data_config(cfg: Config, source: Pretrained, own: dict, tokenizer: str) -> DataConfig:
-    """What to evaluate on: the data asked for, or else the run's own with the keys that are given."""
-    asked = cfg.data or {}
-    if not asked.get("source"):
-        check(bool(own), f"{source.name} does not say what text to evaluate it on: pass data=text data.path=...")
-        asked = own["data"] | {key: value for key, value in asked.items() if value is not None}
-    if asked.get("mask_documents") is None:  # an old checkpoint's, or text without a choice of the group
-        asked = asked | {"mask_documents": own.get("data", {}).get("mask_documents", False)}
-    return parse(OmegaConf.create(asked | {"tokenizer": tokenizer}), DataConfig)
-
-
-def batches(windows: Windows, size: int, count: int | None) -> Iterator[Batch]:
-    """A fixed set of `count` batches, as train.py's, or every window once (the last batch may be smaller)."""
-    if count is not None:
-        yield from evaluation(windows, size, count * size)
-        return
-    for first in range(0, len(windows), size):
-        yield windows.batch(np.arange(first, min(first + size, len(windows))))
-
-
-@torch.no_grad()
-def evaluate(model: GPT, batches: Iterator[Batch], lengths: np.ndarray, device: torch.device) -> dict[str, float]:
-    """The figures over the batches; `lengths` (n_vocab,) are bytes of text an id."""
-    nats, tokens, size = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    for batch in batches:
-        y = batch[1]
-        nats += model(*(each.to(device) for each in batch)).double() * y.numel()
-        tokens += y.numel()
-        size += int(lengths[y.numpy()].sum())
-    loss = nats.item() / tokens
-    return {
-        "val/loss": loss,
-        "val/perplexity": math.exp(min(loss, 700)),  # e^709 is the last
-        "val/bits_per_byte": nats.item() / (size * math.log(2)) if size else None,
-        "tokens": tokens,
-        "bytes": size,
-    }
-
-
-def judge(cfg: Config, source: Pretrained, text: Text, device: torch.device, run: Run) -> None:
-    """Load the model, and leave the figures in `run.row`."""
-    tokenizer, windows, size = text.dataset.tokenizer, text.windows, text.batch_size
-    reset_memory(device)
-    masked = windows.eot is not None
-    model = build(source, cfg.kernels, cfg.attn, cfg.precision, device, ["starts"] * masked)
-    if cfg.kernels.compile:
-        model.compile(fullgraph=True)
-    shape = (size, windows.block_size)
-    kernels = executed(model.config, cfg.kernels, cfg.attn, cfg.precision, shape, device, documents=masked)
-    run.begin(kernels=kernels, env=environment(device), source=source.name)
-    ops = " | ".join(f"{op} {who}" for op, who in run.row["kernels"].items() if op != "compile")
-    print(f"device   {run.row['env']['device']}, torch {torch.__version__}, precision {cfg.precision}")
-    print(f"model    {source.name}: {cost.parameters(model.config) / 1e6:.1f}M")
-    print(f"data     {text.dataset.name}, {tokenizer.name}: {text.about}")
-    print(f"kernels  {ops}{' | torch.compile' * cfg.kernels.compile}")
-
-    chosen = tqdm(batches(windows, size, cfg.batches), unit="batch", disable=None, leave=False)
-    figures = evaluate(model, chosen, tokenizer.lengths, device)
-    run.row |= figures | memory(device, Ranks())
-    run.log(1, figures)
-    bits = figures["val/bits_per_byte"]
-    print(
-        f"val      loss {figures['val/loss']:.4f} nats a token, perplexity {figures['val/perplexity']:,.2f}, "
-        f"{'no' if bits is None else f'{bits:.4f}'} bits per byte; {figures['tokens']:,} tokens, "
-        f"{figures['bytes']:,} bytes of text"
-    )
-
-
 @cli(
     Config,
     configs=ROOT / "configs",
     name="evaluate",
-    groups=choices(),
+    groups=config_groups(),
+    resolvers=backend_names(),
     errors=(KernelError, DataError),
 )
 def main(cfg: Config) -> None:
-    device = pick(cfg.device)
-    source = pretrained.read(cfg.checkpoint)
-    size = cost.parameters(GPTConfig(**source.model, dropout=0.0)) / 1e6
-    name = f"evaluate-{size:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
-    held_out = text(cfg, source)  # what cannot be leaves no folder
-    torch.compiler.reset()  # a sweep's jobs share the code of GPT.forward
-    folder, _ = place(cfg.out_dir, None, name)
-    with Run(folder, name, cfg, Tracker(None)) as run, out_of_memory(name, "batch_size or block_size"):
-        judge(cfg, source, held_out, device, run)
+    device = select_device(cfg.device)
+    source = pretrained.read_pretrained(cfg.checkpoint)
+    config = source.config
+    name = f"evaluate-{cost.parameters(config) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    text = evaluation.open_text(source, cfg.data, cfg.tokenizer, cfg.block_size, cfg.batch_size)
+    documents = text.windows.eot is not None
+    shape = text.batch_size, text.windows.block_size
+    torch.compiler.reset()  # with -m, all jobs run in this process, and Dynamo limits how often it compiles GPT.forward
+    folder, _ = choose_folder(cfg.out_dir, None, name)  # only now, so that a mistake leaves no empty folder
+    with Run(folder, name, cfg, Tracker(None)) as run, explain_out_of_memory(name, "batch_size or block_size"):
+        reset_peak_memory(device)
+        groups = config, cfg.kernels, cfg.attn, cfg.precision
+        model = build(*groups, device, weights=source, needs=["starts"] if documents else []).eval()
+        if cfg.kernels.compile:
+            model.compile(fullgraph=True)
+        kernels = executed(*groups, shape, device, documents=documents)
+        run.begin(kernels=kernels, env=environment(device), source=source.name)
+        model_text = f"{source.name}: {cost.parameters(config) / 1e6:.1f}M"
+        data_line = f"data     {text.dataset.name}, {text.dataset.tokenizer.name}: {text.summary}"
+        print(model_header(run.row, model_text, data_line))
+        batches = evaluation.choose_batches(text.windows, text.batch_size, cfg.batches)
+        bar = tqdm(batches, unit="batch", disable=None, leave=False)
+        figures = evaluation.score(model, bar, text.dataset.tokenizer.lengths, device)
+        run.row |= figures | peak_memory(device, Ranks())
+        run.log(1, figures)
+        print(evaluation.summary(figures))
     print(f"done     {run.folder / 'result.json'}")
 
 

@@ -1,7 +1,7 @@
 """Tokenize a data set into token shards: `python -m scripts.prepare data=tinystories`.
 
-Documents are streamed, from the hub or from files, and only their tokens are kept. An interrupted preparation goes on
-from its last record when the same command is given again. The last lines say how much there is, how fast, and where.
+It streams documents from the hub or from files, and stores only their tokens. After an interruption, the same command
+resumes. The last lines give the number of tokens, the speed, and the folder.
 """
 
 import os
@@ -12,74 +12,74 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data import DataConfig, DataError, goes_on_after, open_dataset, prepare
+from data import DataConfig, DataError, open_dataset, prepare, recorded_documents
 from runtime.config import check, cli
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERY_SECONDS = 10  # a plain line, where there is no terminal for a bar
+LINE_SECONDS = 10  # between two lines of progress, if there is no terminal for a bar
 
 
 @dataclass
 class Config:
     data: DataConfig
-    workers: int | None  # processes that tokenize; null: one a core
+    workers: int | None  # processes that tokenize; None: one per core
 
     def __post_init__(self):
         check(self.workers is None or self.workers >= 1, f"workers={self.workers}: it must be at least 1")
 
 
 class Progress:
-    """Told (documents, tokens), shows them: a bar on a terminal, else a line now and then."""
+    """Shows the progress: a bar on a terminal, elsewhere a line every LINE_SECONDS.
+
+    A call passes the numbers of documents and tokens so far, including those of earlier, interrupted preparations.
+    """
 
     def __init__(self):
-        self.start = self.said = time.perf_counter()
-        self.before = None  # tokens of an earlier, interrupted call
+        self.start = self.last_line = time.perf_counter()
+        self.tokens_before = None  # tokens of earlier, interrupted preparations; None before the first call
         self.documents = self.tokens = 0
         self.bar = tqdm(unit="tok", unit_scale=True, disable=not sys.stdout.isatty(), leave=False, file=sys.stdout)
 
     def __call__(self, documents: int, tokens: int) -> None:
-        if self.before is None:
-            self.before = tokens
-            self.bar.initial = self.bar.n = tokens  # its rate is of this call alone
+        if self.tokens_before is None:
+            self.tokens_before = tokens
+            self.bar.initial = self.bar.n = tokens  # so that the bar's rate excludes the earlier tokens
             if tokens:
-                self.bar.write(f"goes on after {documents:,} documents, {tokens:,} tokens", file=sys.stdout)
+                self.bar.write(f"resumes after {documents:,} documents, {tokens:,} tokens", file=sys.stdout)
         self.documents, self.tokens = documents, tokens
         self.bar.set_postfix_str(f"{documents:,} documents", refresh=False)
         self.bar.update(tokens - self.bar.n)
-        if self.bar.disable and time.perf_counter() - self.said >= EVERY_SECONDS:
-            self.said = time.perf_counter()
+        if self.bar.disable and time.perf_counter() - self.last_line >= LINE_SECONDS:
+            self.last_line = time.perf_counter()
             print(f"{documents:,} documents, {tokens:,} tokens, {self.rate():,.0f} tokens/s", flush=True)
 
     def rate(self) -> float:
-        """Tokens/s of this call."""
-        return (self.tokens - (self.before or 0)) / (time.perf_counter() - self.start)
+        """Return the tokens/s of this process, without the tokens of earlier preparations."""
+        return (self.tokens - (self.tokens_before or 0)) / (time.perf_counter() - self.start)
 
 
-def cores() -> int:
-    """Those that this process may use."""
+def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @cli(Config, configs=ROOT / "configs", name="prepare", errors=(DataError,))
 def main(cfg: Config) -> None:
-    workers, progress = cfg.workers or cores(), Progress()
+    workers, progress = cfg.workers or usable_cores(), Progress()
     try:
         folder = prepare(cfg.data, workers, progress)
     except KeyboardInterrupt:
-        done = goes_on_after(cfg.data) if progress.documents else 0
-        again = f"goes on after {done:,} documents" if done else "begins again"
-        print(f"interrupted: the same command {again}", file=sys.stderr)
+        documents = recorded_documents(cfg.data) if progress.documents else 0
+        next_start = f"resumes after {documents:,} documents" if documents else "starts again"
+        print(f"interrupted: the same command {next_start}", file=sys.stderr)
         sys.exit(130)
     finally:
         progress.bar.close()
     seconds, rate = time.perf_counter() - progress.start, progress.rate()
-    dataset = open_dataset(cfg.data)
-    train, val = (sum(map(len, shards)) for shards in (dataset.train, dataset.val))
-    print(f"data     {dataset.name}, {dataset.tokenizer.name}: {train:,} training tokens, {val:,} validation tokens")
+    print(f"data     {open_dataset(cfg.data).summary}")
     if progress.documents:
         print(f"speed    {rate:,.0f} tokens/s: {progress.documents:,} documents, {seconds:.1f} s, {workers} workers")
     else:
-        print("speed    nothing to do: it is there")
+        print("speed    not measured: the shards existed already")
     print(f"folder   {folder}")
 
 
