@@ -1,15 +1,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: smoke test format clean
+.PHONY: smoke test test-all format clean
 
 smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 	$(BIN)/python train.py +experiment=smoke
 
-test: .venv/installed  ## lint, and every test that this machine can run
+test: .venv/installed  ## lint, and the tests to run after a change: 4 minutes on two cores
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not exhaustive"
+
+test-all: test  ## and the exhaustive tests: 12 minutes in all
+	$(BIN)/python -m pytest -m exhaustive
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .

@@ -1,54 +1,80 @@
+"""Fixtures of all tests, and the settings that must be made before torch and Triton are imported."""
+
+import functools
 import logging
 import os
 import shutil
+import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# Workers and not threads share the cores, in the programs that tests start as well
+# One thread a process, because pytest-xdist's workers already share the cores. Programs that tests start inherit this
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
 import torch
 
-# Tables that the user filled are none of a test's, nor of the programs that it starts
-os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".cache/tests")
+# A background job (`make test &`) ignores SIGINT, and so would the programs that the tests start and interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Where building its cache takes longer than 5 s it says so, on the stderr that a test wants empty
+CACHE = Path(__file__).parents[1] / ".cache/tests"
+
+# The tests, and the programs that they start, must not read the user's tables of launch parameters
+os.environ["XDG_CACHE_HOME"] = str(CACHE)
+
+# ATEN_CPU_CAPABILITY selects the instructions that Inductor generates, but Inductor's cache key does not include it. If
+# all values share a cache, torch 2.13 uses graphs that were compiled for AVX2 in a run with AVX-512: wrong results
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(CACHE / f"inductor-{os.environ.get('ATEN_CPU_CAPABILITY', 'default')}")
+
+# If building the font cache takes more than 5 s, matplotlib logs that to stderr, which many tests compare with ""
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
-if not torch.cuda.is_available():  # Triton kernels run in its interpreter; it has to know before they are imported
-    os.environ["TRITON_INTERPRET"] = "1"
+
+def speed_up_triton_interpreter() -> None:
+    """Patch Triton's interpreter so that tl.reduce() with a function of ours is fast.
+
+    This replaces a private method, triton.runtime.interpreter.ReduceOps.generic_reduce (checked with triton 3.9). The
+    original calls the function once for every number. The replacement passes it the two halves of a block, then the
+    halves of the result, and so on: 10 calls for 1024 columns. Forward and backward of a norm of 32 x 768 then take
+    0.3 s instead of 1.8 s. tests/test_conftest.py fails if the patch stops working or is no longer needed.
+    """
+    from triton.runtime.interpreter import ReduceOps
+
+    original = ReduceOps.generic_reduce
+
+    @functools.wraps(original)
+    def reduce_halves(self, tensors):
+        if self.axis is None or self.keep_dims:
+            return original(self, tensors)
+        blocks = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        while (half := len(blocks[0]) // 2) > 0:  # the length of a Triton block is a power of two
+            halves = [block[:half] for block in blocks] + [block[half:] for block in blocks]
+            results = self.combine_fn.fn(*map(self.to_tensor, halves, 2 * dtypes))
+            if not isinstance(results, tuple):
+                results = (results,)
+            blocks = [result.handle.data for result in results]
+        return [self.to_tensor(block[0], dtype) for block, dtype in zip(blocks, dtypes, strict=True)]
+
+    ReduceOps.generic_reduce = reduce_halves
+
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so before the kernels are imported
     if find_spec("triton"):
-        from triton.runtime.interpreter import ReduceOps
-
-        one_by_one = ReduceOps.generic_reduce
-
-        def by_halves(self, given):
-            """tl.reduce() with a function of ours, which takes blocks: 10 calls for 1024 columns where the interpreter
-            makes one a number. Norm, both ways, of 32 x 768: 0.3 s instead of 1.8."""
-            if self.axis is None or self.keep_dims:
-                return one_by_one(self, given)
-            parts = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in given]
-            types = [tensor.dtype for tensor in given]
-            while (half := len(parts[0]) // 2) > 0:
-                halves = [part[:half] for part in parts] + [part[half:] for part in parts]
-                made = self.combine_fn.fn(*map(self.to_tensor, halves, 2 * types))
-                parts = [tensor.handle.data for tensor in (made if isinstance(made, tuple) else (made,))]
-            return [self.to_tensor(part[0], dtype) for part, dtype in zip(parts, types, strict=True)]
-
-        ReduceOps.generic_reduce = by_halves
+        speed_up_triton_interpreter()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """One worker where a GPU is: its tests fill it, and measure it. None: one a core."""
+    """Use one worker on a GPU, because a test fills the GPU and measures it. None means one worker a core."""
     return 1 if torch.cuda.is_available() else None
 
 
 def pytest_collection_modifyitems(items):
-    """What is marked `gpu` runs by itself where a GPU is."""
+    """Skip the tests marked `gpu` if there is no GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -57,7 +83,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def called(monkeypatch, capsys):
-    """called("train.py", train.main, "key=value", ...): a command in this process -> (exit code, stdout, stderr)."""
+    """Run a command in this process: called("train.py", train.main, "key=value") -> (exit code, stdout, stderr)."""
 
     def call(name, main, *arguments):
         monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
@@ -76,28 +102,28 @@ def called(monkeypatch, capsys):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the repo to add files to."""
+    """The folder of a copy of the repo without results, to which a test may add files."""
     ignore = shutil.ignore_patterns(".*", "out", "results", "__pycache__")
     return Path(shutil.copytree(Path(__file__).parents[1], tmp_path / "repo", ignore=ignore))
 
 
 @pytest.fixture
 def tables(monkeypatch, tmp_path):
-    """Where the user's table of launch parameters and the repo's would be, of this test's device; there are none."""
+    """The paths of the user's and the repo's table of launch parameters for this test's device. Neither file exists."""
     from kernels import tuned
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "TABLES", tmp_path / "tables")
-    tuned.table.cache_clear()
-    yield tuned.files(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    tuned.table.cache_clear()
+    tuned.merged_table.cache_clear()
+    yield tuned.table_paths(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tuned.merged_table.cache_clear()
 
 
 @pytest.fixture
 def hotswap(called, monkeypatch, tmp_path):
-    """train.py as a command in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
+    """Run train.py in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
 
-    Runs start in an empty folder, where the runs and the token shards of one test are.
+    The current folder is an empty one, so each test has its own runs and token shards.
     """
     import train
 

@@ -1,118 +1,223 @@
-"""What holds for the repo as a whole: imports never climb, and what the README says is so."""
+"""The rooms are layers: imports go down only, without cycles, and no room hands a function to a lower room.
+
+A room gets its own group of the config and not the whole config, and the files that a newcomer opens first stay short.
+"""
 
 import ast
-import importlib
-import json
-import os
-import re
-import shlex
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-
-from runtime.config import parse
-from scripts import report
-from tests.test_train import config
 
 ROOT = Path(__file__).parents[1]
-FLOOR = {"kernels": 0, "data": 0, "runtime": 0, "model": 1, "train": 2, "scripts": 3}
-FILES = [path for room in FLOOR for path in [*ROOT.glob(f"{room}/**/*.py"), *ROOT.glob(f"{room}.py")]]
+FLOOR = {"kernels": 0, "data": 0, "runtime": 0, "model": 1, "lab": 2, "train": 3, "scripts": 4}
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
-def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def read_modules(root: Path) -> dict[str, ast.Module]:
+    """Return the name of each module in a room -> its syntax tree."""
+    modules = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] in FLOOR:
+            modules[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text())
+    return modules
+
+
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (name in the file, full name) of each import, inside functions too."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.asname or room(alias.name), alias.name if alias.asname else room(alias.name)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_never_climb(path):
-    """`kernels`, `data`, `runtime` <- `model` <- `train.py` <- `scripts`, and the ground floor's rooms stand alone."""
-    room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for module in imported(path):
-        other = module.split(".")[0]
-        if other in FLOOR and other != room:
-            assert FLOOR[other] < FLOOR[room], f"{room} imports {module}"
+def imported_modules(tree: ast.AST, modules: dict[str, ast.Module]) -> set[str]:
+    """Return which of `modules` this file imports, inside functions too.
+
+    `from a import b` imports a.b if that is a module, and a otherwise.
+    """
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {name if name in modules else name.rpartition(".")[0] for _, name in imported_names(tree)}
+    return found & modules.keys()
 
 
-README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(
-    r"^ +(?:python|torchrun --standalone --nproc_per_node=(\d)) train\.py(.*?)(?: +#.*)?$", README, re.MULTILINE
-)
-NEW = "kernels.norm=mine", "attn=mine", "kernels.norm=same", "kernels.norm=slow"  # kernels that a reader adds
-SCRIPTS = re.findall(r"^ +python -m scripts\.(\w+) (.*?)(?: +#.*)?$", README, re.MULTILINE)
+def climbing_imports(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the imports of a higher room, or of another room on the same floor."""
+    return [
+        f"{module} imports {other}"
+        for module, tree in modules.items()
+        for other in sorted(imported_modules(tree, modules))
+        if room(other) != room(module) and FLOOR[room(other)] >= FLOOR[room(module)]
+    ]
 
 
-@pytest.mark.parametrize(("processes", "arguments"), sorted(set(COMMANDS)))
-def test_every_command_of_the_readme_is_one(processes, arguments, monkeypatch):
-    """Each is composed and checked (a sweep, each of its jobs), as the first of so many processes."""
-    if processes:
-        for name, value in {"WORLD_SIZE": processes, "RANK": "0", "MASTER_ADDR": "localhost"}.items():
-            monkeypatch.setenv(name, value)
-    check(shlex.split(arguments))
+def import_cycles(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the modules that import themselves, directly or through others."""
+    reachable = {module: imported_modules(tree, modules) for module, tree in modules.items()}
+    for middle in modules:  # Warshall's transitive closure
+        for module in modules:
+            if middle in reachable[module]:
+                reachable[module] |= reachable[middle]
+    return [module for module in modules if module in reachable[module]]
 
 
-def check(arguments):
-    """Of train.py, or of each job of its sweep."""
-    words = [word for word in arguments if word not in ("-m", "--help")]
-    jobs, sweep = [[]], "-m" in arguments or any(word.startswith("+sweep=") for word in arguments)
-    for word in words:
-        key, _, values = word.partition("=")
-        jobs = [[*job, f"{key}={value}"] for job in jobs for value in (values.split(",") if sweep else [values])]
-    for job in jobs:
-        job = [word for word in job if not word.startswith(NEW)]
-        config(*(re.sub("^attn=", "attn.impl=", word) for word in job))  # of some the program itself adds the group
+def dotted(node: ast.expr) -> str:
+    """Return "a.b.c" for the expression a.b.c, "a.b" for partial(a.b, ...), and "" for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (value := dotted(node.value)):
+        return f"{value}.{node.attr}"
+    if isinstance(node, ast.Call) and dotted(node.func) in ("partial", "functools.partial"):
+        return dotted(node.args[0])
+    return ""
 
 
-def test_every_script_of_the_readme_is_one():
-    """Those with a config are composed and checked; the others take what their own tests show."""
-    seen = set()
-    for name, arguments in SCRIPTS:
-        seen.add(name)
-        check_script(name, [word for word in shlex.split(arguments) if not word.startswith("prompt=")])
-    assert seen >= {"doctor", "prepare", "generate", "evaluate", "export", "collect"}
+def definitions(modules: dict[str, ast.Module], *kinds: type) -> set[str]:
+    """Return the full names of the functions or classes at the top level of each file."""
+    return {f"{name}.{node.name}" for name, tree in modules.items() for node in tree.body if isinstance(node, kinds)}
 
 
-def check_script(name, arguments):
-    module = importlib.import_module(f"scripts.{name}")
-    if (ROOT / "configs" / f"{name}.yaml").exists():
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            parse(compose(name, overrides=arguments), module.Config)
+def functions_handed_down(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the calls that pass a function to a function or a class of a lower room, which may not import it.
+
+    Decorators (train.py's `cli`) and lambdas may pass functions, and are left out.
+    """
+    functions, classes = definitions(modules, *FUNCTIONS), definitions(modules, ast.ClassDef)
+    found = []
+    for module, tree in modules.items():
+        imports = dict(imported_names(tree))
+        decorators = {id(node) for item in ast.walk(tree) for node in getattr(item, "decorator_list", [])}
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or id(call) in decorators:
+                continue
+            names = []
+            for node in (call.func, *call.args, *(keyword.value for keyword in call.keywords)):
+                first, dot, rest = dotted(node).partition(".")
+                names.append(f"{imports[first]}{dot}{rest}" if first in imports else f"{module}.{first}{dot}{rest}")
+            callee, *arguments = names
+            for argument in arguments:
+                is_function_argument = callee in functions | classes and argument in functions
+                if is_function_argument and FLOOR[room(argument)] > FLOOR[room(callee)]:
+                    found.append(f"{module} hands {argument} to {callee}")
+    return found
 
 
-def test_what_measures_the_results_again(checkout, monkeypatch):
-    """Every group of scripts/measure.sh, with a python that only notes what it was asked for."""
-    notes, python = checkout / "notes", checkout / "python"
-    note = f'import json, sys; open("{notes}", "a").write(json.dumps(sys.argv[1:]) + "\\n")'
-    python.write_text(f"#!{sys.executable}\n{note}")
-    python.chmod(0o755)
-    (checkout / "sotu.txt").touch()
-    monkeypatch.setenv("PATH", str(checkout), prepend=os.pathsep)
-    text = (checkout / "scripts/measure.sh").read_text()
-    groups = re.findall(r"^(\w+)\(\) \{(?! # )", text, re.MULTILINE)  # those with a comment are helpers
-    done = subprocess.run([checkout / "scripts/measure.sh", *groups], capture_output=True, text=True, check=True)
-    assert done.stdout + done.stderr == ""
-    asked = [json.loads(line) for line in notes.read_text().splitlines()]
-    for words in asked:
-        if words[0] == "train.py":
-            check(words[1:])
-        else:
-            check_script(words[1].removeprefix("scripts."), words[2:])
-    assert len(asked) >= len(groups)
-    for name in ("same", "slow"):
-        ast.parse((checkout / f"out/same.copy/kernels/norm/{name}.py").read_text())
-    assert subprocess.run([checkout / "scripts/measure.sh", "nothing"], capture_output=True).returncode == 2
+def parameters_of_higher_functions(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the parameters that a function calls, and that have the name of a function of a higher room."""
+    highest: dict[str, int] = {}
+    for full_name in definitions(modules, *FUNCTIONS):
+        name = full_name.rpartition(".")[2]
+        highest[name] = max(highest.get(name, 0), FLOOR[room(full_name)])
+    highest.pop("main", None)  # runtime's `cli` decorator calls its parameter `main`
+    found = []
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS):
+                calls = {dotted(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+                    if argument.arg in calls and highest.get(argument.arg, 0) > FLOOR[room(module)]:
+                        found.append(f"{module}.{node.name} calls its argument {argument.arg}")
+    return found
 
 
-def test_the_readme_shows_the_results_as_they_are():
-    """Its tables are what scripts/report.py makes of results/ now."""
-    text = (ROOT / "README.md").read_text()
-    assert report.fill(text) == text
-    assert report.fill(lessons := (ROOT / "kernels" / "README.md").read_text()) == lessons
-    sections = re.findall(r"<!-- (\w+): h200 -->\n\S.*?\n<!-- end -->", text, re.DOTALL)
-    assert sections == ["support", "context", "max_context", "throughput", "environment", "generation", "agreement"]
+def whole_configs(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the functions besides `main` that take the whole config, or a `cfg` of any type, instead of its group."""
+    found = []
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS) and node.name != "main":
+                for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+                    kind = ast.unparse(argument.annotation) if argument.annotation else "Any"
+                    whole = kind.split(".")[-1] == "Config"
+                    if whole or (argument.arg in ("cfg", "config") and kind in ("Any", "SimpleNamespace")):
+                        found.append(f"{module}.{node.name}({argument.arg}: {kind})")
+    return found
+
+
+MODULES = read_modules(ROOT)
+
+
+def test_imports_never_climb():
+    """`kernels`, `data`, `runtime` <- `model` <- `lab` <- `train.py` <- `scripts`, inside functions too."""
+    assert climbing_imports(MODULES) == []
+
+
+def test_no_files_import_each_other():
+    """There is no import cycle, through any number of files."""
+    assert import_cycles(MODULES) == []
+
+
+def test_no_function_is_handed_to_a_lower_room():
+    """Neither as an argument of a call, nor as a parameter with the name of a higher room's function."""
+    assert functions_handed_down(MODULES) == []
+    assert parameters_of_higher_functions(MODULES) == []
+
+
+def test_only_main_takes_the_whole_config():
+    assert whole_configs(MODULES) == []
+
+
+def test_the_first_files_stay_short():
+    """README.md has at most 150 lines. train.py has at most 250 lines, 40 imported names and 50 lines a function."""
+    train = MODULES["train"]
+    imports = [name for node in train.body for name in imported_names(node)]
+    lengths = [node.end_lineno - node.lineno + 1 for node in ast.walk(train) if isinstance(node, FUNCTIONS)]
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 250
+    assert len(imports) <= 40
+    assert max(lengths) <= 50
+
+
+def parse_repo(**files: str) -> dict[str, ast.Module]:
+    """Return the modules of a made-up repo; `model_step="..."` is model/step.py."""
+    return {name.replace("_", "."): ast.parse(text) for name, text in files.items()}
+
+
+def test_the_check_finds_a_climbing_import():
+    repo = parse_repo(
+        model_gpt="def f():\n    from lab import proof", data_text="import runtime.log", lab_proof="", runtime_log=""
+    )
+    assert climbing_imports(repo) == ["model.gpt imports lab.proof", "data.text imports runtime.log"]
+    assert climbing_imports(parse_repo(lab_proof="from model import gpt", model_gpt="")) == []
+
+
+def test_the_check_finds_a_cycle():
+    repo = parse_repo(lab_proof="from model import gpt", model_gpt="import lab.proof", model_step="import model.gpt")
+    assert import_cycles(repo) == ["lab.proof", "model.gpt"]
+    package = parse_repo(
+        lab="from lab import rows", lab_rows="from lab import RESULTS", lab_proof="from lab import rows"
+    )
+    assert import_cycles(package) == ["lab", "lab.rows"]
+
+
+@pytest.mark.parametrize("call", ["measure(build)", "measure(work=build)", "measure(partial(build, 1))"])
+def test_the_check_finds_a_function_that_is_handed_down(call):
+    measure = "def measure(work):\n    work()"
+    above = f"from functools import partial\nfrom model.step import measure\ndef build(): pass\n{call}"
+    assert functions_handed_down(parse_repo(model_step=measure, train=above)) == [
+        "train hands train.build to model.step.measure"
+    ]
+    assert functions_handed_down(parse_repo(lab_step=measure, model_gpt=above)) == []
+
+
+def test_the_check_finds_a_parameter_with_the_name_of_a_higher_function():
+    repo = parse_repo(model_proof="def prove(cfg, build):\n    build(cfg)", train="def build(cfg): pass")
+    assert parameters_of_higher_functions(repo) == ["model.proof.prove calls its argument build"]
+    lower = parse_repo(lab_proof="def prove(norm):\n    norm()", kernels_norm="def norm(): pass")
+    assert parameters_of_higher_functions(lower) == []
+
+
+def test_the_check_finds_a_whole_config():
+    repo = parse_repo(
+        lab_proof="def prove(cfg: Any): pass", train="def report(c: Config): pass\ndef main(cfg: Config): pass"
+    )
+    assert whole_configs(repo) == ["lab.proof.prove(cfg: Any)", "train.report(c: Config)"]
+    assert whole_configs(parse_repo(data_text="def prepare(config: DataConfig): pass")) == []

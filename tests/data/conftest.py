@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture
 def folder(tmp_path):
-    """30 documents in a tree, and files that are no text."""
+    """A folder with three subfolders of 10 text files each, and one file that is not text."""
     for i in range(30):
         file = tmp_path / "docs" / f"part{i % 3}" / f"{i:02}.{('txt', 'md', 'py')[i % 3]}"
         file.parent.mkdir(parents=True, exist_ok=True)

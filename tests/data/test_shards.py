@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.shards import HEADER_BYTES, SHARD_TOKENS, Writer, digest, open_nanogpt, open_shards, read_through
+from data.shards import HEADER_BYTES, SHARD_TOKENS, Writer, digest, open_nanogpt, open_shards, read_facts
 
 DOCUMENTS = [np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16), np.zeros(0, np.uint16)]
-STREAM = [9, 0, 1, 2, 3, 4, 9, 0, 1, 2, 9]
+STREAM = [9, 0, 1, 2, 3, 4, 9, 0, 1, 2, 9]  # the tokens of DOCUMENTS with eot=9
 
 
 def write_split(folder, split, documents, eot, shard_tokens=SHARD_TOKENS):
-    """A split of these documents, each behind an eot."""
+    """Write the documents, each after an eot, as the shards of `folder/split`."""
     writer = Writer(folder / split, shard_tokens)
     for document in documents:
         writer.append(np.append(np.uint16(eot), document))
@@ -27,12 +27,12 @@ def folder(tmp_path):
     return tmp_path
 
 
-def bins(folder):
+def shard_bytes(folder):
     return {file.name: file.read_bytes() for file in sorted(folder.glob("*.bin"))}
 
 
-def test_files_are_llm_cs(folder):
-    """Read back as llm.c's dataloader does: 256 int32 with 20240520, 1 and the count, then uint16."""
+def test_shards_have_the_format_of_llm_c(folder):
+    """The test reads them like llm.c's dataloader: 256 int32 (20240520, 1, number of tokens, zeros), then uint16."""
     files = sorted((folder / "train").iterdir())
     assert [file.name for file in files] == ["000000.bin", "000001.bin", "000002.bin", "index.json"]
     tokens = []
@@ -47,48 +47,49 @@ def test_files_are_llm_cs(folder):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 11, 12])
-def test_shards_lose_nothing(tmp_path, size):
+def test_shards_of_any_size_hold_all_tokens(tmp_path, size):
     write_split(tmp_path, "train", DOCUMENTS, eot=9, shard_tokens=size)
     shards = open_shards(tmp_path, "train", 10)
     assert np.concatenate([shard.tokens for shard in shards]).tolist() == STREAM
     assert {len(shard) for shard in shards[:-1]} <= {size}
 
 
-@pytest.mark.parametrize("lost", [0, 1, 3, 7])
-@pytest.mark.parametrize("kept", [0, 2, 4, 5, 10])
-def test_a_writer_goes_on_behind_what_it_synced(tmp_path, kept, lost):
-    """`kept` tokens are synced, `lost` more are written before the end comes: the files are those of one go."""
+@pytest.mark.parametrize("unsynced", [0, 1, 3, 7])
+@pytest.mark.parametrize("synced", [0, 2, 4, 5, 10])
+def test_a_writer_resumes_after_its_last_sync(tmp_path, synced, unsynced):
+    """The first writer syncs `synced` tokens and appends `unsynced` more. The second writer completes the files."""
     tokens = np.arange(11, dtype=np.uint16)
     whole = Writer(tmp_path / "whole", 4)
     whole.append(tokens)
     whole.finish()
     first = Writer(tmp_path / "parts", 4)
-    first.append(tokens[:kept])
-    done = json.loads(json.dumps(first.sync()))
-    first.append(np.full(lost, 50, np.uint16))
+    first.append(tokens[:synced])
+    state = json.loads(json.dumps(first.sync()))
+    first.append(np.full(unsynced, 50, np.uint16))
     first.close()
-    second = Writer(tmp_path / "parts", 4, done)
-    assert second.tokens == kept
-    second.append(tokens[kept:])
+    second = Writer(tmp_path / "parts", 4, state)
+    assert second.tokens == synced
+    second.append(tokens[synced:])
     second.finish()
-    assert bins(tmp_path / "parts") == bins(tmp_path / "whole")
+    assert shard_bytes(tmp_path / "parts") == shard_bytes(tmp_path / "whole")
     indices = [json.loads((tmp_path / name / "index.json").read_text()) for name in ("parts", "whole")]
-    for facts in (facts for index in indices for facts in index.values()):
-        del facts["mtime_ns"]
+    for index in indices:
+        for facts in index.values():
+            del facts["mtime_ns"]
     assert indices[0] == indices[1]
 
 
-def test_a_writer_without_what_it_synced(tmp_path):
+def test_a_writer_does_not_resume_a_shard_that_was_cut_short(tmp_path):
     writer = Writer(tmp_path / "train", 4)
     writer.append(np.arange(3, dtype=np.uint16))
-    done = writer.sync()
+    state = writer.sync()
     writer.close()
     damage(tmp_path / "train" / "000000.bin", 0, b"", cut=1)
-    with pytest.raises(DataError, match=r"000000.bin is shorter than the progress beside it tells; delete "):
-        Writer(tmp_path / "train", 4, done)
+    with pytest.raises(DataError, match=r"000000.bin is shorter than progress.json says; delete "):
+        Writer(tmp_path / "train", 4, state)
 
 
-def test_an_unfinished_shard_is_none(tmp_path):
+def test_opening_an_unfinished_shard_is_an_error(tmp_path):
     writer = Writer(tmp_path / "train")
     writer.append(DOCUMENTS[0])
     writer.sync()
@@ -98,7 +99,10 @@ def test_an_unfinished_shard_is_none(tmp_path):
 
 
 def damage(file, at, value, cut=0):
-    """Other bytes, and a later time of change: a file system's clock may tick only every 10 ms."""
+    """Write the bytes `value` at the offset `at` of `file`, and cut `cut` bytes off its end.
+
+    Also makes the modification time 1 s later, because a file system's clock may tick only every 10 ms.
+    """
     later = file.stat().st_mtime_ns + 10**9
     data = bytearray(file.read_bytes())
     data[at : at + len(value)] = value
@@ -106,118 +110,137 @@ def damage(file, at, value, cut=0):
     os.utime(file, ns=(later, later))
 
 
-HARMS = [
+def replace_by_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES = [
     (lambda file: damage(file, 0, b"\0"), "magic 20240384 and version 1, not 20240520 and 1"),
     (lambda file: damage(file, 4, b"\7"), "magic 20240520 and version 7"),
     (lambda file: damage(file, 0, b"", cut=1), "1031 bytes, but 4 tokens take 1032"),
     (lambda file: damage(file, 8, b"\xff\xff\xff\x7f"), "1032 bytes, but 2147483647 tokens take 4294968318"),
-    (lambda file: (file.unlink(), file.mkdir()), "Is a directory"),
+    (replace_by_folder, "Is a directory"),
     (lambda file: file.write_bytes(b"short"), "5 bytes, less than the header's 1024"),
     (lambda file: damage(file, HEADER_BYTES + 2, b"\xff\xff"), "holds id 65535, but the tokenizer has only 10 ids"),
-    (lambda file: damage(file, HEADER_BYTES + 2, b"\x01"), "its tokens are not those that were written"),
+    (lambda file: damage(file, HEADER_BYTES + 2, b"\x01"), "its tokens changed after they were written"),
 ]
 
 
-@pytest.mark.parametrize(("harm", "message"), HARMS)
-def test_damage_is_seen_when_opened(folder, harm, message):
-    harm(folder / "train" / "000001.bin")
+@pytest.mark.parametrize(("damage_file", "message"), DAMAGES)
+def test_opening_a_damaged_shard_is_an_error(folder, damage_file, message):
+    damage_file(folder / "train" / "000001.bin")
     with pytest.raises(DataError, match=rf"000001.bin is not a good token shard: .*{message}.*; delete "):
         open_shards(folder, "train", 10)
 
 
-@pytest.mark.parametrize(("harm", "message"), HARMS[:-1])
-def test_damage_is_seen_without_an_index(folder, harm, message):
-    """All but tokens that are other tokens."""
+@pytest.mark.parametrize(("damage_file", "message"), DAMAGES[:-1])
+def test_opening_a_damaged_shard_without_an_index_is_an_error(folder, damage_file, message):
+    """The last damage is left out: without an index, a token that changed into another valid token is not noticed."""
     (folder / "train" / "index.json").unlink()
-    harm(folder / "train" / "000001.bin")
+    damage_file(folder / "train" / "000001.bin")
     with pytest.raises(DataError, match=rf"000001.bin is not a good token shard: .*{message}.*; delete "):
         open_shards(folder, "train", 10)
 
 
-@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("delete_index", [False, True])
 @pytest.mark.parametrize("missing", [["000000.bin"], ["000001.bin"], ["000000.bin", "000001.bin", "000002.bin"]])
-def test_a_missing_shard_is_seen(folder, missing, index):
-    for name in missing + ["index.json"] * (not index):
+def test_a_missing_shard_is_an_error(folder, missing, delete_index):
+    for name in missing:
         (folder / "train" / name).unlink()
-    with pytest.raises(DataError, match=r"train lacks a token shard; delete .* to have it made again"):
+    if delete_index:
+        (folder / "train" / "index.json").unlink()
+    with pytest.raises(DataError, match=r"train lacks a token shard; delete .* and prepare the data again"):
         open_shards(folder, "train", 10)
 
 
-def test_a_missing_last_shard_is_seen(folder):
+def test_a_missing_last_shard_is_an_error(folder):
     (folder / "train" / "000002.bin").unlink()
     with pytest.raises(DataError, match=r"train lacks a token shard"):
         open_shards(folder, "train", 10)
 
 
 @pytest.fixture
-def readings(monkeypatch):
-    """How many tokens each reading-through of a shard took."""
-    lengths = []
-    monkeypatch.setattr("data.shards.read_through", lambda tokens: lengths.append(len(tokens)) or read_through(tokens))
-    return lengths
+def tokens_read(monkeypatch):
+    """A list that gets the number of tokens of each shard that is read to compute its facts."""
+    counts = []
+
+    def counting_read_facts(tokens):
+        counts.append(len(tokens))
+        return read_facts(tokens)
+
+    monkeypatch.setattr("data.shards.read_facts", counting_read_facts)
+    return counts
 
 
-def test_a_shard_is_read_through_only_where_its_file_is_another(folder, tmp_path, readings):
-    """Not when it was just written, once when it was copied or its index is gone, and not again."""
-    here = digest(open_shards(folder, "train", 10))
-    assert readings == []
+def test_a_shard_is_read_only_when_the_index_does_not_match_its_file(folder, tmp_path, tokens_read):
+    """A shard is read once after a copy, and once after its index was deleted. A shard just written is not read."""
+    original_digest = digest(open_shards(folder, "train", 10))
+    assert tokens_read == []
     copy = tmp_path / "copy"
     shutil.copytree(folder / "train", copy / "train", copy_function=shutil.copyfile)
     for file in (copy / "train").glob("*.bin"):
         os.utime(file, ns=(10**18, 10**18))
     for _ in range(2):
-        assert digest(open_shards(copy, "train", 10)) == here
-        assert readings == [4, 4, 3]
+        assert digest(open_shards(copy, "train", 10)) == original_digest
+        assert tokens_read == [4, 4, 3]
     (copy / "train" / "index.json").unlink()
     for _ in range(2):
-        assert digest(open_shards(copy, "train", 10)) == here
-        assert readings == [4, 4, 3] * 2
+        assert digest(open_shards(copy, "train", 10)) == original_digest
+        assert tokens_read == [4, 4, 3] * 2
 
 
-def test_the_digest_is_of_the_tokens_and_their_cut(tmp_path):
+def test_the_digest_depends_on_the_tokens_and_the_shard_size(tmp_path):
     for name, documents, size in (("a", DOCUMENTS, 4), ("b", DOCUMENTS, 5), ("c", DOCUMENTS[:2], 4)):
         write_split(tmp_path, name, documents, eot=9, shard_tokens=size)
     shards = {name: open_shards(tmp_path, name, 10) for name in "abc"}
-    assert len({digest(each) for each in shards.values()}) == 3
-    hashes = [hashlib.sha256(bytes(shard.tokens)).hexdigest() for shard in shards["a"]]  # independent of the index
+    assert len({digest(split) for split in shards.values()}) == 3
+    hashes = [hashlib.sha256(bytes(shard.tokens)).hexdigest() for shard in shards["a"]]  # computed without the index
     assert digest(shards["a"]) == hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def test_a_read_only_index_costs_a_reading_and_nothing_else(folder, readings, monkeypatch):
+def test_shards_open_when_the_index_cannot_be_written(folder, tokens_read, monkeypatch):
+    """Without an index, each call reads the shards again."""
+
+    def fail(path, content):
+        raise OSError("read-only")
+
     (folder / "train" / "index.json").unlink()
-    monkeypatch.setattr("data.shards.write_json", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr("data.shards.write_json", fail)
     for _ in range(2):
         assert len(open_shards(folder, "train", 10)) == 3
-    assert readings == [4, 4, 3] * 2
+    assert tokens_read == [4, 4, 3] * 2
 
 
-def test_nanogpts_files_are_read_as_they_are(tmp_path, readings):
-    """Without a header, without a copy, and read through once."""
+def test_nanogpt_files_are_opened_without_a_copy(tmp_path, tokens_read):
+    """The files have no header and are read once. The user may change a file, so a changed file is not an error."""
     for name, count in (("train", 100), ("val", 7)):
         np.arange(count, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     for _ in range(2):
         train, val = open_nanogpt(tmp_path, 100, tmp_path / "cache")
         assert train[0].tokens.tolist() == list(range(100))
         assert val[0].tokens.tolist() == list(range(7))
-        assert readings == [100, 7]
-    damage(tmp_path / "val.bin", 0, b"\x07")  # the user's own file: another text, and no damage
+        assert tokens_read == [100, 7]
+    damage(tmp_path / "val.bin", 0, b"\x07")
     train, changed = open_nanogpt(tmp_path, 100, tmp_path / "cache")
     assert changed[0].tokens[0] == 7
     assert digest(changed) != digest(val)
-    assert readings == [100, 7, 7]
+    assert tokens_read == [100, 7, 7]
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("damage_file", "message"),
     [
-        (lambda file: damage(file, 0, b"", cut=1), "13 bytes are no whole number of uint16 tokens"),
-        (lambda file: file.write_bytes(b""), "0 bytes are no whole number"),
+        (lambda file: damage(file, 0, b"", cut=1), "13 bytes are not a whole number of uint16 tokens"),
+        (lambda file: file.write_bytes(b""), "0 bytes are not a whole number"),
         (lambda file: damage(file, 2, b"\xff\xff"), "holds id 65535, but the tokenizer has only 100 ids"),
     ],
 )
-def test_damaged_nanogpt_files(tmp_path, harm, message):
+def test_a_damaged_nanogpt_file_is_an_error(tmp_path, damage_file, message):
     for name in ("train", "val"):
         np.arange(7, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-    harm(tmp_path / "val.bin")
-    with pytest.raises(DataError, match=rf"val.bin is not a good token shard: .*{message}.*; make it again"):
+    damage_file(tmp_path / "val.bin")
+    with pytest.raises(
+        DataError, match=rf"val.bin is not a good token shard: .*{message}.*; run nanoGPT's prepare.py again"
+    ):
         open_nanogpt(tmp_path, 100, tmp_path / "cache")

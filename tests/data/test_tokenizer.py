@@ -8,7 +8,7 @@ import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from data.errors import DataError
-from data.tokenizer import GPT2, GPT2_FILES, Bytes, pieces
+from data.tokenizer import GPT2, GPT2_FILES, Bytes, split_into_pieces
 
 
 def test_bytes_round_trip():
@@ -21,46 +21,46 @@ def test_bytes_round_trip():
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """No vocabulary in the cache, and a network on which no name is ever found."""
+    """Give tiktoken an empty cache, and make every look-up of a host name fail after 5 s."""
     import socket
 
-    def lookup(*args, **kwargs):
+    def slow_failing_lookup(*args, **kwargs):
         time.sleep(5)
         raise OSError("no such host")
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(socket, "getaddrinfo", slow_failing_lookup)
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_gpt2_without_files_and_network_is_a_line_within_two_seconds(offline):
+def test_gpt2_without_files_and_network_is_an_error_within_two_seconds(offline):
     start = time.perf_counter()
     with pytest.raises(DataError, match="set TIKTOKEN_CACHE_DIR to a folder that tiktoken filled") as error:
         GPT2()
     assert time.perf_counter() - start < 2
     assert "\n" not in str(error.value)
-    assert "data." not in str(error.value)  # not every program that needs it has such keys
+    assert "data." not in str(error.value)  # not every program that needs the tokenizer has config keys data.*
 
 
-def test_gpt2_with_a_damaged_cache_and_no_network(offline, tmp_path):
-    """Files of the right names and the wrong bytes are no vocabulary."""
+def test_gpt2_with_damaged_files_and_no_network_is_an_error(offline, tmp_path):
+    """The files have the right names and the wrong bytes."""
     for url in GPT2_FILES:
         (tmp_path / hashlib.sha1(url.encode()).hexdigest()).write_text("broken")
     with pytest.raises(DataError, match=r"^the tokenizer gpt2 needs GPT-2's vocabulary"):
         GPT2()
 
 
-def test_gpt2_ids(monkeypatch):
-    """With a vocabulary of the single bytes in place of OpenAI's, which is not ours to ship."""
-    single = tiktoken.Encoding(
-        "single",
+def test_gpt2_round_trip(monkeypatch):
+    """The vocabulary of this test holds only the single bytes, because we may not ship OpenAI's vocabulary."""
+    single_bytes = tiktoken.Encoding(
+        "single_bytes",
         pat_str=r".",
         mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={"<|endoftext|>": 50256},
     )
-    monkeypatch.setattr("data.tokenizer.cached", lambda: True)
-    monkeypatch.setattr("tiktoken.get_encoding", {"gpt2": single}.__getitem__)
+    monkeypatch.setattr("data.tokenizer.gpt2_files_are_cached", lambda: True)
+    monkeypatch.setattr("tiktoken.get_encoding", {"gpt2": single_bytes}.__getitem__)
     tokenizer = GPT2()
     ids = tokenizer.encode("né<|endoftext|>")
     assert ids.dtype == np.uint16
@@ -68,8 +68,8 @@ def test_gpt2_ids(monkeypatch):
     assert tokenizer.decode([50256, *ids.tolist(), 50300]) == "né<|endoftext|>"
 
 
-def test_gpt2_ids_are_published():
-    """Where the vocabulary is to be had: the ids that OpenAI's own encoder gives."""
+def test_gpt2_gives_openais_ids():
+    """Skipped if the vocabulary is neither cached nor on the network."""
     try:
         tokenizer = GPT2()
     except DataError as error:
@@ -77,18 +77,18 @@ def test_gpt2_ids_are_published():
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
 
 
-def test_lengths_of_bytes():
+def test_lengths_of_bytes_are_one():
     lengths = Bytes().lengths
     assert (lengths.dtype, lengths.tolist()) == (np.int64, [1] * 256 + [0])
 
 
-def test_lengths_of_gpt2(monkeypatch):
-    """Bytes of text, not characters; 0 for eot and for ids that a vocabulary lacks."""
+def test_lengths_of_gpt2_are_bytes_of_text(monkeypatch):
+    """The length of "ä" is 2. The length is 0 for eot and for ids that the vocabulary lacks."""
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, "ä".encode(): 300}
     small = tiktoken.Encoding(
         "small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256}
     )
-    monkeypatch.setattr("data.tokenizer.cached", lambda: True)
+    monkeypatch.setattr("data.tokenizer.gpt2_files_are_cached", lambda: True)
     monkeypatch.setattr("tiktoken.get_encoding", {"gpt2": small}.__getitem__)
     tokenizer = GPT2()
     assert (tokenizer.lengths.dtype, len(tokenizer.lengths)) == (np.int64, 50257)
@@ -97,24 +97,24 @@ def test_lengths_of_gpt2(monkeypatch):
     assert tokenizer.lengths[tokenizer.encode(sentence)].sum() == len(sentence.encode())
 
 
-def test_pieces_have_the_ids_of_the_whole():
-    """GPT-2's pattern, with merges within and across all that white space does; 2,000 random texts, cut finely."""
+def test_pieces_have_the_ids_of_the_whole_text():
+    """2,000 random texts are cut into small pieces. The encoding has GPT-2's pattern, and merges with white space."""
     ranks = {bytes([i]): i for i in range(256)}
     for token in (b"\n\n", b"\n\n\n", b" \n", b"\n ", b"  ", b" a", b"aa", b".\n", b"\na", b"'s", b"\r\n"):
         ranks[token] = len(ranks)
-    encoding = tiktoken.Encoding("white", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
-    draw, cuts = random.Random(0), 0
+    encoding = tiktoken.Encoding("white_space", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={})
+    rng, cuts = random.Random(0), 0
     for _ in range(2000):
-        whole = "".join(draw.choices(["a", "\n", " ", ".", "'s", "1", "\u3000", "\r\n", "é", "\x1c"], k=40))
-        parts = list(pieces(whole, size=draw.choice([1, 2, 5, 10])))
-        cuts += len(parts) - 1
-        assert "".join(parts) == whole
-        assert [i for part in parts for i in encoding.encode(part)] == encoding.encode(whole), repr(whole)
+        text = "".join(rng.choices(["a", "\n", " ", ".", "'s", "1", "\u3000", "\r\n", "é", "\x1c"], k=40))
+        pieces = list(split_into_pieces(text, size=rng.choice([1, 2, 5, 10])))
+        cuts += len(pieces) - 1
+        assert "".join(pieces) == text
+        assert [i for piece in pieces for i in encoding.encode(piece)] == encoding.encode(text), repr(text)
     assert cuts > 1000
 
 
-def test_pieces_are_of_the_size_that_was_asked_for():
-    whole = "0123456789\n" * 100
-    assert {len(part) for part in list(pieces(whole, 50))[:-1]} == {55}
-    assert list(pieces("", 50)) == [""]
-    assert list(pieces("no newline " * 100, 50)) == ["no newline " * 100]
+def test_pieces_end_at_the_first_newline_after_the_size():
+    pieces = list(split_into_pieces("0123456789\n" * 100, 50))
+    assert {len(piece) for piece in pieces[:-1]} == {55}
+    assert list(split_into_pieces("", 50)) == [""]
+    assert list(split_into_pieces("no newline " * 100, 50)) == ["no newline " * 100]

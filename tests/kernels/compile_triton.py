@@ -1,7 +1,7 @@
 """Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
 
-In bf16 nothing may spill, but for the MLP's backward in Gluon under Triton 3.7 and later. A program of its own, since
-Triton's interpreter, once chosen, is for the whole process.
+In bf16 no kernel may spill, except the MLP's Gluon backward under Triton 3.7 and later. This is a separate program,
+because the tests run Triton's interpreter, which holds for a whole process.
 """
 
 import re
@@ -29,130 +29,142 @@ from kernels.mlp import triton as mlp
 from kernels.norm import triton as norm
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> bytes of shared memory that a program may use
 
 
-def compiled(name, kernel, capability, types, source=ASTSource, spilled=0, **constants):
-    """The PTX. `types` are those of arguments that are no constants, bf16 pointers, strides or 32-bit integers."""
+def compile_kernel(name, kernel, capability, types, source=ASTSource, spilled=0, **constants):
+    """Compile a kernel, check what it uses, and return its PTX. At most `spilled` bytes of stack are allowed.
+
+    `types` gives the types of the arguments that are not constants, bf16 pointers, strides or 32-bit integers. Pointers
+    and integers count as multiples of 16.
+    """
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     names = kernel.arg_names
-    usual = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
-    usual |= {name: ("i32",) * 3 for name in names if name.endswith("_strides")}
-    signature = {name: "constexpr" if name in constants else types.get(name, usual[name]) for name in names}
-    whole = [(i,) for i, name in enumerate(names) if signature[name] in ("i32", "i64") or signature[name][0] == "*"]
-    whole += [(i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(3)]
-    multiples = {place: [["tt.divisibility", 16]] for place in whole}
+    default_types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
+    default_types |= {name: ("i32",) * 3 for name in names if name.endswith("_strides")}
+    signature = {name: "constexpr" if name in constants else types.get(name, default_types[name]) for name in names}
+    aligned = [(i,) for i, name in enumerate(names) if signature[name] in ("i32", "i64") or signature[name][0] == "*"]
+    aligned += [(i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(3)]
+    multiples = {position: [["tt.divisibility", 16]] for position in aligned}
     source = source(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, multiples)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(binary.asm["cubin"])
         file.flush()
-        used = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used).groups())
-    print(f"{name}: {registers} registers, {stack} bytes of stack, {made.metadata.shared} of shared memory")
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    print(f"{name}: {registers} registers, {stack} bytes of stack, {binary.metadata.shared} of shared memory")
     assert stack <= spilled
-    assert made.metadata.shared <= SHARED[capability]
-    return made.asm["ptx"]
+    assert binary.metadata.shared <= SHARED[capability]
+    return binary.asm["ptx"]
 
 
 def main(capability: int) -> None:
     for C in (768, 1600, 4096):
         for residual in ("*bf16", "*fp32"):
-            launch = {"C": C, "HAS_BIAS": True, **norm.block(C)}
+            launch = {"C": C, "HAS_BIAS": True, **norm.forward_launch(C)}
             types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32") | {"eps": "fp32"}
-            types |= dict.fromkeys(("residual_ptr", "out_ptr", "dstream_ptr", "kept_ptr", "dresidual_ptr"), residual)
+            types |= dict.fromkeys(("residual_ptr", "out_ptr", "dstream_ptr", "saved_ptr", "dresidual_ptr"), residual)
             name = f"{C} {residual}"
-            forward = compiled(
+            forward = compile_kernel(
                 f"norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
             )
-            launch |= norm.backward_block(C) | {"HAS_DSTREAM": True, "TWO": residual == "*fp32", "FROM_Y": False}
+            launch |= norm.backward_launch(C)
+            launch |= {"HAS_DSTREAM": True, "HAS_DRESIDUAL": residual == "*fp32", "FROM_Y": False}
             launch.pop("programs")
-            backward = compiled(f"norm backward {name}", norm._norm_bwd_kernel, capability, types, **launch)
+            backward = compile_kernel(f"norm backward {name}", norm._norm_bwd_kernel, capability, types, **launch)
             launch["FROM_Y"] = True
-            compiled(
+            compile_kernel(
                 f"norm backward from y {name}",
                 norm._norm_bwd_kernel,
                 capability,
-                types | {"kept_ptr": "*bf16"},
+                types | {"saved_ptr": "*bf16"},
                 **launch,
             )
             wide = re.compile(r"ld\.global\.v4|cp\.async\.cg\.shared\.global .*, 0x10")
             assert all(wide.search(ptx) and "st.global.v4" in ptx for ptx in (forward, backward))
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
-    compiled("loss", loss._cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.block(50304))
+    compile_kernel(
+        "loss", loss._cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
+    )
     if capability == 90:
         threads = {"num_warps": loss_gluon.WARPS.value, "maxnreg": 64}
         kernel = loss_gluon._cross_entropy_gluon_kernel
-        compiled("loss in Gluon", kernel, 90, types, GluonASTSource, V=50304, **threads)
+        compile_kernel("loss in Gluon", kernel, 90, types, GluonASTSource, V=50304, **threads)
     for backward in (False, True):
-        size = mlp.tiling(torch.bfloat16, backward)
+        size = mlp.default_launch(torch.bfloat16, backward)
         size.pop("programs")
         fixed = {"BACKWARD": backward, "HAS_BIAS": True, "PRECISION": "tf32"}
         name = f"mlp {'backward' if backward else 'forward'}"
-        ptx = compiled(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)
+        ptx = compile_kernel(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)
         assert ("wgmma" if capability == 90 else "mma.sync") in ptx
         if capability == 90:
-            hopper(backward)
-    attend(capability)
+            compile_gluon_mlp(backward)
+    compile_attention(capability)
     if capability == 90:
-        hopper_attention()
+        compile_gluon_attention()
 
 
-def described(*block, dtype=gl.bfloat16):
-    """The type of a descriptor."""
+def descriptor_type(*block, dtype=gl.bfloat16):
+    """Return the type of a TMA descriptor of tiles of this shape."""
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 
 
-def hopper_attention() -> None:
-    """The backward in Gluon."""
+def compile_gluon_attention() -> None:
+    """Compile the kernels of attention's backward on Hopper."""
     D, M, N = (size.value for size in (_gluon_backward.D, _gluon_backward.BLOCK_M, _gluon_backward.BLOCK_N))
-    types = dict.fromkeys(("q", "dout", "dq"), described(1, 1, M, D))
-    types |= dict.fromkeys(("k", "v", "dk", "dv"), described(1, 1, N, D))
-    types |= {"numbers": described(2 * M, dtype=gl.float32), "sums_ptr": "*fp32", "scale": "fp32"}
+    types = dict.fromkeys(("q", "dout", "dq"), descriptor_type(1, 1, M, D))
+    types |= dict.fromkeys(("k", "v", "dk", "dv"), descriptor_type(1, 1, N, D))
+    types |= {"lse_delta": descriptor_type(2 * M, dtype=gl.float32), "sums_ptr": "*fp32", "scale": "fp32"}
     fixed = {"GROUP": 1, "num_warps": 8, "maxnreg": 168}
-    ptx = compiled(
+    ptx = compile_kernel(
         "attention backward in Gluon", _gluon_backward._attention_bwd_gluon_kernel, 90, types, GluonASTSource, **fixed
     )
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
-    types = dict.fromkeys(("lse_ptr", "numbers_ptr"), "*fp32")
-    compiled("attention lse and delta", _gluon_backward._numbers_kernel, 90, types)
+    types = dict.fromkeys(("lse_ptr", "lse_delta_ptr"), "*fp32")
+    compile_kernel("attention lse and delta", _gluon_backward._lse_delta_kernel, 90, types)
 
 
-def hopper(backward: bool) -> None:
-    """The MLP's kernel in Gluon."""
-    size = gluon.tiling()
-    n, f, c, part = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
-    types = {"x": described(n, c), "w": described(c, f) if backward else described(f, c)}
-    types |= {"h": described(n, f // 2 if backward else part)} | dict.fromkeys(("a", "dh"), described(n, part))
+def compile_gluon_mlp(backward: bool) -> None:
+    """Compile the MLP's kernel for Hopper."""
+    size = gluon.default_launch()
+    n, f, c, columns = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
+    types = {"x": descriptor_type(n, c), "w": descriptor_type(c, f) if backward else descriptor_type(f, c)}
+    types |= {"h": descriptor_type(n, f // 2 if backward else columns)}
+    types |= dict.fromkeys(("a", "dh"), descriptor_type(n, columns))
     types |= {"partial_ptr": "*fp32", **dict.fromkeys("NFC", "i32")}
     fixed = dict.fromkeys(["b_ptr"] if backward else ["dh", "partial_ptr"]) | {"BACKWARD": backward, **size}
     name = f"mlp {'backward' if backward else 'forward'} in Gluon"
-    spilled = 0 if triton.__version__ < "3.7" or not backward else 104  # outside of the loop over products
-    ptx = compiled(name, gluon._mlp_gluon_kernel, 90, types, GluonASTSource, spilled, num_warps=4, maxnreg=168, **fixed)
+    spilled = 0
+    if backward and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+        spilled = 104  # outside the loop over matmuls
+    ptx = compile_kernel(
+        name, gluon._mlp_gluon_kernel, 90, types, GluonASTSource, spilled, num_warps=4, maxnreg=168, **fixed
+    )
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
 
 
-def attend(capability: int) -> None:
-    """The attention kernels, with all that may limit what a query sees."""
+def compile_attention(capability: int) -> None:
+    """Compile the attention kernels, causal and with documents."""
     fixed = {"lengths_ptr": None, "GROUP": 1, "CAUSAL": True, "SPLITS": 1, "PRECISION": "tf32"}
     types = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "starts_ptr": "*i32", "ends_ptr": "*i32", "scale": "fp32"}
 
     def build(name, kernel, D, tma, **constants):
-        given = {**fixed, **tiles.tiling(name, torch.bfloat16, D, tma), "D": D, "TMA": tma, **constants}
+        given = {**fixed, **tiles.default_parameters(name, torch.bfloat16, D, tma), "D": D, "TMA": tma, **constants}
         arguments = (*kernel.arg_names, "num_warps", "num_stages")
-        described = {}
+        descriptors = {}
         if tma:
             queries, keys = {"forward": ("out", "k v"), "dq": ("dq", "k v"), "dkdv": ("q dout", "dk dv")}[name]
             for rows, tensors in (("BLOCK_M", queries), ("BLOCK_N", keys)):
                 tile = f"tensordesc<bf16[1, 1, {given[rows]}, {given['BLOCK_D']}]>"
-                described |= {f"{tensor}_ptr": tile for tensor in tensors.split()}
+                descriptors |= {f"{tensor}_ptr": tile for tensor in tensors.split()}
         if tma and name == "dkdv":
-            described |= dict.fromkeys(("lse_ptr", "delta_ptr"), f"tensordesc<fp32[1, {given['BLOCK_M']}]>")
+            descriptors |= dict.fromkeys(("lse_ptr", "delta_ptr"), f"tensordesc<fp32[1, {given['BLOCK_M']}]>")
         given = {key: value for key, value in given.items() if key in arguments}
-        return compiled(f"attention {name} {D}", kernel, capability, types | described, **given)
+        return compile_kernel(f"attention {name} {D}", kernel, capability, types | descriptors, **given)
 
     tma = capability == 90
     for D in (64, 128, 256):
@@ -165,11 +177,11 @@ def attend(capability: int) -> None:
             assert ("wgmma" if tma else "mma.sync") in ptx
             assert ("cp.async.bulk.tensor" in ptx) == tma
     assert "mma.sync" in build("decode", attention._fwd_kernel, 64, False, SPLITS=4)
-    numbers = {"parts_ptr": "*fp32", "numbers_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
-    compiled("attention combine", attention._combine_kernel, capability, numbers, D=64, SPLITS=32, BLOCK_D=64)
+    numbers = {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
+    compile_kernel("attention combine", attention._combine_kernel, capability, numbers, D=64, SPLITS=32, BLOCK_D=64)
     size = {"D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 64, "GROUP": 1, "CAUSAL": True, "PRECISION": "tf32"}
-    compiled("attention naive", attention_naive._probabilities_kernel, capability, numbers, **size, num_stages=2)
-    compiled("softmax backward", attention_naive._softmax_bwd_kernel, capability, numbers, ROWS=16, BLOCK=256)
+    compile_kernel("attention naive", attention_naive._probabilities_kernel, capability, numbers, **size, num_stages=2)
+    compile_kernel("softmax backward", attention_naive._softmax_bwd_kernel, capability, numbers, ROWS=16, BLOCK=256)
 
 
 if __name__ == "__main__":

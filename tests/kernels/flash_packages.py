@@ -1,7 +1,7 @@
-"""Stand-ins for the packages of FlashAttention: the formula behind the signatures and conventions of their sources.
+"""Stand-ins for the packages of FlashAttention: the formula, with the signatures and conventions of their sources.
 
-STAND_INS[version](monkeypatch) installs one for the time of a test; what it returns, if anything, is a torch Library to
-be destroyed afterwards. A version of the kernels that is called otherwise than documented is not served.
+STAND_INS[version](monkeypatch) installs a stand-in for one test. It returns None, or a torch Library that the test must
+destroy. A stand-in raises if it is called in a way that its package does not document.
 """
 
 import math
@@ -13,8 +13,10 @@ import torch
 
 
 def documented(q, k, v, scale, causal, left=-1, right=-1, lengths=None):
-    """out and lse. flash-attn's README: causal is aligned bottom right, and with a window "query at position i will
-    only attend to keys between [i + seqlen_k - seqlen_q - window_size[0], i + seqlen_k - seqlen_q + window_size[1]]".
+    """Return out and lse as flash-attn's README defines them.
+
+    Causal attention is aligned bottom right. With a window, "query at position i will only attend to keys between
+    [i + seqlen_k - seqlen_q - window_size[0], i + seqlen_k - seqlen_q + window_size[1]]".
     """
     heads, queries = q.shape[2], q.shape[1]
     k, v = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
@@ -30,7 +32,7 @@ def documented(q, k, v, scale, causal, left=-1, right=-1, lengths=None):
 
 
 def gradients(dout, q, k, v, *limits):
-    """dq, dk, dv; in a thread of its own, as a custom operator runs below autograd."""
+    """Return dq, dk, dv. They are computed in another thread, because custom operators run with autograd disabled."""
 
     def differentiate():
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]
@@ -40,24 +42,24 @@ def gradients(dout, q, k, v, *limits):
         return thread.submit(differentiate).result()
 
 
-def checked(dout, out, lse):
-    """What is handed to a backward is what its forward gave."""
+def check_saved(dout, out, lse):
+    """Assert that a backward gets tensors in the shapes that its forward returned."""
     assert dout.shape == out.shape
     assert lse.shape == (out.shape[0], out.shape[2], out.shape[1])
 
 
 def install(monkeypatch, name, **functions):
-    """A module of this name, and packages above it."""
+    """Install a module with these functions, and the packages above it."""
     for end in range(1, name.count(".") + 2):
         part = ".".join(name.split(".")[:end])
-        module = sys.modules.get(part) or ModuleType(part)  # two versions share one package
+        module = sys.modules.get(part) or ModuleType(part)  # fa2 and fa4 are in one package
         module.__path__ = []
         monkeypatch.setitem(sys.modules, part, module)
     vars(module).update(functions)
 
 
 def fa4(monkeypatch):
-    """Signatures of flash_attn/cute/interface.py, 4.0.0b36, as far as they are used; its windows are ints or None."""
+    """Install flash_attn/cute/interface.py of 4.0.0b36, with the arguments that we use. A window is an int or None."""
 
     def forward(q, k, v, *, seqused_k=None, softmax_scale=None, causal=False, window_size_left=None, return_lse=False):
         assert return_lse
@@ -65,7 +67,7 @@ def fa4(monkeypatch):
         return (*documented(q, k, v, softmax_scale, causal, left, -1, seqused_k), None, None, None)
 
     def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, window_size_left=None, dq, dk, dv):
-        checked(dout, out, lse)
+        check_saved(dout, out, lse)
         left = -1 if window_size_left is None else window_size_left
         for grad, value in zip((dq, dk, dv), gradients(dout, q, k, v, softmax_scale, causal, left), strict=True):
             grad.copy_(value)
@@ -75,7 +77,7 @@ def fa4(monkeypatch):
 
 
 def fa3(monkeypatch):
-    """The operators' schemas in hopper/flash_api.cpp, as far as they are used."""
+    """Install the operators of hopper/flash_api.cpp, with the arguments that we use."""
     library = torch.library.Library("flash_attn_3", "FRAGMENT")
     library.define(
         "fwd(Tensor q, Tensor k, Tensor v, *, Tensor? seqused_k=None, float? softmax_scale=None, bool is_causal=False, "
@@ -93,7 +95,7 @@ def fa3(monkeypatch):
         return (*documented(q, k, v, softmax_scale, is_causal, *limits), q.new_empty(0), q.new_empty(0))
 
     def backward(dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, is_causal=False, window_size_left=-1):
-        checked(dout, out, lse)
+        check_saved(dout, out, lse)
         values = gradients(dout, q, k, v, softmax_scale, is_causal, window_size_left)
         for grad, value in zip((dq, dk, dv), values, strict=True):
             grad.copy_(value)
@@ -106,7 +108,7 @@ def fa3(monkeypatch):
 
 
 def fa2(monkeypatch):
-    """Signatures of flash_attn/flash_attn_interface.py, 2.8."""
+    """Install flash_attn/flash_attn_interface.py of 2.8."""
 
     def forward(
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
@@ -120,7 +122,7 @@ def fa2(monkeypatch):
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        checked(dout, out, softmax_lse)
+        check_saved(dout, out, softmax_lse)
         values = gradients(dout, q, k, v, softmax_scale, causal, window_size_left, window_size_right)
         for grad, value in zip((dq, dk, dv), values, strict=True):
             grad.copy_(value)
@@ -137,7 +139,7 @@ def fa2(monkeypatch):
 
 
 def built_in(monkeypatch):
-    """PyTorch's own operators, with a CPU kernel for the time of the test: what they are given passes their schemas."""
+    """Give PyTorch's own operators a CPU kernel. PyTorch checks the arguments against their schemas."""
     library = torch.library.Library("aten", "IMPL")
 
     def forward(
@@ -148,7 +150,7 @@ def built_in(monkeypatch):
         limits = scale, is_causal, window_size_left, window_size_right
         empty = q.new_empty(0)
         if cum_seq_q is None:
-            assert seqused_k is None  # it would not be read
+            assert seqused_k is None  # PyTorch ignores it without cum_seq_q
             return (*documented(q, k, v, *limits), empty, empty, empty)
         outs, lses = [], []
         for b, (start, end, first) in enumerate(zip(cum_seq_q[:-1], cum_seq_q[1:], cum_seq_k[:-1], strict=True)):
@@ -166,7 +168,7 @@ def built_in(monkeypatch):
     ):  # fmt: skip
         assert cum_seq_q is None
         assert cum_seq_k is None
-        checked(dout, out, lse)
+        check_saved(dout, out, lse)
         return gradients(dout, q, k, v, scale, is_causal, window_size_left, window_size_right)
 
     library.impl("_flash_attention_forward", forward, "CPU")

@@ -1,4 +1,4 @@
-"""attn=auto: it takes what was measured, and says so."""
+"""attn=auto runs the backend that was the fastest in measurements on this device, and names it."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from kernels.attention import auto
 from kernels.registry import Unavailable, backend, contract, describe, load
-from kernels.tuned import files, table, write
+from kernels.tuned import merged_table, table_paths, write_table
 from scripts import bench_attention
 
 CPU = torch.device("cpu")
@@ -16,25 +16,27 @@ FLOAT = {"dtype": torch.float32}
 
 @pytest.fixture
 def filled(tables):
-    """A table of our own: eager up to about T = 90, and sdpa from there on."""
+    """The path of a table in which eager is the fastest at T = 64 and sdpa at T = 128."""
     choice = {"parameters": {"64": "eager", "128": "sdpa"}}
     kinds = "causal", "causal decode"
-    path, _ = files(CPU)
-    write(path, {f"attention {kind} float32 64 x1": choice for kind in kinds})
+    path, _ = table_paths(CPU)
+    write_table(path, {f"attention {kind} float32 64 x1": choice for kind in kinds})
     return path
 
 
-def test_the_nearest_length_by_ratio(filled):
+def test_auto_picks_the_backend_of_the_nearest_measured_length(filled):
+    """The nearest length by ratio: between 64 and 128 the boundary is at (64 x 128)^1/2 = 90.5."""
     load("attention", "auto", CPU)
-    for length, name in ((1, "eager"), (90, "eager"), (91, "sdpa"), (4096, "sdpa")):  # sqrt(64 x 128) = 90.5
+    for length, name in ((1, "eager"), (90, "eager"), (91, "sdpa"), (4096, "sdpa")):
         inputs = contract("attention").inputs((1, 1, 2, 64), keys=length, **FLOAT)
-        assert auto.pick(inputs["q"], inputs["k"]) == (name, backend("attention", name).attention)
+        assert auto.choose_backend(inputs["q"], inputs["k"]) == (name, backend("attention", name).attention)
     assert describe("attention", "auto", shape=(1, 100, 2, 64), **FLOAT).startswith("auto (sdpa: ")
     assert describe("attention", "auto", shape=(1, 1, 2, 64), keys=64, lengths=(64,), **FLOAT) == "auto (eager)"
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_it_computes_what_it_picked(filled, compiled):
+def test_auto_computes_with_the_backend_that_it_picks(filled, compiled):
+    """The output equals the output of that backend, also under torch.compile."""
     attention = load("attention", "auto", CPU)
     function = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
     for length in (60, 100, 110):
@@ -43,23 +45,24 @@ def test_it_computes_what_it_picked(filled, compiled):
         torch.testing.assert_close(function(**inputs), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_what_was_not_measured(filled):
+def test_auto_raises_for_a_kind_of_attention_that_was_not_measured(filled):
+    """The message has the command that measures it. Without any measurement load() raises."""
     attention = load("attention", "auto", CPU)
     inputs = contract("attention").inputs((1, 8, 4, 80), kv_heads=2, window=5, **FLOAT)
-    told = "`attention window float32 80 x2` .* auto=true window=5 heads=4 kv_heads=2 head_dim=80 dtype=float32"
-    with pytest.raises(Unavailable, match=told):
+    message = "`attention window float32 80 x2` .* auto=true window=5 heads=4 kv_heads=2 head_dim=80 dtype=float32"
+    with pytest.raises(Unavailable, match=message):
         attention(**inputs)
     filled.unlink()
-    table.cache_clear()
+    merged_table.cache_clear()
     with pytest.raises(Unavailable, match="nothing was measured on this device yet: run python -m scripts"):
         load("attention", "auto", CPU)
 
 
-def test_the_command_fills_the_table(filled, called, monkeypatch, tmp_path):
-    """Two runs: the second's T stand beside the first's, and a decoding step has an entry of its own."""
+def test_bench_attention_fills_the_table(filled, called, monkeypatch, tmp_path):
+    """A second run adds its T to the entries of the first. A decoding step has an entry of its own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_attention, "TOKENS", 64)
-    monkeypatch.setattr("scripts.bench_kernels.impls", lambda op: ["eager", "sdpa"])
+    monkeypatch.setattr("lab.bench.attention.TOKENS", 64)
+    monkeypatch.setattr("lab.bench.op.impls", lambda op: ["eager", "sdpa"])
     for length in (16, 32):
         shape = f"lengths=[{length}]", "heads=4", "kv_heads=2", "head_dim=8", "dtype=float32", "device=cpu", "rounds=2"
         code, out, err = called("bench_attention.py", bench_attention.main, "auto=true", *shape)
@@ -75,19 +78,20 @@ def test_the_command_fills_the_table(filled, called, monkeypatch, tmp_path):
     assert describe("attention", "auto", shape=(1, 20, 4, 8), kv_heads=2, **FLOAT).startswith("auto (")
 
 
-def test_windows_in_documents_are_a_kind_of_their_own(filled):
-    """A backend that is the fastest with a window may know no documents."""
+def test_a_window_inside_documents_is_measured_separately(filled):
+    """The fastest backend for windows may not support documents, so entries for each alone do not count."""
     entries = {f"attention {kind} float32 64 x1": {"parameters": {"64": "eager"}} for kind in ("window", "documents")}
-    write(files(CPU)[0], entries)
+    write_table(table_paths(CPU)[0], entries)
     attention = load("attention", "auto", CPU)
     inputs = contract("attention").inputs((1, 8, 2, 64), window=5, documents=(3, 5), **FLOAT)
     with pytest.raises(Unavailable, match=r"`attention window documents float32 64 x1` .* window=5 documents=512"):
         attention(**inputs)
 
 
-def test_a_backend_that_is_gone_is_passed_over(filled):
+def test_auto_ignores_a_measured_backend_that_no_longer_exists(filled):
+    """It picks another measured backend, and raises if there is none."""
     entries = {"attention causal float32 64 x1": {"parameters": {"64": "mine", "128": "sdpa"}}}
-    write(files(CPU)[0], entries | {"attention window float32 64 x1": {"parameters": {"64": "mine"}}})
+    write_table(table_paths(CPU)[0], entries | {"attention window float32 64 x1": {"parameters": {"64": "mine"}}})
     load("attention", "auto", CPU)
     assert describe("attention", "auto", shape=(1, 8, 2, 64), **FLOAT).startswith("auto (sdpa: ")
     with pytest.raises(Unavailable, match="nothing was measured for `attention window float32 64 x1`"):

@@ -1,7 +1,7 @@
-"""Other people's kernels: what we say where their package is missing, and what stands between them and our contract.
+"""Backends that wrap other people's kernels: the code around their functions, and the error if a package is missing.
 
-The packages need a GPU. Here plain PyTorch answers to the functions that we call of them, as liger-kernel 0.8.5 and
-quack-kernels 0.6.5 define them; with the packages installed test_backends.py tests the real ones on a GPU.
+The packages need a GPU. Here plain PyTorch replaces the functions that the backends call, with the signatures of
+liger-kernel 0.8.5 and quack-kernels 0.6.5. On a GPU with the packages, test_backends.py tests the real functions.
 """
 
 import sys
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels.registry import Unavailable, backend, contract, load, unavailable
-from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, evaluate
+from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU = torch.device("cpu")
 WRAPPED = [("norm", "liger"), ("norm", "quack"), ("loss", "liger")]
@@ -21,7 +21,7 @@ CASES = {
 }
 
 
-def _normalised(stream, weight, bias, eps):
+def _normalize(stream, weight, bias, eps):
     mean, variance = stream.float().mean(-1), stream.float().var(-1, unbiased=False)
     rstd = torch.rsqrt(variance + eps)
     y = (stream.float() - mean[:, None]) * rstd[:, None] * weight.float()
@@ -36,7 +36,7 @@ def _gradients(dy, stream, weight, mean, rstd):
 
 
 def layer_norm_forward(X, W, B, eps):
-    y, mean, rstd = _normalised(X.view(-1, X.shape[-1]), W, B, eps)
+    y, mean, rstd = _normalize(X.view(-1, X.shape[-1]), W, B, eps)
     return y.to(X.dtype), X, mean, rstd, 1024, 4
 
 
@@ -59,7 +59,7 @@ def fused_linear_cross_entropy_forward(_input, weight, target, *, ignore_index, 
 
 def _rmsnorm_fwd(x, weight, out, bias, rstd, mean, residual, residual_out, eps, is_layernorm):
     stream = x.float() if residual is None else x.float() + residual.float()
-    for result, to in zip(_normalised(stream, weight, bias, eps), (out, mean, rstd), strict=True):
+    for result, to in zip(_normalize(stream, weight, bias, eps), (out, mean, rstd), strict=True):
         to.copy_(result)
     if residual_out is not None:
         residual_out.copy_(stream)
@@ -75,6 +75,7 @@ def _rmsnorm_bwd(x, weight, dout, rstd, dx, dw_partial, db_partial, dresidual_ou
 
 @pytest.fixture
 def packages(monkeypatch):
+    """Install modules with the functions above in place of the packages."""
     for name, members in {
         "liger_kernel.ops.layer_norm": (layer_norm_forward, layer_norm_backward),
         "liger_kernel.ops.fused_linear_cross_entropy": (fused_linear_cross_entropy_forward,),
@@ -87,23 +88,24 @@ def packages(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op", "impl", "case"), [(*pair, case) for pair in WRAPPED for case in CASES[pair[0]]])
-def test_wrapped(op, impl, case, dtype, packages):
+def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
+    """Outputs and gradients follow the rule of kernels/check.py, also in one graph of torch.compile."""
     function = getattr(backend(op, impl), op)
     inputs = case_inputs(op, case, dtype, CPU)
-    truth = evaluate(contract(op).reference, inputs, dtype=torch.float64)
-    eager = evaluate(load(op, "eager", CPU), inputs)
+    truth = outputs_and_gradients(contract(op).reference, inputs, dtype=torch.float64)
+    eager = outputs_and_gradients(load(op, "eager", CPU), inputs)
     torch.compiler.reset()
-    for call in (function, torch.compile(function, fullgraph=True)):
-        assert_as_good_as_eager(evaluate(call, inputs), eager, truth, inputs, dtype)
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        assert_as_good_as_eager(outputs_and_gradients(call, inputs), eager, truth, inputs, dtype)
 
 
-def test_quack_copies_no_two_bytes(packages):
-    with pytest.raises(Unavailable, match=r"norm=quack takes even widths in 16 bits, and this is 769: choose"):
+def test_quack_needs_an_even_width_in_16_bits(packages):
+    with pytest.raises(Unavailable, match=r"norm=quack needs an even width for 16-bit dtypes, not 769: choose"):
         backend("norm", "quack").norm(**case_inputs("norm", "769", torch.bfloat16, CPU))
 
 
-def test_what_is_missing(monkeypatch, packages):
-    """The package first, for a GPU can be elsewhere; one line with the command that brings it."""
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, packages):
+    """The message is one line. It names a missing package before a missing GPU."""
     for op, impl in WRAPPED:
         assert unavailable(op, impl, CPU).startswith("it needs an NVIDIA GPU of compute capability")
     for name in list(sys.modules):

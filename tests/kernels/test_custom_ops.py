@@ -1,13 +1,13 @@
-"""Every custom op that a backend calls, forward and backward, against PyTorch's rules for them."""
+"""Every custom op that a backend calls, forward and backward, follows PyTorch's rules for custom ops."""
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.registry import OPS, impls
-from tests.kernels.test_backends import DEVICES, case_inputs, tensors, usable
+from kernels.compat import TorchDispatchMode
+from kernels.registry import OPS, contract, impls
+from tests.kernels.test_backends import DEVICES, case_inputs, float_tensors, load_or_skip
 
-CASES = {  # small: opcheck calls an op some ten times
+CASES = {  # small, because opcheck calls an op about ten times; every case of an op that is not in the table
     "norm": ["fp32_residual", "plain"],
     "attention": ["64"],
     "mlp": ["one_row", "no_bias"],
@@ -15,10 +15,10 @@ CASES = {  # small: opcheck calls an op some ten times
 }
 
 
-class Record(TorchDispatchMode):
-    """The arguments of our custom ops that pass, by op."""
+class CallRecorder(TorchDispatchMode):
+    """Records the arguments of the calls of our custom ops: op -> arguments."""
 
-    supports_higher_order_operators = True  # FlexAttention's are some
+    supports_higher_order_operators = True  # FlexAttention uses higher-order operators
 
     def __init__(self):
         super().__init__()
@@ -30,25 +30,31 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("op", "impl", "case"), [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES[op]]
+    ("op", "impl", "case"),
+    [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES.get(op, contract(op).CASES)],
 )
 def test_opcheck(op, impl, case, device):
-    """No argument is written to or handed back, and fakes have the real thing's shapes and strides, symbols as well."""
+    """torch.library.opcheck finds no mistake.
+
+    An op neither changes nor returns its arguments. Its fake outputs have the real shapes and strides, also if sizes
+    are symbols.
+    """
     device = torch.device(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = case_inputs(op, case, dtype, device)
-    function = usable(op, impl, device, inputs)
-    with Record() as forward:
+    function = load_or_skip(op, impl, device, inputs)
+    with CallRecorder() as forward:
         outputs = function(**inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    with Record() as backward:
-        torch.autograd.grad(outputs, tensors(inputs.values()), [torch.randn_like(out) for out in outputs])
+    with CallRecorder() as backward:
+        torch.autograd.grad(outputs, float_tensors(inputs.values()), [torch.randn_like(out) for out in outputs])
     for record in (forward, backward):
         for func, args in record.calls.items():
             copies = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
             if record is forward:
-                for copy in tensors(copies):
+                for copy in float_tensors(copies):
                     copy.requires_grad_()
             torch.library.opcheck(func, copies)

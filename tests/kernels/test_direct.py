@@ -1,9 +1,11 @@
+"""bypass_dispatcher(): a custom op has the same results without the dispatcher, and observers still see operators."""
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.direct import direct
+from kernels.direct import bypass_dispatcher
 
 calls = []
 
@@ -26,7 +28,7 @@ def twice_bwd(dy: Tensor, factor: float) -> Tensor:
 
 
 twice_bwd.register_fake(lambda dy, factor: torch.empty_like(dy))
-twice_bwd = direct(twice_bwd)
+twice_bwd = bypass_dispatcher(twice_bwd)
 
 
 def setup_context(ctx, inputs, output):
@@ -40,7 +42,7 @@ def backward(ctx, dy, dones):
     return twice_bwd(dy * ones, ctx.factor), None
 
 
-twice = direct(twice, backward, setup_context)
+twice = bypass_dispatcher(twice, backward, setup_context)
 
 
 @pytest.fixture
@@ -54,14 +56,15 @@ def gradient(x, function=twice):
     return dx.tolist()
 
 
-def dispatched(work):
-    """The names of our operators that pass through the dispatcher."""
-    with torch.profiler.profile() as told:
+def dispatched_operators(work):
+    """Return the names of our operators that a profiler sees in the dispatcher."""
+    with torch.profiler.profile() as profiler:
         work()
-    return {event.name for event in told.events() if event.name.startswith("hotswap_test")}
+    return {event.name for event in profiler.events() if event.name.startswith("hotswap_test")}
 
 
 def test_forward_and_backward(x):
+    """Each call runs the Python function once."""
     assert twice(x, 3.0)[0].tolist() == [0, 6, 12]
     assert gradient(x) == [6, 6, 6]
     assert calls == ["forward", "forward", "backward"]
@@ -69,16 +72,16 @@ def test_forward_and_backward(x):
         assert not twice(x, 3.0)[0].requires_grad
 
 
-def test_the_dispatcher_is_left_out(x, monkeypatch):
-    def no(*_):
-        raise AssertionError("it was asked")
+def test_the_dispatcher_is_not_called(x, monkeypatch):
+    def fail(*_):
+        raise AssertionError("the dispatcher was called")
 
-    monkeypatch.setattr(torch._library.custom_ops.CustomOpDef, "__call__", no)
+    monkeypatch.setattr(torch._library.custom_ops.CustomOpDef, "__call__", fail)
     assert gradient(x) == [6, 6, 6]
 
 
-def test_a_gradient_of_the_gradient_is_refused(x):
-    """And not silently without a part: twice_bwd has no backward."""
+def test_a_second_derivative_raises(x):
+    """twice_bwd has no backward. Without the error the second derivative would lack a term."""
     y, _ = twice(x.square(), 3.0)
     [dx] = torch.autograd.grad(y.sum(), [x], create_graph=True)
     with pytest.raises(RuntimeError, match="twice_bwd"):
@@ -86,18 +89,20 @@ def test_a_gradient_of_the_gradient_is_refused(x):
 
 
 def test_a_profiler_sees_the_operators(x):
-    assert dispatched(lambda: gradient(x)) == {"hotswap_test::twice", "hotswap_test::twice_bwd"}
+    assert dispatched_operators(lambda: gradient(x)) == {"hotswap_test::twice", "hotswap_test::twice_bwd"}
 
 
-def test_fakes(x):
+def test_fake_tensors_run_no_kernel(x):
+    """The fake outputs have the right shapes."""
     with FakeTensorMode():
         y, ones = twice(torch.empty(5, requires_grad=True), 3.0)
         assert (y.shape, ones.shape) == ((5,), (5,))
     assert calls == []
 
 
-def test_no_break_under_torch_compile(x):
+def test_torch_compile_makes_one_graph(x):
+    """fullgraph=True raises at a graph break. The gradient is right in the first and the second call."""
     compiled = torch.compile(lambda x, factor: twice(x * 2, factor), fullgraph=True, backend="aot_eager")
     assert gradient(x, compiled) == [12, 12, 12]
     assert gradient(x, compiled) == [12, 12, 12]
-    assert calls == ["forward", "backward"] * 2  # the graphs were made of fakes
+    assert calls == ["forward", "backward"] * 2  # tracing used fake tensors, so it called neither

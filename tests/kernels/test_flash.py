@@ -1,6 +1,6 @@
-"""attn=flash: how each version is called, by stand-ins for its package, and which one is taken.
+"""attn=flash: how it calls each version of FlashAttention, and which version it chooses.
 
-The kernels themselves run where an NVIDIA GPU is: there the generic tests and the last ones here call them.
+Here stand-ins replace the packages. On an NVIDIA GPU, test_backends.py and the last test of this file call the kernels.
 """
 
 import functools
@@ -14,111 +14,114 @@ from kernels import attention as contract
 from kernels.attention import _flash, flash
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, label, load, resolve
 from tests.kernels.flash_packages import STAND_INS
-from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, evaluate
+from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CASES = [case for case in contract.CASES if "documents" not in contract.CASES[case]]
 
 
-def forget():
-    for cached in (_flash.why_not, _flash.newest, flash.loaded):
+def clear_caches():
+    for cached in (_flash.version_unavailable, _flash.newest_version, flash.load_kernels):
         cached.cache_clear()
 
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """stand_in("fa4", ...): these versions are installed."""
-    forget()
+    """stand_in("fa4", ...) installs these versions. Without it, no version is installed."""
+    clear_caches()
     for package in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, package, None)
-    kept = []
-    yield lambda *names: kept.extend(STAND_INS[name](monkeypatch) for name in names)
-    for library in filter(None, kept):
+    libraries = []
+    yield lambda *names: libraries.extend(STAND_INS[name](monkeypatch) for name in names)
+    for library in filter(None, libraries):
         library._destroy()
-    forget()
+    clear_caches()
 
 
 @pytest.fixture
 def capability(monkeypatch):
-    """capability(9, 0): that of every GPU."""
+    """capability(8, 0) sets the compute capability of every GPU. It starts as 9.0."""
 
-    def having(major, minor):
+    def set_capability(major, minor):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
-        forget()
+        clear_caches()
 
-    having(9, 0)
-    return having
+    set_capability(9, 0)
+    return set_capability
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", _flash.VERSIONS)
 def test_each_version_is_called_as_documented(name, case, stand_in, monkeypatch):
-    """In float64 the contract's formula, outputs and gradients, through the custom operators."""
+    """The stand-in checks the call. Outputs and gradients in float64 agree with reference()."""
     stand_in(name)
-    monkeypatch.setattr(flash, "chosen", lambda version, q: version)
+    monkeypatch.setattr(flash, "choose_version", lambda version, q: version)
     inputs = case_inputs("attention", case, torch.float64, "cpu")
-    truth = evaluate(contract.reference, inputs)
-    got = evaluate(functools.partial(flash.attention, version=name), inputs)
+    truth = outputs_and_gradients(contract.reference, inputs)
+    got = outputs_and_gradients(functools.partial(flash.attention, version=name), inputs)
     for key, exact in truth.items():
         torch.testing.assert_close(got[key], exact, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("alike", [True, False])
-def test_a_cache_is_not_copied(stand_in, monkeypatch, rows, alike):
-    """Generation gives the first keys of longer tensors: the built-in kernel reads them where they are."""
+@pytest.mark.parametrize("same_strides", [True, False])
+def test_a_cache_is_not_copied(stand_in, monkeypatch, rows, same_strides):
+    """Generation passes the first keys of longer tensors. The built-in kernel reads them there if k and v allow it."""
     stand_in("torch")
-    monkeypatch.setattr(flash, "chosen", lambda version, q: version)
+    monkeypatch.setattr(flash, "choose_version", lambda version, q: version)
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(rows, n, 4, 8, generator=draw, dtype=torch.float64) for n in (1, 90, 90))
-    k, v = k[:, :40], v[:, :40] if alike else v[:, :40].contiguous()
+    k, v = k[:, :40], v[:, :40] if same_strides else v[:, :40].contiguous()
     lengths = torch.tensor([3, 17, 40][:rows], dtype=torch.int32)
     got = flash.attention(q, k, v, lengths=lengths, version="torch")
     torch.testing.assert_close(got, contract.reference(q, k, v, lengths=lengths))
-    assert (_flash.packed(k, v)[0].data_ptr() == k.data_ptr()) == (alike or rows == 1)
+    assert (_flash.pack_cache(k, v)[0].data_ptr() == k.data_ptr()) == (same_strides or rows == 1)
 
 
 @pytest.mark.parametrize("case", ["64", "gqa", "lengths", "window", "packed"])
-def test_compiled_is_uncompiled(stand_in, monkeypatch, case):
+def test_torch_compile_gives_the_same_results(stand_in, monkeypatch, case):
+    """One graph gives the outputs and gradients of the uncompiled function."""
     stand_in("fa4")
-    monkeypatch.setattr(flash, "chosen", lambda version, q: "fa4")
+    monkeypatch.setattr(flash, "choose_version", lambda version, q: "fa4")
     inputs = case_inputs("attention", case, torch.float32, "cpu")
     torch.compiler.reset()
-    got = evaluate(torch.compile(flash.attention, fullgraph=True), inputs)
-    for key, value in evaluate(flash.attention, inputs).items():
+    got = outputs_and_gradients(torch.compile(flash.attention, fullgraph=True), inputs)
+    for key, value in outputs_and_gradients(flash.attention, inputs).items():
         torch.testing.assert_close(got[key], value)
 
 
-def test_what_is_kept_for_the_backward():
-    """q, k, v and out, and 4 bytes a query and head."""
+def test_autograd_saves_the_inputs_the_output_and_lse():
+    """lse takes 4 bytes a query and head."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 40, heads, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (6, 2, 2))
-        kept = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.shape, t), lambda t: t):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.shape, t), lambda t: t):
             out = flash.attention(q, k, v)
         grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
-    assert {shape: t.dtype for shape, t in kept.items()} == {
+    assert {shape: t.dtype for shape, t in saved.items()} == {
         q.shape: torch.bfloat16, k.shape: torch.bfloat16, (2, 6, 40): torch.float32
     }  # fmt: skip
     assert [(grad.shape, grad.dtype) for grad in grads] == [(t.shape, t.dtype) for t in (q, k, v)]
 
 
-def test_the_newest_that_is_there_is_taken(stand_in, capability):
+def test_the_newest_version_that_runs_is_chosen(stand_in, capability):
+    """It must be installed, and support the head dim and the compute capability."""
     stand_in("torch")
-    assert _flash.newest(GPU) == "torch"
+    assert _flash.newest_version(GPU) == "torch"
     for name in ("fa2", "fa3"):
         stand_in(name)
-        forget()
-        assert _flash.newest(GPU) == name
+        clear_caches()
+        assert _flash.newest_version(GPU) == name
     stand_in("fa4")
-    forget()
-    assert _flash.newest(GPU, 64) == "fa4"
-    assert _flash.newest(GPU, 80) == "fa3"  # of 80 channels FlashAttention-4 gets dq wrong
-    for old_or_young in ((8, 0), (12, 0)):
-        capability(*old_or_young)
-        assert _flash.newest(GPU) == "fa2"
+    clear_caches()
+    assert _flash.newest_version(GPU, 64) == "fa4"
+    assert _flash.newest_version(GPU, 80) == "fa3"  # FlashAttention-4 computes a wrong dq at D = 80
+    for other_gpu in ((8, 0), (12, 0)):
+        capability(*other_gpu)
+        assert _flash.newest_version(GPU) == "fa2"
     capability(7, 5)
     assert flash.unavailable(GPU) == (
         "torch needs a GPU of compute capability 8.0 or newer, and this one has 7.5: choose attn=sdpa"
@@ -133,31 +136,35 @@ def test_the_newest_that_is_there_is_taken(stand_in, capability):
         ("fa2", r'fa2 is not installed \(.*flash_attn.*\): pip install --no-build-isolation "flash-attn>=2.7"'),
     ],
 )
-def test_a_pinned_version_that_is_missing(stand_in, capability, version, message):
+def test_a_pinned_version_that_is_missing_raises_with_the_command_to_install_it(stand_in, capability, version, message):
     stand_in("torch")
     with pytest.raises(Unavailable, match=f"^attention=flash cannot run here: {message}$"):
         load("attention", "flash", GPU, version=version)
 
 
-def test_what_is_old_or_broken_is_not_taken(stand_in, capability, monkeypatch):
+def test_an_old_or_broken_package_is_not_chosen(stand_in, capability, monkeypatch):
+    """version_unavailable() gives the reason."""
     stand_in("torch", "fa2")
     sys.modules["flash_attn"].__version__ = "2.6.3"
-    assert _flash.newest(GPU) == "torch"
-    assert _flash.why_not("fa2", GPU).startswith("fa2 is not installed (flash_attn is 2.6.3, older than 2.7): pip ")
-    broken = _flash.VERSIONS["fa4"]._replace(kernels=lambda: torch.no_such_name)
+    assert _flash.newest_version(GPU) == "torch"
+    too_old = "fa2 is not installed (flash_attn is 2.6.3, older than 2.7): pip "
+    assert _flash.version_unavailable("fa2", GPU).startswith(too_old)
+    broken = _flash.VERSIONS["fa4"]._replace(load=lambda: torch.no_such_name)
     monkeypatch.setitem(_flash.VERSIONS, "fa4", broken)
-    forget()
-    assert "fa4 is not installed (module 'torch' has no attribute 'no_such_name')" in _flash.why_not("fa4", GPU)
+    clear_caches()
+    no_name = "fa4 is not installed (module 'torch' has no attribute 'no_such_name')"
+    assert no_name in _flash.version_unavailable("fa4", GPU)
 
 
-def test_flash_attn_with_version_4_alone(stand_in, capability, monkeypatch):
-    """Its package is in the namespace of version 2, whose import succeeds up to there."""
+def test_fa2_is_not_installed_if_only_fa4_is(stand_in, capability):
+    """Both are in the package flash_attn, so `import flash_attn` succeeds with either."""
     stand_in("fa4")
-    assert _flash.why_not("fa4", GPU) is None
-    assert "fa2 is not installed" in _flash.why_not("fa2", GPU)
+    assert _flash.version_unavailable("fa4", GPU) is None
+    assert "fa2 is not installed" in _flash.version_unavailable("fa2", GPU)
 
 
-def test_what_cannot_run(stand_in, capability):
+def test_devices_dtypes_and_head_dims_that_cannot_run(stand_in, capability):
+    """Each message names the reason and what to choose instead."""
     stand_in("torch", "fa4")
     q = torch.empty(1, 4, 2, 64)
     for version in (None, "fa4"):
@@ -170,26 +177,25 @@ def test_what_cannot_run(stand_in, capability):
         flash.attention(q, q, q)
     with pytest.raises(Unavailable, match=r"^attention=flash cannot run this: it needs an NVIDIA GPU"):
         flash.attention(q.bfloat16(), q.bfloat16(), q.bfloat16())
-    assert _flash.why_not("fa4", GPU, 80) == (
-        "fa4 takes a multiple of 32 channels a head, 128 at most, and these have 80: choose attn.version=null, or "
-        "attn=sdpa"
+    assert _flash.version_unavailable("fa4", GPU, 80) == (
+        "fa4 supports head dims that are multiples of 32, up to 128, not 80: choose attn.version=null, or attn=sdpa"
     )
-    assert "a multiple of 8 channels a head, 256 at most, and these have 20" in _flash.why_not("torch", GPU, 20)
+    assert "head dims that are multiples of 8, up to 256, not 20" in _flash.version_unavailable("torch", GPU, 20)
 
 
-def test_detail_names_what_runs(stand_in, capability, monkeypatch):
+def test_describe_names_the_version_that_runs(stand_in, capability, monkeypatch):
     stand_in("torch", "fa4")
     versions = {"flash-attn-4": "4.0.0b36"}
     monkeypatch.setattr(importlib.metadata, "version", versions.get)
     monkeypatch.setattr(contract, "inputs", lambda shape, **_: {"q": FakeQ(shape), "k": None, "v": None})
-    told = {v: describe("attention", "flash", v, shape=(2, 64, 4, 64)) for v in (None, "fa4", "torch")}
-    assert told[None] == told["fa4"] == "flash (fa4, flash-attn-4 4.0.0b36)"
-    assert told["torch"] == f"flash (PyTorch's fa2, torch {torch.__version__})"
-    assert describe("attention", "flash", shape=(2, 64, 4, 80)) == told["torch"]
+    descriptions = {v: describe("attention", "flash", v, shape=(2, 64, 4, 64)) for v in (None, "fa4", "torch")}
+    assert descriptions[None] == descriptions["fa4"] == "flash (fa4, flash-attn-4 4.0.0b36)"
+    assert descriptions["torch"] == f"flash (PyTorch's fa2, torch {torch.__version__})"
+    assert describe("attention", "flash", shape=(2, 64, 4, 80)) == descriptions["torch"]
 
 
 class FakeQ:
-    """A bf16 tensor on a GPU, where there is none."""
+    """A bf16 tensor on a GPU that does not exist."""
 
     device, dtype = GPU, torch.bfloat16
 
@@ -197,7 +203,8 @@ class FakeQ:
         self.shape = shape
 
 
-def test_versions_in_the_config(stand_in, capability, monkeypatch):
+def test_attn_version_pins_a_version(stand_in, capability, monkeypatch):
+    """The config refuses unknown versions, the label names the version, and resolve() returns its function."""
     with pytest.raises(KernelError, match=r"^attn.version=fa5: choose fa4, fa3, fa2, torch, or null$"):
         AttnConfig("flash", "fa5")
     with pytest.raises(KernelError, match=r"^attn.version=fa4: attn=sdpa has no versions$"):
@@ -208,7 +215,7 @@ def test_versions_in_the_config(stand_in, capability, monkeypatch):
     with pytest.raises(Unavailable, match=r"kernels.attention.flash takes no starts .*choose attn=.*eager"):
         resolve(plain, AttnConfig("flash", "torch"), GPU, ["starts"])
     function = resolve(plain, AttnConfig("flash", "torch"), GPU, ["lengths", "window"]).attention
-    monkeypatch.setattr(flash, "chosen", lambda version, q: version)
+    monkeypatch.setattr(flash, "choose_version", lambda version, q: version)
     q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(function, fullgraph=True)(q, q, q), contract.reference(q, q, q))
 
@@ -218,12 +225,13 @@ def test_versions_in_the_config(stand_in, capability, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("version", _flash.VERSIONS)
 def test_every_version_against_float64(version, case, dtype):
-    if why := flash.unavailable(GPU, version):
-        pytest.skip(why)
+    """Outputs and gradients follow the rule of kernels/check.py."""
+    if reason := flash.unavailable(GPU, version):
+        pytest.skip(reason)
     inputs = case_inputs("attention", case, dtype, "cuda")
-    if why := _flash.why_not(version, inputs["q"].device, inputs["q"].shape[-1]):
-        pytest.skip(why)
-    truth = evaluate(contract.reference, inputs, dtype=torch.float64)
-    eager = evaluate(load("attention", "eager", GPU), inputs)
-    got = evaluate(load("attention", "flash", GPU, version=version), inputs)
+    if reason := _flash.version_unavailable(version, inputs["q"].device, inputs["q"].shape[-1]):
+        pytest.skip(reason)
+    truth = outputs_and_gradients(contract.reference, inputs, dtype=torch.float64)
+    eager = outputs_and_gradients(load("attention", "eager", GPU), inputs)
+    got = outputs_and_gradients(load("attention", "flash", GPU, version=version), inputs)
     assert_as_good_as_eager(got, eager, truth, inputs, dtype)

@@ -1,7 +1,9 @@
+"""split(): views of q, k and v, and gradients that are not copied if they are side by side in memory."""
+
 import pytest
 import torch
 
-from kernels.packed import buffer, parted, split
+from kernels.packed import gradient_buffer, gradient_views, split
 
 HEADS = (6, 2, 2)
 
@@ -11,34 +13,35 @@ def packed():
     return torch.randn(2, 5, sum(HEADS), 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-def test_views_in_order(packed):
+def test_split_returns_views_in_order(packed):
     parts = split(packed, HEADS)
     assert torch.equal(torch.cat(parts, 2), packed)
     assert {part.untyped_storage().data_ptr() for part in parts} == {packed.untyped_storage().data_ptr()}
 
 
-def test_gradients_that_lie_side_by_side_are_not_copied(packed):
+def test_gradients_side_by_side_are_not_copied(packed):
     q, k, v = split(packed, HEADS)
     grads = torch.randn_like(packed)
-    [got] = torch.autograd.grad((q, k, v), [packed], parted(grads, q, k))
+    [got] = torch.autograd.grad((q, k, v), [packed], gradient_views(grads, q, k))
     assert torch.equal(got, grads)
     assert got.data_ptr() == grads.data_ptr()
 
 
-@pytest.mark.parametrize("change", ["copies", "order", "other", "another", "strides"])
-def test_others_are_concatenated(packed, change):
+@pytest.mark.parametrize("change", ["all copied", "swapped", "one copied", "another buffer", "strides"])
+def test_other_gradients_are_concatenated(packed, change):
+    """Each change moves one or all of the gradients out of place. The result is right anyway."""
     q, k, v = split(packed, HEADS)
-    grads = buffer(q, k).normal_()
-    dq, dk, dv = parted(grads, q, k)
-    if change == "copies":
+    grads = gradient_buffer(q, k).normal_()
+    dq, dk, dv = gradient_views(grads, q, k)
+    if change == "all copied":
         dq, dk, dv = dq.clone(), dk.clone(), dv.clone()
-    elif change == "order":
+    elif change == "swapped":
         dk, dv = dv, dk
-    elif change == "other":
+    elif change == "one copied":
         dv = torch.randn_like(v)
-    elif change == "another":  # another memory's part of the same place
-        _, dk, _ = parted(buffer(q, k).normal_(), q, k)
-    else:  # in their places, but with other steps
+    elif change == "another buffer":  # dk has the right offset, but in other memory
+        _, dk, _ = gradient_views(gradient_buffer(q, k).normal_(), q, k)
+    else:  # dk has the right offset, but other strides
         dk = grads.as_strided(dk.shape, (0, *dk.stride()[1:]), dk.storage_offset())
     [got] = torch.autograd.grad((q, k, v), [packed], (dq, dk, dv))
     assert torch.equal(got, torch.cat((dq, dk, dv), 2))
@@ -52,14 +55,15 @@ def test_a_part_without_a_gradient_has_zeros(packed):
     assert torch.equal(got, expected)
 
 
-def test_of_other_lengths():
-    """Of fewer queries than keys the gradients are views of one buffer as well, cut to what there is."""
+def test_gradient_views_have_the_shapes_of_q_and_k_if_their_lengths_differ():
     q, k = torch.empty(2, 3, 6, 8), torch.empty(2, 7, 2, 8)
-    dq, dk, dv = parted(buffer(q, k), q, k)
+    dq, dk, dv = gradient_views(gradient_buffer(q, k), q, k)
     assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
 
 
-def test_no_break_under_torch_compile(packed):
+def test_torch_compile_makes_one_graph(packed):
+    """fullgraph=True raises at a graph break. The gradient equals the uncompiled gradient."""
+
     def work(packed):
         q, k, v = split(packed, HEADS)
         return (q.sum(2) * k.sum(2) + v.sum(2)).square().sum()
@@ -69,8 +73,8 @@ def test_no_break_under_torch_compile(packed):
     torch.testing.assert_close(got, expected)
 
 
-def test_gradients_of_gradients(packed):
-    """Of the sum of cubes: 6 P."""
+def test_second_derivative(packed):
+    """The second derivative of the sum of P^3 is 6 P."""
     y = torch.cat(split(packed, HEADS), 2)
     [dp] = torch.autograd.grad(y.pow(3).sum(), [packed], create_graph=True)
     [again] = torch.autograd.grad(dp.sum(), [packed])

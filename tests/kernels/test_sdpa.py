@@ -1,4 +1,4 @@
-"""attn=cudnn, mem_efficient and math: the pinned backend of PyTorch's runs, or its reason is told."""
+"""attn=cudnn, mem_efficient and math: the pinned backend of PyTorch runs, or the error has PyTorch's reason."""
 
 import functools
 import warnings
@@ -12,24 +12,24 @@ from torch.nn.attention import SDPBackend
 from kernels import attention as contract
 from kernels.attention import _sdpa, cudnn, math, mem_efficient, sdpa
 from kernels.registry import Unavailable, describe, unavailable
-from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, evaluate
+from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
-FUSED = {  # by these operators
+FUSED = {  # module -> the operator that it runs
     sdpa: "_scaled_dot_product_flash_attention_for_cpu",
     cudnn: "_scaled_dot_product_cudnn_attention",
     mem_efficient: "_scaled_dot_product_efficient_attention",
 }
 
 
-def dispatched(function, inputs):
-    """Names of the operators that run, forward and backward."""
-    with sdpa._Record() as record:
-        evaluate(function, inputs)
+def eager_operators(function, inputs):
+    """Return the names of the operators that run, forward and backward."""
+    with sdpa.OperatorRecorder() as record:
+        outputs_and_gradients(function, inputs)
     return record.names
 
 
-def compiled_in(function, inputs):
-    """Names of the operators in the graphs that torch.compile makes, forward and backward."""
+def compiled_operators(function, inputs):
+    """Return the names of the operators in the graphs of torch.compile, forward and backward."""
     names = []
 
     def keep(graph, _):
@@ -37,41 +37,42 @@ def compiled_in(function, inputs):
         return graph
 
     torch.compiler.reset()
-    evaluate(torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep)), inputs)
+    outputs_and_gradients(torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=keep)), inputs)
     return names
 
 
-@pytest.mark.parametrize("ran", [dispatched, compiled_in])
+@pytest.mark.parametrize("operators", [eager_operators, compiled_operators])
 @pytest.mark.parametrize("case", ["64", "gqa", "chunk", "lengths"])
-def test_math_is_pinned(ran, case):
-    """Where PyTorch itself takes another backend, uncompiled and in what torch.compile makes."""
+def test_math_is_pinned(operators, case):
+    """PyTorch alone would choose a fused backend for these inputs."""
     inputs = case_inputs("attention", case, torch.float32, "cpu")
     fused = FUSED[sdpa]
-    assert any(fused in name for name in ran(sdpa.attention, inputs))
-    names = ran(math.attention, inputs)
+    assert any(fused in name for name in operators(sdpa.attention, inputs))
+    names = operators(math.attention, inputs)
     assert not any("_scaled_dot_product" in name for name in names)
     assert any("softmax" in name for name in names)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["64", "full", "gqa", "window"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_inductor_leaves_math_as_it_is(case, dtype):
-    """It looks for attention among operators, to put a fused one there."""
+def test_inductor_does_not_fuse_math(case, dtype):
+    """Inductor searches graphs for attention written as single operators, and replaces it by a fused operator."""
     inputs = case_inputs("attention", case, dtype, "cpu")
     torch.compiler.reset()
     counters.clear()
-    evaluate(torch.compile(math.attention, fullgraph=True), inputs)
+    outputs_and_gradients(torch.compile(math.attention, fullgraph=True), inputs)
     assert counters["inductor"]["pattern_matcher_count"] > 0
     assert counters["inductor"]["fuse_attention"] == 0
 
 
-def usable(params, debug):
-    """As an efficient backend would answer that wants as many heads of keys."""
+def supports_equal_heads(params, debug):
+    """Answer for a backend that needs as many key heads as query heads."""
     return params.query.shape[1] == params.key.shape[1]
 
 
-def test_the_reason_is_pytorchs(monkeypatch, recwarn):
-    """Of all that PyTorch says when no backend takes the very tensors, the backend's own part; it is heard once."""
+def test_the_error_has_pytorchs_reason_for_this_backend(monkeypatch, recwarn):
+    """PyTorch warns about all backends. The error has only the warnings of this backend, and no warning is printed."""
 
     def refuse(query, key, value, **kwargs):
         warnings.warn("Memory Efficient kernel not used because:", stacklevel=1)
@@ -85,24 +86,24 @@ def test_the_reason_is_pytorchs(monkeypatch, recwarn):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
     inputs = case_inputs("attention", "gqa", torch.float32, "cpu")
-    with pytest.raises(Unavailable) as told:
-        _sdpa.pinned(SDPBackend.CUDNN_ATTENTION, usable, **inputs)
-    assert str(told.value) == "PyTorch's cudnn attention refuses: Got 6 and 2 heads. Only equal ones are taken."
+    with pytest.raises(Unavailable) as error:
+        _sdpa.attention_with_backend(SDPBackend.CUDNN_ATTENTION, supports_equal_heads, **inputs)
+    assert str(error.value) == "PyTorch's cudnn attention refuses: Got 6 and 2 heads. Only equal ones are taken."
     assert len(recwarn) == 0
 
 
 @pytest.mark.parametrize("case", ["64", "window"])
-def test_what_is_not_refused_is_pinned_and_compiled(case):
-    """And afterwards PyTorch chooses as before."""
+def test_supported_inputs_run_on_the_pinned_backend(case):
+    """The pin ends with the call: afterwards PyTorch chooses again."""
     inputs = case_inputs("attention", case, torch.float32, "cpu")
-    allowed = functools.partial(_sdpa.pinned, SDPBackend.MATH, usable)
-    for ran in (dispatched, compiled_in):
-        assert not any("_scaled_dot_product" in name for name in ran(allowed, inputs))
+    allowed = functools.partial(_sdpa.attention_with_backend, SDPBackend.MATH, supports_equal_heads)
+    for operators in (eager_operators, compiled_operators):
+        assert not any("_scaled_dot_product" in name for name in operators(allowed, inputs))
     torch.testing.assert_close(allowed(**inputs), contract.reference(**inputs), rtol=1e-5, atol=1e-5)
-    assert any(FUSED[sdpa] in name for name in dispatched(sdpa.attention, inputs))
+    assert any(FUSED[sdpa] in name for name in eager_operators(sdpa.attention, inputs))
 
 
-def test_on_a_cpu():
+def test_only_math_runs_on_a_cpu():
     cpu = torch.device("cpu")
     assert unavailable("attention", "math", cpu) is None
     assert unavailable("attention", "cudnn", cpu) == "cuDNN needs an NVIDIA GPU; on a CPU choose attn=sdpa"
@@ -113,26 +114,30 @@ def test_on_a_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ran", [dispatched, compiled_in])
+@pytest.mark.parametrize("operators", [eager_operators, compiled_operators])
 @pytest.mark.parametrize("module", [cudnn, mem_efficient], ids=lambda module: module.__name__)
-def test_a_fused_backend_is_pinned(module, ran):
+def test_a_fused_backend_is_pinned(module, operators):
+    """Forward and backward run its operators, and detail() names the versions."""
     inputs = case_inputs("attention", "64", torch.bfloat16, "cuda")
-    taken = [name for name in ran(module.attention, inputs) if "_scaled_dot_product" in name]
-    assert len(taken) == 2  # forward and backward
-    assert all(FUSED[module] in name for name in taken)
-    told = module.detail(**inputs)
-    assert f"torch {torch.__version__}" in told
-    assert ("cudnn" in told) == (module is cudnn)
+    names = [name for name in operators(module.attention, inputs) if "_scaled_dot_product" in name]
+    assert len(names) == 2  # forward and backward
+    assert all(FUSED[module] in name for name in names)
+    detail = module.detail(**inputs)
+    assert f"torch {torch.__version__}" in detail
+    assert ("cudnn" in detail) == (module is cudnn)
 
 
 @pytest.mark.gpu
-def test_refusals_of_a_gpu():
-    """cuDNN's attention has no fp32, and the memory-efficient one no shared heads; PyTorch says so."""
+def test_unsupported_inputs_on_a_gpu_raise_with_pytorchs_reason():
+    """cuDNN does not support fp32, and memory-efficient attention does not support heads that share keys.
+
+    Memory-efficient attention follows the rule of kernels/check.py in fp32.
+    """
     with pytest.raises(Unavailable, match=r"^PyTorch's cudnn attention refuses: .*dtype[^\n]*$"):
         cudnn.detail(**case_inputs("attention", "64", torch.float32, "cuda"))
     with pytest.raises(Unavailable, match=r"^PyTorch's efficient attention refuses: .*num_heads[^\n]*$"):
         mem_efficient.attention(**case_inputs("attention", "gqa", torch.bfloat16, "cuda"))
     inputs = case_inputs("attention", "64", torch.float32, "cuda")
-    truth = evaluate(contract.reference, inputs, dtype=torch.float64)
-    got = evaluate(mem_efficient.attention, inputs)
-    assert_as_good_as_eager(got, evaluate(math.attention, inputs), truth, inputs, torch.float32)
+    truth = outputs_and_gradients(contract.reference, inputs, dtype=torch.float64)
+    got = outputs_and_gradients(mem_efficient.attention, inputs)
+    assert_as_good_as_eager(got, outputs_and_gradients(math.attention, inputs), truth, inputs, torch.float32)

@@ -1,4 +1,4 @@
-"""Launch parameters: the user's, else the repo's, else the kernel's default."""
+"""Launch parameters come from the user's table, else from the repo's table, else from the kernel's default."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.registry import KernelError, contract, describe, load
-from kernels.tuned import override, read, tuned, write
+from kernels.tuned import launch_parameters, override_tables, read_table, write_table
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 from kernels.norm import triton as norm
@@ -16,8 +16,8 @@ DEFAULT = {"ROWS": 4, "num_warps": 8}
 NAME = "norm_fwd 24 float32 float32"
 
 
-def ask(key="24 torch.float32 torch.float32"):
-    return tuned("norm_fwd", key, DEFAULT, DEVICE)
+def lookup(key="24 torch.float32 torch.float32"):
+    return launch_parameters("norm_fwd", key, DEFAULT, DEVICE)
 
 
 def entry(rows, warps=8):
@@ -32,28 +32,30 @@ def run(shape=(7, 24), op="norm", **more):
     return torch.autograd.grad([each.sum() for each in out], leaves)
 
 
-def test_mine_before_ours_before_the_default(tables):
-    mine, ours = tables
-    assert ask() == DEFAULT
-    write(ours, {NAME: entry(2)})
-    assert ask()["ROWS"] == 2
-    write(mine, {NAME: entry(8)})
-    assert ask()["ROWS"] == 8
-    assert ask("25 torch.float32 torch.float32") == DEFAULT
-    ask().pop("ROWS")  # the caller's own
-    assert set(ask()) == {"ROWS", "num_warps"}
+def test_user_table_wins_over_repo_table_and_default(tables):
+    user_table, repo_table = tables
+    assert lookup() == DEFAULT
+    write_table(repo_table, {NAME: entry(2)})
+    assert lookup()["ROWS"] == 2
+    write_table(user_table, {NAME: entry(8)})
+    assert lookup()["ROWS"] == 8
+    assert lookup("25 torch.float32 torch.float32") == DEFAULT
+    lookup().pop("ROWS")  # the caller may change its dict
+    assert set(lookup()) == {"ROWS", "num_warps"}
 
 
-def test_a_table_keeps_its_other_entries(tables):
-    mine, _ = tables
-    write(mine, {"b": entry(1), "a": entry(2)})
-    write(mine, {"b": entry(4)})
-    assert read(mine) == json.loads(mine.read_text()) == {"a": entry(2), "b": entry(4)}
-    assert len(mine.read_text().splitlines()) == 4
-    assert list(mine.parent.iterdir()) == [mine]
+def test_write_table_keeps_the_other_entries(tables):
+    """The file is sorted, has a line for each entry, and no temporary file stays."""
+    user_table, _ = tables
+    write_table(user_table, {"b": entry(1), "a": entry(2)})
+    write_table(user_table, {"b": entry(4)})
+    assert read_table(user_table) == json.loads(user_table.read_text()) == {"a": entry(2), "b": entry(4)}
+    assert len(user_table.read_text().splitlines()) == 4
+    assert list(user_table.parent.iterdir()) == [user_table]
 
 
-def test_a_launch_takes_them(tables, monkeypatch):
+def test_a_launch_uses_the_looked_up_parameters(tables, monkeypatch):
+    """ROWS of three launches: the default, the table's and the override's."""
     seen, kernel = [], norm._norm_fwd_kernel
 
     class Recorder:
@@ -62,22 +64,23 @@ def test_a_launch_takes_them(tables, monkeypatch):
 
     monkeypatch.setattr(norm, "_norm_fwd_kernel", Recorder())
     run()
-    write(tables[0], {NAME: {"parameters": norm.block(24) | {"ROWS": 2}}})
+    write_table(tables[0], {NAME: {"parameters": norm.forward_launch(24) | {"ROWS": 2}}})
     run()
-    with override({"norm_fwd": {"ROWS": 1}}):
+    with override_tables({"norm_fwd": {"ROWS": 1}}):
         run()
-    assert seen == [norm.block(24)["ROWS"], 2, 1]
+    assert seen == [norm.forward_launch(24)["ROWS"], 2, 1]
 
 
-def test_override(tables):
-    write(tables[0], {NAME: entry(8)})
-    with override({"norm_fwd": {"ROWS": 16}}) as asked:
-        assert ask() == DEFAULT | {"ROWS": 16}
-        with override({}):
-            assert ask() == DEFAULT  # whatever the table says
-        assert ask()["ROWS"] == 16
-    assert asked == {"norm_fwd": (NAME, DEFAULT)}
-    assert ask()["ROWS"] == 8
+def test_override_tables_replaces_tables_by_defaults_and_changes(tables):
+    """Overrides nest, and they record each kernel's request."""
+    write_table(tables[0], {NAME: entry(8)})
+    with override_tables({"norm_fwd": {"ROWS": 16}}) as requests:
+        assert lookup() == DEFAULT | {"ROWS": 16}
+        with override_tables({}):
+            assert lookup() == DEFAULT
+        assert lookup()["ROWS"] == 16
+    assert requests == {"norm_fwd": (NAME, DEFAULT)}
+    assert lookup()["ROWS"] == 8
 
 
 @pytest.mark.parametrize(
@@ -88,43 +91,45 @@ def test_override(tables):
         ("loss", [(7, 24), (2, 33, 24)], {"vocab": 131}),
     ],
 )
-def test_keys_know_neither_batch_nor_length(tables, op, shapes, more):
+def test_keys_do_not_depend_on_batch_or_length(tables, op, shapes, more):
     keys = []
     for shape in shapes:
-        with override({}) as asked:
+        with override_tables({}) as requests:
             run(shape, op, **more)
-        keys.append({kernel: name for kernel, (name, _) in asked.items()})
+        keys.append({kernel: name for kernel, (name, _) in requests.items()})
     assert len(keys[0]) == 2
     assert keys[0] == keys[1]
 
 
-def test_an_entry_from_before_the_kernel_changed(tables):
-    write(tables[0], {NAME: {"parameters": {"ROWS": 4}}})
-    with pytest.raises(KernelError, match=f"{NAME} the parameters ROWS, and the kernel takes ROWS, num_warps: "):
-        ask()
+def test_an_entry_with_other_parameter_names_is_an_error(tables):
+    """The kernel changed after the entry was measured."""
+    write_table(tables[0], {NAME: {"parameters": {"ROWS": 4}}})
+    with pytest.raises(KernelError, match=f"the parameters ROWS for {NAME}, but the kernel needs ROWS, num_warps: "):
+        lookup()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {}}', '{"a": {"parameters": [1]}}', b"\xff"])
-def test_a_broken_table_is_one_line(tables, text):
-    mine, _ = tables
-    mine.parent.mkdir(parents=True)
-    mine.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(KernelError, match="is no table of launch parameters") as raised:
-        ask()
+def test_a_broken_table_is_an_error_of_one_line(tables, text):
+    user_table, _ = tables
+    user_table.parent.mkdir(parents=True)
+    user_table.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(KernelError, match="is not a table of launch parameters") as raised:
+        lookup()
     assert "\n" not in str(raised.value)
 
 
-def test_a_table_that_cannot_be_written(tables):
-    mine, _ = tables
-    mine.parent.parent.parent.write_text("a file, where the cache should be")
+def test_a_table_that_cannot_be_written_is_an_error(tables):
+    user_table, _ = tables
+    user_table.parent.parent.parent.write_text("a file in place of the cache folder")
     with pytest.raises(KernelError, match=r"h.*\.json cannot be written: "):
-        write(mine, {})
+        write_table(user_table, {})
 
 
-def test_a_row_says_that_the_table_is_mine(tables):
+def test_describe_names_a_users_table(tables):
+    """Choices of attn=auto in the table do not count."""
     shape = {"shape": (7, 24), "dtype": torch.float32, "device": DEVICE}
     assert "tuned here" not in describe("norm", "triton", **shape)
-    write(tables[0], {"attention causal bfloat16 64 x1": {"parameters": {"1024": "flash"}}})  # by attn=auto
+    write_table(tables[0], {"attention causal bfloat16 64 x1": {"parameters": {"1024": "flash"}}})
     assert "tuned here" not in describe("norm", "triton", **shape)
-    write(tables[0], {"norm_fwd 24": {"parameters": {}}})
+    write_table(tables[0], {"norm_fwd 24": {"parameters": {}}})
     assert "tuned here)" in describe("norm", "triton", **shape)

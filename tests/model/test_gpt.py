@@ -1,4 +1,4 @@
-"""The model against Hugging Face's GPT-2 and Llama's rotary positions."""
+"""The model against Hugging Face's GPT-2 and Llama's rotary positions, and cost.py against the model's tensors."""
 
 import functools
 from dataclasses import replace
@@ -9,19 +9,19 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, refusal, resolve, unavailable
-from model import cost
-from model import gpt as model_gpt
+from kernels.compat import TorchDispatchMode
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, missing_argument, resolve, unavailable
+from model import cost, recompute
 from model.generate import Decoder, Sampling
-from model.gpt import GPT, GPTConfig, rope_table, rotate
+from model.gpt import GPT, GPTConfig
+from model.rope import rope_table, rotate
 from runtime.config import UserError
 
 ROOT = Path(__file__).parents[2]
 SMALL = GPTConfig(3, 3, 48, block_size=24, vocab_size=97, pos="learned", bias=True, dropout=0.0)
 GPT2 = GPTConfig(12, 12, 768, block_size=1024, vocab_size=50304, pos="learned", bias=True, dropout=0.0)
-PUBLISHED = {  # parameters with the unpadded vocabulary: transformers' GPT2LMHeadModel of the four sizes
+PUBLISHED = {  # parameters of transformers' GPT2LMHeadModel, whose vocabulary is not padded
     "gpt2_124m": 124_439_808,
     "gpt2_350m": 354_823_168,
     "gpt2_774m": 774_030_080,
@@ -30,7 +30,7 @@ PUBLISHED = {  # parameters with the unpadded vocabulary: transformers' GPT2LMHe
 
 
 def ops(attn="eager"):
-    """Eager but for attention; where that cannot run, a skip with its own reason."""
+    """Eager kernels and this attention. It skips the test if the attention cannot run on a CPU."""
     eager, cpu = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False), torch.device("cpu")
     if why := unavailable("attention", attn, cpu):
         pytest.skip(why)
@@ -38,7 +38,7 @@ def ops(attn="eager"):
 
 
 def gpt(config=SMALL, attn="eager", seed=0, spread=1.0):
-    """A model with random biases and norms too, so that none of them can be forgotten."""
+    """A model whose biases and norms are random too, so that a test fails if one of them is not used."""
     torch.manual_seed(seed)
     model = GPT(config, ops(attn))
     with torch.no_grad():
@@ -48,7 +48,7 @@ def gpt(config=SMALL, attn="eager", seed=0, spread=1.0):
 
 
 def hugging_face(model):
-    """transformers' GPT2LMHeadModel with the same weights (its Conv1D holds them transposed)."""
+    """transformers' GPT2LMHeadModel with the same weights, some of which it stores transposed."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config
@@ -73,7 +73,7 @@ def gradients(model, loss):
 
 @pytest.mark.parametrize("attn", impls("attention"))
 def test_equals_hugging_face(attn):
-    """Logits, loss and every gradient: as near to Hugging Face's float64 as Hugging Face's own float32 is, times 2."""
+    """Logits, loss and every gradient against Hugging Face in float64: at most twice the error of its own float32."""
     model = gpt(attn=attn)
     idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -94,7 +94,7 @@ def test_equals_hugging_face(attn):
         assert error <= 2 * their_error + 2 * eps, f"{name}: {error:.2g}, theirs {their_error:.2g}"
 
 
-def test_loss_ignores_what_it_should():
+def test_the_loss_ignores_targets_of_minus_1():
     model = gpt()
     idx = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
     targets = idx.roll(-1, 1)
@@ -117,7 +117,7 @@ def test_no_token_sees_a_later_one(pos):
 
 @pytest.mark.parametrize("attn", impls("attention"))
 def test_grouped_queries_are_heads_with_the_same_keys(attn):
-    """A model of three heads over one, and one whose three heads were given the same weights: equal, to float32."""
+    """Three query heads over one key head give the logits of three heads with copies of its weights."""
     one = gpt(replace(SMALL, n_kv_head=1), attn)
     three = gpt(SMALL, attn)
     state, D = one.state_dict(), SMALL.head_dim
@@ -131,10 +131,10 @@ def test_grouped_queries_are_heads_with_the_same_keys(attn):
 
 
 @pytest.mark.parametrize("attn", impls("attention"))
-def test_a_window_forgets_what_lies_behind_it(attn):
-    """Through n layers a token sees n (window - 1) back, and no further (Mistral 7B, arXiv:2310.06825)."""
+def test_a_window_limits_what_a_token_sees(attn):
+    """Through n layers a token sees n (window - 1) tokens back (Mistral 7B, arXiv:2310.06825)."""
     config = replace(SMALL, pos="rope", window=4)
-    if refusal(ops(attn).attention, "window"):
+    if missing_argument(ops(attn).attention, "window"):
         pytest.skip(f"{attn} takes no window")
     model = gpt(config, attn)
     idx = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(1))
@@ -148,9 +148,9 @@ def test_a_window_forgets_what_lies_behind_it(attn):
 
 
 @pytest.mark.parametrize("attn", impls("attention"))
-def test_documents_are_as_if_alone(attn):
-    """A sequence of three documents gives each the logits that it has by itself (rope: only distances count)."""
-    if refusal(ops(attn).attention, "starts"):
+def test_documents_in_one_sequence_have_their_own_logits(attn):
+    """Each of three documents has the logits that it has as a sequence of its own. With rope only distances matter."""
+    if missing_argument(ops(attn).attention, "starts"):
         pytest.skip(f"{attn} takes no starts")
     model = gpt(replace(SMALL, pos="rope"), attn)
     idx = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(1))
@@ -162,14 +162,14 @@ def test_documents_are_as_if_alone(attn):
     assert not torch.allclose(model(idx), alone, rtol=1e-2, atol=1e-2)
 
 
-def test_needs_are_refused_by_name():
+def test_an_argument_that_attention_lacks_is_refused_by_name():
     plain = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
     with pytest.raises(Unavailable, match=r"attention=eager cannot run this: .* takes no wings .*choose attn="):
         resolve(plain, AttnConfig("eager"), torch.device("cpu"), ["window", "wings"])
 
 
 def test_rope_equals_hugging_face():
-    """Llama's rotary embedding, which is GPT-NeoX's: an implementation that is not ours."""
+    """rotate() equals Llama's rotary embedding, which pairs channels as GPT-NeoX does."""
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     T, H, D = 50, 3, 16
@@ -183,20 +183,20 @@ def test_rope_equals_hugging_face():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_checkpoints_change_memory_and_no_bit(compiled):
-    """Of each block the backward needs the stream that enters it; dropout draws the same mask again."""
+def test_checkpoints_save_memory_and_change_no_bit(compiled):
+    """Loss and gradients are bit-equal, also with dropout. Only the input of each block is saved."""
 
     def keep(saved, tensor):
         saved.append(tensor)
         return tensor
 
     results, kept = [], []
-    choices = [{"checkpointing": "none"}, {"checkpointing": "block"}]
-    choices += [{"checkpointing": "block", "keep_attention": True}]
-    choices += [{"checkpointing": "host", "keep_attention": keep} for keep in (False, True)] * (not compiled)
-    for choice in choices:
+    choices = [("none", False), ("block", False), ("block", True)]
+    if not compiled:
+        choices += [("host", False), ("host", True)]
+    for checkpointing, keep_attention in choices:
         torch.compiler.reset()
-        model = gpt(replace(SMALL, dropout=0.2, **choice), "sdpa")
+        model = gpt(replace(SMALL, dropout=0.2, checkpointing=checkpointing, keep_attention=keep_attention), "sdpa")
         idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
         own = {weight.data_ptr() for weight in model.parameters()}
         if compiled:
@@ -211,14 +211,15 @@ def test_checkpoints_change_memory_and_no_bit(compiled):
         kept.append(sum(size for pointer, size in sizes.items() if pointer not in own))
     for again in results[1:]:
         assert all(torch.equal(value, again[name]) for name, value in results[0].items())
-    assert kept[1] < 0.13 * kept[0]  # a block keeps its width once instead of 24 times, and 5 more are outside: 0.10
+    # (B, T, C) tensors: one a block instead of 24, and 5 outside the blocks, so (3 + 5) / (3 x 24 + 5) = 0.10
+    assert kept[1] < 0.13 * kept[0]
     if not compiled:
-        stream = idx.numel() * SMALL.n_embd * 4
-        assert kept[1] - kept[3] == SMALL.n_layer * stream  # with checkpointing=host it is elsewhere
+        block_input = idx.numel() * SMALL.n_embd * 4
+        assert kept[1] - kept[3] == SMALL.n_layer * block_input  # checkpointing=host moves it to the host
 
 
 @pytest.mark.parametrize(("keeps", "times"), [(True, 1), (False, 2)])
-def test_attention_that_is_kept_is_not_computed_again(keeps, times):
+def test_keep_attention_avoids_the_second_forward_of_attention(keeps, times):
     class Count(TorchDispatchMode):
         count = 0
 
@@ -238,22 +239,22 @@ def test_attention_without_an_operator_cannot_be_kept():
 
 
 def test_checkpoints_on_the_host(monkeypatch):
-    """Of what the backward needs they are all that leaves the GPU: each block's stream."""
-    left = []
+    """Only the input of each block goes to the host, in pinned memory. Without gradients nothing does."""
+    offloaded = []
 
-    class Leaving(torch.autograd.graph.saved_tensors_hooks):
+    class Offload(torch.autograd.graph.saved_tensors_hooks):
         def __init__(self, pin_memory):
             assert pin_memory
-            super().__init__(lambda t: left.append(t.shape) or t.clone(), lambda t: t)
+            super().__init__(lambda t: offloaded.append(t.shape) or t.clone(), lambda t: t)
 
-    monkeypatch.setattr(model_gpt, "save_on_cpu", Leaving)
+    monkeypatch.setattr(recompute, "save_on_cpu", Offload)
     idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
     gpt(replace(SMALL, pos="rope", checkpointing="host"))(idx, targets).backward()
-    assert left == [(2, 24, SMALL.n_embd)] * SMALL.n_layer
-    left.clear()
+    assert offloaded == [(2, 24, SMALL.n_embd)] * SMALL.n_layer
+    offloaded.clear()
     with torch.no_grad():
         gpt(replace(SMALL, checkpointing="host"))(idx, targets)
-    assert left == []
+    assert offloaded == []
 
 
 def test_rope_has_no_table_and_no_longest_length():
@@ -270,7 +271,7 @@ def test_rope_has_no_table_and_no_longest_length():
 @pytest.mark.parametrize("pos", ["learned", "rope"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shared", [None, 1])
-def test_parameters_are_as_counted(pos, bias, shared):
+def test_the_count_of_parameters(pos, bias, shared):
     config = replace(SMALL, pos=pos, bias=bias, n_kv_head=shared)
     model = GPT(config, ops())
     assert sum(w.numel() for w in model.parameters()) == cost.parameters(config)
@@ -278,7 +279,7 @@ def test_parameters_are_as_counted(pos, bias, shared):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_sizes(name):
+def test_the_published_sizes_of_gpt2(name):
     config = replace(GPT2, vocab_size=50257, **OmegaConf.load(ROOT / f"configs/model/{name}.yaml"))
     assert cost.parameters(config) == PUBLISHED[name]
     with torch.device("meta"):
@@ -286,7 +287,7 @@ def test_published_sizes(name):
 
 
 def test_flops_are_palms():
-    """GPT-2 124M at T = 1024, by hand: N is 124,475,904 with the vocabulary of 50304, less 786,432 positions."""
+    """GPT-2 124M at T = 1024: N is 124,475,904 with the vocabulary of 50304, less 786,432 of the position table."""
     assert cost.flops_per_token(GPT2, 1024) == 6 * (124_475_904 - 786_432) + 12 * 12 * 768 * 1024
     assert cost.flops_per_token(replace(GPT2, window=256), 1024) == cost.flops_per_token(GPT2, 256)
 
@@ -294,8 +295,8 @@ def test_flops_are_palms():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pos", ["learned", "rope"])
 @pytest.mark.parametrize("shared", [None, 1])
-def test_bytes_are_those_of_the_tensors(pos, shared, dtype):
-    """The cache and what a decoding step reads: the weights in the compute dtype, but for the position table."""
+def test_the_bytes_of_a_decoding_step(pos, shared, dtype):
+    """A step reads the cache, and all weights but the position table, in the compute dtype."""
     config = replace(SMALL, pos=pos, n_kv_head=shared)
     model = GPT(config, ops(), dtype).to(dtype)
     kv = Decoder(model, 2, 64, Sampling(97)).kv  # it rounds up to 64 rows
@@ -306,7 +307,7 @@ def test_bytes_are_those_of_the_tensors(pos, shared, dtype):
 
 @pytest.mark.parametrize("pos", ["learned", "rope"])
 def test_training_graph_has_no_cache(pos):
-    """Without a cache the compiled graph is one, of the ops as before: nothing is indexed by position or kept."""
+    """Without a cache the model is one graph, without an index or a copy, and with one embedding."""
     graphs = []
 
     def keep(graph, inputs):
@@ -321,15 +322,17 @@ def test_training_graph_has_no_cache(pos):
     assert sum("embedding" in name for name in targets) == 1
 
 
-def test_initialisation_is_gpt2s():
+def test_the_initial_weights_are_gpt2s():
+    """Norms are 1 and biases 0. The deviation is 0.02, and 0.02 / sqrt(2 n_layer) for c_proj."""
     config = replace(SMALL, block_size=512, vocab_size=2048, n_layer=8, n_head=4, n_embd=256)
     torch.manual_seed(0)
     for name, weight in GPT(config, ops()).named_parameters():
         if weight.dim() == 1:
-            assert torch.equal(weight, torch.full_like(weight, "ln" in name and name.endswith("weight")))
+            is_norm = "ln" in name and name.endswith("weight")
+            assert torch.equal(weight, torch.ones_like(weight) if is_norm else torch.zeros_like(weight))
         else:
             std = 0.02 / 4 if name.endswith("c_proj.weight") else 0.02  # sqrt(2 x 8) = 4
-            # the deviation of n normal draws is within 5 / sqrt(2n) of its own, all but once in 10^6
+            # the relative error of the deviation of n draws is below 5 / sqrt(2n), except once in 10^6 times
             assert abs(weight.std().item() / std - 1) < 5 / (2 * weight.numel()) ** 0.5, name
 
 
@@ -351,7 +354,7 @@ def test_dropout_is_on_the_embedding_and_both_branches():
 
 
 def test_amp_keeps_the_stream_in_fp32():
-    """Stored fp32 and computed bf16: logits and branches in bf16, residual and gradients in fp32."""
+    """With fp32 weights and bf16 compute, branches and logits are bf16; the stream and the gradients are fp32."""
     streams = []
     eager = ops()
 
@@ -374,7 +377,10 @@ def test_amp_keeps_the_stream_in_fp32():
     [
         ({"n_kv_head": 2}, r"model.n_kv_head=2: model.n_head=3 must be a multiple of it"),
         ({"checkpointing": "all"}, r"model.checkpointing=all: choose none, block or host"),
-        ({"keep_attention": True}, r"model.keep_attention=true is of checkpoints: choose model.checkpointing=block or"),
+        (
+            {"keep_attention": True},
+            r"model.keep_attention=true needs a checkpoint: choose model.checkpointing=block or",
+        ),
         ({"window": 0}, r"model.window=0: it must be at least 1, or null"),
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
         ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),
@@ -389,7 +395,7 @@ def test_impossible_models(changes, message):
 
 
 def test_transformers_imports_from_the_root():
-    """The folder `kernels` has the name of a package that transformers looks for; it must not be taken for it."""
+    """transformers looks for a package named `kernels`, and must not take our folder of that name for it."""
     from transformers.utils.import_utils import is_kernels_available
 
     import kernels

@@ -1,3 +1,5 @@
+"""The optimizer against AdamW computed by hand in float64, and the schedule of the learning rate."""
+
 import math
 from itertools import pairwise
 
@@ -32,7 +34,7 @@ def batch(step):
 
 
 def by_hand(weights, gradients, state, step, lr, config):
-    """AdamW's step in float64, from the paper (algorithm 2), with clipping before it."""
+    """One step of AdamW in float64 by the paper (algorithm 2), after clipping. Returns the norm of the gradients."""
     norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
     for i, (w, g) in enumerate(zip(weights, gradients, strict=True)):
         g = g.double() * min(1.0, config.grad_clip / (norm + 1e-6))
@@ -45,7 +47,8 @@ def by_hand(weights, gradients, state, step, lr, config):
     return norm
 
 
-def test_step_is_adamw_with_decay_on_matrices_only():
+def test_a_step_is_adamw_with_decay_of_matrices_only():
+    """Weights and gradient norms of 5 steps equal those computed by hand."""
     net, config = model(), OptimConfig(**ADAMW)
     optimizer, state = Optimizer(net, config), {}
     expected = [w.detach().double().clone() for w in net.parameters()]
@@ -61,7 +64,7 @@ def test_step_is_adamw_with_decay_on_matrices_only():
 
 
 def test_bf16_weights_have_fp32_masters():
-    """1000 steps of 1e-5 move a master by 1e-2, and the bf16 weight with it; without the master they would be lost."""
+    """1000 steps of 1e-5 move a weight of 1 by 1e-2. A bf16 weight without a master would lose each of them."""
     net = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     nn.init.ones_(net.weight)
     optimizer = Optimizer(net, OptimConfig(**ADAMW | {"weight_decay": 0.0, "grad_clip": 0.0}))
@@ -75,7 +78,7 @@ def test_bf16_weights_have_fp32_masters():
 
 
 def test_bf16_gradients_add_up_in_fp32():
-    """256 micro-steps of 1 and then one of 1: in bf16 the sum would stop at 256."""
+    """257 gradients of 1 have the sum 257. In bf16 the sum would stop at 256."""
     net = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     optimizer = Optimizer(net, OptimConfig(**ADAMW))
     for _ in range(257):
@@ -86,8 +89,8 @@ def test_bf16_gradients_add_up_in_fp32():
     assert optimizer.step(0.0, LOSS).item() == 257 * 4
 
 
-def refusing(stop):
-    """Five steps of which the third has a NaN among its gradients: the weights after each, and the optimizer."""
+def five_steps_with_a_nan(stop):
+    """The weights after each of five steps, and the optimizer. The third step has a NaN among its gradients."""
     net = model()
     optimizer, weights = Optimizer(net, OptimConfig(**ADAMW), stop=stop), []
     for step in range(1, 6):
@@ -105,8 +108,8 @@ def same(a, b):
 
 
 def test_a_step_that_is_not_finite_changes_nothing():
-    """Skipped: the others go on as if it had not been. Stopped: nothing changes any more."""
-    weights, optimizer = refusing(stop=False)
+    """Without `stop`, the weights are those of a run without this step. With `stop`, no later step changes a weight."""
+    weights, optimizer = five_steps_with_a_nan(stop=False)
     assert same(weights[1], weights[2])
     assert not same(weights[2], weights[3])
     assert (int(optimizer.refused), int(optimizer.first_refused), optimizer.steps, optimizer.updates) == (1, 3, 5, 4)
@@ -117,7 +120,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
         without.step(1e-2, LOSS)
     assert same(weights[4], net.parameters())
 
-    weights, optimizer = refusing(stop=True)
+    weights, optimizer = five_steps_with_a_nan(stop=True)
     assert same(weights[1], weights[4])
     assert (int(optimizer.refused), int(optimizer.first_refused), optimizer.updates) == (3, 3, 2)
 
@@ -134,8 +137,8 @@ def test_a_loss_that_is_not_finite_is_refused(loss):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_is_all_there_is(dtype):
-    """Copied into another optimizer after 3 steps, both make the same 3 steps, to the bit."""
+def test_an_optimizer_with_copied_state_makes_the_same_steps(dtype):
+    """After 3 steps the state is copied into another optimizer. 3 more steps of both give bit-equal weights."""
     nets = [model(dtype), model(dtype)]
     first, second = (Optimizer(net, OptimConfig(**ADAMW)) for net in nets)
 
@@ -159,8 +162,8 @@ def test_state_is_all_there_is(dtype):
     assert (second.steps, second.updates) == (6, 6)
 
 
-def test_schedule():
-    """Up in a straight line, down in half a cosine, flat after the last step."""
+def test_the_schedule_of_the_learning_rate():
+    """A linear warm-up of 4 steps, half a cosine to step 24, and min_lr after it."""
     config = OptimConfig(**ADAMW)
     rates = [learning_rate(config, step, last=24) for step in range(1, 31)]
     assert rates[:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])

@@ -1,9 +1,9 @@
-"""What compilers' own counts come to."""
+"""The counts of graphs, graph breaks and cache hits."""
 
 import pytest
-from torch._dynamo.utils import counters
+import torch
 
-from runtime import compiling
+from runtime import compat, compiling
 
 
 @pytest.mark.parametrize(
@@ -18,27 +18,25 @@ from runtime import compiling
         ({"fxgraph_cache_hit": 2}, [True, False], "cold"),
     ],
 )
-def test_whether_caches_were_filled(inductor, triton, expected):
-    compiling.watch()
-    assert (compiling.cache(), compiling.graphs(), compiling.breaks()) == (None, 0, 0)
-    counters["inductor"].update(inductor)
+def test_cache_state_is_cold_when_a_compiler_missed_its_cache(inductor, triton, expected):
+    compiling.reset()
+    assert (compiling.cache_state(), compiling.graphs(), compiling.graph_breaks()) == (None, 0, 0)
+    compat.compile_counters()["inductor"].update(inductor)
     if triton:
         knobs = pytest.importorskip("triton").knobs
         for hit in triton:  # as Triton calls its listener
             knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=hit)
-    assert compiling.cache() == expected
-    compiling.watch()
+    assert compiling.cache_state() == expected
+    compiling.reset()
 
 
-def test_a_break_is_counted():
-    import torch
-
+def test_a_graph_break_is_counted():
     @torch.compile(backend="eager")
-    def broken(x):
+    def two_graphs(x):
         y = x + 1
         torch._dynamo.graph_break()
         return y * 2
 
-    compiling.watch()
-    broken(torch.ones(2))
-    assert (compiling.graphs(), compiling.breaks()) == (2, 1)
+    compiling.reset()
+    two_graphs(torch.ones(2))
+    assert (compiling.graphs(), compiling.graph_breaks()) == (2, 1)

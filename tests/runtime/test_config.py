@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kernels.registry import impls
-from runtime.config import literal
+from kernels.registry import config_groups, impls
+from runtime.config import quote_exactly
 
 ROOT = Path(__file__).parents[2]
-CHOICES = ", ".join(sorted(path.stem for path in (ROOT / "configs/kernels").iterdir()))
+CHOICES = ", ".join(sorted(config_groups()["kernels"]))
 
 MISTAKES = [
     (["kernels=fast"], f"kernels=fast: no such choice; kernels is one of: {CHOICES}"),
@@ -29,13 +29,13 @@ MISTAKES = [
     (["train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
     (["+train.step=5"], "unknown key train.step; did you mean train.max_steps?"),
     (["++model.n_layers=5"], "unknown key model.n_layers; did you mean model.n_layer?"),
-    (["+flavour=red"], "unknown key flavour; there are: out_dir, init_from, seed, device"),
+    (["+flavour=red"], "unknown key flavour; the keys are: out_dir, init_from, seed, device"),
     (["kernel=eager"], "unknown key kernel; did you mean kernels?"),
     (["train.max_steps=many"], "train.max_steps: Value 'many' of type 'str' could not be converted to Integer"),
     (["train.batch_size=2.5"], "train.batch_size: Value '2.5' of type 'float' could not be converted to Integer"),
     (["model.bias=perhaps"], "model.bias: Value 'perhaps' is not a valid bool"),
     (["attn.impl=null"], "attn.impl: Incompatible value 'None'"),
-    (["~train.batch_size"], "train.batch_size is missing: neither the command line nor a file in configs/ gives it"),
+    (["~train.batch_size"], "train.batch_size is missing: neither the command line nor a file in configs/ sets it"),
     (["train.batch_size=0"], "train.batch_size=0: it must be at least 1"),
     (["train.log_every=0"], "train.log_every=0: it must be at least 1"),
     (["train.max_steps=null", "train.max_minutes=null"], "train.max_steps or train.max_minutes must be set"),
@@ -51,7 +51,7 @@ MISTAKES = [
         "train.block_size: a sequence of 256 is beyond the model's position table of model.block_size=128",
     ),
     (["device=tpu"], "device=tpu: choose auto, cpu, cuda or cuda:N"),
-    (["data=text"], "data=text needs data.path=FILE"),
+    (["data=text"], "data=text needs data.path: a file"),
     (["data=text", "data.path=nowhere"], "data.path=nowhere: no such file or folder"),
     (["data.path=book.txt"], "data.path=book.txt is for your own text: add data=text"),
     (["data.tokenizer=words"], "data.tokenizer=words: choose bytes or gpt2"),
@@ -69,21 +69,21 @@ MISTAKES = [
     (["--nope"], "unrecognized arguments: --nope"),
     (
         ["train.max_steps=[1"],
-        "train.max_steps=[1 is no plain text to Hydra, to which ( ) [ ] { } = , ~ $ and quotes mean",
+        "train.max_steps=[1: Hydra reads ( ) [ ] { } = , ~ $ and quotes as syntax; quote",
     ),
-    (["data=text", "data.path=a(1).txt"], "data.path=a(1).txt is no plain text to Hydra"),
-    (["init_from=~x/y"], "init_from=~x/y is no plain text to Hydra"),
-    (["data.path=a\nb("], "data.path=a b( is no plain text to Hydra"),
-    (["sweep=kernels"], "sweep=kernels: this choice is added to the others, with a plus: +sweep=kernels"),
+    (["data=text", "data.path=a(1).txt"], "data.path=a(1).txt: Hydra reads ( )"),
+    (["init_from=~x/y"], "init_from=~x/y: Hydra reads ( )"),
+    (["data.path=a\nb("], "data.path=a b(: Hydra reads ( )"),
+    (["sweep=kernels"], "sweep=kernels: this group has no default choice; add a choice with a plus: +sweep=kernels"),
     (["+sweep=fast"], "sweep=fast: no such choice; sweep is one of: ablation, attention, batch, kernels"),
     (["+sweep=wandb"], "sweep=wandb is W&B's: run `wandb sweep configs/sweep/wandb.yaml`"),
-    (["sweep.timeout=-1"], "sweep.timeout=-1.0: minutes above 0, or null for no limit"),
+    (["sweep.timeout=-1"], "sweep.timeout=-1.0: it must be minutes above 0, or null"),
     (["smoke"], "smoke: arguments are key=value; --help lists the keys"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
-def test_a_mistake_is_one_line(hotswap, arguments, message):
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
+def test_a_mistake_is_an_error_of_one_line(hotswap, arguments, message):
     code, _, err = hotswap("+experiment=smoke", *arguments)
     assert code == 1
     assert err.startswith(f"error: {message}")
@@ -91,25 +91,25 @@ def test_a_mistake_is_one_line(hotswap, arguments, message):
 
 
 @pytest.mark.parametrize("name", ["a(1).txt", "x~(y.txt", 'say "a".txt', "a=b, c.txt", "a\\(.txt", "${x}(.txt"])
-def test_the_quotes_that_are_advised_do(hotswap, name):
-    """What the message gives, handed over by a shell, is this name."""
+def test_a_name_arrives_unchanged_with_the_quotes_that_the_error_suggests(hotswap, name):
+    """The shell splits the suggestion, and Hydra reads the result as this name."""
     _, _, err = hotswap("+experiment=smoke", "data=text", f"data.path={name}")
-    if "no plain text to Hydra" in err:  # and not Hydra's own line about a comma
-        [_, word] = shlex.split("x " + err.partition("quotes for the shell: ")[2])
-    else:
-        word = f"data.path={literal(name)}"
+    if "Hydra reads ( )" in err:
+        [word] = shlex.split(err.partition("quotes for the shell: ")[2])
+    else:  # Hydra reads a comma as a list, and its own error suggests nothing
+        word = f"data.path={quote_exactly(name)}"
     _, _, err = hotswap("+experiment=smoke", "data=text", word)
     assert err == f"error: data.path={name}: no such file or folder, and nothing matches it as a glob\n"
 
 
-def test_an_unknown_key_inside_a_group_file(hotswap, tmp_path):
+def test_an_unknown_key_in_a_group_file_is_an_error(hotswap, tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "odd.yaml").write_text("{norm: eager, mlp: eager, loss: eager, compile: false, nrm: eager}")
     code, _, err = hotswap("--config-dir", str(tmp_path), "+experiment=smoke", "kernels=odd")
     assert (code, err) == (1, "error: unknown key kernels.nrm; did you mean kernels.norm?\n")
 
 
-def test_no_gpu(hotswap, monkeypatch):
+def test_a_gpu_that_is_missing_is_an_error(hotswap, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     code, _, err = hotswap("+experiment=smoke", "device=cuda")
     assert code == 1
@@ -117,23 +117,20 @@ def test_no_gpu(hotswap, monkeypatch):
     assert "use device=cpu" in err
 
 
-def test_as_a_program(tmp_path):
-    """The same from a shell: the exit code, the stream, and nothing else."""
+def test_the_program_prints_the_error_only(tmp_path):
+    """As a process: exit code 1, the error on stderr, no stdout, and no new file."""
     command = [sys.executable, str(ROOT / "train.py"), "+train.step=5"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: unknown key train.step; did you mean train.max_steps?\n"
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "error: unknown key train.step; did you mean train.max_steps?\n"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_help_shows_groups_backends_and_keys(hotswap):
     code, out, _ = hotswap("--help")
     assert code == 0
-    for shown in (
-        f"kernels: {CHOICES}\n",
-        f"attention  {', '.join(impls('attention'))}\n",
-        "tokens_per_step: 65536",
-        "+experiment=smoke",
-    ):
-        assert shown in out
+    assert f"kernels: {CHOICES}\n" in out
+    assert f"attention  {', '.join(impls('attention'))}\n" in out
+    assert "tokens_per_step: 65536" in out
+    assert "+experiment=smoke" in out

@@ -1,19 +1,20 @@
+"""The figures of the meter, on a clock that the test sets."""
+
 import statistics
 
 import pytest
 import torch
 
-from runtime import device, meter
+from runtime import device, meter, timing
 from runtime.device import BF16_PEAK, Ceiling
 from runtime.meter import WARMUP, Meter
-from runtime.timing import measured_flops
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that is set by hand."""
+    """A clock whose time `now` the test sets."""
 
     class Clock:
         now = 100.0
@@ -29,23 +30,26 @@ def clock(monkeypatch):
 @pytest.fixture
 def ceiling(monkeypatch):
     monkeypatch.setattr(device, "measured_flops", lambda *_: 800e12)
-    monkeypatch.setattr(device, "name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(device, "device_name", lambda _: "NVIDIA H200")
     return Ceiling(CPU, torch.float32, flops_per_token=1e9)
 
 
-def test_medians_leave_warmup_and_evaluations_out(clock, ceiling):
-    """Steps of 1 s after a first of 30 s; laps of 2 steps; an evaluation of 50 s between two of them."""
+def test_figures_leave_out_the_warmup_and_evaluations(clock, ceiling):
+    """The first step takes 30 s, steps 10 and 11 take 3 s each, the others 1 s. An evaluation of 50 s follows step 7.
+
+    After the warm-up there are four intervals of 2 steps.
+    """
     m = Meter(CPU, tokens_per_step=1000, ceiling=ceiling)
+    seconds = {1: 30, 10: 3, 11: 3}
     for step in range(1, 12):
-        clock.now += 30 if step == 1 else 1 if step < 10 else 3
+        clock.now += seconds.get(step, 1)
         if step <= WARMUP or step % 2 == 1:
-            figures = m.lap(step)
+            figures = m.end_interval(step)
         if step == 7:
             clock.now += 50
-            m.restart(step)
+            m.start_interval(step)
     assert figures["perf/step_ms"] == 3000
-    # laps after the warm-up: steps 4 to 5 and 6 to 7 of 1 s, 8 to 9 of 1 s, 10 to 11 of 3 s
-    assert m.seconds == [1, 1, 1, 3]
+    assert m.step_seconds == [1, 1, 1, 3]
     row = m.result()
     assert row["perf/tokens_per_sec"] == 1000
     assert row["perf/tokens_per_sec/p80"] == 1000
@@ -57,36 +61,36 @@ def test_medians_leave_warmup_and_evaluations_out(clock, ceiling):
     assert row["perf/mfu_measured_peak"] == 1000 * 1e9 / 800e12
 
 
-def test_waiting_for_data_is_a_share_of_the_step(clock, ceiling):
+def test_data_wait_is_a_mean_per_step(clock, ceiling):
     m = Meter(CPU, 1000, ceiling)
     clock.now += 1
-    m.lap(WARMUP)
+    m.end_interval(WARMUP)
     for _ in range(4):
         clock.now += 1
-        m.waited += 0.25
-    assert m.lap(WARMUP + 4)["perf/data_wait_ms"] == 250
+        m.data_wait += 0.25
+    assert m.end_interval(WARMUP + 4)["perf/data_wait_ms"] == 250
     assert m.result()["perf/data_wait_ms"] == 250
 
 
-def test_a_run_that_ends_in_its_warmup_has_no_throughput(clock, ceiling):
+def test_there_is_no_throughput_when_the_run_ends_in_its_warmup(clock, ceiling):
     m = Meter(CPU, 1000, ceiling)
     clock.now += 1
-    m.lap(1)
+    m.end_interval(1)
     assert m.result()["perf/tokens_per_sec"] is None
     assert m.result()["perf/mfu"] is None
 
 
-def test_recompilations_are_counted_in_training_only(ceiling):
-    """The first step's graph is no recompilation, nor is what an evaluation compiles; another shape later is."""
+def test_only_graphs_of_later_training_steps_count_as_recompilations(ceiling):
+    """The graphs of the first step and of an evaluation do not count. Steps 3 and 4 have new shapes, and count."""
     torch.compiler.reset()
     f = torch.compile(lambda x: x * 2 + 1, backend="eager", dynamic=False)
     m = Meter(CPU, 1000, ceiling)
     for step, size in enumerate((3, 3, 4, 5), 1):
         f(torch.ones(size))
-        m.lap(step)
+        m.end_interval(step)
         if step == 2:
             f(torch.ones(9))
-            m.restart(step)
+            m.start_interval(step)
     assert m.recompiles == 2
 
 
@@ -103,16 +107,28 @@ def test_recompilations_are_counted_in_training_only(ceiling):
         ("AMD EPYC", None),
     ],
 )
-def test_an_unknown_gpu_has_no_peak(monkeypatch, name, tflops):
-    """The whole name counts: another chip may go by the beginning of it."""
+def test_only_a_gpu_with_a_known_name_has_mfu(monkeypatch, name, tflops):
+    """The whole name must match, because another chip may have a name with the same beginning."""
     monkeypatch.setattr(device, "measured_flops", lambda *_: 1e12)
-    monkeypatch.setattr(device, "name", lambda _: name)
+    monkeypatch.setattr(device, "device_name", lambda _: name)
     ceiling = Ceiling(CPU, torch.float32, flops_per_token=1e9)
-    assert ceiling.figures(1000.0)["perf/mfu"] == (tflops and 1000 * 1e9 / (tflops * 1e12))
+    expected = None if tflops is None else 1000 * 1e9 / (tflops * 1e12)
+    assert ceiling.figures(1000.0)["perf/mfu"] == expected
     assert ceiling.figures(1000.0)["perf/mfu_measured_peak"] == 1.0
     assert all(peak > 1e13 for peak in BF16_PEAK.values())
 
 
-def test_the_measured_peak_is_a_matmul():
-    """On this CPU: above what one scalar core could do (4 GFLOP/s), below a thousand of them."""
-    assert 4e9 < measured_flops(CPU, torch.float32) < 4e14
+def test_measured_flops_and_bandwidth_follow_from_the_seconds_of_a_matmul_and_a_copy(monkeypatch):
+    """Each takes 0.5 s here. A matmul of 1024^3 is 2 x 2^30 FLOP, and a copy of 128 MiB reads and writes 2^27 bytes."""
+    results = []
+
+    def half_a_second(work, device):
+        results.append(work())
+        return 0.5
+
+    monkeypatch.setattr(timing, "median_seconds", half_a_second)
+    assert timing.measured_flops(CPU, torch.bfloat16) == 2**32
+    assert timing.measured_bandwidth(CPU) == 2**29
+    product, copy = results
+    assert (product.shape, product.dtype) == ((1024, 1024), torch.bfloat16)
+    assert (copy.nbytes, bool((copy == 1).all())) == (2**27, True)

@@ -1,16 +1,17 @@
-"""The folder's record when the disk is full."""
+"""A run's row and its log: figures that are not finite, and a full disk."""
 
 from pathlib import Path
 
 import pytest
 
 from runtime.config import UserError
-from runtime.run import Run, finite
+from runtime.run import Run, without_nonfinite
 from runtime.trackers import Tracker
 from tests.test_train import QUICK, config
 
 
 def log_on_a_full_disk(folder):
+    """Log a line to /dev/full, which refuses every write. Closing the file fails too, because it still has the line."""
     with Run(folder, "name", config(*QUICK), Tracker(None)) as run:
         run.begin(kernels={}, env={})
         run.metrics.close()
@@ -18,13 +19,12 @@ def log_on_a_full_disk(folder):
         run.log(1, {"train/loss": 1.0})
 
 
-def test_what_is_no_number_is_null_at_any_depth():
+def test_nan_and_infinity_become_null_at_any_depth():
     row = {"a": float("nan"), "b": {"c": [1.0, float("inf")], "d": "nan"}}
-    assert finite(row) == {"a": None, "b": {"c": [1.0, None], "d": "nan"}}
+    assert without_nonfinite(row) == {"a": None, "b": {"c": [1.0, None], "d": "nan"}}
 
 
-def test_a_full_disk_under_the_log_is_a_line(tmp_path):
-    """/dev/full takes nothing; the line that stays in the buffer fails once more when the file is closed."""
-    with pytest.raises(UserError, match=r"run cannot be written any more: No space left on device; make room, and"):
+def test_log_raises_one_line_when_the_disk_is_full(tmp_path):
+    with pytest.raises(UserError, match=r"run can no longer be written: No space left on device; free some space, and"):
         log_on_a_full_disk(tmp_path / "run")
     assert '"status": "failed: ' in (tmp_path / "run/result.json").read_text()

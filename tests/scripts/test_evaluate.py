@@ -1,4 +1,4 @@
-"""scripts/evaluate.py against the training's own val/loss, and against transformers and the bytes of the text."""
+"""`python -m scripts.evaluate`: compared with the val/loss of training, with transformers, and with counted bytes."""
 
 import json
 import math
@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels.registry import impls, unavailable
+from lab import evaluation
+from model.gpt import GPT
 from scripts import evaluate as script
 from tests.model.test_gpt import SMALL, gpt, hugging_face
 from tests.test_train import QUICK, row
@@ -24,27 +26,28 @@ CONFIG = replace(SMALL, n_layer=1, vocab_size=264, block_size=48)
 
 @pytest.fixture
 def evaluate(called, monkeypatch, tmp_path):
-    """evaluate("checkpoint=run") -> (exit code, stdout, stderr)."""
+    """Run the command in this process: evaluate("checkpoint=run") -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: called("evaluate.py", script.main, "device=cpu", "precision=fp32", *arguments)
 
 
 @pytest.fixture
-def theirs(tmp_path):
-    """A model of Hugging Face's, its folder, and some text: `theirs`, `text`."""
+def hf_model(tmp_path):
+    """A model of transformers, saved in the folder `hf_model`, and a folder `text` with 40 files."""
     model = hugging_face(gpt(CONFIG))
-    model.save_pretrained(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "hf_model")
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text(f"Nº {number}: " + "ein Stück Text, " * (5 + number % 7))
     return model
 
 
-TEXT = "checkpoint=theirs", "data=text", "data.path=text", "data.cache=tokens", "batch_size=4"
+TEXT = "checkpoint=hf_model", "data=text", "data.path=text", "data.cache=tokens", "batch_size=4"
 
 
-def test_is_the_trainings_val_loss(hotswap, evaluate):
-    """The same batches, in the order of a checkpoint's own config, under every attention that runs here."""
+@pytest.mark.exhaustive
+def test_the_loss_equals_the_val_loss_of_training_on_the_same_batches(hotswap, evaluate):
+    """`batches=3` takes the batches of the run's own evaluations, with every attention that runs here."""
     batches = "train.eval_every=4", "train.eval_batches=3", "train.max_steps=4", "train.checkpoint_every=4"
     code, _, err = hotswap(*QUICK, *batches)
     assert (code, err) == (0, "")
@@ -59,26 +62,32 @@ def test_is_the_trainings_val_loss(hotswap, evaluate):
         assert f"loss {row(attn)['val/loss']:.4f} nats a token" in out
 
 
-def test_is_transformers_loss_and_the_texts_bytes(evaluate, theirs, monkeypatch):
-    """Every window once, in sequences of 32: transformers' loss of each token, and bytes counted in the text itself."""
-    kept = []
-    monkeypatch.setattr(script, "open_dataset", lambda cfg, real=script.open_dataset: kept.append(real(cfg)) or kept[0])
+def test_loss_and_bytes_equal_those_of_transformers_and_of_the_text(evaluate, hf_model, monkeypatch):
+    """Every window of 32 tokens counts once: the loss of transformers, and the bytes of the tokens' text."""
+    datasets = []
+    original = evaluation.open_dataset
+
+    def open_dataset(config):
+        datasets.append(original(config))
+        return datasets[-1]
+
+    monkeypatch.setattr(evaluation, "open_dataset", open_dataset)
     code, out, err = evaluate(*TEXT, "block_size=32", "out_dir=run")
     assert code == 0, err
     nats, tokens, size = 0.0, 0, 0
-    theirs.double()
-    for shard in kept[0].val:
+    hf_model.double()
+    for shard in datasets[0].val:
         ids = torch.from_numpy(np.asarray(shard.tokens).astype(np.int64))
         for start in range(0, len(ids) - 32, 32):
             window = ids[start : start + 33]
-            logits = theirs(window[None, :-1]).logits[0]
+            logits = hf_model(window[None, :-1]).logits[0]
             nats += F.cross_entropy(logits, window[1:], reduction="sum").item()
             tokens += 32
             size += len(bytes(i for i in window[1:].tolist() if i < 256))
     result = row("run")
     assert (result["tokens"], result["bytes"]) == (tokens, size)
-    assert size < tokens  # there are ends of text among them
-    assert tokens % (4 * 32)  # and the last batch is smaller
+    assert size < tokens  # some tokens are an end of text, which has no bytes
+    assert tokens % (4 * 32)  # the last batch is smaller
     assert result["val/loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert result["val/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert result["val/bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
@@ -87,9 +96,9 @@ def test_is_transformers_loss_and_the_texts_bytes(evaluate, theirs, monkeypatch)
     assert json.loads(line)["val/bits_per_byte"] == result["val/bits_per_byte"]
 
 
-def test_compiled_is_uncompiled(evaluate, theirs, monkeypatch):
-    """Traced whole; Inductor itself is left out, as test_train.py has it."""
-    monkeypatch.setattr(script.GPT, "compile", lambda self, **how: nn.Module.compile(self, backend="aot_eager", **how))
+def test_the_loss_is_the_same_when_the_model_is_compiled(evaluate, hf_model, monkeypatch):
+    """torch.compile traces the whole model. The backend aot_eager replaces Inductor, as in test_train.py."""
+    monkeypatch.setattr(GPT, "compile", lambda self, **how: nn.Module.compile(self, backend="aot_eager", **how))
     for kernels in ("eager", "compile"):
         code, _, err = evaluate(*TEXT, "batches=2", f"kernels={kernels}", f"out_dir={kernels}")
         assert code == 0, err
@@ -97,26 +106,26 @@ def test_compiled_is_uncompiled(evaluate, theirs, monkeypatch):
     assert row("compile")["val/loss"] == pytest.approx(row("eager")["val/loss"], rel=1e-5)
 
 
-def test_bits_per_byte_by_hand():
-    """A model that knows nothing takes log2 V bits a token; here tokens are of 0 to 9 bytes."""
+def test_bits_per_byte_follow_from_the_vocabulary_when_all_tokens_are_equally_likely():
+    """A model with zero weights needs log2 V bits a token. The tokens of this test have 0 to 9 bytes."""
     model = gpt(CONFIG)
     torch.nn.init.zeros_(model.wte.weight)
     generator = torch.Generator().manual_seed(0)
     batches = [tuple(torch.randint(264, (2, 3, 16), generator=generator)) for _ in range(3)]
     lengths = np.random.default_rng(0).integers(0, 10, 264)
-    figures = script.evaluate(model, iter(batches), lengths, CPU)
+    figures = evaluation.score(model, iter(batches), lengths, CPU)
     size = sum(lengths[i] for _, y in batches for i in y.flatten().tolist())
     assert figures["bytes"] == size
     assert figures["val/bits_per_byte"] == pytest.approx(math.log2(264) * 3 * 3 * 16 / size, rel=1e-6)
-    assert script.evaluate(model, iter(batches), 0 * lengths, CPU)["val/bits_per_byte"] is None
+    assert evaluation.score(model, iter(batches), 0 * lengths, CPU)["val/bits_per_byte"] is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["checkpoint=null"], "checkpoint is missing"),
-        (["checkpoint=theirs"], "theirs does not say what text to evaluate it on: pass data=text"),
-        ([*TEXT, "block_size=49"], "block_size=49: theirs has 48 positions, pass block_size=48 or less\n"),
+        (["checkpoint=hf_model"], "hf_model has no record of its data: pass another, data=text"),
+        ([*TEXT, "block_size=49"], "block_size=49: hf_model has 48 positions, pass block_size=48 or less\n"),
         (
             [*TEXT, "data.path=text/0.txt"],
             "the validation text has 10 tokens, and one sample takes 49 (block_size + 1)",
@@ -125,12 +134,15 @@ def test_bits_per_byte_by_hand():
         (['checkpoint="~nobody-here/x"'], "~nobody-here/x: there can be no such file or folder"),
         ([*TEXT, "batches=0"], "batches=0: it must be at least 1"),
         ([*TEXT, "precision=fp8"], "precision=fp8: choose fp32, amp, bf16"),
-        ([*TEXT, "tokenizer=gpt2"], "tokenizer=gpt2 has 50257 ids, and theirs only 264: name the one of its training"),
+        (
+            [*TEXT, "tokenizer=gpt2"],
+            "tokenizer=gpt2 has 50257 ids, and hf_model only 264: name the one it trained with",
+        ),
         ([*TEXT, "data.path=nowhere"], "nowhere"),
         ([*TEXT, "block=1"], "unknown key block"),
     ],
 )
-def test_mistakes_are_one_line(evaluate, theirs, arguments, message):
+def test_a_mistake_prints_one_line(evaluate, hf_model, arguments, message):
     code, _, err = evaluate(*arguments)
     assert code != 0
     assert err.startswith("error: ")
@@ -138,41 +150,43 @@ def test_mistakes_are_one_line(evaluate, theirs, arguments, message):
     assert err.count("\n") == 1
     assert "model." not in err
     assert "train." not in err
-    assert not Path("out").exists()  # nothing was begun
+    assert not Path("out").exists()  # no run was started
 
 
-def test_data_that_is_no_longer_the_trainings(hotswap, evaluate, tmp_path):
-    """Not without a word; by its name it is a choice like any other."""
+def test_changed_data_is_refused_until_the_command_names_it(hotswap, evaluate, tmp_path):
+    """The error gives the arguments that name the data. With these arguments the changed data is accepted."""
     (tmp_path / "book.txt").write_text("all work and no play " * 500)
-    words = "data=text", "data.path=book.txt"
-    code, _, err = hotswap(*QUICK, *words, "train.max_steps=1", "train.checkpoint_every=1")
+    data = "data=text", "data.path=book.txt"
+    code, _, err = hotswap(*QUICK, *data, "train.max_steps=1", "train.checkpoint_every=1")
     assert (code, err) == (0, "")
     assert evaluate("checkpoint=run", "out_dir=same")[0] == 0
     with open("book.txt", "a") as file:
         file.write("makes Jack a dull boy " * 500)
     code, _, err = evaluate("checkpoint=run", "out_dir=refused")
     assert code == 1
-    assert err.startswith("error: the data of run at step 1 is no longer that of its training (other: train, val): ")
-    command = shlex.split(err.partition(" all the same with ")[2])
-    assert command[:2] == [*words]
+    assert err.startswith("error: the data of run at step 1 changed after its training (different: train, val): ")
+    arguments = shlex.split(err.partition(" on the new data with ")[2])
+    assert arguments[:2] == [*data]
     assert not Path("refused").exists()
-    code, _, err = evaluate("checkpoint=run", *command, "out_dir=chosen")
+    code, _, err = evaluate("checkpoint=run", *arguments, "out_dir=chosen")
     assert (code, err) == (0, "")
     assert row("chosen")["val/loss"] != row("same")["val/loss"]
 
 
-def test_how_much_of_a_text_is_judged(evaluate, theirs):
-    """The held-out share by default, which is told; data.val_fraction=1 is all of it."""
+@pytest.mark.parametrize(
+    ("arguments", "fraction", "smallest_share", "largest_share"),
+    [([], "0.1", 0.01, 0.4), (["data.val_fraction=1"], "1", 1, 1)],
+)
+def test_only_the_validation_share_is_evaluated(evaluate, hf_model, arguments, fraction, smallest_share, largest_share):
+    """The output says how many tokens that is. With data.val_fraction=1 it is the whole text."""
     size = sum(path.stat().st_size + 1 for path in Path("text").iterdir())
-    for fraction, least, most in ((None, 0.01, 0.4), (1, 1, 1)):
-        more = [f"data.val_fraction={fraction}"] if fraction else []
-        code, out, err = evaluate(*TEXT, *more, "block_size=32", f"out_dir=run{fraction}")
-        assert (code, err) == (0, "")
-        told = re.search(
-            r"data +text, bytes: ([\d,]+) validation tokens of ([\d,]+) \(data.val_fraction=(.*)\), in", out
-        )
-        held, every = (int(count.replace(",", "")) for count in told.groups()[:2])
-        assert every == size
-        assert least <= held / every <= most
-        assert told[3] == str(fraction or 0.1)
-        assert row(f"run{fraction}")["tokens"] == (held - 1) // 32 * 32
+    code, out, err = evaluate(*TEXT, *arguments, "block_size=32", "out_dir=run")
+    assert (code, err) == (0, "")
+    summary = re.search(
+        r"data +text, bytes: ([\d,]+) validation tokens of ([\d,]+) \(data.val_fraction=(.*)\), in", out
+    )
+    held_out, total = (int(count.replace(",", "")) for count in summary.groups()[:2])
+    assert total == size
+    assert smallest_share <= held_out / total <= largest_share
+    assert summary[3] == fraction
+    assert row("run")["tokens"] == (held_out - 1) // 32 * 32

@@ -10,20 +10,20 @@ import pytest
 
 from data import open_dataset
 from scripts import prepare
-from tests.data.test_dataset import config
+from tests.data.test_dataset import data_config
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def command(called, monkeypatch, tmp_path):
-    """command("data=text", ...) -> (exit code, stdout, stderr), in this process."""
+    """Run the command in this process: command("data=text", ...) -> (exit code, stdout, stderr)."""
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(500)))
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: called("prepare.py", prepare.main, *arguments, f"data.cache={tmp_path / 'cache'}")
 
 
-def test_prepares_and_says_how_much_how_fast_and_where(command, tmp_path):
+def test_the_command_prints_tokens_speed_and_folder(command, tmp_path):
     code, out, err = command("data=text", "data.path=a.jsonl", "workers=2")
     assert (code, err) == (0, "")
     tokens = sum(len(f"document {i}") + 1 for i in range(500))
@@ -32,42 +32,42 @@ def test_prepares_and_says_how_much_how_fast_and_where(command, tmp_path):
     assert sum(counts) == tokens
     assert re.fullmatch(r"speed    [\d,]+ tokens/s: 500 documents, [\d.]+ s, 2 workers", speed)
     shards = Path(folder.removeprefix("folder   "))
-    dataset = open_dataset(config(tmp_path, path="a.jsonl"))  # what train.py opens
+    dataset = open_dataset(data_config(tmp_path, path="a.jsonl"))  # as train.py does
     assert dataset.train[0].path == shards / "train" / "000000.bin"
-    assert "nothing to do" in command("data=text", "data.path=a.jsonl")[1].splitlines()[1]
+    assert "the shards existed already" in command("data=text", "data.path=a.jsonl")[1].splitlines()[1]
 
 
-def test_plain_lines_where_there_is_no_terminal(command, monkeypatch):
-    monkeypatch.setattr(prepare, "EVERY_SECONDS", 0)
+def test_progress_is_plain_lines_when_there_is_no_terminal(command, monkeypatch):
+    monkeypatch.setattr(prepare, "LINE_SECONDS", 0)
     lines = command("data=text", "data.path=a.jsonl")[1].splitlines()
     assert re.fullmatch(r"500 documents, [\d,]+ tokens, [\d,]+ tokens/s", lines[-4])
 
 
-def test_a_large_set_may_be_prepared_by_hand(command):
+def test_a_data_set_with_prepare_by_hand_is_prepared(command):
     assert command("data=text", "data.path=a.jsonl", "data.prepare=by_hand")[0] == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data=text"], r"error: data=text needs data.path=FILE"),
+        (["data=text"], r"error: data=text needs data.path: a file"),
         (["data=text", "data.path=a.jsonl", "data.column=body"], r"error: .*a.jsonl, line 1: there is no column body"),
         (["data=text", "data.path=a.jsonl", "workers=0"], r"error: workers=0: it must be at least 1"),
         (["data=txet"], r"error: data=txet: no such choice; data is one of: fineweb_edu, hub"),
         (["worker=2"], r"error: unknown key worker; did you mean workers\?"),
     ],
 )
-def test_mistakes_are_one_line(command, arguments, message):
+def test_a_mistake_prints_one_line(command, arguments, message):
     code, _, err = command(*arguments)
     assert code == 1
     assert re.fullmatch(rf"{message}.*\n", err)
 
 
-@pytest.mark.parametrize("sync", [1000, 10**6])
-def test_interrupted_is_a_line_that_comes_true(command, monkeypatch, sync):
-    """It goes on behind what was recorded, a record each `sync` tokens, or it begins again."""
-    monkeypatch.setattr("data.pipeline.SYNC_TOKENS", sync)
-    monkeypatch.setattr("data.pipeline.PIECE", 60)
+@pytest.mark.parametrize("tokens_per_record", [1000, 10**6])
+def test_an_interrupted_preparation_resumes_as_its_message_says(command, monkeypatch, tokens_per_record):
+    """It resumes after the last record. Without a record it starts again."""
+    monkeypatch.setattr("data.pipeline.RECORD_EVERY_TOKENS", tokens_per_record)
+    monkeypatch.setattr("data.pipeline.PIECE_CHARACTERS", 60)
     update = prepare.Progress.__call__
 
     def interrupt(self, documents, tokens):
@@ -79,18 +79,18 @@ def test_interrupted_is_a_line_that_comes_true(command, monkeypatch, sync):
         patch.setattr(prepare.Progress, "__call__", interrupt)
         code, _, err = command("data=text", "data.path=a.jsonl")
     assert code == 130
-    again = command("data=text", "data.path=a.jsonl")[1]
-    if sync == 1000:
-        [recorded] = re.fullmatch(r"interrupted: the same command goes on after (\d+) documents\n", err).groups()
+    second_out = command("data=text", "data.path=a.jsonl")[1]
+    if tokens_per_record == 1000:
+        [recorded] = re.fullmatch(r"interrupted: the same command resumes after (\d+) documents\n", err).groups()
         assert 200 < int(recorded) <= 300
-        assert f"goes on after {recorded} documents" in again
+        assert f"resumes after {recorded} documents" in second_out
     else:
-        assert err == "interrupted: the same command begins again\n"
-        assert "goes on" not in again
+        assert err == "interrupted: the same command starts again\n"
+        assert "resumes" not in second_out
 
 
-def test_a_bar_on_a_terminal(command, monkeypatch):
-    """Without the clutter of one: it is gone at the end, and the last lines stand alone."""
+def test_progress_is_a_bar_on_a_terminal(command, monkeypatch):
+    """The bar disappears at the end, so the last line is the folder."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     code, out, _ = command("data=text", "data.path=a.jsonl")
     assert code == 0
@@ -98,9 +98,9 @@ def test_a_bar_on_a_terminal(command, monkeypatch):
     assert out.splitlines()[-1].startswith("folder   ")
 
 
-def test_help_is_worth_reading():
+def test_help_shows_a_command_and_the_comments_of_keys():
     env = {**os.environ, "COLUMNS": "200"}
-    shown = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "scripts.prepare", "--help"],
         cwd=ROOT,
         env=env,
@@ -108,7 +108,7 @@ def test_help_is_worth_reading():
         text=True,
         timeout=60,
     )
-    assert shown.returncode == 0, shown.stderr
-    assert "python -m scripts.prepare data=tinystories" in shown.stdout
-    assert re.search(r"workers: null +# processes that tokenize", shown.stdout)
-    assert re.search(r"val_fraction: 0.1 +# of the documents is held out", shown.stdout)
+    assert process.returncode == 0, process.stderr
+    assert "python -m scripts.prepare data=tinystories" in process.stdout
+    assert re.search(r"workers: null +# processes that tokenize", process.stdout)
+    assert re.search(r"val_fraction: 0.1 +# share of the documents for validation", process.stdout)

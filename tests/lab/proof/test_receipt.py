@@ -1,11 +1,12 @@
-"""Names of kernels that were seen on an H200, by family; and a step that did not run what it should."""
+"""The families of kernels that were seen on an H200, and a step that did not run the kernel that its row names."""
 
 import pytest
 import torch
 
-from runtime.receipt import family, missing, receipt
+from kernels.registry import OPS, family_patterns, impls
+from lab.proof.receipt import family_of, missing_kernel, profile_step
 
-SEEN = {
+FAMILIES_OF_KERNELS = {
     "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "gemm",
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>": "gemm",
     "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensor": "attention",
@@ -16,7 +17,7 @@ SEEN = {
     "triton_per_fused__softmax_backward_data_view_10": "attention",
     "_fwd_kernel": "attention",
     "_dkdv_kernel": "attention",
-    "_numbers_kernel": "attention",
+    "_lse_delta_kernel": "attention",
     "_attention_bwd_gluon_kernel": "attention",
     "_mlp_gluon_kernel": "mlp",
     "triton_poi_fused_gelu_gelu_backward_view_5": "mlp",
@@ -37,21 +38,26 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "expected"), SEEN.items())
-def test_families(name, expected):
-    assert family(name) == expected
+@pytest.mark.parametrize(("name", "expected"), FAMILIES_OF_KERNELS.items())
+def test_a_kernel_belongs_to_the_family_of_its_op(name, expected):
+    """With its own backend chosen it has the expected family. With another backend it may have no op's family."""
+    backends = [{op: impl} for op in OPS for impl in impls(op)]
+    families = {family_of(name, family_patterns(dict.fromkeys(OPS, "eager") | backend)) for backend in backends}
+    assert expected in families
+    assert families <= {expected, "other", "elementwise and sums"}
 
 
-def test_a_receipt_of_a_step():
-    """On a CPU of operators: all of their time is in the families, most first."""
+def test_a_receipt_has_the_operators_of_a_step_on_a_cpu():
+    """The families have all of their time, and the longest operator comes first."""
     a = torch.randn(200, 200)
-    found = receipt(lambda: torch.nn.functional.gelu(a @ a), torch.device("cpu"))
-    assert {"gemm", "mlp"} <= found["families"].keys()
-    assert found["busy_ms"] == pytest.approx(sum(kernel["ms"] for kernel in found["kernels"]))
-    times = [kernel["ms"] for kernel in found["kernels"]]
+    eager = family_patterns(dict.fromkeys(OPS, "eager"))
+    receipt = profile_step(lambda: torch.nn.functional.gelu(a @ a), torch.device("cpu"), eager)
+    assert {"gemm", "mlp"} <= receipt["families"].keys()
+    assert receipt["busy_ms"] == pytest.approx(sum(kernel["ms"] for kernel in receipt["kernels"]))
+    times = [kernel["ms"] for kernel in receipt["kernels"]]
     assert times == sorted(times, reverse=True)
-    assert {kernel["name"]: kernel["calls"] for kernel in found["kernels"]}["aten::mm"] == 1
-    assert missing(found, {"mlp": ("eager", ("aten::gelu", "aten::mm"))}) is None
-    assert missing(found, {"attention": ("flash (fa4)", ("aten::mm", "FlashAttentionForwardSm"))}) == (
-        "attention is said to be flash (fa4), and no kernel of the profiled step is called like FlashAttentionForwardSm"
+    assert {kernel["name"]: kernel["calls"] for kernel in receipt["kernels"]}["aten::mm"] == 1
+    assert missing_kernel(receipt, {"mlp": ("eager", ("aten::gelu", "aten::mm"))}) is None
+    assert missing_kernel(receipt, {"attention": ("flash (fa4)", ("aten::mm", "FlashAttentionForwardSm"))}) == (
+        "the row says attention=flash (fa4), but no kernel of the profiled step matches FlashAttentionForwardSm"
     )

@@ -1,0 +1,148 @@
+"""Each private part of PyTorch in kernels/compat.py still works and is still needed; a failure names the change."""
+
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import exc
+
+from kernels import compat
+from runtime.compiling import graphs
+
+ROOT = Path(__file__).parents[2]
+
+
+@torch.library.custom_op("hotswap_test::compat_triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+class CountsFormatting:
+    """An argument of an operator that counts how often it is formatted."""
+
+    count = 0
+
+    def __repr__(self) -> str:
+        self.count += 1
+        return "an argument"
+
+
+def public_names(owner, part: str) -> list[str]:
+    return [name for name in dir(owner) if part in name and not name.startswith("_")]
+
+
+def test_python_function_skips_the_dispatcher(monkeypatch):
+    def fail(*_):
+        raise AssertionError("the dispatcher was called")
+
+    function = compat.python_function(triple)
+    monkeypatch.setattr(type(triple), "__call__", fail)
+    assert function(torch.ones(2)).tolist() == [3, 3]
+    with torch.profiler.profile() as profiler:
+        function(torch.ones(2))
+    assert not [event.name for event in profiler.events() if "compat_triple" in event.name]
+
+
+def test_python_function_is_still_needed():
+    """No public attribute of a custom op is its Python function."""
+    function = compat.python_function(triple)
+    public = [name for name in public_names(triple, "") if getattr(triple, name, None) is function]
+    assert not public, f"a custom op has its Python function in {public}: use that in place of python_function()"
+
+
+@pytest.mark.parametrize("name", ["FakeTensorMode", "TorchDispatchMode"])
+def test_modes_still_have_no_public_name(name):
+    public = [module.__name__ for module in (torch, torch.utils, torch.library) if hasattr(module, name)]
+    assert not public, f"{name} is public in {public}: import it from there"
+
+
+def test_nothing_observes_a_plain_call():
+    assert not compat.is_observed()
+
+
+def test_fake_tensor_mode_observes():
+    with compat.FakeTensorMode():
+        assert compat.is_observed()
+    assert not compat.is_observed()
+
+
+@pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_a_profiler_observes(profile):
+    with profile():
+        assert compat.is_observed()
+    assert not compat.is_observed()
+
+
+def test_torch_compile_observes():
+    """The query itself must be in the graph: fullgraph=True raises if it is not."""
+    compiled = torch.compile(lambda x: x + compat.is_observed(), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == 1
+
+
+def test_there_are_still_no_public_queries_for_profilers_and_modes():
+    queries = public_names(torch.profiler, "enabled") + public_names(torch.autograd.profiler, "enabled")
+    for module in (torch, torch.utils, torch.overrides, torch.library):
+        queries += public_names(module, "dispatch_mode")
+    assert not queries, f"PyTorch has the public queries {queries}: use them in is_observed()"
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_storage_id_is_equal_for_tensors_that_share_memory(fake):
+    with compat.FakeTensorMode() if fake else torch.no_grad():
+        a, b = torch.zeros(4), torch.zeros(4)
+        id_of_a, id_of_view, id_of_b = (compat.storage_id(tensor.untyped_storage()) for tensor in (a, a[1:], b))
+        assert id_of_a == id_of_view != id_of_b
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_storage_id_is_still_needed():
+    with compat.FakeTensorMode():
+        addresses = {torch.zeros(4).untyped_storage().data_ptr() for _ in range(2)}
+    assert addresses == {0}, f"fake tensors have addresses ({addresses}): use data_ptr() in place of storage_id()"
+
+
+def test_operator_errors_do_not_format_arguments(monkeypatch):
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", exc.OperatorIssue.operator_str)  # restored after the test
+    compat.shorten_operator_errors()
+    argument = CountsFormatting()
+    error = exc.LoweringException(ValueError("too large"), "the target", [argument], {"key": argument})
+    assert "too large" in str(error)
+    assert "the target" in str(error)
+    assert argument.count == 0, "PyTorch formats arguments elsewhere: change shorten_operator_errors()"
+
+
+def test_shorten_operator_errors_is_still_needed():
+    """A fresh copy of PyTorch's module has no patch."""
+    spec = find_spec("torch._inductor.exc")
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    argument = CountsFormatting()
+    fresh.LoweringException(ValueError("too large"), "the target", [argument], {})
+    assert argument.count, "PyTorch no longer formats the arguments: remove shorten_operator_errors()"
+
+
+def compile_12_lengths():
+    """Compile 12 graphs of one function. fullgraph=True raises at the limit."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + 1, fullgraph=True, dynamic=False, backend="eager")
+    for length in range(2, 14):
+        compiled(torch.zeros(length))
+
+
+def test_allow_graphs_allows_12_graphs():
+    before = graphs()
+    with compat.allow_graphs(12):
+        compile_12_lengths()
+    assert graphs() - before == 12
+
+
+def test_allow_graphs_is_still_needed():
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        compile_12_lengths()
+
+
+def test_the_oldest_supported_torch_has_no_public_limit():
+    """torch 2.13 has torch.compile(recompile_limit=...)."""
+    oldest = '"torch>=2.11,' in (ROOT / "pyproject.toml").read_text()
+    assert oldest, "if torch.compile(recompile_limit=...) exists in the oldest supported torch, remove allow_graphs()"

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from kernels.registry import contract, load
+from lab.bench import attention
+from lab.bench.attention import AttentionShape, measure
+from lab.report.figures import attention_plot
+from lab.report.tables import attention_table
+
+CPU = torch.device("cpu")
+
+
+def shape(**changes):
+    fields = {"batch": 1, "heads": 2, "kv_heads": None, "head_dim": 8, "window": None, "documents": None}
+    return AttentionShape(**fields | {"dtype": "float32"} | changes)
+
+
+def test_a_backend_that_does_not_fit_has_a_row_without_times(monkeypatch, tmp_path):
+    """The clock is fake: 2 ms forward, 5 ms both ways. A backend that is out of memory takes no turns."""
+
+    def fake_times(works, device, rounds):
+        assert {name.split()[0] for name in works} == {"eager"}
+        for work in works.values():
+            work()
+        return {name: [{"forward": 2e-3, "both": 5e-3, "decode": 1e-3}[name.split()[1]]] * rounds for name in works}
+
+    def out_of_memory(**inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 GiB")
+
+    monkeypatch.setattr(attention, "time_in_turns", fake_times)
+    functions = {"eager": load("attention", "eager", CPU), "sdpa": out_of_memory}
+    fits, full = measure(shape(window=7), 24, functions, 3, CPU)
+    cost = contract("attention").cost((1, 24, 2, 8), window=7, dtype=torch.float32)
+    assert (fits["forward/ms"], fits["both/ms"], fits["status"], full["status"]) == (2, 5, "ok", "oom")
+    assert fits["both/tflops"] == pytest.approx((cost["forward"][0] + cost["backward"][0]) / 5e-3 / 1e12)
+    assert fits["decode/ms"] == 1
+    assert fits["error/out"] < 1e-6
+    assert "both/ms" not in full
+    fits["both/peak_gib"] = 0.25
+    last_line = attention_table([fits, full]).splitlines()[-1]
+    assert [cell.strip() for cell in last_line.strip("|").split("|")] == ["24", "5.00 ms, 0.25 GiB", "oom"]
+    assert attention_plot([fits, full], tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_wrong_answer_has_no_speed():
+    """The wrong kernel doubles q."""
+    eager = load("attention", "eager", CPU)
+    functions = {"eager": eager, "sdpa": lambda q, k, v, **rest: eager(2 * q, k, v, **rest)}
+    right, wrong = measure(shape(documents=9), 24, functions, 1, CPU)
+    assert right["both/ms"] > 0
+    assert wrong["status"].startswith("wrong: error/out is ")
+    assert not [key for key in wrong if key.endswith("/ms")]
+
+
+@pytest.mark.parametrize(("length", "limits"), [(1, {}), (24, {"window": 1}), (24, {"documents": 1})])
+def test_gradients_that_are_zero_are_right(length, limits):
+    """If a query sees one key, its softmax is 1, and dq and dk are zero but for rounding."""
+    functions = {name: load("attention", name, CPU) for name in ("eager", "sdpa")}
+    for row in measure(shape(**limits), length, functions, 1, CPU):
+        assert row["status"] == "ok", row
+
+
+def test_the_table_has_the_newest_shape_only():
+    row = {"T": 64, "impl": "eager", "both/ms": 1.0, "status": "ok", **vars(shape())}
+    rows = [{**row, "T": 128}, {**row, "batch": 4}, row, {**row, "both/ms": 2.0}]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in attention_table(rows).splitlines()[2:]]
+    assert cells == [["64", "2.00 ms"], ["128", "1.00 ms"]]

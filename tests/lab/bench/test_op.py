@@ -1,0 +1,111 @@
+import json
+
+import pytest
+import torch
+
+from kernels.registry import OPS, Unavailable, contract, load
+from lab.bench import op as bench
+from runtime.timing import time_in_turns
+
+CPU = torch.device("cpu")
+SMALL = {"norm": "many_rows", "mlp": "one_row", "loss": "one_row", "attention": "one_head"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_row_has_the_times_the_rates_and_the_share_of_the_floor(op, monkeypatch):
+    """The clock is fake: 2 ms forward, 5 ms both ways, a floor of 1 ms each way."""
+
+    def fake_times(works, device, rounds):
+        for work in works.values():
+            work()
+        ms = {"forward": 2.0, "both": 5.0}
+        return {name: [1e-3 if "floor" in name else ms[name.split()[1]] / 1e3] * rounds for name in works}
+
+    monkeypatch.setattr(bench, "time_in_turns", fake_times)
+    case = SMALL.get(op, next(iter(contract(op).CASES)))
+    [row], reasons = bench.measure(op, case, ["eager"], "float32", 3, CPU)
+    module = contract(op)
+    cost = module.cost(**module.CASES[case], dtype=torch.float32)
+    assert reasons == {}
+    assert (row["forward/ms"], row["backward/ms"], row["both/ms"]) == pytest.approx((2, 3, 5))
+    assert row["both/tflops"] == pytest.approx(sum(flops for flops, _ in cost.values()) / 5e-3 / 1e12)
+    assert row["forward/tb_per_s"] == pytest.approx(cost["forward"][1] / 2e-3 / 1e12)
+    assert row["both/of_floor"] == (None if op == "attention" else pytest.approx(2 / 5))
+    assert 0 < row["error/gradients"] < 1e-5
+    assert json.loads(json.dumps(row)) == row
+    assert f"{row['both/ms']:.3f}" in bench.table([row])
+
+
+def test_errors_are_relative_to_the_exact_result():
+    """A result that is 0.1% too large has an error of 1e-3 in the outputs and in the gradients."""
+
+    def too_large(**inputs):
+        y, stream = load("norm", "eager", CPU)(**inputs)
+        return 1.001 * y, 1.001 * stream
+
+    errors = bench.errors(too_large, contract("norm"), contract("norm").CASES["many_rows"], torch.float32, CPU)
+    assert errors["error/out"] == pytest.approx(1e-3, rel=1e-2)
+    assert errors["error/gradients"] == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 5}, {"documents": (20, 4, 16)}, {"kv_heads": 1}])
+def test_errors_of_attention_by_its_last_queries(limits):
+    """In float32 the error is tiny. Values that are 0.1% off show in the output and in their gradient."""
+    module, shape = contract("attention"), {"shape": (2, 40, 2, 8), **limits}
+    attention = load("attention", "eager", CPU)
+
+    def wrong(q, k, v, **rest):
+        return attention(q, k, 1.001 * v, **rest)
+
+    right_errors = bench.errors(attention, module, shape, torch.float32, CPU)
+    wrong_errors = bench.errors(wrong, module, shape, torch.float32, CPU)
+    assert max(right_errors.values()) < 1e-6
+    assert wrong_errors == pytest.approx({"error/out": 1e-3, "error/gradients": 1e-3}, rel=0.05)
+
+
+def test_backend_without_an_argument_of_the_shape_is_left_out(monkeypatch):
+    """triton_naive has no window. If it is chosen by name, that is an error."""
+
+    def fail(**inputs):
+        raise AssertionError("it was called")
+
+    functions = {"triton_naive": fail, "eager": load("attention", "eager", CPU)}
+    monkeypatch.setattr(bench, "contestants", lambda *_: dict(functions))
+    rows, reasons = bench.measure("attention", "window", [], "float32", 3, CPU)
+    assert [row["impl"] for row in rows] == ["eager"]
+    assert reasons["triton_naive"].startswith("attention=triton_naive cannot run")
+    with pytest.raises(Unavailable, match="triton_naive"):
+        bench.measure("attention", "window", ["triton_naive", "eager"], "float32", 3, CPU)
+
+
+@pytest.mark.parametrize("op", ["mlp", "loss"])
+def test_floor_has_the_flops_of_the_cost(op):
+    module = contract(op)
+    for shape in module.SHAPES.values():
+        cost, products = module.cost(**shape), module.products(**shape)
+        for way in ("forward", "backward"):
+            assert sum(2 * m * k * n for m, k, n in products[way]) == cost[way][0]
+    small = module.CASES[SMALL[op]]
+    works = bench.floors(module, small, torch.float32, CPU)
+    assert [tensor.shape for tensor in works["floor forward"]()] == [
+        (m, n) for m, _, n in module.products(**small)["forward"]
+    ]
+
+
+def test_floor_of_norm_moves_the_bytes_of_the_cost():
+    module = contract("norm")
+    shape = module.CASES["768"]
+    copied = bench.floors(module, shape, torch.float32, CPU)["floor backward"]()
+    assert abs(2 * copied.nbytes - module.cost(**shape, dtype=torch.float32)["backward"][1]) <= 1
+
+
+def test_time_in_turns_reverses_the_order_in_every_second_round():
+    order = []
+    works = {name: lambda name=name: order.append(name) for name in "ab"}
+    samples = time_in_turns(works, CPU, rounds=2, seconds=0)
+    assert order[-4:] == ["a", "b", "b", "a"]
+    assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
+
+
+def test_as_list():
+    assert (bench.as_list(None), bench.as_list("a"), bench.as_list(["a", 1])) == ([], ["a"], ["a", "1"])

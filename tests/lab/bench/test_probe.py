@@ -1,0 +1,70 @@
+"""Statuses of backends that are right, wrong, unavailable or broken, from processes of their own."""
+
+import re
+
+import pytest
+import torch
+
+from kernels.registry import OPS, Unavailable, backend, contract
+from lab.bench.probe import Probe, matrix_probes, probe_status, run_probes
+
+CPU = torch.device("cpu")
+NORM = Probe("norm", "eager", {"shape": (3, 64)}, torch.float32)
+
+
+def test_another_process_continues_after_a_failure():
+    bad = NORM._replace(shape={"shapes": (3, 64)})
+    first, second = run_probes([[NORM, bad, NORM], [NORM]], CPU, limit=60)
+    assert [status.partition(":")[0] for status in first] == ["ok", "failed", "ok"]
+    assert re.match(r"failed: TypeError: .* 'shapes'", first[1])
+    assert len(second) == 1
+
+
+class Half(torch.autograd.Function):
+    """The identity, with half of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx / 2
+
+
+def test_eager_is_compared_with_the_formula(monkeypatch):
+    """Eager is the baseline of the other backends, so a comparison with itself would say nothing."""
+    module = backend("norm", "eager")
+    right = module.norm
+    assert probe_status(NORM, CPU) == f"ok: torch {torch.__version__}"
+    monkeypatch.setattr(module, "norm", lambda x, residual, weight, bias: right(x, residual, weight, bias, eps=0.1))
+    assert probe_status(NORM, CPU).startswith("wrong: out0: error ")
+    monkeypatch.setattr(module, "norm", lambda x, *rest, **more: right(Half.apply(x), *rest, **more))
+    assert probe_status(NORM, CPU).startswith("wrong: d_x: error ")
+    assert probe_status(NORM._replace(backward=False), CPU).startswith("ok: ")
+
+
+def test_a_backend_that_refuses_is_unavailable(monkeypatch):
+    """It refuses by raising Unavailable, or because it lacks an argument."""
+
+    def refuses(*inputs, **more):
+        raise Unavailable("norm=eager takes no fp8")
+
+    monkeypatch.setattr(backend("norm", "eager"), "norm", refuses)
+    assert probe_status(NORM, CPU) == "unavailable: norm=eager takes no fp8"
+    monkeypatch.setattr(backend("attention", "eager"), "attention", lambda q, k, v, *, causal=True, scale=None: q)
+    status = probe_status(Probe("attention", "eager", {"shape": (1, 8, 2, 16), "window": 3}, torch.float32), CPU)
+    assert re.match(r"unavailable: attention=eager cannot run this: .* takes no window .*: choose attn=", status)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_matrix_has_every_size(op):
+    columns = matrix_probes(op, "eager", torch.device("cuda"))
+    sizes = [int(size) for size in contract(op).SIZES]
+    assert [int(size) for size in columns["bf16"]] == sizes
+    assert columns["compile"]["bf16"].compiled
+    probes = [probe for values in columns.values() for probe in values.values()]
+    assert {probe.shape["shape"][-1] for probe in probes} >= set(sizes)
+    for probe in probes:
+        if probe.shape["shape"][-1] <= 768:
+            assert contract(op).inputs(**probe.shape, dtype=probe.dtype)

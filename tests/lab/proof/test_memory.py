@@ -1,0 +1,197 @@
+"""Predictions of lab/proof/memory.py, compared with what PyTorch's autograd and allocator report for real tensors."""
+
+import gc
+import json
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from kernels.compat import TorchDispatchMode
+from kernels.registry import unavailable
+from lab.context import attempt
+from lab.proof.memory import simulate
+from model.gpt import PRECISIONS
+from model.step import train_step
+from runtime.config import parse
+from runtime.device import GIB
+from scripts.max_context import ROOT, Config
+
+CPU = torch.device("cpu")
+TRITON = "kernels=triton", "model.n_layer=1"  # its interpreter is slow
+LEAN = "kernels.norm=triton_recompute", "kernels.mlp=triton_recompute", "kernels.loss=triton_whole"
+
+
+def config(*overrides):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        words = "model=tiny", "model.n_layer=2", "device=cpu", "mode=train", "memory_gib=1", *overrides
+        return parse(compose("max_context", overrides=list(words)), Config)
+
+
+def skip_if_unavailable(overrides):
+    """Skip the test if it needs Triton's interpreter, which is off if there is a GPU."""
+    if "kernels=triton" in overrides and (reason := unavailable("norm", "triton", CPU)):
+        pytest.skip(reason)
+
+
+def predict_bytes(cfg, length):
+    """Return the predicted bytes of each part."""
+    prediction = attempt.predict(cfg.recipe, cfg.mode, length, CPU)
+    assert prediction.pop("opaque") == []
+    return {name.removesuffix("_gib"): gib * GIB for name, gib in prediction.items()}
+
+
+class CollectGarbage(TorchDispatchMode):
+    """Frees the memory of arguments after each of our ops. Triton's interpreter keeps it in reference cycles."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "hotswap":
+            gc.collect()
+        return out
+
+
+def allocated_peak(work, trace):
+    """Return the peak bytes of PyTorch's allocator while `work` runs, by PyTorch's profiler."""
+    gc.collect()
+    gc.freeze()  # a collection then takes no time
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, CollectGarbage():
+        work()
+    gc.unfreeze()
+    profiler.export_chrome_trace(str(trace))
+    now = peak = 0
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if event["name"] == "[memory]":
+            now += event["args"]["Bytes"]
+            peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("attn=eager", "model.pos=rope"),
+        ("model.checkpointing=block", "model.n_layer=4", "model.n_kv_head=1"),
+        ("model.window=100", "model.bias=false"),
+        pytest.param(TRITON, marks=pytest.mark.exhaustive),
+        pytest.param((*TRITON, *LEAN, "model.checkpointing=block", "attn=eager"), marks=pytest.mark.exhaustive),
+    ],
+    ids=" ".join,
+)
+def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tmp_path):
+    """The prediction is right to the byte. It covers forward, backward, clip, AdamW, and memory inside custom ops."""
+    skip_if_unavailable(overrides)
+    cfg, length = config("precision=fp32", *overrides), 256
+
+    def work():
+        model, optimizer, batch = attempt.build_trainer(cfg.recipe, length, CPU)
+        optimizer.state()
+        train_step(model, optimizer, [batch], 1e-3)
+
+    work()  # the first call makes allocations that later calls do not repeat
+    random_state = 5056 if cfg.model.checkpointing == "block" else 0  # a checkpoint saves it
+    error = allocated_peak(work, tmp_path / "trace.json") - predict_bytes(cfg, length)["peak"]
+    assert 0 <= error <= 64 + random_state  # 64 bytes of scalars
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *[(f"precision={precision}", "attn=sdpa") for precision in PRECISIONS],
+        *[(f"precision={precision}", "attn=eager", "model.pos=rope") for precision in PRECISIONS],
+        ("precision=fp32", "kernels=triton"),  # in other dtypes Triton's interpreter is wrong
+    ],
+    ids=" ".join,
+)
+def test_predicted_activations_are_the_tensors_that_autograd_saves(overrides, checkpointing):
+    skip_if_unavailable(overrides)
+    cfg = config(f"model.checkpointing={checkpointing}", *overrides)
+    model, _, batch = attempt.build_trainer(cfg.recipe, 72, CPU)
+    inputs = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
+    saved = {}  # address -> bytes
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(*batch)
+    saved_bytes = sum(size for address, size in saved.items() if address not in inputs)
+    if checkpointing == "block" and cfg.model.pos == "rope":  # no block saves rope's table, and the backward reads it
+        saved_bytes += 4 * 72 * cfg.model.n_embd // cfg.model.n_head
+    saved_bytes += 2 * loss.nbytes  # the loss, and train_step's sum of losses
+    assert predict_bytes(cfg, 72)["activations"] == saved_bytes
+
+
+@pytest.mark.parametrize(("precision", "stored", "state"), [("fp32", 4, 8), ("amp", 4, 8), ("bf16", 2, 12)])
+def test_predicted_weights_gradients_and_optimizer_state(precision, stored, state):
+    """In bytes a parameter. The optimizer has the moments, the masters of bf16 weights, and some scalars."""
+    cfg = config(f"precision={precision}")
+    model, _, _ = attempt.build_trainer(cfg.recipe, 128, CPU)
+    count, tensors = sum(w.numel() for w in model.parameters()), len(list(model.parameters()))
+    parts = predict_bytes(cfg, 128)
+    assert (parts["weights"], parts["gradients"]) == (stored * count, 4 * count)
+    assert 0 < parts["optimizer"] - state * count <= 4 * tensors + 16
+
+
+def test_predicted_activations_are_linear_in_T_except_for_scores():
+    """Attention that writes scores adds a part in T^2. Checkpoints take less than half of the part in T."""
+
+    def coefficients(*overrides):
+        """Return the bytes of activations as (coefficient of T, coefficient of T^2)."""
+        a, b, c = (predict_bytes(config(*overrides), length)["activations"] for length in (1024, 2048, 3072))
+        quadratic = (c - 2 * b + a) / 2 / 1024**2
+        return (b - a) / 1024 - quadratic * 3 * 1024, quadratic
+
+    linear, quadratic = coefficients("attn=sdpa", "precision=amp")
+    assert abs(quadratic) < 1e-6
+    assert coefficients("attn=eager", "precision=amp")[1] > 2 * 2 * 4  # probabilities: layers, bytes and heads
+    assert coefficients("precision=amp", "model.checkpointing=block")[0] < linear / 2
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("fp32", 4), ("amp", 4), ("bf16", 2)])
+def test_a_checkpoint_saves_one_tensor_a_block(precision, itemsize):
+    """The tensor is the residual stream, of 128 channels. The random state before the block may come on top."""
+    three_blocks, four_blocks = (
+        predict_bytes(config(f"precision={precision}", "model.checkpointing=block", f"model.n_layer={layers}"), 1024)
+        for layers in (3, 4)
+    )
+    assert four_blocks["activations"] - three_blocks["activations"] - 1024 * 128 * itemsize in (0, 5056)
+
+
+def test_predicted_peak_of_generation_is_weights_cache_and_a_prefill():
+    cfg = config("mode=generate", "precision=bf16")
+    parts = predict_bytes(cfg, 1000)
+    rows = 1088  # 1000 + 64, rounded up to a multiple of 64
+    assert parts["kv_cache"] == 2 * 2 * rows * 128 * 2
+    assert 0 < parts["peak"] - parts["weights"] - parts["kv_cache"] < 1000 * 128 * 40
+
+
+def test_an_op_whose_allocations_are_not_seen_is_named():
+    @torch.library.custom_op("hotswap_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    double.register_fake(torch.empty_like)
+    with simulate(CPU) as usage:
+        x = torch.zeros(1000)
+        y = double(x)
+        assert (usage.now, usage.peak, usage.opaque) == (8000, 8000, {"hotswap_test::double"})
+        del x, y
+        assert (usage.now, usage.peak) == (0, 8000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("choice", ["kernels=eager", "kernels=triton", "kernels=triton model.checkpointing=host"])
+def test_predicted_peak_on_a_gpu(choice):
+    """The prediction is within 10% of 3 GiB. It does not count the workspaces of cuBLAS and cuDNN."""
+    size = "model=gpt2_124m", "model.n_layer=12", "precision=bf16", "memory_gib=null"
+    cfg, device = config(*size, *choice.split(), "device=cuda"), torch.device("cuda")
+    predicted = attempt.predict(cfg.recipe, cfg.mode, 8192, device)["peak_gib"]
+    measured = attempt.run_attempt(cfg.recipe, cfg.mode, 8192, None, device)["peak_gib"]
+    assert predicted == pytest.approx(measured, rel=0.1)

@@ -1,0 +1,52 @@
+"""The arithmetic of parity, on gradients and losses with a known error."""
+
+import torch
+
+from lab.proof import parity
+
+
+def first_steps(gradient, losses=None):
+    losses = torch.linspace(10, 9, parity.STEPS, dtype=torch.float64) if losses is None else losses
+    return {"losses": losses, "weight": parity.sketch("weight", gradient)}
+
+
+def test_sketches_are_as_far_apart_as_their_gradients():
+    """The length of a sketch of BUCKETS sums has a noise of sqrt(1 / (2 BUCKETS)) = 2.2%."""
+    torch.manual_seed(0)
+    truth = torch.randn(1000, 1000)
+    for size in (1e-1, 1e-3):
+        noise = size * torch.randn_like(truth)
+        _, distance = parity.distance(first_steps(truth + noise), first_steps(truth))
+        exact = (noise.norm() / truth.norm()).item()
+        assert abs(distance / exact - 1) < 4 * 0.022 * 2**0.5  # both lengths have this noise
+    short = torch.randn(parity.BUCKETS)
+    assert torch.equal(parity.sketch("bias", short), short)
+
+
+def test_signs_of_a_sketch_depend_on_the_name_of_the_parameter():
+    """With equal signs, equal errors in two parameters could cancel."""
+    torch.manual_seed(0)
+    gradient = torch.randn(5000)
+    assert torch.equal(parity.sketch("a", gradient), parity.sketch("a", gradient.clone()))
+    assert not torch.equal(parity.sketch("a", gradient), parity.sketch("b", gradient))
+
+
+def test_the_bound_follows_the_rounding_of_eager_pytorch():
+    """A run as far off as eager PyTorch in its precision is ok. A run five times as far off, or with NaN, is not."""
+    torch.manual_seed(0)
+    truth, noise = torch.randn(4096), 1e-2 * torch.randn(4096)
+    losses = torch.full((parity.STEPS,), 9.0, dtype=torch.float64)
+    loss_noise = 1e-2 * torch.randn(parity.STEPS, dtype=torch.float64)
+    reference, rounded = first_steps(truth, losses), first_steps(truth + noise, losses + loss_noise)
+
+    def judge(gradient_error, loss_error):
+        return parity.judge(first_steps(truth + gradient_error, losses + loss_error), reference, rounded)
+
+    assert judge(noise.flip(0), loss_noise.flip(0))["ok"]
+    assert not judge(5 * noise, loss_noise)["ok"]
+    assert not judge(noise, 5 * loss_noise)["ok"]
+    assert not judge(noise * float("nan"), loss_noise)["ok"]
+    assert not judge(noise, loss_noise * float("nan"))["ok"]
+    assert "the first 20 losses are off by" in parity.why_wrong(judge(noise, 5 * loss_noise))
+    assert parity.why_wrong(judge(noise, loss_noise)) is None
+    assert parity.why_wrong({"ok": None, "why": "the run resumes from a checkpoint"}) is None

@@ -1,0 +1,102 @@
+"""The rows of a folder become choices with names, comparisons and colours, and unreadable files are reported."""
+
+import json
+
+import pytest
+
+from kernels.registry import OPS, impls
+from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
+from lab.report.bench_panels import MARK_OF_OP
+from lab.report.choices import rerun_command
+from lab.report.colours import choice_colours, part_colours
+from lab.report.panels import tradeoff_figure
+from lab.report.source import read_source
+from lab.sweep import compare
+from runtime.config import UserError
+from scripts import report
+from tests.lab.report.sample_rows import make_config, make_row, write_row, write_sweep
+
+
+def test_choices_that_differ_in_kernels_alone_are_compared(tmp_path):
+    source = read_source(write_sweep(tmp_path / "sweep"))
+    groups = {}
+    for choice in source.measured_choices:
+        groups.setdefault((choice.model, choice.precision), []).append(choice)
+        base = choice.comparison.base
+        assert (base.model, base.precision) == (choice.model, choice.precision)
+        assert not choice.comparison.differs
+        assert choice.comparison.ratio == compare.ratio(choice.rows, base.rows)
+    assert [len(group) for group in groups.values()] == [5, 5, 2]
+    names = {(choice.name, choice.precision): choice for choice in source.measured_choices}
+    assert names["triton · sdpa", "bf16"].comparison.base.name == "eager · sdpa"
+
+
+def test_force_compares_all_choices_and_names_what_differs(tmp_path):
+    source = read_source(write_sweep(tmp_path / "sweep"), force=True)
+    other = next(choice for choice in source.measured_choices if choice.precision == "bf16" and choice.model == "124M")
+    assert other.comparison.base is source.choices[0]
+    assert other.comparison.differs == ["precision: bf16, baseline amp"]
+    assert other.comparison.short.endswith(", other precision")
+
+
+def test_a_choice_alone_at_its_settings_is_not_compared(tmp_path):
+    write_row(tmp_path / "1", make_row())
+    write_row(tmp_path / "2", make_row(seed=1) | {"world_size": 2})
+    measured = read_source(tmp_path).measured_choices
+    assert {choice.comparison_text for choice in measured} == {"baseline", "not compared: other GPUs"}
+    assert {choice.qualifier for choice in measured} == {"1 GPU", "2 GPUs"}
+
+
+def test_a_copied_command_does_not_name_the_folder_of_the_first_run():
+    words = "python train.py seed=2", """'out_dir="out/w 1/2 (a=b)"'""", """'logger.group="w 1"'""", "train.resume=auto"
+    assert rerun_command({"command": " ".join(words)}) == "python train.py seed=2"
+
+
+def test_forty_choices_look_different(tmp_path):
+    """All presets with all attentions are about forty choices. 14 colours and 4 symbols distinguish them."""
+    for number in range(40):
+        write_row(tmp_path / str(number), make_row() | {"config": make_config(attn=f"attention{number}")})
+    measured = read_source(tmp_path).measured_choices
+    traces = tradeoff_figure(measured, choice_colours(choice.name for choice in measured))["data"]
+    looks = [(trace["marker"]["color"], trace["marker"]["symbol"]) for trace in traces if trace["mode"] == "markers"]
+    assert len(looks) == len(set(looks)) == 40
+
+
+def test_every_backend_has_a_colour_of_its_own():
+    """This holds for any number of choices. A backend has the colour of the first choice with its kernels."""
+    colours = choice_colours((f"triton · {number}" for number in range(20)), impls("attention"))
+    assert colours["triton"] == colours["triton · 0"]
+    assert len({colours[impl] for impl in impls("attention")}) == len(impls("attention"))
+
+
+def test_every_kernel_family_has_a_colour_and_every_op_a_symbol():
+    families = [*BEFORE_OPS, *OPS, *AFTER_OPS]
+    assert len(set(part_colours(families).values())) == len(families) + 1  # and "other"
+    assert set(MARK_OF_OP) == set(OPS)
+    assert len(set(MARK_OF_OP.values())) == len(OPS)
+
+
+def test_a_file_that_cannot_be_read_is_named(called, tmp_path):
+    for name, text in {"1": json.dumps(make_row()), "2": json.dumps(make_row())[:99], "3": "[1]"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(text)
+    assert called("report.py", report.main, tmp_path)[0] == 0
+    sentence = f"Left out, because they cannot be read: {tmp_path}/2/result.json, {tmp_path}/3/result.json."
+    assert sentence in (tmp_path / "report.md").read_text()
+    (tmp_path / "kernels.jsonl").write_bytes(b"\xff\xfe\x00")
+    code, _, err = called("report.py", report.main, tmp_path)
+    reason = "line 1 is not a row: it was cut short or changed; delete the line"
+    assert (code, err) == (1, f"error: {tmp_path}/kernels.jsonl: {reason}\n")
+
+
+def test_a_mistake_is_one_line(called, tmp_path):
+    with pytest.raises(UserError, match="name the folder of a sweep"):
+        read_source(tmp_path)
+    write_row(tmp_path / "evaluation", {"name": "evaluation", "status": "ok", "config": {"checkpoint": "out/mine"}})
+    with pytest.raises(UserError, match="no rows of training"):
+        read_source(tmp_path / "evaluation")
+    code, out, err = called("report.py", report.main, tmp_path / "none")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert called("report.py", report.main, "--wandb")[0] > 0

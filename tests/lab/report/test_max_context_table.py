@@ -1,0 +1,38 @@
+"""The table of the longest contexts shows the searches of scripts.max_context."""
+
+import json
+
+from lab import rows as lab_rows
+from lab.report.max_context_table import max_context
+from lab.report.readmes import fill
+
+
+def test_newest_row_of_each_choice_longest_first(monkeypatch, tmp_path):
+    """The rows have a window, a prediction, a search that time ended, and a search that found no length."""
+    choice = {"kernels": {"norm": "triton", "mlp": "triton", "loss": "triton", "compile": False}, "precision": "bf16"}
+    row = {"config": choice | {"model": {"pos": "rope", "checkpointing": "none"}}, "parameters": 123_689_472}
+    row |= {"kernels": {"attention": "sdpa (cudnn, torch 2.11.0)"}, "memory_gib": 139.8}
+    row |= {"context/max_train": None, "context/train/limit": "oom", "context/max_generate": 4096}
+    other = json.loads(json.dumps(row))
+    other["config"]["model"]["checkpointing"] = "block"
+    other |= {"context/max_train": 2**19, "context/train/seconds": 1.234, "context/train/peak_gib": 130.0}
+    slow = other | {"context/train/window": 4096, "context/train/seconds_of_full_attention": 12.3456}
+    slow |= {"context/train/prediction": {"peak_gib": 129}, "context/max_generate": None}
+    attention_kept = json.loads(json.dumps(other)) | {"context/max_train": 2**18}
+    attention_kept["config"]["model"]["keep_attention"] = True
+    attention_kept["context/generate/limit"] = "timeout"
+    windowed = json.loads(json.dumps(row)) | {"context/max_generate": None, "status": "stopped: SIGINT"}
+    windowed["config"]["model"] |= {"window": 64, "n_kv_head": 4}
+    monkeypatch.setattr(lab_rows, "RESULTS", tmp_path)
+    assert "No rows yet" in max_context("h200")
+    lab_rows.append_rows(tmp_path / "h200" / "context.jsonl", [row, other, slow, attention_kept, windowed])
+    lines = fill("<!-- max_context: h200 -->\n<!-- end -->").splitlines()[3:-1]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    who = ["124M", "bf16", "triton", "sdpa (cudnn)"]
+    seconds = "12.3, by shorter ones; 1.23 with window 4096"
+    assert cells == [
+        [*who, "rope", "block", "139.8", "**524,288**", seconds, "130.00 (129.00)", ""],
+        [*who, "rope", "block, attention kept", "139.8", "**262,144**", "1.23", "130.00", "4,096 or more"],
+        [*who, "rope", "none", "139.8", "oom", "", "", "4,096"],
+        [*who, "rope, window 64, 4 K/V heads", "none", "139.8", "oom", "", "", "stopped"],
+    ]

@@ -1,0 +1,306 @@
+"""The page of a report shows its rows in a real browser, and the files beside it are complete."""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lab.report.page import write_report
+from lab.sweep import compare
+from scripts import report
+from tests.lab.report.sample_rows import SPEEDS, make_row, write_row, write_sweep
+
+pytestmark = pytest.mark.exhaustive
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Write the report of a sweep, and return what was read from the sweep's folder."""
+    folder = write_sweep(tmp_path_factory.mktemp("report") / "mine")
+    files, source = write_report(folder)
+    assert [file.name for file in files] == ["report.html", "report.md", "speed.png", "roofline.png", "attention.png"]
+    assert all(file.stat().st_size for file in files)
+    assert files[0].stat().st_size < 6e6
+    return source
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def open_page(browser):
+    """open_page(folder, ...) opens the folder's report in a tab, with all filters off.
+
+    The test fails if the page loads anything from a network, or prints an error.
+    """
+    contexts, requests, errors = [], [], []
+
+    def open_page(folder, width=1280, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **options)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.on("console", lambda message: errors.append(message.text))
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.goto((folder / "report.html").as_uri())
+        for selector in ("#model", "#precision"):
+            if tab.is_visible(selector):
+                tab.select_option(selector, "")
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in requests), requests
+    assert not errors
+
+
+def drawn_traces(tab):
+    """Return the id of each panel -> its traces in Plotly."""
+    return tab.evaluate(
+        """() => Object.fromEntries([...document.querySelectorAll(".plot")].map((plot) => [
+            plot.parentElement.id,
+            (plot.parentElement.classList.contains("empty") ? [] : plot.data).map(
+                ({ name, x, y, text, customdata, meta, marker }) => ({ name, x, y, text, customdata, meta, marker })),
+        ]))"""
+    )
+
+
+def test_every_panel_shows_its_rows(source, open_page):
+    traces = drawn_traces(open_page(source.folder))
+    measured, rows = source.measured_choices, [choice.row for choice in source.measured_choices]
+    assert len(measured) == 12
+    assert traces["speed"][0]["x"] == [choice.speed for choice in measured]
+    two_runs = measured[0]
+    assert two_runs.speed == statistics.fmean(row["perf/tokens_per_sec"] for row in two_runs.rows)
+    assert sorted(two_runs.spread) == sorted(row["perf/tokens_per_sec"] for row in two_runs.rows)
+
+    peaks = [row["memory"][side]["peak"] for row in rows for side in ("predicted", "measured")]
+    assert sum(sum(trace["x"]) for trace in traces["memory"][:-1]) == pytest.approx(sum(peaks))
+    assert traces["memory"][-1]["text"] == [" +3.0%"] * 12
+    points = [trace for trace in traces["tradeoff"] if trace["customdata"]]
+    places = {place for trace in points for place in zip(trace["x"], trace["y"], strict=True)}
+    assert places == {(choice.memory, choice.speed) for choice in measured}
+    ms = sum(sum(row["receipt"]["families"].values()) for row in rows)
+    assert sum(sum(trace["x"]) for trace in traces["families"] if trace["name"] != "idle") == pytest.approx(ms)
+    losses = [trace["y"] for trace in traces["parity"]]
+    assert all(row["parity"]["losses"] in losses and row["parity"]["reference"] in losses for row in rows)
+    parity = rows[0]["parity"]
+    assert [a - b for a, b in zip(parity["losses"], parity["reference"], strict=True)] in losses
+
+    crossings = [trace for trace in traces["payback"] if trace["name"] == "crossing"]
+    pairs = [(choice.row, choice.comparison.base.row) for choice in measured if not choice.is_baseline]
+    assert sorted(trace["x"][0] for trace in crossings) == sorted(compare.payback_steps(*pair) for pair in pairs)
+    lengths = {trace["name"]: trace["x"] for trace in traces["context"]}
+    assert lengths["training"] == [2_129_920, 196_608]
+    assert lengths["generation"] == [6_291_456, 1_048_576]
+    assert lengths["nanoGPT"] == [131_072, 196_608, 1_900_000]
+    assert sorted(y for trace in traces["roofline"][1:] for y in trace["y"]) == [1.6, 3.4, 488, 590]
+    assert {trace["name"]: len(trace["x"]) for trace in traces["attention"]} == {"eager": 3, "flash": 4}
+
+
+def test_a_choice_has_the_same_colour_in_every_panel(source, open_page):
+    traces = drawn_traces(open_page(source.folder))
+    bars = traces["speed"][0]
+    ids = [id for id, _ in bars["customdata"]]
+    colours = dict(zip(ids, bars["marker"]["color"], strict=True))
+    for trace in traces["tradeoff"]:
+        bar_colours = {colours[id] for id, _ in trace["customdata"] or []}
+        assert bar_colours <= {(trace["marker"] or {}).get("color")}
+    assert len(set(colours.values())) == len(SPEEDS)
+
+
+def test_filters_act_on_every_panel(source, open_page):
+    tab = open_page(source.folder)
+    tab.select_option("#precision", "bf16")
+    tab.select_option("#model", "355M")
+    traces, expected = drawn_traces(tab), {choice.id for choice in source.measured_choices if choice.model == "355M"}
+    assert len(expected) == 2
+    for panel in ("speed", "memory", "tradeoff", "families", "parity", "payback"):
+        ids = [id for trace in traces[panel] for id, _ in trace["customdata"] or [trace["meta"]]]
+        assert set(ids) <= expected, panel
+        assert ids, panel
+    assert traces["context"] == []
+    assert tab.locator("#context.empty").count() == 1
+    assert tab.locator("#choices tr[data-id]:visible").count() == 2
+    assert "355M in bf16" in tab.inner_text(".tiles:visible")
+    tab.select_option("#model", "")
+    tab.select_option("#precision", "")
+    assert f"{source.measured_choices[0].speed:,.0f}" in tab.inner_text(".tiles:visible")
+    assert "2,129,920 tokens" in tab.inner_text(".tiles:visible")
+    assert tab.locator("#choices tr[data-id]:visible").count() == 12
+    assert len(drawn_traces(tab)["speed"][0]["x"]) == 12
+
+
+def test_a_hover_shows_all_figures_and_a_click_copies_the_command(source, open_page):
+    tab = open_page(source.folder)
+    bar = tab.locator("#speed .barlayer .point path").first.bounding_box()
+    place = bar["x"] + 0.8 * bar["width"], bar["y"] + bar["height"] / 2
+    tab.mouse.move(*place)
+    tab.wait_for_selector("#speed .hoverlayer .hovertext")
+    text = tab.locator("#speed .hoverlayer .hovertext").text_content()
+    best, fourth = source.measured_choices[0], source.measured_choices[3]
+    for part in (
+        f"{best.speed:,.0f} tokens/s",
+        "2 runs",
+        "peak 19.4 GiB",
+        "parity holds",
+        "cold caches",
+        "kernels=triton+compile",
+    ):
+        assert part.replace(" ", "") in text.replace(" ", "")
+    tab.mouse.click(*place)
+    tab.wait_for_selector("#toast.on")
+    assert best.command in tab.inner_text("#toast")
+    assert best.command == "python train.py +experiment=throughput kernels=triton+compile attn=flash precision=amp"
+    button = tab.locator("#choices tr[data-id] .copy").nth(3)
+    assert button.get_attribute("data-command") == fourth.command
+    button.click()
+    toast_has_command = "command => document.querySelector('#toast').textContent.includes(command)"
+    tab.wait_for_function(toast_has_command, arg=fourth.command)
+
+
+@pytest.mark.parametrize(("width", "options"), [(390, {"is_mobile": True, "has_touch": True}), (800, {})])
+def test_nothing_is_wider_than_the_screen(source, open_page, width, options):
+    tab = open_page(source.folder, width, **options)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    elements = "[...document.querySelectorAll('.plot, td, .tiles div, #speed text')]"
+    right = tab.evaluate(f"Math.max(...{elements}.map(e => e.getBoundingClientRect().right))")
+    assert right <= width
+
+
+def test_the_page_follows_the_dark_and_light_mode(source, open_page):
+    tab = open_page(source.folder, color_scheme="dark")
+    plot = "document.querySelector('#speed .plot')"
+    colours = f"[getComputedStyle(document.body).backgroundColor, {plot}.layout.font.color]"
+    assert tab.evaluate(colours) == ["rgb(17, 18, 20)", "#ececee"]
+    tab.emulate_media(color_scheme="light")
+    tab.wait_for_function(f"{plot}.layout.font.color === '#1c1d20'")
+    assert tab.evaluate(colours)[0] == "rgb(246, 246, 244)"
+
+
+def test_the_page_names_what_failed_and_what_is_not_measured(source, open_page, tmp_path):
+    text = open_page(source.folder).inner_text("#failures")
+    for part in (
+        "eager · eager",
+        "oom",
+        "unavailable: attn=fa3 <needs> a GPU",
+        "wrong: loss error 3.1e-01, bound",
+        "attention eager, T = 8,192",
+    ):
+        assert part in text
+    missing = "parity", "memory", "receipt", "perf/laps_s"
+    write_row(tmp_path / "1-old", {key: value for key, value in make_row().items() if key not in missing})
+    write_report(tmp_path)
+    tab = open_page(tmp_path)
+    assert set(drawn_traces(tab)) == {"speed", "tradeoff"}
+    lines = tab.locator("#missing li").all_inner_texts()
+    assert len(lines) == 7
+    assert all("python " in line for line in lines)
+
+
+def test_markup_in_a_row_is_shown_as_text(open_page, tmp_path):
+    """Names, reasons and commands come from files. The page must not run what is in them."""
+    script = "<script>document.title=1</script>"
+    status = {"status": f"failed: {script}", "command": f'python train.py "a={script}"'}
+    write_row(tmp_path / "1", make_row() | {"env": make_row()["env"] | {"device": f"GPU {script}"}})
+    write_row(tmp_path / "2", {"name": script, **status})
+    write_report(tmp_path)
+    tab = open_page(tmp_path)
+    assert tab.title() == f"hotswap: {tmp_path.name}"
+    assert script in tab.inner_text("header")
+    assert f"failed: {script}" in tab.inner_text("#failures")
+    assert script in tab.locator("#failures .copy").get_attribute("data-command")
+
+
+def test_a_folder_in_results_has_a_report(open_page, tmp_path):
+    """The report also shows old rows, which have no timed intervals, parity, memory or receipt."""
+    folder = shutil.copytree(ROOT / "results/h200", tmp_path / "h200")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "perf/laps_s" not in row]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, source = write_report(folder)
+    traces = drawn_traces(open_page(folder))
+    complete = [row for row in rows if row["status"] == "ok" and not row["config"]["train"]["eval_every"]]
+    speeds = [row["perf/tokens_per_sec"] for row in complete if row["perf/tokens_per_sec"]]  # one row has one step
+    assert sorted(traces["speed"][0]["x"]) == sorted(speeds)
+    assert max(traces["parity"][0]["x"]) == 300
+    assert all(choice.comparison.ratio is None for choice in source.measured_choices)
+    eager = [choice for choice in source.measured_choices if choice.name.startswith("eager ·")]
+    assert {choice.comparison.base.name for choice in eager} == {"compile · sdpa"}
+    assert {trace["name"] for trace in traces["roofline"]} >= {"eager", "triton", "liger", "quack"}
+
+
+def test_the_picture_of_a_folder_in_results_shows_one_comparison(monkeypatch, tmp_path):
+    """speed.png has the largest group of comparable choices among all rows of the device."""
+    from matplotlib.axes import Axes
+
+    titles, barh = [], Axes.barh
+    monkeypatch.setattr(Axes, "barh", lambda *args, **options: titles.append(args[1]) or barh(*args, **options))
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    shutil.copy(ROOT / "results/h200/train.jsonl", folder)
+    _, source = write_report(folder)
+    measured = source.measured_choices
+    base, count = Counter(choice.comparison.base.title for choice in measured).most_common(1)[0]
+    assert count < len(measured)
+    assert [*titles[0]] == [choice.title for choice in measured if choice.comparison.base.title == base][::-1]
+    assert len(titles[0]) == count
+
+
+def test_report_md_has_the_table_the_pictures_and_the_failures(source):
+    text = (source.folder / "report.md").read_text()
+    assert text.startswith("# mine\n\nEach choice is compared with the baseline of its settings")
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    cells = next(cells for cells in table if cells[0].startswith("triton + compile · flash (124M · amp)"))
+    assert str(source.measured_choices[0].comparison.ratio) in cells[2]
+    assert "2 runs" in cells[1]
+    families = "gemm 68.0 ms, attention 13.0 ms, mlp 9.5 ms"
+    assert cells[4:] == ["24.1 s, cold caches", "holds, loss 2.1e-03", families]
+    assert "![speed](speed.png)" in text
+    assert "- eager · eager" in text
+    assert "longest T, training" in [cell for cells in table for cell in cells]
+    assert [cell for cells in table for cell in cells].count("**2,129,920**") == 1
+
+
+def test_wandb_gets_the_table_and_the_page(called, tmp_path, monkeypatch):
+    """The run is offline, and W&B's own command reads it back."""
+    pytest.importorskip("wandb", reason="W&B is not installed")
+    for key, value in {"HOME": tmp_path, "NETRC": tmp_path / "netrc", "WANDB_DATA_DIR": tmp_path / "data"}.items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    folder = write_sweep(tmp_path / "mine")
+    code, out, err = called("report.py", report.main, folder, "--wandb")
+    assert (code, err) == (0, "")
+    run = Path(out.splitlines()[-1])
+    assert run.parent == folder / "wandb"
+    wandb = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(folder / "wandb")]
+    lines = subprocess.run(wandb, capture_output=True, text=True, check=True).stdout.splitlines()
+    records = [json.loads(line) for line in lines]
+    start = next(record["run"] for record in records if record["type"] == "run")
+    assert (start["job_type"], start["run_group"], start["project"]) == ("report", "mine", "hotswap")
+    artifacts = [record["artifact"] for record in records if record["type"] == "artifact"]
+    page = next(artifact for artifact in artifacts if artifact["name"] == "mine-report")
+    files = {content["path"]: Path(content["local_path"]) for content in page["manifest"]["contents"]}
+    assert files["report.html"].read_bytes() == (folder / "report.html").read_bytes()
+    [path] = run.glob("files/media/table/*.json")
+    table = json.loads(path.read_text())
+    speeds = [line[table["columns"].index("perf/tokens_per_sec")] for line in table["data"]]
+    rows = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
+    measured = [row["perf/tokens_per_sec"] for row in rows if row["status"] == "ok"]
+    assert sorted(filter(None, speeds)) == pytest.approx(sorted(measured))
+    assert len(speeds) == len(rows)

@@ -1,0 +1,135 @@
+"""Comparisons of made-up rows that are known to be faster, slower or a tie."""
+
+import random
+from statistics import NormalDist
+
+import pytest
+
+from lab.sweep import compare
+
+
+def make_run(step_ms, *, spread=0.002, process=0.001, drift=0.0, seed=0, intervals=12, **config_changes):
+    """Return the row of a run. Its intervals vary by `spread`; `process` is how much runs differ from each other."""
+    draw = random.Random(seed)
+    level = step_ms / 1e3 * (1 + drift) * (1 + draw.gauss(0, process))
+    row = {"status": "ok", "perf/laps_s": [level * (1 + draw.gauss(0, spread)) for _ in range(intervals)]}
+    config = {"precision": "amp", "kernels": {"norm": "eager"}, "train": {"batch_size": 64}, **config_changes}
+    return row | {"config": config, "env": {"device": "H200", "torch": "2.11.0"}, "perf/step_ms": step_ms}
+
+
+def make_runs(step_ms, count, seed, **settings):
+    return [make_run(step_ms, seed=1000 * seed + i, **settings) for i in range(count)]
+
+
+def count_ties(count, **noise):
+    """Return how many of 200 comparisons of two equal programs, `count` runs each, are a tie."""
+    pairs = [(make_runs(100, count, 2 * i, **noise), make_runs(100, count, 2 * i + 1, **noise)) for i in range(200)]
+    return sum(compare.ratio(rows, bases).verdict == "tie" for rows, bases in pairs)
+
+
+# Each 95% interval should contain 1. The probability that fewer than this many of 200 intervals do is 1 in 1,000
+FEWEST_TIES = 200 * 0.95 + NormalDist().inv_cdf(0.001) * (200 * 0.95 * 0.05) ** 0.5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_equal_programs_are_a_tie(count):
+    """The noise is far above RESOLUTION, which would otherwise decide the verdict."""
+    assert count_ties(count, process=0.02, spread=0.002) >= FEWEST_TIES
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("intervals", [2, 3, 5])
+def test_equal_programs_are_a_tie_with_one_run_of_few_intervals(intervals):
+    """The runs differ by their intervals only, because one run each shows no other noise."""
+    assert count_ties(1, process=0.0, spread=0.02, intervals=intervals) >= FEWEST_TIES
+
+
+def test_one_interval_each_has_no_ratio():
+    """One interval does not show its noise, but one interval of each of two runs does."""
+    assert compare.ratio([make_run(100, intervals=1)], [make_run(100, intervals=1)]) is None
+    assert compare.ratio(make_runs(100, 2, 1, intervals=1), make_runs(100, 2, 2, intervals=1)) is not None
+
+
+def test_five_percent_is_no_tie():
+    for seed in range(20):
+        ratio = compare.ratio(make_runs(105, 3, seed), make_runs(100, 3, seed + 100))
+        assert ratio.verdict == "slower"
+        assert ratio.low < 100 / 105 < ratio.high
+        assert (ratio.runs, str(ratio)[:2]) == (3, "0.")
+    assert compare.ratio(make_runs(100, 3, 1), make_runs(105, 3, 2)).verdict == "faster"
+
+
+def test_a_difference_below_the_resolution_is_a_tie():
+    exact = {"process": 0.0, "spread": 0.0}
+    assert compare.ratio(make_runs(100, 3, 1, **exact), make_runs(100.4, 3, 2, **exact)).verdict == "tie"
+    assert compare.ratio(make_runs(100, 3, 1, **exact), make_runs(100.6, 3, 2, **exact)).verdict == "faster"
+
+
+def test_a_drift_cancels_in_the_order_abba():
+    """The machine slows down by 1% a run: in A B B A the ratio is 1, and in A A B B it is 0.98."""
+    exact = {"process": 0.0, "spread": 0.0}
+    in_order = [make_run(100, drift=0.01 * i, **exact) for i in range(4)]
+    assert compare.ratio([in_order[1], in_order[2]], [in_order[0], in_order[3]]).value == pytest.approx(1, abs=1e-3)
+    assert compare.ratio(in_order[2:], in_order[:2]).value == pytest.approx(0.98, abs=2e-3)
+
+
+def test_each_interval_is_compared_with_the_interval_of_the_same_steps():
+    """In every run, the same batches take 4% longer. With 5 intervals this would hide a difference of 3%."""
+    pattern = [1.0, 1.04, 1.01, 1.045, 1.005]
+
+    def three_runs(step_ms, seed):
+        rows = make_runs(step_ms, 3, seed, process=0.002, intervals=5)
+        for row in rows:
+            row["perf/laps_s"] = [a * b for a, b in zip(row["perf/laps_s"], pattern, strict=True)]
+        return rows
+
+    for seed in range(20):
+        ratio = compare.ratio(three_runs(103, seed), three_runs(100, seed + 100))
+        assert ratio.verdict == "slower"
+        # 4 standard deviations: two choices of 3 runs, each a median of 5 intervals (pi / 2 times a mean's variance)
+        assert ratio.value == pytest.approx(100 / 103, abs=4 * 0.002 * (2 * 1.57 / 5 / 3 + 2 / 3) ** 0.5)
+    # runs of different lengths are compared by their medians, which may be off by the range of the pattern
+    stopped = [row | {"perf/laps_s": row["perf/laps_s"][:4]} for row in three_runs(115, 1)]
+    assert compare.ratio(stopped, three_runs(100, 2)).value == pytest.approx(100 / 115, abs=0.04)
+
+
+def test_runs_are_compared_on_the_same_gpu():
+    """The order of the runs does not matter. If no GPU ran both choices, the ratio says so."""
+    exact = {"process": 0.0, "spread": 0.0}
+    first, other = ({"env": {"device": "H200", "gpu": gpu}} for gpu in ("a", "b"))
+    rows = [make_run(100, **exact) | first, make_run(110, **exact) | other]
+    ratio = compare.ratio(rows, rows[::-1])
+    assert (ratio.value, ratio.runs, ratio.other_gpu) == (pytest.approx(1), 2, False)
+    assert compare.ratio(rows[1:], rows).value == pytest.approx(1)
+    assert str(compare.ratio(rows[:1], rows[1:])).endswith(", 1 run, other GPU)")
+
+
+def test_very_different_runs_give_a_wide_interval():
+    ratio = compare.ratio([make_run(100), make_run(1)], [make_run(100), make_run(100)])
+    assert str(ratio) == "tie (0.000 to over 100)"
+
+
+def test_a_row_without_a_speed_is_not_compared():
+    wrong = make_run(50) | {"status": "wrong: losses"}
+    assert compare.ratio([wrong], [make_run(100)]) is None
+    assert compare.ratio([make_run(100)], [wrong]) is None
+    assert compare.payback_steps(wrong, make_run(100)) is None
+
+
+def test_differences_name_everything_but_the_kernels_and_the_folder():
+    base, other = make_run(100), make_run(100, kernels={"norm": "triton"}, out_dir="elsewhere")
+    assert compare.differences(other, base) == []
+    other = make_run(100, precision="bf16", train={"batch_size": 32}) | {"env": {"device": "H100", "torch": "2.11.0"}}
+    assert compare.differences(other, base) == [
+        "precision: bf16, baseline amp",
+        "train.batch_size: 32, baseline 64",
+        "device: H100, baseline H200",
+    ]
+
+
+def test_payback_of_a_longer_start():
+    eager, compiled = make_run(160) | {"perf/first_step_s": 1.0}, make_run(120) | {"perf/first_step_s": 21.0}
+    assert compare.payback_steps(compiled, eager) == pytest.approx(500)
+    assert compare.payback_steps(eager, compiled) == 0
+    assert compare.payback_steps(make_run(170) | {"perf/first_step_s": 9.0}, eager) is None

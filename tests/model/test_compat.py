@@ -1,0 +1,73 @@
+"""Each private part in model/compat.py still works, and is still needed. A failure says what to change there."""
+
+import inspect
+
+import pytest
+import torch
+
+from model import compat
+
+
+def triple_as_a_sum(x: torch.Tensor, y: torch.Tensor, *, alpha: float = 1) -> torch.Tensor:
+    """A wrong decomposition of add(), whose effect is easy to see: x + y becomes 3x."""
+    return x * 3
+
+
+def wrong_backend(graph, examples):
+    return compat.compile_graph(graph, examples, {torch.ops.aten.add.Tensor: triple_as_a_sum}, {})
+
+
+def add(x, y):
+    return x + y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lists_of_tensors_are_added(dtype):
+    """As with add_() one by one, also into another dtype."""
+    targets, sources = [torch.zeros(3), torch.zeros(2, 2)], [torch.full((3,), 0.1), torch.full((2, 2), 0.3)]
+    sources = [source.to(dtype) for source in sources]
+    compat.add_tensors(targets, sources)
+    assert all(torch.equal(target, source.float()) for target, source in zip(targets, sources, strict=True))
+
+
+def test_there_is_still_no_public_function_for_lists_of_tensors():
+    public = [name for name in dir(torch) if "foreach" in name and not name.startswith("_")]
+    assert not public, f"PyTorch has {public}: use them in add_tensors()"
+
+
+def test_compile_graph_uses_the_decompositions():
+    torch.compiler.reset()
+    x, y = torch.ones(4), torch.ones(4)
+    assert torch.compile(add)(x, y).tolist() == [2.0] * 4
+    assert torch.compile(add, backend=wrong_backend)(x, y).tolist() == [3.0] * 4
+
+
+def test_the_cache_of_autograd_still_ignores_decompositions(tmp_path, monkeypatch):
+    """Without compile_graph()'s setting, a compilation with a decomposition returns cached code that lacks it."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    def cached_backend(graph, examples):
+        table = {**select_decomp_table(), torch.ops.aten.add.Tensor: triple_as_a_sum}
+        return compile_fx(graph, examples, decompositions=table)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, y = torch.ones(4), torch.ones(4)
+    with config.patch(enable_autograd_cache=True):
+        torch.compiler.reset()
+        torch.compile(add)(x, y)
+        torch.compiler.reset()
+        result = torch.compile(add, backend=cached_backend)(x, y)
+    assert result.tolist() == [2.0] * 4, (
+        "the key of AOTAutograd's cache contains the decompositions: remove config.patch() from compile_graph()"
+    )
+
+
+def test_torch_compile_still_takes_no_decompositions():
+    names = {
+        *torch.compiler.list_backends(),
+        *torch._inductor.list_options(),
+        *inspect.signature(torch.compile).parameters,
+    }
+    assert "decompositions" not in names, "torch.compile takes decompositions: remove compile_graph()"

@@ -1,0 +1,182 @@
+"""Each function of runtime/compat.py works, and is still needed. A failure says what to change there."""
+
+import argparse
+import importlib.util
+import sys
+from types import ModuleType
+
+import hydra
+import pytest
+import torch
+from hydra.core.plugins import Plugins
+from hydra.plugins import launcher
+from omegaconf import OmegaConf
+
+from runtime import compat
+
+
+def test_compile_counters_count_graphs_and_graph_breaks():
+    @torch.compile(backend="eager")
+    def two_graphs(x):
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 2
+
+    torch.compiler.reset()
+    compat.reset_compile_counters()
+    assert compat.compile_counters()["stats"]["unique_graphs"] == 0
+    two_graphs(torch.ones(2))
+    assert compat.compile_counters()["stats"]["unique_graphs"] == 2
+    assert sum(compat.compile_counters()["graph_break"].values()) == 1
+    compat.reset_compile_counters()
+    assert compat.compile_counters()["stats"]["unique_graphs"] == 0
+
+
+def test_compile_counters_count_misses_and_hits_of_the_caches(monkeypatch, tmp_path):
+    """A matmul is compiled twice: first with empty caches, then with full ones."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counts = []
+    for _ in range(2):
+        torch.compiler.reset()
+        compat.reset_compile_counters()
+        torch.compile(lambda x: x @ x)(torch.ones(4, 4))
+        counters = compat.compile_counters()
+        inductor = counters["inductor"]
+        hits = inductor["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        counts.append((inductor["fxgraph_cache_miss"], inductor["fxgraph_cache_bypass"], hits > 0))
+    assert counts == [(1, 0, False), (0, 0, True)]
+
+
+def test_pytorch_has_no_public_compile_counters():
+    names = [name for part in ("counter", "metric", "stats") for name in public_names(torch.compiler, part)]
+    assert not names, f"PyTorch has public counters, {names}: use them in compile_counters()"
+
+
+def test_triton_reports_each_hit_and_miss_of_its_cache(monkeypatch, tmp_path):
+    """An empty kernel is compiled twice, for a GPU that need not be here."""
+    pytest.importorskip("triton")
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    def kernel():
+        pass
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns if this is not set
+    compat.reset_compile_counters()
+    for expected in ({"miss": 1}, {"miss": 1, "hit": 1}):
+        compile(ASTSource(JITFunction(kernel), {}, {}, {}), target=GPUTarget("cuda", 80, 32))
+        assert compat.triton_cache == expected
+
+
+def public_names(module, part):
+    return [name for name in dir(module) if part in name and not name.startswith("_")]
+
+
+def test_copy_tensors_copies_views_and_converts_dtypes():
+    flat = torch.arange(7.0)
+    targets = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2)]
+    compat.copy_tensors(targets, [flat[:3], flat[3:].view(2, 2)])
+    assert targets[0].tolist() == [0, 1, 2]
+    assert targets[1].tolist() == [[3, 4], [5, 6]]
+
+
+def test_pytorch_still_has_no_public_foreach_functions():
+    names = public_names(torch, "foreach")
+    assert not names, f"PyTorch has the public functions {names}: use them in copy_tensors()"
+
+
+@pytest.mark.gpu
+def test_sleep_on_gpu_keeps_the_gpu_busy_and_not_the_host():
+    """An H200 sleeps 0.1 s. A slower GPU sleeps longer, and no GPU has twice the clock of an H200."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    compat.sleep_on_gpu(0.1)
+    end.record()
+    assert not end.query(), "the host waited for the GPU, or the GPU did not sleep"
+    end.synchronize()
+    assert 0.05 < start.elapsed_time(end) / 1e3 < 1
+
+
+def test_pytorch_still_has_no_public_sleep():
+    names = public_names(torch.cuda, "sleep")
+    assert not names, f"PyTorch has the public functions {names}: use them in sleep_on_gpu()"
+    assert callable(torch.cuda._sleep), "torch.cuda._sleep is gone: change sleep_on_gpu()"
+
+
+def run_hydra(monkeypatch, argument):
+    """Run a Hydra program with one argument."""
+    monkeypatch.setattr(sys, "argv", ["program", argument])
+    hydra.main(version_base="1.3")(lambda cfg: None)()
+
+
+def test_an_argument_that_hydra_refuses_is_one_line(monkeypatch):
+    monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)  # restored after the test
+    compat.shorten_argparse_errors()
+    with pytest.raises(SystemExit) as stop:
+        run_hydra(monkeypatch, "--nope")
+    assert stop.value.code == "error: unrecognized arguments: --nope"
+
+
+def test_hydra_alone_prints_more_than_one_line(monkeypatch, capsys):
+    """Another test may have called shorten_argparse_errors(), so argparse's own function comes from a new copy."""
+    spec = importlib.util.find_spec("argparse")
+    original = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(original)
+    monkeypatch.setattr(argparse.ArgumentParser, "error", original.ArgumentParser.error)
+    with pytest.raises(SystemExit):
+        run_hydra(monkeypatch, "--nope")
+    message = "Hydra prints one line for an argument that it refuses: delete shorten_argparse_errors()"
+    assert capsys.readouterr().err.count("\n") > 1, message
+
+
+class ToyLauncher(launcher.Launcher):
+    """A launcher outside of hydra_plugins."""
+
+    def setup(self, *, hydra_context, task_function, config):
+        pass
+
+    def launch(self, job_overrides, initial_job_idx):
+        return []
+
+
+class ToyPlugin(ToyLauncher):
+    """A launcher whose module is hydra_plugins.hotswap, like the launcher in lab/sweep."""
+
+    __module__ = "hydra_plugins.hotswap"
+
+
+def instantiate(plugin):
+    """Let Hydra make the launcher that a config names."""
+    config = OmegaConf.create({"hydra": {"launcher": {"_target_": f"{plugin.__module__}.{plugin.__name__}"}}})
+    return Plugins.instance().instantiate_launcher(hydra_context=None, task_function=None, config=config)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Hydra's registry of plugins, and the package hydra_plugins. Both are restored after the test."""
+    plugins = Plugins.instance()
+    classes = {kind: list(known) for kind, known in plugins.plugin_type_to_subclass_list.items()}
+    monkeypatch.setattr(plugins, "plugin_type_to_subclass_list", classes)
+    monkeypatch.setattr(plugins, "class_name_to_class", dict(plugins.class_name_to_class))
+    package = sys.modules.get("hydra_plugins", ModuleType("hydra_plugins"))
+    monkeypatch.setitem(sys.modules, "hydra_plugins", package)
+    monkeypatch.setattr(package, "hotswap", None, raising=False)
+    return plugins
+
+
+def test_hydra_makes_a_launcher_that_is_registered(registry):
+    compat.register_hydra_plugins(sys.modules[__name__], ToyPlugin)
+    assert ToyPlugin in registry.discover(launcher.Launcher)
+    assert isinstance(instantiate(ToyPlugin), ToyPlugin)
+    assert sys.modules["hydra_plugins"].hotswap is sys.modules[__name__]
+
+
+def test_hydra_refuses_a_launcher_outside_of_hydra_plugins(registry):
+    registry.register(ToyLauncher)
+    accepted = registry.is_in_toplevel_plugins_module(f"{ToyLauncher.__module__}.{ToyLauncher.__name__}")
+    assert not accepted, "Hydra accepts plugins of any package: let register_hydra_plugins() only register them"
+    with pytest.raises(RuntimeError, match="not the hydra_plugins package"):
+        instantiate(ToyLauncher)

@@ -1,0 +1,128 @@
+"""The commands of every README are valid, its links lead somewhere, and its tables show the rows in results/."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lab.report.readmes import fill
+from runtime.config import parse
+from tests.test_train import config
+
+ROOT = Path(__file__).parents[1]
+READMES = {
+    path.relative_to(ROOT).as_posix(): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md")]
+}
+COMMAND = re.compile(r"(?:^ *|`)((?:[A-Z_]+=\S+ )*(?:python|torchrun|make|scripts/measure\.sh) [^`#\n]+)", re.MULTILINE)
+COMMANDS = [
+    (name, command.strip())
+    for name, text in READMES.items()
+    for command in dict.fromkeys(COMMAND.findall(text.replace("\\\n", " ")))
+]
+NEW = "kernels.norm=mine", "attn=mine", "kernels.norm=same", "kernels.norm=slow"  # backends that are not in the repo
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
+def test_every_command_of_a_readme_is_valid(name, command, monkeypatch):
+    """Its config is composed and checked as the program does it: each job of a sweep, and rank 0 of torchrun."""
+    program, *words = [word for word in shlex.split(command) if not re.match("[A-Z_]+=", word)]
+    if program == "make":
+        assert all(re.search(f"^{word}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for word in words)
+        return
+    if program == "scripts/measure.sh":
+        assert {*words} <= {*measure_groups(), "GROUP"}  # GROUP stands for the name of a group
+        return
+    if program == "torchrun":
+        standalone, processes, *words = words
+        assert standalone == "--standalone"
+        world_size = processes.removeprefix("--nproc_per_node=")
+        for variable, value in {"WORLD_SIZE": world_size, "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+            monkeypatch.setenv(variable, value)
+    check(words)
+
+
+def check(words):
+    """Check the words behind `python` or `torchrun`: train.py, a command in scripts/, or pytest."""
+    if words[0] == "train.py":
+        check_train(words[1:])
+    elif words[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words[2:] if "/" in word)
+    else:
+        assert words[0] == "-m"
+        check_script(words[1].removeprefix("scripts."), words[2:])
+
+
+def check_train(words):
+    """Compose the config of a run, or of each job of a sweep."""
+    jobs, is_sweep = [[]], "-m" in words or any(word.startswith("+sweep=") for word in words)
+    for word in words:
+        if word not in ("-m", "--help"):
+            key, _, value = word.partition("=")
+            values = value.split(",") if is_sweep else [value]
+            jobs = [[*job, f"{key}={value}"] for job in jobs for value in values]
+    for job in jobs:
+        job = [word for word in job if not word.startswith(NEW)]
+        # some values of attn= have no YAML file: the program adds their choices
+        config(*(re.sub("^attn=", "attn.impl=", word) for word in job))
+
+
+def check_script(name, words):
+    """Compose the command's config, if it has one; the other commands have tests of their arguments."""
+    module = importlib.import_module(f"scripts.{name}")
+    if (ROOT / "configs" / f"{name}.yaml").exists():
+        words = [word for word in words if not word.startswith("prompt=") and word != "--help"]
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            parse(compose(name, overrides=words), module.Config)
+
+
+def measure_groups():
+    """Return the groups of scripts/measure.sh: its functions without arguments (`() { # NAME ...` names arguments)."""
+    return re.findall(r"^(\w+)\(\) \{(?! # NAME)", (ROOT / "scripts/measure.sh").read_text(), re.MULTILINE)
+
+
+@pytest.mark.exhaustive
+def test_every_group_of_measure_sh_runs_valid_commands(checkout, monkeypatch):
+    """A fake `python` writes down the commands of every group; then they are checked like those of the READMEs."""
+    log, python = checkout / "log", checkout / "python"
+    write_down = f'import json, sys; open("{log}", "a").write(json.dumps(sys.argv[1:]) + "\\n")'
+    python.write_text(f"#!{sys.executable}\n{write_down}")
+    python.chmod(0o755)
+    (checkout / "sotu.txt").touch()
+    monkeypatch.setenv("PATH", str(checkout), prepend=os.pathsep)
+    groups = measure_groups()
+    done = subprocess.run([checkout / "scripts/measure.sh", *groups], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
+    commands = [json.loads(line) for line in log.read_text().splitlines()]
+    for words in commands:
+        check(words)
+    assert len(commands) >= len(groups)
+    for name in ("same", "slow"):
+        ast.parse((checkout / f"out/same.copy/kernels/norm/{name}.py").read_text())
+    assert subprocess.run([checkout / "scripts/measure.sh", "nothing"], capture_output=True).returncode == 2
+
+
+def test_every_command_is_in_a_readme_and_the_root_readme_links_every_room():
+    shown = {word for _, command in COMMANDS for word in command.split() if word.startswith("scripts.")}
+    assert shown >= {f"scripts.{path.stem}" for path in ROOT.glob("scripts/[a-z]*.py")}
+    links = set(re.findall(r"\]\((\w+)/README\.md\)", READMES["README.md"]))
+    assert links >= {path.parent.name for path in ROOT.glob("[!.]*/README.md")}
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_links_lead_somewhere(name):
+    for link in re.findall(r"\]\(([^)#:, ]+)(?:#[^)]*)?\)", READMES[name]):
+        assert (ROOT / name).parent.joinpath(link).exists(), link
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_tables_show_the_results_as_they_are(name):
+    """`python -m scripts.report` would not change the README."""
+    assert fill(READMES[name]) == READMES[name]
