@@ -82,7 +82,7 @@ def begin(job: Job, resume_from: Path | None) -> tuple[Checkpoints, Meter]:
     t, run, ranks, device = job.train, job.run, job.ranks, job.device
     steps_before, seconds_before = restore(job, resume_from) if resume_from else (0, 0.0)
     run.truncate_metrics(steps_before)
-    kernels = job.recipe.executed((t.batch_size, t.block_size), device)
+    kernels = job.recipe.executed_kernels((t.batch_size, t.block_size), device)
     peaks = {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     run.begin(kernels=kernels, **peaks, resumed_from=str(resume_from) if resume_from else None)
     folder = run.folder / "checkpoints"

@@ -18,7 +18,7 @@ from data.corpus import Source, local_path, stdlib_source, text_source
 from data.errors import DataError
 from data.hub import Hub
 from data.pipeline import count_recorded_documents, is_complete, write_shards
-from data.shards import Shard, digest, open_nanogpt, open_shards
+from data.shards import Shard, digest, open_nanogpt_shards, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
 
 SOURCES = {"stdlib": stdlib_source, "text": text_source, "hub": Hub}
@@ -76,7 +76,7 @@ def open_dataset(config: DataConfig) -> Dataset:
     """
     tokenizer = TOKENIZERS[config.tokenizer]()
     if config.source == "nanogpt":
-        train, val = open_nanogpt(nanogpt_folder(config), tokenizer.n_vocab, Path(config.cache))
+        train, val = open_nanogpt_shards(nanogpt_folder(config), tokenizer.n_vocab, Path(config.cache))
     else:
         source, folder = source_and_folder(config, tokenizer)
         if config.prepare == "by_hand" and not is_complete(folder):

@@ -127,7 +127,7 @@ def open_shards(folder: Path, split: str, n_vocab: int) -> list[Shard]:
     return shards
 
 
-def open_nanogpt(folder: Path, n_vocab: int, cache: Path) -> tuple[list[Shard], list[Shard]]:
+def open_nanogpt_shards(folder: Path, n_vocab: int, cache: Path) -> tuple[list[Shard], list[Shard]]:
     """Open nanoGPT's train.bin and val.bin in place, and write their facts into an index in `cache`.
 
     Returns the training shards and the validation shards. Raises DataError if a file is damaged.

@@ -21,7 +21,7 @@ from runtime import checkpoint
 from runtime.config import check, parse
 
 
-class Text(NamedTuple):
+class EvaluationText(NamedTuple):
     """The text of an evaluation. `windows` are its sequences."""
 
     dataset: Dataset
@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 def open_text(
     source: Pretrained, overrides: dict | None, tokenizer: str | None, block_size: int | None, batch_size: int | None
-) -> Text:
+) -> EvaluationText:
     """Open the validation split of the data that `overrides` names, or of the data of the checkpoint's own run.
 
     `overrides` are keys of the group `data`; null keeps the value of the checkpoint's run. Raises UserError or
@@ -57,7 +57,7 @@ def open_text(
     summary = f"{held_out:,} validation tokens of {held_out + rest:,}{share}, in sequences of {length:,}"
     eot = dataset.tokenizer.eot if config.mask_documents else None
     windows = Windows(dataset.val, length, "validation", "block_size", eot)
-    return Text(dataset, windows, batch_size or own_train.get("batch_size", 16), summary)
+    return EvaluationText(dataset, windows, batch_size or own_train.get("batch_size", 16), summary)
 
 
 def check_same_text(source: Pretrained, recorded: dict, dataset: Dataset, config: DataConfig) -> None:

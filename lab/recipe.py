@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.registry import AttnConfig, KernelsConfig
-from model.executed import executed
+from model.executed import executed_kernels
 from model.gpt import GPT, GPTConfig
 from model.optim import OptimConfig
 from model.pretrained import Pretrained
@@ -30,7 +30,7 @@ class Recipe:
         groups = self.model, self.kernels, self.attn, self.precision
         return build(*groups, device, seed=self.seed, weights=weights, needs=needs)
 
-    def executed(self, shape: tuple[int, int], device: torch.device) -> dict[str, str | bool]:
+    def executed_kernels(self, shape: tuple[int, int], device: torch.device) -> dict[str, str | bool]:
         """Return op -> backend and version, for tokens of shape (B, T)."""
         groups = self.model, self.kernels, self.attn, self.precision
-        return executed(*groups, shape, device, documents=self.documents)
+        return executed_kernels(*groups, shape, device, documents=self.documents)

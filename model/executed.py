@@ -6,7 +6,7 @@ from kernels.registry import AttnConfig, KernelsConfig, contract, describe, impl
 from model.gpt import PRECISIONS, GPTConfig
 
 
-def executed(
+def executed_kernels(
     config: GPTConfig,
     kernels: KernelsConfig,
     attn: AttnConfig,

@@ -2,7 +2,7 @@
 
 The format `hf` is config.json and model.safetensors, which transformers' GPT2LMHeadModel.from_pretrained(FOLDER) loads.
 The format `nanogpt` is ckpt.pt, which nanoGPT's sample.py and init_from=resume load. It has AdamW's moments if the
-source is a checkpoint of ours that is not sharded. The weights are in fp32, bit for bit those of the source.
+source is a checkpoint of ours that is not sharded. The weights are in fp32, bit-equal to the source's.
 """
 
 import contextlib
@@ -75,8 +75,8 @@ def to_hugging_face(source: Pretrained) -> tuple[dict, dict[str, Tensor]]:
 def to_nanogpt(source: Pretrained, manifest: dict, training: dict) -> dict:
     """Return the contents of nanoGPT's ckpt.pt, of types that torch.load(weights_only=True) accepts.
 
-    `manifest` and `training` are those of a checkpoint of ours; `training` holds `updates`, and the moments exp_avg and
-    exp_avg_sq, {name: tensor} each. If both are {}, the file is that of a new nanoGPT run: step 0, best loss 1e9, and
+    `manifest` and `training` come from a checkpoint of ours. `training` holds `updates`, and the moments exp_avg and
+    exp_avg_sq, {name: tensor} each. If both are {}, the file is like a new nanoGPT run's: step 0, best loss 1e9, and
     AdamW without moments.
     """
     config, loss = manifest.get("config") or {}, manifest.get("val_loss")

@@ -220,7 +220,7 @@ class GPT(nn.Module):
         return self.loss(x, lm_head, targets)
 
     def embed(self, idx: Tensor, cache: Cache | None) -> Tensor:
-        """The embeddings of the tokens plus those of learned positions, (B, T, C)."""
+        """Return the embeddings of the tokens, plus the embeddings of learned positions, (B, T, C)."""
         tok_emb, T = self.wte(idx), idx.shape[1]
         if self.wpe is None:
             return tok_emb

@@ -186,7 +186,7 @@ class Optimizer:
             copy_tensors([local(weight) for weight in self.weights], masters)
 
     def _as_dtensor(self, tensor: Tensor, weight: Tensor) -> Tensor:
-        """This rank's rows as a DTensor that is sharded as `weight`; without FSDP, the tensor itself."""
+        """Return this rank's rows as a DTensor that is sharded as `weight`. Without FSDP, return the tensor."""
         if not self.sharded:
             return tensor.detach()
         mesh, placements = weight.device_mesh, weight.placements
@@ -197,5 +197,5 @@ class Optimizer:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a tensor that FSDP shards; any other tensor itself."""
+    """Return this rank's rows of a tensor that FSDP shards. Return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -63,14 +63,14 @@ def open_source(source: str) -> tuple[Pretrained, ReadWeights]:
     path = local_path(source)
     if path.is_file():
         check(path.suffix == ".pt", f"{source} is not nanoGPT's ckpt.pt: name a .pt file, or the folder of a model")
-        return open_nanogpt(path, source)
+        return open_nanogpt_checkpoint(path, source)
     if not path.is_dir():
         check(HUB_NAME.fullmatch(source) is not None, f"{source}: there is no such file or folder")
         return open_hugging_face(source, lambda weights: hub_folder(source, weights))
     if (path / CONFIG).exists():
         return open_hugging_face(source, lambda weights: path)
     if (path / "ckpt.pt").exists():
-        return open_nanogpt(path / "ckpt.pt", source)
+        return open_nanogpt_checkpoint(path / "ckpt.pt", source)
     return open_checkpoint(path)
 
 
@@ -90,7 +90,7 @@ def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     return pretrained, read_weights
 
 
-def open_nanogpt(path: Path, name: str) -> tuple[Pretrained, ReadWeights]:
+def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeights]:
     """Open nanoGPT's ckpt.pt. Its pickled code never runs: torch.load reads only tensors and plain values."""
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -211,7 +211,7 @@ def random_state(device: torch.device) -> dict:
 
 
 def restore_random_state(state: dict, device: torch.device) -> None:
-    """Set all random states of this process to those of random_state()."""
+    """Set all random states of this process to `state`, which random_state() returned."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -56,12 +56,7 @@ def cli(
     """
 
     def decorate(main: Callable[[T], None]) -> Callable[[], None]:
-        for group, choices in (groups or {}).items():
-            for choice, node in choices.items():
-                if not (configs / group / f"{choice}.yaml").exists():
-                    ConfigStore.instance().store(group=group, name=choice, node=node)
-        for resolver, texts in (resolvers or {}).items():
-            OmegaConf.register_new_resolver(resolver, texts.__getitem__, replace=True)
+        register(configs, groups or {}, resolvers or {})
 
         @exit_at_interrupt()
         def program() -> None:
@@ -100,6 +95,16 @@ def cli(
         return program
 
     return decorate
+
+
+def register(configs: Path, groups: dict[str, dict], resolvers: dict[str, dict[str, str]]) -> None:
+    """Let Hydra find the choices in `groups` that have no YAML file, and the texts in `resolvers`. See cli()."""
+    for group, choices in groups.items():
+        for choice, node in choices.items():
+            if not (configs / group / f"{choice}.yaml").exists():
+                ConfigStore.instance().store(group=group, name=choice, node=node)
+    for resolver, texts in resolvers.items():
+        OmegaConf.register_new_resolver(resolver, texts.__getitem__, replace=True)
 
 
 def parse(cfg: DictConfig, schema: type[T]) -> T:

@@ -56,7 +56,7 @@ class Checkpoints:
         self.pauses: list[float] = []
         self.host_copies: dict[str, Tensor] = {}  # reused for each save; pinned for a GPU, and pinning is slow
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The thread's collectives need a group of their own, or they would mix with those of the training loop
+        # With the group of the training loop, the collectives of the two threads would mix
         self.group = dist.new_group(backend="gloo") if self.sharded else None
         if ranks.is_main:
             for incomplete in folder.glob(".step-*"):  # the run was killed during a save

@@ -14,7 +14,7 @@ from data import DataError
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, backend_names, config_groups, label
 from lab import evaluation
 from model import cost, pretrained
-from model.executed import executed
+from model.executed import executed_kernels
 from model.gpt import PRECISIONS
 from model.step import build
 from runtime.config import check, cli
@@ -74,7 +74,7 @@ def main(cfg: Config) -> None:
         model = build(*groups, device, weights=source, needs=["starts"] if documents else []).eval()
         if cfg.kernels.compile:
             model.compile(fullgraph=True)
-        kernels = executed(*groups, shape, device, documents=documents)
+        kernels = executed_kernels(*groups, shape, device, documents=documents)
         run.begin(kernels=kernels, env=environment(device), source=source.name)
         model_text = f"{source.name}: {cost.parameters(config) / 1e6:.1f}M"
         data_line = f"data     {text.dataset.name}, {text.dataset.tokenizer.name}: {text.summary}"

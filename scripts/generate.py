@@ -17,7 +17,7 @@ from data.errors import DataError
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, backend_names, config_groups, label
 from lab import generation
 from model import cost, pretrained
-from model.executed import executed
+from model.executed import executed_kernels
 from model.generate import Decoder, Sampling
 from model.gpt import PRECISIONS
 from model.step import build
@@ -104,7 +104,7 @@ def main(cfg: Config) -> None:
         sampling = Sampling(tokenizer.n_vocab, cfg.temperature, cfg.top_k, cfg.top_p)
         decoder = Decoder(model, cfg.batch, prompt_length + new_tokens, sampling, cfg.seed, cfg.kernels.compile)
         keys = decoder.bucket(prompt_length + 1)
-        kernels = executed(config, cfg.kernels, cfg.attn, cfg.precision, (cfg.batch, 1), device, keys)
+        kernels = executed_kernels(config, cfg.kernels, cfg.attn, cfg.precision, (cfg.batch, 1), device, keys)
         run.begin(kernels=kernels, env=environment(device), measured_bandwidth=bandwidth, source=source.name)
         model_text = f"{source.name}: {cost.parameters(config) / 1e6:.1f}M, tokenizer {tokenizer.name}"
         print(f"{model_header(run.row, model_text, compiled='torch.compile around a step')}\n")

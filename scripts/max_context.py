@@ -94,7 +94,7 @@ def run_probe(
         print_json(row=run_attempt(recipe, mode, length, memory_gib, device))
         return
     print_json(env=environment(device), limit_gib=limit_gib, usable_gib=usable_gib)
-    print_json(kernels=recipe.executed((1, length or 1024), device))
+    print_json(kernels=recipe.executed_kernels((1, length or 1024), device))
     if length:
         print_json(row=predict(recipe, mode, length, device))
         return

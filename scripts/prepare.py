@@ -31,7 +31,7 @@ class Config:
 class Progress:
     """Shows the progress: a bar on a terminal, elsewhere a line every LINE_SECONDS.
 
-    A call passes the numbers of documents and tokens so far, including those of earlier, interrupted preparations.
+    A call passes the numbers of documents and tokens so far, including earlier, interrupted preparations.
     """
 
     def __init__(self):

@@ -188,7 +188,7 @@ def cost(
     dtype=torch.bfloat16,
     **_,
 ):
-    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}; the arguments are those of inputs().
+    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}. The arguments are as in inputs().
 
     The forward has two matmuls; the backward has five, because it recomputes the scores. FLOPs count only the
     (query, key) pairs in which the query sees the key. Bytes count every tensor once.

@@ -191,7 +191,8 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
     """Compute the gradients and write them to dq (B, Tq, H, D), dk and dv (B, Tk, Hkv, D).
 
     dout and out are (B, Tq, H, D), and lse (B, H, Tq rounded up to a multiple of 4) is as attention_fwd() returns it.
-    The other arguments are those of attention(). dq, dk and dv may have any strides, but dk and dv have the same.
+    starts, causal, scale and window are as in attention(). dq, dk and dv may have any strides, but dk and dv have equal
+    strides.
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     dout, out = dout.contiguous(), out.contiguous()
@@ -206,6 +207,8 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         ends = torch.searchsorted(starts, keys, right=True, out_int32=True)
     constants = {"D": D, "GROUP": H // Hkv, "CAUSAL": causal, "TMA": tma}
     constants["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"  # only fp32 matmuls use it
+    strides = [tensor.stride()[:3] for tensor in (q, k, v, out)]  # dout is contiguous too, so it has out's strides
+    lse_stride = lse.stride(1)
 
     parameters = tile_parameters("dq", q.dtype, D, tma, q.device)
     M, N, width = parameters["BLOCK_M"], parameters["BLOCK_N"], parameters["BLOCK_D"]
@@ -219,26 +222,16 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         lse,
         delta,
         starts,
-        q.stride()[:3],
-        k.stride()[:3],
-        v.stride()[:3],
-        out.stride()[:3],
+        *strides,
         dq.stride()[:3],
-        lse.stride(1),
-        scale,
-        window,
-        B * H,
-        H,
-        Tq,
-        Tk,
-        heads_in_l2(k),
+        *(lse_stride, scale, window),
+        *(B * H, H, Tq, Tk, heads_in_l2(k)),
         **constants,
         **parameters,
     )
 
     parameters = tile_parameters("dkdv", q.dtype, D, tma, q.device)
     M, N = parameters["BLOCK_M"], parameters["BLOCK_N"]
-    lse_stride = lse.stride(1)
     if tma:
         lse, delta = (TensorDescriptor(t, [B * H, Tq], [lse_stride, 1], [1, M]) for t in (lse, delta))
     _dkdv_kernel[(triton.cdiv(Tk, N) * B * Hkv,)](
@@ -251,19 +244,10 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         lse,
         delta,
         ends,
-        q.stride()[:3],
-        k.stride()[:3],
-        v.stride()[:3],
-        out.stride()[:3],  # dout is contiguous too, so it has the same strides
+        *strides,
         dk.stride()[:3],
-        lse_stride,
-        scale,
-        window,
-        B * Hkv,
-        Hkv,
-        Tq,
-        Tk,
-        heads_in_l2(q),
+        *(lse_stride, scale, window),
+        *(B * Hkv, Hkv, Tq, Tk, heads_in_l2(q)),
         **constants,
         **parameters,
     )

@@ -2,7 +2,7 @@
 
 With triton.py, autograd saves h = x W_fc^T + b_fc for the backward, 4 C numbers a token. In bf16 that is 8 C bytes,
 6 KB at C = 768, and 74 KB a token over the 12 layers of GPT-2 124M. Here the backward first runs the forward's kernel
-again, so h and all gradients have the same bits as those of triton.py. The backward then writes dh over h.
+again, so h and all gradients are bit-equal to triton.py's. The backward then writes dh over h.
 
 The price is one more matmul, 7 instead of 6, which is 1/6 more FLOPs. A checkpoint around the op would recompute both
 matmuls of the forward.

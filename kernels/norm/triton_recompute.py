@@ -11,8 +11,8 @@ Besides y, the backward needs only rstd, 4 bytes a row. The method is the invert
 
 The price is rounding. y is in the compute dtype, so in bf16 xhat is off by up to 2^-9 of y / weight. If a weight is
 exactly 0, its column of y does not depend on xhat, and the backward takes xhat as 0 there. Then the gradient of this
-weight is 0, and its column of dx lacks the term with xhat. The kernels are those of triton.py, and read and write as
-many bytes.
+weight is 0, and its column of dx lacks the term with xhat. The bytes are as many as with triton.py, because the same
+kernels run.
 """
 
 import torch

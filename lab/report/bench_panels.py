@@ -14,7 +14,7 @@ from lab.report.choices import rerun_command
 from lab.report.colours import CARD, INK, QUIET
 from lab.report.describe import model_size, newest_attention, newest_kernels, newest_searches, search_settings
 from lab.report.plot import PREDICTION_ERROR, Panel, figure, format_values, hover_text, scatter
-from lab.report.source import Source
+from lab.report.source import ReportSource
 from lab.rows import read_rows
 
 # mode -> its name, the symbol of its points, and the side on which their numbers are
@@ -33,7 +33,7 @@ TEXT = {
 Entries = dict[str, dict]  # id -> the model and the precisions of a point, and the command that measures it again
 
 
-def benchmark_panels(source: Source, colours: dict[str, str]) -> tuple[list[Panel], Entries]:
+def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> tuple[list[Panel], Entries]:
     figures = {
         "context": ("The longest context", "context", context_figure, "max_context kernels=triton"),
         "roofline": ("Kernels under the roofline", "kernels", roofline_figure, "bench_kernels op=norm"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from lab.report.choices import Choice, rerun_command
 from lab.report.describe import newest_searches
 from lab.report.max_context_table import max_context_table
-from lab.report.source import Source
+from lab.report.source import ReportSource
 from lab.report.tables import markdown_table
 from lab.sweep.table import speed
 
@@ -58,7 +58,7 @@ def parity_cell(row: dict) -> str:
     return f"{'holds' if parity['ok'] else 'fails'}, loss {parity['loss_error']:.1e}"
 
 
-def failures(source: Source) -> list[tuple[str, str, str, str]]:
+def failures(source: ReportSource) -> list[tuple[str, str, str, str]]:
     """Return (id, name, reason, command) of each row without a result; the id and the command may be empty."""
     lines = []
     for choice, row in source.failed_runs:
@@ -75,7 +75,7 @@ def failures(source: Source) -> list[tuple[str, str, str, str]]:
     return lines
 
 
-def notes(source: Source) -> list[str]:
+def notes(source: ReportSource) -> list[str]:
     """Return sentences: how the choices are compared, and which files are left out."""
     sentences = []
     others = [choice for choice in source.measured_choices if not choice.is_baseline]
@@ -100,7 +100,7 @@ def notes(source: Source) -> list[str]:
     return sentences
 
 
-def wandb_table(source: Source) -> list[list]:
+def wandb_table(source: ReportSource) -> list[list]:
     """Return the head and a line for each run, under WANDB_COLUMNS."""
     lines = []
     for choice in source.choices:
@@ -120,7 +120,7 @@ def wandb_table(source: Source) -> list[list]:
     return [WANDB_COLUMNS, *lines]
 
 
-def report_markdown(source: Source, pictures: list[Path]) -> str:
+def report_markdown(source: ReportSource, pictures: list[Path]) -> str:
     """Return the text of report.md, which shows the pictures beside it."""
     parts = [f"# {source.folder.resolve().name}", *notes(source)]
     if source.measured_choices:

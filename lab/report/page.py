@@ -19,7 +19,7 @@ from lab.report.colours import choice_colours
 from lab.report.describe import choice_name, model_size, newest_searches
 from lab.report.figures import attention_plot, roofline, speed_plot
 from lab.report.panels import training_panels
-from lab.report.source import Source, read_source
+from lab.report.source import ReportSource, read_source
 from lab.sweep.compare import ratio
 from runtime import trackers
 from runtime.config import check
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     text: str
 
 
-def write_report(folder: Path, force: bool = False) -> tuple[list[Path], Source]:
+def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportSource]:
     """Write report.html, report.md and the PNGs into the folder; return the files and what was read.
 
     Raises UserError if the folder has no rows, or if Plotly or matplotlib is missing.
@@ -52,7 +52,7 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], Source]
     return [page, markdown, *pictures], source
 
 
-def draw_pictures(source: Source) -> list[Path]:
+def draw_pictures(source: ReportSource) -> list[Path]:
     pictures, benchmarks = [], source.benchmarks
     if source.measured_choices:
         # results/ has rows of many sessions, which are not comparable
@@ -66,7 +66,7 @@ def draw_pictures(source: Source) -> list[Path]:
     return pictures
 
 
-def render_page(source: Source) -> str:
+def render_page(source: ReportSource) -> str:
     """Return the HTML of the page."""
     from plotly.offline import get_plotlyjs
 
@@ -109,7 +109,7 @@ def options(values: Iterable[str]) -> list[str]:
     return sorted({*values} - {""}, key=lambda value: (len(value), value))
 
 
-def subtitle(source: Source) -> str:
+def subtitle(source: ReportSource) -> str:
     machines = dict.fromkeys(env["device"] for env in environments(source) if env.get("device"))
     runs = sum(len(choice.rows) for choice in source.choices)
     counts = [f"{len(source.choices)} choices, {runs} runs"] if runs else []
@@ -120,7 +120,7 @@ def fastest(group: list[Choice]) -> Choice:
     return max(group, key=lambda choice: choice.speed)
 
 
-def headline_groups(source: Source) -> list[list[Choice]]:
+def headline_groups(source: ReportSource) -> list[list[Choice]]:
     """Return one group of comparable choices for each model and precision.
 
     It is the group with the fastest choice; a group of several choices has precedence over a single choice. The model
@@ -140,7 +140,7 @@ def headline_groups(source: Source) -> list[list[Choice]]:
     return [max(groups, key=lambda group: (len(group) > 1, fastest(group).speed)) for groups in ordered]
 
 
-def headline_tiles(group: list[Choice], source: Source) -> list[Tile]:
+def headline_tiles(group: list[Choice], source: ReportSource) -> list[Tile]:
     """Return the fastest choice's speed, ratio and memory, and the longest context of its model."""
     best = fastest(group)
     base, comparison = best.comparison.base, best.comparison
@@ -172,13 +172,13 @@ def rank_text(best: Choice, group: list[Choice]) -> str:
     return f"in a tie with {', '.join(ties)}" if ties else f"fastest of {len(group)} choices"
 
 
-def environments(source: Source) -> list[dict]:
+def environments(source: ReportSource) -> list[dict]:
     rows = [row for choice in source.choices for row in choice.rows]
     rows += [row for benchmark in source.benchmarks.values() for row in benchmark]
     return [row["env"] for row in rows if row.get("env")]
 
 
-def environment(source: Source) -> dict[str, str]:
+def environment(source: ReportSource) -> dict[str, str]:
     """Return the versions and devices of all rows: "torch" -> "2.11.0, 2.12.0"."""
     texts = {}
     for key in ENVIRONMENT:
@@ -189,7 +189,7 @@ def environment(source: Source) -> dict[str, str]:
     return texts
 
 
-def publish(source: Source, mode: str, files: list[Path]) -> list[Path]:
+def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:
     """Send a table of the runs, and the files, to W&B, in the group of the sweep's runs.
 
     `mode` is offline or online. Returns [W&B's folder]; the list is empty if W&B does not start.

@@ -17,7 +17,7 @@ from lab.report.plot import (
     hover_text,
     scatter,
 )
-from lab.report.source import Source
+from lab.report.source import ReportSource
 
 MEMORY_PARTS = "weights", "gradients", "optimizer", "activations", "workspace"
 MEMORY_NAMES = {"workspace": "logits and workspace", "peak": "peak, not split"}
@@ -39,7 +39,7 @@ TEXT = {
 }
 
 
-def training_panels(source: Source, colours: dict[str, str]) -> list[Panel]:
+def training_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
     arguments = "+experiment=throughput kernels=compile" if source.from_results else "+sweep=kernels"
     choices = source.measured_choices
     figures = {

@@ -16,7 +16,7 @@ BENCHMARKS = "kernels", "context", "attention"  # the names of their .jsonl file
 
 
 @dataclass
-class Source:
+class ReportSource:
     """A folder's rows."""
 
     folder: Path
@@ -44,7 +44,7 @@ class Source:
                 yield from ((choice, row) for row in choice.rows if not speed(row))
 
 
-def read_source(folder: Path, force: bool = False) -> Source:
+def read_source(folder: Path, force: bool = False) -> ReportSource:
     """Read the folder of a sweep, of one run, or of a device in results/, and compare its choices.
 
     With `force`, choices that differ in more than their kernels are compared too. Raises UserError if the folder has no
@@ -73,7 +73,7 @@ def read_source(folder: Path, force: bool = False) -> Source:
     set_qualifiers(choices)
     compare_choices([choice for choice in choices if choice.times_training and choice.speed], force, from_results)
     unreadable = [job / "result.json" for job, row in jobs.items() if not row]
-    return Source(folder, choices, benchmarks, from_results, unreadable)
+    return ReportSource(folder, choices, benchmarks, from_results, unreadable)
 
 
 def job_results(folder: Path) -> list[Path]:

@@ -3,8 +3,8 @@
 out/<sweep>/<n>-<what varies>/   the run's folder (runtime/run.py), and in it
                        log.txt   what the job printed
 
-However a job ends, it leaves a row. The same sweep in the same folder continues: it runs only the jobs that have no
-row, and those whose row has the status `stopped`.
+However a job ends, it leaves a row. The same sweep in the same folder continues: it runs each job that has no row, or
+whose row has the status `stopped`.
 """
 
 import math
@@ -33,8 +33,8 @@ GRACE = 10.0  # seconds that a job has to end after a signal
 SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats"}  # keys of the sweep, not of its jobs
 
 
-class Job:
-    """One job: its folder, its overrides (`words`), Hydra's flags, and `gpus`, one of which it runs on.
+class SweepJob:
+    """One job: its folder, its overrides (`words`) and Hydra's flags. It runs on one of `gpus`.
 
     `caches` is a folder for the caches of torch.compile and Triton, which only the runs of this job share. Raises
     UserError if the job's folder has the row of another command.
@@ -145,10 +145,10 @@ def job_overrides(words: list[str]) -> set[str]:
 
 def plan_jobs(
     folder: Path, jobs: list[list[str]], added: list[str], flags: list[str], gpus: list[str | None], repeats: int = 1
-) -> list[Job]:
+) -> list[SweepJob]:
     """Return the jobs in the order in which they run, in folders named after what varies.
 
-    Each job has its own overrides and those in `added`. Every second repeat runs in reverse order (A B B A). A repeat
+    Each job has its own overrides, followed by `added`. Every second repeat runs in reverse order (A B B A). A repeat
     of all jobs takes one GPU, because two GPUs may differ by more than two kernels do. With repeats, a job has compile
     caches of its own on each GPU, which are empty in its first run.
     """
@@ -166,7 +166,7 @@ def plan_jobs(
                 gpu_number = repeat % len(gpus)
                 job_gpus, caches = [gpus[gpu_number]], folder / name / "caches" / str(gpu_number)
             job_folder = folder / (f"{name}.{repeat + 1}" if repeat else name)
-            repeat_jobs.append(Job(job_folder, words + added, flags, job_gpus, caches))
+            repeat_jobs.append(SweepJob(job_folder, words + added, flags, job_gpus, caches))
         if repeat % 2:
             repeat_jobs.reverse()
         planned += repeat_jobs
@@ -200,7 +200,7 @@ def gpu_slots(device: str) -> list[str | None]:
     return (visible.split(",") if visible else list(map(str, range(count))))[:count]
 
 
-def next_job(waiting: list[Job], free: list[str | None]) -> tuple[Job, str | None] | None:
+def next_job(waiting: list[SweepJob], free: list[str | None]) -> tuple[SweepJob, str | None] | None:
     """Return the first job that may run on a free GPU, and that GPU; None if no job may."""
     for job in waiting:
         for gpu in free:
@@ -209,7 +209,9 @@ def next_job(waiting: list[Job], free: list[str | None]) -> tuple[Job, str | Non
     return None
 
 
-def run_jobs(jobs: list[Job], gpus: list[str | None], minutes: float | None, lock: TextIO, signals: Signals) -> None:
+def run_jobs(
+    jobs: list[SweepJob], gpus: list[str | None], minutes: float | None, lock: TextIO, signals: Signals
+) -> None:
     """Run every job that is not done, and print a line for each.
 
     After a signal no further job starts, and the running jobs get the signal too.

@@ -20,7 +20,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins import launcher, sweeper
 from omegaconf import DictConfig, OmegaConf
 
-from lab.sweep.jobs import Job, gpu_slots, plan_jobs, run_jobs
+from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
 from lab.sweep.table import sweep_table
 from runtime import compat
 from runtime.config import check, parse, quote_override
@@ -150,9 +150,9 @@ class Launcher(launcher.Launcher):
         return [word for path in paths for word in ("--config-dir", path)]
 
 
-def print_table(jobs: list[Job]) -> None:
+def print_table(jobs: list[SweepJob]) -> None:
     """Print the table of the jobs that have a row. Repeats of a job are one choice."""
-    choices: dict[tuple[str, ...], list[Job]] = {}
+    choices: dict[tuple[str, ...], list[SweepJob]] = {}
     for job in jobs:
         if job.row:
             choices.setdefault(tuple(job.words), []).append(job)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.errors import DataError
-from data.shards import HEADER_BYTES, SHARD_TOKENS, Writer, digest, open_nanogpt, open_shards, read_facts
+from data.shards import HEADER_BYTES, SHARD_TOKENS, Writer, digest, open_nanogpt_shards, open_shards, read_facts
 
 DOCUMENTS = [np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16), np.zeros(0, np.uint16)]
 STREAM = [9, 0, 1, 2, 3, 4, 9, 0, 1, 2, 9]  # the tokens of DOCUMENTS with eot=9
@@ -217,12 +217,12 @@ def test_nanogpt_files_are_opened_without_a_copy(tmp_path, tokens_read):
     for name, count in (("train", 100), ("val", 7)):
         np.arange(count, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     for _ in range(2):
-        train, val = open_nanogpt(tmp_path, 100, tmp_path / "cache")
+        train, val = open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")
         assert train[0].tokens.tolist() == list(range(100))
         assert val[0].tokens.tolist() == list(range(7))
         assert tokens_read == [100, 7]
     damage(tmp_path / "val.bin", 0, b"\x07")
-    train, changed = open_nanogpt(tmp_path, 100, tmp_path / "cache")
+    train, changed = open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")
     assert changed[0].tokens[0] == 7
     assert digest(changed) != digest(val)
     assert tokens_read == [100, 7, 7]
@@ -243,4 +243,4 @@ def test_a_damaged_nanogpt_file_is_an_error(tmp_path, damage_file, message):
     with pytest.raises(
         DataError, match=rf"val.bin is not a good token shard: .*{message}.*; run nanoGPT's prepare.py again"
     ):
-        open_nanogpt(tmp_path, 100, tmp_path / "cache")
+        open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")
