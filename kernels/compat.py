@@ -3,7 +3,10 @@
 tests/kernels/test_compat.py fails if one of them stops working or is no longer needed.
 """
 
+import ctypes
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401  there is no public name for it
@@ -58,3 +61,47 @@ def allow_graphs(count: int) -> AbstractContextManager:
     """
     limits = {"recompile_limit": max(8, count), "accumulated_recompile_limit": max(256, 8 * count)}
     return torch._dynamo.config.patch(**limits)
+
+
+def nvrtc_unavailable() -> str | None:
+    """Return why compile_cuda() cannot run here, or None.
+
+    torch.cuda._compile_kernel adds the headers in CUDA_HOME to the search path, and raises without this folder. Our
+    kernels include no header, so any folder will do.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    return None if CUDA_HOME else "torch.cuda._compile_kernel needs CUDA_HOME: set it to the CUDA toolkit or any folder"
+
+
+def compile_cuda(path: Path, name: str, options: Sequence[str]) -> object:
+    """Return the kernel `name` of a CUDA C++ file, compiled by NVRTC for the current GPU. It takes 2 s.
+
+    torch.cuda._compile_kernel has no public name. torch.utils.cpp_extension is public, but it needs nvcc and a C++
+    compiler. Raises RuntimeError, with the compiler's messages, if the file does not compile.
+    """
+    folders = [str(path.parent)]
+    return torch.cuda._compile_kernel(path.read_text(), name, cuda_include_dirs=folders, nvcc_options=list(options))
+
+
+def launch_cooperatively(
+    kernel: object, blocks: int, threads: int, shared_bytes: int, device: torch.device, arguments: ctypes.Structure
+) -> None:
+    """Launch a kernel of compile_cuda() so that all blocks run at the same time. `arguments` is its only parameter.
+
+    Calling the kernel object launches it without this guarantee, and passes no structures. So this passes the object's
+    private handle to the driver's public cuLaunchCooperativeKernel. Raises RuntimeError if the driver refuses.
+    """
+    driver, handle = ctypes.CDLL("libcuda.so.1"), kernel.func
+    max_dynamic_shared_bytes = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+    with torch.cuda.device(device):
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        error = driver.cuFuncSetAttribute(handle, max_dynamic_shared_bytes, shared_bytes)
+        if not error:
+            shape = (blocks, 1, 1, threads, 1, 1, shared_bytes)
+            error = driver.cuLaunchCooperativeKernel(handle, *shape, stream, parameters)
+    if error:
+        message = ctypes.c_char_p(b"")
+        driver.cuGetErrorString(error, ctypes.byref(message))
+        raise RuntimeError(f"the driver does not launch {blocks} blocks of {threads} threads: {message.value.decode()}")

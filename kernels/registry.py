@@ -23,6 +23,8 @@ and it may define
     LENGTHS             more sizes of the doctor's matrix, in one dtype
     GRADIENTS_IN_FORWARD = True    some backends compute the gradients in the forward, so the report gives only the
                         rate of forward and backward together
+    TRAINS = False      the training step does not call the op, and the op has no gradients (decode)
+    DEFAULT             the backend that runs if the config names none; without DEFAULT it is eager
 
 A backend is a file with the op's function. It may also define
 
@@ -33,6 +35,7 @@ A backend is a file with the op's function. It may also define
     FAMILY                 a pattern for the names of its own kernels, for the share of the step that the op takes
     KEEPS                  attention only: names of operators. With their outputs and q, k and v its backward can run,
                            so model.keep_attention=true keeps these outputs in an activation checkpoint
+    FP8_KEYS = True        attention only: k and v may be float8_e4m3fn, the dtype of a cache with generate.kv=fp8
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
     candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
     VERSIONS               attention only: names of implementations that it can choose among; its function,
@@ -57,8 +60,9 @@ from kernels import compat
 
 ROOT = Path(__file__).parent
 FIRST = ("norm", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
-OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
+ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
+OPS = [op for op in ALL_OPS if getattr(importlib.import_module(f"kernels.{op}"), "TRAINS", True)]  # of a training step
 Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
 
 
@@ -83,14 +87,24 @@ def check_name(op: str, impl: str, key: str) -> None:
         raise KernelError(f"{key}={impl}: no file kernels/{op}/{impl}.py; there are {', '.join(impls(op))}")
 
 
+def default_impl(op: str) -> str:
+    """Return the backend that runs if the config names none."""
+    return getattr(contract(op), "DEFAULT", "eager")
+
+
+def contract(op: str) -> ModuleType:
+    """Return the op's module, which has reference(), inputs(), cost(), SHAPES, CASES and the rest."""
+    return importlib.import_module(f"kernels.{op}")
+
+
 @dataclass
-class KernelsConfig(make_dataclass("Backends", [(op, str, "eager") for op in OPS if op != "attention"])):
+class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for op in ALL_OPS if op != "attention"])):
     """The backend of each op but attention, which has a config group of its own: `kernels.norm`, `kernels.mlp`, ..."""
 
     compile: bool = False  # torch.compile around the whole model; works with every backend
 
     def __post_init__(self):
-        for op in OPS:
+        for op in ALL_OPS:
             if op != "attention":
                 check_name(op, getattr(self, op), config_key(op))
 
@@ -124,10 +138,11 @@ def config_groups() -> dict[str, dict]:
     eager ops and swaps one op at a time.
     """
     per_op = {op: impls(op) for op in OPS if op != "attention"}
+    decoders = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
     groups = {"kernels": {}, "attn": {name: {"impl": name} for name in impls("attention")}}
     for name in sorted({name for names in per_op.values() for name in names}):
         backends = {op: name if name in names else "eager" for op, names in per_op.items()}
-        groups["kernels"][name] = {**backends, "compile": False}
+        groups["kernels"][name] = {**backends, **decoders, "compile": False}
     groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")
@@ -137,13 +152,8 @@ def config_groups() -> dict[str, dict]:
 
 def backend_names() -> dict[str, dict[str, str]]:
     """Return what ${backends:OP} stands for in YAML (sweeps, --help). ${backends:table} has a line for each op."""
-    names = {op: ", ".join(impls(op)) for op in OPS}
-    return {"backends": {**names, "table": "\n".join(f"  {op:<10} {names[op]}" for op in OPS)}}
-
-
-def contract(op: str) -> ModuleType:
-    """Return the op's module, which has reference(), inputs(), cost(), SHAPES, CASES and the rest."""
-    return importlib.import_module(f"kernels.{op}")
+    names = {op: ", ".join(impls(op)) for op in ALL_OPS}
+    return {"backends": {**names, "table": "\n".join(f"  {op:<10} {names[op]}" for op in ALL_OPS)}}
 
 
 def backend(op: str, impl: str) -> ModuleType:
@@ -186,7 +196,7 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
 
 
 def impl_by_op(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
-    """Return {op: the name of the backend that the config chooses}."""
+    """Return {op of a training step: the name of the backend that the config chooses}."""
     return {op: attn.impl if op == "attention" else getattr(kernels, op) for op in OPS}
 
 
@@ -197,6 +207,11 @@ def missing_argument(attention: Callable, argument: str) -> str | None:
     functions = {impl: backend("attention", impl).attention for impl in impls("attention")}
     able = [impl for impl, function in functions.items() if argument in inspect.signature(function).parameters]
     return f"{attention.__module__} takes no {argument} (kernels/attention/__init__.py): choose attn={', '.join(able)}"
+
+
+def reads_fp8(attention: Callable) -> bool:
+    """Return whether this attention takes keys and values in fp8."""
+    return getattr(sys.modules[attention.__module__], "FP8_KEYS", False)
 
 
 def checkpointed_operators(attention: Callable) -> Sequence[str]:
@@ -241,6 +256,8 @@ def describe(op: str, impl: str, version: str | None = None, **shape) -> str:
     detail = getattr(backend(op, impl), "detail", None)
     if detail is None:
         return f"{impl} (torch {torch.__version__})"
+    if not shape:
+        return f"{impl} ({detail()})"
     with compat.FakeTensorMode():
         return f"{impl} ({detail(**contract(op).inputs(**shape), **version_argument(version))})"
 

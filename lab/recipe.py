@@ -1,11 +1,12 @@
 """The groups of the config that decide a training step, as one object. The lab builds its own steps from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from kernels.registry import AttnConfig, KernelsConfig
 from model.executed import executed_kernels
+from model.generate_config import GenerateConfig
 from model.gpt import GPT, GPTConfig
 from model.optim import OptimConfig
 from model.pretrained import Pretrained
@@ -23,6 +24,7 @@ class Recipe:
     precision: str
     seed: int
     documents: bool = False  # attention stays inside documents
+    generate: GenerateConfig = field(default_factory=GenerateConfig)  # for a generation with this model
 
     def build(self, device: torch.device, weights: Pretrained | None = None) -> GPT:
         """Return the model of this recipe, not compiled."""

@@ -38,6 +38,12 @@ def flops_per_token(config: GPTConfig, length: int) -> float:
     return 6 * (parameters(config) - position_parameters(config)) + 12 * config.n_layer * config.n_embd * T
 
 
+def prefill_flops(config: GPTConfig, batch: int, length: int) -> float:
+    """FLOPs of a prefill of `batch` prompts: a third of flops_per_token() a token, but one token of the head each."""
+    head = config.vocab_size * config.n_embd
+    return batch * (length * (flops_per_token(config, length) / 3 - 2 * head) + 2 * head)
+
+
 def kv_cache_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
     """The bytes of the keys and values of `length` tokens of `batch` sequences, in all layers."""
     return 2 * config.n_layer * batch * length * config.kv_heads * config.head_dim * dtype.itemsize

@@ -18,8 +18,11 @@ def executed_kernels(
 ) -> dict[str, str | bool]:
     """Return op -> backend and version, and "compile" -> whether torch.compile is on. The tokens have `shape`, (B, T).
 
-    With `keys`, it is a decoding step over a cache of so many keys. With `documents`, attention stays inside documents.
+    With `keys`, describe a decoding step that reads `keys` keys, after a prefill of `shape`. If the decoder is not
+    blocks, only the prefill runs the ops besides decode. With `documents`, attention stays inside documents.
     """
+    if keys and kernels.decode == "blocks":
+        shape = shape[0], 1
     residual_dtype, dtype = PRECISIONS[precision]
     sizes = {
         "batch": shape[0],
@@ -29,11 +32,11 @@ def executed_kernels(
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "vocab_size": config.vocab_size,
-        "window": config.window,
+        "window": None if keys and kernels.decode == "blocks" else config.window,  # the cache has no other keys
         "learned_positions": config.pos == "learned",
         "residual_dtype": residual_dtype,
         "documents": documents,
-        "keys": keys,
+        "keys": keys if keys and kernels.decode == "blocks" else None,
     }
     descriptions = {}
     for op, impl in impl_by_op(kernels, attn).items():
@@ -42,4 +45,7 @@ def executed_kernels(
         if arguments is not None:
             version = attn.version if op == "attention" else None
             descriptions[op] = describe(op, impl, version, **arguments, dtype=dtype, device=device)
+    if keys:
+        descriptions.pop("loss", None)
+        descriptions["decode"] = describe("decode", kernels.decode)
     return {**descriptions, "compile": kernels.compile}

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.cache import Cache
 from kernels.packed import split
 from kernels.registry import Ops
-from model.cache import Cache
+from kernels.rope import rope_table, rotate
 from model.recompute import BlockRunner
-from model.rope import rope_table, rotate
 from runtime.config import check
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
@@ -145,8 +145,8 @@ class Attention(nn.Module):
             options["starts"] = starts
         if cache is not None:
             k, v = cache.append(k, v)
-            if cache.lengths is not None:
-                options["lengths"] = cache.lengths
+            if cache.positions is not None:  # a decoding step, whose cache holds no key outside the window
+                options = {"lengths": cache.lengths}
         return self.c_proj(self.attention(q, k, v, **options).reshape(B, T, C))
 
 
@@ -188,8 +188,8 @@ class GPT(nn.Module):
     """idx (B, T) -> logits (B, T, V) in the compute dtype; with targets (B, T), their mean cross-entropy instead.
 
     starts (B, T) int32 keeps attention inside documents: for each token, the index at which its document begins. With a
-    cache, idx are the tokens that follow the cached ones, and the logits are the last token's, (B, 1, V). Raises
-    UserError if the sequence is longer than the table of learned positions.
+    cache, idx are the tokens that follow the cached ones; after a prefill, the logits are those of the last token of
+    each sequence, (B, 1, V). Raises UserError if the sequence is longer than the table of learned positions.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
@@ -206,13 +206,15 @@ class GPT(nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, starts: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
+        if cache is not None:
+            cache = cache.locate(idx.shape[1])
         rope = self.rotary_table(idx, cache)
         x, residual = self.drop(self.embed(idx, cache)), None  # (B, T, C)
         for i, block in enumerate(self.h):
             layer_cache = None if cache is None else cache.layer(i)
             x, residual = self.run_block(block, x, residual, rope=rope, starts=starts, cache=layer_cache)
-        if cache is not None:  # generation needs only the last token's logits
-            x, residual = x[:, -1:], residual[:, -1:]
+        if cache is not None:
+            x, residual = cache.select(x), cache.select(residual)
         x, _ = self.ln_f(x, residual)
         lm_head = cast(self.wte.weight, x.dtype)
         if targets is None:
@@ -224,16 +226,20 @@ class GPT(nn.Module):
         tok_emb, T = self.wte(idx), idx.shape[1]
         if self.wpe is None:
             return tok_emb
-        self.config.check_length(T)
-        pos_emb = self.wpe.weight[:T] if cache is None else self.wpe(cache.positions)  # (T, C)
-        return tok_emb + pos_emb
+        if cache is None:
+            self.config.check_length(T)
+            return tok_emb + self.wpe.weight[:T]  # (T, C)
+        if cache.positions is None:
+            self.config.check_length(cache.keys)
+        # A step that verifies a draft may reach beyond the table, but generation ends before it takes such a token
+        return tok_emb + self.wpe(cache.token_positions(T).clamp(max=self.config.block_size - 1))
 
     def rotary_table(self, idx: Tensor, cache: Cache | None) -> Tensor | None:
-        """The table of rotary positions, (2, T, 1, D/2) fp32; None if the positions are learned."""
+        """The table of rotary positions, (2, [B,] T, 1, D/2) fp32; None if the positions are learned."""
         if self.config.pos == "learned":
             return None
         T = idx.shape[1]
-        positions = torch.arange(T, device=idx.device, dtype=torch.float32) if cache is None else cache.positions
+        positions = torch.arange(T, device=idx.device) if cache is None else cache.token_positions(T)
         return rope_table(positions, self.config.head_dim)
 
     @torch.no_grad()

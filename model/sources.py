@@ -55,6 +55,12 @@ class Pretrained(NamedTuple):
         return GPTConfig(**self.model, dropout=0.0)
 
 
+def random_source(model: dict) -> Pretrained:
+    """Return a source without weights for a model with these fields of GPTConfig: a measurement needs no checkpoint."""
+    model = {key: value for key, value in model.items() if key not in TRAINING}
+    return Pretrained(model, {}, guess_tokenizer(model["vocab_size"]), "random weights")
+
+
 def open_source(source: str) -> tuple[Pretrained, ReadWeights]:
     """Return (the source's model without weights, the function that reads the weights).
 

@@ -1,6 +1,10 @@
 """Turn a stream of tokens into text: whole characters only, up to a stop."""
 
+from collections.abc import Iterable
+
 from data.tokenizer import Tokenizer
+
+INCOMPLETE = "\ufffd"  # the last character decodes to this while it lacks bytes
 
 
 class Text:
@@ -8,49 +12,68 @@ class Text:
 
     add() and finish() return new text that no later token can change. add() holds back a character until all its bytes
     are there, and the end of the text while a stop text may begin in it. The stop text itself is left out. `stops` are
-    texts and token ids. The tokenizer's eot is always a stop.
+    texts and token ids. The tokenizer's eot is always a stop, unless `stops` is None. `tokens` has the tokens so far,
+    with the last token of the stop.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: list[int | str]):
+    def __init__(self, tokenizer: Tokenizer, stops: list[int | str] | None):
         self.decode = tokenizer.decode
-        self.ids = {tokenizer.eot, *(stop for stop in stops if isinstance(stop, int))}
-        self.stops = [stop for stop in stops if isinstance(stop, str)]
-        self.pending: list[int] = []  # tokens whose last character lacks bytes
+        self.stop_ids = set() if stops is None else {tokenizer.eot, *(stop for stop in stops if isinstance(stop, int))}
+        self.stop_texts = [stop for stop in stops or [] if isinstance(stop, str)]
+        self.tokens: list[int] = []
+        self.pending: list[int] = []  # tokens whose last character may lack bytes
         self.taken = 0  # characters of the text of `pending` that are already in `held`
         self.held = ""  # whole characters that add() has not returned yet
         self.stopped = False
 
-    def add(self, token: int) -> str:
-        """Add a token, and return the new text."""
-        if token in self.ids:
-            text = self.finish()
-            self.stopped = True
-            return text
-        self.pending.append(token)
-        text = self.decode(self.pending)
-        whole = text.removesuffix("\ufffd")  # the last character decodes to U+FFFD while it is incomplete
-        self.held += whole[self.taken :]
-        if whole == text:
-            self.pending, self.taken = [], 0
-        else:
-            self.taken = len(whole)
-        return self._release()
+    def add(self, tokens: Iterable[int]) -> str:
+        """Add tokens up to the first stop, and return the new text."""
+        text = ""
+        for token in tokens:
+            if self.stopped:
+                break
+            text += self._add_token(token)
+        return text
 
     def finish(self) -> str:
-        """Return the rest of the text, when no more tokens come."""
-        self.held += self.decode(self.pending)[self.taken :]
+        """Return the rest of the text when no more tokens come; "" after a stop."""
+        if self.stopped:
+            return ""
+        self._hold(self.decode(self.pending))
         self.pending, self.taken = [], 0
         text = self._release()
         text, self.held = text + self.held, ""
         return text
 
+    def _add_token(self, token: int) -> str:
+        self.tokens.append(token)
+        if token in self.stop_ids:
+            text = self.finish()
+            self.stopped = True
+            return text
+        alone, before = self.decode([token]), self.decode(self.pending)
+        if not alone:  # padding of the vocabulary has no text
+            return ""
+        text = self.decode([*self.pending, token])
+        if text == before + alone:  # no character spans both, so a missing byte of `pending` can no longer come
+            self._hold(before)
+            self.pending, self.taken, text = [], 0, alone
+        self.pending.append(token)
+        self._hold(text.removesuffix(INCOMPLETE))
+        return self._release()
+
+    def _hold(self, text: str) -> None:
+        """Append the new characters of `text`, the text of `pending`, to `held`."""
+        self.held += text[self.taken :]
+        self.taken = len(text)
+
     def _release(self) -> str:
-        """Take from `held` what comes before a stop text, or before what may be the beginning of one."""
-        found = [index for index in map(self.held.find, self.stops) if index >= 0]
+        """Remove and return the part of `held` before a stop text, or before an end that may begin a stop text."""
+        found = [index for index in map(self.held.find, self.stop_texts) if index >= 0]
         if found:
             text, self.held, self.stopped = self.held[: min(found)], "", True
             return text
-        beginnings = (n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
+        beginnings = (n for stop in self.stop_texts for n in range(1, len(stop)) if self.held.endswith(stop[:n]))
         end = len(self.held) - max(beginnings, default=0)
         text, self.held = self.held[:end], self.held[end:]
         return text

@@ -89,6 +89,11 @@ def device_name(device: torch.device) -> str:
     return model[1] if model else platform.processor() or platform.machine()
 
 
+def peak_flops(device: torch.device) -> float | None:
+    """Return the bf16 FLOP/s of the data sheet; None for an unknown GPU or a CPU."""
+    return BF16_PEAK.get(device_name(device))
+
+
 class Ceiling:
     """The peak speed of a device in FLOP/s, and the share of it that a throughput reaches.
 
@@ -98,7 +103,7 @@ class Ceiling:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float, devices: int = 1):
         self.flops_per_token, self.devices = flops_per_token, devices
-        self.peak, self.measured = BF16_PEAK.get(device_name(device)), measured_flops(device, dtype)
+        self.peak, self.measured = peak_flops(device), measured_flops(device, dtype)
 
     def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
         """Return the throughput of the job, and its model FLOP utilisation relative to both peaks.

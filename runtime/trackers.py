@@ -47,6 +47,9 @@ class Tracker:
     def log(self, step: int, figures: dict) -> None:
         """Receive the figures of one logged step."""
 
+    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        """Receive a table, such as samples of text."""
+
     def finish(self, row: dict) -> None:
         """End a run that has succeeded or failed. `row` is the result row."""
 
@@ -78,6 +81,13 @@ class Wandb(Tracker):
         with self._warn_of_failure():
             if self.run is not None:
                 self.run.log({**figures, **extra}, step=step, commit=True)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        import wandb
+
+        with self._warn_of_failure():
+            if self.run is not None:
+                self.run.log({name: wandb.Table(columns=columns, data=rows)})
 
     def finish(self, row: dict) -> None:
         with self._warn_of_failure():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.registry import OPS, KernelError, impls
+from kernels.registry import ALL_OPS, KernelError, impls
 from lab.bench.machine import describe_machine
 from lab.bench.op import as_list
 from lab.bench.probe import first_probe, first_word, matrix_probes, run_probes
@@ -40,9 +40,9 @@ class Config:
     out_dir: str | None
 
     def __post_init__(self):
-        self.op = as_list(self.op) or list(OPS)
+        self.op = as_list(self.op) or list(ALL_OPS)
         for op in self.op:
-            check(op in OPS, f"op={op}: choose {', '.join(OPS)}")
+            check(op in ALL_OPS, f"op={op}: choose {', '.join(ALL_OPS)}")
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
         check(self.matrix or not self.keep, "keep=true stores the rows of a matrix: add --matrix")
 

@@ -1,76 +1,70 @@
 """Generate text from a model: `python -m scripts.generate checkpoint=out/RUN prompt="def main(" max_new_tokens=200`.
 
-It streams the text, and measures the decoding steps: their tokens/s, and how near they come to the bound. The bound is
-the time to read the weights and the KV cache at the bandwidth of a copy on this machine. The figures go into a run's
-folder.
+It streams the text, and measures the decoding steps: their tokens/s, and their share of the bound. The bound is the
+speed of a step that only reads the weights and the KV cache, at the bandwidth of a copy on this machine. A run's folder
+gets the figures. Without a prompt on a terminal, the script asks for one prompt after another, and writes no folder.
 """
 
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from data.errors import DataError
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, backend_names, config_groups, label
-from lab import generation
-from model import cost, pretrained
-from model.executed import executed_kernels
-from model.generate import Decoder, Sampling
-from model.gpt import PRECISIONS
-from model.step import build
-from model.text import Text
-from runtime.config import check, cli, command_line, quote_exactly
+from kernels.registry import KernelError, backend_names, config_groups
+from lab.generation import measure, prompts, writing
+from lab.generation.interactive import answer_prompts
+from lab.generation.recipe import GenerationKeys, GenerationRecipe, take_random_model
+from lab.proof import Wrong
+from lab.proof.generation import proof_line, prove, why_wrong
+from lab.sweep.launcher import SweepConfig, register_sweeps
+from model import cost
+from model.decoder import Decoder
+from model.generate import stream
+from runtime.config import UserError, check, cli, command_line
 from runtime.console import model_header
 from runtime.device import environment, explain_out_of_memory, reset_peak_memory, select_device
 from runtime.resume import choose_folder
 from runtime.run import Run
+from runtime.signals import Signals
 from runtime.timing import measured_bandwidth
-from runtime.trackers import Tracker
+from runtime.trackers import LoggerConfig, make_tracker
 
 ROOT = Path(__file__).resolve().parent.parent
+register_sweeps()  # for Hydra's -m and +sweep=generate
 
 
 @dataclass
-class Config:
-    checkpoint: str | None
-    prompt: str
-    max_new_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+class Config(GenerationKeys):
+    prompts: str | None
     batch: int
-    stop: Any
-    tokenizer: str | None
     out_dir: str | None
-    device: str
-    precision: str
-    kernels: KernelsConfig
-    attn: AttnConfig
+    proof: bool
+    sweep: SweepConfig
+    logger: LoggerConfig
 
     def __post_init__(self):
-        check(bool(self.checkpoint), "checkpoint is missing: pass a run (out/RUN), a checkpoint, gpt2, or a folder")
-        for key, value in {"max_new_tokens": self.max_new_tokens, "batch": self.batch}.items():
-            check(value is None or 1 <= value < 2**31, f"{key}={value}: it must be in [1, 2^31)")
-        check(
-            self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
-            f"temperature={self.temperature}: it must be 0 (the most probable token each time) or in [0.0001, 10000]",
-        )
-        check(self.top_k >= 0, f"top_k={self.top_k}: it must be at least 1, or 0 for no limit")
-        check(0 < self.top_p <= 1, f"top_p={self.top_p}: it must be in (0, 1]; 1 is no limit")
-        check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
-        check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
-        if self.stop is None:
-            self.stop = []
-        stops = self.stop if isinstance(self.stop, list) else [self.stop]
-        self.stop = [stop.replace("\\n", "\n") if isinstance(stop, str) else stop for stop in stops]
-        check(
-            all(type(stop) in (int, str) and stop != "" for stop in self.stop),
-            f"stop={self.stop}: it must be a list of texts and token ids",
-        )
+        super().__post_init__()
+        check(1 <= self.batch < 2**31, f"batch={self.batch}: it must be in [1, 2^31)")
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether a terminal asks for prompts. A conversation writes no run, so keys of a run then raise UserError."""
+        given = [self.prompt, self.prompts, self.prompt_tokens]
+        if any(value is not None for value in given) or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            return False
+        keys = {"batch": self.batch > 1, "proof": self.proof, "out_dir": self.out_dir is not None}
+        keys["logger"] = self.logger.name != "none"
+        for key, is_set in keys.items():
+            check(
+                not is_set,
+                f"{key} is for a run, but without a prompt a terminal starts a conversation, which writes no run: pass "
+                "prompt=TEXT, or prompt= to begin a document",
+            )
+        return True
 
 
 @cli(
@@ -80,50 +74,95 @@ class Config:
     groups=config_groups(),
     resolvers=backend_names(),
     errors=(KernelError, DataError),
+    complete=take_random_model,
 )
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
-    source = pretrained.read_pretrained(cfg.checkpoint)
-    tokenizer, config = pretrained.tokenizer_of(source, cfg.tokenizer), source.config
-    name = f"generate-{cost.parameters(config) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
-    ids, new_tokens = generation.encode_prompt(cfg.prompt, cfg.max_new_tokens, source, tokenizer)
-    cfg.max_new_tokens = new_tokens  # so that the row has the number, and not null
-    idx, prompt_length = torch.tensor([ids]).repeat(cfg.batch, 1), len(ids)
-    torch.compiler.reset()  # with -m, all jobs run in this process, and Dynamo limits how often it compiles a step
-    folder, _ = choose_folder(cfg.out_dir, None, name)  # only now, so that a mistake leaves no empty folder
-    work = f"batch={cfg.batch}, max_new_tokens={new_tokens}, {name}"
+    recipe = cfg.open_recipe()
+    torch.compiler.reset()  # hydra/launcher=basic runs all jobs in this process, and Dynamo limits its compilations
+    if cfg.is_conversation:
+        with explain_out_of_memory(recipe.name, "max_new_tokens, or choose precision=bf16"):
+            answer_prompts(recipe, cfg.max_new_tokens, device)
+        return
+    given = prompts.make_prompts(cfg.prompt, cfg.prompts, cfg.prompt_tokens, recipe.source, recipe.tokenizer, cfg.seed)
+    # the row then has the number instead of null
+    cfg.max_new_tokens = prompts.fit_new_tokens(given, cfg.max_new_tokens, recipe.source)
+    if cfg.proof:  # the proof needs a second token, even if the run has only one
+        longest = prompts.longest_prompt(given)
+        prompts.check_room(len(longest.ids) + 1, f"{longest.where} and a token for proof=true", recipe.source)
+    chosen = [prompt for prompt in given for _ in range(cfg.batch)]
+    if (cfg.prompts, cfg.prompt_tokens) == (None, None):
+        cfg.prompt = given[0].text  # on a terminal, the command of the row would ask for a prompt without it
+    name = f"generate-{recipe.name}"
+    folder, _ = choose_folder(cfg.out_dir, None, name)  # after all checks, so that a mistake leaves no empty folder
+    work = f"{len(chosen)} sequences, max_new_tokens={cfg.max_new_tokens}, {name}"
     with (
-        Run(folder, name, cfg, Tracker(None)) as run,
+        Signals(),
+        Run(folder, name, cfg, make_tracker(cfg.logger)) as run,
         explain_out_of_memory(work, "one of them, or choose precision=bf16"),
     ):
-        # quoted for a shell only: main_with_exact_prompt() adds Hydra's quotes again
-        run.row["command"] = command_line(prompt="") + shlex.quote(cfg.prompt)
-        idx, bandwidth = idx.to(device), measured_bandwidth(device)
-        reset_peak_memory(device)
-        model = build(config, cfg.kernels, cfg.attn, cfg.precision, device, weights=source).eval()
-        sampling = Sampling(tokenizer.n_vocab, cfg.temperature, cfg.top_k, cfg.top_p)
-        decoder = Decoder(model, cfg.batch, prompt_length + new_tokens, sampling, cfg.seed, cfg.kernels.compile)
-        keys = decoder.bucket(prompt_length + 1)
-        kernels = executed_kernels(config, cfg.kernels, cfg.attn, cfg.precision, (cfg.batch, 1), device, keys)
-        run.begin(kernels=kernels, env=environment(device), measured_bandwidth=bandwidth, source=source.name)
-        model_text = f"{source.name}: {cost.parameters(config) / 1e6:.1f}M, tokenizer {tokenizer.name}"
-        print(f"{model_header(run.row, model_text, compiled='torch.compile around a step')}\n")
-        figures, first_token = generation.warm_up(decoder, idx, new_tokens)
-        texts = [Text(tokenizer, cfg.stop) for _ in range(cfg.batch)]
-        arrivals, first = generation.write_text(decoder, idx, cfg.prompt, texts, new_tokens, run.folder / "sample.txt")
-        least = generation.least_bytes(decoder, cfg.precision, cfg.batch, prompt_length, len(arrivals))
-        figures |= generation.figures(decoder, idx, [*first_token, first], arrivals, least, bandwidth)
-        run.row |= figures
-        run.log(len(arrivals), figures)
-        print(f"\n\n{generation.summary(figures, cfg.batch, least, bandwidth)}")
-    print(f"done     {run.folder / 'result.json'}")
+        if cfg.prompt is not None:
+            # quoted for a shell only: main_with_exact_prompt() adds Hydra's quotes again
+            run.row["command"] = command_line(prompt="") + shlex.quote(cfg.prompt)
+        summary = generate(run, recipe, chosen, cfg.max_new_tokens, device, cfg.proof)
+        print(f"{summary}\ndone     {run.folder / 'result.json'}")
+
+
+def generate(
+    run: Run, recipe: GenerationRecipe, chosen: list[prompts.Prompt], new_tokens: int, device: torch.device, proof: bool
+) -> str:
+    """Continue the prompts, and fill the run's row and folder. Return the figures as text.
+
+    Raises Wrong if the proof fails.
+    """
+    idx, lengths = (tensor.to(device) for tensor in prompts.make_batch(chosen))
+    bandwidth = measured_bandwidth(device)
+    reset_peak_memory(device)
+    decoder = recipe.build_decoder(len(idx), idx.shape[1] + new_tokens, device)
+    kernels = recipe.executed_kernels(decoder, tuple(idx.shape), device)
+    facts = {"measured_bandwidth": bandwidth, "source": recipe.source.name}
+    facts["parameters"] = cost.parameters(recipe.source.config)
+    run.begin(kernels=kernels, env=environment(device), **facts)
+    print(f"{model_header(run.row, recipe.model_text, compiled='torch.compile around a step')}\n", flush=True)
+    figures, first_token = measure.warm_up(decoder, idx, lengths, new_tokens)
+    steps = stream(decoder, idx, new_tokens, lengths)
+    written, arrivals = writing.write_texts(steps, chosen, recipe.make_texts(len(chosen)), run.folder)
+    print("\n", flush=True)
+    made = sum(arrival.tokens for arrival in arrivals) // len(chosen)
+    least = measure.least_bytes(decoder, recipe.precision, lengths, made)
+    figures |= measure.figures(decoder, idx, lengths, first_token, arrivals, least, bandwidth)
+    for number, seconds in enumerate(figures["gen/laps_s"], 1):  # the speed over time
+        run.log(number * measure.SAMPLE_STEPS, {"gen/lap_tokens_per_sec": len(chosen) / seconds})
+    run.log((len(figures["gen/laps_s"]) + 1) * measure.SAMPLE_STEPS, figures)
+    samples = [[prompt.text, text] for prompt, text in zip(chosen, written, strict=True)]
+    run.tracker.log_table("samples", ["prompt", "text"], samples)
+    run.row |= figures
+    if proof:
+        record_proof(run, recipe, decoder, idx, lengths, new_tokens)
+    return measure.summary(figures, least, bandwidth)
+
+
+def record_proof(
+    run: Run, recipe: GenerationRecipe, decoder: Decoder, idx: Tensor, lengths: Tensor, new_tokens: int
+) -> None:
+    """Write the proof into the row, and print it. Raises Wrong if the tokens, the logits or the kernels are wrong."""
+    shape = tuple(idx.shape)
+    predicted = measure.predict_memory(*recipe.groups, recipe.generate, shape, new_tokens, idx.device)
+    run.row["memory"] = {"predicted": predicted, "measured": measure.measured_memory(run.row)}
+    run.row["receipt"] = measure.make_receipt(decoder, run.row, recipe.kernels, recipe.attn)
+    run.row["proof"] = prove(decoder, recipe.decoder_options, recipe.precision, idx, lengths)
+    print(f"{measure.proof_lines(run.row)}\n{proof_line(run.row['proof'])}")
+    if reason := why_wrong(run.row["proof"]) or run.row["receipt"]["wrong"]:
+        raise Wrong(reason)
 
 
 def main_with_exact_prompt() -> None:
-    """Call main() so that the model gets the prompt exactly as the shell passes it, whatever it means to Hydra."""
-    for i, word in enumerate(sys.argv):
-        if word.startswith("prompt="):
-            sys.argv[i] = f"prompt={quote_exactly(word.removeprefix('prompt='))}"
+    """Call main() with the prompt quoted for Hydra, so that the model gets it exactly as the shell passes it."""
+    try:
+        prompts.check_stdin(sys.argv)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    prompts.quote_prompt(sys.argv)
     main()
 
 

@@ -32,6 +32,7 @@ from lab.recipe import Recipe
 from lab.report.max_context_table import max_context_table
 from lab.rows import keep_rows
 from model import cost
+from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig
 from runtime.config import check, cli, command_line
@@ -57,6 +58,7 @@ class Config:
     kernels: KernelsConfig
     attn: AttnConfig
     model: GPTConfig
+    generate: GenerateConfig
     optim: OptimConfig
 
     def __post_init__(self):
@@ -72,7 +74,8 @@ class Config:
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(self.model, self.kernels, self.attn, self.optim, self.precision, self.seed)
+        groups = self.model, self.kernels, self.attn, self.optim, self.precision, self.seed
+        return Recipe(*groups, generate=self.generate)
 
 
 def print_json(**facts) -> None:
@@ -104,12 +107,14 @@ def run_probe(
     print_json(window_is_free=may_need_window and window_is_free(recipe, mode, device))
 
 
-def choose_modes(mode: str | None, attn: AttnConfig) -> list[str]:
-    """Return the modes to search in: `mode`, or every mode that the attention can run if it is None.
+def choose_modes(mode: str | None, attn: AttnConfig, decode: str) -> list[str]:
+    """Return the modes to search in: `mode`, or if it is None every mode that the attention and the decoder can run.
 
-    Raises UserError if `mode` is generate and the attention cannot generate.
+    Raises UserError if `mode` is generate, the decoder is blocks, and the attention cannot generate.
     """
-    reason = missing_argument(backend("attention", attn.impl).attention, "lengths")
+    reason = None
+    if decode == "blocks":
+        reason = missing_argument(backend("attention", attn.impl).attention, "lengths")
     check(mode != "generate" or not reason, f"mode=generate reads a cache, but {reason}")
     if mode:
         return [mode]
@@ -158,7 +163,8 @@ def main(cfg: Config) -> None:
     if cfg.probe:
         run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device)
         return
-    modes, config = choose_modes(cfg.mode, cfg.attn), OmegaConf.to_container(OmegaConf.structured(cfg))
+    modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode)
+    config = OmegaConf.to_container(OmegaConf.structured(cfg))
     name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     hydra = HydraConfig.get()
     is_sweep = bool(cfg.out_dir) and hydra.mode is RunMode.MULTIRUN

@@ -67,6 +67,23 @@ sequence() { # NAME T STEPS
         train.max_steps=$3 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0
 }
 
+# Generation: every decoder with 1, 8 and 64 sequences, then with 256; 1558M; drafts (run `typed` before); an fp8 cache
+generation() { generate generation +sweep=generate checkpoint=random; }
+generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }
+generation_1558m() {
+    generate generation-1558m +sweep=generate checkpoint=random model=gpt2_1558m batch=1 prompt_tokens=128
+}
+generation_drafts() {
+    generate drafts -m checkpoint=out/typed prompt="$(head -c 2000 README.md)" temperature=0 \
+        kernels.decode=blocks,triton generate.speculate=null,ngram
+}
+generate() { # NAME WORDS ...
+    python -m scripts.generate precision=bf16 "${@:2}" out_dir="out/$1"
+    [ $? = 75 ] || python -m scripts.collect "out/$1"/*/
+}
+context_fp8() { longest fp8 kernels=triton attn=triton model.pos=rope mode=generate generate.kv=fp8; }
+context_generate_compile() { longest generate-compile kernels=compile mode=generate; }
+
 # The same norm under two names, which must be a tie, and a norm that sleeps 0.3 ms a call: its step is 5% longer
 same() {
     local copy=out/same.copy

@@ -78,7 +78,8 @@ def check_script(name, words):
     """Compose the command's config, if it has one; the other commands have tests of their arguments."""
     module = importlib.import_module(f"scripts.{name}")
     if (ROOT / "configs" / f"{name}.yaml").exists():
-        words = [word for word in words if not word.startswith("prompt=") and word != "--help"]
+        words = [word for word in words if not word.startswith("prompt=") and word not in ("--help", "-m")]
+        words = [re.sub(r"^([\w.]+=)(?!\[)([^,]*),.*", r"\1\2", word) for word in words]  # the first job of a sweep
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             parse(compose(name, overrides=words), module.Config)
 

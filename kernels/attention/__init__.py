@@ -4,7 +4,7 @@
 
     q        (B, Tq, H, D), compute dtype; usually a view of one packed (B, T, H + 2 Hkv, D) tensor, as are k and v
     k, v     (B, Tk, Hkv, D); Tk >= Tq if causal; H is a multiple of Hkv, and query head h reads key head
-             h // (H / Hkv) (grouped queries)
+             h // (H / Hkv) (grouped queries). If the backend has FP8_KEYS, they may be float8_e4m3fn
     out      (B, Tq, H, D)
     scale    positive, or None for 1 / sqrt(D)
     lengths  (B,) int32 on the device, or None. Sequence b has only lengths[b] keys; attention ignores the (finite)

@@ -71,6 +71,7 @@ from kernels.registry import Unavailable
 LOWEST = tl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
 FORWARD = "^_fwd_kernel|::attention_fwd"
 KEEPS = ("hotswap::attention_fwd",)
+FP8_KEYS = True
 RUNS = {"Gluon": (FORWARD, "attention_bwd_gluon"), "triton": (FORWARD, "^_dq_kernel|::attention_bwd")}
 FAMILY = "^_(fwd|dq|dkdv|combine|lse_delta)_k"
 
@@ -125,7 +126,7 @@ def _fwd_kernel(
     q = load_tile(q_ptr, q_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, False)
     for n in range(any_start, any_end, BLOCK_N):
         k = load_tile(k_ptr, k_strides, b, h // GROUP, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
-        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
         if n < all_start or n + BLOCK_N > all_end:
             key = n + tl.arange(0, BLOCK_N)
             visible = key[None, :] < end[:, None]
@@ -139,7 +140,7 @@ def _fwd_kernel(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v = load_tile(v_ptr, v_strides, b, h // GROUP, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
     total = tl.where(total > 0, total, 1.0)  # it is 0 if the query sees no key in this part
     query = m + tl.arange(0, BLOCK_M)
     lse_ptr += (split * heads + head).to(tl.int64) * lse_stride
@@ -207,7 +208,7 @@ def attention_fwd(
     B, Tq, H, D = q.shape
     out, lse = empty_outputs(q)
     decode = Tq <= 16
-    tma = not decode and can_use_tma(k, v, out)
+    tma = not decode and k.dtype == q.dtype and can_use_tma(k, v, out)
     parameters = tile_parameters("decode" if decode else "forward", q.dtype, D, tma, q.device)
     M, N, width = parameters["BLOCK_M"], parameters["BLOCK_N"], parameters["BLOCK_D"]
     programs = triton.cdiv(Tq, M) * B * H

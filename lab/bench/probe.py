@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.check import broken_rule, outputs_and_gradients
-from kernels.registry import Unavailable, contract, describe, load, unavailable
+from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
 from lab.bench.op import optional_arguments
 from runtime.device import select_device
@@ -72,6 +72,8 @@ def matrix_probes(op: str, impl: str, device: torch.device) -> Columns:
     for feature in module.FEATURES:
         columns[feature] = {dtype_name: probe._replace(shape=module.CASES[feature])}
     ways = {"forward": {"backward": False}, "backward": {}, "compile": {"compiled": True}}
+    if not getattr(module, "TRAINS", True):
+        return columns
     return columns | {way: {dtype_name: probe._replace(**changes)} for way, changes in ways.items()}
 
 
@@ -81,6 +83,8 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     if reason := unavailable(op, impl, device):
         return f"unavailable: {reason}"
     shape = {**probe.shape, "dtype": probe.dtype, "device": device}
+    if not getattr(module, "TRAINS", True):
+        return decoder_status(probe, shape)
     inputs = module.inputs(**shape)
     if not probe.backward:
         inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -99,6 +103,29 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     if reason:
         return f"wrong: {reason}"
     return f"ok: {describe(op, impl, **shape).removeprefix(f'{impl} (').removesuffix(')')}"
+
+
+@torch.no_grad()
+def decoder_status(probe: Probe, shape: dict) -> str:
+    """Run a backend of decode, and return the status of the probe.
+
+    The status of a backend that rounds the weights has its error. Above 10% the backend is wrong.
+    """
+    op, impl, module = probe.op, probe.impl, contract(probe.op)
+    decoder = backend(op, impl)
+    try:
+        logits = module.run(decoder, **module.inputs(**shape))
+    except Unavailable as reason:
+        return f"unavailable: {reason}"
+    arguments = module.inputs(**shape)
+    truth = module.reference(**module.to_float64(arguments))
+    version = describe(op, impl).removeprefix(f"{impl} (").removesuffix(")")
+    if getattr(decoder, "LOSSY", False):
+        error = ((logits.double() - truth).norm() / truth.norm()).item()
+        return f"ok: {version}, logits are off by {100 * error:.1f}%" if error < 0.1 else f"wrong: error {error:.2g}"
+    results = [{"out0": tensor} for tensor in (logits, module.reference(**arguments), truth)]
+    reason = broken_rule(*results, {"wte": arguments["weights"].wte}, probe.dtype)
+    return f"wrong: {reason}" if reason else f"ok: {version}"
 
 
 def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, log: str) -> None:

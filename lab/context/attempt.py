@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from kernels.registry import KernelError
+from kernels.sampling import Sampling
 from lab.proof.memory import simulate, split_peak, tensor_bytes
 from lab.recipe import Recipe
-from model.generate import Decoder, Sampling, stream
+from model.decoder import Decoder
+from model.generate import stream
 from model.gpt import GPT
 from model.optim import Optimizer
 from model.step import train_step
@@ -47,11 +49,14 @@ def build_trainer(recipe: Recipe, length: int, device: torch.device) -> tuple[GP
     return model, Optimizer(model, recipe.optim), batch
 
 
-def build_decoder(recipe: Recipe, length: int, device: torch.device) -> tuple[Decoder, Tensor]:
+def build_decoder(
+    recipe: Recipe, length: int, device: torch.device, prefill_only: bool = False
+) -> tuple[Decoder, Tensor]:
     """Return the decoder, and a prompt of random tokens."""
     model = with_positions(recipe, length + NEW_TOKENS).build(device).eval()
     sampling = Sampling(recipe.model.vocab_size, temperature=0)
-    decoder = Decoder(model, 1, length + NEW_TOKENS, sampling, compiled=recipe.kernels.compile)
+    options = {"decode": recipe.kernels.decode, "compiled": recipe.kernels.compile, "options": recipe.generate}
+    decoder = Decoder(model, 1, length + NEW_TOKENS, sampling, **options, prefill_only=prefill_only)
     return decoder, torch.randint(recipe.model.vocab_size, (1, length), device=device)
 
 
@@ -72,8 +77,8 @@ def generate(recipe: Recipe, length: int, device: torch.device) -> dict[str, flo
     Return `seconds` to the last new token, and `prefill_s` to the first.
     """
     decoder, idx = build_decoder(recipe, length, device)
+    decoder.warm_up(length, NEW_TOKENS)
     decoder.prefill(idx)
-    decoder.warm_up(length + 1, length + NEW_TOKENS - 1)
     synchronize(device)
     start = time.perf_counter()
     arrivals = [time.perf_counter() - start for _ in stream(decoder, idx, NEW_TOKENS)]
@@ -146,14 +151,17 @@ def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dic
     """Predict the GiB that run_attempt() would take: the weights, the mode's other parts, and the peak.
 
     `opaque` names the ops whose own allocations are not predicted. With torch.compile, the prediction is for the
-    uncompiled model, because it is unknown which tensors Inductor keeps.
+    uncompiled model, because it is unknown which tensors Inductor keeps. For every decoder, the prediction is for
+    blocks, because all share the prefill, which takes more than a step. It leaves out copies of the weights by pack().
     """
-    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
+    prefill_only = recipe.kernels.decode != "blocks"
+    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False, decode="blocks"))
     with simulate(device) as usage:
         if mode == "generate":
-            decoder, idx = build_decoder(recipe, length, device)
+            decoder, idx = build_decoder(recipe, length, device, prefill_only)
             decoder.prefill(idx)
-            decoder.step()
+            if not prefill_only:
+                decoder.step()
             parts = {"weights": tensor_bytes(decoder.model.parameters())}
             parts |= {"kv_cache": tensor_bytes(chain(*decoder.kv)), "peak": usage.peak}
         else:

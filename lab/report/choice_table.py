@@ -1,5 +1,6 @@
-"""The table of choices: for the page, for report.md, and as numbers for W&B."""
+"""The tables of choices: for the page, for report.md, and as numbers for W&B."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.report.choices import Choice, rerun_command
@@ -7,9 +8,10 @@ from lab.report.describe import newest_searches
 from lab.report.max_context_table import max_context_table
 from lab.report.source import ReportSource
 from lab.report.tables import markdown_table
-from lab.sweep.table import speed
+from lab.sweep.table import Cell, figure_columns, speed
 
-COLUMNS = ["choice", "tokens/s", "of the baseline", "GiB", "first step", "parity", "most time in"]
+SPEED_COLUMNS = ["choice", "tokens/s", "of the baseline"]
+TRAINING_COLUMNS = [*SPEED_COLUMNS, "GiB", "first step", "parity", "most time in"]
 NUMBERS = [  # keys of a row
     "perf/tokens_per_sec",
     "perf/tokens_per_sec/p20",
@@ -25,21 +27,54 @@ WANDB_COLUMNS = ["choice", "model", "precision", "status", *NUMBERS]
 WANDB_COLUMNS += ["ratio", "ratio_low", "ratio_high", "baseline", "parity", "command"]
 
 
-def cells(choice: Choice) -> list[str]:
-    """Return the cells under COLUMNS. The choice must have a speed."""
-    row, (low, high), count = choice.row, choice.spread, len(choice.speeds)
+@dataclass
+class Table:
+    """A table of the page and of report.md: its head, and the choice and the cells of each line."""
+
+    id: str
+    title: str
+    columns: list[str]
+    lines: list[tuple[Choice, list[str]]]
+
+
+def choice_tables(source: ReportSource) -> list[Table]:
+    """Return the tables of training and of generation; a table without lines is left out."""
+    figures = figure_columns(choice.row for choice in source.measured_generations)
+    columns = [*SPEED_COLUMNS, *figures, "proof", "most time in"]
+    training = [(choice, training_cells(choice)) for choice in source.measured_choices]
+    generation = [(choice, generation_cells(choice, figures)) for choice in source.measured_generations]
+    tables = [
+        Table("choices", "Every choice", TRAINING_COLUMNS, training),
+        Table("generations", "Every choice of generation", columns, generation),
+    ]
+    return [table for table in tables if table.lines]
+
+
+def training_cells(choice: Choice) -> list[str]:
+    """Return the cells of a choice of training under TRAINING_COLUMNS. The choice must have a speed."""
+    row, memory = choice.row, f"{choice.memory:.1f}" if choice.memory else ""
+    return [*speed_cells(choice), memory, first_step_cell(row), parity_cell(row), longest_families(row, "{:.1f} ms")]
+
+
+def generation_cells(choice: Choice, figures: dict[str, Cell]) -> list[str]:
+    """Return the cells of a choice of generation. The choice must have a speed."""
+    row = choice.row
+    measured = [cell(row) for cell in figures.values()]
+    return [*speed_cells(choice), *measured, proof_cell(row), longest_families(row, "{:.3f} ms")]
+
+
+def speed_cells(choice: Choice) -> list[str]:
+    """Return the cells under SPEED_COLUMNS. The choice must have a speed."""
+    (low, high), count = choice.spread, len(choice.speeds)
     runs = f", {count} runs" if count > 1 else ""
+    return [choice.title, f"{choice.speed:,.0f} ({low:,.0f} to {high:,.0f}){runs}", choice.comparison_text]
+
+
+def longest_families(row: dict, template: str) -> str:
+    """Return the three families of kernels that take most of a step, such as "gemm 68.0 ms, mlp 9.5 ms"."""
     families = (row.get("receipt") or {}).get("families") or {}
     longest = sorted(families.items(), key=lambda item: -item[1])[:3]
-    return [
-        choice.title,
-        f"{choice.speed:,.0f} ({low:,.0f} to {high:,.0f}){runs}",
-        choice.comparison_text,
-        f"{choice.memory:.1f}" if choice.memory else "",
-        first_step_cell(row),
-        parity_cell(row),
-        ", ".join(f"{family} {ms:.1f} ms" for family, ms in longest),
-    ]
+    return ", ".join(f"{family} {template.format(ms)}" for family, ms in longest)
 
 
 def first_step_cell(row: dict) -> str:
@@ -56,6 +91,14 @@ def parity_cell(row: dict) -> str:
     if parity.get("ok") is None:
         return ""
     return f"{'holds' if parity['ok'] else 'fails'}, loss {parity['loss_error']:.1e}"
+
+
+def proof_cell(row: dict) -> str:
+    """Return a text such as "holds, logits 1.2e-02", or why a generation is not exact; empty without a proof."""
+    proof = row.get("proof") or {}
+    if proof.get("ok"):
+        return f"holds, logits {proof['logits_error']:.1e}"
+    return proof.get("why") or ""
 
 
 def failures(source: ReportSource) -> list[tuple[str, str, str, str]]:
@@ -78,7 +121,8 @@ def failures(source: ReportSource) -> list[tuple[str, str, str, str]]:
 def notes(source: ReportSource) -> list[str]:
     """Return sentences: how the choices are compared, and which files are left out."""
     sentences = []
-    others = [choice for choice in source.measured_choices if not choice.is_baseline]
+    measured = [*source.measured_choices, *source.measured_generations]
+    others = [choice for choice in measured if not choice.is_baseline]
     if others:
         first = "" if source.from_results else "the kernels of the first job, else "
         sentences.append(
@@ -91,17 +135,17 @@ def notes(source: ReportSource) -> list[str]:
         sentences.append(
             "A ratio without an interval compares the medians only, because its runs have too few timed intervals."
         )
-    if any(choice.comparison.differs for choice in source.measured_choices):
+    if any(choice.comparison.differs for choice in measured):
         sentences.append(
             "With --force every choice is compared with the first, and the table names the other settings that differ."
         )
-    elif any(choice.not_compared for choice in source.measured_choices):
+    elif any(choice.not_compared for choice in measured):
         sentences.append("Choices at other settings are not compared. --force compares them, and names what differs.")
     return sentences
 
 
 def wandb_table(source: ReportSource) -> list[list]:
-    """Return the head and a line for each run, under WANDB_COLUMNS."""
+    """Return the head and a line for each run of training, under WANDB_COLUMNS."""
     lines = []
     for choice in source.choices:
         comparison = choice.comparison
@@ -123,9 +167,9 @@ def wandb_table(source: ReportSource) -> list[list]:
 def report_markdown(source: ReportSource, pictures: list[Path]) -> str:
     """Return the text of report.md, which shows the pictures beside it."""
     parts = [f"# {source.folder.resolve().name}", *notes(source)]
-    if source.measured_choices:
-        lines = [[escape_cell(cell) for cell in cells(choice)] for choice in source.measured_choices]
-        parts.append(markdown_table(COLUMNS, lines))
+    for table in choice_tables(source):
+        lines = [[escape_cell(cell) for cell in line] for _, line in table.lines]
+        parts.append(markdown_table(table.columns, lines))
     searches = newest_searches(source.benchmarks["context"])
     if searches:
         parts.append(max_context_table(searches))

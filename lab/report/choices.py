@@ -5,9 +5,9 @@ import shlex
 import statistics
 from dataclasses import dataclass, field
 
-from lab.report.describe import BASELINE, choice_name, commit, model_size
+from lab.report.describe import BASELINE, choice_name, commit, model_size, prefill_name, prompt_tokens
 from lab.sweep import compare
-from lab.sweep.table import speed
+from lab.sweep.table import speed, speed_key
 
 BASELINES = " · ".join(BASELINE), "eager ·"  # the names of baselines start with these
 OWN_FOLDER = "out_dir", "train.resume", "logger.group"  # settings that belong to one run
@@ -36,7 +36,7 @@ class Comparison:
 
 @dataclass
 class Choice:
-    """Runs with equal settings on one machine, in the order in which they ran."""
+    """Runs with equal settings on one machine, in the order in which they ran: of training, or of generation."""
 
     rows: list[dict]
     losses: dict[int, float] = field(default_factory=dict)  # step -> training loss, from the first run that has any
@@ -58,12 +58,16 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The kernels and the attention: "triton, mlp eager + compile · flash"."""
+        """The kernels and the attention, or the decoder: "triton, mlp eager + compile · flash", "decode int8"."""
         return choice_name(self.row.get("config", {})) or self.row.get("name", "a row without a name")
 
     @property
     def title(self) -> str:
         return f"{self.name} ({self.qualifier})" if self.qualifier else self.name
+
+    @property
+    def generates(self) -> bool:
+        return compare.is_generation(self.row)
 
     @property
     def precision(self) -> str:
@@ -84,7 +88,7 @@ class Choice:
         """The slowest and the fastest run in tokens/s; p20 and p80 of the steps if there is one run."""
         if len(self.speeds) > 1:
             return min(self.speeds), max(self.speeds)
-        return tuple(self.row.get(f"perf/tokens_per_sec/{quantile}") or self.speed for quantile in ("p20", "p80"))
+        return tuple(self.row.get(f"{speed_key(self.row)}/{quantile}") or self.speed for quantile in ("p20", "p80"))
 
     @property
     def memory(self) -> float | None:
@@ -169,10 +173,12 @@ def is_same_choice(one: Choice, other: Choice) -> bool:
 def set_qualifiers(choices: list[Choice]) -> None:
     """Set the qualifier of each choice: the settings that distinguish it from the others.
 
+    All choices are of training, or all of generation.
     The qualifier has the model and the precision if they vary among all choices. It has another setting only if the
     setting varies among choices whose titles are equal so far.
     """
-    for position, values in enumerate(zip(*map(identifying_settings, choices), strict=True)):
+    settings = [identifying_settings(choice).values() for choice in choices]
+    for position, values in enumerate(zip(*settings, strict=True)):
         groups = [choice.title if position > 1 else "" for choice in choices]  # 0 and 1 are the model and the precision
         variants: dict[str, set[str]] = {}
         for group, value in zip(groups, values, strict=True):
@@ -182,20 +188,35 @@ def set_qualifiers(choices: list[Choice]) -> None:
                 choice.qualifier = " · ".join(filter(None, (choice.qualifier, value)))
 
 
-def identifying_settings(choice: Choice) -> list[str]:
+def identifying_settings(choice: Choice) -> dict[str, str]:
     """Return the settings that a qualifier may have, the most important first. The last is unique."""
-    row, train = choice.row, choice.row.get("config", {}).get("train", {})
-    gpus = row.get("world_size", 1)
-    return [
-        choice.model,
-        choice.precision,
-        f"{train.get('batch_size')} x {train.get('block_size')}" if train else "",
-        f"{gpus} GPUs" if gpus > 1 else "1 GPU",
-        f"{train.get('max_steps')} steps",
-        row.get("env", {}).get("device", ""),
-        commit(row) if "env" in row else "",
-        choice.id,
-    ]
+    row = choice.row
+    return {
+        "model": choice.model,
+        "precision": choice.precision,
+        **(generation_sizes(row) if choice.generates else training_sizes(row)),
+        "device": row.get("env", {}).get("device", ""),
+        "commit": commit(row) if "env" in row else "",
+        "id": choice.id,
+    }
+
+
+def training_sizes(row: dict) -> dict[str, str]:
+    train, gpus = row.get("config", {}).get("train", {}), row.get("world_size", 1)
+    return {
+        "batch": f"{train.get('batch_size')} x {train.get('block_size')}" if train else "",
+        "GPUs": f"{gpus} GPUs" if gpus > 1 else "1 GPU",
+        "steps": f"{train.get('max_steps')} steps",
+    }
+
+
+def generation_sizes(row: dict) -> dict[str, str]:
+    return {
+        "batch": f"batch {compare.sequences(row)}",
+        "prompt": f"prompt {prompt_tokens(row):,}",
+        "new tokens": f"{row['config']['max_new_tokens']} new tokens",
+        "prefill": prefill_name(row["config"]),
+    }
 
 
 def compare_choices(choices: list[Choice], force: bool, from_results: bool) -> None:

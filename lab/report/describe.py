@@ -4,14 +4,18 @@ import re
 from collections import Counter
 
 from kernels.registry import OPS
+from lab.sweep.compare import is_generation, sequences
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
 LAYER_OPS = [op for op in OPS if op != "attention"]
 
 
 def model_size(row: dict) -> str:
-    """Return a name such as "124M"; empty if the row has no parameters."""
-    return f"{row['parameters'] / 1e6:.0f}M" if row.get("parameters") else ""
+    """Return a name such as "124M"; empty if the row has no parameters. A row of generation has it in its name."""
+    if row.get("parameters"):
+        return f"{row['parameters'] / 1e6:.0f}M"
+    name = re.match(r"generate-(\d+M)-", row.get("name", ""))
+    return name[1] if name else ""
 
 
 def commit(row: dict) -> str:
@@ -22,6 +26,11 @@ def batch_cell(row: dict) -> str:
     """Return "64 x 1024": the sequences of a micro-batch, and their length."""
     train = row["config"]["train"]
     return f"{train['batch_size']} x {train['block_size']}"
+
+
+def prompt_tokens(row: dict) -> int:
+    """Return the tokens of a generation's longest prompt; 0 if the run ended before it counted them."""
+    return row.get("gen/prompt_tokens") or row["config"].get("prompt_tokens") or 0
 
 
 def backends_of(kernels: dict) -> dict[str, str]:
@@ -43,22 +52,61 @@ def attention_cell(row: dict) -> str:
     return re.sub(r",? ?torch [^,)]*", "", row["kernels"]["attention"]).replace(" ()", "")
 
 
-def choice_key(row: dict) -> tuple[str, str]:
-    """Return (kernels, attention), as BASELINE has them."""
-    return kernels_cell(row), row["config"]["attn"]["impl"]
+def choice_key(row: dict) -> tuple[str, ...]:
+    """Return (kernels, attention), as in BASELINE, and then a generation's decoder, cache and draft unless default."""
+    config = row["config"]
+    return kernels_cell(row), config["attn"]["impl"], *filter(None, (decoder(config),)), *cache_and_draft(config)
+
+
+def decoder(config: dict) -> str:
+    """Return the backend of the op decode, such as "int8"; empty for blocks, and for a config without generation."""
+    name = config["kernels"].get("decode", "blocks") if "max_new_tokens" in config else "blocks"
+    return "" if name == "blocks" else name
+
+
+def cache_and_draft(config: dict) -> list[str]:
+    """Return a generation's other choices, such as ["fp8 cache", "ngram draft of 4"]; usually empty."""
+    options, choices = config.get("generate") or {}, []
+    if options.get("kv", "auto") != "auto":
+        choices.append(f"{options['kv']} cache")
+    if options.get("speculate"):
+        choices.append(f"{options['speculate']} draft of {options['draft_tokens']}")
+    return choices
 
 
 def choice_name(config: dict) -> str:
-    """Return a name such as "triton, mlp eager + compile · flash"; empty for a config without kernels."""
+    """Return a name such as "triton, mlp eager + compile · flash"; empty for a config without kernels.
+
+    A decoder other than blocks runs none of these kernels, so the name is the decoder's: "decode int8".
+    """
     if not {"kernels", "attn"} <= config.keys():
         return ""
-    kernels, attn = backends_of(config["kernels"]), config["attn"]
-    [(usual, _)] = Counter(kernels.values()).most_common(1)
-    name = ", ".join([usual, *(f"{op} {impl}" for op, impl in kernels.items() if impl != usual)])
-    if config["kernels"]["compile"]:
+    if decoder(config):
+        return ", ".join([f"decode {decoder(config)}", *cache_and_draft(config)])
+    kernels = ", ".join([kernels_name(config["kernels"]), *cache_and_draft(config)])
+    return f"{kernels} · {attention_name(config['attn'])}"
+
+
+def prefill_name(config: dict) -> str:
+    """Return the kernels and attention of the prefill if the decoder is not blocks; otherwise ""."""
+    if not {"kernels", "attn"} <= config.keys() or not decoder(config):
+        return ""
+    return f"prefill {kernels_name(config['kernels'])} · {attention_name(config['attn'])}"
+
+
+def kernels_name(kernels: dict) -> str:
+    """Return a name such as "triton, mlp eager + compile" for a row's config.kernels."""
+    backends = backends_of(kernels)
+    [(usual, _)] = Counter(backends.values()).most_common(1)
+    name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
+    if kernels["compile"]:
         name = "compile" if name == "eager" else f"{name} + compile"
-    version = f" {attn['version']}" if attn.get("version") else ""
-    return f"{name} · {attn['impl']}{version}"
+    return name
+
+
+def attention_name(attn: dict) -> str:
+    """Return a name such as "flash fa4" for a row's config.attn."""
+    return f"{attn['impl']} {attn['version']}" if attn.get("version") else attn["impl"]
 
 
 def attention_limits(row: dict) -> str:
@@ -74,18 +122,31 @@ def attention_limits(row: dict) -> str:
 def sessions(rows: list[dict]) -> dict[tuple, list[dict]]:
     """Group the rows that the tables compare: rows of equal settings and of one commit; the oldest session first.
 
-    A key is (parameters, precision, T, batch size, GPUs, commit).
+    All rows are of training, or all of generation. A key is (*session_settings(), commit).
     """
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        config, train = row["config"], row["config"]["train"]
-        sizes = train["block_size"], train["batch_size"], row.get("world_size", 1)
-        groups.setdefault((row["parameters"], config["precision"], *sizes, commit(row)), []).append(row)
+        groups.setdefault((*session_settings(row), commit(row)), []).append(row)
     return groups
 
 
+def session_settings(row: dict) -> tuple:
+    """Return (parameters, precision, T, batch size, GPUs).
+
+    For a row of generation, return (size, precision, sequences, prompt tokens, new tokens).
+    """
+    config = row["config"]
+    if is_generation(row):
+        return model_size(row), config["precision"], sequences(row), prompt_tokens(row), config["max_new_tokens"] or 0
+    train = config["train"]
+    return row["parameters"], config["precision"], train["block_size"], train["batch_size"], row.get("world_size", 1)
+
+
 def newest_choices(rows: list[dict]) -> list[dict]:
-    """Return the training rows whose choice no later session measured, and the baselines of their sessions."""
+    """Return the rows whose choice no later session measured, and the baselines of their sessions.
+
+    All rows are of training, or all of generation.
+    """
     newest, measured_later = set(), set()
     for (*settings, _), session in reversed(sessions(rows).items()):
         choices = {(*settings, *choice_key(row)) for row in session}

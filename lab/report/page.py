@@ -13,11 +13,12 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader
 
 from lab.report.bench_panels import benchmark_panels, page_entry
-from lab.report.choice_table import COLUMNS, cells, failures, notes, report_markdown, wandb_table
-from lab.report.choices import Choice, comparable_groups
+from lab.report.choice_table import choice_tables, failures, notes, report_markdown, wandb_table
+from lab.report.choices import Choice, comparable_groups, generation_sizes
 from lab.report.colours import choice_colours
 from lab.report.describe import choice_name, model_size, newest_searches
 from lab.report.figures import attention_plot, roofline, speed_plot
+from lab.report.generation_panels import generation_panels
 from lab.report.panels import training_panels
 from lab.report.source import ReportSource, read_source
 from lab.sweep.compare import ratio
@@ -70,13 +71,13 @@ def render_page(source: ReportSource) -> str:
     """Return the HTML of the page."""
     from plotly.offline import get_plotlyjs
 
-    names = [choice.name for choice in source.choices]
+    names = [choice.name for choice in source.all_choices]
     names += [choice_name(row["config"]) for row in newest_searches(source.benchmarks["context"])]
     backends = [row["impl"] for kind in ("kernels", "attention") for row in source.benchmarks[kind]]
     colours = choice_colours(names, backends)
     bench_panels, entries = benchmark_panels(source, colours)
-    entries = {choice.id: choice_entry(choice) for choice in source.choices} | entries
-    panels = [*training_panels(source, colours), *bench_panels]
+    entries = {choice.id: choice_entry(choice) for choice in source.all_choices} | entries
+    panels = [*training_panels(source, colours), *generation_panels(source, colours), *bench_panels]
     data = {"entries": entries, "panels": {panel.id: panel.figure for panel in panels if panel.figure}}
     groups = headline_groups(source)
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -89,8 +90,8 @@ def render_page(source: ReportSource) -> str:
         headlines=[(fastest(group).id, headline_tiles(group, source)) for group in groups],
         panels=panels,
         notes=notes(source),
-        columns=COLUMNS,
-        lines=[(choice, colours[choice.name], cells(choice)) for choice in source.measured_choices],
+        tables=choice_tables(source),
+        colours=colours,
         failures=failures(source),
         environment=environment(source),
         css=(HERE / "page.css").read_text(),
@@ -111,8 +112,8 @@ def options(values: Iterable[str]) -> list[str]:
 
 def subtitle(source: ReportSource) -> str:
     machines = dict.fromkeys(env["device"] for env in environments(source) if env.get("device"))
-    runs = sum(len(choice.rows) for choice in source.choices)
-    counts = [f"{len(source.choices)} choices, {runs} runs"] if runs else []
+    runs = sum(len(choice.rows) for choice in source.all_choices)
+    counts = [f"{len(source.all_choices)} choices, {runs} runs"] if runs else []
     return " · ".join([*machines, *counts])
 
 
@@ -121,14 +122,14 @@ def fastest(group: list[Choice]) -> Choice:
 
 
 def headline_groups(source: ReportSource) -> list[list[Choice]]:
-    """Return one group of comparable choices for each model and precision.
+    """Return one group of comparable choices for each model and precision: of training, or else of generation.
 
     It is the group with the fastest choice; a group of several choices has precedence over a single choice. The model
     and precision with the most choices come first. If two have equally many choices, the earlier job decides, and
     in results/ the faster choice.
     """
     by_settings: dict[tuple[str, str], list[list[Choice]]] = {}
-    for group in comparable_groups(source.measured_choices):
+    for group in comparable_groups(source.measured_choices or source.measured_generations):
         by_settings.setdefault((group[0].model, group[0].precision), []).append(group)
 
     def order(groups: list[list[Choice]]) -> tuple[int, float]:
@@ -145,6 +146,9 @@ def headline_tiles(group: list[Choice], source: ReportSource) -> list[Tile]:
     best = fastest(group)
     base, comparison = best.comparison.base, best.comparison
     settings = " in ".join(filter(None, (best.model, best.precision)))
+    if best.generates:
+        sizes = generation_sizes(best.row)
+        settings += f", {sizes['batch']}, {sizes['prompt']}"
     tiles = [Tile(f"{best.speed:,.0f}", "tokens/s", f"{best.name}, {rank_text(best, group)}; {settings}")]
     if base is not best:
         interval = f" ({comparison.ratio.low:.3f} to {comparison.ratio.high:.3f})" if comparison.ratio else ""
@@ -153,7 +157,8 @@ def headline_tiles(group: list[Choice], source: ReportSource) -> list[Tile]:
     if best.memory:
         saved = (base.memory or best.memory) - best.memory
         text = f", {abs(saved):.1f} {'less' if saved > 0 else 'more'} than {base.name}" if abs(saved) >= 0.05 else ""
-        tiles.append(Tile(f"{best.memory:.1f}", "GiB", f"peak memory{text}"))
+        digits = 2 if best.generates else 1
+        tiles.append(Tile(f"{best.memory:.{digits}f}", "GiB", f"peak memory{text}"))
     searches = [row for row in newest_searches(source.benchmarks["context"]) if model_size(row) == best.model]
     if searches and searches[0].get("context/max_train"):
         config = searches[0]["config"]
@@ -173,7 +178,7 @@ def rank_text(best: Choice, group: list[Choice]) -> str:
 
 
 def environments(source: ReportSource) -> list[dict]:
-    rows = [row for choice in source.choices for row in choice.rows]
+    rows = [row for choice in source.all_choices for row in choice.rows]
     rows += [row for benchmark in source.benchmarks.values() for row in benchmark]
     return [row["env"] for row in rows if row.get("env")]
 
@@ -195,7 +200,7 @@ def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:
     `mode` is offline or online. Returns [W&B's folder]; the list is empty if W&B does not start.
     """
     name = source.folder.resolve().name
-    configs = [row.get("config", {}) for choice in source.choices for row in choice.rows]
+    configs = [row.get("config", {}) for choice in source.all_choices for row in choice.rows]
     logger = next((config["logger"] for config in configs if "logger" in config), {})
     config = LoggerConfig("wandb", mode, logger.get("project") or "hotswap", logger.get("group") or name)
     folder = trackers.publish_report(config, source.folder, name, wandb_table(source), files)

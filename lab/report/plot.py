@@ -78,10 +78,13 @@ def choice_hover(choice: Choice) -> str:
         lines.append(choice.comparison_text if choice.is_baseline else str(choice.comparison))
     keys = {"{:.1f} ms a step": "perf/step_ms", "MFU {:.1%}": "perf/mfu", "first step {:.1f} s": "perf/first_step_s"}
     keys |= {"{} caches": "perf/cache", "{} recompilations": "perf/recompiles", "{} graph breaks": "perf/graph_breaks"}
+    keys |= {"{:.3f} ms a step": "gen/step_ms", "{:.1%} of the bound": "gen/bandwidth_utilisation"}
+    keys |= {"first token {:.1f} ms": "gen/ttft_ms", "start {:.1f} s": "gen/warmup_s"}
     lines.append(", ".join(format_values({template: row.get(key) for template, key in keys.items()})))
-    lines += format_values({"peak {:.1f} GiB": choice.memory})
+    peak = "peak {:.2f} GiB" if choice.generates else "peak {:.1f} GiB"
+    lines += format_values({peak: choice.memory})
     backends = [f"{op} {backend}" for op, backend in row.get("kernels", {}).items() if op != "compile"]
-    return hover_text([*lines, parity_text(row), ", ".join(backends)], choice.command)
+    return hover_text([*lines, parity_text(row), proof_text(row), ", ".join(backends)], choice.command)
 
 
 def parity_text(row: dict) -> str:
@@ -94,3 +97,14 @@ def parity_text(row: dict) -> str:
     pairs = [(name, parity.get(f"{name}_error"), parity.get(f"{name}_bound")) for name in ("loss", "gradient")]
     errors = [f"{name} {error:.1e} (bound {bound:.1e})" for name, error, bound in pairs if None not in (error, bound)]
     return f"parity {'holds' if parity['ok'] else 'FAILS'}: {', '.join(errors)}"
+
+
+def proof_text(row: dict) -> str:
+    """Return what the proof of a generation found; empty if the row has none."""
+    proof = row.get("proof")
+    if not proof:
+        return ""
+    errors = f"logits {proof['logits_error']:.1e} (bound {proof['logits_bound']:.1e}), {proof['ties']} ties"
+    if proof["ok"] is None:
+        return f"not exact: {proof['why']}; {errors}"
+    return f"proof {'holds' if proof['ok'] else 'FAILS'}: {proof['tokens']:,} tokens, {errors}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from lab import rows
 from lab.report import tables
 from lab.report.figures import attention_plot, curves_plot, headline_plot, roofline
+from lab.report.generation_table import generation
 from lab.report.headline import headline
 from lab.report.max_context_table import max_context
 from lab.report.source import read_source
@@ -20,7 +21,7 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "headline": headline,
     "throughput": tables.throughput,
     "scaling": tables.scaling,
-    "generation": tables.generation,
+    "generation": generation,
     "kernels": tables.kernel_benchmarks,
     "context": tables.attention_benchmarks,
     "max_context": max_context,

@@ -1,4 +1,7 @@
-"""Read what a report shows: the choices of a sweep or of a device in results/, and rows of benchmarks."""
+"""Read what a report shows: the choices of a sweep or of a device in results/, and rows of benchmarks.
+
+A choice is of training or of generation. Rows of scripts.evaluate are left out.
+"""
 
 import json
 import re
@@ -7,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
-from lab.report.describe import newest_choices
+from lab.report.describe import newest_choices, prompt_tokens
+from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
 from runtime.config import UserError, check
 from runtime.run import read_row
 
 BENCHMARKS = "kernels", "context", "attention"  # the names of their .jsonl files
+COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
 
 
 @dataclass
@@ -20,7 +25,8 @@ class ReportSource:
     """A folder's rows."""
 
     folder: Path
-    choices: list[Choice]
+    choices: list[Choice]  # of training
+    generations: list[Choice]
     benchmarks: dict[str, list[dict]]  # a name of BENCHMARKS -> its rows, oldest first
     from_results: bool  # True for a folder in results/, False for a sweep's or a run's
     unreadable: list[Path] = field(default_factory=list)  # result.json files that hold no row
@@ -32,14 +38,28 @@ class ReportSource:
         return sorted(choices, key=lambda choice: (millions(choice.model), choice.precision, -choice.speed))
 
     @property
+    def measured_generations(self) -> list[Choice]:
+        """The choices of generation with a speed, by model, precision, batch and prompt, fastest first."""
+
+        def order(choice: Choice) -> tuple:
+            sizes = sequences(choice.row), prompt_tokens(choice.row)
+            return millions(choice.model), choice.precision, *sizes, -choice.speed
+
+        return sorted((choice for choice in self.generations if choice.speed), key=order)
+
+    @property
+    def all_choices(self) -> list[Choice]:
+        return [*self.choices, *self.generations]
+
+    @property
     def largest_group(self) -> list[Choice]:
-        """The measured choices of the largest comparable group."""
+        """The measured choices of training in the largest comparable group."""
         return max(comparable_groups(self.measured_choices), key=len)
 
     @property
     def failed_runs(self) -> Iterator[tuple[Choice, dict]]:
         """The rows without a speed, with their choices."""
-        for choice in self.choices:
+        for choice in self.all_choices:
             if choice.times_training:
                 yield from ((choice, row) for row in choice.rows if not speed(row))
 
@@ -48,32 +68,46 @@ def read_source(folder: Path, force: bool = False) -> ReportSource:
     """Read the folder of a sweep, of one run, or of a device in results/, and compare its choices.
 
     With `force`, choices that differ in more than their kernels are compared too. Raises UserError if the folder has no
-    rows of training or of a benchmark, or if a .jsonl file is damaged.
+    rows of training, of generation or of a benchmark, or if a .jsonl file is damaged.
     """
     jobs = {path.parent: read_row(path.parent) for path in job_results(folder)}
-    runs, searches = [], []
-    for job, row in jobs.items():
-        if row and "probe" in row.get("config", {}):
-            searches.append(row)
-        elif row and "checkpoint" not in row.get("config", {}):  # scripts.generate and scripts.evaluate read one
-            runs.append((row, read_losses(job / "metrics.jsonl")))
-    collected = folder / "train.jsonl"
-    from_results = collected.exists()
-    if from_results:
-        runs += [(row, read_curve(folder, row)) for row in newest_choices(read_jsonl(collected))]
-    choices, benchmarks = group_runs(runs), {name: read_benchmark(folder, name) for name in BENCHMARKS}
-    benchmarks["context"] += searches
+    from_results = any((folder / name).exists() for name in COLLECTED)
+    all_choices = group_runs(read_runs(folder, jobs))
+    choices, generations = ([choice for choice in all_choices if choice.generates == kind] for kind in (False, True))
+    benchmarks = {name: read_benchmark(folder, name) for name in BENCHMARKS}
+    benchmarks["context"] += [row for row in jobs.values() if row and is_search(row)]
     check(
-        choices or any(benchmarks.values()),
-        f"{folder} has no rows of training or of a benchmark: name the folder of a sweep, or one in results/",
+        all_choices or any(benchmarks.values()),
+        f"{folder} has no rows of training, of generation or of a benchmark: name the folder of a sweep, or one in "
+        "results/",
     )
     if from_results:
         for choice in choices:  # the README's table of throughput shows the same rows
             choice.times_training = not choice.row["config"]["train"]["eval_every"]
-    set_qualifiers(choices)
-    compare_choices([choice for choice in choices if choice.times_training and choice.speed], force, from_results)
+    for same_kind in (choices, generations):
+        set_qualifiers(same_kind)
+        measured = [choice for choice in same_kind if choice.times_training and choice.speed]
+        compare_choices(measured, force, from_results)
     unreadable = [job / "result.json" for job, row in jobs.items() if not row]
-    return ReportSource(folder, choices, benchmarks, from_results, unreadable)
+    return ReportSource(folder, choices, generations, benchmarks, from_results, unreadable)
+
+
+def read_runs(folder: Path, jobs: dict[Path, dict | None]) -> list[tuple[dict, dict[int, float]]]:
+    """Return (row, losses by step) of each run of training or generation, from its job or from a file in results/."""
+    runs = [(row, read_losses(job / "metrics.jsonl")) for job, row in jobs.items() if row and is_run(row)]
+    for name in COLLECTED:
+        runs += [(row, read_curve(folder, row)) for row in newest_choices(read_jsonl(folder / name))]
+    return runs
+
+
+def is_search(row: dict) -> bool:
+    """Return whether the row is of scripts.max_context."""
+    return "probe" in row.get("config", {})
+
+
+def is_run(row: dict) -> bool:
+    """Return whether the row is of training or of generation. scripts.evaluate reads a checkpoint, too."""
+    return is_generation(row) or not (is_search(row) or "checkpoint" in row.get("config", {}))
 
 
 def job_results(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Tables in Markdown for the READMEs. Most functions take the name of a folder in results/."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tabulate import tabulate
 
@@ -23,7 +23,7 @@ from lab.report.describe import (
     sessions,
 )
 from lab.sweep.compare import ratio
-from lab.sweep.table import FIGURES, figure_cells, median_run, speed, sweep_table
+from lab.sweep.table import TRAINING, Cell, median_run, speed, speed_cell, spread_cell, sweep_table
 
 
 def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:
@@ -40,9 +40,17 @@ def throughput(device: str) -> str:
     The rows of a session stand together, fastest first. `of compile` compares each with compile + sdpa of its session.
     """
     head = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
-    head += [*FIGURES[2:], "step", "commit"]
-    measured = newest_choices([row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]])
-    newest_first = reversed(sessions(measured).items())
+    head += [*TRAINING, "step", "commit"]
+    rows = [row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]]
+    return markdown_table(head, session_lines(rows, throughput_cells))
+
+
+def session_lines(rows: list[dict], cells: Callable[[dict, str], list[str]]) -> list[list[str]]:
+    """Return cells(row, its ratio to the baseline) for each choice: session by session, fastest first.
+
+    All rows are of training, or all of generation. Rows of a choice that was measured again are left out.
+    """
+    newest_first = reversed(sessions(newest_choices(rows)).items())
     lines = []
     # a key of sessions() ends with the commit; the sort is stable, so sessions of equal settings stay newest first
     for _, session in sorted(newest_first, key=lambda item: item[0][:-1]):
@@ -51,8 +59,8 @@ def throughput(device: str) -> str:
             choices.setdefault(choice_key(row), []).append(row)
         shown = {choice: shown_run(runs) for choice, runs in choices.items()}
         for choice, row in sorted(shown.items(), key=lambda item: -(speed(item[1]) or 0)):
-            lines.append(throughput_cells(row, ratio_to_baseline(choices[choice], choices.get(BASELINE, []))))
-    return markdown_table(head, lines)
+            lines.append(cells(row, ratio_to_baseline(choices[choice], choices.get(BASELINE, []))))
+    return lines
 
 
 def shown_run(runs: list[dict]) -> dict:
@@ -75,10 +83,21 @@ def ratio_to_baseline(runs: list[dict], bases: list[dict]) -> str:
 
 
 def throughput_cells(row: dict, ratio_cell: str) -> list[str]:
-    cells = [model_size(row), batch_cell(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    tokens_per_sec, spread, *rest = figure_cells(row)
-    rate = f"**{tokens_per_sec}** ({spread})" if spread else tokens_per_sec
-    return [*cells, rate, ratio_cell, *rest, str(row.get("steps", "")), commit(row)]
+    settings = [model_size(row), batch_cell(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
+    figures = figure_cells(row, TRAINING)
+    return [*settings, rate_cell(row), ratio_cell, *figures, str(row.get("steps", "")), commit(row)]
+
+
+def figure_cells(row: dict, columns: dict[str, Cell]) -> list[str]:
+    """Return the row's cells under these columns; empty cells if the run is not ok."""
+    return [cell(row) if row["status"] == "ok" else "" for cell in columns.values()]
+
+
+def rate_cell(row: dict) -> str:
+    """Return "**2,131** (2,128 to 2,134)"; a row without a speed gives its status."""
+    if row["status"] != "ok":
+        return row["status"]
+    return f"**{speed_cell(row)}** ({spread_cell(row)})" if speed(row) else speed_cell(row)
 
 
 def scaling(device: str) -> str:
@@ -112,29 +131,6 @@ def scaling(device: str) -> str:
             ]
         )
     return markdown_table([*head, "peak GiB a GPU"], lines)
-
-
-def generation(device: str) -> str:
-    """Return the table of the rows of scripts.generate, fastest first."""
-    head = ["model", "precision", "kernels", "attn", "sequences", "first token", "decode tokens/s (p20 to p80)"]
-    rows = [row for row in results.read_rows(device, "generate") if row.get("gen/decode_tokens_per_sec")]
-    lines = []
-    for row in sorted(rows, key=lambda row: -row["gen/decode_tokens_per_sec"]):
-        median, p20, p80 = (f"{row[f'gen/decode_tokens_per_sec{part}']:,.0f}" for part in ("", "/p20", "/p80"))
-        lines.append(
-            [
-                row["name"].split("-")[1],
-                row["config"]["precision"],
-                kernels_cell(row),
-                attention_cell(row),
-                str(row["config"]["batch"]),
-                f"{row['gen/ttft_ms']:.1f} ms",
-                f"**{median}** ({p20} to {p80})",
-                f"{100 * row['gen/bandwidth_utilisation']:.1f}%",
-                f"{peak_gib(row):.2f}",
-            ]
-        )
-    return markdown_table([*head, "of the bound", "peak GiB"], lines)
 
 
 def kernel_benchmarks(device: str) -> str:

@@ -20,7 +20,7 @@ RESOLUTION = 0.005  # a difference below 0.5% is a tie: on another machine, the 
 # smallest of their means. It is 1.41 standard deviations below the mean instead of 1.96, and the first factor is
 # larger by 1.96 / 1.41
 WIDENING = (9.0, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
-COMPARED = ("kernels", "attn")  # groups of the config that may differ between compared rows
+COMPARED = ("kernels", "attn", "generate")  # groups of the config that may differ between compared rows
 IRRELEVANT = ("out_dir", "logger", "sweep")  # keys of the config that have no effect on the work
 IRRELEVANT_IN_TRAIN = ("resume", "stop_after", "keep_checkpoints")
 MACHINE = ("device", "driver", "torch", "triton", "git_commit")
@@ -56,11 +56,33 @@ class Ratio(NamedTuple):
         return f"{value} ({', '.join(notes)})"
 
 
+def is_generation(row: dict) -> bool:
+    """Return whether scripts.generate wrote the row; False for a row without a config."""
+    return "max_new_tokens" in row.get("config", {})
+
+
+def sequences(row: dict) -> int:
+    """Return how many sequences a generation decodes at once. Old rows have one prompt, and no gen/sequences."""
+    return row.get("gen/sequences") or row["config"]["batch"]
+
+
 def step_seconds(row: dict) -> list[float]:
-    """Return the seconds of a step in each timed interval of the run; empty if the row has no valid speed."""
+    """Return the seconds of a step in each timed interval of the run; empty if the row has no valid speed.
+
+    For a generation, they are the seconds in which each sequence gets a token.
+    """
     if row["status"] != "ok":
         return []
-    return row.get("perf/laps_s") or []
+    return row.get("gen/laps_s" if is_generation(row) else "perf/laps_s") or []
+
+
+def work_seconds(row: dict) -> list[float]:
+    """Return the seconds of equal work in each timed interval: of a training step, or of one generated token.
+
+    Compared training steps have the same number of tokens.
+    """
+    tokens = sequences(row) if is_generation(row) else 1
+    return [seconds / tokens for seconds in step_seconds(row)]
 
 
 def settings(row: dict) -> dict:
@@ -76,13 +98,17 @@ def settings_key(row: dict) -> str:
 
 
 def differences(row: dict, base: dict) -> list[str]:
-    """Return a line for each difference of two rows besides their kernels. Compare only rows without differences."""
+    """Return a line for each difference of two rows besides their kernels. Compare only rows without differences.
+
+    The row of a run that never started names no machine, and matches any machine.
+    """
     lines = value_differences("GPUs", row.get("world_size", 1), base.get("world_size", 1))
     config, base_config = settings(row), settings(base)
     for key in sorted((config | base_config).keys() - set(COMPARED)):
         lines += value_differences(key, config.get(key), base_config.get(key))
-    for key in MACHINE:
-        lines += value_differences(key, row["env"].get(key), base["env"].get(key))
+    if "env" in row and "env" in base:
+        for key in MACHINE:
+            lines += value_differences(key, row["env"].get(key), base["env"].get(key))
     return lines
 
 
@@ -112,6 +138,8 @@ def pair_runs(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:
 def log_ratio(seconds: list[float], base_seconds: list[float], resample: Callable = list) -> float:
     """Return the logarithm of the ratio of a run's speed to its baseline's, by the median over the intervals.
 
+    `seconds` are work_seconds() of the run, and `base_seconds` are work_seconds() of its baseline.
+
     Each interval is compared with the baseline's interval of the same steps, because both work on the same batches. (On
     an H200, steps of GPT-2 124M in bf16 differ by 4%, by the same amount in every run. The ratios of two runs' steps
     differ by 0.3 to 0.9% only: results/h200-same.) Runs of different lengths are compared by the medians of their
@@ -131,10 +159,10 @@ def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
     from each pair its timed intervals. It is then widened by widening() and by RESOLUTION. With one run each, the
     bootstrap draws timed intervals only, and is widened for their number.
     """
-    compared = [(row, base) for row, base in pair_runs(rows, bases) if step_seconds(row) and step_seconds(base)]
+    compared = [(row, base) for row, base in pair_runs(rows, bases) if work_seconds(row) and work_seconds(base)]
     if not compared:
         return None
-    pairs = [(step_seconds(row), step_seconds(base)) for row, base in compared]
+    pairs = [(work_seconds(row), work_seconds(base)) for row, base in compared]
     samples = len(pairs) if len(pairs) > 1 else min(map(len, pairs[0]))
     if samples == 1:
         return None

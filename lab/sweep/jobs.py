@@ -4,7 +4,7 @@ out/<sweep>/<n>-<what varies>/   the run's folder (runtime/run.py), and in it
                        log.txt   what the job printed
 
 However a job ends, it leaves a row. The same sweep in the same folder continues: it runs each job that has no row, or
-whose row has the status `stopped`.
+that a signal stopped.
 """
 
 import math
@@ -30,6 +30,7 @@ from runtime.run import read_row, write_row
 from runtime.signals import Signals
 
 GRACE = 10.0  # seconds that a job has to end after a signal
+INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
 SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats"}  # keys of the sweep, not of its jobs
 
 
@@ -56,7 +57,7 @@ class SweepJob:
 
     @property
     def done(self) -> bool:
-        return self.row is not None and not self.row["status"].startswith("stopped")
+        return self.row is not None and not self.row["status"].startswith(INTERRUPTED)
 
     def start(self, gpu: str | None, lock: TextIO) -> None:
         """Start the process in a process group of its own. Ctrl-C then reaches only the sweep, which forwards it.
@@ -66,17 +67,17 @@ class SweepJob:
         self.gpu, self.start_time, self.timeout_status = gpu, time.monotonic(), None
         self.folder.mkdir(exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
-        if needs_restart(self.folder):
+        words = [*program(), *self.flags, *self.words, f"out_dir={quote_override(str(self.folder))}"]
+        if can_resume(self.folder):
+            words.append("train.resume=auto")
+        else:
             for name in ("config.yaml", "metrics.jsonl"):
                 (self.folder / name).unlink(missing_ok=True)
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-        words = [*self.flags, *self.words, f"out_dir={quote_override(str(self.folder))}"]
-        if (self.folder / "config.yaml").exists():  # the job was stopped or killed
-            words.append("train.resume=auto")
-        self.command = shlex.join(["python", sys.argv[0], *words])
+        self.command = shlex.join(["python", *words])
         with (self.folder / "log.txt").open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, sys.argv[0], *words],
+                [sys.executable, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -132,15 +133,29 @@ class SweepJob:
         return f"failed: exit code {code}: {last}"
 
 
-def needs_restart(folder: Path) -> bool:
-    """Return whether the folder has an unfinished run with proof=true: a proof needs the first steps of a run."""
-    path = folder / "config.yaml"
-    return path.exists() and bool((OmegaConf.load(path) or {}).get("proof"))
+def program() -> list[str]:
+    """Return the words after `python` that start this program: train.py, or -m scripts.generate."""
+    module = getattr(sys.modules["__main__"].__spec__, "name", "")
+    return ["-m", module] if module.startswith("scripts.") else [sys.argv[0]]
+
+
+def can_resume(folder: Path) -> bool:
+    """Return whether the folder has an unfinished run to resume. A run without checkpoints starts again.
+
+    A run with proof=true also starts again, because a proof needs the first steps of a run.
+    """
+    config = folder / "config.yaml"
+    proves = config.exists() and (OmegaConf.load(config) or {}).get("proof")
+    return (folder / "checkpoints").exists() and not proves
 
 
 def job_overrides(words: list[str]) -> set[str]:
-    """Return the overrides in a command, except out_dir=... and train.resume=auto."""
-    return {word for word in words if "=" in word and not word.startswith(("out_dir=", "train.resume=auto"))}
+    """Return the overrides in a command, except out_dir=..., train.resume=auto and an empty prompt.
+
+    scripts.generate adds `prompt=` to the command in its row, because without it a terminal asks for prompts.
+    """
+    overrides = {word for word in words if "=" in word and not word.startswith(("out_dir=", "train.resume=auto"))}
+    return overrides - {"prompt="}
 
 
 def plan_jobs(

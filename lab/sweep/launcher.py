@@ -1,5 +1,6 @@
 """Sweeps: `python train.py -m kernels=eager,compile attn=eager,sdpa`, each job in a process of its own.
 
+`python -m scripts.generate -m ...` runs sweeps, too.
 Hydra's own launcher runs all jobs in one process, where peak memory, caches and an out-of-memory error of one job
 affect the next. The launcher here starts a process for each job. hydra/launcher=basic or hydra/launcher=submitit_slurm
 replaces it. The sweeper here also tries a list of overrides one at a time.
@@ -20,13 +21,15 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins import launcher, sweeper
 from omegaconf import DictConfig, OmegaConf
 
-from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
+from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, program, run_jobs
 from lab.sweep.table import sweep_table
 from runtime import compat
 from runtime.config import check, parse, quote_override
 from runtime.ranks import world_size
 from runtime.run import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
+
+EXACT = "prompt"  # scripts.generate quotes the value of this key for Hydra; the jobs get the value that the user typed
 
 
 @dataclass
@@ -52,13 +55,15 @@ class LauncherConfig:
 class Sweeper(sweeper.Sweeper):
     """Runs every combination of the values in `params` and on the command line, as Hydra's basic sweeper does.
 
-    For each override in `ablations`, it runs these combinations again with that override. Equal jobs run once.
+    For each element of `ablations`, an override or a list of overrides, it runs these combinations again with these
+    overrides. Equal jobs run once.
     """
 
     __module__ = "hydra_plugins.hotswap"  # runtime.compat.register_hydra_plugins() puts it there
 
-    def __init__(self, params: dict[str, str], ablations: list[str]):
-        self.params, self.ablations = params, ablations
+    def __init__(self, params: dict[str, str], ablations: list[str | list[str]]):
+        self.params = params
+        self.ablations = [[ablation] if isinstance(ablation, str) else ablation for ablation in ablations]
 
     def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
         parts = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
@@ -71,7 +76,7 @@ class Sweeper(sweeper.Sweeper):
             "a sweep (-m) cannot run under torchrun: run torchrun once for each job, or the sweep without torchrun",
         )
         words = [*(f"{key}={values}" for key, values in self.params.items()), *arguments]
-        products = [self.product(words), *(self.product([*words, ablation]) for ablation in self.ablations)]
+        products = [self.product(words), *(self.product([*words, *ablation]) for ablation in self.ablations)]
         jobs = [list(job) for job in dict.fromkeys(itertools.chain(*products))]
         self.validate_batch_is_legal(jobs)
         return [job.return_value for job in self.launcher.launch(jobs, initial_job_idx=0)]
@@ -108,7 +113,8 @@ class Launcher(launcher.Launcher):
         gpus = gpu_slots(cfg.device)
         if repeats > 1:
             gpus = gpus[:repeats]  # each repeat of all jobs takes one GPU
-        jobs = plan_jobs(folder, job_overrides, self.added_overrides(folder), self.config_dirs(), gpus, repeats)
+        words = [list(map(as_typed, words)) for words in job_overrides]
+        jobs = plan_jobs(folder, words, self.added_overrides(folder), self.config_dirs(), gpus, repeats)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock_folder(folder) as lock, Signals() as signals:
             signals.looping = True
@@ -117,8 +123,8 @@ class Launcher(launcher.Launcher):
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
         print_table(jobs)
         if not all(job.done for job in jobs):
-            words = [word for word in sys.argv if not word.startswith("out_dir=")]
-            command = shlex.join(["python", *words, f"out_dir={quote_override(str(folder))}"])
+            words = [as_typed(word) for word in sys.argv[1:] if not word.startswith("out_dir=")]
+            command = shlex.join(["python", *program(), *words, f"out_dir={quote_override(str(folder))}"])
             print(f"stopped  with {sum(job.done for job in jobs)} of {len(jobs)} jobs done; resume with: {command}")
             raise Stopped(STOPPED, "with jobs left to do")
         print(f"done     {folder}; as a page: python -m scripts.report {shlex.quote(str(folder))}")
@@ -148,6 +154,14 @@ class Launcher(launcher.Launcher):
         sources = self.config.hydra.runtime.config_sources
         paths = [source.path for source in sources if source.provider == "command-line"]
         return [word for path in paths for word in ("--config-dir", path)]
+
+
+def as_typed(word: str) -> str:
+    """Return an override of EXACT without the quotes for Hydra, and any other word as it is."""
+    if not word.startswith(f"{EXACT}="):
+        return word
+    quoted = {EXACT: OverridesParser.create().parse_override(word).value()}
+    return f"{EXACT}={OmegaConf.to_container(OmegaConf.create(quoted), resolve=True)[EXACT]}"
 
 
 def print_table(jobs: list[SweepJob]) -> None:

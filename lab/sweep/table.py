@@ -1,53 +1,102 @@
 """The table of a sweep: the figures of each choice, fastest first, and the ratio of its speed to the first choice's."""
 
 import statistics
+from collections.abc import Callable, Iterable
 
-from lab.sweep.compare import differences, ratio
+from lab.sweep.compare import differences, is_generation, ratio
 
-FIGURES = ["tokens/s", "p20 to p80", "MFU", "peak GiB", "first step", "loss"]
+Cell = Callable[[dict], str]  # from a row to a cell of the table
+
+
+def speed_key(row: dict) -> str:
+    """Return the key of the row's tokens/s; with /p20 and /p80 it is the key of their quantiles."""
+    return "gen/decode_tokens_per_sec" if is_generation(row) else "perf/tokens_per_sec"
 
 
 def speed(row: dict) -> float | None:
     """Return the tokens/s of a run; None if the run is not ok, or was too short to measure."""
-    return row.get("perf/tokens_per_sec") if row["status"] == "ok" else None
+    return row.get(speed_key(row)) if row["status"] == "ok" else None
 
 
-def figure_cells(row: dict) -> list[str]:
-    """Return a run's cells under FIGURES. If the run has no speed, the first cell says why."""
-    if row["status"] != "ok":
-        return [row["status"], *[""] * (len(FIGURES) - 1)]
-    rate, spread = "too short", ""
-    if speed(row):
-        rate = f"{speed(row):,.0f}"
-        spread = f"{row['perf/tokens_per_sec/p20']:,.0f} to {row['perf/tokens_per_sec/p80']:,.0f}"
-    memory, first_step = row["mem/peak_allocated_gib"] or row["mem/peak_rss_gib"], row["perf/first_step_s"]
-    return [
-        rate,
-        spread,
-        f"{100 * row['perf/mfu']:.1f}%" if row["perf/mfu"] else "",
-        f"{memory:.1f}",
-        "" if first_step is None else f"{first_step:.1f} s",
-        "" if row["train/loss"] is None else f"{row['train/loss']:.3f}",
-    ]
+def speed_cell(row: dict) -> str:
+    return f"{speed(row):,.0f}" if speed(row) else "too short"
+
+
+def spread_cell(row: dict) -> str:
+    if not speed(row):
+        return ""
+    return " to ".join(f"{row[f'{speed_key(row)}/{quantile}']:,.0f}" for quantile in ("p20", "p80"))
+
+
+def token_ms_cell(row: dict) -> str:
+    """Return the milliseconds between the tokens of a sequence, such as "0.47 / 0.52": p50 and p99."""
+    quantiles = [row.get(f"gen/token_ms/{quantile}") for quantile in ("p50", "p99")]
+    return "" if None in quantiles else " / ".join(f"{ms:.2f}" for ms in quantiles)
+
+
+def speculates(row: dict) -> bool:
+    return bool((row.get("config", {}).get("generate") or {}).get("speculate"))
+
+
+def accepted_cell(row: dict) -> str:
+    """Return how many tokens a step adds to a sequence; empty if the row drafts no tokens."""
+    return f"{row['gen/accepted_tokens']:.2f}" if speculates(row) and row.get("gen/accepted_tokens") else ""
+
+
+def number_cell(template: str, *keys: str) -> Cell:
+    """Return a function that puts the first of these keys with a value into the template; "" without a value."""
+
+    def cell(row: dict) -> str:
+        values = [row[key] for key in keys if row.get(key) is not None]
+        return template.format(values[0]) if values else ""
+
+    return cell
+
+
+PEAK = "mem/peak_allocated_gib", "mem/peak_rss_gib"  # of a GPU, of a CPU
+TRAINING: dict[str, Cell] = {
+    "MFU": number_cell("{:.1%}", "perf/mfu"),
+    "peak GiB": number_cell("{:.1f}", *PEAK),
+    "first step": number_cell("{:.1f} s", "perf/first_step_s"),
+    "loss": number_cell("{:.3f}", "train/loss"),
+}
+GENERATION: dict[str, Cell] = {
+    "ms a token p50 / p99": token_ms_cell,
+    "of the bound": number_cell("{:.1%}", "gen/bandwidth_utilisation"),
+    "first token": number_cell("{:.1f} ms", "gen/ttft_ms"),
+    "peak GiB": number_cell("{:.2f}", *PEAK),
+    "start": number_cell("{:.1f} s", "gen/warmup_s"),
+    "accepted": accepted_cell,
+}
+
+
+def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:
+    """Return the columns besides the speed and its spread. All rows are of training, or all of generation."""
+    rows = list(rows)
+    if not any(map(is_generation, rows)):
+        return TRAINING
+    return {name: cell for name, cell in GENERATION.items() if name != "accepted" or any(map(speculates, rows))}
 
 
 def sweep_table(choices: dict[str, list[dict]]) -> str:
-    """Return the table as text. `choices` is name -> rows of the runs, the baseline first.
+    """Return the table as text. `choices` is name -> rows of the runs, in the order of the jobs.
 
-    Choices without a speed come last.
+    Each choice is compared with the first choice of its settings. Choices without a speed come last.
     """
-    bases = next(iter(choices.values()))
     measured = {name: [row for row in rows if speed(row) is not None] for name, rows in choices.items()}
     fastest = sorted((name for name in measured if measured[name]), key=lambda name: -speed(median_run(measured[name])))
-    lines = [["job", FIGURES[0], "of the first", *FIGURES[1:]]]
+    columns = figure_columns(row for rows in choices.values() for row in rows)
+    lines = [["job", "tokens/s", "of the first", "p20 to p80", *columns]]
     for name in fastest:
-        tokens_per_sec = f"{statistics.median(map(speed, measured[name])):,.0f}"
-        rest = figure_cells(median_run(measured[name]))[1:]
-        lines.append([name, tokens_per_sec, ratio_cell(choices[name], bases), *rest])
+        row, tokens_per_sec = median_run(measured[name]), statistics.median(map(speed, measured[name]))
+        ratio_to_first = ratio_cell(choices[name], first_comparable(row, choices.values()))
+        cells = [spread_cell(row), *(cell(row) for cell in columns.values())]
+        lines.append([name, f"{tokens_per_sec:,.0f}", ratio_to_first, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     # a choice without a speed comes after the widths, because its reason is long; only its name needs a width
     widths[0] = max(widths[0], *map(len, choices))
-    lines += [[name, figure_cells(rows[0])[0]] for name, rows in choices.items() if not measured[name]]
+    reasons = {name: rows[0]["status"] for name, rows in choices.items() if not measured[name]}
+    lines += [[name, "too short" if reason == "ok" else reason] for name, reason in reasons.items()]
     return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines)
 
 
@@ -56,11 +105,15 @@ def median_run(rows: list[dict]) -> dict:
     return sorted(rows, key=speed)[(len(rows) - 1) // 2]
 
 
+def first_comparable(row: dict, choices: Iterable[list[dict]]) -> list[dict]:
+    """Return the runs of the first choice that differs from the row in nothing but its kernels; [] without one."""
+    for runs in choices:
+        base = next((run for run in runs if "config" in run), None)
+        if base and not differences(row, base):
+            return runs
+    return []
+
+
 def ratio_cell(rows: list[dict], bases: list[dict]) -> str:
-    """Return the ratio of the speeds; empty for the baseline itself, and if more than the kernels differs."""
-    measured, measured_bases = ([row for row in runs if speed(row) is not None] for runs in (rows, bases))
-    if rows is bases or not measured or not measured_bases:
-        return ""
-    if differences(median_run(measured), median_run(measured_bases)):
-        return ""
-    return str(ratio(rows, bases) or "")
+    """Return the ratio of the speeds; empty for the baseline itself, and if a choice has no speed."""
+    return "" if rows is bases else str(ratio(rows, bases) or "")

@@ -4,11 +4,13 @@ In bf16 no kernel may spill, except the MLP's Gluon backward under Triton 3.7 an
 because the tests run Triton's interpreter, which holds for a whole process.
 """
 
+import contextlib
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 import triton
@@ -16,12 +18,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import KernelInterface
 
+from kernels import decode as decode_contract
 from kernels.attention import _gluon_backward
 from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles
 from kernels.attention import triton as attention
 from kernels.attention import triton_naive as attention_naive
+from kernels.cache import FP8
+from kernels.compat import FakeTensorMode
+from kernels.decode import _many as decode_many
+from kernels.decode import _step as decode_step
+from kernels.decode import int8
+from kernels.decode import triton as decode
 from kernels.loss import _gluon as loss_gluon
 from kernels.loss import triton as loss
 from kernels.mlp import _gluon as gluon
@@ -33,17 +43,24 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> bytes of shar
 
 
 def compile_kernel(name, kernel, capability, types, source=ASTSource, spilled=0, **constants):
-    """Compile a kernel, check what it uses, and return its PTX. At most `spilled` bytes of stack are allowed.
+    """Compile a kernel as compile_binary() does, and return its PTX. compile_binary() describes the arguments."""
+    return compile_binary(name, kernel, capability, types, source, spilled, **constants).asm["ptx"]
+
+
+def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0, **constants):
+    """Compile a kernel and check its stack and shared memory. At most `spilled` bytes of stack are allowed.
 
     `types` gives the types of the arguments that are not constants, bf16 pointers, strides or 32-bit integers. Pointers
-    and integers count as multiples of 16.
+    and integers count as multiples of 16, except integers that the kernel does not specialise.
     """
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     names = kernel.arg_names
     default_types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
     default_types |= {name: ("i32",) * 3 for name in names if name.endswith("_strides")}
     signature = {name: "constexpr" if name in constants else types.get(name, default_types[name]) for name in names}
-    aligned = [(i,) for i, name in enumerate(names) if signature[name] in ("i32", "i64") or signature[name][0] == "*"]
+    odd = {parameter.name for parameter in getattr(kernel, "params", ()) if parameter.do_not_specialize}
+    is_aligned = {name: kind in ("i32", "i64") or kind[0] == "*" for name, kind in signature.items()}
+    aligned = [(i,) for i, name in enumerate(names) if is_aligned[name] and name not in odd]
     aligned += [(i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(3)]
     multiples = {position: [["tt.divisibility", 16]] for position in aligned}
     source = source(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, multiples)
@@ -56,7 +73,7 @@ def compile_kernel(name, kernel, capability, types, source=ASTSource, spilled=0,
     print(f"{name}: {registers} registers, {stack} bytes of stack, {binary.metadata.shared} of shared memory")
     assert stack <= spilled
     assert binary.metadata.shared <= SHARED[capability]
-    return binary.asm["ptx"]
+    return binary
 
 
 def main(capability: int) -> None:
@@ -101,6 +118,7 @@ def main(capability: int) -> None:
         if capability == 90:
             compile_gluon_mlp(backward)
     compile_attention(capability)
+    compile_decode(capability)
     if capability == 90:
         compile_gluon_attention()
 
@@ -182,6 +200,94 @@ def compile_attention(capability: int) -> None:
     size = {"D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 64, "GROUP": 1, "CAUSAL": True, "PRECISION": "tf32"}
     compile_kernel("attention naive", attention_naive._probabilities_kernel, capability, numbers, **size, num_stages=2)
     compile_kernel("softmax backward", attention_naive._softmax_bwd_kernel, capability, numbers, ROWS=16, BLOCK=256)
+
+
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
+POINTERS |= {torch.int8: "*i8", FP8: "*fp8e4nv"}
+NUMBERS = {int: "i32", float: "fp32", bool: "i1"}
+
+
+def recorded_launches(*steps: tuple) -> list[tuple]:
+    """Return (kernel, arguments) of every launch in these steps. A step is (backend, keyword arguments of inputs()).
+
+    The tensors are fake. The launches are for an H200.
+    """
+    launches = []
+
+    def record(kernel, grid):
+        return lambda **arguments: launches.append((kernel, arguments))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", record))
+        stack.enter_context(mock.patch.object(decode_step, "can_launch_early", return_value=True))
+        for module in (decode, decode_many, decode_step):
+            stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=132))
+        stack.enter_context(FakeTensorMode())
+        for backend, sizes in steps:
+            weights, tokens, cache = decode_contract.inputs(**sizes, dtype=torch.bfloat16).values()
+            with mock.patch.object(decode, "check"), mock.patch.object(int8, "check"):
+                packed = backend.pack(decode_contract.Model(None, lambda weights=weights: weights), cache)
+            backend.decode(packed, tokens, cache)
+    return launches
+
+
+def compile_decode(capability: int) -> None:
+    """Compile all kernels of the decoding steps of 124M and 1558M, for few rows and for many.
+
+    On Hopper a kernel lets the next kernel start, and waits for its predecessor before it writes. The products for few
+    rows load W before they wait. Their reductions have the same layouts for any number of rows, so the sums have the
+    same order. With 16 rows LayerNorm has 128 numbers a thread, so 512 bytes of stack are allowed; otherwise 16.
+    """
+    sizes = {"n_layer": 2, "vocab": 50304, "rows": 1024, "lengths": [1000]}
+    small, large = {"width": 768, "heads": 12, **sizes}, {"width": 1600, "heads": 25, **sizes}
+    steps = [(decode, {"batch": batch, **small}) for batch in (1, 3, 8, 16, 32, 64, 256)]
+    steps += [(decode, {"batch": batch, **large}) for batch in (1, 16)]
+    steps += [
+        (decode, {"batch": 16, **small, **options}) for options in ({"rope": True}, {"stream_dtype": torch.float32})
+    ]
+    steps += [(decode, {"batch": 1, **small, "lengths": [100], "rows": 256}), (int8, {"batch": 16, **small})]
+    if capability >= 89:
+        steps += [(decode, {"batch": 1, **small, "kv_dtype": FP8})]
+    done, orders = set(), {}
+    for kernel, arguments in recorded_launches(*steps):
+        fixed = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        options = {name: arguments.pop(name) for name in ("num_warps", "num_stages") if name in arguments}
+        arguments.pop("launch_pdl", None)
+        constants = {name: value for name, value in arguments.items() if name in fixed or value is None}
+        constants |= {"PDL": capability == 90, **options}
+        types = {
+            name: POINTERS[value.dtype] if isinstance(value, torch.Tensor) else NUMBERS[type(value)]
+            for name, value in arguments.items()
+            if name not in constants
+        }
+        if (key := (kernel, *sorted(constants.items(), key=str), *sorted(types.items()))) in done:
+            continue
+        done.add(key)
+        rows = constants.get("ROWS")
+        label = ", ".join(f"{name} {constants[name]}" for name in ("OUT", "K", "ROWS", "SPLITS") if name in constants)
+        name = f"decode {kernel.fn.__name__.strip('_').removesuffix('_kernel')} {label}"
+        binary = compile_binary(name, kernel, capability, types, spilled=512 if rows == 16 else 16, **constants)
+        ptx = binary.asm["ptx"]
+        before, _, after = ptx.partition("griddepcontrol.wait")
+        if capability == 90:
+            assert "griddepcontrol.launch_dependents" in before
+            assert "st.global" not in before
+            assert "st.global" in after
+        if rows:
+            elements = constants["BLOCK_N"] * constants["BLOCK_K"] * (1 if types["weight_ptr"] == "*i8" else 2)
+            assert before.count("ld.global.v4") >= elements // (16 * 32 * constants["num_warps"])
+            matrix = tuple(item for item in key if item != ("ROWS", rows))
+            orders.setdefault(matrix, set()).add(reduction_layouts(binary.asm["ttgir"]))
+        elif "K" not in constants or "BLOCK_M" in constants:  # attention, and matmuls of many rows
+            assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)
+    assert all(len(layouts) == 1 for layouts in orders.values())
+
+
+def reduction_layouts(ttgir: str) -> tuple[str, ...]:
+    """Return the layout of each reduction's operand, as text."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    operands = re.findall(r'"tt\.reduce"\(.*?\}\) : \(tensor<[^,]*, (#\w+)>', ttgir, re.DOTALL)
+    return tuple(layouts[operand] for operand in operands)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Each private part of PyTorch in kernels/compat.py still works and is still needed; a failure names the change."""
 
+import ctypes
+import inspect
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
 import torch
 from torch._inductor import exc
+from torch.cuda._utils import _CudaKernel
 
 from kernels import compat
 from runtime.compiling import graphs
@@ -146,3 +149,61 @@ def test_the_oldest_supported_torch_has_no_public_limit():
     """torch 2.13 has torch.compile(recompile_limit=...)."""
     oldest = '"torch>=2.11,' in (ROOT / "pyproject.toml").read_text()
     assert oldest, "if torch.compile(recompile_limit=...) exists in the oldest supported torch, remove allow_graphs()"
+
+
+def test_compile_cuda_compiles_a_file_and_finds_its_neighbours(monkeypatch, tmp_path):
+    """It passes the folder of the file, for its includes. torch.cuda._compile_kernel still has these parameters."""
+    path, calls = tmp_path / "kernel.cu", []
+    path.write_text("// a kernel")
+    signature = inspect.signature(torch.cuda._compile_kernel)
+    monkeypatch.setattr(
+        torch.cuda, "_compile_kernel", lambda *args, **kwargs: calls.append(signature.bind(*args, **kwargs))
+    )
+    compat.compile_cuda(path, "name", ("-DA=1",))
+    expected = {"kernel_source": "// a kernel", "kernel_name": "name", "nvcc_options": ["-DA=1"]}
+    assert calls[0].arguments == expected | {"cuda_include_dirs": [str(tmp_path)]}
+
+
+def test_compile_cuda_is_still_needed():
+    public = public_names(torch.cuda, "compile_kernel") + public_names(torch, "compile_kernel")
+    assert not public, f"PyTorch has the public {public}: use it in compile_cuda()"
+
+
+def test_a_compiled_kernel_has_its_handle_and_no_cooperative_launch():
+    """launch_cooperatively() passes the handle to the driver."""
+    handle = ctypes.c_void_p(1)
+    assert _CudaKernel(handle, ctypes.c_void_p(2)).func is handle
+    assert "ooperative" not in inspect.getsource(_CudaKernel), "PyTorch launches cooperatively: use that"
+
+
+def test_nvrtc_needs_a_folder(monkeypatch):
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    assert "CUDA_HOME" in compat.nvrtc_unavailable()
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/usr/local/cuda")
+    assert compat.nvrtc_unavailable() is None
+
+
+@pytest.mark.gpu
+def test_launch_cooperatively(tmp_path):
+    """Every block waits for the last one, so all of them run together. The driver refuses more than fit."""
+
+    class Arguments(ctypes.Structure):
+        _fields_ = [("count", ctypes.c_void_p), ("blocks", ctypes.c_int)]
+
+    path, device = tmp_path / "meet.cu", torch.device("cuda")
+    path.write_text(
+        """struct Arguments { int* count; int blocks; };
+        extern "C" __global__ void meet(const Arguments a) {
+          if (threadIdx.x > 0) return;
+          atomicAdd(a.count, 1);
+          while (*(volatile int*)a.count < a.blocks) {}
+        }"""
+    )
+    kernel, count = compat.compile_cuda(path, "meet", ()), torch.zeros(1, dtype=torch.int32, device=device)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    compat.launch_cooperatively(kernel, blocks, 64, 200_000, device, Arguments(count.data_ptr(), blocks))
+    assert count.item() == blocks
+    with pytest.raises(RuntimeError, match=f"does not launch {2 * blocks} blocks"):
+        compat.launch_cooperatively(kernel, 2 * blocks, 64, 200_000, device, Arguments(count.data_ptr(), 1))

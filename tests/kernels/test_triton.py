@@ -36,7 +36,7 @@ def test_kernels_compile_and_do_not_spill(capability):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers") == {80: 34, 90: 39}[capability]
+    assert done.stdout.count("registers") == {80: 105, 90: 113}[capability]
 
 
 @pytest.mark.parametrize("impl", ["triton", "triton_recompute"])
@@ -316,3 +316,18 @@ def test_examples_of_the_readme_run(tmp_path, monkeypatch):
     x, y = (torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(DEVICE) for _ in range(2))
     assert torch.equal(examples.add(x, y), x + y)
     torch.testing.assert_close(examples.softmax(100 * x).double(), (100 * x).double().softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", ["decode", "chunk", "lengths", "lengths_gqa", "window_chunk"])
+def test_attention_reads_keys_and_values_in_fp8(case):
+    """The result equals attention over the same numbers in q's dtype, which represents every value of fp8."""
+    dtype = DTYPES[-1]
+    module = contract("attention")
+    given = module.inputs(**module.CASES[case], dtype=dtype, device=DEVICE)
+    given = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    fp8 = {name: given[name].to(torch.float8_e4m3fn) for name in "kv"}
+    attention = load("attention", "triton", DEVICE)
+    got = attention(**given | fp8)
+    expected = attention(**given | {name: tensor.to(dtype) for name, tensor in fp8.items()})
+    tolerance = 4 * torch.finfo(dtype).eps  # a sum may be in another order, because fp8 is not loaded by TMA
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)

@@ -41,7 +41,7 @@ def test_train_lists_and_runs_the_backends(hotswap):
 
 def test_a_preset_takes_the_backend_for_each_op_that_has_it():
     assert config_groups()["kernels"]["mine"] == {
-        "norm": "mine", "mlp": "eager", "loss": "eager", "toy": "mine", "compile": False
+        "norm": "mine", "mlp": "eager", "loss": "eager", "toy": "mine", "decode": "blocks", "compile": False
     }  # fmt: skip
 
 

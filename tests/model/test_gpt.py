@@ -12,10 +12,11 @@ from torch import nn
 
 from kernels.compat import TorchDispatchMode
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, missing_argument, resolve, unavailable
+from kernels.rope import rope_table, rotate
+from kernels.sampling import Sampling
 from model import cost, recompute
-from model.generate import Decoder, Sampling
+from model.decoder import Decoder
 from model.gpt import GPT, GPTConfig
-from model.rope import rope_table, rotate
 from runtime.config import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -290,6 +291,10 @@ def test_flops_are_palms():
     """GPT-2 124M at T = 1024: N is 124,475,904 with the vocabulary of 50304, less 786,432 of the position table."""
     assert cost.flops_per_token(GPT2, 1024) == 6 * (124_475_904 - 786_432) + 12 * 12 * 768 * 1024
     assert cost.flops_per_token(replace(GPT2, window=256), 1024) == cost.flops_per_token(GPT2, 256)
+    # a token: 12 C^2 weights, norms and biases of 12 layers and the last norm; attention; and one row of logits each
+    layer = 12 * 768**2 + 13 * 768
+    token = 2 * (12 * layer + 2 * 768) + 4 * 12 * 768 * 1024
+    assert cost.prefill_flops(GPT2, 8, 1024) == pytest.approx(8 * (1024 * token + 2 * 50304 * 768))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,13 +7,34 @@ from data.tokenizer import Bytes
 from model.text import Text
 
 
-def stream(ids, stops=()):
-    text = Text(Bytes(), list(stops))
+class Pieces(Bytes):
+    """A tokenizer whose tokens have several bytes, as those of GPT-2: id i is PIECES[i]."""
+
+    PIECES = (
+        b"ab",
+        b"c\xf0\x9f",
+        b"\x99\x82d",
+        b"\x9f\x99",
+        b"\xf0",
+        b"\x82",
+        b"END",
+        b" E",
+        b"ND tail",
+        b"\xe2\x82\xac",
+    )
+
+    def decode(self, ids):
+        return b"".join(self.PIECES[i] for i in ids if i < len(self.PIECES)).decode("utf-8", errors="replace")
+
+
+def stream(ids, stops=(), tokenizer=None):
+    """Return the new text of each token up to a stop, and the rest."""
+    text = Text(tokenizer or Bytes(), list(stops))
     pieces = []
     for token in ids:
-        pieces.append(text.add(token))
+        pieces.append(text.add([token]))
         if text.stopped:
-            return pieces
+            break
     return [*pieces, text.finish()]
 
 
@@ -25,12 +46,41 @@ def test_each_character_comes_with_its_last_byte():
     assert [i for i, piece in enumerate(pieces) if piece] == ends.tolist()
 
 
+def test_a_combining_character_follows_its_base():
+    """add() returns the base at once, because a terminal adds the accent to the last character."""
+    assert stream("e\u0301x".encode()) == ["e", "", "\u0301", "x", ""]
+
+
+@pytest.mark.parametrize(
+    ("ids", "pieces"),
+    [
+        ([0, 1, 2], ["ab", "c", "🙂d", ""]),
+        ([4, 3, 5, 0], ["", "", "🙂", "ab", ""]),
+        ([1, 0], ["c", "\ufffdab", ""]),
+        ([4, 4, 9], ["", "\ufffd", "\ufffd€", ""]),
+        ([5, 5, 5], ["", "\ufffd", "\ufffd", "\ufffd"]),
+        ([4, 300, 3, 301, 5], ["", "", "", "", "🙂", ""]),
+    ],
+    ids=["two_tokens", "three_tokens", "cut", "cut_twice", "only_invalid", "with_padding"],
+)
+def test_characters_across_tokens_of_several_bytes(ids, pieces):
+    assert stream(ids, tokenizer=Pieces()) == pieces
+
+
 def test_invalid_bytes_give_the_text_of_decoding_all_at_once():
     """10,000 random bytes, most of them invalid UTF-8, and a text that ends inside a character."""
     ids = np.random.default_rng(0).choice([*b"ab", 0xC3, 0xA9, 0xE6, 0x97, 0xA5, 0xF0, 0x9F, 0x99, 0x82, 0xFF], 10_000)
     assert "".join(stream(ids.tolist())) == Bytes().decode(ids.tolist())
     cut = "é🙂".encode()[:-1]
     assert "".join(stream(cut)) == Bytes().decode(list(cut)) == "é\ufffd"
+
+
+def test_only_the_last_tokens_are_decoded_again():
+    """Neither invalid bytes nor padding of the vocabulary, which has no text, are kept."""
+    text = Text(Bytes(), [])
+    text.add([0xFF] * 1000 + [0xF0, 0x9F, 0x99] + [300] * 1000)
+    assert text.pending == [0xF0, 0x9F, 0x99]
+    assert text.add([0x82]) == "🙂"
 
 
 @pytest.mark.parametrize(
@@ -41,17 +91,37 @@ def test_invalid_bytes_give_the_text_of_decoding_all_at_once():
         ("one EN", ["END"], "one EN"),
         ("aaab", ["aab"], "a"),
         ("a b c", ["c", "b"], "a "),
+        ("abcd", ["abcx", "bc"], "a"),
         ("日本語", ["本"], "日"),
         ("x\n\ny", ["\n\n"], "x"),
         ("END", ["END"], ""),
         ("abc", [ord("b")], "a"),
     ],
 )
-def test_a_stop_text_is_left_out(written, stops, expected):
-    """The text ends before the first stop, and no part of a stop text comes early."""
-    pieces = stream(written.encode(), stops)
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_stop_text_is_left_out(written, stops, expected, size):
+    """The text ends before the first stop, also inside a step of several tokens. It has no part of a stop text."""
+    text, ids, pieces = Text(Bytes(), stops), list(written.encode()), []
+    for start in range(0, len(ids), size):
+        pieces.append(text.add(ids[start : start + size]))
+    pieces.append(text.finish())
     assert "".join(pieces) == expected
+    assert text.stopped == (expected != written)
 
 
-def test_end_of_text_stops():
-    assert stream([97, 256, 98]) == ["a", ""]
+def test_tokens_end_with_the_last_token_of_the_stop():
+    text = Text(Pieces(), ["END"])
+    assert text.add([0, 7, 8, 0, 0]) == "ab "
+    assert (text.tokens, text.stopped, text.add([0]), text.finish()) == ([0, 7, 8], True, "", "")
+
+
+def test_half_a_character_after_a_stop_is_left_out():
+    text = Text(Pieces(), ["c"])
+    assert text.add([0, 1]) + text.finish() == "ab"
+
+
+def test_end_of_text_stops_unless_there_are_no_stops():
+    assert stream([97, 256, 98]) == ["a", "", ""]
+    text = Text(Bytes(), None)
+    assert text.add([97, 256, 98]) == "ab"
+    assert not text.stopped

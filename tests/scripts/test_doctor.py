@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from kernels.registry import OPS, contract, impls
+from kernels.registry import ALL_OPS, contract, impls
 from kernels.tuned import device_slug
 from lab import rows
 from lab.bench import probe
@@ -106,7 +106,7 @@ def test_the_table_of_a_readme_equals_the_printed_one_when_the_matrix_is_kept(ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["op=gemm"], f"op=gemm: choose {', '.join(OPS)}"),
+        (["op=gemm"], f"op=gemm: choose {', '.join(ALL_OPS)}"),
         (["limit=0"], "limit=0: it must be more than 0 seconds"),
         (["keep=true"], "keep=true stores the rows of a matrix: add --matrix"),
         (["device=tpu"], "device=tpu: choose auto, cpu, cuda or cuda:N"),
@@ -122,4 +122,4 @@ def test_matrix_is_set_when_the_flag_is_given(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "scripts.doctor")
     with pytest.raises(SystemExit):
         runpy.run_module("scripts.doctor", run_name="__main__")
-    assert capsys.readouterr().err == f"error: op=gemm: choose {', '.join(OPS)}\n"
+    assert capsys.readouterr().err == f"error: op=gemm: choose {', '.join(ALL_OPS)}\n"

@@ -1,7 +1,7 @@
-"""`python -m scripts.generate`: its text compared with forwards without a cache, its row, its prompt, and mistakes."""
+"""`python -m scripts.generate`: its text compared with forwards without a cache, its row, its prompts, and mistakes."""
 
+import io
 import json
-import random
 import shlex
 import sys
 from dataclasses import replace
@@ -9,115 +9,145 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from data.tokenizer import Bytes
-from lab.generation import encode_prompt
+from kernels.decode import blocks
 from model import cost
-from model.pretrained import Pretrained
-from runtime.config import UserError
 from scripts import generate as script
 from tests.model.test_generate import DECODING, greedy, varied_gpt
-from tests.model.test_gpt import SMALL, hugging_face
+from tests.model.test_gpt import SMALL
 
 CONFIG = replace(SMALL, vocab_size=264, block_size=80)
-ARGUMENTS = "checkpoint=hf_model", "device=cpu", "precision=fp32"
+ARGUMENTS = "checkpoint=ckpt.pt", "device=cpu", "precision=fp32"
+RANDOM = "checkpoint=random", "model=tiny", "model.n_layer=1", "model.n_embd=16", "model.n_head=2"
+
+
+def save_model(folder, spread=1.0):
+    """Write a model in nanoGPT's format, which needs no transformers, to ckpt.pt."""
+    model = varied_gpt(CONFIG, spread=spread)
+    state = {f"transformer.{name}": weight for name, weight in model.state_dict().items()}
+    sizes = {key: getattr(CONFIG, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
+    contents = {"model": {**state, "lm_head.weight": model.wte.weight}, "model_args": sizes}
+    torch.save(contents, folder / "ckpt.pt")
 
 
 @pytest.fixture
 def command(called, monkeypatch, tmp_path):
     """Run the command in this process: command("prompt=a") -> (exit code, stdout, stderr).
 
-    The current folder has a model of transformers in `hf_model`.
+    The current folder has a model in `ckpt.pt`. A constant replaces the measured bandwidth, which would take 0.3 s.
     """
     monkeypatch.chdir(tmp_path)
-    hugging_face(varied_gpt(CONFIG, spread=1.0)).save_pretrained("hf_model")
+    monkeypatch.setattr(script, "measured_bandwidth", lambda device: 1e10)
+    save_model(tmp_path)
     return lambda *arguments: called("generate.py", script.main_with_exact_prompt, *ARGUMENTS, *arguments)
 
 
-def row(folder):
+def row(folder="run"):
     return json.loads(Path(folder, "result.json").read_text())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("attn", DECODING)
+def samples(folder="run"):
+    """Return the lines of samples.jsonl."""
+    return [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
+
+
+def greedy_text(prompt, new_tokens):
+    """Return the prompt and its text by full forwards. The text has more than 20 different ids and no end of text."""
+    ids = torch.tensor([list(prompt.encode())])
+    start, model = ids.shape[1], varied_gpt(CONFIG, spread=1.0)
+    for _ in range(new_tokens):  # the ids from 257 on are padding of the vocabulary
+        ids = torch.cat((ids, model(ids)[:, -1, :257].argmax(-1, keepdim=True)), dim=1)
+    ids = ids[0].tolist()
+    assert len(set(ids[start:])) > 20
+    assert 256 not in ids
+    return Bytes().decode(ids)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", *(pytest.param(attn, marks=pytest.mark.exhaustive) for attn in ["eager"])])
 def test_greedy_text_equals_that_of_forwards_without_a_cache(command, attn):
     """The row has the figures of the generation."""
     code, out, err = command("prompt=Hello (world", "max_new_tokens=40", "temperature=0", f"attn={attn}", "out_dir=run")
     assert (code, err) == (0, "")
-    start = torch.tensor([list(b"Hello (world")])
-    model = varied_gpt(CONFIG, spread=1.0)
-    ids = start
-    for _ in range(40):  # the ids from 257 on are padding of the vocabulary
-        ids = torch.cat((ids, model(ids)[:, -1, :257].argmax(-1, keepdim=True)), dim=1)
-    ids = ids[0].tolist()
-    assert len(set(ids[12:])) > 20
-    assert 256 not in ids
-    text = Bytes().decode(ids)
+    text = greedy_text("Hello (world", 40)
     assert f"\n\n{text}\n\ndecode   " in out
     assert Path("run/sample.txt").read_text() == text + "\n"
+    assert samples() == [{"prompt": "Hello (world", "text": text.removeprefix("Hello (world"), "tokens": 40}]
 
-    result = row("run")
+    result = row()
     assert result["status"] == "ok"
     assert result["config"]["prompt"] == "Hello (world"
     assert result["kernels"]["attention"].startswith(attn)
-    assert set(result["kernels"]) == {"norm", "attention", "mlp", "compile"}
-    assert result["gen/prompt_tokens"] == 12
-    assert result["gen/tokens"] == 40
+    assert set(result["kernels"]) == {"norm", "attention", "mlp", "decode", "compile"}
+    assert (result["gen/prompt_tokens"], result["gen/tokens"], result["gen/sequences"]) == (12, 40, 1)
     assert result["gen/prefill_tokens_per_sec"] == pytest.approx(12 / (1e-3 * result["gen/ttft_ms"]))
-    assert result["gen/decode_tokens_per_sec"] == pytest.approx(1e3 / result["gen/step_ms"])
+    assert len(result["gen/laps_s"]) == 2  # 39 steps have two groups of 16
+    assert 0 < result["gen/token_ms/p50"] <= result["gen/token_ms/p95"] <= result["gen/token_ms/p99"]
     least = cost.decode_bytes(CONFIG, 1, 12 + 20, torch.float32)
     share = least / (1e-3 * result["gen/step_ms"]) / result["measured_bandwidth"]
     assert result["gen/bandwidth_utilisation"] == pytest.approx(share)
-    assert 0 < share < 1
     assert result["mem/kv_cache_gib"] * 2**30 == cost.kv_cache_bytes(CONFIG, 1, 64, torch.float32)  # for 52 tokens
     assert result["mem/weights_gib"] * 2**30 == 4 * cost.parameters(CONFIG)
-    [line] = Path("run/metrics.jsonl").read_text().splitlines()
-    assert json.loads(line)["gen/ttft_ms"] == result["gen/ttft_ms"]
+    *laps, last = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
+    assert [1 / lap["gen/lap_tokens_per_sec"] for lap in laps] == pytest.approx(result["gen/laps_s"])
+    assert last["gen/ttft_ms"] == result["gen/ttft_ms"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attn", [choice for choice in DECODING if choice not in ("sdpa", "eager")])
+def test_every_attention_gives_the_same_text(command, attn):
+    for choice in ("eager", attn):
+        assert command("prompt=ab", "max_new_tokens=12", "temperature=0", f"attn={choice}", f"out_dir={choice}")[0] == 0
+    assert samples(attn) == samples("eager")
 
 
 def test_samples_are_equal_only_when_the_seed_is_equal(command):
-    """Several samples are printed with numbers."""
+    """Sample b has the draws of seed + b. Several samples are printed with numbers."""
     arguments = "prompt=a", "batch=3", "max_new_tokens=20", "top_p=0.9"
     outs = [command(*arguments, f"seed={seed}", f"out_dir=run{i}")[1] for i, seed in enumerate((1, 1, 2))]
-    texts = [Path(f"run{i}/sample.txt").read_text() for i in range(3)]
+    texts = [[sample["text"] for sample in samples(f"run{i}")] for i in range(3)]
     assert texts[0] == texts[1] != texts[2]
+    assert texts[0][1:] == texts[2][:2]
     assert [out.count("\n--- ") for out in outs] == [3, 3, 3]
-    assert len(set(texts[0].split("\n"))) > 1
+    assert Path("run0/sample.txt").read_text().startswith(f"--- 1\na{texts[0][0]}\n--- 2\na{texts[0][1]}\n--- 3\n")
+
+
+LINES = ["def main(", "x", "日本 🙂", "a much longer prompt, of 40 bytes in all"]
+
+
+@pytest.mark.parametrize(
+    "sampling", [["temperature=0"], ["temperature=0.9", "top_k=40", "top_p=0.95"]], ids=["greedy", "sampled"]
+)
+def test_each_prompt_of_a_file_gives_the_text_that_it_gives_alone(command, sampling):
+    """Row b has the draws of seed + b."""
+    Path("lines.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    assert command("prompts=lines.txt", "max_new_tokens=24", *sampling, "seed=5", "out_dir=run")[::2] == (0, "")
+    for b, (line, sample) in enumerate(zip(LINES, samples(), strict=True)):
+        arguments = f"prompt={line}", "max_new_tokens=24", *sampling, f"seed={5 + b}", f"out_dir=alone{b}"
+        assert command(*arguments)[::2] == (0, "")
+        assert samples(f"alone{b}") == [sample]
+        assert sample["prompt"] == line
+    assert row()["gen/sequences"] == len(LINES)
+    assert len({sample["text"] for sample in samples()}) == len(LINES)
+
+
+def test_prompts_come_from_stdin_and_each_has_several_samples(command, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a\\nb"}\n{"prompt": ""}\n')))
+    assert command("prompts=-", "batch=2", "max_new_tokens=3", "out_dir=run")[::2] == (0, "")
+    assert [sample["prompt"] for sample in samples()] == ["a\nb", "a\nb", "", ""]
+    assert row()["config"]["prompts"] == "-"
+    assert " prompt=" not in row()["command"]
 
 
 def test_a_document_begins_when_the_prompt_is_empty_and_ends_at_a_stop(command):
+    """The command of the row has prompt=, because without it a terminal starts a conversation."""
     model = varied_gpt(CONFIG, spread=1.0)
     ids = greedy(model, torch.tensor([[256]]), 6)[0, 1:].tolist()
     stop = next(i for i in range(1, 6) if ids[i] not in ids[:i])
     assert command("temperature=0", "max_new_tokens=30", f"stop=[{ids[stop]}]", "out_dir=run")[0] == 0
-    assert row("run")["gen/tokens"] == stop + 1
-    assert Path("run/sample.txt").read_text() == Bytes().decode(ids[:stop]) + "\n"
-
-
-PROMPTS = [
-    *("def main(", "Hello, world = {1: [2]}", "it's", 'say "a"', '"', "a\\", 'a\\"b', "${oc.env:HOME}", "\\${x}"),
-    *("a\nb", "x: y # z", " lead and trail ", "???x", "null", "007", "日本 🙂", "\\\\", "$x", "~a!+", "\\\\\\"),
-    *("'a", "\\'", "", '"quoted"', "'quoted'", '"Hello" she said "bye"', '""', '"', "a\\\n", "\\\n", "a=b"),
-    *("prompt=", "a,b", "x\n\n"),
-]
-
-
-def test_the_prompt_is_exactly_what_the_shell_passes(monkeypatch):
-    """Characters that mean something to Hydra or OmegaConf stay as they are. Other arguments do not change."""
-    random_state, characters = random.Random(0), '\\\\""\'${}\n a=,()[]~:#'
-    prompts = PROMPTS + ["".join(random_state.choices(characters, k=random_state.randint(1, 8))) for _ in range(100)]
-    passed_on = []
-    monkeypatch.setattr(script, "main", lambda: passed_on.append(sys.argv[1:]))
-    for prompt in prompts:
-        monkeypatch.setattr("sys.argv", ["generate.py", f"prompt={prompt}", "checkpoint=a=b"])
-        script.main_with_exact_prompt()
-    parser = OverridesParser.create()
-    for prompt, (prompt_word, checkpoint_word) in zip(prompts, passed_on, strict=True):
-        config = OmegaConf.create({"prompt": parser.parse_override(prompt_word).value()})
-        assert OmegaConf.to_container(config, resolve=True) == {"prompt": prompt}, prompt_word
-        assert checkpoint_word == "checkpoint=a=b"
+    assert row()["gen/tokens"] == stop + 1
+    assert samples() == [{"prompt": "", "text": Bytes().decode(ids[:stop]), "tokens": stop + 1}]
+    assert row()["command"].endswith(" prompt=''")
 
 
 @pytest.mark.parametrize("prompt", ['"Hello" she said "bye"', "it's ${x} (\n", ""])
@@ -125,12 +155,12 @@ def test_the_text_is_the_same_when_the_command_of_the_row_runs(command, prompt):
     words = [f"prompt={prompt}"] if prompt else []
     code, _, err = command(*words, "max_new_tokens=2", "stop=['(',b]", "out_dir=run")
     assert (code, err) == (0, "")
-    _, _, *arguments = shlex.split(row("run")["command"])
+    _, _, *arguments = shlex.split(row()["command"])
     words = [word for word in arguments if word not in (*ARGUMENTS, "out_dir=run")]
     assert command(*words, "out_dir=repeated")[0] == 0
-    assert row("repeated")["config"]["prompt"] == row("run")["config"]["prompt"] == prompt
+    assert row("repeated")["config"]["prompt"] == row()["config"]["prompt"] == prompt
     assert row("repeated")["config"]["stop"] == ["(", "b"]
-    assert Path("repeated/sample.txt").read_text() == Path("run/sample.txt").read_text()
+    assert samples("repeated") == samples()
 
 
 @pytest.mark.parametrize(("prompt", "new_tokens"), [("a" * 9, 71), ("", 79), ("a" * 79, 1)])
@@ -138,7 +168,63 @@ def test_new_tokens_fill_the_positions_when_no_number_is_given(command, prompt, 
     """The model has 80 positions. An empty prompt takes one of them, for the end of text."""
     code, _, err = command(f"prompt={prompt}", "temperature=0", "tokenizer=bytes", "out_dir=run")
     assert (code, err) == (0, "")
-    assert row("run")["config"]["max_new_tokens"] == new_tokens
+    assert row()["config"]["max_new_tokens"] == new_tokens
+
+
+@pytest.mark.parametrize("sampling", [["temperature=0"], ["temperature=0.9", "top_k=0"]], ids=["greedy", "sampled"])
+def test_a_draft_does_not_change_the_texts(command, sampling):
+    """The prompts differ in length, so one sequence is complete before the other."""
+    Path("lines.txt").write_text("ababababab\nxyz\n")
+    arguments = "prompts=lines.txt", "max_new_tokens=40", *sampling
+    assert command(*arguments, "out_dir=plain")[0] == 0
+    assert command(*arguments, "generate.speculate=ngram", "out_dir=drafted")[0] == 0
+    assert samples("drafted") == samples("plain")
+
+
+def test_an_fp8_cache_takes_a_quarter_of_fp32(command):
+    sizes = []
+    for kv in ("auto", "fp8"):
+        assert command("prompt=abc", "max_new_tokens=8", f"generate.kv={kv}", f"out_dir={kv}")[::2] == (0, "")
+        sizes.append(row(kv)["mem/kv_cache_gib"])
+    assert sizes[0] == 4 * sizes[1]
+
+
+@pytest.mark.parametrize("options", [[], ["generate.speculate=ngram"], ["generate.kv=fp8"]], ids=str)
+def test_a_proof_compares_with_full_forwards_before_the_speed_is_printed(command, options):
+    code, out, err = command("prompt=ab", "max_new_tokens=8", "proof=true", *options, "out_dir=run")
+    assert (code, err) == (0, "")
+    assert out.index("\nproof    78 of 78 greedy tokens match a full forward") < out.index("\ndecode   ")
+    result = row()
+    assert result["proof"]["ok"] is (None if "generate.kv=fp8" in options else True)
+    assert result["proof"]["tokens"] == 78
+    assert result["receipt"]["families"]
+    assert result["memory"]["predicted"]["kv_cache"] * 2**30 == pytest.approx(result["mem/kv_cache_gib"] * 2**30)
+    assert result["memory"]["measured"] is None  # on a CPU
+
+
+def test_a_wrong_decoder_has_no_speed(command, monkeypatch):
+    """A decoder whose logits are shifted by one id has the status `wrong`."""
+    monkeypatch.setattr(blocks, "decode", lambda packed, tokens, cache: packed(tokens, cache).roll(1, -1))
+    code, out, err = command("prompt=ab", "max_new_tokens=20", "proof=true", "out_dir=run")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: ")
+    assert "greedy tokens are not the most likely ones of a full forward" in err
+    assert row()["status"].startswith("wrong: ")
+    assert row()["proof"]["ok"] is False
+    assert "tok/s" not in out
+
+
+def test_random_weights_of_a_shape(command):
+    """Random weights may draw the end of text anywhere, so only a stop of the user ends their text."""
+    arguments = *RANDOM, "prompt_tokens=100", "max_new_tokens=20", "top_k=0", "temperature=100"
+    assert command(*arguments, "out_dir=run")[::2] == (0, "")
+    result = row()
+    assert (result["source"], result["gen/prompt_tokens"], result["gen/tokens"]) == ("random weights", 100, 20)
+    assert result["config"]["model"]["n_embd"] == 16
+    assert samples()[0]["prompt"] == "(100 random tokens)"
+    every_id = f"stop=[{','.join(map(str, range(257)))}]"
+    assert command(*arguments, every_id, "out_dir=stopped")[0] == 0
+    assert samples("stopped")[0] == {"prompt": "(100 random tokens)", "text": "", "tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +233,8 @@ def test_new_tokens_fill_the_positions_when_no_number_is_given(command, prompt, 
         (["checkpoint=null"], "checkpoint is missing: pass a run"),
         (["checkpoint=nowhere/at/all"], "nowhere/at/all: there is no such file or folder"),
         (["max_new_tokens=0"], "max_new_tokens=0: it must be in [1, 2^31)"),
+        (["prompt_tokens=0"], "prompt_tokens=0: it must be in [1, 2^31)"),
+        (["prompt_tokens=2000000000"], "the prompt has 2000000000 tokens, but ckpt.pt has 80 positions: shorten it"),
         (["batch=0"], "batch=0: it must be in [1, 2^31)"),
         (["temperature=-1"], "temperature=-1.0: it must be 0"),
         (["temperature=nan"], "temperature=nan: it must be 0"),
@@ -157,15 +245,32 @@ def test_new_tokens_fill_the_positions_when_no_number_is_given(command, prompt, 
         (["seed=-1"], "seed=-1: it must be in [0, 2^63)"),
         (["precision=fp16"], "precision=fp16: choose fp32, amp, bf16"),
         (["tokenizer=gpt3"], "tokenizer=gpt3: choose bytes or gpt2"),
-        (["tokenizer=gpt2"], "tokenizer=gpt2 has 50257 ids, and hf_model only 264: name the one it trained with"),
+        (["tokenizer=gpt2"], "tokenizer=gpt2 has 50257 ids, and ckpt.pt only 264: name the one it trained with"),
         (['checkpoint="~nobody-here/x"'], "~nobody-here/x: there can be no such file or folder"),
         (["attn=none"], "attn=none: no such choice"),
-        (["prompts=a"], "unknown key prompts; did you mean prompt?"),
-        ([f"prompt={'a' * 80}"], "the prompt has 80 tokens, but hf_model has 80 positions: shorten it"),
+        (["promts=a"], "unknown key promts; did you mean prompts?"),
+        (["kernels.decode=mine"], "kernels.decode=mine: no file kernels/decode/mine.py; there are blocks, "),
+        (["generate.kv=int4"], "generate.kv=int4: choose auto, fp8"),
+        (["model.n_layer=2"], "model.n_layer is for checkpoint=random; this model's shape is its checkpoint's"),
+        (["model=gpt2_350m"], "is for checkpoint=random; this model's shape is its checkpoint's"),
+        (["prompt=a", "prompts=b"], "prompt and prompts are given: choose one of them"),
+        (["prompt=", "prompt_tokens=3"], "prompt and prompt_tokens are given: choose one of them"),
+        (["prompt=a\udcff"], "the prompt is not UTF-8 text: character 2 is '\\udcff'"),
+        ([f"prompt={'a' * 80}"], "the prompt has 80 tokens, but ckpt.pt has 80 positions: shorten it"),
         (["prompt=abc", "max_new_tokens=78"], "pass max_new_tokens=77 or a shorter prompt"),
+        ([f"prompt={'a' * 79}", "proof=true"], "the prompt and a token for proof=true has 80 tokens"),
+        (["prompts=missing.txt"], "prompts=missing.txt cannot be read: No such file or directory"),
+        (["prompts=long.txt"], "line 3 of long.txt has 90 tokens, but ckpt.pt has 80 positions: shorten it"),
+        (["prompts=fits.txt", "max_new_tokens=9"], "line 2 of fits.txt has 75 tokens, and with max_new_tokens=9"),
+        (
+            ["-m", "prompts=-", "attn=sdpa,eager"],
+            "prompts=- cannot run in a sweep, because its jobs have no stdin",
+        ),
     ],
 )
 def test_a_mistake_prints_one_line(command, arguments, message):
+    Path("long.txt").write_text(f"a\n\n{'b' * 90}\n")
+    Path("fits.txt").write_text(f"a\n{'b' * 75}\n")
     code, _, err = command(*arguments)
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("error: ")
@@ -173,11 +278,10 @@ def test_a_mistake_prints_one_line(command, arguments, message):
     assert not Path("out").exists()
 
 
-def test_prompt_and_new_tokens_may_exceed_block_size_when_positions_are_rope():
-    """The default of max_new_tokens is then 128."""
-    source = Pretrained({"pos": "rope", "block_size": 8}, {}, "bytes", "rope")
-    ids, new_tokens = encode_prompt("a" * 20, 50, source, Bytes())
-    assert (len(ids), new_tokens) == (20, 50)
-    assert encode_prompt("a" * 20, None, source, Bytes())[1] == 128
-    with pytest.raises(UserError, match="the prompt has 20 tokens"):
-        encode_prompt("a" * 20, None, source._replace(model={"pos": "learned", "block_size": 8}), Bytes())
+@pytest.mark.parametrize("key", ["batch=2", "proof=true", "out_dir=x", "logger=wandb"])
+def test_keys_of_a_run_need_a_prompt_on_a_terminal(command, monkeypatch, key):
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    code, out, err = command(key)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: {key.partition('=')[0]} is for a run, but without a prompt a terminal starts a con")

@@ -1,4 +1,4 @@
-"""Sample rows, with the keys that train.py and the benchmarks write, and the folder of a sweep with such rows."""
+"""Sample rows, with the keys that the programs write, and the folders of a sweep of training and of generation."""
 
 import json
 import math
@@ -9,6 +9,7 @@ ENV = {"device": "NVIDIA H200", "driver": "580.159.04", "cuda": "13.0", "cudnn":
 ENV |= {"triton": "3.6.0", "python": "3.12.3", "git_commit": "f3adfe01"}
 FAMILIES = "gemm", "attention", "loss", "norm", "mlp", "elementwise and sums", "copies and fills", "optimizer", "other"
 COMMAND = "python train.py +experiment=throughput"
+DECODERS = {"blocks": ("compile", "sdpa", 0.5), "triton": ("eager", "sdpa", 0.2), "int8": ("eager", "sdpa", 0.16)}
 WEIGHTS = {"weights": 0.46, "gradients": 0.46, "optimizer": 0.93}  # GiB
 
 # kernels and attention -> ms a step, GiB, seconds of the first step, ms of each family
@@ -105,6 +106,52 @@ def make_receipt(families: dict[str, float], step_ms: float) -> dict:
     return {"families": families, "step_ms": step_ms, "busy_ms": busy_ms, "kernels": kernels, "wrong": None}
 
 
+def make_generation_row(
+    decode="blocks", kernels="compile", attn="sdpa", batch=1, prompt=128, ms=0.5, kv="auto", speculate=None, seed=0
+) -> dict:
+    """Return the row of a generation with proof=true. A step takes `ms`; with a draft it makes 1.6 tokens."""
+    noise, accepted = random.Random(f"{decode}{kernels}{attn}{batch}{prompt}{seed}"), 1.6 if speculate else 1.0
+    intervals = [ms * noise.gauss(1, 0.004) / 1e3 for _ in range(7)]
+    rates = sorted(batch * accepted / seconds for seconds in intervals)
+    training = make_config(kernels, attn, "bf16")
+    return {
+        "name": f"generate-124M-{kernels}-{attn}-{decode}-bf16",
+        "status": "ok",
+        "command": f"python -m scripts.generate kernels.decode={decode} batch={batch} out_dir=out/x/1",
+        "config": {
+            **{key: training[key] for key in ("seed", "precision", "attn", "logger")},
+            "checkpoint": "random",
+            "prompt_tokens": prompt,
+            "max_new_tokens": 128,
+            "batch": batch,
+            "proof": True,
+            "generate": {"kv": kv, "speculate": speculate, "draft_tokens": 4},
+            "kernels": training["kernels"] | {"decode": decode},
+            "model": training["model"],
+        },
+        "kernels": {"norm": "eager", "attention": f"{attn} (torch 2.11.0+cu130)", "decode": decode, "compile": False},
+        "env": ENV,
+        "gen/decode_tokens_per_sec": rates[3],
+        "gen/decode_tokens_per_sec/p20": rates[1],
+        "gen/decode_tokens_per_sec/p80": rates[5],
+        "gen/step_ms": 1e3 * sorted(intervals)[3],
+        "gen/laps_s": intervals,
+        "gen/token_ms/p50": ms,
+        "gen/token_ms/p95": 1.1 * ms,
+        "gen/token_ms/p99": 1.2 * ms,
+        "gen/ttft_ms": 7.25,
+        "gen/prompt_tokens": prompt,
+        "gen/tokens": 128,
+        "gen/sequences": batch,
+        "gen/accepted_tokens": accepted,
+        "gen/bandwidth_utilisation": 0.06 / ms,
+        "gen/warmup_s": 21.2,
+        "mem/peak_allocated_gib": 0.34,
+        "receipt": make_receipt({"gemm": 0.5 * ms, "attention": 0.2 * ms, "decode": 0.1 * ms}, ms),
+        "proof": {"ok": True, "why": None, "tokens": 508, "ties": 3, "logits_error": 0.012, "logits_bound": 0.05},
+    }
+
+
 def make_kernel_row(op, impl, shape, ms, tflops, tb_per_s) -> dict:
     """Return a row of scripts.bench_kernels."""
     times = {"both/ms": ms, "both/ms/p20": ms * 0.99, "both/ms/p80": ms * 1.01}
@@ -144,6 +191,26 @@ def make_attention_row(impl, T) -> dict:
 def write_row(folder: Path, row: dict) -> None:
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(json.dumps(row))
+
+
+def write_generations(folder: Path) -> Path:
+    """Write the folder of a sweep of generation and return it.
+
+    Three decoders have two batches and two prompts each. One job is wrong, and one could not start.
+    """
+    settings = [(decode, batch, prompt) for decode in DECODERS for prompt in (128, 1024) for batch in (1, 8)]
+    for number, (decode, batch, prompt) in enumerate(settings, 1):
+        kernels, attn, ms = DECODERS[decode]
+        row = make_generation_row(decode, kernels, attn, batch, prompt, ms * (1 + batch / 40 + prompt / 4096))
+        if decode == "int8":
+            why = "kernels.decode=int8 rounds the weights"
+            row["proof"] |= {"ok": None, "why": why}
+        write_row(folder / f"{number:02}-decode.{decode}-batch.{batch}-prompt_tokens.{prompt}", row)
+    wrong = make_generation_row("mine", "eager", batch=8) | {"status": "wrong: 3 of 508 greedy tokens are others"}
+    write_row(folder / "13-decode.mine", wrong)
+    reason = "failed: kernels.decode=gone: no file kernels/decode/gone.py"
+    write_row(folder / "14-decode.gone", {"command": wrong["command"], "name": "14-decode.gone", "status": reason})
+    return folder
 
 
 def write_sweep(folder: Path) -> Path:

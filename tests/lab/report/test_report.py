@@ -114,18 +114,6 @@ def test_a_choice_measured_again_replaces_its_old_row(results, tmp_path):
     ]
 
 
-def test_generation_has_a_table_of_its_own(results, tmp_path):
-    folder = write_run(tmp_path / "generate-124M-eager-sdpa-bf16")
-    row = read_row(folder)
-    row["config"] = {key: row["config"][key] for key in ("precision", "kernels")} | {"batch": 2}
-    row |= {f"gen/decode_tokens_per_sec{p}": 2000 + d for p, d in (("/p20", -1), ("", 0), ("/p80", 1))}
-    row |= {"gen/ttft_ms": 7.25, "gen/bandwidth_utilisation": 0.1294, "mem/peak_allocated_gib": 0.34}
-    write_row(folder, row)
-    assert collect_run(folder) == results / "h200" / "generate.jsonl"
-    line = ["124M", "amp", "eager", "sdpa (cudnn, cudnn 91900)", "2", "7.2 ms", "**2,000** (1,999 to 2,001)"]
-    assert cells(tables.generation("h200")) == [[*line, "12.9%", "0.34"]]
-
-
 def test_several_gpus_are_compared_with_one(results, tmp_path):
     """Efficiency is a GPU's throughput over the throughput of the one-GPU row with the same settings."""
     for name, gpus, batch, rate in (("one", 1, 64, 100.0), ("two", 2, 64, 190.0), ("other", 2, 32, 150.0)):

@@ -128,6 +128,45 @@ def test_differences_name_everything_but_the_kernels_and_the_folder():
     ]
 
 
+def make_generation(step_ms, *, accepted=1.0, batch=4, intervals=9, **generate):
+    """Return the row of a generation whose steps take exactly `step_ms`, and add `accepted` tokens a sequence."""
+    row = {"status": "ok", "env": {"device": "H200"}, "gen/laps_s": [step_ms / 1e3 / accepted] * intervals}
+    row |= {"gen/accepted_tokens": accepted, "gen/sequences": batch}
+    options = {"kv": "auto", "speculate": None, "draft_tokens": 4, **generate}
+    config = {"batch": batch, "max_new_tokens": 128, "kernels": {"decode": "blocks"}, "generate": options}
+    return row | {"config": config}
+
+
+def test_generations_are_compared_by_their_tokens_per_second():
+    """With a draft, a step takes longer and adds more tokens, so the run has fewer steps."""
+    plain = make_generation(0.5)
+    assert compare.ratio([make_generation(0.4)], [plain]).value == pytest.approx(1.25)
+    draft = make_generation(0.6, accepted=1.8, intervals=5, speculate="ngram")
+    assert compare.ratio([draft], [plain]).value == pytest.approx(1.8 * 0.5 / 0.6)
+    # --force also compares other batches: 2,000 and 8,000 tokens/s
+    assert compare.ratio([make_generation(0.5, batch=4)], [make_generation(0.5, batch=1)]).value == pytest.approx(4)
+    without_counts = {key: value for key, value in plain.items() if key not in ("gen/accepted_tokens", "gen/sequences")}
+    assert compare.ratio([without_counts], [plain]).value == pytest.approx(1)
+    without_intervals = {key: value for key, value in plain.items() if key != "gen/laps_s"}
+    assert compare.ratio([without_intervals], [plain]) is None
+    assert compare.ratio([plain], [plain | {"status": "wrong: 3 tokens"}]) is None
+
+
+def test_a_draft_and_the_dtype_of_the_cache_are_choices_and_a_batch_is_not():
+    plain = make_generation(0.5)
+    for choice in ({"speculate": "ngram"}, {"kv": "fp8"}, {"draft_tokens": 2}):
+        assert compare.differences(make_generation(0.5, **choice), plain) == []
+    assert compare.differences(make_generation(0.5, batch=8), plain) == ["batch: 8, baseline 4"]
+    longer = make_generation(0.5)
+    longer["config"]["max_new_tokens"] = 256
+    assert compare.differences(longer, plain) == ["max_new_tokens: 256, baseline 128"]
+
+
+def test_a_run_that_never_started_matches_any_machine():
+    unavailable = {key: value for key, value in make_run(100).items() if key != "env"}
+    assert compare.differences(unavailable, make_run(100)) == compare.differences(make_run(100), unavailable) == []
+
+
 def test_payback_of_a_longer_start():
     eager, compiled = make_run(160) | {"perf/first_step_s": 1.0}, make_run(120) | {"perf/first_step_s": 21.0}
     assert compare.payback_steps(compiled, eager) == pytest.approx(500)

@@ -45,6 +45,7 @@ if seed == 16 and "train.resume" not in words and not os.path.exists("stopped-on
     open("stopped-once", "w")
     signal.signal(signal.SIGINT, lambda *_: None)
     open(words["out_dir"] + "/config.yaml", "w").write("proof: " + words.get("proof", "false"))
+    os.mkdir(words["out_dir"] + "/checkpoints")
     os.kill(os.getppid(), signal.SIGINT)
     signal.pause()
     status = "stopped: SIGINT after step 1"
@@ -202,10 +203,22 @@ def test_an_interrupted_sweep_continues_with_the_printed_command(sweep):
 def test_a_stopped_job_with_a_proof_starts_again(sweep):
     """A proof compares the first steps of a run, which a resumed run does not make."""
     assert sweep("seed=16,3", "proof=true")[0] == 75
-    (checkpoints := Path("sweep/1-seed.16/checkpoints")).mkdir()
+    assert (checkpoints := Path("sweep/1-seed.16/checkpoints")).exists()
     assert sweep("seed=16,3", "proof=true")[0] == 0
     assert read_rows()["1-seed.16"]["command"].endswith(" out_dir=sweep/1-seed.16")
     assert not checkpoints.exists()
+
+
+def test_a_job_that_was_killed_before_its_first_checkpoint_starts_again(sweep):
+    """The files of the first attempt are gone, because train.py would refuse their folder."""
+    assert sweep("seed=1,2")[0] == 0
+    folder = Path("sweep/1-seed.1")
+    (folder / "result.json").unlink()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (folder / name).write_text("proof: false")
+    assert sweep("seed=1,2")[0] == 0
+    assert read_rows()["1-seed.1"]["command"].endswith(" out_dir=sweep/1-seed.1")
+    assert {path.name for path in folder.iterdir()} == {"log.txt", "result.json"}
 
 
 def test_a_sweep_that_cannot_start_prints_one_line(sweep):

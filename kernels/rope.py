@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def rope_table(positions: Tensor, head_dim: int) -> Tensor:
-    """positions (T,) -> (2, T, 1, D/2) fp32: the cosines and the sines of position * 10000^(-2i/D)."""
+    """positions (T,) or (B, T) -> (2, [B,] T, 1, D/2) fp32: cosine and sine of position * 10000^(-2i/D)."""
     frequencies = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = torch.outer(positions.float(), 10000.0 ** (-frequencies / head_dim))
-    return torch.stack((angles.cos(), angles.sin())).unsqueeze(2)
+    angles = positions.float().unsqueeze(-1) * 10000.0 ** (-frequencies / head_dim)
+    return torch.stack((angles.cos(), angles.sin())).unsqueeze(-2)
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:

@@ -1,0 +1,168 @@
+"""The kernels for many rows: one kernel adds and normalises, and matmuls read its rows.
+
+With few rows, every program of a product normalises all rows itself. From 17 rows on this would take longer than one
+more kernel. A matmul with a narrow result has too few tiles for all multiprocessors: 24 at 64 rows and 768 columns. So
+it splits K, and each program multiplies one part of K. The next LayerNorm adds the parts in order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.decode._step import Step, matrix
+from kernels.decode._tiles import (
+    cache_places,
+    launch_next_kernel,
+    load_stream,
+    load_vector,
+    normalise,
+    prefetch,
+    store_result,
+    wait_for_earlier_kernels,
+    weight_rows,
+)
+from kernels.gpu import multiprocessors
+
+MAX_PARTS = 8
+COUNTS = ["N", "T", "wpe_rows", "cache_rows"]  # not specialised, so another batch, model or cache compiles nothing
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _norm_kernel(
+    x_ptr,  # an argument of load_stream(), like the next six
+    x_bias_ptr,
+    residual_ptr,
+    stream_ptr,
+    tokens_ptr,
+    wpe_ptr,
+    positions_ptr,
+    ln_weight_ptr,
+    ln_bias_ptr,
+    out_ptr,  # (N, K)
+    N,
+    T,
+    wpe_rows,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add a branch to the residual stream and normalise the sum. Each program takes one row."""
+    launch_next_kernel(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) + tl.zeros((1, 1), tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    gains, shifts = (load_vector(ln_weight_ptr, k, K, 0.0),), (load_vector(ln_bias_ptr, k, K, 0.0),)
+    wait_for_earlier_kernels(PDL)
+    stream = load_stream(
+        *(x_ptr, x_bias_ptr, residual_ptr, stream_ptr, tokens_ptr, wpe_ptr, positions_ptr),
+        *(row, True, N, T, wpe_rows, K, BLOCK_K, PARTS, dtype),
+    )
+    rows = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    tl.store(out_ptr + row * K + k[None, :], rows[0], (k < K)[None, :])
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _matmul_kernel(
+    x_ptr,  # (N, K)
+    positions_ptr,
+    weight_ptr,  # (OUT, K)
+    scale_ptr,
+    bias_ptr,
+    out_ptr,  # an argument of store_result(); if PARTS > 1 the sums over parts of K, (PARTS, N, OUT) fp32
+    rope_ptr,
+    k_ptr,
+    v_ptr,
+    N,
+    T,
+    cache_rows,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    KV_WIDTH: tl.constexpr,
+    GELU: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply BLOCK_M rows of x with BLOCK_N rows of W, over one part of K."""
+    launch_next_kernel(PDL)
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    n = weight_rows(tl.program_id(1), BLOCK_N, D, rope_ptr is not None)
+    w_ptr = weight_ptr + n.to(tl.int64)[:, None] * K
+    in_rows, in_out = (row < N)[:, None], (n < OUT)[:, None]
+    PART: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
+    first = tl.program_id(2) * PART
+    if PDL:
+        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+        inside = weight_ptr + tl.minimum(n, OUT - 1).to(tl.int64) * K
+        for line in range(first, min(first + PART, K), LINE):
+            prefetch(inside + line)
+    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
+    place = row
+    if k_ptr is not None:
+        place = cache_places(row, positions_ptr, N, T, cache_rows)
+    if PARTS > 1:
+        out_ptr += tl.program_id(2).to(tl.int64) * N * OUT
+    wait_for_earlier_kernels(PDL)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(first, min(first + PART, K), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)[None, :]
+        x = tl.load(x_ptr + row[:, None] * K + k, in_rows & (k < K), other=0.0)
+        w = tl.load(w_ptr + k, in_out & (k < K), other=0)
+        total = tl.dot(x, w.to(x.dtype).T, total, input_precision=PRECISION)
+    store_result(
+        *(total, row, n, scale, bias, place, out_ptr, rope_ptr, k_ptr, v_ptr),
+        *(N, OUT, GELU, Q_WIDTH, KV_WIDTH, D),
+    )
+
+
+def matmul_launch(N: int, OUT: int, K: int, dtype: torch.dtype, processors: int, splittable: bool) -> dict:
+    """Return the default launch parameters of _matmul_kernel. Tiles are small, to give all multiprocessors work."""
+    if dtype == torch.float32:  # for comparisons of results, not for speed
+        blocks = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 1}
+    else:
+        rows = 32 if N <= 32 else 64
+        blocks = {"BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+        if triton.cdiv(N, 128) * triton.cdiv(OUT, 128) >= processors:  # the head
+            blocks |= {"BLOCK_M": rows if N <= 64 else 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8}
+        elif triton.cdiv(N, rows) * triton.cdiv(OUT, 64) < processors:
+            blocks["BLOCK_N"] = 32
+    programs = triton.cdiv(N, blocks["BLOCK_M"]) * triton.cdiv(OUT, blocks["BLOCK_N"])
+    parts = min(processors // programs, MAX_PARTS, K // (2 * blocks["BLOCK_K"])) if splittable else 1
+    return {**blocks, "PARTS": 2 ** (max(1, parts).bit_length() - 1)}
+
+
+def norm(step: Step, arguments: dict) -> Tensor:
+    """Add and normalise in one kernel, and return the rows (N, C). `arguments` are the result of add_norm()."""
+    x, C = arguments["x_ptr"], len(arguments["ln_weight_ptr"])
+    y = step.empty(step.N, C)
+    sizes = {"K": C, "BLOCK_K": triton.next_power_of_2(C), "PARTS": len(x) if x.dim() == 3 else 0}
+    step.launch(_norm_kernel, (step.N,), **arguments, **sizes, out_ptr=y, num_warps=4)
+    return y
+
+
+def matmul(step: Step, name: str, x: Tensor, weight, bias: Tensor | None, width: int, splittable: bool, **result):
+    """Return x W^T + bias, (N, width). If K is split, return (sums over parts of K (PARTS, N, OUT) fp32, bias)."""
+    W, scale = matrix(weight)
+    OUT, K = W.shape
+    default = matmul_launch(step.N, OUT, K, step.dtype, multiprocessors(step.device), splittable)
+    launch = step.parameters(f"{name}_{default['BLOCK_M']}_rows", f"{OUT} {K} {W.dtype}", default)
+    parts = launch["PARTS"]
+    out = step.empty(step.N, width) if parts == 1 else step.empty(parts, step.N, OUT, dtype=torch.float32)
+    step.launch(
+        _matmul_kernel,
+        (triton.cdiv(step.N, launch["BLOCK_M"]), triton.cdiv(OUT, launch["BLOCK_N"]), parts),
+        x_ptr=x,
+        weight_ptr=W,
+        scale_ptr=scale,
+        bias_ptr=bias if parts == 1 else None,
+        out_ptr=out,
+        **{"OUT": OUT, "K": K, **result, **launch},
+    )
+    return out if parts == 1 else (out, bias)

@@ -1,0 +1,205 @@
+"""Measure a generation: the time to the first token, and the speed of decoding beside its memory bound."""
+
+import statistics
+import time
+from dataclasses import replace
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.registry import AttnConfig, KernelsConfig, expected_kernels, family_patterns, impl_by_op
+from kernels.sampling import Sampling
+from lab.generation.writing import Arrival
+from lab.proof.memory import in_gib, simulate, tensor_bytes
+from lab.proof.receipt import missing_kernel, profile_step
+from model import cost
+from model.decoder import Decoder
+from model.generate_config import GenerateConfig
+from model.gpt import PRECISIONS, GPTConfig
+from model.step import build
+from runtime.device import GIB, peak_flops, peak_memory
+from runtime.meter import quantiles
+from runtime.ranks import Ranks
+from runtime.timing import synchronize
+
+SAMPLE_STEPS = 16  # decoding steps in one sample of the speed, so a pause of a slow terminal spoils few samples
+PREFILLS, PREFILL_SECONDS = 5, 1.0  # time at most this many prefills, and start none after this many seconds
+RECEIPT_KERNELS = 24  # kernels of a receipt that the row stores
+
+
+def warm_up(decoder: Decoder, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> tuple[dict, list[float]]:
+    """Compile, warm up and time prefills. Return (figures, the seconds to the first token of each prefill)."""
+    start = time.perf_counter()
+    buckets = decoder.warm_up(idx.shape[1], max_new_tokens)
+    for _ in range(2):
+        decoder.prefill(idx, lengths)
+    synchronize(idx.device)
+    figures = {"gen/warmup_s": time.perf_counter() - start, "gen/step_buckets": len(buckets)}
+    seconds = []
+    while len(seconds) < PREFILLS and sum(seconds) < PREFILL_SECONDS:
+        start = time.perf_counter()
+        decoder.prefill(idx, lengths).cpu()
+        seconds.append(time.perf_counter() - start)
+    return figures, seconds
+
+
+def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool) -> dict:
+    """Return figures over groups of SAMPLE_STEPS steps; fewer steps are one group. None without two arrivals.
+
+    A step reads the weights once. With a draft, each arrival is one step, which may make several tokens of a sequence.
+    Otherwise an arrival of several tokens is one launch of as many steps.
+    """
+    per_arrival = 1 if drafts else max((step.tokens // batch for step in arrivals[1:]), default=1)
+    group = min(max(1, SAMPLE_STEPS // per_arrival), len(arrivals) - 1)
+    if group < 1:
+        return {"gen/decode_tokens_per_sec": None, "gen/step_ms": None, "gen/laps_s": []}
+    laps, step_seconds, token_ms = [], [], []
+    for start in range(0, len(arrivals) - group, group):
+        seconds = arrivals[start + group].time - arrivals[start].time
+        tokens = sum(step.tokens for step in arrivals[start + 1 : start + 1 + group])
+        laps.append(seconds * batch / tokens)
+        step_seconds.append(seconds / group if drafts else laps[-1])
+    for before, step in pairwise(arrivals):
+        token_ms.append(1e3 * (step.time - before.time) * batch / step.tokens)
+    token_ms.sort()
+    p20, median, p80 = quantiles([batch / lap for lap in laps])
+    return {
+        "gen/decode_tokens_per_sec": median,
+        "gen/decode_tokens_per_sec/p20": p20,
+        "gen/decode_tokens_per_sec/p80": p80,
+        "gen/step_ms": 1e3 * statistics.median(step_seconds),
+        "gen/laps_s": laps,
+        **{f"gen/token_ms/p{p}": token_ms[min(len(token_ms) - 1, len(token_ms) * p // 100)] for p in (50, 95, 99)},
+    }
+
+
+def least_bytes(decoder: Decoder, precision: str, lengths: Tensor, steps: int) -> int:
+    """Return the bytes that the middle one of `steps` steps must read: the weights, and the keys and values so far."""
+    config, weights_dtype = decoder.model.config, PRECISIONS[precision][1]
+    weights = decoder.weight_bytes or cost.decode_bytes(config, 0, 0, weights_dtype)
+    keys = [min(length + steps // 2, config.window or length + steps) for length in lengths.tolist()]
+    cache = cost.kv_cache_bytes(config, 1, sum(keys), decoder.kv[0][0].dtype)
+    return weights + cache
+
+
+def figures(
+    decoder: Decoder,
+    idx: Tensor,
+    lengths: Tensor,
+    first_token: list[float],
+    arrivals: list[Arrival],
+    least: int,
+    bandwidth: float,
+) -> dict:
+    """Return the row's figures. `least` is the bytes that a step must read; `bandwidth` is a copy's, in bytes/s."""
+    batch, prompt = idx.shape
+    first, peak = statistics.median(first_token), peak_flops(idx.device)
+    flops = sum(cost.prefill_flops(decoder.model.config, 1, length) for length in lengths.tolist())
+    result = {"gen/ttft_ms": 1e3 * first, "gen/prefill_tokens_per_sec": int(lengths.sum()) / first}
+    result["gen/prefill_mfu"] = flops / first / peak if peak else None
+    result |= {
+        "gen/prompt_tokens": prompt,
+        "gen/tokens": sum(step.tokens for step in arrivals) // batch,
+        "gen/sequences": batch,
+    }
+    drafts = decoder.step_tokens > 1
+    result |= decode_speed(arrivals, batch, drafts)
+    made = sum(step.tokens for step in arrivals[1:])
+    result["gen/accepted_tokens"] = made / (batch * (len(arrivals) - 1)) if drafts and len(arrivals) > 1 else 1.0
+    step_ms = result["gen/step_ms"]
+    result["gen/bandwidth_utilisation"] = least / (1e-3 * step_ms) / bandwidth if step_ms else None
+    for name, tensors in {"weights": decoder.model.parameters(), "kv_cache": chain(*decoder.kv)}.items():
+        result[f"mem/{name}_gib"] = sum(tensor.nbytes for tensor in tensors) / GIB
+    return result | peak_memory(idx.device, Ranks())
+
+
+def measured_memory(figures: dict) -> dict[str, float] | None:
+    """Return the GiB on a GPU by part: weights, KV cache, workspace (the rest), and the peak. None on a CPU."""
+    if figures["mem/peak_allocated_gib"] is None:
+        return None
+    parts = {"weights": figures["mem/weights_gib"], "kv_cache": figures["mem/kv_cache_gib"]}
+    parts["peak"] = figures["mem/peak_allocated_gib"]
+    return in_gib({name: GIB * size for name, size in parts.items()})
+
+
+def predict_memory(
+    config: GPTConfig,
+    kernels: KernelsConfig,
+    attn: AttnConfig,
+    precision: str,
+    options: GenerateConfig,
+    shape: tuple[int, int],
+    new_tokens: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """Predict the GiB of a generation by part: run a prefill of `shape` and a step of blocks on fake tensors."""
+    # Other decoders do not run on fake tensors. A prefill, which they share with blocks, takes more memory than a step
+    prefill_only = kernels.decode != "blocks"
+    kernels = replace(kernels, compile=False, decode="blocks")
+    with simulate(device) as usage:
+        model = build(config, kernels, attn, precision, device, seed=0).eval()
+        settings = {"options": options, "prefill_only": prefill_only}
+        decoder = Decoder(model, shape[0], shape[1] + new_tokens, Sampling(config.vocab_size, 0), **settings)
+        decoder.prefill(torch.zeros(shape, dtype=torch.int64, device=device))
+        if not prefill_only:
+            decoder.step()
+        parts = {"weights": tensor_bytes(model.parameters()), "kv_cache": tensor_bytes(chain(*decoder.kv))}
+        return in_gib(parts | {"peak": usage.peak})
+
+
+def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: AttnConfig) -> dict:
+    """Profile one more decoding step, and return the kernels that ran.
+
+    `wrong` names an op whose kernels did not run. `unchecked` lists the ops whose backends name no kernels.
+    """
+    impls = {"decode": kernels.decode}
+    if kernels.decode == "blocks":
+        impls = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in row["kernels"]}
+    step = profile_step(decoder.step, decoder.positions.device, family_patterns(impls))
+    claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}
+    # The first pattern is for the forward. The others are for the backward, which a decoding step does not run
+    claims = {op: (description, patterns[:1]) for op, (description, patterns) in claims.items()}
+    if decoder.positions.device.type == "cpu":  # its profile names operators, and a decoder's kernels are none
+        claims["decode"] = claims.get("decode", ("", ()))[0], ()
+        claims = {op: claim for op, claim in claims.items() if op in impls}
+    wrong = missing_kernel(step, claims)
+    unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
+    step["kernels"] = step["kernels"][:RECEIPT_KERNELS]
+    return {"step_ms": row.get("gen/step_ms"), **step, "wrong": wrong, "unchecked": unchecked}
+
+
+def summary(figures: dict, least: int, bandwidth: float) -> str:
+    """Return the figures in four lines."""
+    peak, batch = figures["mem/peak_allocated_gib"] or figures.get("mem/peak_rss_gib"), figures["gen/sequences"]
+    steps = "not measured: decoding starts with the second new token"
+    if figures["gen/step_ms"]:
+        p20, median, p80 = (figures[f"gen/decode_tokens_per_sec{part}"] for part in ("/p20", "", "/p80"))
+        accepted = figures["gen/accepted_tokens"]
+        guessed = f", {accepted:.2f} tokens of a sequence a step" if accepted > 1 else ""
+        steps = (
+            f"{median:,.0f} tok/s median (p20 {p20:,.0f}, p80 {p80:,.0f}), {figures['gen/step_ms']:.3f} ms a step of "
+            f"{batch}{guessed}; {100 * figures['gen/bandwidth_utilisation']:.1f}% of the bound: {least / 1e6:,.1f} MB "
+            f"at the {bandwidth / 1e9:,.0f} GB/s of a copy here"
+        )
+    mfu = f", mfu {100 * figures['gen/prefill_mfu']:.1f}%" if figures["gen/prefill_mfu"] else ""
+    return (
+        f"decode   {steps}\n"
+        f"prefill  {figures['gen/ttft_ms']:.2f} ms to the first token; "
+        f"{figures['gen/prefill_tokens_per_sec']:,.0f} tok/s of {batch} x {figures['gen/prompt_tokens']} tokens{mfu}\n"
+        f"memory   GiB: weights {figures['mem/weights_gib']:.3f}, KV cache {figures['mem/kv_cache_gib']:.3f}, "
+        f"peak {peak:.3f}\n"
+        f"start    {figures['gen/warmup_s']:.1f} s of warm-up, for {figures['gen/step_buckets']} lengths of the cache"
+    )
+
+
+def proof_lines(row: dict) -> str:
+    """Return the receipt, and the memory by part, as lines for the terminal."""
+    receipt, busy = row["receipt"], row["receipt"]["busy_ms"]
+    shares = [f"{name} {100 * ms / busy:.0f}%" for name, ms in receipt["families"].items() if ms > busy / 100]
+    lines = [f"receipt  {', '.join(shares)} of {busy:.3f} ms in kernels"]
+    for side, parts in row["memory"].items():
+        if parts:
+            split = ", ".join(f"{name} {gib:.3g}" for name, gib in parts.items() if name != "peak")
+            lines.append(f"memory   {side} {parts['peak']:.3g} GiB: {split}")
+    return "\n".join(lines)

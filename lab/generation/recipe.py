@@ -1,0 +1,141 @@
+"""The keys that scripts.generate and scripts.race share, and the model, decoders and texts that these keys choose."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from data.tokenizer import Tokenizer
+from kernels.registry import AttnConfig, KernelsConfig, label
+from kernels.sampling import Sampling
+from model import cost, pretrained
+from model.decoder import Decoder
+from model.executed import executed_kernels
+from model.generate_config import GenerateConfig
+from model.gpt import PRECISIONS, GPTConfig
+from model.sources import Pretrained, random_source
+from model.step import build
+from model.text import Text
+from runtime.config import check, command_line_values
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@dataclass(frozen=True)
+class GenerationRecipe:
+    """Everything besides the prompt that decides the generated tokens and how they are computed."""
+
+    source: Pretrained
+    tokenizer: Tokenizer
+    kernels: KernelsConfig
+    attn: AttnConfig
+    precision: str
+    generate: GenerateConfig
+    sampling: Sampling
+    seed: int
+    stops: list[int | str] | None
+
+    @property
+    def name(self) -> str:
+        """For example 124M-eager-sdpa-blocks-bf16."""
+        size = cost.parameters(self.source.config) / 1e6
+        return f"{size:.0f}M-{label(self.kernels, self.attn)}-{self.kernels.decode}-{self.precision}"
+
+    @property
+    def model_text(self) -> str:
+        """The model in a few words, for the terminal."""
+        size = cost.parameters(self.source.config) / 1e6
+        return f"{self.source.name}: {size:.1f}M, tokenizer {self.tokenizer.name}"
+
+    @property
+    def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
+        return self.source.config, self.kernels, self.attn, self.precision
+
+    @property
+    def decoder_options(self) -> dict:
+        return {"decode": self.kernels.decode, "compiled": self.kernels.compile, "options": self.generate}
+
+    def build_decoder(self, batch: int, capacity: int, device: torch.device) -> Decoder:
+        """Build the model, and its decoder of `batch` sequences. Raises Unavailable or UserError as Decoder does."""
+        weights = self.source if self.source.weights else None
+        model = build(*self.groups, device, seed=self.seed, weights=weights).eval()
+        return Decoder(model, batch, capacity, self.sampling, self.seed, **self.decoder_options)
+
+    def executed_kernels(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict:
+        """Return op -> backend and version, for the first decoding step after a prompt of `shape`, (B, T)."""
+        return executed_kernels(*self.groups, shape, device, decoder.bucket(shape[1] + 1))
+
+    def make_texts(self, count: int) -> list[Text]:
+        return [Text(self.tokenizer, self.stops) for _ in range(count)]
+
+
+@dataclass
+class GenerationKeys:
+    """The keys of the command line that scripts.generate and scripts.race share. A wrong value raises UserError."""
+
+    checkpoint: str | None
+    prompt: str | None
+    prompt_tokens: int | None
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: Any
+    tokenizer: str | None
+    device: str
+    precision: str
+    generate: GenerateConfig
+    kernels: KernelsConfig
+    attn: AttnConfig
+    model: GPTConfig | None  # the shape of checkpoint=random; otherwise None
+
+    def __post_init__(self):
+        check(
+            bool(self.checkpoint),
+            "checkpoint is missing: pass a run (out/RUN), a checkpoint, gpt2, a folder, or random",
+        )
+        given = [key for key in ("prompt", "prompts", "prompt_tokens") if getattr(self, key, None) is not None]
+        check(len(given) < 2, f"{' and '.join(given)} are given: choose one of them")
+        for key in ("prompt_tokens", "max_new_tokens"):
+            value = getattr(self, key)
+            check(value is None or 1 <= value < 2**31, f"{key}={value}: it must be in [1, 2^31)")
+        check(
+            self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
+            f"temperature={self.temperature}: it must be 0 (the most probable token each time) or in [0.0001, 10000]",
+        )
+        check(self.top_k >= 0, f"top_k={self.top_k}: it must be at least 1, or 0 for no limit")
+        check(0 < self.top_p <= 1, f"top_p={self.top_p}: it must be in (0, 1]; 1 is no limit")
+        check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
+        check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
+        if self.stop is None:
+            self.stop = []
+        stops = self.stop if isinstance(self.stop, list) else [self.stop]
+        self.stop = [stop.replace("\\n", "\n") if isinstance(stop, str) else stop for stop in stops]
+        check(
+            all(type(stop) in (int, str) and stop != "" for stop in self.stop),
+            f"stop={self.stop}: it must be a list of texts and token ids",
+        )
+
+    def open_recipe(self) -> GenerationRecipe:
+        """Read the model, and return the recipe. Raises UserError or DataError if model or tokenizer cannot be read.
+
+        Random weights may draw the end of text at any step. It does not end their texts, unless the user names stops.
+        """
+        source = random_source(asdict(self.model)) if self.model else pretrained.read_pretrained(self.checkpoint)
+        tokenizer = pretrained.tokenizer_of(source, self.tokenizer)
+        sampling = Sampling(tokenizer.n_vocab, self.temperature, self.top_k, self.top_p)
+        stops = self.stop if source.weights or self.stop else None
+        groups = self.kernels, self.attn, self.precision, self.generate
+        return GenerationRecipe(source, tokenizer, *groups, sampling, self.seed, stops)
+
+
+def take_random_model(cfg: DictConfig) -> None:
+    """Remove the group `model` unless checkpoint=random. Raises UserError if the command line then sets it."""
+    if cfg.checkpoint == "random":
+        return
+    asked = command_line_values(cfg, "model", CONFIGS)
+    check(not asked, f"model.{next(iter(asked), '')} is for checkpoint=random; this model's shape is its checkpoint's")
+    cfg.model = None

@@ -1,0 +1,69 @@
+"""Turn the tokens of a Decoder into texts: on the terminal while they arrive, and in the run's folder."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lab.generation.prompts import Prompt
+from model.text import Text
+
+# Control characters, which could move the cursor or change the terminal's colours. Tab and line feed are harmless
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"} | {ord("\r"): None}
+
+
+class Arrival(NamedTuple):
+    """A step's tokens, as they arrive at the host."""
+
+    time: float  # perf_counter()'s seconds
+    tokens: int  # new tokens of all sequences
+
+
+def read_stream(steps: Iterator[list[list[int]]], texts: list[Text]) -> Iterator[tuple[Arrival, list[str]]]:
+    """Add the tokens to the texts until all texts have stopped. Yield each step's arrival and each text's new part."""
+    for step in steps:
+        arrival = Arrival(time.perf_counter(), sum(map(len, step)))
+        yield arrival, [text.add(tokens) for text, tokens in zip(texts, step, strict=True)]
+        if all(text.stopped for text in texts):
+            return
+
+
+def show(text: str) -> None:
+    """Print text at once. On a terminal, replace control characters, which a model of bytes may write."""
+    print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def write_texts(
+    steps: Iterator[list[list[int]]], prompts: list[Prompt], texts: list[Text], folder: Path
+) -> tuple[list[str], list[Arrival]]:
+    """Print the texts after their prompts, and save them. Return the texts and the arrivals of the steps.
+
+    A single text is printed token by token; several are printed at the end. sample.txt has the same texts with their
+    prompts. samples.jsonl has a line {"prompt", "text", "tokens"} for each text; `tokens` counts its new tokens.
+    """
+    arrivals, pieces = [], [[] for _ in texts]
+    is_single = len(texts) == 1
+    if is_single:
+        show(prompts[0].text)
+    for arrival, new in read_stream(steps, texts):
+        arrivals.append(arrival)
+        for parts, piece in zip(pieces, new, strict=True):
+            parts.append(piece)
+        if is_single and new[0]:
+            show(new[0])
+    rest = [text.finish() for text in texts]
+    written = ["".join([*parts, end]) for parts, end in zip(pieces, rest, strict=True)]
+    whole = [prompt.text + text for prompt, text in zip(prompts, written, strict=True)]
+    if not is_single:
+        whole = [f"--- {number}\n{text}" for number, text in enumerate(whole, 1)]
+    show(rest[0] if is_single else "\n".join(whole))
+    (folder / "sample.txt").write_text("".join(f"{text}\n" for text in whole), encoding="utf-8")
+    samples = [
+        {"prompt": prompt.text, "text": text, "tokens": len(sequence.tokens)}
+        for prompt, text, sequence in zip(prompts, written, texts, strict=True)
+    ]
+    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
+    return written, arrivals

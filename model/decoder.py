@@ -1,0 +1,290 @@
+"""Prefill and decode over a KV cache, with fixed shapes and addresses, so that a GPU replays each as a CUDA graph.
+
+A decoding step reads all weights to make B tokens, and computes little. To read the 247 MB of 124M in bf16 takes 59 us
+at a copy's 4.2 TB/s on an H200, but the host must launch about 250 kernels for a step. So a step is a function of
+tensors whose shapes and addresses never change, and the GPU replays it as one CUDA graph (as gpt-fast does). Only the
+number of keys grows. It is rounded up to a bucket, each bucket has its own graph, and attention's argument `lengths`
+masks the rest. A short prefill is a graph too: its prompt is padded to a length that has a graph.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import decode as contract
+from kernels.cache import Cache
+from kernels.compat import allow_graphs
+from kernels.registry import Unavailable, backend, load, missing_argument, reads_fp8
+from kernels.sampling import Sampling, sample_tokens, seeds_of, shift_positions
+from model.generate_config import DTYPES, GenerateConfig
+from model.gpt import GPT
+from model.inductor import inductor
+from model.speculation import count_accepted, ngram_draft
+from model.weights import weights_of
+from runtime.config import check
+
+BUCKET = 256  # keys of the smallest bucket; each next bucket has twice as many, so 32,768 keys need 8 graphs
+# Tokens of a sequence in one forward of the prefill. More need more memory, and are not faster. With more than 4
+# sequences, each has fewer, but at least SHORT_CHUNK
+CHUNK, SHORT_CHUNK = 16384, 1024
+LAUNCH_TOKENS = 16  # steps in one launch of generate_tokens(); their tokens reach the host together
+CAPTURED = 16384  # tokens in the longest captured prefill, all sequences together; a longer one hides its launches
+
+
+def why_no_generation(model: GPT) -> str | None:
+    """Return in one line why the model's own blocks cannot decode: attention takes no `lengths`. None if they can."""
+    reason = missing_argument(model.h[0].attn.attention, "lengths")
+    return f"generation reads a cache, and {reason}" if reason else None
+
+
+def next_tokens(
+    decode: Callable, packed, draw: Callable, tokens: Tensor, cache: Cache, seeds: Tensor, sampling: Sampling
+) -> Tensor:
+    """Run a decoding step, and return the token that it draws after each of tokens (B, T) int64: (B, T) int64."""
+    B, T = tokens.shape
+    logits = decode(packed, tokens, cache).view(B * T, -1)
+    places = (cache.token_positions(T) + 1).view(-1)
+    seeds = seeds if T == 1 else seeds.repeat_interleave(T, output_size=B * T)
+    return draw(logits, seeds, places, sampling).view(B, T)
+
+
+class Decoder:
+    """Continues B sequences, to at most `capacity` tokens each: prefill() once, then step() repeatedly.
+
+    Both return `output` (B, 1 + n) int64, which the next call overwrites: the number of new tokens of each sequence,
+    then the tokens. n is 1, or with a draft 1 + draft_tokens, or LAUNCH_TOKENS if the backend has generate_tokens().
+    `decode` names a backend of kernels/decode/; blocks runs the model itself. `compiled` compiles the steps. warm_up()
+    compiles them in advance, and on a GPU captures them as CUDA graphs; later prefills are captured, too. With
+    `prefill_only`, step() is not called, and the model's attention need not take `lengths`. Raises Unavailable or
+    UserError if the model or the backend cannot decode with these arguments.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        batch: int,
+        capacity: int,
+        sampling: Sampling,
+        seed: int = 0,
+        *,
+        decode: str = "blocks",
+        compiled: bool = False,
+        options: GenerateConfig | None = None,
+        prefill_only: bool = False,
+    ):
+        options = options or GenerateConfig()
+        config, device = model.config, model.wte.weight.device
+        module = backend("decode", decode)
+        if decode == "blocks" and not prefill_only:
+            reason = why_no_generation(model)
+            check(reason is None, reason)
+        if compiled and not getattr(module, "COMPILES", False):
+            raise Unavailable(
+                f"kernels.compile=true compiles plain PyTorch, and kernels.decode={decode} has its own kernels: choose "
+                "kernels.compile=false, or kernels.decode=blocks"
+            )
+        self.model, self.sampling, self.capacity = model, sampling, capacity
+        self.keeps_fp8 = reads_fp8(model.h[0].attn.attention)
+        self.step_tokens = T = options.step_tokens
+        self.rows = self.allocated_rows(config.window)
+        dtype = DTYPES[options.kv] or model.ln_f.dtype
+        # Zeros, because masked values must be finite. Separate tensors, because Inductor would copy one common tensor
+        # for each layer that writes to a view of it
+        shape = batch, self.rows, config.kv_heads, config.head_dim
+        tensors = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * config.n_layer)]
+        self.kv = list(zip(tensors[::2], tensors[1::2], strict=True))  # (keys, values) of each layer
+        self.tokens = torch.zeros(batch, T, dtype=torch.int64, device=device)  # the last token, and the draft
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)  # of the last token
+        self.first_seeds = seeds_of(seed, batch, device)
+        self.seeds = self.first_seeds.clone()
+        # All tokens, for the draft. A step may write T - 1 tokens beyond the last one
+        self.history = None
+        if T > 1:  # a captured prefill writes up to `rows` tokens
+            width = max(capacity + T, self.rows)
+            self.history = torch.zeros(batch, width, dtype=torch.int64, device=device)
+        self.captures = False  # whether prefills are captured: after warm_up()
+        self.length = 0  # tokens of the longest sequence in the cache; with a draft, an upper bound
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # keys -> graph of a step
+        # length -> graph, its ids and lengths
+        self.prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        # One stream for all captures, because cuBLAS allocates a workspace for each stream
+        self.capture_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        own = contract.Model(self._forward, self._weights)
+        pack = getattr(module, "pack", None)
+        self.decode = load("decode", decode, device)
+        self.packed = pack(own, Cache(self.kv, self.rows, self.positions)) if pack else own.weights()
+        # The bytes of packed weights that a step reads; None: those of the model's own weights
+        self.weight_bytes = module.weight_bytes(self.packed) if hasattr(module, "weight_bytes") else None
+        self.draw = getattr(module, "sample_tokens", sample_tokens)
+        self.next_tokens = partial(next_tokens, self.decode, self.packed, self.draw)
+        self.generate_tokens = getattr(module, "generate_tokens", None)
+        if self.generate_tokens and T > 1:
+            raise Unavailable(f"kernels.decode={decode} verifies no draft: choose generate.speculate=null")
+        width = LAUNCH_TOKENS if self.generate_tokens else T
+        self.output = torch.ones(batch, 1 + width, dtype=torch.int64, device=device)
+        if compiled:
+            self.next_tokens = torch.compile(self.next_tokens, fullgraph=True, dynamic=False, backend=inductor)
+
+    def _forward(self, tokens: Tensor, cache: Cache) -> Tensor:
+        return self.model.forward(tokens, cache=cache._replace(keeps_fp8=self.keeps_fp8))
+
+    def _weights(self) -> contract.Weights:
+        return weights_of(self.model)
+
+    def allocated_rows(self, window: int | None) -> int:
+        """Return the rows of the cache: one for each position and for a draft after the last one, or `window` rows."""
+        most = self.capacity + self.step_tokens - 1
+        if window is not None and window < most:
+            check(self.step_tokens == 1, f"generate.speculate needs a cache of all tokens, not of a window of {window}")
+            return window
+        return -(-most // (BUCKET // 4)) * (BUCKET // 4)  # a multiple of 64; the rest is masked
+
+    @torch.no_grad()
+    def prefill(self, idx: Tensor, lengths: Tensor | None = None, dropped: int = 0) -> Tensor:
+        """Fill the cache with idx (B, T) int64, from position 0 on, and draw the next tokens.
+
+        Sequence b has only the first lengths[b] tokens of idx, (B,) int64 on the device; None: all. The other tokens of
+        idx have no effect. `dropped` tokens of the text come before idx. They only shift the positions of the draws.
+        """
+        (B, self.length), device = idx.shape, idx.device
+        self.seeds.copy_(shift_positions(self.first_seeds, dropped))
+        if lengths is None:
+            lengths = torch.full((B,), self.length, device=device)
+        padded = self.padded(B, self.length)
+        if padded is None:
+            self._prefill(idx, lengths)
+            return self.output
+        if padded not in self.prefills:
+            inputs = torch.zeros(B, padded, dtype=torch.int64, device=device), torch.full_like(lengths, padded)
+            self.prefills[padded] = self._capture(lambda: self._prefill(*inputs)), *inputs
+        graph, ids, ends = self.prefills[padded]
+        ids[:, : self.length] = idx
+        ends.copy_(lengths)
+        graph.replay()
+        return self.output
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Put the last tokens into the cache, and draw the next ones."""
+        if self.step_tokens > 1:  # length is an upper bound, which steps that the host has not read yet may exceed
+            self.length = min(self.length, self.capacity - 1)
+        assert 0 < self.length < self.capacity
+        if self.generate_tokens:
+            self._launch(min(LAUNCH_TOKENS, max(1, self.capacity - 1 - self.length)))
+            return self.output
+        self.length += self.step_tokens
+        keys = self.bucket(self.length)
+        if keys in self.graphs:
+            self.graphs[keys].replay()
+        else:
+            self._step(keys)
+        return self.output
+
+    def _launch(self, steps: int) -> None:
+        cache = Cache(self.kv, self.rows, self.positions)
+        drawn = self.generate_tokens(self.packed, self.tokens, cache, self.seeds, self.sampling, steps)
+        self.output[:, 0] = steps
+        self.output[:, 1 : 1 + steps] = drawn
+        self.tokens.copy_(drawn[:, -1:])
+        self.positions.add_(steps)
+        self.length += steps
+
+    def bucket(self, length: int) -> int:
+        """Return how many keys a step reads if the cache holds `length`: a bucket, or all rows below 1.5 buckets."""
+        keys = BUCKET
+        while keys < length:
+            keys *= 2
+        return keys if 1.5 * keys <= self.rows else self.rows
+
+    def padded(self, batch: int, length: int) -> int | None:
+        """Return the length to which a prefill is padded, so that it has a graph; None if it is not captured.
+
+        The lengths are the powers of two from 16 on, and 1.5 times each of them: 16, 24, 32, 48, 64, ...
+        """
+        most = min(self.rows, CHUNK)
+        if self.model.config.pos == "learned":
+            most = min(most, self.model.config.block_size)
+        if not self.captures or length > most or batch * length > CAPTURED:
+            return None
+        padded = 16
+        while padded < length:
+            padded += padded // 2 if padded & (padded - 1) == 0 else padded // 3
+        return min(padded, most)
+
+    @torch.no_grad()
+    def warm_up(self, prompt: int, new_tokens: int) -> list[int]:
+        """Compile and capture the steps after a prompt of this length. Return the buckets. It overwrites the cache."""
+        self.captures = self.tokens.is_cuda
+        if self.generate_tokens:  # compiles its kernel
+            self.positions.zero_()
+            self._launch(1)
+            self.length = 0
+            return [self.rows]
+        most = min(prompt + new_tokens - 1, self.capacity) + self.step_tokens - 1
+        buckets = sorted({self.bucket(length) for length in range(prompt + 1, most + 1)})
+        with allow_graphs(len(buckets)):
+            for keys in buckets:
+                if self.tokens.is_cuda:
+                    self.graphs[keys] = self._capture(partial(self._step, keys))
+                else:
+                    self.positions.zero_()
+                    self._step(keys)
+        self.length = 0
+        return buckets
+
+    def _prefill(self, idx: Tensor, lengths: Tensor) -> None:
+        B, T = idx.shape
+        chunk = min(CHUNK, max(SHORT_CHUNK, 4 * CHUNK // B))
+        logits = None
+        for start in range(0, T, chunk):
+            ids = idx[:, start : start + chunk]
+            last = lengths - 1 - start
+            cache = Cache(self.kv, start + ids.shape[1], last=last)
+            new = self._forward(ids, cache)[:, 0]
+            logits = new if logits is None else torch.where((last >= 0)[:, None], new, logits)
+        drawn = self.draw(logits, self.seeds, lengths, self.sampling)[:, None]
+        if self.history is not None:
+            self.history[:, :T] = idx
+        self.positions.copy_(lengths)
+        self.output[:, 0] = 1
+        self._take(drawn)
+
+    def _step(self, keys: int) -> None:
+        drawn = self.next_tokens(self.tokens, Cache(self.kv, keys, self.positions), self.seeds, self.sampling)
+        new = None
+        if self.step_tokens > 1:  # one sequence may be complete some steps before another
+            new = 1 + count_accepted(self.tokens[:, 1:], drawn[:, :-1])
+            new = new.minimum(self.capacity - 1 - self.positions)
+        self.positions.add_(1)
+        self._take(drawn, new)
+
+    def _take(self, drawn: Tensor, new: Tensor | None = None) -> None:
+        """Store `drawn` (B, n) from self.positions on. Sequence b has new[b] of these tokens; None: one token."""
+        self.output[:, 1 : 1 + drawn.shape[1]] = drawn
+        if self.history is None:
+            self.tokens.copy_(drawn)
+            return
+        self.history.scatter_(1, self.positions[:, None] + torch.arange(drawn.shape[1], device=drawn.device), drawn)
+        if new is not None:
+            self.output[:, 0] = new
+            self.positions.add_(new - 1)
+        self.tokens[:, :1] = self.history.gather(1, self.positions[:, None])
+        self.tokens[:, 1:] = ngram_draft(self.history, self.positions, self.step_tokens - 1)
+
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture `work` as a CUDA graph. Each replay updates the same tensors. The capture overwrites the cache."""
+        self.capture_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.capture_stream):  # compilation, tuning and first allocations cannot be captured
+            for _ in range(2):
+                self.positions.zero_()
+                work()
+        torch.cuda.current_stream().wait_stream(self.capture_stream)
+        graph = torch.cuda.CUDAGraph()
+        # The graphs share one memory pool, because only one of them runs at a time
+        others = [*self.graphs.values(), *(graph for graph, *_ in self.prefills.values())]
+        pool = others[0].pool() if others else None
+        with torch.cuda.graph(graph, pool=pool, stream=self.capture_stream):
+            work()
+        return graph

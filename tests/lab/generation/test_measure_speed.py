@@ -1,0 +1,41 @@
+"""decode_speed() by hand: groups of steps, drafts, and launches of several tokens."""
+
+import pytest
+
+from lab.generation.measure import decode_speed
+from lab.generation.writing import Arrival
+
+
+def arrive(*steps):
+    """Arrivals of (seconds since the last one, tokens)."""
+    now, arrivals = 0.0, []
+    for seconds, tokens in steps:
+        now += seconds
+        arrivals.append(Arrival(now, tokens))
+    return arrivals
+
+
+def test_steps_of_one_token():
+    figures = decode_speed(arrive((9, 2), *[(0.5, 2)] * 32), batch=2, drafts=False)
+    assert figures["gen/laps_s"] == pytest.approx([0.5, 0.5])
+    assert figures["gen/decode_tokens_per_sec"] == pytest.approx(4)
+    assert (figures["gen/step_ms"], figures["gen/token_ms/p50"]) == pytest.approx((500, 500))
+
+
+def test_a_draft_counts_the_tokens_of_its_intervals():
+    """Half of the groups make 1 token a step, half 4. A lap is the time of a token."""
+    figures = decode_speed(arrive((9, 1), *[(0.5, 1)] * 16, *[(0.5, 4)] * 16), batch=1, drafts=True)
+    assert figures["gen/laps_s"] == pytest.approx([0.5, 0.125])
+    assert figures["gen/step_ms"] == pytest.approx(500)
+    assert figures["gen/decode_tokens_per_sec"] == pytest.approx((2 + 8) / 2)
+
+
+def test_a_launch_of_16_tokens_is_16_steps():
+    """Also if the last launch makes one token."""
+    figures = decode_speed(arrive((9, 1), *[(1.6, 16)] * 4, (0.1, 1)), batch=1, drafts=False)
+    assert figures["gen/laps_s"][:4] == pytest.approx([0.1] * 4)
+    assert figures["gen/step_ms"] == pytest.approx(100)
+
+
+def test_one_arrival_has_no_speed():
+    assert decode_speed(arrive((9, 1)), batch=1, drafts=False)["gen/decode_tokens_per_sec"] is None

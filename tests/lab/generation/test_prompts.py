@@ -1,0 +1,168 @@
+"""Prompts from files, stdin and random ids, and how many tokens fit after them."""
+
+import io
+import os
+import pty
+import random
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from data.tokenizer import Bytes
+from lab.generation.prompts import (
+    check_stdin,
+    encode_prompt,
+    fit_new_tokens,
+    longest_prompt,
+    make_batch,
+    make_prompts,
+    quote_prompt,
+    random_prompt,
+    read_prompts,
+)
+from model.sources import Pretrained
+from runtime.config import UserError
+
+LEARNED = Pretrained({"pos": "learned", "block_size": 8}, {}, "bytes", "a model")
+ROPE = Pretrained({"pos": "rope", "block_size": 8}, {}, "bytes", "a model")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "texts"),
+    [
+        ("a.txt", b"one\ntwo\n", ["one", "two"]),
+        ("a.txt", b"one\ntwo", ["one", "two"]),
+        ("a.txt", b"\xef\xbb\xbfone\r\n two \r\n", ["one", " two "]),
+        ("a.txt", b"one\n\n \t\ntwo\n\n", ["one", "two"]),
+        ("a.txt", "日本\u2028x\x0cy\x85z\n".encode(), ["日本\u2028x\x0cy\x85z"]),
+        ("a.txt", b"[1, 2]\n{}\n", ["[1, 2]", "{}"]),
+        ("a.txt", b'{"text": "a"}\n', ['{"text": "a"}']),
+        ("a.txt", b'{"prompt": "a\\nb", "id": 3}\n\n{"prompt": ""}\r\n', ["a\nb", ""]),
+        ("a.jsonl", '{"prompt": "日\u2028本"}\n'.encode(), ["日\u2028本"]),
+    ],
+)
+def test_each_line_is_a_prompt(name, data, texts, tmp_path):
+    """Windows line ends, a byte order mark and blank lines are not in a prompt. A JSON line may hold line breaks."""
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert [prompt.text for prompt in read_prompts(str(path), Bytes())] == texts
+
+
+def test_prompts_come_from_stdin(monkeypatch):
+    """The ids of an empty prompt are the end of text."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": ""}\n{"prompt": "b"}')))
+    prompts = read_prompts("-", Bytes())
+    assert [(prompt.ids, prompt.where) for prompt in prompts] == [
+        ([256], "line 1 of stdin"),
+        ([98], "line 2 of stdin"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"", "a.txt: a.txt has no prompt; write a prompt a line, or JSON lines with a key prompt"),
+        ("a.txt", b"\n \r\n\n", "a.txt has no prompt"),
+        ("a.txt", b"one\n\ntw\xffo\n", "line 3 of a.txt is not UTF-8 text: it has the byte 0xff"),
+        ("a.txt", b"caf\xe9\n", "line 1 of a.txt is not UTF-8 text: it has the byte 0xe9"),
+        ("a.txt", "one\n".encode("utf-16"), "line 1 of a.txt is not UTF-8 text: it has the byte 0xff"),
+        ("a.txt", b'{"prompt": "a"}\n\nb\n', 'line 3 of a.txt is not a JSON object with a text under "prompt"'),
+        ("a.jsonl", b"one\n", 'line 1 of a.jsonl is not a JSON object with a text under "prompt"'),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 3}\n', "line 2 of a.jsonl is not a JSON object"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2 of a.jsonl is not a JSON object"),
+        ("a.jsonl", b"[" * 100_000, "line 1 of a.jsonl is not a JSON object"),
+        ("a.txt", b'{"prompt": "a"}\n{"prompt": "b\\ud800"}\n', "line 2 of a.txt is not UTF-8 text: character 2 is"),
+        ("folder", None, "prompts=folder cannot be read: Is a directory"),
+        ("missing", None, "prompts=missing cannot be read: No such file or directory"),
+        ("~nobody-here/x", None, "~nobody-here/x: there can be no such file or folder"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(name, data, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError) as error:
+        read_prompts(name, Bytes())
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_do_not_come_from_a_terminal(monkeypatch):
+    other, terminal = pty.openpty()
+    with open(terminal) as stdin, open(other):
+        assert os.isatty(terminal)
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(UserError, match="stdin is a terminal: pass prompts=FILE"):
+            read_prompts("-", Bytes())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["-m", "prompts=-"], ["prompts=a.txt,-", "--multirun"], ["+sweep=generate", "prompts=-"]]
+)
+def test_jobs_of_a_sweep_have_no_stdin(arguments):
+    with pytest.raises(UserError, match="prompts=- cannot run in a sweep"):
+        check_stdin(arguments)
+    check_stdin(["prompts=-"])
+    check_stdin(["-m", "prompts=a.txt,b.txt"])
+
+
+def test_random_prompts_are_those_of_their_seed():
+    """Their ids are below the end of text. A length without room is refused before the ids are drawn."""
+    ids = random_prompt(1000, Bytes(), 3).ids
+    assert len(ids) == 1000
+    assert max(ids) < 256
+    assert make_prompts(None, None, 1000, ROPE, Bytes(), 3)[0].ids == ids
+    assert make_prompts(None, None, 1000, ROPE, Bytes(), 4)[0].ids != ids
+    with pytest.raises(UserError, match="the prompt has 2000000000 tokens, but a model has 8 positions"):
+        make_prompts(None, None, 2_000_000_000, LEARNED, Bytes(), 3)
+
+
+def test_the_longest_prompt_decides_how_many_tokens_fit():
+    """The message names the line of the longest prompt."""
+    short, long = encode_prompt("ab", Bytes(), "line 1 of f"), encode_prompt("abcdef", Bytes(), "line 2 of f")
+    assert longest_prompt([short, long]) == long
+    assert fit_new_tokens([short, long], None, LEARNED) == 2
+    assert fit_new_tokens([short], None, LEARNED) == 6
+    assert fit_new_tokens([short], None, LEARNED, default=3) == 3
+    with pytest.raises(
+        UserError, match="line 2 of f has 6 tokens, and with max_new_tokens=3 these are more than the 8"
+    ):
+        fit_new_tokens([short, long], 3, LEARNED)
+    with pytest.raises(UserError, match="line 3 of f has 8 tokens, but a model has 8 positions: shorten it"):
+        fit_new_tokens([short, encode_prompt("a" * 8, Bytes(), "line 3 of f")], None, LEARNED)
+
+
+def test_prompt_and_new_tokens_may_exceed_block_size_when_positions_are_rope():
+    """The default of max_new_tokens is then 128."""
+    prompt = encode_prompt("a" * 20, Bytes())
+    assert fit_new_tokens([prompt], 50, ROPE) == 50
+    assert fit_new_tokens([prompt], None, ROPE) == 128
+
+
+def test_a_batch_is_ragged():
+    idx, lengths = make_batch([encode_prompt(text, Bytes()) for text in ("a", "bcd", "")])
+    assert idx.tolist() == [[97, 0, 0], [98, 99, 100], [256, 0, 0]]
+    assert lengths.tolist() == [1, 3, 1]
+
+
+PROMPTS = [
+    *("def main(", "Hello, world = {1: [2]}", "it's", 'say "a"', '"', "a\\", 'a\\"b', "${oc.env:HOME}", "\\${x}"),
+    *("a\nb", "x: y # z", " lead and trail ", "???x", "null", "007", "日本 🙂", "\\\\", "$x", "~a!+", "\\\\\\"),
+    *("'a", "\\'", "", '"quoted"', "'quoted'", '"Hello" she said "bye"', '""', '"', "a\\\n", "\\\n", "a=b"),
+    *("prompt=", "a,b", "x\n\n"),
+]
+
+
+def test_the_prompt_is_exactly_what_the_shell_passes():
+    """Characters that mean something to Hydra or OmegaConf stay as they are. Other arguments do not change."""
+    random_state, characters = random.Random(0), '\\\\""\'${}\n a=,()[]~:#'
+    prompts = PROMPTS + ["".join(random_state.choices(characters, k=random_state.randint(1, 8))) for _ in range(100)]
+    parser = OverridesParser.create()
+    for prompt in prompts:
+        arguments = ["generate.py", f"prompt={prompt}", "checkpoint=a=b"]
+        quote_prompt(arguments)
+        config = OmegaConf.create({"prompt": parser.parse_override(arguments[1]).value()})
+        assert OmegaConf.to_container(config, resolve=True) == {"prompt": prompt}, arguments[1]
+        assert arguments[::2] == ["generate.py", "checkpoint=a=b"]

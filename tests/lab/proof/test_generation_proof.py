@@ -1,0 +1,41 @@
+"""The proof of a generation fails for wrong logits of any sequence that it compares, and for NaN."""
+
+import pytest
+import torch
+
+from kernels.sampling import Sampling
+from lab.proof.generation import compared_rows, prove, why_wrong
+from model.decoder import Decoder
+from model.generate_config import GenerateConfig
+from tests.model.test_generate import varied_gpt
+
+OPTIONS = {"decode": "blocks", "compiled": False, "options": GenerateConfig()}
+
+
+def test_the_compared_sequences_are_spread_over_the_batch():
+    assert [compared_rows(batch) for batch in (1, 2, 6, 64)] == [[0], [0, 1], [0, 1, 3, 5], [0, 21, 42, 63]]
+
+
+@pytest.mark.parametrize("broken", [None, "nan", "last"])
+def test_wrong_logits_fail(broken, monkeypatch):
+    """One logit of each row is NaN, or the logits of the last sequence are too large."""
+    from kernels.decode import blocks
+
+    model = varied_gpt().eval()
+    idx = torch.randint(97, (6, 4), generator=torch.Generator().manual_seed(2))
+    original = blocks.decode
+
+    def decode(packed, tokens, cache):
+        logits = original(packed, tokens, cache).clone()
+        if broken == "nan":
+            logits[:, :, 96] = torch.nan
+        elif broken == "last":
+            logits[-1] *= 1.01
+        return logits
+
+    monkeypatch.setattr(blocks, "decode", decode)
+    decoder = Decoder(model, 6, 8, Sampling(97, temperature=0))
+    with torch.no_grad():
+        proof = prove(decoder, OPTIONS, "fp32", idx, torch.full((6,), 4))
+    assert (why_wrong(proof) is None) == (broken is None)
+    assert proof["compared"] == 4

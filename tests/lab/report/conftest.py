@@ -1,0 +1,44 @@
+"""Fixtures that open a report in a real browser."""
+
+import shutil
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def open_page(browser):
+    """open_page(folder, ...) opens the folder's report in a tab, with all filters off.
+
+    The test fails if the page loads anything from a network, or prints an error.
+    """
+    contexts, requests, errors = [], [], []
+
+    def open_page(folder, width=1280, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **options)
+        contexts.append(context)
+        tab = context.new_page()
+        tab.on("request", lambda request: requests.append(request.url))
+        tab.on("console", lambda message: errors.append(message.text))
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.goto((folder / "report.html").as_uri())
+        for selector in ("#model", "#precision"):
+            if tab.is_visible(selector):
+                tab.select_option(selector, "")
+        return tab
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert all(url.startswith(("file:", "data:", "blob:")) for url in requests), requests
+    assert not errors

@@ -1,0 +1,235 @@
+"""Rows of generation: their choices and figures in a report, their table in results/, their line in README.md."""
+
+import pytest
+
+from lab import rows as lab_rows
+from lab.report.choice_table import choice_tables
+from lab.report.colours import choice_colours
+from lab.report.describe import choice_name, prefill_name
+from lab.report.generation_panels import generation_panels
+from lab.report.generation_table import generation
+from lab.report.headline import generation_line
+from lab.report.page import headline_groups, headline_tiles, render_page
+from lab.report.source import read_source
+from scripts import collect
+from tests.lab.report.sample_rows import ENV, make_generation_row, make_row, write_generations, write_row
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """A results/ folder that does not exist yet."""
+    monkeypatch.setattr(lab_rows, "RESULTS", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def add_rows(results, *rows):
+    lab_rows.append_rows(results / "h200/generate.jsonl", rows)
+
+
+def cells(table):
+    """Return the cells of a Markdown table, without its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def old_row(kernels, attn, tokens_per_sec):
+    """Return an old row, as in results/h200: it has no op decode, and fewer figures."""
+    row = make_generation_row(kernels=kernels, attn=attn, prompt=7)
+    for key in ("generate", "proof", "prompt_tokens", "model"):
+        del row["config"][key]
+    del row["config"]["kernels"]["decode"], row["kernels"]["decode"], row["receipt"], row["proof"]
+    old_keys = [key for key in row if key.startswith(("gen/laps", "gen/token_ms", "gen/accepted", "gen/sequences"))]
+    for key in old_keys:
+        del row[key]
+    row |= {f"gen/decode_tokens_per_sec{part}": tokens_per_sec + d for part, d in (("", 0), ("/p20", -1), ("/p80", 1))}
+    return row | {"name": f"generate-124M-{kernels}-{attn}-bf16", "env": ENV | {"git_commit": "5918f41a"}}
+
+
+def test_a_decoder_has_a_name_of_its_own_and_blocks_have_the_names_of_their_kernels():
+    names = {
+        choice_name(make_generation_row(**settings)["config"]): prefill_name(make_generation_row(**settings)["config"])
+        for settings in (
+            {},
+            {"kv": "fp8", "speculate": "ngram"},
+            {"decode": "int8", "kernels": "triton", "attn": "flash"},
+            {"decode": "int8", "kernels": "eager", "kv": "fp8"},
+        )
+    }
+    assert names == {
+        "compile · sdpa": "",
+        "compile, fp8 cache, ngram draft of 4 · sdpa": "",
+        "decode int8": "prefill triton · flash",
+        "decode int8, fp8 cache": "prefill eager · sdpa",
+    }
+    assert choice_name(old_row("compile", "triton", 2131.0)["config"]) == "compile · triton"
+    training = make_row("triton", "flash")["config"]
+    assert choice_name(training | {"kernels": training["kernels"] | {"decode": "int8"}}) == "triton · flash"
+
+
+def test_generations_are_compared_at_their_batch_and_prompt(tmp_path):
+    write_row(tmp_path / "sweep/15-training", make_row())
+    source = read_source(write_generations(tmp_path / "sweep"))
+    assert [choice.name for choice in source.measured_choices] == ["eager · sdpa"]
+    measured = source.measured_generations
+    assert [choice.title for choice in measured[:4]] == [
+        "decode int8 (batch 1 · prompt 128)",
+        "decode triton (batch 1 · prompt 128)",
+        "compile · sdpa (batch 1 · prompt 128)",
+        "decode int8 (batch 1 · prompt 1,024)",
+    ]
+    for group in (measured[i : i + 3] for i in range(0, 12, 3)):
+        assert [choice.comparison.base.name for choice in group] == ["compile · sdpa"] * 3
+        values = [choice.comparison.value for choice in group]
+        assert values == pytest.approx([0.5 / 0.16, 0.5 / 0.2, 1.0], rel=0.02)
+        assert all(choice.comparison.ratio.low < choice.comparison.value for choice in group)
+    assert {row["status"].split(":")[0] for _, row in source.failed_runs} == {"wrong", "failed"}
+    assert len({choice.id for choice in source.all_choices}) == len(source.all_choices) == 15
+
+
+def test_force_compares_all_batches(tmp_path):
+    source = read_source(write_generations(tmp_path / "sweep"), force=True)
+    last = next(choice for choice in source.measured_generations if choice.title.startswith("compile · sdpa (batch 8"))
+    first = source.generations[0]
+    assert last.comparison.base is first
+    assert last.comparison.value == pytest.approx(last.speed / first.speed, rel=0.01)
+    assert last.comparison.differs == ["batch: 8, baseline 1"]
+
+
+def test_evaluations_stay_left_out_and_old_generations_are_read(tmp_path):
+    write_row(tmp_path / "1", {"name": "evaluation", "status": "ok", "config": {"checkpoint": "a", "batches": 2}})
+    write_row(tmp_path / "2", old_row("compile", "sdpa", 1977.0))
+    write_row(tmp_path / "3", old_row("compile", "triton", 2131.0))
+    source = read_source(tmp_path)
+    assert [choice.name for choice in source.all_choices] == ["compile · sdpa", "compile · triton"]
+    assert source.generations[1].comparison.short == "1.08x"  # without timed intervals there is no interval
+    assert [panel.figure for panel in generation_panels(source, {})] == [None] * 3
+    assert "scripts.generate +sweep=generate" in render_page(source)
+
+
+def test_lines_over_batches_and_prompts_have_every_choice(tmp_path):
+    source = read_source(write_generations(tmp_path / "sweep"))
+    colours = choice_colours(choice.name for choice in source.all_choices)
+    panels = {panel.id: panel.figure["data"] for panel in generation_panels(source, colours)}
+    assert {trace["name"]: trace["x"] for trace in panels["batches"]} == {
+        f"{name} · prompt {prompt}": [1, 8]
+        for name in ("compile · sdpa", "decode triton", "decode int8")
+        for prompt in ("128", "1,024")
+    }
+    assert {tuple(trace["x"]) for trace in panels["prompts"]} == {(128, 1024)}
+    assert len({trace["name"] for trace in panels["prompts"]}) == 6
+    looks = [(trace["line"]["color"], trace["marker"]["symbol"]) for trace in panels["batches"]]
+    assert len(set(looks)) == 6
+    for traces in (panels["batches"], panels["prompts"]):
+        points = {id: y for trace in traces for (id, _), y in zip(trace["customdata"], trace["y"], strict=True)}
+        assert points == {choice.id: choice.speed for choice in source.measured_generations}
+    families = {trace["name"]: sum(trace["x"]) for trace in panels["decoding"]}
+    receipts = [choice.row["receipt"] for choice in source.measured_generations]
+    busy = sum(receipt["busy_ms"] for receipt in receipts)
+    assert sum(families.values()) == pytest.approx(sum(receipt["step_ms"] for receipt in receipts))
+    assert families["idle"] == pytest.approx(sum(receipt["step_ms"] for receipt in receipts) - busy)
+
+
+def test_one_batch_has_no_line(tmp_path):
+    for number, decode in enumerate(("blocks", "triton"), 1):
+        write_row(tmp_path / str(number), make_generation_row(decode))
+    source = read_source(tmp_path)
+    figures = [panel.figure for panel in generation_panels(source, choice_colours(["compile · sdpa", "decode triton"]))]
+    assert [figure is None for figure in figures] == [True, True, False]
+
+
+def test_the_page_has_a_table_of_generation(tmp_path):
+    source = read_source(write_generations(tmp_path / "sweep"))
+    [table] = choice_tables(source)
+    assert table.columns[:4] == ["choice", "tokens/s", "of the baseline", "ms a token p50 / p99"]
+    choice, line = table.lines[1]
+    row = choice.row
+    p20, p80 = (f"{row[f'gen/decode_tokens_per_sec/{quantile}']:,.0f}" for quantile in ("p20", "p80"))
+    ms = 0.2 * (1 + 1 / 40 + 128 / 4096)
+    assert line == [
+        "decode triton (batch 1 · prompt 128)",
+        f"{row['gen/decode_tokens_per_sec']:,.0f} ({p20} to {p80})",
+        str(choice.comparison.ratio),
+        f"{ms:.2f} / {1.2 * ms:.2f}",
+        f"{0.06 / ms:.1%}",
+        "7.2 ms",
+        "0.34",
+        "21.2 s",
+        "holds, logits 1.2e-02",
+        f"gemm {0.5 * ms:.3f} ms, attention {0.2 * ms:.3f} ms, decode {0.1 * ms:.3f} ms",
+    ]
+    assert table.lines[0][1][-2] == "kernels.decode=int8 rounds the weights"
+    text = render_page(source)
+    assert all(cell in text for cell in line)
+    assert "wrong: 3 of 508 greedy tokens are others" in text
+
+
+def test_the_tiles_of_a_sweep_of_generation_show_its_fastest_choice(tmp_path):
+    source = read_source(write_generations(tmp_path / "sweep"))
+    [group] = headline_groups(source)
+    speed, ratio, memory = headline_tiles(group, source)
+    assert speed.text == "decode int8, fastest of 3 choices; 124M in bf16, batch 8, prompt 128"
+    assert (ratio.value[:3], ratio.text[:18], memory.value) == ("3.1", "of compile · sdpa ", "0.34")
+
+
+def test_collected_rows_have_a_table_by_settings_and_fastest_first(results):
+    """The table has the newest row of each choice, an old row without the new keys, and a row without a result."""
+    blocks, wrong = make_generation_row(batch=8, ms=0.8), make_generation_row("mine", "eager", batch=8)
+    wrong |= {"status": "wrong: 3 tokens", "parameters": 124_475_904}
+    slower = make_generation_row("int8", "eager", batch=8, ms=2.0)
+    slower["env"] = ENV | {"git_commit": "1234567890"}
+    again = make_generation_row("int8", "eager", batch=8, ms=0.4, kv="fp8")
+    add_rows(results, slower, old_row("compile", "sdpa", 2000.0), old_row("compile", "triton", 2200.0))
+    add_rows(results, blocks, wrong, make_generation_row("int8", "eager", batch=8, ms=0.4), again)
+    commits = [line[-1] for line in cells(generation("h200"))]
+    lines = [line[:9] for line in cells(generation("h200"))]
+    sizes = ["124M", "bf16", "8", "128 + 128"]
+    old, attn = ["124M", "bf16", "1", "7 + 128", "blocks", "compile"], "sdpa"
+    assert [line[:7] for line in lines] == [
+        [*old, "triton"],
+        [*old, attn],
+        [*sizes, "int8", "prefill: eager", attn],
+        [*sizes, "int8, fp8 cache", "prefill: eager", attn],
+        [*sizes, "blocks", "compile", attn],
+        [*sizes, "mine", "prefill: eager", attn],
+    ]
+    assert [line[7:] for line in lines[:2]] == [
+        ["**2,200** (2,199 to 2,201)", "1.100x"],
+        ["**2,000** (1,999 to 2,001)", "1.000x"],
+    ]
+    assert [float(line[8][:-1]) for line in lines[2:4]] == pytest.approx([2, 2], rel=0.02)
+    assert [line[8] for line in lines[4:]] == ["1.000x", ""]
+    assert lines[5][7] == "wrong: 3 tokens"
+    assert commits == ["5918f41", "5918f41", *["f3adfe0"] * 4]
+    assert cells(generation("h200"))[5][9:-1] == [""] * 5
+
+
+def test_a_generation_is_collected_into_its_file(results, tmp_path):
+    row = make_generation_row()
+    assert collect.collect(tmp_path, row, curves=False) == results / "h200/generate.jsonl"
+    assert read_source(results / "h200").generations[0].row == row
+
+
+@pytest.fixture
+def peers(results):
+    """The speeds of other systems, to which the README compares a generation."""
+    other = {"measure": "generation", "ours": {"tokens_per_sec": 2000}}
+    systems = [("nanoGPT", "no cache", 20), ("Hugging Face", "static cache", 400)]
+    rows = [other | {"system": system, "how": how, "tokens_per_sec": speed} for system, how, speed in systems]
+    lab_rows.append_rows(results / "h200/peers.jsonl", rows)
+
+
+def test_the_readme_has_the_fastest_of_the_largest_comparable_group(results, peers):
+    """The line ignores a single faster row, other batches, another precision, and a decoder that rounds."""
+    add_rows(results, *(old_row("compile", attn, speed) for attn, speed in (("sdpa", 1977.0), ("triton", 2131.4))))
+    ratios = ["5.00x of Hugging Face's", "100x"]
+    assert generation_line("h200") == ["generation, one sequence", "**2,131** tokens/s (compile, triton)", *ratios]
+    alone = make_generation_row(ms=0.01, prompt=1)
+    other_precision = make_generation_row("triton", "eager", ms=0.01)
+    other_precision["config"] = other_precision["config"] | {"precision": "fp32"}
+    add_rows(results, alone, make_generation_row(batch=8, ms=0.01), other_precision)
+    assert generation_line("h200")[1] == "**2,131** tokens/s (compile, triton)"
+    rounds = make_generation_row("int8", "eager", ms=0.1)
+    rounds.pop("proof")  # a row without a proof rounds, too
+    decoded = make_generation_row("triton", "eager", ms=0.25)
+    add_rows(results, rounds, decoded, make_generation_row(ms=0.5), make_generation_row(kernels="triton", ms=0.6))
+    speed = f"{decoded['gen/decode_tokens_per_sec']:,.0f}"
+    assert generation_line("h200")[1] == f"**{speed}** tokens/s (decode triton)"

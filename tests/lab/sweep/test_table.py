@@ -1,0 +1,85 @@
+"""The table of a sweep has columns for training or for generation, and compares choices at equal settings."""
+
+import pytest
+
+from lab.sweep.table import sweep_table
+
+
+def make_run(decode="blocks", tokens_per_sec=2000.0, batch=1, status="ok", **changes):
+    """Return the row of a generation in which every step takes equally long."""
+    step_s = batch / tokens_per_sec
+    config = {"batch": batch, "max_new_tokens": 128, "kernels": {"decode": decode}, "generate": {"speculate": None}}
+    speeds = {
+        f"gen/decode_tokens_per_sec{part}": tokens_per_sec + d for part, d in (("", 0), ("/p20", -5), ("/p80", 5))
+    }
+    figures = {"gen/token_ms/p50": 1e3 * step_s, "gen/token_ms/p99": 1.5e3 * step_s, "gen/laps_s": [step_s] * 8}
+    figures |= {"gen/bandwidth_utilisation": 0.125, "gen/ttft_ms": 7.25, "gen/warmup_s": 21.25}
+    figures |= {"mem/peak_allocated_gib": 0.344, "gen/accepted_tokens": 1.0}
+    return {"status": status, "config": config, "env": {"device": "H200"}, **speeds, **figures, **changes}
+
+
+def cells(table):
+    """Return the cells of each line, which two or more spaces separate. Empty cells are left out."""
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines()]
+
+
+HEAD = ["job", "tokens/s", "of the first", "p20 to p80", "ms a token p50 / p99", "of the bound", "first token"]
+HEAD += ["peak GiB", "start"]
+
+
+def test_generation_has_columns_of_its_own():
+    table = cells(sweep_table({"1-blocks": [make_run()], "2-triton": [make_run("triton", 4000.0)]}))
+    rest = ["12.5%", "7.2 ms", "0.34", "21.2 s"]
+    assert table == [
+        HEAD,
+        ["2-triton", "4,000", "2.000x (1.990 to 2.010, 1 run)", "3,995 to 4,005", "0.25 / 0.38", *rest],
+        ["1-blocks", "2,000", "1,995 to 2,005", "0.50 / 0.75", *rest],
+    ]
+
+
+def test_each_choice_is_compared_with_the_first_of_its_settings():
+    """The jobs are two decoders at three batches. The first job at batch 64 has no speed, and so no ratio."""
+    choices = {
+        "1-blocks-1": [make_run()],
+        "2-blocks-8": [make_run(batch=8, tokens_per_sec=10_000.0)],
+        "3-blocks-64": [make_run(batch=64, status="oom")],
+        "4-triton-1": [make_run("triton", 3000.0)],
+        "5-triton-8": [make_run("triton", 15_000.0, batch=8)],
+        "6-triton-64": [make_run("triton", 30_000.0, batch=64)],
+    }
+    ratios = {line[0]: line[2].split(" ")[0] for line in cells(sweep_table(choices))[1:-1]}
+    assert ratios == {
+        "1-blocks-1": "1,995",  # the next column, because the cell of the ratio is empty
+        "2-blocks-8": "9,995",
+        "4-triton-1": "1.500x",
+        "5-triton-8": "1.500x",
+        "6-triton-64": "29,995",
+    }
+    assert cells(sweep_table(choices))[-1] == ["3-blocks-64", "oom"]
+
+
+def test_accepted_tokens_have_a_column_if_any_row_drafts():
+    draft = make_run(tokens_per_sec=3000.0, **{"gen/accepted_tokens": 1.625})
+    draft["config"] = draft["config"] | {"generate": {"speculate": "ngram"}}
+    table = cells(sweep_table({"1-plain": [make_run()], "2-draft": [draft]}))
+    assert table[0] == [*HEAD, "accepted"]
+    assert [line[-1] for line in table[1:]] == ["1.62", "21.2 s"]
+    assert table[1][2].startswith("1.500x")
+
+
+@pytest.mark.parametrize("key", ["gen/token_ms/p50", "gen/laps_s", "gen/sequences", "gen/accepted_tokens"])
+def test_old_and_short_runs_lack_some_figures(key):
+    """A missing figure empties at most one cell, and a run of a single step has no speed."""
+    old = {name: value for name, value in make_run("triton", 4000.0).items() if name != key}
+    complete, table = (
+        cells(sweep_table({"1": [make_run()], "2": [row]}))[1] for row in (make_run("triton", 4000.0), old)
+    )
+    assert len(complete) - len(table) == (key in ("gen/token_ms/p50", "gen/laps_s"))
+    short = make_run() | {"gen/decode_tokens_per_sec": None, "gen/laps_s": []}
+    assert cells(sweep_table({"1": [short]}))[-1] == ["1", "too short"]
+
+
+def test_the_rest_of_a_line_is_the_median_run():
+    runs = [make_run(tokens_per_sec=speed, **{"gen/ttft_ms": speed / 1000}) for speed in (5000.0, 2000.0, 3000.0)]
+    [line] = cells(sweep_table({"1": runs}))[1:]
+    assert (line[1], line[2], line[5]) == ("3,000", "2,995 to 3,005", "3.0 ms")

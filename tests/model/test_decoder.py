@@ -1,0 +1,235 @@
+"""The Decoder: batches of different prompts, windows, prefills in parts, fp8, drafts, launches of several tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.cache import FP8, Cache
+from kernels.registry import Unavailable, backend, impls, unavailable
+from kernels.sampling import Sampling, sample_tokens
+from model import decoder as module
+from model.decoder import Decoder
+from model.generate import generate, stream
+from model.generate_config import GenerateConfig
+from model.speculation import NGRAM, ngram_draft
+from runtime.config import UserError
+from tests.model.test_generate import CPU, GREEDY, greedy, prompt, streamed, varied_gpt
+from tests.model.test_gpt import SMALL
+
+SAMPLED = Sampling(97, temperature=0.9, top_k=40, top_p=0.95)
+LENGTHS = (3, 9, 1, 6)
+
+
+@pytest.fixture(autouse=True)
+def buckets(monkeypatch):
+    """Buckets of 4, 8, 16, ... keys, so that 24 positions have four."""
+    monkeypatch.setattr(module, "BUCKET", 4)
+
+
+def ragged():
+    """Return prompts of LENGTHS tokens, padded with random tokens, and their lengths."""
+    return prompt(len(LENGTHS), max(LENGTHS)), torch.tensor(LENGTHS)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", [{}, {"n_kv_head": 1}, {"window": 4}, {"window": 16}, {"pos": "rope"}], ids=str)
+def test_each_sequence_of_a_batch_continues_as_it_would_alone(options, sampling):
+    """Sequence b of seed s draws what a single sequence of seed s + b draws."""
+    model = varied_gpt(replace(SMALL, **options))
+    idx, lengths = ragged()
+    texts = streamed(Decoder(model, 4, 21, sampling, seed=5), idx, 12, lengths)
+    for b, length in enumerate(LENGTHS):
+        alone = Decoder(model, 1, length + 12, sampling, seed=5 + b)
+        assert [texts[b]] == streamed(alone, idx[b : b + 1, :length], 12)
+        if sampling is GREEDY:
+            assert texts[b] == greedy(model, idx[b : b + 1, :length], 12)[0, length:].tolist()
+    assert len(set(map(tuple, texts))) == 4
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+@pytest.mark.parametrize("window", [1, 5, 8])
+def test_the_cache_of_a_window_has_its_size(attn, window):
+    """The tokens equal full forwards with the window, for prompts shorter and longer than the window."""
+    model = varied_gpt(replace(SMALL, window=window), attn)
+    for length in (1, 3, 11):
+        decoder = Decoder(model, 2, length + 12, GREEDY)
+        assert decoder.kv[0][0].shape[1] == window
+        assert streamed(decoder, prompt(2, length), 12) == greedy(model, prompt(2, length), 12)[:, length:].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"pos": "rope"}], ids=str)
+def test_a_prefill_in_parts_gives_the_same_tokens(options, monkeypatch):
+    model = varied_gpt(replace(SMALL, **options))
+    idx, lengths = ragged()
+    expected = streamed(Decoder(model, 4, 21, GREEDY), idx, 12, lengths)
+    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(module, "SHORT_CHUNK", 1)
+    calls = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, **rest: calls.append(ids.shape[1]) or forward(ids, **rest))
+    assert streamed(Decoder(model, 4, 21, GREEDY), idx, 12, lengths) == expected
+    assert calls[:3] == [4, 4, 1]
+
+
+def test_an_fp8_cache_takes_half_the_bytes_of_bf16_and_gives_similar_logits():
+    """Rounding changes a key by at most 1/16 of its value, so the logits change by less than 1/16 of their norm."""
+    model = varied_gpt(SMALL, spread=1.0)
+    logits = {}
+    for kv in ("auto", "fp8"):
+        decoder = Decoder(model, 2, 24, GREEDY, options=GenerateConfig(kv=kv))
+        decoder.prefill(prompt(2, 9))
+        logits[kv] = decoder.decode(decoder.packed, decoder.tokens, Cache(decoder.kv, 24, decoder.positions))
+    assert {t.dtype for pair in decoder.kv for t in pair} == {FP8}
+    error = (logits["fp8"] - logits["auto"]).norm() / logits["auto"].norm()
+    assert 0 < error < 2**-4
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("draft_tokens", [1, 4, 7])
+def test_a_draft_does_not_change_the_text(draft_tokens, sampling):
+    model, (idx, lengths) = varied_gpt(), ragged()
+    expected = streamed(Decoder(model, 4, 24, sampling, seed=2), idx, 15, lengths)
+    options = GenerateConfig(speculate="ngram", draft_tokens=draft_tokens)
+    decoder = Decoder(model, 4, 24, sampling, seed=2, options=options)
+    for _ in range(2):
+        assert streamed(decoder, idx, 15, lengths) == expected
+
+
+@pytest.mark.parametrize("new", [2, 4, 15])
+@pytest.mark.parametrize("draft_tokens", [1, 4, 7])
+def test_a_draft_near_the_end_when_the_host_is_behind(draft_tokens, new):
+    """As on a GPU, where the decoder knows only a bound of its length. The cache has no row to spare."""
+    model, (idx, lengths) = varied_gpt(), ragged()
+    expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)
+    options = GenerateConfig(speculate="ngram", draft_tokens=draft_tokens)
+    texts = [[] for _ in idx]
+    for step in stream(Decoder(model, 4, 9 + new, SAMPLED, options=options), idx, new, lengths, lag=4):
+        for text, tokens in zip(texts, step, strict=True):
+            text += tokens
+    assert texts == expected
+
+
+def test_a_right_draft_saves_steps():
+    """A model that repeats its input accepts whole drafts."""
+    model = varied_gpt()
+    with torch.no_grad():
+        model.ln_f.weight.fill_(1)
+        for weight in (model.wpe.weight, *(p for n, p in model.named_parameters() if "c_proj" in n)):
+            weight.zero_()  # the blocks add nothing, so a token is most likely to follow itself
+    idx = torch.full((1, 5), 7)
+    decoder = Decoder(model, 1, 24, GREEDY, options=GenerateConfig(speculate="ngram", draft_tokens=4))
+    assert greedy(model, idx, 3)[0, 5:].tolist() == [7, 7, 7]
+    outputs = [decoder.prefill(idx).clone(), decoder.step().clone(), decoder.step().clone()]
+    assert [output[0, 0].item() for output in outputs] == [1, 5, 5]
+
+
+def test_the_draft_follows_the_latest_longest_match():
+    """The text ends in 1 2 3. Before, it has 1 2 3, then 2 3, then 3. Each earlier match is removed in turn."""
+    assert NGRAM == 3
+    history = torch.tensor([[1, 2, 3, 40, 41, 2, 3, 50, 3, 60, 1, 2, 3, 0, 0, 0]])
+    assert ngram_draft(history, torch.tensor([12]), 3).tolist() == [[40, 41, 2]]
+    history[0, 0] = 9
+    assert ngram_draft(history, torch.tensor([12]), 3).tolist() == [[50, 3, 60]]
+    history[0, [1, 5]] = 9
+    assert ngram_draft(history, torch.tensor([12]), 3).tolist() == [[60, 1, 2]]
+
+
+def test_a_draft_at_the_end_repeats_the_text_after_its_match():
+    history = torch.tensor([[5, 6, 7, 6, 7, 0, 0, 0, 0, 0], [8, 8, 0, 0, 0, 0, 0, 0, 0, 0]])
+    assert ngram_draft(history, torch.tensor([4, 1]), 5).tolist() == [[6, 7, 6, 7, 6], [8, 8, 8, 8, 8]]
+    assert ngram_draft(history, torch.tensor([0, 0]), 2).shape == (2, 2)
+
+
+def test_a_draft_needs_a_cache_of_all_tokens():
+    model = varied_gpt(replace(SMALL, window=4))
+    with pytest.raises(UserError, match=r"generate\.speculate needs a cache of all tokens, not of a window of 4"):
+        Decoder(model, 1, 24, GREEDY, options=GenerateConfig(speculate="ngram"))
+
+
+@pytest.mark.parametrize("new", [1, 5, 15])
+def test_a_decoder_that_makes_several_tokens_in_one_launch(new, monkeypatch):
+    """The tokens of a launch arrive together, and each text has exactly `new` tokens."""
+    from kernels.decode import blocks
+
+    model, (idx, lengths) = varied_gpt(), ragged()
+    expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)
+    launches = []
+
+    def generate_tokens(packed, tokens, cache, seeds, sampling, steps):
+        launches.append(steps)
+        drawn = []
+        for _ in range(steps):
+            logits = blocks.decode(packed, tokens, cache)[:, 0]
+            cache = cache._replace(positions=cache.positions + 1)
+            tokens = sample_tokens(logits, seeds, cache.positions, sampling)[:, None]
+            drawn.append(tokens)
+        return torch.cat(drawn, 1)
+
+    monkeypatch.setattr(blocks, "generate_tokens", generate_tokens, raising=False)
+    monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
+    decoder = Decoder(model, 4, 9 + new, SAMPLED)
+    decoder.warm_up(9, new)
+    launches.clear()
+    for _ in range(2):
+        assert streamed(decoder, idx, new, lengths) == expected
+    assert sum(launches) >= 2 * (new - 1)
+    assert max(launches, default=0) <= 4
+    with pytest.raises(Unavailable, match=r"kernels\.decode=blocks verifies no draft"):
+        Decoder(model, 1, 9, SAMPLED, options=GenerateConfig(speculate="ngram"))
+
+
+def test_draws_vary_after_the_end_of_the_position_table():
+    """There every token has the same position in the window, but each draw has random numbers of its own."""
+    model = varied_gpt(replace(SMALL, block_size=2), spread=0.0)
+    with torch.no_grad():
+        model.wte.weight.zero_()  # all tokens are equally likely
+    ids = generate(model, torch.tensor([[1, 2]]), 60, n_vocab=97)[0, 2:].tolist()
+    assert len(set(ids)) > 30
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kv": "int4"}, "generate.kv=int4: choose auto, fp8"),
+        ({"speculate": "model"}, "generate.speculate=model: choose ngram, or null"),
+        ({"draft_tokens": 0}, r"generate.draft_tokens=0: it must be in \[1, 7\]"),
+        ({"draft_tokens": 8}, r"generate.draft_tokens=8: it must be in \[1, 7\]"),
+    ],
+)
+def test_wrong_options(values, message):
+    with pytest.raises(UserError, match=message):
+        GenerateConfig(**values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_captured_prefills_are_padded_and_give_the_same_tokens(sampling):
+    model, (idx, lengths) = varied_gpt().cuda(), ragged()
+    decoder = Decoder(model, 4, 24, sampling)
+    assert [decoder.padded(4, length) for length in (1, 16, 17, 24, 25)] == [16, 16, 24, 24, None]
+    texts = [streamed(decoder, idx.cuda(), 12, lengths.cuda()) for _ in range(3)]
+    assert sorted(decoder.prefills) == [16]
+    assert texts[0] == texts[1] == texts[2] == streamed(Decoder(varied_gpt(), 4, 24, sampling), idx, 12, lengths)
+
+
+def decoders():
+    """Yield the decoders that run here and do not round the weights. Triton's interpreter takes seconds a step."""
+    for impl in impls("decode"):
+        if not unavailable("decode", impl, CPU) and not getattr(backend("decode", impl), "LOSSY", False):
+            own_kernels = impl in ("triton", "persistent")
+            yield pytest.param(impl, marks=pytest.mark.exhaustive if own_kernels else [])
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("decode", decoders())
+def test_every_decoder_draws_the_same_text_of_a_seed(decode, sampling):
+    """The model is in fp32, and the prompts differ in length. A decoder that verifies drafts also draws with one."""
+    model = varied_gpt(replace(SMALL, n_layer=2))
+    idx, lengths = ragged()
+    expected = streamed(Decoder(model, 4, 15, sampling, seed=7), idx, 6, lengths)
+    assert streamed(Decoder(model, 4, 15, sampling, seed=7, decode=decode), idx, 6, lengths) == expected
+    if not hasattr(backend("decode", decode), "generate_tokens"):
+        options = GenerateConfig(speculate="ngram", draft_tokens=3)
+        drafting = Decoder(model, 4, 15, sampling, seed=7, decode=decode, options=options)
+        assert streamed(drafting, idx, 6, lengths) == expected
