@@ -1,0 +1,97 @@
+// What persistent.cu needs of the machine, in Hopper's instructions. emulator.h has the same functions for a CPU.
+
+typedef unsigned long long Barrier;  // an mbarrier in shared memory
+
+__device__ __forceinline__ unsigned shared_address(const void* pointer) {
+  return (unsigned)__cvta_generic_to_shared(pointer);
+}
+
+// A word moves in one piece: .b128 is one access, and a vector of four .b32 is four (PTX's memory consistency model).
+__device__ __forceinline__ Word load_word(const Word* from) {
+  Word w;
+  asm volatile(
+      "{ .reg .b128 w; .reg .b64 low, high;\n"
+      "  ld.relaxed.gpu.global.b128 w, [%4];\n"
+      "  mov.b128 {low, high}, w; mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high; }"
+      : "=r"(w.data[0]), "=r"(w.data[1]), "=r"(w.data[2]), "=r"(w.epoch) : "l"(from) : "memory");
+  return w;
+}
+
+__device__ __forceinline__ void store_word(Word* to, const Word& w) {
+  asm volatile(
+      "{ .reg .b128 w; .reg .b64 low, high;\n"
+      "  mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 w, {low, high};\n"
+      "  st.relaxed.gpu.global.b128 [%0], w; }"
+      :: "l"(to), "r"(w.data[0]), "r"(w.data[1]), "r"(w.data[2]), "r"(w.epoch) : "memory");
+}
+
+__device__ __forceinline__ int load_flag(const int* from) {
+  int flag;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(flag) : "l"(from) : "memory");
+  return flag;
+}
+
+__device__ __forceinline__ void store_flag(int* to, int flag) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" :: "l"(to), "r"(flag) : "memory");
+}
+
+// Loads from the L2, because another multiprocessor may have written since the L1 got the line.
+template <int N> __device__ __forceinline__ void load_l2(unsigned (&to)[N], const void* from) {
+  static_assert(N % 2 == 0, "8 bytes or a multiple of 16");
+  if (N == 2) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
+#pragma unroll
+  for (int i = 0; i + 3 < N; i += 4)
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"((const char*)from + 4 * i));
+}
+
+__device__ __forceinline__ void fence() { __threadfence(); }
+__device__ __forceinline__ void synchronize_block() { __syncthreads(); }
+__device__ __forceinline__ void synchronize_warp() { __syncwarp(); }
+__device__ __forceinline__ unsigned exchange_bits(unsigned bits, int lane) { return __shfl_sync(~0u, bits, lane); }
+
+__device__ __forceinline__ void initialize(Barrier* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine sees it too
+}
+
+// Whether the phase of this parity is complete.
+__device__ __forceinline__ bool passed(Barrier* barrier, int parity) {
+  unsigned done;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return done;
+}
+
+// Arrives at the barrier, and starts a copy that completes its phase. The L2 may forget these bytes first.
+__device__ __forceinline__ void copy_to_shared(void* to, const void* from, int bytes, Barrier* barrier) {
+  unsigned long long policy;
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+      :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
+}
+
+// sum (8 sequences, 8 rows) += x (8, 16) w (8, 16)^T in bf16. Lane l holds 4 columns of sequence and row l / 4, and the
+// sums of sequence l / 4 with rows 2 (l % 4) and the next. The unit has 16 rows of x, of which 8 are zeros here.
+__device__ __forceinline__ void multiply_tile(float (&sum)[2], unsigned x0, unsigned x1, unsigned w0, unsigned w1) {
+  float unused[2] = {};
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32\n"
+      "    {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(unused[0]), "+f"(unused[1]) : "r"(x0), "r"(0), "r"(x1), "r"(w0), "r"(w1));
+}
+
+__device__ __forceinline__ unsigned long long nanoseconds() {
+  unsigned long long time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+__device__ __forceinline__ long long cycles() { return clock64(); }
+__device__ __forceinline__ char* shared_memory() {
+  extern __shared__ char memory[];
+  return memory;
+}

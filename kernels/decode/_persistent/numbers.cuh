@@ -1,0 +1,41 @@
+// bfloat16 and float8_e4m3fn by their bits, rounded to the nearest number, or the even one of two.
+
+struct bf16 { u16 bits; };
+struct e4m3 { u8 bits; };
+
+template <bool CONDITION, class A, class B> struct Choice { typedef A Type; };
+template <class A, class B> struct Choice<false, A, B> { typedef B Type; };
+
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
+DEVICE float to_float(e4m3 x) {
+  float magnitude = __uint_as_float((x.bits & 0x7Fu) << 20) * 0x1p120f;  // the biases of the exponents are 7 and 127
+  if ((x.bits & 0x7F) == 0x7F) magnitude = __uint_as_float(0x7FC00000);
+  return x.bits & 0x80 ? -magnitude : magnitude;
+}
+
+template <class V> DEVICE V convert(float x);
+template <> DEVICE float convert<float>(float x) { return x; }
+template <> DEVICE bf16 convert<bf16>(float x) {
+  const u32 bits = __float_as_uint(x);
+  return {(u16)(x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
+}
+template <> DEVICE e4m3 convert<e4m3>(float x) {  // beyond the range: the largest number, as in kernels/cache.py
+  const float magnitude = fminf(fabsf(x), 448.0f);
+  const u32 bits = __float_as_uint(magnitude), sign = __float_as_uint(x) >> 24 & 0x80;
+  if (x != x) return {0x7F};
+  if (magnitude < 0x1p-6f)  // subnormal: a multiple of 2^-9, which is the last place of numbers near 2^14
+    return {(u8)(sign | (__float_as_uint(magnitude + 0x1p14f) - __float_as_uint(0x1p14f)))};
+  return {(u8)(sign | (((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3)))};
+}
+
+template <class V> DEVICE float rounded(float x) { return to_float(convert<V>(x)); }
+
+template <class V, int N> struct Vector {  // N numbers in registers
+  u32 bits[N * sizeof(V) / 4];
+  DEVICE float operator[](int i) const {
+    if (sizeof(V) == 4) return __uint_as_float(bits[i]);
+    if (sizeof(V) == 2) return __uint_as_float(i % 2 ? bits[i / 2] & 0xFFFF0000u : bits[i / 2] << 16);
+    return to_float(e4m3{(u8)(bits[i / 4] >> 8 * (i % 4))});
+  }
+};

@@ -1,0 +1,54 @@
+// Words: a block publishes results, and every other block waits for just the words that it needs.
+
+// Exchange values of any size between the lanes of a warp.
+template <class V> DEVICE V exchange(V value, int lane) {
+  u32 bits[sizeof(V) / 4];
+  memcpy(bits, &value, sizeof(V));
+#pragma unroll
+  for (u32& part : bits) part = exchange_bits(part, lane);
+  memcpy(&value, bits, sizeof(V));
+  return value;
+}
+
+// Whether this thread gives up a wait. After TIMEOUT_NS it raises the flag, and then every thread that waits gives up.
+// From then on nobody waits for words, and the launch ends after this token. `since` begins as 0.
+DEVICE bool gives_up(Block& k, u32 polls, u64& since) {
+  if (!k.patient) return true;
+  if (polls % 256) return false;
+  if (since == 0) since = nanoseconds();
+  const bool late = nanoseconds() - since > TIMEOUT_NS;
+  if (late) store_flag(k.a.failed, 1);
+  if (late || load_flag(k.a.failed)) k.patient = false, k.s.abandoned = 1;
+  return !k.patient;
+}
+
+// Wait until words[index(i)] have this epoch, for all i. An index below 0 stands for no word. The loads of a poll are
+// all in flight together.
+template <int N, class Index> DEVICE void receive(Block& k, Word (&word)[N], const Word* words, Index index) {
+  u64 since = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) word[i] = {{0, 0, 0}, k.epoch - 1};
+  for (u32 polls = 1;; ++polls) {
+    bool complete = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (word[i].epoch != k.epoch && index(i) >= 0) word[i] = load_word(words + index(i));
+#pragma unroll
+    for (int i = 0; i < N; ++i) complete &= word[i].epoch == k.epoch || index(i) < 0;
+    if (complete || gives_up(k, polls, since)) return;
+  }
+}
+
+template <class P> DEVICE int word_index(int b, int row) {  // of a result
+  return (b * BLOCKS + row / P::SHARE) * P::WORDS + row % P::SHARE / PER_WORD;
+}
+
+template <class P> DEVICE float result_in(const Word& word, int row) {
+  const int place = row % P::SHARE % PER_WORD, part = sizeof(T) == 4 ? place : place / 2;
+  const u32 bits = part == 0 ? word.data[0] : part == 1 ? word.data[1] : word.data[2];
+  return __uint_as_float(sizeof(T) == 4 ? bits : place % 2 ? bits & 0xFFFF0000u : bits << 16);
+}
+
+DEVICE Word make_word(float a, float b, float c, u32 epoch) {
+  return {{__float_as_uint(a), __float_as_uint(b), __float_as_uint(c)}, epoch};
+}

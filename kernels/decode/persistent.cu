@@ -1,0 +1,354 @@
+// A decoder in one launch: many tokens of up to 8 sequences, with no return to the host in between.
+//
+// A step of GPT-2 124M multiplies 247 MB of weights with one vector a sequence. An H200 reads them in 59 us. A first
+// version had a block on each multiprocessor, and a barrier after each of a layer's 5 phases. It took 220 us
+// (measured): 67 us for 61 barriers, and the rest because a block waits for weights, then for activations, then for
+// weights again. Here weights never wait, there are no barriers, and a wait takes hardly longer than the way through
+// the L2.
+//
+// 1. The ring. A block owns the same rows of every matrix for all tokens. persistent.py lays them out as one stream, in
+//    the order of use: 111 KB a layer for each of 128 blocks. The copy engine fills a ring of 5 slots, 184 KB of shared
+//    memory, from this stream. It runs ahead over phases, layers and tokens, so HBM works while the blocks wait.
+// 2. Words. A block publishes results in words of 16 bytes: 12 bytes of data, such as 6 results in bf16, and the epoch,
+//    which counts layers. One store writes a word and one load reads it, so a block that finds the right epoch has the
+//    data as well (NCCL's LL protocol does the same). A barrier takes a store, a fence, an atomic addition, a poll and
+//    a load, one after the other. A word takes a store and a poll.
+// 3. The residual stream. Every block has its own copy in shared memory, adds every branch to it and normalises it. The
+//    same 768 numbers in 128 blocks are cheaper than one more exchange.
+//
+// A layer has five phases, each with one exchange (124M, one sequence; microseconds, predicted and not measured):
+//
+//     what a block does                                                compute   exchange
+//     stream += fc_proj, LayerNorm, 18 rows of QKV                         0.6        0.7
+//     attention: a head and up to 96 keys, which it loads before q         0.5        0.7
+//     adds the splits of the keys, 6 rows of the projection                0.4        0.7
+//     stream += proj, LayerNorm, 24 rows of fc, GELU                       0.7        0.7
+//     6 rows of fc_proj                                                    0.4        0.7
+//
+// So 12 layers take 73 us. The head's 77 MB take 18 us, of which the ring holds 5 us already, and the draw takes 4 us:
+// 90 us a token. The weights of a layer take 3.4 of its 6.1 us, so HBM limits only the head.
+//
+// All layers use the same words. A block overwrites a word one layer later, and by then every block has read it. For
+// each block has rows of fc, and it publishes them only after it has read the words of qkv, the splits and proj of this
+// layer, and those of fc_proj of the layer before. The words of fc are read by blocks with rows of fc_proj alone, and
+// all blocks wait for these rows.
+//
+// All sums have a fixed order, so two runs give the same bits. The bits of a sequence depend on the number of
+// sequences, which chooses instructions and splits, but not on the tokens and lengths of the other sequences.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16 and
+// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, SHARED_BYTES, TIMEOUT_NS; and for each of QKV, PROJ,
+// FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
+constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
+constexpr bool MATRIX_UNIT = BF16 && BATCH > 1;  // with one sequence, 15 of the unit's 16 rows would be unused
+constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
+#define INF __uint_as_float(0x7F800000)
+
+struct alignas(16) Word {
+  u32 data[3], epoch;
+};
+
+#ifdef EMULATOR
+#include "_persistent/emulator.h"
+#else
+#include "_persistent/hopper.cuh"
+#endif
+#define DEVICE __device__ __forceinline__
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int balanced(int n, int most) { return ceil_div(n, ceil_div(n, most)); }  // 24, 16: 12
+__host__ __device__ constexpr int power_of_two(int n, int p = 1) { return p >= n ? p : power_of_two(n, 2 * p); }
+
+#include "_persistent/numbers.cuh"
+
+typedef Choice<BF16, bf16, float>::Type T;              // weights and logits
+typedef Choice<STREAM_BF16, bf16, float>::Type Stream;  // residual stream
+typedef Choice<MATRIX_UNIT, bf16, float>::Type X;       // inputs of a product
+typedef Choice<KV_BITS == 8, e4m3, Choice<KV_BITS == 16, bf16, float>::Type>::Type KV;  // cache
+
+// ---- Sizes of the products, and what lies in memory
+
+constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4;  // a tile is 64 bytes of each row of a pass, 16 bytes a lane
+constexpr int PER_WORD = 12 / sizeof(T);                // results in a word
+
+// y = W x for W (N, K). A block makes ROWS results in each of PASSES passes. A pass comes in pieces of up to TILES
+// tiles.
+template <int N_, int K_, int ROWS_, int PASSES_, int TILES_> struct Product {
+  static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_;
+  static constexpr int SHARE = ROWS * PASSES, GROUPS = ceil_div(ROWS, 8), PADDED = 8 * GROUPS;
+  static constexpr int ALL_TILES = ceil_div(K, TILE), TILES = smaller(TILES_, ALL_TILES);
+  static constexpr int PIECES = ceil_div(ALL_TILES, TILES);  // of a pass
+  static constexpr int STRIDE = (ALL_TILES | 1) * TILE;      // of x; an odd number of 64 bytes has no bank conflicts
+  static constexpr int WORDS = ceil_div(SHARE, PER_WORD);    // of a block and sequence
+  static constexpr int SUMS = smaller(PASSES, 2) * PADDED;   // of a warp and sequence, in shared memory
+  static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * 64;  // of a block
+  static DEVICE int tiles(int piece) { return smaller(TILES, ALL_TILES - piece % PIECES * TILES); }
+};
+typedef Product<C + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES> Qkv;
+typedef Product<C, C, PROJ_ROWS, PROJ_PASSES, PROJ_TILES> Proj;
+typedef Product<HIDDEN, C, FC_ROWS, FC_PASSES, FC_TILES> Fc;
+typedef Product<C, HIDDEN, FC_PROJ_ROWS, FC_PROJ_PASSES, FC_PROJ_TILES> FcProj;
+typedef Product<VOCAB, C, HEAD_ROWS, HEAD_PASSES, HEAD_TILES> Head;
+
+__host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
+  return larger(larger(larger(a, b), larger(c, d)), e);
+}
+constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
+constexpr int SLOT_BYTES = 64 * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
+                                        FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
+constexpr int BIASES = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer and block
+constexpr int LAYER_PIECES = Qkv::PIECES + Proj::PIECES + Fc::PIECES + FcProj::PIECES;
+constexpr int PIECES = LAYERS * LAYER_PIECES + Head::PASSES * Head::PIECES;  // of a token
+constexpr i64 TOKEN_BYTES = LAYERS * (Qkv::BYTES + Proj::BYTES + Fc::BYTES + FcProj::BYTES) + Head::BYTES;  // a block's
+static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "only the head has several passes");
+static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
+
+constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
+constexpr int GROUP = 16, GROUPS = ceil_div(Head::SHARE, GROUP);      // logits in a summary; summaries of a block
+constexpr int OWN_WARPS = WARPS / BATCH, OWN_THREADS = 32 * OWN_WARPS;  // a sequence belongs to them in each norm
+constexpr int OWN = ceil_div(C, OWN_THREADS);                         // channels of a thread in a norm
+static_assert(OWN_WARPS > 0, "a warp or more for each sequence");
+
+struct Arguments {  // in the order of persistent.py
+  const char* weights;                  // (BLOCKS, TOKEN_BYTES)
+  const T* biases;                      // (BLOCKS, LAYERS, BIASES)
+  const T* norms;                       // (2 LAYERS + 1, 2, C): gain and shift of ln_1 and ln_2 of each layer, and ln_f
+  const T *wte, *wpe;                   // (V, C), (wpe_rows, C)
+  const float* frequencies;             // (D / 2,) of rotary positions
+  KV *keys[LAYERS], *values[LAYERS];    // (BATCH, rows, KV_HEADS, D) each
+  const i64 *tokens, *positions, *seeds, *stops;  // (BATCH,), (BATCH,), (BATCH,), (stop_count,)
+  i64* drawn;                           // (BATCH, steps); if it is null, no tokens are drawn
+  T* logits;                            // (BATCH, V), or null
+  Word *qkv, *partial, *proj, *fc, *fc_proj, *summary, *token;
+  float2* scores;                       // (BATCH, BLOCKS, GROUPS, GROUP): logits and their scores
+  int* failed;                          // a wait took longer than TIMEOUT_NS
+  i64* timeline;                        // with TIMING: the cycle of each mark() in block 0
+  int wpe_rows, rows, steps, epoch, stop_count, n_vocab, top_k;
+  float temperature, top_p;
+};
+
+struct Scratch {  // in shared memory, besides the ring
+  union {
+    alignas(16) X x[BATCH * larger(Qkv::STRIDE, FcProj::STRIDE)];
+    struct {
+      X inputs[BATCH * Head::STRIDE];
+      Word words[BATCH * GROUPS];
+      float logits[BATCH * Head::SHARE], tops[BLOCKS * GROUPS];
+    } head;
+  };
+  alignas(16) float part[WARPS * BATCH * MOST_SUMS];
+  alignas(16) u32 reduction[5 * WARPS];
+  float query[D], key[D], value[D], merge[WARPS][D + 2], cosine[BATCH * D / 2], sine[BATCH * D / 2];
+  Stream stream[BATCH * C];
+  T bias[LAYERS * BIASES];
+  int token[BATCH], drawn[BATCH], position[BATCH], splits[BATCH], stopped[BATCH];
+  u32 seed[BATCH];
+  int finished, abandoned;  // the launch ends after this token; because of a wait that failed
+  Barrier full[32];
+};
+constexpr int SLOTS = smaller(32, (SHARED_BYTES - (int)sizeof(Scratch) - 128) / SLOT_BYTES);
+static_assert(SLOTS >= 2, "too little shared memory");
+
+struct Shared {
+  alignas(128) char ring[SLOTS][SLOT_BYTES];
+  Scratch scratch;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the ring leaves room for the rest");
+
+struct Block {  // what a thread knows, in registers
+  Scratch& s;
+  char (*ring)[SLOT_BYTES];
+  const Arguments& a;
+  int block, thread;
+  u32 epoch = 0;
+  int consumed = 0, produced = 0;  // pieces of the stream of weights
+  const char* source = nullptr;    // of the next piece
+  float mean = 0;                  // of the residual stream in the last norm
+  bool patient = true;             // false once this thread has given up a wait
+  int marks = 0;
+  DEVICE int warp() const { return thread / 32; }
+  DEVICE int lane() const { return thread % 32; }
+};
+
+DEVICE void mark(Block& k) {
+#ifdef TIMING
+  if (k.block == 0 && k.thread == 0) k.a.timeline[k.marks++] = cycles();
+#endif
+}
+
+#include "_persistent/words.cuh"
+#include "_persistent/products.cuh"
+#include "_persistent/attention.cuh"
+#include "_persistent/sampling.cuh"
+
+// ---- The residual stream
+
+DEVICE void embed(Block& k) {
+  const int b = k.thread / OWN_THREADS, rows = BATCH * larger(Qkv::STRIDE, FcProj::STRIDE);
+  for (int c = k.thread % OWN_THREADS; b < BATCH && c < C; c += OWN_THREADS) {
+    const int token = larger(0, smaller(k.s.token[b], VOCAB - 1));  // after a failed wait it may be anything
+    float x = to_float(k.a.wte[(i64)token * C + c]);
+    if (!ROPE) x += to_float(k.a.wpe[(i64)smaller(k.s.position[b], k.a.wpe_rows - 1) * C + c]);
+    k.s.stream[b * C + c] = convert<Stream>(x);
+  }
+  if (k.thread < BATCH)
+    k.s.splits[k.thread] = smaller(MOST_SPLITS, ceil_div(smaller(k.s.position[k.thread] + 1, k.a.rows), SPLIT_KEYS));
+  for (int i = k.thread; ROPE && i < BATCH * D / 2; i += THREADS) {
+    const float angle = k.s.position[i / (D / 2)] * k.a.frequencies[i % (D / 2)];
+    k.s.cosine[i] = cosf(angle);
+    k.s.sine[i] = sinf(angle);
+  }
+  for (int i = k.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) k.s.x[i] = convert<X>(0);  // padding
+  k.mean = 0;
+}
+
+// stream += branch, if there is one, and x = LayerNorm(stream). One pass suffices, because it sums around the last
+// mean.
+DEVICE void normalise(Block& k, const Word* branch, const T* norm) {
+  constexpr int AT_ONCE = balanced(OWN, 16);
+  constexpr bool EARLY = OWN <= 8;  // gain and shift are loaded before the wait
+  const int b = k.thread / OWN_THREADS, first = k.thread % OWN_THREADS;
+  auto channel = [&](int i) { return first + i * OWN_THREADS; };
+  auto exists = [&](int i) { return b < BATCH && i < OWN && channel(i) < C; };
+  float gain[EARLY ? OWN : 1], shift[EARLY ? OWN : 1], sum = 0, squares = 0;
+#pragma unroll
+  for (int i = 0; EARLY && i < OWN; ++i) {
+    gain[i] = exists(i) ? to_float(norm[channel(i)]) : 0;
+    shift[i] = exists(i) ? to_float(norm[C + channel(i)]) : 0;
+  }
+#pragma unroll 1
+  for (int start = 0; start < OWN; start += AT_ONCE) {
+    Word word[AT_ONCE];
+    auto index = [&](int i) { return exists(start + i) ? word_index<Proj>(b, channel(start + i)) : -1; };
+    if (branch) receive(k, word, branch, index);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      if (!exists(start + i)) continue;
+      Stream& stream = k.s.stream[b * C + channel(start + i)];
+      if (branch) stream = convert<Stream>(to_float(stream) + result_in<Proj>(word[i], channel(start + i)));
+      const float x = to_float(stream) - k.mean;
+      sum += x;
+      squares += x * x;
+    }
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    sum += exchange(sum, k.lane() ^ mask);
+    squares += exchange(squares, k.lane() ^ mask);
+  }
+  float2* sums = (float2*)k.s.reduction;
+  if (k.lane() == 0) sums[k.warp()] = make_float2(sum, squares);
+  synchronize_block();
+  sum = squares = 0;
+#pragma unroll
+  for (int warp = 0; warp < OWN_WARPS; ++warp) {
+    const float2 add = sums[smaller(b, BATCH - 1) * OWN_WARPS + warp];
+    sum += add.x;
+    squares += add.y;
+  }
+  const float away = sum * (1.0f / C), rstd = rsqrtf(fmaxf(squares * (1.0f / C) - away * away, 0) + 1e-5f);
+  k.mean += away;
+#pragma unroll EARLY ? OWN : 4
+  for (int i = 0; i < OWN; ++i) {
+    if (!exists(i)) continue;
+    const float g = EARLY ? gain[i % (EARLY ? OWN : 1)] : to_float(norm[channel(i)]);
+    const float h = EARLY ? shift[i % (EARLY ? OWN : 1)] : to_float(norm[C + channel(i)]);
+    const float y = (to_float(k.s.stream[b * C + channel(i)]) - k.mean) * rstd * g + h;
+    k.s.x[b * Qkv::STRIDE + channel(i)] = convert<X>(rounded<T>(y));
+  }
+  synchronize_block();
+}
+
+// ---- The launch
+
+DEVICE float gelu(float x) { return 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))); }
+DEVICE float identity(float x) { return x; }
+
+DEVICE void run_attention(Block& k, int layer) {
+  const T *qkv = k.s.bias + layer * BIASES, *proj = qkv + Qkv::SHARE;
+  multiply<Qkv>(k, [&](int, const float* part) { publish<Qkv>(k, part, qkv, k.a.qkv, identity); });
+  mark(k);
+  attend(k, layer);
+  mark(k);
+  combine(k);
+  mark(k);
+  multiply<Proj>(k, [&](int, const float* part) { publish<Proj>(k, part, proj, k.a.proj, identity); });
+  mark(k);
+}
+
+DEVICE void run_mlp(Block& k, int layer) {
+  const T *fc = k.s.bias + layer * BIASES + Qkv::SHARE + Proj::SHARE, *fc_proj = fc + Fc::SHARE;
+  multiply<Fc>(k, [&](int, const float* part) { publish<Fc>(k, part, fc, k.a.fc, gelu); });
+  mark(k);
+  receive_hidden(k);
+  mark(k);
+  multiply<FcProj>(k, [&](int, const float* part) { publish<FcProj>(k, part, fc_proj, k.a.fc_proj, identity); });
+  mark(k);
+}
+
+DEVICE void run_head(Block& k) {
+  multiply<Head>(k, [&](int pass, const float* part) {
+    for (int i = k.thread; i < BATCH * Head::ROWS; i += THREADS) {
+      const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = k.block * Head::SHARE + row;
+      const T logit = convert<T>(total<Head>(part, b, i % Head::ROWS));
+      k.s.head.logits[b * Head::SHARE + row] = to_float(logit);
+      if (k.a.logits && id < VOCAB) k.a.logits[(i64)b * VOCAB + id] = logit;
+    }
+  });
+  synchronize_block();
+  mark(k);
+}
+
+DEVICE void start(Block& k) {
+  start_ring(k);
+  if (k.thread < BATCH) {
+    k.s.token[k.thread] = (int)k.a.tokens[k.thread];
+    k.s.position[k.thread] = (int)k.a.positions[k.thread];
+    k.s.seed[k.thread] = k.a.drawn ? (u32)k.a.seeds[k.thread] : 0;
+    k.s.stopped[k.thread] = 0;
+  }
+  const T* biases = k.a.biases + (i64)k.block * LAYERS * BIASES;
+  for (int i = k.thread; i < LAYERS * BIASES; i += THREADS) k.s.bias[i] = biases[i];
+  if (k.thread == 0) k.s.finished = k.s.abandoned = 0;
+  k.epoch = k.a.epoch;
+  synchronize_block();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const __grid_constant__ Arguments a) {
+  Shared& shared = *(Shared*)shared_memory();
+  Block k{shared.scratch, shared.ring, a, (int)blockIdx.x, (int)threadIdx.x};
+  start(k);
+  for (int step = 0; step < a.steps && !k.s.finished; ++step) {
+    mark(k);
+    embed(k);
+    for (int half = 0; half <= 2 * LAYERS; ++half) {  // of a layer; the last one is the head
+      normalise(k, half == 0 ? nullptr : half % 2 ? a.proj : a.fc_proj, a.norms + (i64)half * 2 * C);
+      mark(k);
+      if (half == 2 * LAYERS) {
+        run_head(k);
+      } else if (half % 2) {
+        run_mlp(k, half / 2);
+      } else {
+        ++k.epoch;
+        run_attention(k, half / 2);
+      }
+    }
+    if (a.drawn) draw_tokens(k, step);
+  }
+  end_ring(k);
+}
+
+#ifdef EMULATOR
+extern "C" int emulate(const Arguments* a, int seed, int absent, int slow) {
+  auto run = [](const void* a) { persistent_decode(*(const Arguments*)a); };
+  return emulator::run(run, a, sizeof(Shared), seed, absent, slow);
+}
+#endif

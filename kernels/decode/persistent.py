@@ -1,0 +1,205 @@
+"""The whole decoder as one kernel: one launch makes many tokens of up to 8 sequences, and draws them.
+
+At batch 1 a step of 124M reads 247 MB, which takes 59 us on an H200. But its 125 to 250 kernels take 470 to 750 us,
+even in a CUDA graph, because most of the GPU waits between two kernels. persistent.cu explains how one kernel loads
+weights while it waits for results. NVRTC compiles it for the sizes of the model and the batch, in 2 s.
+
+The weights are stored a second time, in another order: 247 MB for 124M. Predicted, not measured, on an H200 in bf16:
+11,000 tokens/s of 124M at batch 1, and 45,000 with 8 sequences.
+"""
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import compat
+from kernels.cache import FP8, Cache
+from kernels.decode import Model, Weights
+from kernels.decode._persistent import emulator
+from kernels.decode._persistent.plan import (
+    Plan,
+    arrange_biases,
+    arrange_weights,
+    count_warps,
+    make_plans,
+    sizes,
+    stack_norms,
+)
+from kernels.gpu import gpu_unavailable, multiprocessors
+from kernels.registry import KernelError, Unavailable, cpp_compiler
+from kernels.sampling import Sampling
+
+FAMILY = "persistent_decode"
+RUNS = {"nvrtc": ("persistent_decode",)}
+capturable = False  # a CUDA graph would fix the number of tokens and the positions
+SOURCE = Path(__file__).with_name("persistent.cu")
+MOST_SEQUENCES = 8
+SPLIT_KEYS = 96  # of a sequence: with more keys, several blocks share them
+SHARED_BYTES = 232_448  # of a block: all that Hopper has
+TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
+TIMING = False  # record in tensors["timeline"] the cycle at which block 0 ends each phase
+PHASES = "ln_1", "qkv", "attend", "combine", "proj", "ln_2", "fc", "hidden", "fc_proj"  # of a layer
+LAST_PHASES = "ln_f", "head", "summarize", "draw", "embed"  # of a token
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Return why the kernel cannot run on `device`, or None. With TRITON_INTERPRET=1 a CPU emulates it, for tests."""
+    if device.type == "cuda":
+        return gpu_unavailable(device, (9, 0)) or compat.nvrtc_unavailable()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None if cpp_compiler() else "its emulator needs g++ or clang++; install one"
+    return f"{gpu_unavailable(device, (9, 0))}; for a trial on a CPU set TRITON_INTERPRET=1"
+
+
+def detail(**inputs) -> str:
+    return f"cuda {torch.version.cuda}, nvrtc" if torch.version.cuda else "emulated"
+
+
+def check_sizes(weights: Weights, cache: Cache) -> None:
+    """Raise Unavailable, in one line, for a model or a cache that the kernel cannot take."""
+    keys, D, dtype = cache.kv[0][0], weights.head_dim, weights.wte.dtype
+    reason = None
+    if len(keys) > MOST_SEQUENCES:
+        reason = f"decodes up to {MOST_SEQUENCES} sequences, not {len(keys)}"
+    elif dtype not in (torch.float32, torch.bfloat16) or keys.dtype not in (torch.float32, torch.bfloat16, FP8):
+        reason = f"supports float32 and bfloat16, and a cache in float8_e4m3fn, not {dtype} with {keys.dtype}"
+    elif D % 8 or D > 256:
+        reason = f"needs a multiple of 8 channels a head, and up to 256 channels, not {D}"
+    elif not all(tensor.is_contiguous() for pair in cache.kv for tensor in pair):
+        reason = "needs a contiguous cache"
+    if reason:
+        raise Unavailable(f"decode=persistent {reason}: choose decode=blocks")
+
+
+@functools.lru_cache
+def compile_for_gpu(options: tuple[str, ...], device: torch.device, blocks: int, threads: int) -> Callable:
+    """Return persistent.cu as a function of its arguments."""
+    with torch.cuda.device(device):
+        kernel = compat.compile_cuda(SOURCE, "persistent_decode", ("--std=c++17", *options))
+    return functools.partial(compat.launch_cooperatively, kernel, blocks, threads, SHARED_BYTES, device)
+
+
+@functools.lru_cache
+def arguments_type(layers: int) -> type[ctypes.Structure]:
+    """Return `struct Arguments` of persistent.cu."""
+    groups = [
+        (ctypes.c_void_p, "weights biases norms wte wpe frequencies"),
+        (ctypes.c_void_p * layers, "keys values"),
+        (ctypes.c_void_p, "tokens positions seeds stops drawn logits"),
+        (ctypes.c_void_p, "qkv partial proj fc fc_proj summary token scores failed timeline"),
+        (ctypes.c_int, "wpe_rows rows steps epoch stop_count n_vocab top_k"),
+        (ctypes.c_float, "temperature top_p"),
+    ]
+    fields = [(name, kind) for kind, names in groups for name in names.split()]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+
+@functools.lru_cache
+def ids_on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+class Packed:
+    """The kernel for a model and a batch, its weights, and the memory in which the blocks meet."""
+
+    def __init__(self, weights: Weights, cache: Cache):
+        check_sizes(weights, cache)
+        self.weights, self.batch = weights, len(cache.kv[0][0])
+        device, hidden = weights.wte.device, len(weights.layers[0].fc_weight)
+        self.blocks = ceil(hidden / ceil(hidden / multiprocessors(device)))  # so that each has rows of fc
+        warps = count_warps(weights, self.batch)
+        plans = make_plans(weights, self.blocks, warps)
+        constants = {"SPLIT_KEYS": SPLIT_KEYS, "SHARED_BYTES": SHARED_BYTES, "TIMEOUT_NS": TIMEOUT_NS}
+        defined = sizes(weights, cache, self.blocks, warps, plans) | constants
+        options = tuple(f"-D{name}={value}" for name, value in defined.items()) + ("-DTIMING",) * TIMING
+        try:
+            if device.type == "cpu":
+                self.run = emulator.compile_for_cpu(options)
+            else:
+                self.run = compile_for_gpu(options, device, self.blocks, 32 * warps)
+        except RuntimeError as error:
+            if "too little shared memory" not in str(error):
+                raise
+            raise Unavailable(
+                f"decode=persistent: {SHARED_BYTES} bytes of shared memory are too few for {self.batch} sequences of "
+                "this model: use fewer sequences, or choose decode=blocks"
+            ) from error
+        self.tensors = self.parameters(plans) | self.scratch(plans)
+        self.arguments = arguments_type(len(weights.layers))()
+        for name, tensor in self.tensors.items():
+            setattr(self.arguments, name, tensor.data_ptr())
+
+    def parameters(self, plans: dict[str, Plan]) -> dict[str, Tensor]:
+        """Return the weights by their names in `struct Arguments`."""
+        weights, blocks, D = self.weights, self.blocks, self.weights.head_dim
+        matrices, biases = arrange_weights(weights, plans, blocks), arrange_biases(weights, plans, blocks)
+        exponents = torch.arange(0, D, 2, device=weights.wte.device, dtype=torch.float32) / D
+        positions = {"frequencies": 10000.0**-exponents} if weights.wpe is None else {"wpe": weights.wpe.contiguous()}
+        wte = weights.wte.contiguous()
+        return {"weights": matrices, "biases": biases, "norms": stack_norms(weights), "wte": wte, **positions}
+
+    def scratch(self, plans: dict[str, Plan]) -> dict[str, Tensor]:
+        """Return the memory in which the blocks meet, by its names in `struct Arguments`. A word has 4 x 4 bytes."""
+        heads, per_word = self.batch * self.weights.heads, 12 // self.weights.wte.itemsize
+        groups = self.batch * self.blocks * ceil(plans["HEAD"].share / 16)
+        words = {"summary": groups, "token": self.batch}
+        words["partial"] = heads * max(1, self.blocks // heads) * self.weights.head_dim // 2
+        for name in ("qkv", "proj", "fc", "fc_proj"):
+            words[name] = self.batch * self.blocks * ceil(plans[name.upper()].share / per_word)
+        shapes = {name: (count, 4) for name, count in words.items()} | {"scores": (groups, 16, 2), "failed": (1,)}
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.weights.wte.device)
+        timeline = zeros(2**17 if TIMING else 0)
+        return {name: zeros(shape) for name, shape in shapes.items()} | {"timeline": timeline}
+
+    def launch(self, tokens: Tensor, cache: Cache, steps: int, sampling: Sampling, **tensors: Tensor) -> None:
+        """Run `steps` steps. Raises KernelError if a block waited too long for another one."""
+        a = self.arguments
+        tensors |= {"tokens": tokens.contiguous(), "positions": cache.positions.contiguous()}
+        for name in ("tokens", "positions", "seeds", "stops", "drawn", "logits"):
+            setattr(a, name, tensors[name].data_ptr() if name in tensors else None)
+        for layer, (keys, values) in enumerate(cache.kv):
+            a.keys[layer], a.values[layer] = keys.data_ptr(), values.data_ptr()
+        a.wpe_rows, a.rows, a.steps = 0 if self.weights.wpe is None else len(self.weights.wpe), cache.rows, steps
+        a.stop_count = len(tensors.get("stops", ()))
+        a.n_vocab, a.temperature, a.top_k, a.top_p = sampling
+        a.temperature = max(a.temperature, 1e-30) if a.temperature else 0  # so that logits / temperature is finite
+        self.run(a)
+        a.epoch = (a.epoch + steps * len(cache.kv)) % 2**31
+        if self.tensors["failed"].item():
+            self.tensors["failed"].zero_()
+            raise KernelError(
+                f"decode=persistent: a block waited {TIMEOUT_NS / 1e9:g} s for another one, so the tokens are wrong: "
+                "try again, or choose decode=blocks"
+            )
+
+
+def pack(model: Model, cache: Cache) -> Packed:
+    return Packed(model.weights(), cache)
+
+
+def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:
+    if tokens.shape[1] != 1:
+        raise Unavailable(f"decode=persistent makes one token at a time, not {tokens.shape[1]}: choose decode=blocks")
+    head = packed.weights.head
+    logits = torch.empty(packed.batch, 1, len(head), dtype=head.dtype, device=head.device)
+    packed.launch(tokens, cache, 1, Sampling(len(head)), logits=logits)
+    return logits
+
+
+def generate_tokens(
+    packed: Packed, tokens: Tensor, cache: Cache, seeds: Tensor, sampling: Sampling, steps: int, stops: tuple = ()
+) -> Tensor:
+    """Return the next `steps` tokens of each sequence, (B, steps) int64, and append to the cache, in one launch.
+
+    A sequence that draws one of the ids in `stops` repeats it, and appends nothing more. Raises KernelError if a block
+    waited too long for another one.
+    """
+    drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
+    packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids_on(tokens.device, tuple(stops)), drawn=drawn)
+    return drawn
