@@ -207,6 +207,7 @@ def test_wrong_options(values, message):
 def test_captured_prefills_are_padded_and_give_the_same_tokens(sampling):
     model, (idx, lengths) = varied_gpt().cuda(), ragged()
     decoder = Decoder(model, 4, 24, sampling)
+    decoder.warm_up(idx.shape[1], 12)  # only later prefills are captured
     assert [decoder.padded(4, length) for length in (1, 16, 17, 24, 25)] == [16, 16, 24, 24, None]
     texts = [streamed(decoder, idx.cuda(), 12, lengths.cuda()) for _ in range(3)]
     assert sorted(decoder.prefills) == [16]
