@@ -84,20 +84,20 @@ def set_clock(monkeypatch, seconds):
     monkeypatch.setattr(train, "train_step", timed_step)
 
 
-SMOKE = "train.max_steps=80", "train.max_minutes=null", "train.eval_every=40", "train.log_every=5"
+SMOKE = "train.max_steps=30", "train.max_minutes=null", "train.eval_every=15", "train.log_every=5"
 
 
 @pytest.mark.exhaustive
 def test_smoke(hotswap):
-    """80 steps of `make smoke`: the loss falls, lines have their format, and the folder holds metrics and the row."""
+    """30 steps of `make smoke`: the loss falls, lines have their format, and the folder holds metrics and the row."""
     code, out, err = hotswap("+experiment=smoke", *SMOKE)
     assert (code, err) == (0, "")
     [folder] = Path("out").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-1M-eager-sdpa-fp32", folder.name)
     steps = [line for line in out.splitlines() if line.startswith("step ") and "val" not in line and "|" in line]
     assert all(LINE.match(line) for line in steps)
-    assert len(steps) == 3 + 16
-    assert [line.endswith("warm-up") for line in steps] == [True] * 3 + [False] * 16
+    assert len(steps) == 3 + 6
+    assert [line.endswith("warm-up") for line in steps] == [True] * 3 + [False] * 6
     assert "kernels  norm eager (torch" in out
     assert "attention sdpa (flash_for_cpu, torch" in out
     assert "mfu      (6 x 0.8M + 12 x 4 x 128 x 128) FLOP a token" in out
@@ -105,17 +105,17 @@ def test_smoke(hotswap):
     assert (folder / "sample.txt").stat().st_size > 50
 
     lines = metrics(folder)
-    assert [line["step"] for line in lines] == [1, 2, 3, *range(5, 81, 5)]
+    assert [line["step"] for line in lines] == [1, 2, 3, *range(5, 31, 5)]
     assert lines[-1]["train/loss"] < lines[0]["train/loss"] / 1.5
-    assert [line["step"] for line in lines if "val/loss" in line] == [40, 80]
+    assert [line["step"] for line in lines if "val/loss" in line] == [15, 30]
     assert all(("perf/tokens_per_sec" in line) == (line["step"] > 3) for line in lines)
 
     result = row(folder)
     assert result["status"] == "ok"
-    assert result["steps"] == 80
-    assert result["tokens"] == 80 * 4096
+    assert result["steps"] == 30
+    assert result["tokens"] == 30 * 4096
     assert result["config"] == yaml.safe_load((folder / "config.yaml").read_text())
-    assert result["config"]["train"]["max_steps"] == 80
+    assert result["config"]["train"]["max_steps"] == 30
     assert result["kernels"]["compile"] is False
     assert result["env"]["torch"] == torch.__version__
     assert result["val/loss"] == lines[-1]["val/loss"]
@@ -196,9 +196,12 @@ def test_the_number_of_micro_steps_does_not_change_the_loss(hotswap):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attn", sorted({*registry.impls("attention")} - {"eager"}))
 def test_every_attention_gives_the_losses_of_eager(hotswap, attn):
+    """With 2 sequences of 48 tokens: with 4 of 128, Triton's interpreter takes 4 s for each step."""
     if why := registry.unavailable("attention", attn, CPU):
         pytest.skip(why)
-    torch.testing.assert_close(losses(hotswap, f"attn={attn}"), losses(hotswap, "attn=eager"), rtol=1e-4, atol=0)
+    small = "train.batch_size=2", "train.block_size=48", "train.tokens_per_step=96"
+    own, eager = (losses(hotswap, *small, f"attn={impl}") for impl in (attn, "eager"))
+    torch.testing.assert_close(own, eager, rtol=1e-4, atol=0)
 
 
 def test_torch_compile_gives_the_losses_of_eager_and_compiles_once(hotswap):
@@ -372,8 +375,13 @@ def test_a_row_has_the_command_of_its_run(hotswap):
 
 
 @pytest.mark.exhaustive
-def test_a_sweep_may_compile_many_models(hotswap):
-    """With Hydra's own launcher, jobs share a process. Dynamo would stop at the ninth version of GPT.forward."""
+def test_a_sweep_may_compile_many_models(hotswap, monkeypatch):
+    """With Hydra's own launcher, jobs share a process. Dynamo would stop at the ninth version of GPT.forward.
+
+    Only Dynamo counts the versions, so this is without Inductor, whose C++ takes 35 s to compile for these models.
+    """
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(compiled, backend="eager"))
     quick = ["hydra/launcher=basic", *(word for word in QUICK if not word.startswith(("model.n_layer", "out_dir")))]
     code, _, err = hotswap(
         "-m", *quick, "train.max_steps=1", "kernels=compile", "train.eval_every=1", "model.n_layer=1,2,3,4,5"

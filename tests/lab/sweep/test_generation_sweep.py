@@ -135,17 +135,18 @@ def test_the_sweep_of_the_repo_has_every_decoder(sweep):
 @pytest.mark.exhaustive
 def test_a_sweep_of_real_generations(checkout):
     words = ["checkpoint=random", "model=tiny", "device=cpu", "precision=fp32", "max_new_tokens=40", "attn=eager,sdpa"]
-    words += ["batch=1,2", f"prompt={PROMPT}", "out_dir=out/mine"]
+    words += ["batch=2", f"prompt={PROMPT}", "out_dir=out/mine"]
     command = [sys.executable, "-m", "scripts.generate", "-m", *words]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")
     rows = read_rows(checkout / "out/mine")
     assert [(row["config"]["attn"]["impl"], row["config"]["batch"]) for row in rows.values()] == [
-        *(("eager", 1), ("eager", 2), ("sdpa", 1), ("sdpa", 2)),
+        ("eager", 2),
+        ("sdpa", 2),
     ]
     assert all((row["status"], row["config"]["prompt"]) == ("ok", PROMPT) for row in rows.values())
-    assert len({row["started"] for row in rows.values()}) == 4
-    ratios = [line for line in done.stdout.splitlines() if line.startswith(("3-", "4-"))]
-    assert all(", 1 run)" in line for line in ratios)
+    assert len({row["started"] for row in rows.values()}) == 2
+    [ratio] = [line for line in done.stdout.splitlines() if line.startswith("2-")]
+    assert ", 1 run)" in ratio
     again = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=280)
-    assert again.stdout.startswith("sweep    4 jobs, 4 of them done before")
+    assert again.stdout.startswith("sweep    2 jobs, 2 of them done before")

@@ -292,7 +292,7 @@ def test_a_sweep_of_real_runs_is_stopped_and_continues(called, monkeypatch, tmp_
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # no Triton without a GPU
     quick = [word for word in QUICK if not word.startswith("out_dir")]
     ablations = 'hydra.sweeper.ablations=["kernels.norm=triton","train.tokens_per_step=1000"]'
-    words = "-m", *quick, "train.max_steps=200", "kernels=eager", ablations, "out_dir=sweep", "device=cpu"
+    words = "-m", *quick, "train.max_steps=100", "kernels=eager", ablations, "out_dir=sweep", "device=cpu"
     words += (f"data.cache={tmp_path / 'tokens'}",)
     metrics = Path("sweep/1-base/metrics.jsonl")
 
@@ -307,17 +307,17 @@ def test_a_sweep_of_real_runs_is_stopped_and_continues(called, monkeypatch, tmp_
     assert read_rows().keys() == {"1-base"}
     stopped = read_rows()["1-base"]
     assert stopped["status"].startswith("stopped: SIGINT after step ")
-    assert 0 < stopped["steps"] < 200
+    assert 0 < stopped["steps"] < 100
 
     code, out, err = called(str(ROOT / "train.py"), train.main, *words)
     assert (code, err) == (1, "")
     base, unavailable, mistake = (read_rows()[job] for job in ("1-base", "2-norm.triton", "3-tokens_per_step.1000"))
-    assert (base["status"], base["steps"]) == ("ok", 200)
+    assert (base["status"], base["steps"]) == ("ok", 100)
     assert base["resumed_from"].startswith("sweep/1-base/checkpoints/step-")
     assert unavailable["status"].startswith("unavailable: norm=triton cannot run here: ")
     assert mistake["status"].startswith("failed: train.tokens_per_step=1000 does not divide into micro-steps of ")
     assert "[3/3] 3-tokens_per_step.1000  failed: train.tokens_per_step=1000 does not divide" in out
-    assert len(metrics.read_text().splitlines()) == 200
+    assert len(metrics.read_text().splitlines()) == 100
 
 
 KERNEL_WITH_FAKE_CLOCK = """
