@@ -120,6 +120,7 @@ class Decoder:
         self.draw = getattr(module, "sample_tokens", sample_tokens)
         self.next_tokens = partial(next_tokens, self.decode, self.packed, self.draw)
         self.generate_tokens = getattr(module, "generate_tokens", None)
+        self.decode_token = getattr(module, "decode_token", None) if T == 1 else None
         if self.generate_tokens and T > 1:
             raise Unavailable(f"kernels.decode={decode} verifies no draft: choose generate.speculate=null")
         width = LAUNCH_TOKENS if self.generate_tokens else T
@@ -252,6 +253,10 @@ class Decoder:
         self._take(drawn)
 
     def _step(self, keys: int) -> None:
+        if self.decode_token:
+            logits = self.decode(self.packed, self.tokens, Cache(self.kv, keys, self.positions)).flatten(0, 1)
+            self.decode_token(logits, self.seeds, self.positions, self.sampling, self.tokens, self.output)
+            return
         drawn = self.next_tokens(self.tokens, Cache(self.kv, keys, self.positions), self.seeds, self.sampling)
         new = None
         if self.step_tokens > 1:  # one sequence may be complete some steps before another

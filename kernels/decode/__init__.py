@@ -14,6 +14,9 @@ A backend may also define
                             `cache` has the shapes and dtypes of every later cache. It raises Unavailable if decode()
                             cannot run this model with this cache
     sample_tokens(...)      its own kernel for sampling.sample_tokens()
+    decode_token(logits, seeds, positions, sampling, tokens, output)
+                            after a step of one token: draw with sample_tokens() at positions + 1, store the draws in
+                            tokens (B, 1) and output[:, 1] of (B, 2), and add 1 to the positions
     generate_tokens(packed, tokens, cache, seeds, sampling, steps) -> (B, steps) int64
                             several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1)
     weight_bytes(packed)    the bytes of weights that a step reads, if they are not those of Weights

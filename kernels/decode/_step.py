@@ -1,6 +1,7 @@
 """The sizes, the scratch memory and the launches of the kernels of one decoding step."""
 
 import torch
+import triton
 from torch import Tensor
 
 from kernels.cache import Cache
@@ -44,9 +45,10 @@ class Step:
         # Many heads need no splits. With few rows, neither the splits nor the bits of a row may depend on B
         if not self.few and B * weights.kv_heads >= multiprocessors(self.device):
             self.splits, self.split_keys = 1, cache.keys
-        self.counts = None  # count_ptr of attention, which needs at most a count for each query and head
-        if self.splits > 1:
-            self.counts = torch.zeros(self.N * weights.heads, dtype=torch.int32, device=self.device)
+        self.counts = None  # count_ptr of attention, at most one for each query and head
+        if self.splits > 1:  # the first kernel zeroes them
+            rows = FEW if self.few else triton.next_power_of_2(self.N)  # so another batch seldom compiles a kernel
+            self.counts = self.empty(rows * weights.heads, dtype=torch.int32)
         self.early = False  # the next kernel may start before the one before it is complete
         self.shared = {
             "N": self.N,
@@ -69,6 +71,7 @@ class Step:
         """
         given = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr"))
         given |= {name: value for name, value in self.shared.items() if name in kernel.arg_names}
+        given |= {"COUNTS": 0} if "COUNTS" in kernel.arg_names else {}
         options = {"launch_pdl": True} if self.early else {}
         kernel[grid](**given | arguments, **options)
         self.early = self.shared["PDL"]
@@ -89,7 +92,8 @@ class Step:
         before, self.stream = self.stream, self.empty(self.N, len(weight), dtype=self.weights.stream_dtype)
         arguments = {"stream_ptr": self.stream, "ln_weight_ptr": weight, "ln_bias_ptr": bias}
         if x is None:
-            return arguments | {"x_ptr": self.weights.wte, "wpe_ptr": self.weights.wpe, "tokens_ptr": self.tokens}
+            arguments |= {"x_ptr": self.weights.wte, "wpe_ptr": self.weights.wpe, "tokens_ptr": self.tokens}
+            return arguments | {"count_ptr": self.counts, "COUNTS": 0 if self.counts is None else len(self.counts)}
         arguments["residual_ptr"] = before
         if isinstance(x, tuple):
             return arguments | {"x_ptr": x[0], "x_bias_ptr": x[1]}

@@ -40,6 +40,26 @@ def prefetch(pointers):
 
 
 @triton.jit
+def prefetch_keys(k_ptr, v_ptr, first, last, D: tl.constexpr, KV_WIDTH: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Prefetch the keys and values first <= n < last of a head."""
+    LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+    for n in range(first, last, BLOCK_KEYS):
+        rows = tl.minimum(n + tl.arange(0, BLOCK_KEYS), last - 1).to(tl.int64) * KV_WIDTH
+        for line in tl.static_range(0, D, LINE):
+            prefetch(k_ptr + rows + line)
+            prefetch(v_ptr + rows + line)
+
+
+@triton.jit
+def zero_counts(count_ptr, COUNTS: tl.constexpr):
+    """Zero attention's COUNTS counts of splits. Program 0 of the first kernel of a step calls this."""
+    if count_ptr is not None and tl.program_id(0) == 0:
+        for start in tl.static_range(0, COUNTS, 1024):
+            n = start + tl.arange(0, 1024)
+            tl.store(count_ptr + n, tl.zeros((1024,), tl.int32), n < COUNTS)
+
+
+@triton.jit
 def weight_rows(tile, BLOCK_N: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr):
     """Return the rows of W in tile number `tile`, (BLOCK_N,).
 
@@ -73,6 +93,15 @@ def load_vector(pointer, index, size, missing: tl.constexpr):
         values = tl.full(index.shape, missing, tl.float32)
     else:
         values = tl.load(pointer + index, index < size, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def load_packed(pointer, index, size):
+    """Return elements of a vector in its own dtype, which takes fewer registers: 0 without it or from `size` on."""
+    values = tl.zeros(index.shape, tl.float32)
+    if pointer is not None:
+        values = tl.load(pointer + index, index < size, other=0.0)
     return values
 
 
@@ -153,7 +182,8 @@ def normalise(tiles, gains, shifts, K: tl.constexpr, BLOCK_K: tl.constexpr, dtyp
     rstd = (1.0 / tl.sqrt(tl.sum(squares, 1) / K + EPS))[:, None]
     out = ()
     for step in tl.static_range(STEPS):
-        y = (tiles[step].to(tl.float32) - mean) * rstd * gains[step][None, :] + shifts[step][None, :]
+        y = (tiles[step].to(tl.float32) - mean) * rstd
+        y = y * gains[step].to(tl.float32)[None, :] + shifts[step].to(tl.float32)[None, :]
         out += (y.to(dtype),)
     return out
 

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from kernels.cache import Cache
 from kernels.decode import Model, Weights
-from kernels.decode.triton import FAMILY, RUNS, check, decode, detail, sample_tokens, unavailable  # noqa: F401
+from kernels.decode.triton import (  # noqa: F401
+    FAMILY,
+    RUNS,
+    check,
+    decode,
+    decode_token,
+    detail,
+    sample_tokens,
+    unavailable,
+)
 
 LOSSY = True
 MATRICES = "qkv_weight", "proj_weight", "fc_weight", "fc_proj_weight"

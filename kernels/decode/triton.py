@@ -22,19 +22,21 @@ next kernel takes 0.7 us. Three measures shorten the step:
 3.  A program multiplies 8 or 16 whole rows of W, so 96 to 192 programs share the weights of each kernel. Its warps take
     different columns and add their results at the end, so the chains of dependent matmul instructions are short.
 
-Predicted, not measured, for batch 1 at context 128 (bf16, H200): a kernel takes 2 us even if it reads few bytes. These
-are 1.0 us from the last store of its predecessor to its first load, 0.4 us for the rows, 0.3 us for matmuls and the sum
-over the warps, and 0.3 us to store. LayerNorm takes 0.3 us more.
+For batch 1 at context 128 (bf16, H200), a layer took 17 us when the programs of fc_proj had half of a multiprocessor's
+registers and attention loaded old keys after its wait (measured). Now predicted, not measured: 1.0 us from the last
+store of a kernel to the first load of the next one, 0.5 us for the rows, 0.3 us for matmuls and the sum over the warps,
+and 0.2 us to store. LayerNorm takes 0.3 us more.
 
-    kernel        programs    weights          at 4.2 TB/s    predicted
-    qkv                144    3.5 MB                0.8 us       2.5 us
-    attention           12    0.4 MB of k, v        0.1 us       2.2 us
-    proj                96    1.2 MB                0.3 us       2.0 us
-    fc                 192    4.7 MB                1.1 us       2.6 us
-    fc_proj             96    4.7 MB                1.1 us       2.3 us
-    all 12 layers             170 MB                 40 us       139 us
-    ln_f, head        3144    77 MB                  18 us        23 us
-    step                      247 MB                 59 us       162 us, 6,200 tokens/s
+    kernel        programs    weights          at 4.2 TB/s    measured before    predicted
+    qkv                144    3.5 MB                0.8 us             3.0 us       2.4 us
+    attention           24    0.4 MB of k, v        0.1 us             4.9 us       2.3 us
+    proj                96    1.2 MB                0.3 us             1.8 us       1.8 us
+    fc                 192    4.7 MB                1.1 us             2.8 us       2.4 us
+    fc_proj             96    4.7 MB                1.1 us             4.4 us       2.2 us
+    all 12 layers             170 MB                 40 us             204 us       133 us
+    ln_f, head        3144    77 MB                  18 us              24 us        22 us
+    the draw                                                           21 us         8 us
+    step                      247 MB                 59 us             258 us       167 us, 6,000 tokens/s
 
 Up to FEW rows, the bits of a row's result do not depend on the other rows, so steps of one token and of several tokens
 give the same text. The matmul instruction always has 16 rows. The splits of the keys depend only on the cache. The sums
@@ -50,11 +52,12 @@ from kernels.cache import FP8, Cache
 from kernels.decode import Model, Weights, _many
 from kernels.decode._attention import attend
 from kernels.decode._many import COUNTS
-from kernels.decode._sampling import sample_tokens  # noqa: F401
+from kernels.decode._sampling import decode_token, sample_tokens  # noqa: F401
 from kernels.decode._step import FEW, Step, matrix
 from kernels.decode._tiles import (
     cache_places,
     launch_next_kernel,
+    load_packed,
     load_stream,
     load_vector,
     load_weights,
@@ -62,13 +65,14 @@ from kernels.decode._tiles import (
     store_result,
     wait_for_earlier_kernels,
     weight_rows,
+    zero_counts,
 )
 from kernels.gpu import check_dtypes, gpu_unavailable, multiprocessors
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
 
 RUNS = ("_product_kernel|_matmul_kernel",)
-FAMILY = "^_(product|matmul|attention|norm|summary|draw)_kernel"
+FAMILY = "^_(product|matmul|attention|vector_attention|norm|summary|draw)_kernel"
 MAX_HEAD_DIM = 256
 OTHER = "choose kernels.decode=blocks"
 BRANCHES = "proj", "fc_proj"  # the products whose result is added to the residual stream
@@ -91,10 +95,12 @@ def _product_kernel(
     rope_ptr,
     k_ptr,
     v_ptr,
+    count_ptr,  # (COUNTS,) int32 or None: see zero_counts()
     N,
     T,
     wpe_rows,
     cache_rows,
+    COUNTS: tl.constexpr,
     OUT: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -119,13 +125,14 @@ def _product_kernel(
         weights += (load_weights(weight_ptr, n, step, OUT, K, BLOCK_K, SLICES, dtype),)
         if ln_weight_ptr is not None:
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            gains += (load_vector(ln_weight_ptr, k, K, 0.0),)
-            shifts += (load_vector(ln_bias_ptr, k, K, 0.0),)
+            gains += (load_packed(ln_weight_ptr, k, K),)
+            shifts += (load_packed(ln_bias_ptr, k, K),)
     scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
     place = row
     if k_ptr is not None:
         place = cache_places(row, positions_ptr, N, T, cache_rows)
     wait_for_earlier_kernels(PDL)
+    zero_counts(count_ptr, COUNTS)
     if ln_weight_ptr is not None:
         stream = load_stream(
             *(x_ptr, None, residual_ptr, stream_ptr, tokens_ptr, wpe_ptr, positions_ptr),
@@ -151,25 +158,31 @@ def _product_kernel(
 def product_launch(OUT: int, K: int, dtype: torch.dtype, programs: int) -> dict:
     """Return the default launch parameters of _product_kernel for a GPU with `programs` multiprocessors.
 
-    A warp takes 256 columns of all rows, 8 a thread. So for any ROWS, the same threads add a row's numbers in the same
-    order; tests/kernels/compile_triton.py compares the layouts. A warp has two slices, so that two chains of matmul
-    instructions run independently.
+    For a K of up to 1024 a warp takes whole rows of x, 256 columns at a time, 8 a thread. So LayerNorm needs no sum
+    over warps, and K = 768 no padding: a thread holds 48 registers of W. Otherwise several warps share a row.
+    For any ROWS, the same threads add a row's numbers in the same order; tests/kernels/compile_triton.py compares the
+    layouts. A warp has two slices, so that two chains of matmul instructions run independently.
+
+    The next kernel loads its weights early only if its programs fit beside those of this kernel: a multiprocessor has
+    65,536 registers. Of 124M for one row, a program of qkv has 128 threads with 124 registers, proj 52, fc 128, and
+    fc_proj 256 threads with 76. So a layer needs 7.4 million of the GPU's 8.7 million registers.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed
         return {"BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "num_warps": 4}
-    columns = max(256, min(triton.next_power_of_2(K), 4096))
-    warps = columns // 256
-    few_programs = columns < K or 16 * programs > OUT
-    return {"BLOCK_N": 8 if few_programs else 16, "BLOCK_K": columns, "SLICES": 2 * warps, "num_warps": warps}
+    rows = 8 if 16 * programs > OUT else 16
+    if K <= 1024:
+        return {"BLOCK_N": rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
+    if K <= 2048:
+        return {"BLOCK_N": rows, "BLOCK_K": 2048, "SLICES": 16, "num_warps": 8}
+    return {"BLOCK_N": 8, "BLOCK_K": 1024, "SLICES": 16, "num_warps": 8}
 
 
 def padded_rows(N: int, dtype: torch.dtype) -> int:
     """Return ROWS. In fp32 it is the same for all N, because there no matmul instruction fixes the order of sums.
 
-    It is at least 2, because for one row Triton 3.9 computes LayerNorm in the layout of the matmul, with twice the
-    registers.
+    It is at least 4, so that each of 4 warps has a row of 256 columns in the same layout for any number of rows.
     """
-    return FEW if dtype == torch.float32 else max(2, triton.next_power_of_2(N))
+    return FEW if dtype == torch.float32 else max(4, triton.next_power_of_2(N))
 
 
 def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None = None, **result):

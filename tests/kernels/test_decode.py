@@ -78,7 +78,7 @@ def arguments_are_checked(monkeypatch):
     original = _step.Step.launch
 
     def launch(step, kernel, grid, **arguments):
-        assert arguments.keys() <= {*kernel.arg_names, "num_warps", "num_stages"}
+        assert arguments.keys() <= {*kernel.arg_names, "num_warps", "num_stages", "maxnreg"}
         original(step, kernel, grid, **arguments)
 
     monkeypatch.setattr(_step.Step, "launch", launch)
@@ -235,7 +235,8 @@ def error_of(logits, other):
 CHANGES = {
     "few rows, several steps along K": ("several_tokens", {"BLOCK_K": 32, "SLICES": 2}, "{}"),
     "few rows, wide tiles": ("rope", {"BLOCK_N": 32, "SLICES": 4}, "{}"),
-    "few rows, short tiles of keys": ("many_keys", {"BLOCK_KEYS": 16}, "attention"),
+    "few rows, short tiles of keys": ("many_keys", {"BLOCK_KEYS": 16}, "vector_attention"),
+    "few rows, shared keys, short tiles": ("mqa_rope", {"BLOCK_KEYS": 16}, "attention"),
     "many rows, parts of K": ("many_rows", {"PARTS": 2, "BLOCK_K": 16}, "{}_32_rows"),
     "many rows, small tiles": ("many_rows_rope", {"BLOCK_M": 16, "BLOCK_N": 16}, "{}_32_rows"),
 }

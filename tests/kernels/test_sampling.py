@@ -314,20 +314,29 @@ def test_triton_compiles_and_does_not_spill(capability):
 
 
 def compile_sampling(capability: int) -> None:
-    """Compile both kernels for GPT-2's vocabulary. None may spill."""
+    """Compile both kernels for GPT-2's vocabulary. None may spill, but for 8 bytes on an A100."""
     from tests.kernels.compile_triton import compile_kernel
 
     block = _sampling.block_size(50257)
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
         types = {"logits_ptr": pointer, "summary_ptr": "*fp32", "list_ptr": "*i32", "temperature": "fp32"}
-        types |= dict.fromkeys(("seeds_ptr", "positions_ptr", "tokens_ptr"), "*i64") | {"top_p": "fp32"}
+        types |= dict.fromkeys(("seeds_ptr", "positions_ptr", "tokens_ptr", "output_ptr"), "*i64") | {"top_p": "fp32"}
         for off in (("temperature", "top_k", "top_p"), ("top_k", "top_p"), ("top_p",), ("top_k",), ()):
-            fixed = {**dict.fromkeys(off), "BLOCK": block}
+            fixed = {**dict.fromkeys(off), "BLOCK": block, "STEP": 1, "PDL": capability == 90}
             name = f"{pointer} without {', '.join(off) or 'nothing'}"
-            ptx = compile_kernel(f"sampling, summary {name}", _sampling._summary_kernel, capability, types, **fixed)
+            ptx = compile_kernel(
+                f"sampling, summary {name}", _sampling._summary_kernel, capability, types, **fixed, SIZE=64
+            )
             assert "ld.global.v4" in ptx
             fixed |= {"SHIFT": _sampling.SHIFTS[dtype], "num_warps": _sampling.draw_warps(block)}
-            compile_kernel(f"sampling, draw {name}", _sampling._draw_kernel, capability, types, **fixed)
+            compile_kernel(
+                f"sampling, draw {name}",
+                _sampling._draw_kernel,
+                capability,
+                types,
+                spilled=8 if capability == 80 else 0,
+                **fixed,
+            )
 
 
 if __name__ == "__main__":
