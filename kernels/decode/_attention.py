@@ -5,11 +5,11 @@ If more than one split has keys, each program stores its result in fp32. The las
 in the order of the splits. Up to FEW rows, the splits do not depend on the numbers of sequences and tokens, so neither
 do the bits of a result.
 
-There are two kernels. If several query heads share a key head, tensor cores multiply 16 queries at a time. Otherwise a
-program multiplies keys and one query at a time in registers: a matmul instruction would waste 15 of 16 rows, and its
-operands would go through shared memory. If a split is short, the program loads its keys and values into registers
-before it waits for the new ones, so after the wait it only loads the query and the new keys: predicted 2.2 us a layer
-for one row, instead of the 4.9 us that tensor cores take (measured on an H200, 130 keys in a bucket of 320).
+There are two kernels. If several query heads share a key head, or for many rows, tensor cores multiply 16 queries at a
+time. Otherwise a program multiplies keys and one query at a time in registers: a matmul instruction would waste 15 of 16
+rows, and its operands would go through shared memory. If a split is short, the program loads its keys and values into
+registers before it waits for the new ones, so after the wait it only loads the query and the new keys: 3.3 us a layer
+for one row, instead of the 4.9 us that tensor cores take (H200, 130 keys in a bucket of 320).
 """
 
 import math
@@ -269,30 +269,27 @@ def _vector_attention_kernel(
                 tl.store(out_ptr + row * D + d[None, :], out, in_head)
 
 
-def default_launch(D: int, dtype: torch.dtype, few: bool = True, shared: bool = True) -> dict:
-    """Return the default launch parameters. `shared`: several query heads share a key head.
+def default_launch(D: int, dtype: torch.dtype, in_registers: bool) -> dict:
+    """Return the default launch parameters of _vector_attention_kernel (`in_registers`) or _attention_kernel.
 
-    A thread of _vector_attention_kernel keeps a split of SPLIT_KEYS keys in 64 registers (bf16, D = 64). For many rows
-    a tile has 32 keys. With 96 registers a thread, 5 programs fit on a multiprocessor, so 80 KB of keys and values are
-    under way. 32 KB would do for 4.2 TB/s at a latency of 1 us.
+    A thread of _vector_attention_kernel keeps a split of SPLIT_KEYS keys in 64 registers (bf16, D = 64).
     """
     width = max(16, triton.next_power_of_2(D))
-    if shared and dtype == torch.float32:  # for comparisons of results, not for speed
-        return {"BLOCK_KEYS": max(16, 2048 // width), "num_warps": 4, "num_stages": 1}
-    if shared:
-        return {"BLOCK_KEYS": max(16, min(128, 8192 // width)), "num_warps": 4, "num_stages": 2}
-    if few:
+    if in_registers:
         return {"BLOCK_KEYS": max(16, 4096 // width), "num_warps": 8}
-    return {"BLOCK_KEYS": max(16, 2048 // width), "num_warps": 4} | ({"maxnreg": 96} if dtype.itemsize == 2 else {})
+    if dtype == torch.float32:  # for comparisons of results, not for speed
+        return {"BLOCK_KEYS": max(16, 2048 // width), "num_warps": 4, "num_stages": 1}
+    return {"BLOCK_KEYS": max(16, min(128, 8192 // width)), "num_warps": 4, "num_stages": 2}
 
 
 def attend(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the attention (N, H D) of queries q (N, H D) over a layer's cache k and v (B, rows, Hkv, D)."""
     B, _, kv_heads, D = k.shape
     heads, out = q.shape[1] // D, torch.empty_like(q)
-    shared = heads > kv_heads
-    name = "attention" if shared else "vector_attention" if step.few else "vector_attention_many"
-    launch = step.parameters(name, f"{D} {q.dtype} {k.dtype}", default_launch(D, q.dtype, step.few, shared))
+    # 256 sequences with 130 to 290 keys: a step takes 946 us with tensor cores, and 1091 us or more without (H200)
+    in_registers = step.few and heads == kv_heads
+    name = "vector_attention" if in_registers else "attention"
+    launch = step.parameters(name, f"{D} {q.dtype} {k.dtype}", default_launch(D, q.dtype, in_registers))
     arguments = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "out_ptr": out, "scale": LOG2E / math.sqrt(D)}
     arguments |= {"split_keys": step.split_keys, "SPLITS": step.splits, "BLOCK_D": max(16, triton.next_power_of_2(D))}
     if step.splits > 1:
@@ -300,12 +297,11 @@ def attend(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         arguments["lse_ptr"] = step.empty(step.splits, step.N, heads, dtype=torch.float32)
         arguments["count_ptr"] = step.counts
     grid = B * kv_heads, step.splits
-    if shared:
+    if not in_registers:
         grid = *grid, triton.cdiv(step.T * heads // kv_heads, BLOCK_M)
         step.launch(_attention_kernel, grid, **arguments, BLOCK_M=BLOCK_M, **launch)
     else:
         tiles = triton.cdiv(step.split_keys, launch["BLOCK_KEYS"])
         fits = tiles * launch["BLOCK_KEYS"] * arguments["BLOCK_D"] <= IN_REGISTERS
-        tiles = tiles if step.few and fits else 0  # for many rows, more programs hide more latency
-        step.launch(_vector_attention_kernel, grid, **arguments, TILES=tiles, **launch)
+        step.launch(_vector_attention_kernel, grid, **arguments, TILES=tiles if fits else 0, **launch)
     return out

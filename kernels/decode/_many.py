@@ -138,6 +138,8 @@ def matmul_launch(N: int, OUT: int, K: int, dtype: torch.dtype, processors: int,
             blocks |= {"BLOCK_M": rows if N <= 64 else 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8}
         elif triton.cdiv(N, rows) * triton.cdiv(OUT, 64) < processors and not (splittable and N > 64):
             blocks["BLOCK_N"] = 32
+            if not splittable:  # qkv and fc of 64 rows: 488 us a step instead of 493 (H200)
+                blocks |= {"BLOCK_K": 64, "num_stages": 5}
     programs = triton.cdiv(N, blocks["BLOCK_M"]) * triton.cdiv(OUT, blocks["BLOCK_N"])
     # two programs fit on a multiprocessor, and a chain of 24 loads took 21 us (fc_proj of 256 rows, H200)
     parts = min(2 * processors // programs, MAX_PARTS, K // (2 * blocks["BLOCK_K"])) if splittable else 1

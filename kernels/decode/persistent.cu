@@ -43,10 +43,10 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16 and
-// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, SHARED_BYTES, TIMEOUT_NS; and for each of QKV, PROJ,
+// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, COPIES, SHARED_BYTES, TIMEOUT_NS; and for each of QKV, PROJ,
 // FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
-constexpr bool MATRIX_UNIT = BF16 && BATCH > 1;  // with one sequence, 15 of the unit's 16 rows would be unused
+constexpr bool MATRIX_UNIT = BF16;  // even for one sequence: then x is read from shared memory once for all rows
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 #define INF __uint_as_float(0x7F800000)
 
@@ -81,22 +81,24 @@ constexpr int PER_WORD = 12 / sizeof(T);                // results in a word
 
 // y = W x for W (N, K). A block makes ROWS results in each of PASSES passes. A pass comes in pieces of up to TILES
 // tiles.
-template <int N_, int K_, int ROWS_, int PASSES_, int TILES_> struct Product {
+template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int TIMES_> struct Product {
   static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_;
+  static constexpr int TIMES = TIMES_;  // that its results are published
   static constexpr int SHARE = ROWS * PASSES, GROUPS = ceil_div(ROWS, 8), PADDED = 8 * GROUPS;
   static constexpr int ALL_TILES = ceil_div(K, TILE), TILES = smaller(TILES_, ALL_TILES);
   static constexpr int PIECES = ceil_div(ALL_TILES, TILES);  // of a pass
   static constexpr int STRIDE = (ALL_TILES | 1) * TILE;      // of x; an odd number of 64 bytes has no bank conflicts
   static constexpr int WORDS = ceil_div(SHARE, PER_WORD);    // of a block and sequence
+  static constexpr int COPY = BATCH * BLOCKS * WORDS;        // words of a copy
   static constexpr int SUMS = smaller(PASSES, 2) * PADDED;   // of a warp and sequence, in shared memory
   static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * 64;  // of a block
   static DEVICE int tiles(int piece) { return smaller(TILES, ALL_TILES - piece % PIECES * TILES); }
 };
-typedef Product<C + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES> Qkv;
-typedef Product<C, C, PROJ_ROWS, PROJ_PASSES, PROJ_TILES> Proj;
-typedef Product<HIDDEN, C, FC_ROWS, FC_PASSES, FC_TILES> Fc;
-typedef Product<C, HIDDEN, FC_PROJ_ROWS, FC_PROJ_PASSES, FC_PROJ_TILES> FcProj;
-typedef Product<VOCAB, C, HEAD_ROWS, HEAD_PASSES, HEAD_TILES> Head;
+typedef Product<C + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1> Qkv;
+typedef Product<C, C, PROJ_ROWS, PROJ_PASSES, PROJ_TILES, COPIES> Proj;
+typedef Product<HIDDEN, C, FC_ROWS, FC_PASSES, FC_TILES, COPIES> Fc;
+typedef Product<C, HIDDEN, FC_PROJ_ROWS, FC_PROJ_PASSES, FC_PROJ_TILES, COPIES> FcProj;
+typedef Product<VOCAB, C, HEAD_ROWS, HEAD_PASSES, HEAD_TILES, 1> Head;
 
 __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
   return larger(larger(larger(a, b), larger(c, d)), e);
@@ -112,9 +114,14 @@ static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "on
 static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
-constexpr int GROUP = 16, GROUPS = ceil_div(Head::SHARE, GROUP);      // logits in a summary; summaries of a block
-constexpr int OWN_WARPS = WARPS / BATCH, OWN_THREADS = 32 * OWN_WARPS;  // a sequence belongs to them in each norm
-constexpr int OWN = ceil_div(C, OWN_THREADS);                         // channels of a thread in a norm
+constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // of a copy
+constexpr int GROUP = 16, GROUPS = ceil_div(Head::SHARE, GROUP);      // logits in a group; groups of a block
+constexpr int MOST_KEPT = 2 * THREADS;
+constexpr int GROUP_WORDS = 1 + ceil_div(GROUP, PER_WORD);            // a summary, and the logits
+constexpr int STREAM_WORDS = ceil_div(C, Proj::SHARE) * Proj::WORDS;  // of the residual stream of a sequence
+constexpr int OWN_WARPS = smaller(WARPS / BATCH, ceil_div(STREAM_WORDS, 32));  // receive a sequence's words
+constexpr int OWN = ceil_div(STREAM_WORDS, 32 * OWN_WARPS);                    // words of a thread
+constexpr int NORM_WORDS = ceil_div(2 * C * sizeof(T), THREADS * sizeof(Word));  // 16 bytes of gain and shift each
 static_assert(OWN_WARPS > 0, "a warp or more for each sequence");
 
 struct Arguments {  // in the order of persistent.py
@@ -127,12 +134,16 @@ struct Arguments {  // in the order of persistent.py
   const i64 *tokens, *positions, *seeds, *stops;  // (BATCH,), (BATCH,), (BATCH,), (stop_count,)
   i64* drawn;                           // (BATCH, steps); if it is null, no tokens are drawn
   T* logits;                            // (BATCH, V), or null
-  Word *qkv, *partial, *proj, *fc, *fc_proj, *summary, *token;
-  float2* scores;                       // (BATCH, BLOCKS, GROUPS, GROUP): logits and their scores
+  Word *qkv, *partial, *proj, *fc, *fc_proj, *groups, *token;
   int* failed;                          // a wait took longer than TIMEOUT_NS
   i64* timeline;                        // with TIMING: the cycle of each mark() in block 0
   int wpe_rows, rows, steps, epoch, stop_count, n_vocab, top_k;
   float temperature, top_p;
+};
+
+struct Candidate {
+  float score = -INF, logit = -INF;
+  int id = 0x7FFFFFFF;
 };
 
 struct Scratch {  // in shared memory, besides the ring
@@ -140,19 +151,24 @@ struct Scratch {  // in shared memory, besides the ring
     alignas(16) X x[BATCH * larger(Qkv::STRIDE, FcProj::STRIDE)];
     struct {
       X inputs[BATCH * Head::STRIDE];
-      Word words[BATCH * GROUPS];
-      float logits[BATCH * Head::SHARE], tops[BLOCKS * GROUPS];
+      float logits[BATCH * Head::SHARE];
+      u16 likely[BLOCKS * GROUPS];  // groups that may have the token
+      Candidate kept[MOST_KEPT];    // logits that may be the token
     } head;
   };
   alignas(16) float part[WARPS * BATCH * MOST_SUMS];
-  alignas(16) u32 reduction[5 * WARPS];
-  float query[D], key[D], value[D], merge[WARPS][D + 2], cosine[BATCH * D / 2], sine[BATCH * D / 2];
+  alignas(16) u32 reduction[5 * WARPS];  // Moments, or what sampling reduces
+  float query[D];
+  alignas(16) KV key[D], value[D];  // of the new token
+  alignas(16) float2 tops[WARPS], merge[D / 2][WARPS];
+  float cosine[BATCH * D / 2], sine[BATCH * D / 2];
   Stream stream[BATCH * C];
+  alignas(16) T norm[2 * C];  // gain and shift of the next norm
   T bias[LAYERS * BIASES];
   int token[BATCH], drawn[BATCH], position[BATCH], splits[BATCH], stopped[BATCH];
   u32 seed[BATCH];
   int finished, abandoned;  // the launch ends after this token; because of a wait that failed
-  Barrier full[32];
+  Barrier full[32], empty[32];  // of the slots of the ring
 };
 constexpr int SLOTS = smaller(32, (SHARED_BYTES - (int)sizeof(Scratch) - 128) / SLOT_BYTES);
 static_assert(SLOTS >= 2, "too little shared memory");
@@ -163,14 +179,18 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the ring leaves room for the rest");
 
+struct Moments {  // of some channels: sums around a mean
+  float sum, squares, mean;
+};
+
 struct Block {  // what a thread knows, in registers
   Scratch& s;
   char (*ring)[SLOT_BYTES];
   const Arguments& a;
   int block, thread;
   u32 epoch = 0;
-  int consumed = 0, produced = 0;  // pieces of the stream of weights
-  const char* source = nullptr;    // of the next piece
+  int consumed = 0;  // pieces of the stream of weights
+  Word norm[NORM_WORDS];           // gain and shift of the next norm
   float mean = 0;                  // of the residual stream in the last norm
   bool patient = true;             // false once this thread has given up a wait
   int marks = 0;
@@ -192,12 +212,12 @@ DEVICE void mark(Block& k) {
 // ---- The residual stream
 
 DEVICE void embed(Block& k) {
-  const int b = k.thread / OWN_THREADS, rows = BATCH * larger(Qkv::STRIDE, FcProj::STRIDE);
-  for (int c = k.thread % OWN_THREADS; b < BATCH && c < C; c += OWN_THREADS) {
+  for (int i = k.thread; i < BATCH * C; i += THREADS) {
+    const int b = i / C, c = i % C;
     const int token = larger(0, smaller(k.s.token[b], VOCAB - 1));  // after a failed wait it may be anything
     float x = to_float(k.a.wte[(i64)token * C + c]);
     if (!ROPE) x += to_float(k.a.wpe[(i64)smaller(k.s.position[b], k.a.wpe_rows - 1) * C + c]);
-    k.s.stream[b * C + c] = convert<Stream>(x);
+    k.s.stream[i] = convert<Stream>(x);
   }
   if (k.thread < BATCH)
     k.s.splits[k.thread] = smaller(MOST_SPLITS, ceil_div(smaller(k.s.position[k.thread] + 1, k.a.rows), SPLIT_KEYS));
@@ -206,37 +226,61 @@ DEVICE void embed(Block& k) {
     k.s.cosine[i] = cosf(angle);
     k.s.sine[i] = sinf(angle);
   }
+  constexpr int rows = BATCH * larger(Qkv::STRIDE, FcProj::STRIDE);
   for (int i = k.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) k.s.x[i] = convert<X>(0);  // padding
   k.mean = 0;
+  synchronize_block();
 }
 
-// stream += branch, if there is one, and x = LayerNorm(stream). One pass suffices, because it sums around the last
-// mean.
-DEVICE void normalise(Block& k, const Word* branch, const T* norm) {
-  constexpr int AT_ONCE = balanced(OWN, 16);
-  constexpr bool EARLY = OWN <= 8;  // gain and shift are loaded before the wait
-  const int b = k.thread / OWN_THREADS, first = k.thread % OWN_THREADS;
-  auto channel = [&](int i) { return first + i * OWN_THREADS; };
-  auto exists = [&](int i) { return b < BATCH && i < OWN && channel(i) < C; };
-  float gain[EARLY ? OWN : 1], shift[EARLY ? OWN : 1], sum = 0, squares = 0;
+template <class Use> DEVICE void for_norm_words(Block& k, Use use) {  // of this thread: the last ones, as the first poll
 #pragma unroll
-  for (int i = 0; EARLY && i < OWN; ++i) {
-    gain[i] = exists(i) ? to_float(norm[channel(i)]) : 0;
-    shift[i] = exists(i) ? to_float(norm[C + channel(i)]) : 0;
+  for (int i = 0; i < NORM_WORDS; ++i) {
+    const int place = THREADS - 1 - k.thread + i * THREADS;
+    if (place < (int)(2 * C * sizeof(T) / sizeof(Word))) use(k.norm[i], place);
   }
+}
+
+DEVICE void load_norm(Block& k, const T* norm) {
+  for_norm_words(k, [&](Word& word, int i) { word = ((const Word*)norm)[i]; });
+}
+
+// stream += branch, if there is one, and x = LayerNorm(stream). Few threads receive each sequence, because all blocks
+// poll the same words. One pass suffices, because it sums around the last mean.
+DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
+  for_norm_words(k, [&](Word& word, int i) { ((Word*)k.s.norm)[i] = word; });
+  constexpr int AT_ONCE = balanced(OWN, 8);
+  const int own = k.warp() / OWN_WARPS, first = k.thread % (32 * OWN_WARPS);
+  auto first_channel = [](int place) { return place / Proj::WORDS * Proj::SHARE + place % Proj::WORDS * PER_WORD; };
+  auto place = [&](int i) {  // of this thread's word i in its sequence
+    const int place = first + i * 32 * OWN_WARPS;
+    return own < BATCH && i < OWN && place < STREAM_WORDS && first_channel(place) < C ? place : -1;
+  };
+  float sum = 0, squares = 0;
 #pragma unroll 1
   for (int start = 0; start < OWN; start += AT_ONCE) {
     Word word[AT_ONCE];
-    auto index = [&](int i) { return exists(start + i) ? word_index<Proj>(b, channel(start + i)) : -1; };
-    if (branch) receive(k, word, branch, index);
+    if (branch)
+      receive(k, word, branch + k.block % COPIES * Proj::COPY, [&](int i) {
+        return place(start + i) < 0 ? -1 : own * BLOCKS * Proj::WORDS + place(start + i);
+      });
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      if (!exists(start + i)) continue;
-      Stream& stream = k.s.stream[b * C + channel(start + i)];
-      if (branch) stream = convert<Stream>(to_float(stream) + result_in<Proj>(word[i], channel(start + i)));
-      const float x = to_float(stream) - k.mean;
-      sum += x;
-      squares += x * x;
+      if (place(start + i) < 0) continue;
+      const int channel = first_channel(place(start + i)), end = (place(start + i) / Proj::WORDS + 1) * Proj::SHARE;
+      Stream *stream = k.s.stream + own * C + channel, value[PER_WORD];
+      auto exists = [&](int j) { return channel + j < smaller(end, C); };
+#pragma unroll
+      for (int j = 0; j < PER_WORD; ++j) value[j] = exists(j) ? stream[j] : convert<Stream>(k.mean);
+#pragma unroll
+      for (int j = 0; j < PER_WORD; ++j) {
+        if (branch && exists(j)) value[j] = convert<Stream>(to_float(value[j]) + number_in(word[i], j));
+        const float x = exists(j) ? to_float(value[j]) - k.mean : 0;
+        sum += x;
+        squares += x * x;
+      }
+#pragma unroll
+      for (int j = 0; j < PER_WORD; ++j)
+        if (branch && exists(j)) stream[j] = value[j];
     }
   }
 #pragma unroll
@@ -244,26 +288,34 @@ DEVICE void normalise(Block& k, const Word* branch, const T* norm) {
     sum += exchange(sum, k.lane() ^ mask);
     squares += exchange(squares, k.lane() ^ mask);
   }
-  float2* sums = (float2*)k.s.reduction;
-  if (k.lane() == 0) sums[k.warp()] = make_float2(sum, squares);
+  Moments* warps = (Moments*)k.s.reduction;
+  if (k.lane() == 0) warps[k.warp()] = {sum, squares, k.mean};
   synchronize_block();
-  sum = squares = 0;
+  auto moments = [&](int b) {  // {mean, 1 / standard deviation} of a sequence
+    float sum = 0, squares = 0;
 #pragma unroll
-  for (int warp = 0; warp < OWN_WARPS; ++warp) {
-    const float2 add = sums[smaller(b, BATCH - 1) * OWN_WARPS + warp];
-    sum += add.x;
-    squares += add.y;
+    for (int warp = b * OWN_WARPS; warp < (b + 1) * OWN_WARPS; ++warp) sum += warps[warp].sum, squares += warps[warp].squares;
+    const float away = sum * (1.0f / C), variance = fmaxf(squares * (1.0f / C) - away * away, 0);
+    return make_float2(warps[b * OWN_WARPS].mean + away, rsqrtf(variance + 1e-5f));
+  };
+  constexpr int PAIRS = ceil_div(BATCH * C, 2 * THREADS);  // of channels of a thread, all loaded before any is stored
+  float y[PAIRS][2];
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const int from = smaller(2 * (k.thread + i * THREADS), BATCH * C - 2), c = from % C;
+    const float2 of = moments(from / C);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      y[i][j] = (to_float(k.s.stream[from + j]) - of.x) * of.y * to_float(k.s.norm[c + j]) + to_float(k.s.norm[C + c + j]);
   }
-  const float away = sum * (1.0f / C), rstd = rsqrtf(fmaxf(squares * (1.0f / C) - away * away, 0) + 1e-5f);
-  k.mean += away;
-#pragma unroll EARLY ? OWN : 4
-  for (int i = 0; i < OWN; ++i) {
-    if (!exists(i)) continue;
-    const float g = EARLY ? gain[i % (EARLY ? OWN : 1)] : to_float(norm[channel(i)]);
-    const float h = EARLY ? shift[i % (EARLY ? OWN : 1)] : to_float(norm[C + channel(i)]);
-    const float y = (to_float(k.s.stream[b * C + channel(i)]) - k.mean) * rstd * g + h;
-    k.s.x[b * Qkv::STRIDE + channel(i)] = convert<X>(rounded<T>(y));
+#pragma unroll
+  for (int i = 0; i < PAIRS; ++i) {
+    const int from = 2 * (k.thread + i * THREADS);
+    X* x = k.s.x + from / C * Qkv::STRIDE + from % C;
+    for (int j = 0; j < 2 && from < BATCH * C; ++j) x[j] = convert<X>(rounded<T>(y[i][j]));
   }
+  k.mean = moments(smaller(own, BATCH - 1)).x;
+  load_norm(k, next_norm);  // now, because loads would delay the polls
   synchronize_block();
 }
 
@@ -295,6 +347,7 @@ DEVICE void run_mlp(Block& k, int layer) {
 }
 
 DEVICE void run_head(Block& k) {
+  fence();  // who reads this block's logits also sees its rows of the cache
   multiply<Head>(k, [&](int pass, const float* part) {
     for (int i = k.thread; i < BATCH * Head::ROWS; i += THREADS) {
       const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = k.block * Head::SHARE + row;
@@ -308,7 +361,7 @@ DEVICE void run_head(Block& k) {
 }
 
 DEVICE void start(Block& k) {
-  start_ring(k);
+  for (int slot = 0; slot < SLOTS && k.thread == 0; ++slot) initialize(&k.s.full[slot]), initialize(&k.s.empty[slot]);
   if (k.thread < BATCH) {
     k.s.token[k.thread] = (int)k.a.tokens[k.thread];
     k.s.position[k.thread] = (int)k.a.positions[k.thread];
@@ -319,18 +372,24 @@ DEVICE void start(Block& k) {
   for (int i = k.thread; i < LAYERS * BIASES; i += THREADS) k.s.bias[i] = biases[i];
   if (k.thread == 0) k.s.finished = k.s.abandoned = 0;
   k.epoch = k.a.epoch;
-  synchronize_block();
+  load_norm(k, k.a.norms);
+  synchronize_all();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) persistent_decode(const __grid_constant__ Arguments a) {
   Shared& shared = *(Shared*)shared_memory();
   Block k{shared.scratch, shared.ring, a, (int)blockIdx.x, (int)threadIdx.x};
   start(k);
+  if (k.warp() == WARPS) {
+    if (k.lane() == 0) feed_ring(k);
+    return;
+  }
   for (int step = 0; step < a.steps && !k.s.finished; ++step) {
     mark(k);
     embed(k);
     for (int half = 0; half <= 2 * LAYERS; ++half) {  // of a layer; the last one is the head
-      normalise(k, half == 0 ? nullptr : half % 2 ? a.proj : a.fc_proj, a.norms + (i64)half * 2 * C);
+      normalise(k, half == 0 ? nullptr : half % 2 ? a.proj : a.fc_proj,
+                a.norms + (i64)((half + 1) % (2 * LAYERS + 1)) * 2 * C);
       mark(k);
       if (half == 2 * LAYERS) {
         run_head(k);
@@ -343,7 +402,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) persistent_decode(const
     }
     if (a.drawn) draw_tokens(k, step);
   }
-  end_ring(k);
 }
 
 #ifdef EMULATOR

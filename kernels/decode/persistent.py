@@ -40,9 +40,12 @@ RUNS = {"nvrtc": ("persistent_decode",)}
 capturable = False  # a CUDA graph would fix the number of tokens and the positions
 SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
-SPLIT_KEYS = 96  # of a sequence: with more keys, several blocks share them
+COPIES = 8  # of the words that all blocks poll: with one, they queue for the same lines of the L2
+GROUP = 16  # logits in a group, as in persistent.cu
+SPLIT_KEYS = 64  # of a sequence: with more keys, several blocks share them
 SHARED_BYTES = 232_448  # of a block: all that Hopper has
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
+CONSTANTS = "SPLIT_KEYS", "COPIES", "SHARED_BYTES", "TIMEOUT_NS"  # of persistent.cu
 TIMING = False  # record in tensors["timeline"] the cycle at which block 0 ends each phase
 PHASES = "ln_1", "qkv", "attend", "combine", "proj", "ln_2", "fc", "hidden", "fc_proj"  # of a layer
 LAST_PHASES = "ln_f", "head", "summarize", "draw", "embed"  # of a token
@@ -92,7 +95,7 @@ def arguments_type(layers: int) -> type[ctypes.Structure]:
         (ctypes.c_void_p, "weights biases norms wte wpe frequencies"),
         (ctypes.c_void_p * layers, "keys values"),
         (ctypes.c_void_p, "tokens positions seeds stops drawn logits"),
-        (ctypes.c_void_p, "qkv partial proj fc fc_proj summary token scores failed timeline"),
+        (ctypes.c_void_p, "qkv partial proj fc fc_proj groups token failed timeline"),
         (ctypes.c_int, "wpe_rows rows steps epoch stop_count n_vocab top_k"),
         (ctypes.c_float, "temperature top_p"),
     ]
@@ -115,14 +118,14 @@ class Packed:
         self.blocks = ceil(hidden / ceil(hidden / multiprocessors(device)))  # so that each has rows of fc
         warps = count_warps(weights, self.batch)
         plans = make_plans(weights, self.blocks, warps)
-        constants = {"SPLIT_KEYS": SPLIT_KEYS, "SHARED_BYTES": SHARED_BYTES, "TIMEOUT_NS": TIMEOUT_NS}
+        constants = {name: globals()[name] for name in CONSTANTS}
         defined = sizes(weights, cache, self.blocks, warps, plans) | constants
         options = tuple(f"-D{name}={value}" for name, value in defined.items()) + ("-DTIMING",) * TIMING
         try:
             if device.type == "cpu":
                 self.run = emulator.compile_for_cpu(options)
             else:
-                self.run = compile_for_gpu(options, device, self.blocks, 32 * warps)
+                self.run = compile_for_gpu(options, device, self.blocks, 32 * (warps + 1))
         except RuntimeError as error:
             if "too little shared memory" not in str(error):
                 raise
@@ -147,12 +150,12 @@ class Packed:
     def scratch(self, plans: dict[str, Plan]) -> dict[str, Tensor]:
         """Return the memory in which the blocks meet, by its names in `struct Arguments`. A word has 4 x 4 bytes."""
         heads, per_word = self.batch * self.weights.heads, 12 // self.weights.wte.itemsize
-        groups = self.batch * self.blocks * ceil(plans["HEAD"].share / 16)
-        words = {"summary": groups, "token": self.batch}
-        words["partial"] = heads * max(1, self.blocks // heads) * self.weights.head_dim // 2
+        groups = self.batch * self.blocks * ceil(plans["HEAD"].share / GROUP)
+        words = {"groups": groups * (1 + ceil(GROUP / per_word)), "token": self.batch}
+        words["partial"] = COPIES * heads * max(1, self.blocks // heads) * self.weights.head_dim // 2
         for name in ("qkv", "proj", "fc", "fc_proj"):
-            words[name] = self.batch * self.blocks * ceil(plans[name.upper()].share / per_word)
-        shapes = {name: (count, 4) for name, count in words.items()} | {"scores": (groups, 16, 2), "failed": (1,)}
+            words[name] = COPIES * self.batch * self.blocks * ceil(plans[name.upper()].share / per_word)
+        shapes = {name: (count, 4) for name, count in words.items()} | {"failed": (1,)}
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.weights.wte.device)
         timeline = zeros(2**17 if TIMING else 0)
         return {name: zeros(shape) for name, shape in shapes.items()} | {"timeline": timeline}

@@ -1,6 +1,7 @@
 // Attention: a block takes a head of a sequence and a split of its keys (flash decoding, Dao et al. 2023).
 
 constexpr int KEY_LANES = power_of_two(D / 8), STEP_KEYS = THREADS / KEY_LANES;  // a lane has 8 channels of a key
+constexpr bool ALL_LANES = KEY_LANES * 8 == D;                                    // have channels
 constexpr int DEPTH = KV_BITS == 32 ? 1 : 2;                                      // and loads so many keys together
 
 DEVICE Vector<KV, 8> load_row(const KV* from, bool exists) {
@@ -13,8 +14,9 @@ DEVICE Vector<KV, 8> load_row(const KV* from, bool exists) {
 // v writes them into the cache. All read them as the cache rounds them.
 DEVICE void receive_head(Block& k, int layer, int b, int head, int row, bool writes) {
   const int kv_head = head / (HEADS / KV_HEADS);
-  for (int i = k.thread; i < 3 * D; i += THREADS) {
-    const int kind = i / D, d = i % D, partner = d < D / 2 ? d + D / 2 : d - D / 2;  // kind: q, k or v
+  for (int start = 32 * k.warp(); start < 3 * D; start += THREADS) {
+    const int i = smaller(start + k.lane(), 3 * D - 1), kind = i / D, d = i % D;  // kind: q, k or v
+    const int partner = d < D / 2 ? d + D / 2 : d - D / 2;
     const int first = kind == 0 ? head * D : C + (kind - 1) * KV_WIDTH + kv_head * D;
     const bool rotates = ROPE && kind < 2;
     Word word[2];
@@ -31,7 +33,7 @@ DEVICE void receive_head(Block& k, int layer, int b, int head, int row, bool wri
       k.s.query[d] = x * (LOG2E * rsqrtf(D));
     } else {
       const KV stored = convert<KV>(x);
-      (kind == 1 ? k.s.key : k.s.value)[d] = to_float(stored);
+      (kind == 1 ? k.s.key : k.s.value)[d] = stored;
       KV* cache = (kind == 1 ? k.a.keys : k.a.values)[layer];
       if (writes) cache[(((i64)b * k.a.rows + row) * KV_HEADS + kv_head) * D + d] = stored;
     }
@@ -39,44 +41,27 @@ DEVICE void receive_head(Block& k, int layer, int b, int head, int row, bool wri
   synchronize_block();
 }
 
-struct Softmax {  // over some keys: the largest score, the sum of weights, and 8 channels of the weighted values
-  float top = LOWEST, sum = 0, acc[8] = {};
-
-  DEVICE void raise(float score) {  // let the weights be relative to `score`, if it is larger
-    const float before = top;
-    top = fmaxf(top, score);
-    const float scale = exp2f(before - top);
-    sum *= scale;
-#pragma unroll
-    for (float& value : acc) value *= scale;
-  }
-
-  DEVICE void add(const Softmax& other) {
-    raise(other.top);
-    const float scale = exp2f(other.top - top);
-    sum += other.sum * scale;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) acc[i] += other.acc[i] * scale;
-  }
-};
-
 // Add the warps' softmaxes, and publish two channels, divided by the sum of weights, and that sum's logarithm in a
 // word.
 DEVICE void publish_partial(Block& k, Word* words) {
-  for (int i = k.thread; i < D / 2; i += THREADS) {
+  for (int pair = k.thread; pair < D / 2; pair += THREADS) {
     float top = LOWEST, sum = 0, first = 0, second = 0;
+    float2 tops[WARPS], acc[WARPS];
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, k.s.merge[warp][0]);
+    for (int warp = 0; warp < WARPS; ++warp) tops[warp] = k.s.tops[warp], acc[warp] = k.s.merge[pair][warp];
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, tops[warp].x);
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) {
-      const float* merge = k.s.merge[warp];
-      const float scale = exp2f(merge[0] - top);
-      sum += merge[1] * scale;
-      first += merge[2 + 2 * i] * scale;
-      second += merge[3 + 2 * i] * scale;
+      const float scale = exp2f(tops[warp].x - top);
+      sum += tops[warp].y * scale;
+      first += acc[warp].x * scale;
+      second += acc[warp].y * scale;
     }
-    const float inverse = sum > 0 ? __fdividef(1, sum) : 0;
-    store_word(words + i, make_word(first * inverse, second * inverse, sum > 0 ? top + log2f(sum) : LOWEST, k.epoch));
+    const float inverse = sum > 0 ? __fdividef(1, sum) : 0, lse = sum > 0 ? top + log2f(sum) : LOWEST;
+    const Word word = make_word(first * inverse, second * inverse, lse, k.epoch);
+#pragma unroll
+    for (int copy = 0; copy < COPIES; ++copy) store_word(words + copy * PARTIAL_WORDS + pair, word);
   }
 }
 
@@ -90,50 +75,65 @@ DEVICE void attend_to_split(Block& k, int layer, int b, int head, int split, Wor
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
       const int row = base + i * STEP_KEYS + place;
-      next_keys[i] = load_row(k.a.keys[layer] + offset + (i64)row * KV_WIDTH, row < end && part < D);
-      next_values[i] = load_row(k.a.values[layer] + offset + (i64)row * KV_WIDTH, row < end && part < D);
+      next_keys[i] = load_row(k.a.keys[layer] + offset + (i64)row * KV_WIDTH, row < end && (ALL_LANES || part < D));
+      next_values[i] = load_row(k.a.values[layer] + offset + (i64)row * KV_WIDTH, row < end && (ALL_LANES || part < D));
     }
   };
   load(start);  // before the wait for q
   const bool has_new_row = start <= new_row && new_row < end;
   receive_head(k, layer, b, head, new_row, has_new_row && head % (HEADS / KV_HEADS) == 0 && !k.s.stopped[b]);
-  float query[8];
+  float query[8], top = LOWEST, sum = 0, acc[8] = {};  // the largest score, the sum of weights, and of weighted values
 #pragma unroll
-  for (int i = 0; i < 8; ++i) query[i] = part < D ? k.s.query[part + i] : 0;
-  Softmax softmax;
+  for (int i = 0; i < 8; ++i) query[i] = (ALL_LANES || part < D) ? k.s.query[part + i] : 0;
   for (int base = start; base < end; base += DEPTH * STEP_KEYS) {
     Vector<KV, 8> key[DEPTH], value[DEPTH];
-    float score[DEPTH], best = LOWEST;
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i) key[i] = next_keys[i], value[i] = next_values[i];
-    load(base + DEPTH * STEP_KEYS);
+    float score[DEPTH], before = top;
     auto row = [&](int i) { return base + i * STEP_KEYS + place; };
-    auto is_new = [&](int i) { return row(i) == new_row && part < D; };  // then the cache may not have it yet
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+      key[i] = next_keys[i], value[i] = next_values[i];
+      if (row(i) == new_row && (ALL_LANES || part < D)) {  // the cache may not have it yet
+        memcpy(key[i].bits, __builtin_assume_aligned(k.s.key + part, 8), sizeof(key[i].bits));
+        memcpy(value[i].bits, __builtin_assume_aligned(k.s.value + part, 8), sizeof(key[i].bits));
+      }
+    }
+    if (base + DEPTH * STEP_KEYS < end) load(base + DEPTH * STEP_KEYS);
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
       score[i] = 0;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) score[i] += query[j] * (is_new(i) ? k.s.key[part + j] : key[i][j]);
-#pragma unroll
-      for (int mask = 1; mask < KEY_LANES; mask *= 2) score[i] += exchange(score[i], k.lane() ^ mask);
-      best = fmaxf(best, row(i) < end ? score[i] : LOWEST);
+      for (int j = 0; j < 8; ++j) score[i] += query[j] * key[i][j];
     }
-    softmax.raise(best);
+#pragma unroll
+    for (int mask = 1; mask < KEY_LANES; mask *= 2)
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i) score[i] += exchange(score[i], k.lane() ^ mask);
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) top = fmaxf(top, row(i) < end ? score[i] : LOWEST);
+#pragma unroll
+    for (int mask = KEY_LANES; mask < 32; mask *= 2) top = fmaxf(top, exchange(top, k.lane() ^ mask));
+    const float scale = exp2f(before - top);
+    sum *= scale;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) acc[j] *= scale;
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
-      const float weight = row(i) < end ? exp2f(score[i] - softmax.top) : 0;
-      softmax.sum += weight;
+      const float weight = row(i) < end ? exp2f(score[i] - top) : 0;
+      sum += weight;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) softmax.acc[j] += weight * (is_new(i) ? k.s.value[part + j] : value[i][j]);
+      for (int j = 0; j < 8; ++j) acc[j] += weight * value[i][j];
     }
   }
 #pragma unroll
-  for (int mask = KEY_LANES; mask < 32; mask *= 2) softmax.add(exchange(softmax, k.lane() ^ mask));
-  float* merge = k.s.merge[k.warp()];
-  if (k.lane() == 0) merge[0] = softmax.top, merge[1] = softmax.sum;
+  for (int mask = KEY_LANES; mask < 32; mask *= 2) {
+    sum += exchange(sum, k.lane() ^ mask);
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (k.lane() < KEY_LANES && part < D) merge[2 + part + i] = softmax.acc[i];
+    for (int j = 0; j < 8; ++j) acc[j] += exchange(acc[j], k.lane() ^ mask);
+  }
+  if (k.lane() == 0) k.s.tops[k.warp()] = make_float2(top, sum);
+#pragma unroll
+  for (int j = 0; j < 8; j += 2)
+    if (k.lane() < KEY_LANES && (ALL_LANES || part < D)) k.s.merge[(part + j) / 2][k.warp()] = make_float2(acc[j], acc[j + 1]);
   synchronize_block();
   publish_partial(k, words);
 }
@@ -145,40 +145,52 @@ DEVICE void attend(Block& k, int layer) {
   }
 }
 
-// x = the outputs of all heads, from their splits.
+// x = the outputs of all heads, from their splits. A thread has pairs of channels, because a word has one.
 DEVICE void combine(Block& k) {
-  constexpr int S = balanced(MOST_SPLITS, 8), E = balanced(ceil_div(BATCH * C, THREADS), smaller(16 / S, 8));
-  for (int base = k.thread; base < BATCH * C; base += E * THREADS) {
-    auto element = [&](int e) { return base + e * THREADS; };  // (sequence, head, channel)
-    float top[E], sum[E], y[E];
-    int splits[E], most = 0;
+  constexpr int PAIRS = BATCH * C / 2, S = balanced(MOST_SPLITS, 8);
+  constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
+  const Word* words = k.a.partial + k.block % COPIES * PARTIAL_WORDS;
+  int most = 0;
+  for (int b = 0; b < BATCH; ++b) most = larger(most, k.s.splits[b]);
+  for (int first = 32 * k.warp(); first < PAIRS; first += E * THREADS) {
+    auto pair = [&](int e) { return first + k.lane() + e * THREADS; };  // (sequence, head, pair of channels)
+    float top[E], sum[E], y[E][2];
+    int splits[E];
 #pragma unroll
     for (int e = 0; e < E; ++e) {
-      top[e] = LOWEST, sum[e] = 0, y[e] = 0;
-      splits[e] = element(e) < BATCH * C ? k.s.splits[element(e) / C] : 0;
-      most = larger(most, splits[e]);
+      top[e] = LOWEST, sum[e] = 0, y[e][0] = 0, y[e][1] = 0;
+      splits[e] = pair(e) < PAIRS ? k.s.splits[pair(e) / (C / 2)] : 0;
     }
     for (int start = 0; start < most; start += S) {
       Word word[E * S];
       auto index = [&](int i) {
-        const int from = element(i / S), split = start + i % S;
-        return split < splits[i / S] ? (from / D * MOST_SPLITS + split) * (D / 2) + from % D / 2 : -1;
+        const int from = pair(i / S), split = start + i % S;
+        return split < splits[i / S] ? (from / (D / 2) * MOST_SPLITS + split) * (D / 2) + from % (D / 2) : -1;
       };
-      receive(k, word, k.a.partial, index);
+      receive(k, word, words, index);
 #pragma unroll
-      for (int i = 0; i < E * S; ++i) {
-        const float lse = index(i) < 0 ? LOWEST : __uint_as_float(word[i].data[2]), before = top[i / S];
-        const float value = __uint_as_float(element(i / S) % 2 ? word[i].data[1] : word[i].data[0]);
-        top[i / S] = fmaxf(before, lse);
-        const float weight = lse > LOWEST ? exp2f(lse - top[i / S]) : 0, scale = exp2f(before - top[i / S]);
-        sum[i / S] = sum[i / S] * scale + weight;
-        y[i / S] = y[i / S] * scale + weight * value;
+      for (int e = 0; e < E; ++e) {
+        float lse[S], before = top[e];
+#pragma unroll
+        for (int i = 0; i < S; ++i) {
+          lse[i] = index(e * S + i) < 0 ? LOWEST : __uint_as_float(word[e * S + i].data[2]);
+          top[e] = fmaxf(top[e], lse[i]);
+        }
+        const float scale = exp2f(before - top[e]);
+        sum[e] *= scale, y[e][0] *= scale, y[e][1] *= scale;
+#pragma unroll
+        for (int i = 0; i < S; ++i) {
+          const float weight = lse[i] > LOWEST ? exp2f(lse[i] - top[e]) : 0;
+          sum[e] += weight;
+          for (int j = 0; j < 2; ++j) y[e][j] += weight * __uint_as_float(word[e * S + i].data[j]);
+        }
       }
     }
 #pragma unroll
     for (int e = 0; e < E; ++e) {
-      X* x = k.s.x + element(e) / C * Proj::STRIDE + element(e) % C;
-      if (element(e) < BATCH * C) *x = convert<X>(rounded<T>(__fdividef(y[e], sum[e])));
+      if (pair(e) >= PAIRS) continue;
+      X* x = k.s.x + pair(e) / (C / 2) * Proj::STRIDE + 2 * (pair(e) % (C / 2));
+      for (int j = 0; j < 2; ++j) x[j] = convert<X>(rounded<T>(__fdividef(y[e][j], sum[e])));
     }
   }
   synchronize_block();

@@ -49,8 +49,8 @@ struct Warp {
 };
 
 struct BlockState {
-  Meeting meeting{THREADS};
-  Warp warps[WARPS];
+  Meeting meeting{THREADS}, all{THREADS + 32};
+  Warp warps[WARPS + 1];
   std::vector<char> memory;
   long asleep = 0;
 };
@@ -138,11 +138,12 @@ inline bool run(void (*body)(const void*), const void* a, int shared_bytes, int 
   ticks = 0;
   copies.clear();
   blocks = std::vector<BlockState>(BLOCKS);
-  std::vector<Fiber> fibers(BLOCKS * THREADS);
+  constexpr int LAUNCHED = THREADS + 32;
+  std::vector<Fiber> fibers(BLOCKS * LAUNCHED);
   std::vector<int> order;
-  for (int i = 0; i < BLOCKS * THREADS; ++i) {
-    fibers[i].block = i / THREADS;
-    fibers[i].thread = i % THREADS;
+  for (int i = 0; i < BLOCKS * LAUNCHED; ++i) {
+    fibers[i].block = i / LAUNCHED;
+    fibers[i].thread = i % LAUNCHED;
     if (fibers[i].block != absent) order.push_back(i);
   }
   for (BlockState& state : blocks) state.memory.assign(shared_bytes + 128, (char)0xFF);  // NaN
@@ -178,6 +179,7 @@ inline int load_flag(const int* from) { return *from; }
 inline void store_flag(int* to, int flag) { *to = flag; }
 template <int N> void load_l2(u32 (&to)[N], const void* from) { memcpy(to, from, 4 * N); }
 inline void fence() {}
+inline void synchronize_all() { emulator::meet(emulator::block().all); }
 inline void synchronize_block() { emulator::meet(emulator::block().meeting); }
 inline void synchronize_warp() { emulator::meet(emulator::warp().meeting); }
 inline u64 nanoseconds() { return 1000 * emulator::ticks; }
@@ -193,6 +195,21 @@ inline u32 (*hand_in(u32 a, u32 b, u32 c, u32 d))[4] {
 }
 
 inline u32 exchange_bits(u32 bits, int lane) { return hand_in(bits, 0, 0, 0)[lane & 31][0]; }
+inline u16 round_to_bf16(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline u32 vote(bool yes) {
+  u32(*values)[4] = hand_in(yes, 0, 0, 0), bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= values[lane][0] << lane;
+  return bits;
+}
+inline int count_bits(u32 bits) { return __builtin_popcount(bits); }
+inline int warp_sum(int value) {
+  u32(*values)[4] = hand_in((u32)value, 0, 0, 0), sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += values[lane][0];
+  return (int)sum;
+}
 
 inline void multiply_tile(float (&sum)[2], u32 x0, u32 x1, u32 w0, u32 w1) {
   u32(*values)[4] = hand_in(x0, x1, w0, w1);
@@ -206,6 +223,7 @@ inline void multiply_tile(float (&sum)[2], u32 x0, u32 x1, u32 w0, u32 w1) {
 
 inline void initialize(Barrier* barrier) { *barrier = {1, 0, 0}; }
 inline bool passed(Barrier* barrier, int parity) { emulator::yield(); return (barrier->phases & 1) != (u32)parity; }
+inline void arrive(Barrier* barrier) { --barrier->pending, barrier->update(); }
 inline void copy_to_shared(void* to, const void* from, int bytes, Barrier* barrier) {
   memset(to, 0xFF, bytes);  // NaN, until the copy is complete
   --barrier->pending;

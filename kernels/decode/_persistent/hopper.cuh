@@ -46,9 +46,20 @@ template <int N> __device__ __forceinline__ void load_l2(unsigned (&to)[N], cons
 }
 
 __device__ __forceinline__ void fence() { __threadfence(); }
-__device__ __forceinline__ void synchronize_block() { __syncthreads(); }
+__device__ __forceinline__ void synchronize_all() { __syncthreads(); }
+__device__ __forceinline__ void synchronize_block() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
 __device__ __forceinline__ void synchronize_warp() { __syncwarp(); }
 __device__ __forceinline__ unsigned exchange_bits(unsigned bits, int lane) { return __shfl_sync(~0u, bits, lane); }
+
+__device__ __forceinline__ unsigned short round_to_bf16(float x) {
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+__device__ __forceinline__ unsigned vote(bool yes) { return __ballot_sync(~0u, yes); }
+__device__ __forceinline__ int count_bits(unsigned bits) { return __popc(bits); }
+__device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 
 __device__ __forceinline__ void initialize(Barrier* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
@@ -61,6 +72,10 @@ __device__ __forceinline__ bool passed(Barrier* barrier, int parity) {
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
   return done;
+}
+
+__device__ __forceinline__ void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
 
 // Arrives at the barrier, and starts a copy that completes its phase. The L2 may forget these bytes first.

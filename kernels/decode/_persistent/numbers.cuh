@@ -16,10 +16,7 @@ DEVICE float to_float(e4m3 x) {
 
 template <class V> DEVICE V convert(float x);
 template <> DEVICE float convert<float>(float x) { return x; }
-template <> DEVICE bf16 convert<bf16>(float x) {
-  const u32 bits = __float_as_uint(x);
-  return {(u16)(x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
-}
+template <> DEVICE bf16 convert<bf16>(float x) { return {round_to_bf16(x)}; }
 template <> DEVICE e4m3 convert<e4m3>(float x) {  // beyond the range: the largest number, as in kernels/cache.py
   const float magnitude = fminf(fabsf(x), 448.0f);
   const u32 bits = __float_as_uint(magnitude), sign = __float_as_uint(x) >> 24 & 0x80;

@@ -51,7 +51,7 @@ def count_warps(weights: Weights, batch: int) -> int:
     if weights.wte.device.type == "cpu":
         return max(4, batch)
     tiles = ceil(weights.wte.shape[1] * weights.wte.itemsize / TILE_BYTES)
-    return max((warps for warps in range(8, 13) if tiles % warps == 0), default=12)
+    return max((warps for warps in range(8, 12) if tiles % warps == 0), default=11)
 
 
 def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[str, Plan]) -> dict[str, int]:

@@ -1,14 +1,11 @@
 // The next token of each sequence, as kernels/sampling.py draws it.
 //
-// Every block summarises its logits in groups of 16: the largest logit, the best score = logit / temperature -
-// log(noise), and the sum of probabilities. Block b reads the summaries of sequence b, and draws. The best score is the
-// proposal. top_k rejects it if k or more logits are larger, and top_p if the larger logits have the probability top_p.
-// Then only larger logits can be drawn, and the best of them is the next proposal (rejection, as in FlashInfer).
-
-struct Candidate {
-  float score = -INF, logit = -INF;
-  int id = 0x7FFFFFFF;
-};
+// Every block publishes its logits in groups of 16, and of each group the largest logit, the best score = logit /
+// temperature - log(noise), and the sum of probabilities. Block b reads the summaries of sequence b, and draws. The best
+// score is the proposal. top_k rejects it if k or more logits are larger, and top_p if the larger logits have the
+// probability top_p. Then only larger logits can be drawn, and the best of them is the next proposal (rejection, as in
+// FlashInfer). With top_k, the first proposals come from the groups that have one of the k largest maxima: the k largest
+// logits are among them, with few others.
 
 struct Scan {  // of the logits above a threshold: the best one, how many, and the sum of their probabilities
   Candidate best;
@@ -27,6 +24,8 @@ DEVICE float score_of(const Arguments& a, float logit, int id, u32 counter) {
   float uniform = ((float)(scramble(id * 0x1E3779B1u + counter) >> 9) + 0.5f) * 0x1p-23f;
   return logit / a.temperature - logf(-logf(uniform));
 }
+
+DEVICE u32 counter_of(const Block& k, int b) { return (u32)(k.s.position[b] + 1) * 0x5BD1E995u + k.s.seed[b]; }
 
 DEVICE float probability(const Arguments& a, float logit, float top) {  // up to a factor
   return a.temperature > 0 ? exp2f((logit - top) * (LOG2E / a.temperature)) : 0;
@@ -49,42 +48,63 @@ DEVICE Candidate better(const Candidate& a, const Candidate& b) {
   return a.score > b.score || (a.score == b.score && a.id < b.id) ? a : b;
 }
 
-DEVICE void scan_group(Block& k, const float2* scores, int group, float threshold, float highest, Scan& scan) {
-  const int id = group / GROUPS * Head::SHARE + group % GROUPS * GROUP;
-  u32 pairs[2 * GROUP];
-  load_l2(pairs, scores + group * GROUP);
-#pragma unroll
-  for (int i = 0; i < GROUP; ++i) {
-    const float logit = __uint_as_float(pairs[2 * i]), score = __uint_as_float(pairs[2 * i + 1]);
-    if (!(logit > threshold)) continue;
-    scan.best = better(scan.best, {score, logit, id + i});
-    scan.count += 1;
-    scan.mass += probability(k.a, logit, highest);
-  }
+DEVICE int first_id(int group) { return group / GROUPS * Head::SHARE + group % GROUPS * GROUP; }
+
+DEVICE Word* words_of(Block& k, int b, int group) {  // a summary, then the logits
+  return k.a.groups + ((i64)b * BLOCKS * GROUPS + group) * GROUP_WORDS;
 }
 
-DEVICE Scan scan_above(Block& k, const float2* scores, float threshold, float highest) {
+// Load a group of logits of sequence b.
+DEVICE void load_group(Block& k, int b, int group, float (&logit)[GROUP]) {
+  Word word[GROUP_WORDS - 1];
+  receive(k, word, words_of(k, b, group) + 1, [](int i) { return i; });
+#pragma unroll
+  for (int i = 0; i < GROUP; ++i) logit[i] = number_in(word[i / PER_WORD], i % PER_WORD);
+}
+
+// Scan the logits above `threshold`: `kept` of them if they are few, otherwise all those of `likely` groups.
+DEVICE Scan scan_above(Block& k, int b, int likely, int kept, float threshold, float highest) {
   Scan scan;
+  auto add = [&](const Candidate& candidate) {
+    scan.best = better(scan.best, candidate);
+    scan.count += 1;
+    scan.mass += probability(k.a, candidate.logit, highest);
+  };
 #pragma unroll 1
-  for (int group = k.thread; group < BLOCKS * GROUPS; group += THREADS)
-    if (k.s.head.tops[group] > threshold) scan_group(k, scores, group, threshold, highest, scan);
+  for (int i = k.thread; kept <= MOST_KEPT && i < kept; i += THREADS)
+    if (k.s.head.kept[i].logit > threshold) add(k.s.head.kept[i]);
+  const int words = kept > MOST_KEPT ? likely * (GROUP_WORDS - 1) : 0;
+#pragma unroll 1
+  for (int start = 32 * k.warp(); start < words; start += THREADS) {
+    const int i = start + k.lane(), group = k.s.head.likely[smaller(i, words - 1) / (GROUP_WORDS - 1)];
+    const int part = i % (GROUP_WORDS - 1), id = first_id(group) + part * PER_WORD;
+    Word word[1];
+    receive(k, word, words_of(k, b, group) + 1 + part, [&](int) { return i < words ? 0 : -1; });
+#pragma unroll
+    for (int j = 0; j < PER_WORD; ++j) {
+      const float logit = number_in(word[0], j);
+      if (i < words && part * PER_WORD + j < GROUP && logit > threshold)
+        add({score_of(k.a, logit, id + j, counter_of(k, b)), logit, id + j});
+    }
+  }
   return reduce(k, scan, [](const Scan& x, const Scan& y) {
     return Scan{better(x.best, y.best), x.count + y.count, x.mass + y.mass};
   });
 }
 
-// Publish a word for each group. Who reads it also sees the scores, and the rows of the cache.
+DEVICE bool limits_count(const Arguments& a) { return a.temperature > 0 && a.top_k > 0 && a.top_k < a.n_vocab; }
+
+// Publish each group of logits, and its summary.
 DEVICE void summarize(Block& k) {
   constexpr int PADDED = GROUPS * GROUP;
-  const int lane_in_group = k.lane() % GROUP;
+  const int place = k.lane() % GROUP;
   for (int first = 32 * k.warp(); first < BATCH * PADDED; first += THREADS) {
-    int i = first + k.lane(), b = i / PADDED, row = i % PADDED, id = k.block * Head::SHARE + row;
-    float logit = -INF, score = -INF;
+    const int i = first + k.lane(), b = i / PADDED, row = i % PADDED, id = k.block * Head::SHARE + row;
+    float logit = -INF, best = -INF;
     if (b < BATCH && row < Head::SHARE && id < k.a.n_vocab) logit = k.s.head.logits[b * Head::SHARE + row];
-    logit = logit > -INF ? fminf(logit, 3.4e38f) : -INF;  // never a NaN
-    if (logit > -INF) score = score_of(k.a, logit, id, (u32)(k.s.position[b] + 1) * 0x5BD1E995u + k.s.seed[b]);
-    if (b < BATCH) k.a.scores[((i64)b * BLOCKS + k.block) * PADDED + row] = make_float2(logit, score);
-    float top = logit, best = score;
+    logit = logit > -INF ? fminf(logit, BF16 ? 0x1.FEp127f : 3.4e38f) : -INF;  // never a NaN
+    if (logit > -INF && !limits_count(k.a)) best = score_of(k.a, logit, id, counter_of(k, b));
+    float top = logit;
 #pragma unroll
     for (int mask = GROUP / 2; mask > 0; mask /= 2) {
       top = fmaxf(top, exchange(top, k.lane() ^ mask));
@@ -93,14 +113,14 @@ DEVICE void summarize(Block& k) {
     float mass = logit > -INF ? probability(k.a, logit, top) : 0;
 #pragma unroll
     for (int mask = GROUP / 2; mask > 0; mask /= 2) mass += exchange(mass, k.lane() ^ mask);
-    if (b < BATCH && lane_in_group == 0)
-      k.s.head.words[i / GROUP] = make_word(top, best, mass, k.epoch);
+    const Word word = pack_numbers(logit, k.lane(), k.epoch);
+    Word* words = words_of(k, b, k.block * GROUPS + row / GROUP);
+    if (b < BATCH && place == 0) store_word(words, make_word(top, best, mass, k.epoch));
+    if (b < BATCH && place % PER_WORD == 0) store_word(words + 1 + place / PER_WORD, word);
   }
-  synchronize_block();
-  fence();
-  for (int i = k.thread; i < BATCH * GROUPS; i += THREADS)
-    store_word(k.a.summary + (i / GROUPS * BLOCKS + k.block) * GROUPS + i % GROUPS, k.s.head.words[i]);
 }
+
+constexpr int KEY_SHIFT = BF16 ? 16 : 0;  // low bits of a logit that are 0
 
 DEVICE i64 order_key(float x) {  // integers in the order of the numbers
   int bits = (int)__float_as_uint(x);
@@ -112,43 +132,151 @@ DEVICE float number_of_key(i64 key) {
   return __uint_as_float(bits ^ (bits >> 31 & 0x7FFFFFFF));
 }
 
-DEVICE int draw_row(Block& k, int b) {
-  constexpr int ALL = BLOCKS * GROUPS, EACH = ceil_div(ALL, THREADS), SHIFT = BF16 ? 16 : 0;  // low bits that are 0
-  const Arguments& a = k.a;
-  const float2* scores = a.scores + (i64)b * ALL * GROUP;
-  float* tops = k.s.head.tops;  // a thread reads only what it writes
-  float highest = -INF;
-  Candidate candidate;  // a group, at first
-  Word word[EACH];
-  auto group = [&](int i) { return k.thread + i * THREADS < ALL ? k.thread + i * THREADS : -1; };
-  receive(k, word, a.summary + b * ALL, group);
-  fence();
+// Find the keys of two neighbouring numbers, so that top_k or more of the groups' largest logits are above the lower
+// one, and fewer above the upper one.
+template <int EACH> DEVICE void bisect_tops(Block& k, const float (&top)[EACH], i64& low, i64& high) {
+  for (int round = 0; high - low > 1; ++round) {
+    const i64 middle = round == 0 ? low : (low + high) >> 1;
+    const float threshold = number_of_key(middle << KEY_SHIFT);
+    int count = 0;
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    if (group(i) < 0) continue;
-    highest = fmaxf(highest, tops[group(i)] = __uint_as_float(word[i].data[0]));
-    candidate = better(candidate, {__uint_as_float(word[i].data[1]), 0, group(i)});
+    for (int i = 0; i < EACH; ++i) count += top[i] > threshold;
+    count = warp_sum(count);
+    u32* counts = k.s.reduction + round % 2 * WARPS;
+    if (k.lane() == 0) counts[k.warp()] = count;
+    synchronize_block();
+    count = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) count += counts[warp];
+    if (count >= k.a.top_k)
+      low = middle;
+    else if (round > 0)
+      high = middle;
+    else  // there are fewer groups
+      low = order_key(-3.4e38f) >> KEY_SHIFT, high = low + 1;
   }
-  highest = reduce(k, highest, [](float x, float y) { return fmaxf(x, y); });
-  const int best_group = smaller(reduce(k, candidate, better).id, ALL - 1);
-  float mass = 0;  // of all logits
+}
+
+// Return the sum of `count` over the threads before this one, and let `all` be the sum over all threads. Synchronise the
+// block before the next call.
+DEVICE int count_before(Block& k, int count, int& all) {
+  int before = count;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = exchange(before, k.lane() - step);
+    if (k.lane() >= step) before += other;
+  }
+  u32* counts = k.s.reduction + 2 * WARPS;  // bisect_tops() may still read the first ones
+  if (k.lane() == 31) counts[k.warp()] = before;
+  synchronize_block();
+  before -= count, all = 0;
+#pragma unroll
+  for (int warp = 0; warp < WARPS; ++warp) {
+    before += warp < k.warp() ? counts[warp] : 0;
+    all += counts[warp];
+  }
+  return before;
+}
+
+// List the groups whose largest logit is above `threshold` in head.likely. Return how many.
+template <int EACH> DEVICE int list_groups(Block& k, const float (&top)[EACH], float threshold) {
+  int count = 0, all;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) count += top[i] > threshold;
+  int place = count_before(k, count, all);
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
-    if (group(i) >= 0) mass += __uint_as_float(word[i].data[2]) * probability(a, tops[group(i)], highest);
+    if (top[i] > threshold) k.s.head.likely[place++] = (u16)(k.thread + i * THREADS);
+  synchronize_block();
+  return all;
+}
 
+// List the logits above `threshold` of the `likely` groups in head.kept, with their scores. Return how many, or more
+// than MOST_KEPT.
+DEVICE int list_logits(Block& k, int b, int likely, float threshold) {
+  int kept = 0;
+  for (int start = 0; start < likely && kept <= MOST_KEPT; start += THREADS) {
+    float logit[GROUP];
+    int count = 0, all;
+    const bool exists = start + k.thread < likely;
+    const int group = exists ? k.s.head.likely[start + k.thread] : 0;
+    load_group(k, b, group, logit);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) count += exists && logit[i] > threshold;
+    int place = kept + count_before(k, count, all);
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i)
+      if (exists && logit[i] > threshold && place < MOST_KEPT) k.s.head.kept[place++] = {0, logit[i], first_id(group) + i};
+    kept += all;
+    synchronize_block();
+  }
+  for (int i = k.thread; i < smaller(kept, MOST_KEPT); i += THREADS) {
+    Candidate& candidate = k.s.head.kept[i];
+    candidate.score = score_of(k.a, candidate.logit, candidate.id, counter_of(k, b));
+  }
+  return kept;
+}
+
+DEVICE int draw_row(Block& k, int b) {
+  constexpr int ALL = BLOCKS * GROUPS, EACH = ceil_div(ALL, THREADS);
+  const Arguments& a = k.a;
+  float top[EACH], mass[EACH];
+  float2 range = make_float2(INF, -INF);  // of the groups' largest logits
+  Candidate candidate;                    // a group, at first
+  constexpr int AT_ONCE = balanced(EACH, 8);
+  auto group = [&](int i) { return i < EACH && k.thread + i * THREADS < ALL ? k.thread + i * THREADS : -1; };
+#pragma unroll
+  for (int start = 0; start < EACH; start += AT_ONCE) {
+    Word word[AT_ONCE];
+    receive(k, word, words_of(k, b, 0), [&](int i) { return group(start + i) * GROUP_WORDS; });
+#pragma unroll
+    for (int i = start; i < smaller(start + AT_ONCE, EACH); ++i) {
+      top[i] = group(i) < 0 ? -INF : __uint_as_float(word[i - start].data[0]);
+      mass[i] = __uint_as_float(word[i - start].data[2]);
+      if (top[i] > -INF) range = make_float2(fminf(range.x, top[i]), fmaxf(range.y, top[i]));
+      if (group(i) >= 0) candidate = better(candidate, {__uint_as_float(word[i - start].data[1]), 0, group(i)});
+    }
+  }
+  fence();
+  range = reduce(k, range, [](float2 x, float2 y) { return make_float2(fminf(x.x, y.x), fmaxf(x.y, y.y)); });
+  const float highest = range.y;
+  const i64 above = (order_key(highest) >> KEY_SHIFT) + 1;
+  const bool limited = limits_count(a);
+  i64 low = (order_key(range.x) >> KEY_SHIFT) - 1, high = above;
+  int likely, kept = MOST_KEPT + 1;
   Scan scan;
-  if (k.thread == 0) scan_group(k, scores, best_group, -INF, highest, scan);
-  candidate = reduce(k, scan.best, better);
-  const bool limited = a.top_k > 0 && a.top_k < a.n_vocab;
-  if (a.temperature == 0 || (!limited && a.top_p >= 1)) return candidate.id;
+  if (limited) {
+    bisect_tops(k, top, low, high);
+    const float threshold = number_of_key(low << KEY_SHIFT);
+    likely = list_groups(k, top, threshold);
+    kept = list_logits(k, b, likely, threshold);
+    scan = scan_above(k, b, likely, kept, threshold, highest);
+    candidate = scan.best;
+  } else {
+    const int best_group = smaller(reduce(k, candidate, better).id, ALL - 1);
+    float logit[GROUP];
+    load_group(k, b, best_group, logit);
+    const int place = k.lane() % GROUP, id = first_id(best_group) + place;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) candidate.logit = i == place ? logit[i] : candidate.logit;
+    candidate = reduce(k, Candidate{score_of(a, candidate.logit, id, counter_of(k, b)), candidate.logit, id}, better);
+    if (a.temperature == 0 || a.top_p >= 1) return candidate.id;
+    likely = list_groups(k, top, -INF);
+  }
+  float limit = INF;  // of the mass of larger logits
   // top_p is a share of what top_k keeps. So with both, a bisection finds the k-th logit first
   bool bisecting = limited && a.top_p < 1;
-  i64 low = order_key(-3.4e38f) >> SHIFT, high = (order_key(highest) >> SHIFT) + 1;
-  float limit = INF;  // of the mass of larger logits
-  if (a.top_p < 1) limit = a.top_p * reduce(k, mass, [](float x, float y) { return x + y; });
+  high = above;
+  if (a.top_p < 1 && !bisecting) {
+    float all = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (group(i) >= 0) all += mass[i] * probability(a, top[i], highest);
+    limit = a.top_p * reduce(k, all, [](float x, float y) { return x + y; });
+  }
   for (;;) {  // the count of larger logits falls, so this ends
     const i64 middle = (low + high) >> 1;
-    scan = scan_above(k, scores, bisecting ? number_of_key(middle << SHIFT) : candidate.logit, highest);
+    scan = scan_above(k, b, likely, kept, bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit, highest);
     if (bisecting && high - low > 1) {
       (scan.count >= a.top_k ? low : high) = middle;
       continue;
@@ -161,6 +289,14 @@ DEVICE int draw_row(Block& k, int b) {
     }
     candidate = scan.best;
   }
+}
+
+DEVICE void take_token(Block& k, int b, int id, bool stopped) {
+  k.s.drawn[b] = id;
+  k.s.stopped[b] = stopped;
+  if (stopped) return;
+  k.s.token[b] = id;
+  k.s.position[b] += 1;
 }
 
 // Draw a token for each sequence, and tell all blocks. A sequence that has stopped stays where it is.
@@ -178,15 +314,13 @@ DEVICE void draw_tokens(Block& k, int step) {
     store_word(a.token + b, {{(u32)id, (u32)stopped, 0}, k.epoch});
   }
   mark(k);
-  for (int b = k.thread; b < BATCH; b += THREADS) {
+  if (k.warp() == 0) {
+    static_assert(BATCH <= 32, "a lane for each sequence");
     Word word[1];
-    receive(k, word, a.token, [&](int) { return b; });
+    const int b = k.lane();
+    receive(k, word, a.token, [&](int) { return b < BATCH ? b : -1; });
     fence();
-    k.s.drawn[b] = (int)word[0].data[0];
-    k.s.stopped[b] = (int)word[0].data[1];
-    if (k.s.stopped[b]) continue;
-    k.s.token[b] = k.s.drawn[b];
-    k.s.position[b] += 1;
+    if (b < BATCH) take_token(k, b, (int)word[0].data[0], word[0].data[1]);
   }
   synchronize_block();
   bool running = false;

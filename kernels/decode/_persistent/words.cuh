@@ -10,32 +10,34 @@ template <class V> DEVICE V exchange(V value, int lane) {
   return value;
 }
 
-// Whether this thread gives up a wait. After TIMEOUT_NS it raises the flag, and then every thread that waits gives up.
-// From then on nobody waits for words, and the launch ends after this token. `since` begins as 0.
+// Whether this warp gives up a wait. After TIMEOUT_NS it raises the flag, and then every warp that waits gives up. From
+// then on nobody waits for words, and the launch ends after this token. `since` begins as 0.
 DEVICE bool gives_up(Block& k, u32 polls, u64& since) {
   if (!k.patient) return true;
   if (polls % 256) return false;
   if (since == 0) since = nanoseconds();
   const bool late = nanoseconds() - since > TIMEOUT_NS;
   if (late) store_flag(k.a.failed, 1);
-  if (late || load_flag(k.a.failed)) k.patient = false, k.s.abandoned = 1;
+  if (vote(late || load_flag(k.a.failed))) k.patient = false, k.s.abandoned = 1;
   return !k.patient;
 }
 
-// Wait until words[index(i)] have this epoch, for all i. An index below 0 stands for no word. The loads of a poll are
-// all in flight together.
+// Wait until words[index(i)] have this epoch, for all i of all lanes. A whole warp calls this, and stays together: lanes
+// that go on alone would run the code after the wait again and again. An index below 0 stands for no word, and gives
+// zeros. The loads of a poll are all in flight together.
 template <int N, class Index> DEVICE void receive(Block& k, Word (&word)[N], const Word* words, Index index) {
   u64 since = 0;
+  int from[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) word[i] = {{0, 0, 0}, k.epoch - 1};
+  for (int i = 0; i < N; ++i) from[i] = index(i), word[i] = {{0, 0, 0}, k.epoch};
   for (u32 polls = 1;; ++polls) {
     bool complete = true;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (word[i].epoch != k.epoch && index(i) >= 0) word[i] = load_word(words + index(i));
+      if (from[i] >= 0) word[i] = load_word(words + from[i]);
 #pragma unroll
-    for (int i = 0; i < N; ++i) complete &= word[i].epoch == k.epoch || index(i) < 0;
-    if (complete || gives_up(k, polls, since)) return;
+    for (int i = 0; i < N; ++i) complete &= word[i].epoch == k.epoch;
+    if (vote(complete) == ~0u || gives_up(k, polls, since)) return;
   }
 }
 
@@ -43,10 +45,31 @@ template <class P> DEVICE int word_index(int b, int row) {  // of a result
   return (b * BLOCKS + row / P::SHARE) * P::WORDS + row % P::SHARE / PER_WORD;
 }
 
-template <class P> DEVICE float result_in(const Word& word, int row) {
-  const int place = row % P::SHARE % PER_WORD, part = sizeof(T) == 4 ? place : place / 2;
+DEVICE float number_in(const Word& word, int place) {
+  const int part = sizeof(T) == 4 ? place : place / 2;
   const u32 bits = part == 0 ? word.data[0] : part == 1 ? word.data[1] : word.data[2];
   return __uint_as_float(sizeof(T) == 4 ? bits : place % 2 ? bits & 0xFFFF0000u : bits << 16);
+}
+
+// A word of the numbers of this lane and the next ones.
+DEVICE Word pack_numbers(float number, int lane, u32 epoch) {
+  Word word;
+  word.epoch = epoch;
+  if (sizeof(T) == 4) {
+    word.data[0] = __float_as_uint(number);
+    word.data[1] = exchange(word.data[0], lane + 1);
+    word.data[2] = exchange(word.data[0], lane + 2);
+  } else {
+    const u32 bits = convert<bf16>(number).bits;
+    word.data[0] = bits | exchange(bits, lane + 1) << 16;
+    word.data[1] = exchange(word.data[0], lane + 2);
+    word.data[2] = exchange(word.data[0], lane + 4);
+  }
+  return word;
+}
+
+template <class P> DEVICE float result_in(const Word& word, int row) {
+  return number_in(word, row % P::SHARE % PER_WORD);
 }
 
 DEVICE Word make_word(float a, float b, float c, u32 epoch) {
