@@ -6,10 +6,10 @@ in the order of the splits. Up to FEW rows, the splits do not depend on the numb
 do the bits of a result.
 
 There are two kernels. If several query heads share a key head, or for many rows, tensor cores multiply 16 queries at a
-time. Otherwise a program multiplies keys and one query at a time in registers: a matmul instruction would waste 15 of 16
-rows, and its operands would go through shared memory. If a split is short, the program loads its keys and values into
-registers before it waits for the new ones, so after the wait it only loads the query and the new keys: 3.3 us a layer
-for one row, instead of the 4.9 us that tensor cores take (H200, 130 keys in a bucket of 320).
+time. Otherwise a program multiplies keys and one query at a time in registers: a matmul instruction would waste 15 of
+16 rows, and its operands would go through shared memory. If a split is short, the program loads its keys and values
+into registers before it waits for the new ones, so after the wait it only loads the query and the new keys: 3.3 us a
+layer for one row, instead of the 4.9 us that tensor cores take (H200, 130 keys in a bucket of 320).
 """
 
 import math

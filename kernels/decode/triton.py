@@ -175,7 +175,7 @@ def product_launch(OUT: int, K: int, dtype: torch.dtype, programs: int) -> dict:
     if K <= 1024:
         if OUT == K > 512:  # proj
             return {"BLOCK_N": rows, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
-        return {"BLOCK_N": 32 if OUT > 20 * programs else rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
+        return {"BLOCK_N": 32 if 20 * programs < OUT else rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
     if K <= 2048:
         return {"BLOCK_N": rows, "BLOCK_K": 2048, "SLICES": 16, "num_warps": 8}
     warps = 4 if K <= 4096 else 8
