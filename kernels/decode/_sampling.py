@@ -18,8 +18,8 @@ better score. Otherwise top_p can keep only larger logits, and the best of these
 with a count, makes top_k exact. Only top_k and top_p together need the k-th logit itself, because top_p then applies to
 the probabilities that top_k leaves. Equal logits are kept together, or left out together.
 
-Predicted for an H200, not measured (V = 50304, bf16, one row, in a CUDA graph): the first kernel takes 2 us. The second
-takes 2 us (greedy, or neither top_k nor top_p), 4 us (top_p), 4 to 6 us (top_k of 50 to 200), 8 us (both).
+On an H200 (V = 50304, bf16, one row of random logits, in a CUDA graph), the first kernel takes 1.3 us, and the second
+8.8 us with top_k = 200.
 """
 
 import torch

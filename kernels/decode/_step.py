@@ -23,9 +23,9 @@ def can_launch_early(device: torch.device) -> bool:
 def split(keys: int) -> tuple[int, int]:
     """Return (the number of splits, the keys of a split) for a bucket of `keys` keys.
 
-    Several programs must store, count and combine their results, in a predicted 1 us. One program reads 256 keys and
-    values of a head, 64 KB in bf16, in less time. Up to 4096 keys the splits end at the same keys in all buckets, and a
-    split without keys adds 0. So the bits of a result do not depend on the bucket.
+    Several programs must store, count and combine their results, which takes about 1 us (estimated). One program reads
+    256 keys and values of a head, 64 KB in bf16, in less time. Up to 4096 keys the splits end at the same keys in all
+    buckets, and a split without keys adds 0. So the bits of a result do not depend on the bucket.
     """
     size = max(SPLIT_KEYS, -(-keys // MAX_SPLITS))
     return -(-keys // size), size

@@ -1,32 +1,33 @@
 // A decoder in one launch: many tokens of up to 8 sequences, with no return to the host in between.
 //
 // A step of GPT-2 124M multiplies 247 MB of weights with one vector a sequence. An H200 reads them in 59 us. A first
-// version had a block on each multiprocessor, and a barrier after each of a layer's 5 phases. It took 220 us
-// (measured): 67 us for 61 barriers, and the rest because a block waits for weights, then for activations, then for
-// weights again. Here weights never wait, there are no barriers, and a wait takes hardly longer than the way through
-// the L2.
+// version had a block on each multiprocessor, and a barrier after each of a layer's 5 phases. It took 220 us: 67 us for
+// 61 barriers, and the rest because a block waits for weights, then for activations, then for weights again. Here
+// weights never wait, and there are no barriers. A token takes 177 us.
 //
 // 1. The ring. A block owns the same rows of every matrix for all tokens. persistent.py lays them out as one stream, in
-//    the order of use: 111 KB a layer for each of 128 blocks. The copy engine fills a ring of 5 slots, 184 KB of shared
+//    the order of use: 111 KB a layer for each of 128 blocks. The copy engine fills a ring of slots, 200 KB of shared
 //    memory, from this stream. It runs ahead over phases, layers and tokens, so HBM works while the blocks wait.
 // 2. Words. A block publishes results in words of 16 bytes: 12 bytes of data, such as 6 results in bf16, and the epoch,
 //    which counts layers. One store writes a word and one load reads it, so a block that finds the right epoch has the
 //    data as well (NCCL's LL protocol does the same). A barrier takes a store, a fence, an atomic addition, a poll and
-//    a load, one after the other. A word takes a store and a poll.
+//    a load, one after the other. A word takes a store and a poll. In a loop of nothing else an exchange takes 1.07 us,
+//    and 0.82 us if the blocks poll different copies of the words.
 // 3. The residual stream. Every block has its own copy in shared memory, adds every branch to it and normalises it. The
 //    same 768 numbers in 128 blocks are cheaper than one more exchange.
 //
-// A layer has five phases, each with one exchange (124M, one sequence; microseconds, predicted and not measured):
+// A layer has five phases, each with one exchange:
 //
-//     what a block does                                                compute   exchange
-//     stream += fc_proj, LayerNorm, 18 rows of QKV                         0.6        0.7
-//     attention: a head and up to 96 keys, which it loads before q         0.5        0.7
-//     adds the splits of the keys, 6 rows of the projection                0.4        0.7
-//     stream += proj, LayerNorm, 24 rows of fc, GELU                       0.7        0.7
-//     6 rows of fc_proj                                                    0.4        0.7
+//     stream += fc_proj, LayerNorm, 18 rows of QKV
+//     attention: a head and up to 64 keys, which it loads before q
+//     adds the splits of the keys, 6 rows of the projection
+//     stream += proj, LayerNorm, 24 rows of fc, GELU
+//     6 rows of fc_proj
 //
-// So 12 layers take 73 us. The head's 77 MB take 18 us, of which the ring holds 5 us already, and the draw takes 4 us:
-// 90 us a token. The weights of a layer take 3.4 of its 6.1 us, so HBM limits only the head.
+// 12 layers take some 150 us, the head 15 us, and the draw 10 us. In a layer the exchanges take most of the time: polls
+// wait in the L2 behind the copies' misses. A version that took 242 us took 184 us without any copies. What helped: few
+// threads poll, and hand the words on through shared memory. A warp leaves a poll together, because lanes that went on
+// alone ran the code after it up to four times. No branch stands between the loads of two tiles.
 //
 // All layers use the same words. A block overwrites a word one layer later, and by then every block has read it. For
 // each block has rows of fc, and it publishes them only after it has read the words of qkv, the splits and proj of this
@@ -43,8 +44,8 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16 and
-// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, COPIES, SHARED_BYTES, TIMEOUT_NS; and for each of QKV, PROJ,
-// FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
+// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, COPIES, SHARED_BYTES, TIMEOUT_NS; and for each of QKV,
+// PROJ, FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
 constexpr bool MATRIX_UNIT = BF16;  // even for one sequence: then x is read from shared memory once for all rows
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
@@ -232,7 +233,7 @@ DEVICE void embed(Block& k) {
   synchronize_block();
 }
 
-template <class Use> DEVICE void for_norm_words(Block& k, Use use) {  // of this thread: the last ones, as the first poll
+template <class Use> DEVICE void for_norm_words(Block& k, Use use) {  // of this thread
 #pragma unroll
   for (int i = 0; i < NORM_WORDS; ++i) {
     const int place = THREADS - 1 - k.thread + i * THREADS;
@@ -294,7 +295,8 @@ DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
   auto moments = [&](int b) {  // {mean, 1 / standard deviation} of a sequence
     float sum = 0, squares = 0;
 #pragma unroll
-    for (int warp = b * OWN_WARPS; warp < (b + 1) * OWN_WARPS; ++warp) sum += warps[warp].sum, squares += warps[warp].squares;
+    for (int warp = b * OWN_WARPS; warp < (b + 1) * OWN_WARPS; ++warp)
+      sum += warps[warp].sum, squares += warps[warp].squares;
     const float away = sum * (1.0f / C), variance = fmaxf(squares * (1.0f / C) - away * away, 0);
     return make_float2(warps[b * OWN_WARPS].mean + away, rsqrtf(variance + 1e-5f));
   };
@@ -305,8 +307,10 @@ DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
     const int from = smaller(2 * (k.thread + i * THREADS), BATCH * C - 2), c = from % C;
     const float2 of = moments(from / C);
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-      y[i][j] = (to_float(k.s.stream[from + j]) - of.x) * of.y * to_float(k.s.norm[c + j]) + to_float(k.s.norm[C + c + j]);
+    for (int j = 0; j < 2; ++j) {
+      const float x = (to_float(k.s.stream[from + j]) - of.x) * of.y;
+      y[i][j] = x * to_float(k.s.norm[c + j]) + to_float(k.s.norm[C + c + j]);
+    }
   }
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {

@@ -19,24 +19,24 @@ next kernel takes 0.7 us. Three measures shorten the step:
 2.  Programmatic dependent launch (compute capability 9.0): a kernel may start when all programs of its predecessor have
     started. A program loads its rows of W into registers, in the layout of the matmul, and only then waits for the
     predecessor's results. So the next kernel's weights arrive while this kernel computes.
-3.  A program multiplies 8 or 16 whole rows of W, so 96 to 192 programs share the weights of each kernel. Its warps take
+3.  A program multiplies 8 to 32 whole rows of W, so 96 to 144 programs share the weights of each kernel. Its warps take
     different columns and add their results at the end, so the chains of dependent matmul instructions are short.
 
-For batch 1 at context 128 (bf16, H200), a layer took 17 us when the programs of fc_proj had half of a multiprocessor's
-registers and attention loaded old keys after its wait (measured). Now predicted, not measured: 1.0 us from the last
-store of a kernel to the first load of the next one, 0.5 us for the rows, 0.3 us for matmuls and the sum over the warps,
-and 0.2 us to store. LayerNorm takes 0.3 us more.
+Measured for batch 1 at context 128 (bf16, H200). A kernel's time is from the end of its predecessor to its own end:
 
-    kernel        programs    weights          at 4.2 TB/s    measured before    predicted
-    qkv                144    3.5 MB                0.8 us             3.0 us       2.4 us
-    attention           24    0.4 MB of k, v        0.1 us             4.9 us       2.3 us
-    proj                96    1.2 MB                0.3 us             1.8 us       1.8 us
-    fc                 192    4.7 MB                1.1 us             2.8 us       2.4 us
-    fc_proj             96    4.7 MB                1.1 us             4.4 us       2.2 us
-    all 12 layers             170 MB                 40 us             204 us       133 us
-    ln_f, head        3144    77 MB                  18 us              24 us        22 us
-    the draw                                                           21 us         8 us
-    step                      247 MB                 59 us             258 us       167 us, 6,000 tokens/s
+    kernel        programs    weights          at 4.2 TB/s    measured
+    qkv                144    3.5 MB                0.8 us      2.6 us
+    attention           24    0.4 MB of k, v        0.1 us      3.4 us
+    proj                96    1.2 MB                0.3 us      1.8 us
+    fc                  96    4.7 MB                1.1 us      2.8 us
+    fc_proj             96    4.7 MB                1.1 us      1.9 us
+    all 12 layers             170 MB                 40 us      160 us
+    ln_f, head        1572    77 MB                  18 us       20 us
+    the draw                                                     10 us
+    step                      247 MB                 59 us      190 us, 5,260 tokens/s
+
+Each kernel must fit beside its neighbours, or it cannot load early: when the programs of fc_proj took half of a
+multiprocessor's registers, it took 4.4 us instead of 1.9.
 
 Up to FEW rows, the bits of a row's result do not depend on the other rows, so steps of one token and of several tokens
 give the same text. The matmul instruction always has 16 rows. The splits of the keys depend only on the cache. The sums

@@ -19,7 +19,9 @@ def model_size(row: dict) -> str:
 
 
 def commit(row: dict) -> str:
-    return (row["env"].get("git_commit") or "unknown")[:7]
+    """Return "5918f41"; "5918f41+" if the tree had uncommitted changes."""
+    name = row["env"].get("git_commit") or "unknown"
+    return name[:7] + "+" * name.endswith("-dirty")
 
 
 def batch_cell(row: dict) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from kernels.registry import Unavailable, backend, impls, missing_argument, unav
 from kernels.sampling import Sampling
 from model import decoder as module
 from model.decoder import Decoder
-from model.generate import generate, stream
+from model.generate import LAG, default_lag, generate, stream
 from model.inductor import addmm_of_one_row
 from runtime.config import UserError
 from tests.model.test_gpt import SMALL, gpt
@@ -214,6 +215,13 @@ def test_addmm_of_one_row_is_as_accurate_as_addmm(dtype):
     assert addmm_of_one_row(bias, x, weight).dtype == dtype
     assert errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps
     assert addmm_of_one_row(bias, x.expand(2, -1), weight) is NotImplemented
+
+
+def test_the_host_waits_for_each_launch_of_several_tokens():
+    """Otherwise the last launches seem to arrive at once. In all other cases the GPU may be ahead of the host."""
+    for is_cuda, launches, lag in ((True, None, LAG), (True, print, 0), (False, None, 0)):
+        decoder, idx = SimpleNamespace(generate_tokens=launches), SimpleNamespace(is_cuda=is_cuda)
+        assert default_lag(decoder, idx) == lag
 
 
 @pytest.mark.gpu

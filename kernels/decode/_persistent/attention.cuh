@@ -133,7 +133,8 @@ DEVICE void attend_to_split(Block& k, int layer, int b, int head, int split, Wor
   if (k.lane() == 0) k.s.tops[k.warp()] = make_float2(top, sum);
 #pragma unroll
   for (int j = 0; j < 8; j += 2)
-    if (k.lane() < KEY_LANES && (ALL_LANES || part < D)) k.s.merge[(part + j) / 2][k.warp()] = make_float2(acc[j], acc[j + 1]);
+    if (k.lane() < KEY_LANES && (ALL_LANES || part < D))
+      k.s.merge[(part + j) / 2][k.warp()] = make_float2(acc[j], acc[j + 1]);
   synchronize_block();
   publish_partial(k, words);
 }

@@ -1,11 +1,10 @@
 // The next token of each sequence, as kernels/sampling.py draws it.
 //
-// Every block publishes its logits in groups of 16, and of each group the largest logit, the best score = logit /
-// temperature - log(noise), and the sum of probabilities. Block b reads the summaries of sequence b, and draws. The best
-// score is the proposal. top_k rejects it if k or more logits are larger, and top_p if the larger logits have the
-// probability top_p. Then only larger logits can be drawn, and the best of them is the next proposal (rejection, as in
-// FlashInfer). With top_k, the first proposals come from the groups that have one of the k largest maxima: the k largest
-// logits are among them, with few others.
+// Every block publishes its logits in groups of 16, and a summary of each group: the largest logit, the best score =
+// logit / temperature - log(noise), and the sum of probabilities. Block b reads the summaries of sequence b, and draws.
+// The best score is the proposal. top_k rejects it if k or more logits are larger, and top_p if the larger logits have
+// the probability top_p. Then only larger logits can be drawn, and the best of them is the next proposal (rejection, as
+// in FlashInfer). With top_k only the groups with the k largest maxima count, because they hold the k largest logits.
 
 struct Scan {  // of the logits above a threshold: the best one, how many, and the sum of their probabilities
   Candidate best;
@@ -157,8 +156,8 @@ template <int EACH> DEVICE void bisect_tops(Block& k, const float (&top)[EACH], 
   }
 }
 
-// Return the sum of `count` over the threads before this one, and let `all` be the sum over all threads. Synchronise the
-// block before the next call.
+// Return the sum of `count` over the threads before this one, and let `all` be the sum over all threads. The caller
+// synchronises the block before the next call.
 DEVICE int count_before(Block& k, int count, int& all) {
   int before = count;
 #pragma unroll
@@ -206,7 +205,8 @@ DEVICE int list_logits(Block& k, int b, int likely, float threshold) {
     int place = kept + count_before(k, count, all);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i)
-      if (exists && logit[i] > threshold && place < MOST_KEPT) k.s.head.kept[place++] = {0, logit[i], first_id(group) + i};
+      if (exists && logit[i] > threshold && place < MOST_KEPT)
+        k.s.head.kept[place++] = {0, logit[i], first_id(group) + i};
     kept += all;
     synchronize_block();
   }

@@ -22,9 +22,9 @@ DEVICE bool gives_up(Block& k, u32 polls, u64& since) {
   return !k.patient;
 }
 
-// Wait until words[index(i)] have this epoch, for all i of all lanes. A whole warp calls this, and stays together: lanes
-// that go on alone would run the code after the wait again and again. An index below 0 stands for no word, and gives
-// zeros. The loads of a poll are all in flight together.
+// Wait until words[index(i)] have this epoch, for all i of all lanes. A whole warp calls this, and stays together:
+// lanes that go on alone would run the code after the wait again and again. An index below 0 stands for no word, and
+// gives zeros. The loads of a poll are all in flight together.
 template <int N, class Index> DEVICE void receive(Block& k, Word (&word)[N], const Word* words, Index index) {
   u64 since = 0;
   int from[N];
