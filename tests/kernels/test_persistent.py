@@ -4,6 +4,8 @@ test_decode.py tests the backend as it tests every other one. Here are bf16, sch
 blocks, the tokens that the kernel draws itself, and what happens if a block does not answer.
 """
 
+import faulthandler
+import os
 import shutil
 import subprocess
 import zlib
@@ -238,7 +240,7 @@ def test_a_block_that_does_not_answer_is_an_error(launch, monkeypatch):
 @pytest.mark.skipif(GPU, reason="the emulator has schedules")
 @pytest.mark.parametrize("name", ["persistent.cu", "products.cuh", "attention.cuh", "sampling.cuh"])
 def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_path):
-    """Without any one of the block's barriers a launch hangs, gives up, or leaves another result, in some schedule."""
+    """Without any one of the block's barriers a launch hangs, crashes, or leaves another result, in some schedule."""
     shutil.copytree(emulator.FOLDER.parent, tmp_path / "decode")
     weights, tokens, cache = case_inputs("ragged").values()
     monkeypatch.setattr(persistent, "TIMEOUT_NS", 4_000_000)
@@ -253,15 +255,27 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
             return str(error)
         return drawn.tolist(), rows_of(own).tolist()
 
+    def differs(run, expected):
+        """In a process of its own, because without a barrier it may also crash."""
+        child = os.fork()
+        if child == 0:
+            faulthandler.disable()
+            try:
+                os._exit(outcome(*run) != expected)
+            finally:
+                os._exit(1)
+        return os.waitpid(child, 0)[1] != 0
+
     stops = tuple({row[2] for row in outcome(0, ())[0]})  # with these the launch ends early
     runs = {(seed, ids): outcome(seed, ids) for ids in ((), stops) for seed in range(3)}
     monkeypatch.setattr(emulator, "FOLDER", tmp_path / "decode/_persistent")
+    assert not any(differs(*run) for run in runs.items())
     path = next((tmp_path / "decode").rglob(name))
     parts = path.read_text().split(BARRIER)
     for i in range(1, len(parts)):
         path.write_text(BARRIER.join(parts[:i]) + BARRIER.join(parts[i:]))
         emulator.compile_for_cpu.cache_clear()
-        assert any(outcome(*run) != expected for run, expected in runs.items()), f"{name}: barrier {i} is not needed"
+        assert any(differs(*run) for run in runs.items()), f"{name}: barrier {i} is not needed"
     emulator.compile_for_cpu.cache_clear()
 
 

@@ -48,7 +48,6 @@ template <int N> __device__ __forceinline__ void load_l2(unsigned (&to)[N], cons
 __device__ __forceinline__ void fence() { __threadfence(); }
 __device__ __forceinline__ void synchronize_all() { __syncthreads(); }
 __device__ __forceinline__ void synchronize_block() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
-__device__ __forceinline__ void synchronize_warp() { __syncwarp(); }
 __device__ __forceinline__ unsigned exchange_bits(unsigned bits, int lane) { return __shfl_sync(~0u, bits, lane); }
 
 __device__ __forceinline__ unsigned short round_to_bf16(float x) {
