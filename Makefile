@@ -11,7 +11,7 @@ test: .venv/installed  ## lint, and the tests to run after a change: 4 minutes o
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -m "not exhaustive"
 
-test-all: test  ## and the exhaustive tests: 12 minutes in all
+test-all: test  ## and the exhaustive tests: 10 minutes in all
 	$(BIN)/python -m pytest -m exhaustive
 
 format: .venv/installed
