@@ -164,8 +164,6 @@ def bisect(low, high, count, enough, k, maxima, row, listed, top, temperature, S
 def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the token of a row, int32. A NaN counts as -inf, and an inf as the largest finite number.
 
-    A persistent decoder can call summarize_groups() where it computes the logits, and draw_row() after a barrier.
-
     row          (pointer to the row's logits, n_vocab, V)
     summary_ptr  (3, BLOCK) fp32 from summarize_groups(): each group's maximum, best score and sum of probabilities. The
                  maximum is subtracted from the logits of the latter two

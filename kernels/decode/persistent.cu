@@ -19,7 +19,7 @@
 // A layer has five phases, each with one exchange:
 //
 //     stream += fc_proj, LayerNorm, 18 rows of QKV
-//     attention: a head and up to 64 keys, which it loads before q
+//     attention: a head and a split of its keys (64 keys, or more if 10 splits are too few), the first 64 before q
 //     adds the splits of the keys, 6 rows of the projection
 //     stream += proj, LayerNorm, 24 rows of fc, GELU
 //     6 rows of fc_proj
@@ -30,10 +30,10 @@
 // because lanes that went on alone ran the code after it up to four times. No branch stands between the loads of two
 // tiles.
 //
-// All layers use the same words. A block overwrites a word one layer later, and by then every block has read it. For
-// each block has rows of fc, and it publishes them only after it has read the words of qkv, the splits and proj of this
-// layer, and those of fc_proj of the layer before. The words of fc are read by blocks with rows of fc_proj alone, and
-// all blocks wait for these rows.
+// All layers use the same words, so a block overwrites a word one layer later. By then every block has read it. To get
+// there the block waited for fc_proj, whose blocks waited for fc. Every block has rows of fc, and publishes them only
+// after its own reads of qkv, of the splits, of proj, and of fc_proj of the layer before. Only blocks with rows of
+// fc_proj read the words of fc, and they publish fc_proj after that.
 //
 // All sums have a fixed order, so two runs give the same bits. The bits of a sequence depend on the number of
 // sequences, which chooses instructions and splits, but not on the tokens and lengths of the other sequences.

@@ -1,11 +1,11 @@
 """The whole decoder as one kernel: one launch makes many tokens of up to 8 sequences, and draws them.
 
-At batch 1 a step of 124M reads 247 MB, which takes 59 us on an H200. But its 125 to 250 kernels take 470 to 750 us,
-even in a CUDA graph, because most of the GPU waits between two kernels. persistent.cu explains how one kernel loads
-weights while it waits for results. NVRTC compiles it for the sizes of the model and the batch, in 2 s.
+At batch 1 a step of 124M reads 247 MB, which takes 59 us on an H200. The 125 to 250 kernels of decode=blocks take 470
+to 750 us, even in a CUDA graph, because most multiprocessors are idle at the ends of kernels. persistent.cu explains
+how one kernel loads weights while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
-The weights are stored a second time, in another order: 247 MB for 124M. On an H200 in bf16 it makes 5,650 tokens/s of
-124M at batch 1. With 8 sequences it makes 22,000, fewer than decode=triton (32,400).
+The kernel needs its own copy of the weights, in another order: 247 MB for 124M. By its GPU time on an H200 in bf16 it
+makes 5,650 tokens/s of 124M at batch 1 (decode=triton: 5,260), and 22,000 with 8 sequences (30,000).
 """
 
 import ctypes
@@ -42,13 +42,13 @@ SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, they queue for the same lines of the L2
 GROUP = 16  # logits in a group, as in persistent.cu
-SPLIT_KEYS = 64  # of a sequence: with more keys, several blocks share them
+SPLIT_KEYS = 64  # of a sequence: with more keys several blocks share them, as many as there are for each head
 SHARED_BYTES = 232_448  # of a block: all that Hopper has
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 CONSTANTS = "SPLIT_KEYS", "COPIES", "SHARED_BYTES", "TIMEOUT_NS"  # of persistent.cu
-TIMING = False  # record in tensors["timeline"] the cycle at which block 0 ends each phase
+TIMING = False  # record in tensors["timeline"] the cycle at which block 0 begins a token and ends each phase
 PHASES = "ln_1", "qkv", "attend", "combine", "proj", "ln_2", "fc", "hidden", "fc_proj"  # of a layer
-LAST_PHASES = "ln_f", "head", "summarize", "draw", "embed"  # of a token
+LAST_PHASES = "ln_f", "head", "summarize", "draw", "token"  # of a token; embed is part of the first ln_1
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -154,7 +154,8 @@ class Packed:
         words = {"groups": groups * (1 + ceil(GROUP / per_word)), "token": self.batch}
         words["partial"] = COPIES * heads * max(1, self.blocks // heads) * self.weights.head_dim // 2
         for name in ("qkv", "proj", "fc", "fc_proj"):
-            words[name] = COPIES * self.batch * self.blocks * ceil(plans[name.upper()].share / per_word)
+            copies = 1 if name == "qkv" else COPIES  # only the blocks of one head poll the words of q, k and v
+            words[name] = copies * self.batch * self.blocks * ceil(plans[name.upper()].share / per_word)
         shapes = {name: (count, 4) for name, count in words.items()} | {"failed": (1,)}
         zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.weights.wte.device)
         timeline = zeros(2**17 if TIMING else 0)

@@ -5,7 +5,8 @@ kernels, and each kernel needs the results of its predecessor. If a kernel start
 most time is lost at the ends of kernels: the last programs leave most multiprocessors idle, and the first load of the
 next kernel takes 0.7 us. Three measures shorten the step:
 
-1.  Few kernels, 62 a step. All elementwise work is in the prologue or the epilogue of a matmul or of attention:
+1.  Few kernels, 62 a step, and two for the draw. All elementwise work is in the prologue or the epilogue of a matmul
+    or of attention:
 
         qkv         prologue: embedding, or residual += x; LayerNorm    epilogue: bias, rotary positions, store k and v
         attention                                                       epilogue: combine the splits of the keys
@@ -19,8 +20,8 @@ next kernel takes 0.7 us. Three measures shorten the step:
 2.  Programmatic dependent launch (compute capability 9.0): a kernel may start when all programs of its predecessor have
     started. A program loads its rows of W into registers, in the layout of the matmul, and only then waits for the
     predecessor's results. So the next kernel's weights arrive while this kernel computes.
-3.  A program multiplies 8 to 32 whole rows of W, so 96 to 144 programs share the weights of each kernel. Its warps take
-    different columns and add their results at the end, so the chains of dependent matmul instructions are short.
+3.  A program multiplies 8 to 32 whole rows of W, so each product of a layer has 96 to 144 programs. In the matmul its
+    warps take different columns and add their results at the end, so the chains of dependent instructions are short.
 
 Measured for batch 1 at context 128 (bf16, H200). A kernel's time is from the end of its predecessor to its own end:
 
@@ -30,10 +31,10 @@ Measured for batch 1 at context 128 (bf16, H200). A kernel's time is from the en
     proj                96    1.2 MB                0.3 us      1.8 us
     fc                  96    4.7 MB                1.1 us      2.8 us
     fc_proj             96    4.7 MB                1.1 us      1.9 us
-    all 12 layers             170 MB                 40 us      160 us
+    all 12 layers             170 MB                 40 us      160 us: the first ones are slower
     ln_f, head        1572    77 MB                  18 us       20 us
     the draw                                                     10 us
-    step                      247 MB                 59 us      190 us, 5,260 tokens/s
+    step                      247 MB                 59 us      190 us: 5,260 tokens/s of GPU time
 
 Each kernel must fit beside its neighbours, or it cannot load early: when the programs of fc_proj took half of a
 multiprocessor's registers, it took 4.4 us instead of 1.9.
@@ -159,15 +160,14 @@ def product_launch(OUT: int, K: int, dtype: torch.dtype, programs: int) -> dict:
     """Return the default launch parameters of _product_kernel for a GPU with `programs` multiprocessors.
 
     For a K of up to 1024 a warp takes whole rows of x, 256 columns at a time, 8 a thread. So LayerNorm needs no sum
-    over warps, and K = 768 no padding: a thread holds 48 registers of W. Otherwise several warps share a row, also in
-    proj, which has no LayerNorm. These are the fastest of 46 choices for 124M, one row, on an H200 (190 us a step;
-    16 rows of W for fc 193, 16 slices and 8 warps for fc_proj 194, 256 columns for proj 193).
-    For any ROWS, the same threads add a row's numbers in the same order; tests/kernels/compile_triton.py compares the
-    layouts. A warp has two slices, so that two chains of matmul instructions run independently.
+    over warps, and K = 768 no padding: a thread holds 48 registers of W for qkv, and 96 for fc. Otherwise several warps
+    share a row, also in proj, which has no LayerNorm. These are the fastest of 46 choices for 124M, one row, on an H200
+    (190 us a step; 16 rows of W for fc 193, 16 slices and 8 warps for fc_proj 194, 256 columns for proj 193). For any
+    ROWS, the same threads add a row's numbers in the same order; tests/kernels/compile_triton.py compares the layouts.
+    A warp has two slices, so that two chains of matmul instructions run independently.
 
     The next kernel loads its weights early only if its programs fit beside those of this kernel: a multiprocessor has
-    65,536 registers. Of 124M for one row, a program of qkv has 128 threads with 124 registers, proj 52, fc 128, and
-    fc_proj 256 threads with 76. So a layer needs 7.4 million of the GPU's 8.7 million registers.
+    65,536 registers. The module's docstring says what a fc_proj that took half of them cost.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed
         return {"BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "num_warps": 4}

@@ -94,7 +94,7 @@ DEVICE void attend_to_split(Block& k, int layer, int b, int head, int split, Wor
       key[i] = next_keys[i], value[i] = next_values[i];
       if (row(i) == new_row && (ALL_LANES || part < D)) {  // the cache may not have it yet
         memcpy(key[i].bits, __builtin_assume_aligned(k.s.key + part, 8), sizeof(key[i].bits));
-        memcpy(value[i].bits, __builtin_assume_aligned(k.s.value + part, 8), sizeof(key[i].bits));
+        memcpy(value[i].bits, __builtin_assume_aligned(k.s.value + part, 8), sizeof(value[i].bits));
       }
     }
     if (base + DEPTH * STEP_KEYS < end) load(base + DEPTH * STEP_KEYS);

@@ -204,7 +204,6 @@ inline u32 vote(bool yes) {
   for (int lane = 0; lane < 32; ++lane) bits |= values[lane][0] << lane;
   return bits;
 }
-inline int count_bits(u32 bits) { return __builtin_popcount(bits); }
 inline int warp_sum(int value) {
   u32(*values)[4] = hand_in((u32)value, 0, 0, 0), sum = 0;
   for (int lane = 0; lane < 32; ++lane) sum += values[lane][0];

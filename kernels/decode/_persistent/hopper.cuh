@@ -57,7 +57,6 @@ __device__ __forceinline__ unsigned short round_to_bf16(float x) {
 }
 
 __device__ __forceinline__ unsigned vote(bool yes) { return __ballot_sync(~0u, yes); }
-__device__ __forceinline__ int count_bits(unsigned bits) { return __popc(bits); }
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 
 __device__ __forceinline__ void initialize(Barrier* barrier) {

@@ -1,10 +1,11 @@
 // The next token of each sequence, as kernels/sampling.py draws it.
 //
-// Every block publishes its logits in groups of 16, and a summary of each group: the largest logit, the best score =
-// logit / temperature - log(noise), and the sum of probabilities. Block b reads the summaries of sequence b, and draws.
-// The best score is the proposal. top_k rejects it if k or more logits are larger, and top_p if the larger logits have
-// the probability top_p. Then only larger logits can be drawn, and the best of them is the next proposal (rejection, as
-// in FlashInfer). With top_k only the groups with the k largest maxima count, because they hold the k largest logits.
+// Every block publishes its logits in groups of 16, and a summary of each group: the largest logit, the sum of
+// probabilities and, without top_k, the best score = logit / temperature - log(noise). Block b draws for sequence b.
+// With top_k it keeps only the groups with the k largest maxima, because they hold the k largest logits, and scores
+// their logits. The id with the best score is the proposal. It is rejected if k or more logits are larger, or if the
+// larger logits together have at least the probability top_p. Then the best of the larger logits is the next proposal
+// (rejection, as in FlashInfer).
 
 struct Scan {  // of the logits above a threshold: the best one, how many, and the sum of their probabilities
   Candidate best;
