@@ -112,27 +112,39 @@ def number_of_key(key):
 
 
 @triton.jit
-def measure_above(threshold, row, listed, top, temperature):
-    """Return how many listed logits exceed the threshold, and the sum of their exp((logit - top) / temperature)."""
+def load_chunk(start, row, listed, top, draw):
+    """Return CHUNK listed groups from place `start` on: their logits (-inf beyond the list), ids and scores."""
     list_ptr, length = listed
-    counts, masses = tl.zeros((CHUNK, GROUP), tl.int32), tl.zeros((CHUNK, GROUP), tl.float32)
-    for start in range(0, length, CHUNK):
-        places = start + tl.arange(0, CHUNK)
-        logits, _ = load_groups(row, tl.load(list_ptr + places, places < length, other=0), places < length)
+    places = start + tl.arange(0, CHUNK)
+    logits, ids = load_groups(row, tl.load(list_ptr + places, places < length, other=0), places < length)
+    return logits, ids, score(logits - top, ids, draw)
+
+
+@triton.jit
+def measure_above(threshold, first, row, listed, top, draw, MASS: tl.constexpr):
+    """Return how many listed logits exceed the threshold, and with MASS the sum of their exp((logit - top) / temperature).
+
+    `first` is load_chunk(0, ...), which stays in registers.
+    """
+    logits, _, _ = first
+    counts, masses = (logits > threshold).to(tl.int32), tl.zeros((CHUNK, GROUP), tl.float32)
+    if MASS:
+        masses = tl.where(logits > threshold, tl.exp((logits - top) / draw[0]), 0.0)
+    for start in range(CHUNK, listed[1], CHUNK):
+        logits, _, _ = load_chunk(start, row, listed, top, draw)
         counts += (logits > threshold).to(tl.int32)
-        masses += tl.where(logits > threshold, tl.exp((logits - top) / temperature), 0.0)
+        if MASS:
+            masses += tl.where(logits > threshold, tl.exp((logits - top) / draw[0]), 0.0)
     return tl.sum(counts), tl.sum(masses)
 
 
 @triton.jit
-def best_above(threshold, row, listed, top, draw):
+def best_above(threshold, first, row, listed, top, draw):
     """Return the best id (the lowest of equals) among listed logits above the threshold, and its logit."""
-    list_ptr, length = listed
-    best, best_ids = tl.full((CHUNK, GROUP), -INF, tl.float32), tl.zeros((CHUNK, GROUP), tl.int32)
-    for start in range(0, length, CHUNK):
-        places = start + tl.arange(0, CHUNK)
-        logits, ids = load_groups(row, tl.load(list_ptr + places, places < length, other=0), places < length)
-        scores = score(logits - top, ids, draw)
+    logits, best_ids, scores = first
+    best = tl.where(logits > threshold, scores, -INF)
+    for start in range(CHUNK, listed[1], CHUNK):
+        logits, ids, scores = load_chunk(start, row, listed, top, draw)
         better = (logits > threshold) & (scores > best)
         best, best_ids = tl.where(better, scores, best), tl.where(better, ids, best_ids)
     token = tl.min(tl.where(best == tl.max(best), best_ids, 0x7FFFFFFF))
@@ -140,7 +152,7 @@ def best_above(threshold, row, listed, top, draw):
 
 
 @triton.jit
-def bisect(low, high, count, enough, k, maxima, row, listed, top, temperature, SHIFT: tl.constexpr):
+def bisect(low, high, count, enough, k, maxima, first, row, listed, top, draw, SHIFT: tl.constexpr):
     """Return the largest key >> SHIFT in [low, high) whose number at least k logits exceed.
 
     `count` is how many logits exceed the number of `low`. The search ends early at a number that at most `enough`
@@ -148,13 +160,13 @@ def bisect(low, high, count, enough, k, maxima, row, listed, top, temperature, S
     """
     while (high - low > 1) & (count > enough):
         # Halve a far range by its keys, in about 10 steps, and a close range by its numbers, in 7 steps for bf16
-        first, last = number_of_key(low << SHIFT), number_of_key(high << SHIFT)
-        mean = tl.minimum(tl.maximum(order_key((first + last) / 2) >> SHIFT, low + 1), high - 1)
-        middle = tl.where(last - first < 1000, mean, (low + high) >> 1)
+        least, most = number_of_key(low << SHIFT), number_of_key(high << SHIFT)
+        mean = tl.minimum(tl.maximum(order_key((least + most) / 2) >> SHIFT, low + 1), high - 1)
+        middle = tl.where(most - least < 1000, mean, (low + high) >> 1)
         if listed is None:
             above = tl.sum((maxima > number_of_key(middle << SHIFT)).to(tl.int32))
         else:
-            above, _ = measure_above(number_of_key(middle << SHIFT), row, listed, top, temperature)
+            above, _ = measure_above(number_of_key(middle << SHIFT), first, row, listed, top, draw, False)
         low, high = tl.where(above >= k, middle, low), tl.where(above >= k, high, middle)
         count = tl.where(above >= k, above, count)
     return low
@@ -195,28 +207,29 @@ def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr
             smallest = tl.min(tl.where(maxima > -INF, maxima, top))
             smaller = order_key(smallest - 0.01 * tl.abs(smallest) - 1e-30) >> SHIFT
             low = tl.where(count >= top_k, tl.maximum(smaller, low), low)
-            low = bisect(low, high, count, top_k + top_k // 8, top_k, maxima, row, None, top, temperature, SHIFT)
+            low = bisect(low, high, count, top_k + top_k // 8, top_k, maxima, None, row, None, top, draw, SHIFT)
             logit = number_of_key(low << SHIFT)
         in_list = maxima > logit
         tl.store(list_ptr + tl.cumsum(in_list.to(tl.int32), 0) - 1, groups, in_list)
         listed = (list_ptr, tl.sum(in_list.to(tl.int32)))
         tl.debug_barrier()  # all threads of the program read the list
 
-        n_vocab = row[1]
+        n_vocab, MASS = row[1], top_p is not None
+        first = load_chunk(0, row, listed, top, draw)
         count, mass, limit = n_vocab, INF, INF
         if top_k is None:
             masses = tl.load(summary_ptr + 2 * BLOCK + groups)
             limit = top_p * tl.sum(masses * tl.exp((maxima - top) / temperature))
-            count, mass = measure_above(logit, row, listed, top, temperature)
+            count, mass = measure_above(logit, first, row, listed, top, draw, MASS)
         elif top_p is not None:
-            low = bisect(low, high, n_vocab, top_k, top_k, maxima, row, listed, top, temperature, SHIFT)
+            low = bisect(low, high, n_vocab, top_k, top_k, maxima, first, row, listed, top, draw, SHIFT)
             logit = number_of_key(low << SHIFT)
-            _, mass = measure_above(logit, row, listed, top, temperature)
+            _, mass = measure_above(logit, first, row, listed, top, draw, MASS)
             limit = top_p * mass
         k = n_vocab if top_k is None else top_k
         while (count > 0) & ((count >= k) | (mass >= limit)):  # the count falls, so the loop ends
-            token, logit = best_above(logit, row, listed, top, draw)
-            count, mass = measure_above(logit, row, listed, top, temperature)
+            token, logit = best_above(logit, first, row, listed, top, draw)
+            count, mass = measure_above(logit, first, row, listed, top, draw, MASS)
     return token
 
 
