@@ -76,7 +76,6 @@ RUNS = ("_product_kernel|_matmul_kernel",)
 FAMILY = "^_(product|matmul|attention|vector_attention|norm|summary|draw)_kernel"
 MAX_HEAD_DIM = 256
 OTHER = "choose kernels.decode=blocks"
-BRANCHES = "proj", "fc_proj"  # the products whose result is added to the residual stream
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -177,9 +176,10 @@ def product_launch(OUT: int, K: int, dtype: torch.dtype, programs: int) -> dict:
             return {"BLOCK_N": rows, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
         return {"BLOCK_N": 32 if 20 * programs < OUT else rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
     if K <= 2048:
-        return {"BLOCK_N": rows, "BLOCK_K": 2048, "SLICES": 16, "num_warps": 8}
-    warps = 4 if K <= 4096 else 8
-    return {"BLOCK_N": 8, "BLOCK_K": 1024, "SLICES": 2 * warps, "num_warps": warps}
+        return {"BLOCK_N": rows, "BLOCK_K": 2048, "SLICES": 8, "num_warps": 8}
+    if K <= 4096:
+        return {"BLOCK_N": 8, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
+    return {"BLOCK_N": 8, "BLOCK_K": 2048, "SLICES": 16, "num_warps": 8}
 
 
 def padded_rows(N: int, dtype: torch.dtype) -> int:
@@ -202,7 +202,7 @@ def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None
     result = {"GELU": False, **result}
     if not step.few:
         rows = _many.norm(step, x) if isinstance(x, dict) else x
-        return _many.matmul(step, name, rows, weight, bias, width, splittable=name in BRANCHES, **result)
+        return _many.matmul(step, name, rows, weight, bias, width, **result)
     default = product_launch(OUT, K, step.dtype, multiprocessors(step.device))
     launch = step.parameters(name, f"{OUT} {K} {W.dtype}", default)
     out = step.empty(step.N, width)

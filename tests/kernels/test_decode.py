@@ -14,7 +14,7 @@ import torch
 from kernels import decode as contract
 from kernels.cache import FP8, Cache
 from kernels.check import broken_rule
-from kernels.decode import Model, _step, int8, to_float64
+from kernels.decode import Model, _many, _step, int8, to_float64
 from kernels.decode import triton as fused
 from kernels.registry import Unavailable, backend, impls, load
 from kernels.tuned import override_tables
@@ -247,7 +247,7 @@ def test_launch_parameters_do_not_change_the_result(change):
     case, parameters, pattern = CHANGES[change]
     weights, tokens, cache = case_inputs(case, torch.float32, n_layer=1).values()
     expected = run("triton", weights, tokens, copy_cache(cache))
-    products = fused.BRANCHES if "PARTS" in parameters else ("qkv", "proj", "fc", "fc_proj", "head")
+    products = _many.BRANCHES if "PARTS" in parameters else ("qkv", "proj", "fc", "fc_proj", "head")
     kernels = {f"decode_{pattern.format(name)}" for name in products}
     with override_tables(dict.fromkeys(kernels, parameters)) as requests:
         result = run("triton", weights, tokens, copy_cache(cache))
