@@ -45,8 +45,8 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16 and
-// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, COPIES, SHARED_BYTES, TIMEOUT_NS; and for each of QKV,
-// PROJ, FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
+// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, COPIES, FLYING, SHARED_BYTES, TIMEOUT_NS; and for each
+// of QKV, PROJ, FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
 constexpr bool MATRIX_UNIT = BF16;  // even for one sequence: then x is read from shared memory once for all rows
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
@@ -159,7 +159,7 @@ struct Scratch {  // in shared memory, besides the ring
     } head;
   };
   alignas(16) float part[WARPS * BATCH * MOST_SUMS];
-  alignas(16) u32 reduction[5 * WARPS];  // Moments, or what sampling reduces
+  alignas(16) u32 reduction[7 * WARPS];  // Moments, or what sampling reduces
   float query[D];
   alignas(16) KV key[D], value[D];  // of the new token
   alignas(16) float2 tops[WARPS], merge[D / 2][WARPS];
@@ -170,10 +170,10 @@ struct Scratch {  // in shared memory, besides the ring
   int token[BATCH], drawn[BATCH], position[BATCH], splits[BATCH], stopped[BATCH];
   u32 seed[BATCH];
   int finished, abandoned;  // the launch ends after this token; because of a wait that failed
-  Barrier full[32], empty[32];  // of the slots of the ring
+  Barrier full[32], empty[32];  // of the slots of the ring: the copy is complete; all warps have read it
 };
 constexpr int SLOTS = smaller(32, (SHARED_BYTES - (int)sizeof(Scratch) - 128) / SLOT_BYTES);
-static_assert(SLOTS >= 2, "too little shared memory");
+static_assert(SLOTS >= larger(2, FLYING), "too little shared memory");
 
 struct Shared {
   alignas(128) char ring[SLOTS][SLOT_BYTES];
@@ -366,7 +366,8 @@ DEVICE void run_head(Block& k) {
 }
 
 DEVICE void start(Block& k) {
-  for (int slot = 0; slot < SLOTS && k.thread == 0; ++slot) initialize(&k.s.full[slot]), initialize(&k.s.empty[slot]);
+  for (int slot = 0; slot < SLOTS && k.thread == 0; ++slot)
+    initialize(&k.s.full[slot], 1), initialize(&k.s.empty[slot], WARPS);
   if (k.thread < BATCH) {
     k.s.token[k.thread] = (int)k.a.tokens[k.thread];
     k.s.position[k.thread] = (int)k.a.positions[k.thread];

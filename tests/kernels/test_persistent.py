@@ -107,6 +107,35 @@ def test_against_float64(case, dtype):
     assert reason is None, reason
 
 
+@pytest.mark.skipif(GPU, reason="the sizes are for three emulated multiprocessors")
+def test_a_pass_larger_than_the_ring(monkeypatch):
+    """The ring has two slots, and fc_proj four pieces. So a block must release a piece before the pass is complete."""
+    monkeypatch.setattr(plan, "PIECE_BYTES", 1)  # as few tiles as there are warps
+    slot = 86 * 4 * 64  # bytes: rows of fc, tiles, bytes of a tile
+    monkeypatch.setattr(persistent, "SHARED_BYTES", 10_000 + 2 * slot)
+    arguments = case_inputs("one")
+    packed = pack(arguments["weights"], arguments["cache"])
+    assert plan.make_plans(packed.weights, 3, 4)["FC_PROJ"] == plan.Plan(rows=22, passes=1, tiles=4)  # of 16 tiles
+    expected = contract.reference(**contract.to_float64(arguments))
+    logits = persistent.decode(packed, arguments["tokens"], arguments["cache"])
+    torch.testing.assert_close(logits, expected.float(), rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(persistent, "SHARED_BYTES", 10_000 + slot)
+    with pytest.raises(Unavailable, match="shared memory"):  # so there were two slots
+        pack(arguments["weights"], arguments["cache"])
+
+
+@pytest.mark.skipif(not GPU, reason="an emulator is too slow for this width")
+def test_wide_model_on_a_gpu():
+    """In GPT-2 1558M a pass of fc_proj has more pieces than the ring has slots."""
+    arguments = case_inputs({"batch": 1, "lengths": [9], "width": 1600, "heads": 25}, torch.bfloat16)
+    expected = contract.reference(**contract.to_float64(arguments)).float()
+    packed = pack(arguments["weights"], arguments["cache"])
+    logits = persistent.decode(packed, arguments["tokens"], arguments["cache"])
+    eager = contract.reference(**arguments).float()  # it appends the same keys once more
+    error, own = (eager - expected).norm(), (logits.float() - expected).norm()
+    assert own <= 2 * error
+
+
 def draw_one_by_one(packed, tokens, cache, seeds, sampling, steps, stops=()):
     """Return what generate_tokens() should: by `steps` calls of decode(), with a draw in PyTorch after each."""
     drawn, stopped = [], torch.zeros(len(tokens), dtype=torch.bool, device=DEVICE)
@@ -243,14 +272,15 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
     """Without any one of the block's barriers a launch hangs, crashes, or leaves another result, in some schedule."""
     shutil.copytree(emulator.FOLDER.parent, tmp_path / "decode")
     weights, tokens, cache = case_inputs("ragged").values()
+    samplings = [SAMPLINGS["both"], Sampling(97, top_k=6)]  # more, and fewer, than there are groups of logits
     monkeypatch.setattr(persistent, "TIMEOUT_NS", 4_000_000)
 
-    def outcome(seed, stops):
+    def outcome(sampling, seed, stops):
         launch(seed=seed)
         own = copy_cache(cache)
         try:
             packed = pack(weights, own)
-            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(2, 3), SAMPLINGS["both"], 8, stops)
+            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(2, 3), sampling, 8, stops)
         except (KernelError, AssertionError) as error:
             return str(error)
         return drawn.tolist(), rows_of(own).tolist()
@@ -266,8 +296,9 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
                 os._exit(1)
         return os.waitpid(child, 0)[1] != 0
 
-    stops = tuple({row[2] for row in outcome(0, ())[0]})  # with these the launch ends early
-    runs = {(seed, ids): outcome(seed, ids) for ids in ((), stops) for seed in range(3)}
+    stops = tuple({row[2] for row in outcome(samplings[0], 0, ())[0]})  # with these the launch ends early
+    settings = [(samplings[0], stops), *((sampling, ()) for sampling in samplings)]
+    runs = {run: outcome(*run) for run in ((sampling, seed, ids) for sampling, ids in settings for seed in range(3))}
     monkeypatch.setattr(emulator, "FOLDER", tmp_path / "decode/_persistent")
     assert not any(differs(*run) for run in runs.items())
     path = next((tmp_path / "decode").rglob(name))
@@ -365,7 +396,7 @@ def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, tmp_path)
     command = ["nvcc", "-std=c++17", "-arch=sm_90", "-cubin", "-Xptxas=-v", *options, "-o", tmp_path / "kernel.cubin"]
     done = subprocess.run([*command, persistent.SOURCE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0]) <= 160
+    assert int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0]) <= 200
     registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
     assert registers <= 65_536 // (128 * ceil((warps + 1) / 4))  # warps get registers in fours
     assert persistent.SHARED_BYTES == 227 * 1024

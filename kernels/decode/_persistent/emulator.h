@@ -32,11 +32,11 @@ struct Meeting {  // of `count` fibers, again and again
   u32 rounds = 0;
 };
 
-struct MemoryBarrier {  // of one arrival, and the bytes that it announces
-  int pending, bytes;
+struct MemoryBarrier {  // of some arrivals, and the bytes that they announce
+  int arrivals, pending, bytes;
   u32 phases;
   void update() {
-    if (pending == 0 && bytes == 0) pending = 1, ++phases;
+    if (pending == 0 && bytes == 0) pending = arrivals, ++phases;
   }
 };
 
@@ -220,7 +220,7 @@ inline void multiply_tile(float (&sum)[2], u32 x0, u32 x1, u32 w0, u32 w1) {
     }
 }
 
-inline void initialize(Barrier* barrier) { *barrier = {1, 0, 0}; }
+inline void initialize(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
 inline bool passed(Barrier* barrier, int parity) { emulator::yield(); return (barrier->phases & 1) != (u32)parity; }
 inline void arrive(Barrier* barrier) { --barrier->pending, barrier->update(); }
 inline void copy_to_shared(void* to, const void* from, int bytes, Barrier* barrier) {

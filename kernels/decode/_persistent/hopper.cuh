@@ -45,9 +45,10 @@ template <int N> __device__ __forceinline__ void load_l2(unsigned (&to)[N], cons
                  : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3]) : "l"((const char*)from + 4 * i));
 }
 
-__device__ __forceinline__ void fence() { __threadfence(); }
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void synchronize_all() { __syncthreads(); }
 __device__ __forceinline__ void synchronize_block() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void synchronize_warp() { __syncwarp(); }
 __device__ __forceinline__ unsigned exchange_bits(unsigned bits, int lane) { return __shfl_sync(~0u, bits, lane); }
 
 __device__ __forceinline__ unsigned short round_to_bf16(float x) {
@@ -59,8 +60,8 @@ __device__ __forceinline__ unsigned short round_to_bf16(float x) {
 __device__ __forceinline__ unsigned vote(bool yes) { return __ballot_sync(~0u, yes); }
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 
-__device__ __forceinline__ void initialize(Barrier* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(barrier)) : "memory");
+__device__ __forceinline__ void initialize(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine sees it too
 }
 

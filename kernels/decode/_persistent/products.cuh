@@ -24,6 +24,7 @@ DEVICE void feed_ring(Block& k) {
     const int piece = produced % PIECES, slot = produced % SLOTS, bytes = bytes_of_piece(piece);
     while (produced >= SLOTS && !*finished && !passed(&k.s.empty[slot], (produced / SLOTS - 1) & 1)) {}
     if (*finished) break;
+    if (produced >= FLYING && piece < LAYERS * LAYER_PIECES) wait_for_piece(k, produced - FLYING);
     if (piece == 0) source = k.a.weights + k.block * TOKEN_BYTES;
     copy_to_shared(k.ring[slot], source, bytes, &k.s.full[slot]);
     source += bytes;
@@ -102,9 +103,9 @@ template <class P> DEVICE float total(const float* part, int b, int row) {
 template <class P, class Finish> DEVICE void multiply(Block& k, Finish finish) {
   for (int pass = 0; pass < P::PASSES; ++pass) {
     Sums<P> sums = {};
-    for (int piece = 0; piece < P::PIECES; ++piece) {
-      wait_for_piece(k, k.consumed + piece);
-      const char* slot = k.ring[(k.consumed + piece) % SLOTS];
+    for (int piece = 0; piece < P::PIECES; ++piece, ++k.consumed) {
+      wait_for_piece(k, k.consumed);
+      const char* slot = k.ring[k.consumed % SLOTS];
 #pragma unroll
       for (int i = 0; i < ceil_div(P::TILES, WARPS); ++i) {
         const int tile = k.warp() + i * WARPS;
@@ -112,12 +113,12 @@ template <class P, class Finish> DEVICE void multiply(Block& k, Finish finish) {
         if (EVEN || tile < P::tiles(piece))
           accumulate<P>(sums, i, slot + tile * P::ROWS * 64, k.s.x + (piece * P::TILES + tile) * TILE, k.lane());
       }
+      synchronize_warp();
+      if (k.lane() == 0) arrive(&k.s.empty[k.consumed % SLOTS]);
     }
     float* part = k.s.part + pass % 2 * WARPS * BATCH * P::PADDED;  // the last pass's sums may still be in use
     store_sums<P>(sums, part + k.warp() * BATCH * P::PADDED, k.lane());
     synchronize_block();
-    for (int piece = 0; piece < P::PIECES; ++piece, ++k.consumed)
-      if (k.thread == 0) arrive(&k.s.empty[k.consumed % SLOTS]);
     finish(pass, part);
   }
 }

@@ -121,40 +121,56 @@ DEVICE void summarize(Block& k) {
 }
 
 constexpr int KEY_SHIFT = BF16 ? 16 : 0;  // low bits of a logit that are 0
+typedef Choice<BF16, int, i64>::Type Key;  // the sum of two must fit
 
-DEVICE i64 order_key(float x) {  // integers in the order of the numbers
+DEVICE Key order_key(float x) {  // integers in the order of the numbers
   int bits = (int)__float_as_uint(x);
   return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
 
-DEVICE float number_of_key(i64 key) {
+DEVICE float number_of_key(Key key) {
   int bits = (int)key;
   return __uint_as_float(bits ^ (bits >> 31 & 0x7FFFFFFF));
 }
 
-// Find the keys of two neighbouring numbers, so that top_k or more of the groups' largest logits are above the lower
-// one, and fewer above the upper one.
-template <int EACH> DEVICE void bisect_tops(Block& k, const float (&top)[EACH], i64& low, i64& high) {
-  for (int round = 0; high - low > 1; ++round) {
-    const i64 middle = round == 0 ? low : (low + high) >> 1;
-    const float threshold = number_of_key(middle << KEY_SHIFT);
-    int count = 0;
+// Return the key of a number in [low, high) that at least top_k of the groups' largest logits exceed, but at most 1/8
+// more if they differ. If fewer than top_k exceed `low`, return low. A round counts at the numbers that cut the range
+// into four.
+template <int EACH> DEVICE Key bisect_tops(Block& k, const float (&top)[EACH], Key low, Key high) {
+  const int enough = k.a.top_k + k.a.top_k / 8;
+  int above_low = 0x7FFFFFFF;
+  for (int round = 0; high - low > 1 && above_low > enough; ++round) {
+    Key key[3];
+    float threshold[3];
+    int count[3] = {};
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) count += top[i] > threshold;
-    count = warp_sum(count);
-    u32* counts = k.s.reduction + round % 2 * WARPS;
-    if (k.lane() == 0) counts[k.warp()] = count;
+    for (int j = 0; j < 3; ++j) {
+      key[j] = low + ((high - low) * (j + 1) >> 2);
+      threshold[j] = number_of_key(key[j] << KEY_SHIFT);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)  // three chains of additions at a time
+#pragma unroll
+      for (int j = 0; j < 3; ++j) count[j] += top[i] > threshold[j];
+    u32* counts = k.s.reduction + round % 2 * 3 * WARPS;
+#pragma unroll
+    for (int j = 0; j < 3; ++j) {
+      count[j] = warp_sum(count[j]);
+      if (k.lane() == 0) counts[j * WARPS + k.warp()] = count[j];
+    }
     synchronize_block();
-    count = 0;
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) count += counts[warp];
-    if (count >= k.a.top_k)
-      low = middle;
-    else if (round > 0)
-      high = middle;
-    else  // there are fewer groups
-      low = order_key(-3.4e38f) >> KEY_SHIFT, high = low + 1;
+    for (int j = 0; j < 3; ++j) {
+      int all = 0;
+#pragma unroll
+      for (int warp = 0; warp < WARPS; ++warp) all += counts[j * WARPS + warp];
+      if (all >= k.a.top_k)
+        low = key[j], above_low = all;
+      else if (key[j] < high)
+        high = key[j];
+    }
   }
+  return low;
 }
 
 // Return the sum of `count` over the threads before this one, and let `all` be the sum over all threads. The caller
@@ -166,7 +182,7 @@ DEVICE int count_before(Block& k, int count, int& all) {
     const int other = exchange(before, k.lane() - step);
     if (k.lane() >= step) before += other;
   }
-  u32* counts = k.s.reduction + 2 * WARPS;  // bisect_tops() may still read the first ones
+  u32* counts = k.s.reduction + 6 * WARPS;  // bisect_tops() may still read the first ones
   if (k.lane() == 31) counts[k.warp()] = before;
   synchronize_block();
   before -= count, all = 0;
@@ -222,7 +238,7 @@ DEVICE int draw_row(Block& k, int b) {
   constexpr int ALL = BLOCKS * GROUPS, EACH = ceil_div(ALL, THREADS);
   const Arguments& a = k.a;
   float top[EACH], mass[EACH];
-  float2 range = make_float2(INF, -INF);  // of the groups' largest logits
+  float most = -INF;    // of this thread's groups
   Candidate candidate;                    // a group, at first
   constexpr int AT_ONCE = balanced(EACH, 8);
   auto group = [&](int i) { return i < EACH && k.thread + i * THREADS < ALL ? k.thread + i * THREADS : -1; };
@@ -234,20 +250,22 @@ DEVICE int draw_row(Block& k, int b) {
     for (int i = start; i < smaller(start + AT_ONCE, EACH); ++i) {
       top[i] = group(i) < 0 ? -INF : __uint_as_float(word[i - start].data[0]);
       mass[i] = __uint_as_float(word[i - start].data[2]);
-      if (top[i] > -INF) range = make_float2(fminf(range.x, top[i]), fmaxf(range.y, top[i]));
+      most = fmaxf(most, top[i]);
       if (group(i) >= 0) candidate = better(candidate, {__uint_as_float(word[i - start].data[1]), 0, group(i)});
     }
   }
   fence();
+  float2 range = make_float2(most, most);  // THREADS or more groups reach its lower end
   range = reduce(k, range, [](float2 x, float2 y) { return make_float2(fminf(x.x, y.x), fmaxf(x.y, y.y)); });
   const float highest = range.y;
-  const i64 above = (order_key(highest) >> KEY_SHIFT) + 1;
+  const Key above = (order_key(highest) >> KEY_SHIFT) + 1;
   const bool limited = limits_count(a);
-  i64 low = (order_key(range.x) >> KEY_SHIFT) - 1, high = above;
+  Key low = order_key(-3.4e38f) >> KEY_SHIFT, high = above;
+  if (a.top_k <= THREADS && range.x > -1e38f) low = (order_key(range.x) >> KEY_SHIFT) - 1;
   int likely, kept = MOST_KEPT + 1;
   Scan scan;
   if (limited) {
-    bisect_tops(k, top, low, high);
+    low = bisect_tops(k, top, low, high);
     const float threshold = number_of_key(low << KEY_SHIFT);
     likely = list_groups(k, top, threshold);
     kept = list_logits(k, b, likely, threshold);
@@ -276,10 +294,11 @@ DEVICE int draw_row(Block& k, int b) {
     limit = a.top_p * reduce(k, all, [](float x, float y) { return x + y; });
   }
   for (;;) {  // the count of larger logits falls, so this ends
-    const i64 middle = (low + high) >> 1;
+    const Key middle = (low + high) >> 1;
     scan = scan_above(k, b, likely, kept, bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit, highest);
     if (bisecting && high - low > 1) {
-      (scan.count >= a.top_k ? low : high) = middle;
+      if (scan.count >= a.top_k) low = middle;
+      else high = middle;
       continue;
     }
     if (bisecting) {
@@ -310,9 +329,9 @@ DEVICE void draw_tokens(Block& k, int step) {
     if (k.thread > 0) continue;
     int stopped = k.s.stopped[b];
     for (int i = 0; i < a.stop_count; ++i) stopped |= id == a.stops[i];
-    for (int later = step; later < (stopped ? a.steps : step + 1); ++later) a.drawn[(i64)b * a.steps + later] = id;
     fence();
     store_word(a.token + b, {{(u32)id, (u32)stopped, 0}, k.epoch});
+    for (int later = step; later < (stopped ? a.steps : step + 1); ++later) a.drawn[(i64)b * a.steps + later] = id;
   }
   mark(k);
   if (k.warp() == 0) {
