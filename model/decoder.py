@@ -29,7 +29,7 @@ BUCKET = 256  # keys of the smallest bucket; each next bucket has twice as many,
 # Tokens of a sequence in one forward of the prefill. More need more memory, and are not faster. With more than 4
 # sequences, each has fewer, but at least SHORT_CHUNK
 CHUNK, SHORT_CHUNK = 16384, 1024
-LAUNCH_TOKENS = 16  # steps in one launch of generate_tokens(); their tokens reach the host together
+LAUNCH_TOKENS = 32  # steps in one launch of generate_tokens(); their tokens reach the host together
 CAPTURED = 16384  # tokens in the longest captured prefill, all sequences together; a longer one hides its launches
 
 
@@ -56,9 +56,10 @@ class Decoder:
     Both return `output` (B, 1 + n) int64, which the next call overwrites: the number of new tokens of each sequence,
     then the tokens. n is 1, or with a draft 1 + draft_tokens, or LAUNCH_TOKENS if the backend has generate_tokens().
     `decode` names a backend of kernels/decode/; blocks runs the model itself. `compiled` compiles the steps. warm_up()
-    compiles them in advance, and on a GPU captures them as CUDA graphs; later prefills are captured, too. With
-    `prefill_only`, step() is not called, and the model's attention need not take `lengths`. Raises Unavailable or
-    UserError if the model or the backend cannot decode with these arguments.
+    compiles them in advance, and on a GPU captures them as CUDA graphs; later prefills are captured, too. The ids in
+    `stops` end a launch of generate_tokens() early; the caller ends the texts. With `prefill_only`, step() is not
+    called, and the model's attention need not take `lengths`. Raises Unavailable or UserError if the model or the
+    backend cannot decode with these arguments.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Decoder:
         decode: str = "blocks",
         compiled: bool = False,
         options: GenerateConfig | None = None,
+        stops: tuple[int, ...] = (),
         prefill_only: bool = False,
     ):
         options = options or GenerateConfig()
@@ -85,7 +87,7 @@ class Decoder:
                 f"kernels.compile=true compiles plain PyTorch, and kernels.decode={decode} has its own kernels: choose "
                 "kernels.compile=false, or kernels.decode=blocks"
             )
-        self.model, self.sampling, self.capacity = model, sampling, capacity
+        self.model, self.sampling, self.capacity, self.stops = model, sampling, capacity, stops
         self.keeps_fp8 = reads_fp8(model.h[0].attn.attention)
         self.step_tokens = T = options.step_tokens
         self.rows = self.allocated_rows(config.window)
@@ -185,7 +187,7 @@ class Decoder:
 
     def _launch(self, steps: int) -> None:
         cache = Cache(self.kv, self.rows, self.positions)
-        drawn = self.generate_tokens(self.packed, self.tokens, cache, self.seeds, self.sampling, steps)
+        drawn = self.generate_tokens(self.packed, self.tokens, cache, self.seeds, self.sampling, steps, self.stops)
         self.output[:, 0] = steps
         self.output[:, 1 : 1 + steps] = drawn
         self.tokens.copy_(drawn[:, -1:])

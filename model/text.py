@@ -7,6 +7,11 @@ from data.tokenizer import Tokenizer
 INCOMPLETE = "\ufffd"  # the last character decodes to this while it lacks bytes
 
 
+def stop_ids(tokenizer: Tokenizer, stops: list[int | str] | None) -> tuple[int, ...]:
+    """Return the token ids that end a text: those of `stops`, and the tokenizer's eot. None if `stops` is None."""
+    return () if stops is None else (tokenizer.eot, *(stop for stop in stops if isinstance(stop, int)))
+
+
 class Text:
     """The text of one sequence while its tokens arrive. `stopped` is true after a stop token or a stop text.
 
@@ -18,7 +23,7 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, stops: list[int | str] | None):
         self.decode = tokenizer.decode
-        self.stop_ids = set() if stops is None else {tokenizer.eot, *(stop for stop in stops if isinstance(stop, int))}
+        self.stop_ids = stop_ids(tokenizer, stops)
         self.stop_texts = [stop for stop in stops or [] if isinstance(stop, str)]
         self.tokens: list[int] = []
         self.pending: list[int] = []  # tokens whose last character may lack bytes

@@ -17,8 +17,9 @@ A backend may also define
     decode_token(logits, seeds, positions, sampling, tokens, output)
                             after a step of one token: draw with sample_tokens() at positions + 1, store the draws in
                             tokens (B, 1) and output[:, 1] of (B, 2), and add 1 to the positions
-    generate_tokens(packed, tokens, cache, seeds, sampling, steps) -> (B, steps) int64
-                            several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1)
+    generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops) -> (B, steps) int64
+                            several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1).
+                            A sequence that draws an id of the tuple `stops` repeats it until the launch ends
     weight_bytes(packed)    the bytes of weights that a step reads, if they are not those of Weights
     detail()                its version, for the row
     LOSSY = True            it rounds the weights, so its logits differ from the model's

@@ -198,7 +198,7 @@ def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 def generate_tokens(
-    packed: Packed, tokens: Tensor, cache: Cache, seeds: Tensor, sampling: Sampling, steps: int, stops: tuple = ()
+    packed: Packed, tokens: Tensor, cache: Cache, seeds: Tensor, sampling: Sampling, steps: int, stops: tuple[int, ...]
 ) -> Tensor:
     """Return the next `steps` tokens of each sequence, (B, steps) int64, and append to the cache, in one launch.
 
@@ -206,5 +206,5 @@ def generate_tokens(
     waited too long for another one.
     """
     drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
-    packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids_on(tokens.device, tuple(stops)), drawn=drawn)
+    packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids_on(tokens.device, stops), drawn=drawn)
     return drawn

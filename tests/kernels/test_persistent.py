@@ -164,7 +164,7 @@ def test_one_launch_draws_the_tokens_of_single_steps(case, sampling, launch):
         launch(seed=seed)
         own, other, seeds = copy_cache(cache), copy_cache(cache), seeds_of(seed, len(tokens), DEVICE)
         inputs = tokens.clone(), own.positions.clone()
-        drawn = persistent.generate_tokens(packed, tokens, own, seeds, SAMPLINGS[sampling], 4)
+        drawn = persistent.generate_tokens(packed, tokens, own, seeds, SAMPLINGS[sampling], 4, ())
         expected = draw_one_by_one(packed, tokens, other, seeds, SAMPLINGS[sampling], 4)
         assert drawn.tolist() == expected.tolist()
         assert torch.equal(rows_of(own), rows_of(other))
@@ -177,7 +177,7 @@ def test_a_sequence_that_stops_repeats_its_token(stopping, launch):
     """It appends nothing more to the cache. The launch ends early if all sequences have stopped."""
     weights, tokens, cache = case_inputs("ragged").values()
     packed, seeds, sampling = pack(weights, cache), seeds_of(2, 3, DEVICE), SAMPLINGS["all"]
-    free = persistent.generate_tokens(packed, tokens, copy_cache(cache), seeds, sampling, 8).tolist()
+    free = persistent.generate_tokens(packed, tokens, copy_cache(cache), seeds, sampling, 8, ()).tolist()
     stops = tuple({row[2] for row in free[:stopping]})
     for seed in (0, 1, 2):
         launch(seed=seed)
@@ -202,7 +202,7 @@ def test_any_schedule_of_the_threads_gives_the_same_bits(dtype, launch):
         for schedule in schedules:
             launch(blocks, **schedule)
             own = copy_cache(cache)
-            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(1, 2), Sampling(61, top_p=0.9), 4)
+            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(1, 2), Sampling(61, top_p=0.9), 4, ())
             results.append((drawn.tolist(), rows_of(own)))
     assert ceil(16 / ceil(16 / 5)) == 4  # so the fifth block has no rows of the projections
     for i, (drawn, rows) in enumerate(results):
@@ -254,7 +254,7 @@ def test_a_block_that_does_not_answer_is_an_error(launch, monkeypatch):
     monkeypatch.setattr(persistent, "TIMEOUT_NS", 3_000_000)
     weights, tokens, cache = case_inputs("ragged").values()
     packed = pack(weights, cache)
-    generate = [packed, tokens, cache, seeds_of(0, 3), SAMPLINGS["greedy"], 3]
+    generate = [packed, tokens, cache, seeds_of(0, 3), SAMPLINGS["greedy"], 3, ()]
     expected = persistent.generate_tokens(*generate)
     for absent in (0, 2):
         launch(absent=absent)
@@ -338,7 +338,7 @@ def test_it_records_its_phases(monkeypatch):
     monkeypatch.setattr(persistent, "TIMING", True)
     weights, tokens, cache = case_inputs("one").values()
     packed, sampling = pack(weights, cache), SAMPLINGS["greedy"]
-    persistent.generate_tokens(packed, tokens, cache, seeds_of(0, 1, DEVICE), sampling, 2)
+    persistent.generate_tokens(packed, tokens, cache, seeds_of(0, 1, DEVICE), sampling, 2, ())
     records = 2 * (len(persistent.PHASES) * len(weights.layers) + len(persistent.LAST_PHASES))
     timeline = packed.tensors["timeline"].view(torch.int64).tolist()
     assert timeline[:records] == sorted(timeline[:records])
@@ -432,7 +432,7 @@ def test_gpt2_on_a_gpu(batch, length):
     assert reason is None, reason
     for sampling in (Sampling(50257, 0), Sampling(50257, 0.8, 200), Sampling(50257, 1.0, 0, 0.9)):
         seeds, one, other, equal = seeds_of(3, batch, DEVICE), copy_cache(cache), copy_cache(cache), 0
-        drawn = persistent.generate_tokens(packed, tokens, one, seeds, sampling, 40)
+        drawn = persistent.generate_tokens(packed, tokens, one, seeds, sampling, 40, ())
         last = tokens
         for t in range(40):
             logits = persistent.decode(packed, last, other)[:, 0, : sampling.n_vocab]

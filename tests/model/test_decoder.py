@@ -156,7 +156,8 @@ def test_a_decoder_that_makes_several_tokens_in_one_launch(new, monkeypatch):
     expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)
     launches = []
 
-    def generate_tokens(packed, tokens, cache, seeds, sampling, steps):
+    def generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops):
+        assert stops == (3, 5)
         launches.append(steps)
         drawn = []
         for _ in range(steps):
@@ -168,7 +169,7 @@ def test_a_decoder_that_makes_several_tokens_in_one_launch(new, monkeypatch):
 
     monkeypatch.setattr(blocks, "generate_tokens", generate_tokens, raising=False)
     monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
-    decoder = Decoder(model, 4, 9 + new, SAMPLED)
+    decoder = Decoder(model, 4, 9 + new, SAMPLED, stops=(3, 5))
     decoder.warm_up(9, new)
     launches.clear()
     for _ in range(2):
