@@ -18,8 +18,8 @@ better score. Otherwise top_p can keep only larger logits, and the best of these
 with a count, makes top_k exact. Only top_k and top_p together need the k-th logit itself, because top_p then applies to
 the probabilities that top_k leaves. Equal logits are kept together, or left out together.
 
-On an H200 (V = 50304, bf16, one row of random logits, in a CUDA graph), the first kernel takes 1.3 us, and the second
-8.8 us with top_k = 200.
+On an H200 (V = 50304, bf16, random logits, top_k = 200, in a step of decoding), both kernels take 9 us for one row. For
+64 rows the first takes 3.9 us, and the second 9.0 us.
 """
 
 import torch

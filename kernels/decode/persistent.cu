@@ -3,11 +3,12 @@
 // A step of GPT-2 124M multiplies 247 MB of weights with one vector a sequence. An H200 reads them in 59 us. A first
 // version had a block on each multiprocessor, and a barrier after each of a layer's 5 phases. It took 220 us: 67 us for
 // 61 barriers, and the rest because a block waits for weights, then for activations, then for weights again. Here
-// weights never wait, and there are no barriers. A token takes 177 us.
+// weights never wait, and there are no barriers. A token takes 165 us.
 //
 // 1. The ring. A block owns the same rows of every matrix for all tokens. persistent.py lays them out as one stream, in
-//    the order of use: 111 KB a layer for each of 128 blocks. The copy engine fills a ring of slots, 200 KB of shared
-//    memory, from this stream. It runs ahead over phases, layers and tokens, so HBM works while the blocks wait.
+//    the order of use: 111 KB a layer for each of 128 blocks. A warp that does nothing else lets TMA, Hopper's copy
+//    engine, fill a ring of slots, 200 KB of shared memory, from this stream. It runs ahead over phases, layers and
+//    tokens, so HBM works while the blocks wait.
 // 2. Words. A block publishes results in words of 16 bytes: 12 bytes of data, such as 6 results in bf16, and the epoch,
 //    which counts layers. One store writes a word and one load reads it, so a block that finds the right epoch has the
 //    data as well (NCCL's LL protocol does the same). A barrier takes a store, a fence, an atomic addition, a poll and
@@ -24,11 +25,11 @@
 //     stream += proj, LayerNorm, 24 rows of fc, GELU
 //     6 rows of fc_proj
 //
-// 12 layers take some 150 us, the head 15 us, and the draw 10 us. In a layer the exchanges take most of the time.
+// 12 layers take some 131 us, the head 17 us, and the draw 14 us. In a layer the exchanges take most of the time.
 // Copies of weights slow the polls down: without copies, and so with wrong results, a version of 242 us took 184 us.
-// Three measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
+// Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
 // because lanes that went on alone ran the code after it up to four times. No branch stands between the loads of two
-// tiles.
+// tiles. A warp releases a slot as soon as it has read it: 170 us a token instead of 178.
 //
 // All layers use the same words, so a block overwrites a word one layer later. By then every block has read it. To get
 // there the block waited for fc_proj, whose blocks waited for fc. Every block has rows of fc, and publishes them only
@@ -45,10 +46,10 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16 and
-// STREAM_BF16 (0 or 1), KV_BITS (8, 16 or 32), ROPE, SPLIT_KEYS, COPIES, FLYING, SHARED_BYTES, TIMEOUT_NS; and for each
-// of QKV, PROJ, FC, FC_PROJ and HEAD its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
+// STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); its CONSTANTS; and for each of QKV, PROJ, FC, FC_PROJ and HEAD
+// its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
-constexpr bool MATRIX_UNIT = BF16;  // even for one sequence: then x is read from shared memory once for all rows
+constexpr bool TENSOR_CORES = BF16;  // even for one sequence: then x is read from shared memory once for all rows
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 #define INF __uint_as_float(0x7F800000)
 
@@ -73,7 +74,7 @@ __host__ __device__ constexpr int power_of_two(int n, int p = 1) { return p >= n
 
 typedef Choice<BF16, bf16, float>::Type T;              // weights and logits
 typedef Choice<STREAM_BF16, bf16, float>::Type Stream;  // residual stream
-typedef Choice<MATRIX_UNIT, bf16, float>::Type X;       // inputs of a product
+typedef Choice<TENSOR_CORES, bf16, float>::Type X;       // inputs of a product
 typedef Choice<KV_BITS == 8, e4m3, Choice<KV_BITS == 16, bf16, float>::Type>::Type KV;  // cache
 
 // ---- Sizes of the products, and what lies in memory
@@ -86,7 +87,7 @@ constexpr int PER_WORD = 12 / sizeof(T);                // results in a word
 template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int TIMES_> struct Product {
   static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_;
   static constexpr int TIMES = TIMES_;  // that its results are published
-  static constexpr int SHARE = ROWS * PASSES, GROUPS = ceil_div(ROWS, 8), PADDED = 8 * GROUPS;
+  static constexpr int SHARE = ROWS * PASSES, ROW_GROUPS = ceil_div(ROWS, 8), PADDED = 8 * ROW_GROUPS;
   static constexpr int ALL_TILES = ceil_div(K, TILE), TILES = smaller(TILES_, ALL_TILES);
   static constexpr int PIECES = ceil_div(ALL_TILES, TILES);  // of a pass
   static constexpr int STRIDE = (ALL_TILES | 1) * TILE;      // of x; an odd number of 64 bytes has no bank conflicts
@@ -110,14 +111,14 @@ constexpr int SLOT_BYTES = 64 * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Pro
                                         FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
 constexpr int BIASES = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer and block
 constexpr int LAYER_PIECES = Qkv::PIECES + Proj::PIECES + Fc::PIECES + FcProj::PIECES;
-constexpr int PIECES = LAYERS * LAYER_PIECES + Head::PASSES * Head::PIECES;  // of a token
+constexpr int TOKEN_PIECES = LAYERS * LAYER_PIECES + Head::PASSES * Head::PIECES;  // of a token
 constexpr i64 TOKEN_BYTES = LAYERS * (Qkv::BYTES + Proj::BYTES + Fc::BYTES + FcProj::BYTES) + Head::BYTES;  // a block's
 static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "only the head has several passes");
 static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
 constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // of a copy
-constexpr int GROUP = 16, GROUPS = ceil_div(Head::SHARE, GROUP);      // logits in a group; groups of a block
+constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, of a block
 constexpr int MOST_KEPT = 2 * THREADS;
 constexpr int GROUP_WORDS = 1 + ceil_div(GROUP, PER_WORD);            // a summary, and the logits
 constexpr int STREAM_WORDS = ceil_div(C, Proj::SHARE) * Proj::WORDS;  // of the residual stream of a sequence
@@ -158,7 +159,7 @@ struct Scratch {  // in shared memory, besides the ring
       Candidate kept[MOST_KEPT];    // logits that may be the token
     } head;
   };
-  alignas(16) float part[WARPS * BATCH * MOST_SUMS];
+  alignas(16) float warp_sums[WARPS * BATCH * MOST_SUMS];
   alignas(16) u32 reduction[7 * WARPS];  // Moments, or what sampling reduces
   float query[D];
   alignas(16) KV key[D], value[D];  // of the new token
@@ -200,9 +201,9 @@ struct Block {  // what a thread knows, in registers
   DEVICE int lane() const { return thread % 32; }
 };
 
-DEVICE void mark(Block& k) {
+DEVICE void mark(Block& my) {
 #ifdef TIMING
-  if (k.block == 0 && k.thread == 0) k.a.timeline[k.marks++] = cycles();
+  if (my.block == 0 && my.thread == 0) my.a.timeline[my.marks++] = cycles();
 #endif
 }
 
@@ -213,45 +214,47 @@ DEVICE void mark(Block& k) {
 
 // ---- The residual stream
 
-DEVICE void embed(Block& k) {
-  for (int i = k.thread; i < BATCH * C; i += THREADS) {
+DEVICE void embed(Block& my) {
+  for (int i = my.thread; i < BATCH * C; i += THREADS) {
     const int b = i / C, c = i % C;
-    const int token = larger(0, smaller(k.s.token[b], VOCAB - 1));  // after a failed wait it may be anything
-    float x = to_float(k.a.wte[(i64)token * C + c]);
-    if (!ROPE) x += to_float(k.a.wpe[(i64)smaller(k.s.position[b], k.a.wpe_rows - 1) * C + c]);
-    k.s.stream[i] = convert<Stream>(x);
+    const int token = larger(0, smaller(my.s.token[b], VOCAB - 1));  // after a failed wait it may be anything
+    float x = to_float(my.a.wte[(i64)token * C + c]);
+    if (!ROPE) x += to_float(my.a.wpe[(i64)smaller(my.s.position[b], my.a.wpe_rows - 1) * C + c]);
+    my.s.stream[i] = convert<Stream>(x);
   }
-  if (k.thread < BATCH)
-    k.s.splits[k.thread] = smaller(MOST_SPLITS, ceil_div(smaller(k.s.position[k.thread] + 1, k.a.rows), SPLIT_KEYS));
-  for (int i = k.thread; ROPE && i < BATCH * D / 2; i += THREADS) {
-    const float angle = k.s.position[i / (D / 2)] * k.a.frequencies[i % (D / 2)];
-    k.s.cosine[i] = cosf(angle);
-    k.s.sine[i] = sinf(angle);
+  if (my.thread < BATCH) {
+    const int keys = smaller(my.s.position[my.thread] + 1, my.a.rows);
+    my.s.splits[my.thread] = smaller(MOST_SPLITS, ceil_div(keys, SPLIT_KEYS));
+  }
+  for (int i = my.thread; ROPE && i < BATCH * D / 2; i += THREADS) {
+    const float angle = my.s.position[i / (D / 2)] * my.a.frequencies[i % (D / 2)];
+    my.s.cosine[i] = cosf(angle);
+    my.s.sine[i] = sinf(angle);
   }
   constexpr int rows = BATCH * larger(Qkv::STRIDE, FcProj::STRIDE);
-  for (int i = k.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) k.s.x[i] = convert<X>(0);  // padding
-  k.mean = 0;
+  for (int i = my.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) my.s.x[i] = convert<X>(0);  // padding
+  my.mean = 0;
   synchronize_block();
 }
 
-template <class Use> DEVICE void for_norm_words(Block& k, Use use) {  // of this thread
+template <class Use> DEVICE void for_norm_words(Block& my, Use use) {  // of this thread
 #pragma unroll
   for (int i = 0; i < NORM_WORDS; ++i) {
-    const int place = THREADS - 1 - k.thread + i * THREADS;
-    if (place < (int)(2 * C * sizeof(T) / sizeof(Word))) use(k.norm[i], place);
+    const int place = THREADS - 1 - my.thread + i * THREADS;
+    if (place < (int)(2 * C * sizeof(T) / sizeof(Word))) use(my.norm[i], place);
   }
 }
 
-DEVICE void load_norm(Block& k, const T* norm) {
-  for_norm_words(k, [&](Word& word, int i) { word = ((const Word*)norm)[i]; });
+DEVICE void load_norm(Block& my, const T* norm) {
+  for_norm_words(my, [&](Word& word, int i) { word = ((const Word*)norm)[i]; });
 }
 
 // stream += branch, if there is one, and x = LayerNorm(stream). Few threads receive each sequence, because all blocks
 // poll the same words. One pass suffices, because it sums around the last mean.
-DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
-  for_norm_words(k, [&](Word& word, int i) { ((Word*)k.s.norm)[i] = word; });
+DEVICE void normalise(Block& my, const Word* branch, const T* next_norm) {
+  for_norm_words(my, [&](Word& word, int i) { ((Word*)my.s.norm)[i] = word; });
   constexpr int AT_ONCE = balanced(OWN, 8);
-  const int own = k.warp() / OWN_WARPS, first = k.thread % (32 * OWN_WARPS);
+  const int own = my.warp() / OWN_WARPS, first = my.thread % (32 * OWN_WARPS);
   auto first_channel = [](int place) { return place / Proj::WORDS * Proj::SHARE + place % Proj::WORDS * PER_WORD; };
   auto place = [&](int i) {  // of this thread's word i in its sequence
     const int place = first + i * 32 * OWN_WARPS;
@@ -262,21 +265,21 @@ DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
   for (int start = 0; start < OWN; start += AT_ONCE) {
     Word word[AT_ONCE];
     if (branch)
-      receive(k, word, branch + k.block % COPIES * Proj::COPY, [&](int i) {
+      receive(my, word, branch + my.block % COPIES * Proj::COPY, [&](int i) {
         return place(start + i) < 0 ? -1 : own * BLOCKS * Proj::WORDS + place(start + i);
       });
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (place(start + i) < 0) continue;
       const int channel = first_channel(place(start + i)), end = (place(start + i) / Proj::WORDS + 1) * Proj::SHARE;
-      Stream *stream = k.s.stream + own * C + channel, value[PER_WORD];
+      Stream *stream = my.s.stream + own * C + channel, value[PER_WORD];
       auto exists = [&](int j) { return channel + j < smaller(end, C); };
 #pragma unroll
-      for (int j = 0; j < PER_WORD; ++j) value[j] = exists(j) ? stream[j] : convert<Stream>(k.mean);
+      for (int j = 0; j < PER_WORD; ++j) value[j] = exists(j) ? stream[j] : convert<Stream>(my.mean);
 #pragma unroll
       for (int j = 0; j < PER_WORD; ++j) {
         if (branch && exists(j)) value[j] = convert<Stream>(to_float(value[j]) + number_in(word[i], j));
-        const float x = exists(j) ? to_float(value[j]) - k.mean : 0;
+        const float x = exists(j) ? to_float(value[j]) - my.mean : 0;
         sum += x;
         squares += x * x;
       }
@@ -287,11 +290,11 @@ DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
   }
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) {
-    sum += exchange(sum, k.lane() ^ mask);
-    squares += exchange(squares, k.lane() ^ mask);
+    sum += exchange(sum, my.lane() ^ mask);
+    squares += exchange(squares, my.lane() ^ mask);
   }
-  Moments* warps = (Moments*)k.s.reduction;
-  if (k.lane() == 0) warps[k.warp()] = {sum, squares, k.mean};
+  Moments* warps = (Moments*)my.s.reduction;
+  if (my.lane() == 0) warps[my.warp()] = {sum, squares, my.mean};
   synchronize_block();
   auto moments = [&](int b) {  // {mean, 1 / standard deviation} of a sequence
     float sum = 0, squares = 0;
@@ -305,22 +308,22 @@ DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
   float y[PAIRS][2];
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    const int from = smaller(2 * (k.thread + i * THREADS), BATCH * C - 2), c = from % C;
+    const int from = smaller(2 * (my.thread + i * THREADS), BATCH * C - 2), c = from % C;
     const float2 of = moments(from / C);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float x = (to_float(k.s.stream[from + j]) - of.x) * of.y;
-      y[i][j] = x * to_float(k.s.norm[c + j]) + to_float(k.s.norm[C + c + j]);
+      const float x = (to_float(my.s.stream[from + j]) - of.x) * of.y;
+      y[i][j] = x * to_float(my.s.norm[c + j]) + to_float(my.s.norm[C + c + j]);
     }
   }
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
-    const int from = 2 * (k.thread + i * THREADS);
-    X* x = k.s.x + from / C * Qkv::STRIDE + from % C;
+    const int from = 2 * (my.thread + i * THREADS);
+    X* x = my.s.x + from / C * Qkv::STRIDE + from % C;
     for (int j = 0; j < 2 && from < BATCH * C; ++j) x[j] = convert<X>(rounded<T>(y[i][j]));
   }
-  k.mean = moments(smaller(own, BATCH - 1)).x;
-  load_norm(k, next_norm);  // now, because loads would delay the polls
+  my.mean = moments(smaller(own, BATCH - 1)).x;
+  load_norm(my, next_norm);  // now, because loads would delay the polls
   synchronize_block();
 }
 
@@ -329,84 +332,84 @@ DEVICE void normalise(Block& k, const Word* branch, const T* next_norm) {
 DEVICE float gelu(float x) { return 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))); }
 DEVICE float identity(float x) { return x; }
 
-DEVICE void run_attention(Block& k, int layer) {
-  const T *qkv = k.s.bias + layer * BIASES, *proj = qkv + Qkv::SHARE;
-  multiply<Qkv>(k, [&](int, const float* part) { publish<Qkv>(k, part, qkv, k.a.qkv, identity); });
-  mark(k);
-  attend(k, layer);
-  mark(k);
-  combine(k);
-  mark(k);
-  multiply<Proj>(k, [&](int, const float* part) { publish<Proj>(k, part, proj, k.a.proj, identity); });
-  mark(k);
+DEVICE void run_attention(Block& my, int layer) {
+  const T *qkv = my.s.bias + layer * BIASES, *proj = qkv + Qkv::SHARE;
+  multiply_and_publish<Qkv>(my, qkv, my.a.qkv, identity);
+  mark(my);
+  attend(my, layer);
+  mark(my);
+  combine(my);
+  mark(my);
+  multiply_and_publish<Proj>(my, proj, my.a.proj, identity);
+  mark(my);
 }
 
-DEVICE void run_mlp(Block& k, int layer) {
-  const T *fc = k.s.bias + layer * BIASES + Qkv::SHARE + Proj::SHARE, *fc_proj = fc + Fc::SHARE;
-  multiply<Fc>(k, [&](int, const float* part) { publish<Fc>(k, part, fc, k.a.fc, gelu); });
-  mark(k);
-  receive_hidden(k);
-  mark(k);
-  multiply<FcProj>(k, [&](int, const float* part) { publish<FcProj>(k, part, fc_proj, k.a.fc_proj, identity); });
-  mark(k);
+DEVICE void run_mlp(Block& my, int layer) {
+  const T *fc = my.s.bias + layer * BIASES + Qkv::SHARE + Proj::SHARE, *fc_proj = fc + Fc::SHARE;
+  multiply_and_publish<Fc>(my, fc, my.a.fc, gelu);
+  mark(my);
+  receive_hidden(my);
+  mark(my);
+  multiply_and_publish<FcProj>(my, fc_proj, my.a.fc_proj, identity);
+  mark(my);
 }
 
-DEVICE void run_head(Block& k) {
+DEVICE void run_head(Block& my) {
   fence();  // who reads this block's logits also sees its rows of the cache
-  multiply<Head>(k, [&](int pass, const float* part) {
-    for (int i = k.thread; i < BATCH * Head::ROWS; i += THREADS) {
-      const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = k.block * Head::SHARE + row;
-      const T logit = convert<T>(total<Head>(part, b, i % Head::ROWS));
-      k.s.head.logits[b * Head::SHARE + row] = to_float(logit);
-      if (k.a.logits && id < VOCAB) k.a.logits[(i64)b * VOCAB + id] = logit;
+  multiply<Head>(my, [&](int pass, const float* warp_sums) {
+    for (int i = my.thread; i < BATCH * Head::ROWS; i += THREADS) {
+      const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = my.block * Head::SHARE + row;
+      const T logit = convert<T>(total<Head>(warp_sums, b, i % Head::ROWS));
+      my.s.head.logits[b * Head::SHARE + row] = to_float(logit);
+      if (my.a.logits && id < VOCAB) my.a.logits[(i64)b * VOCAB + id] = logit;
     }
   });
   synchronize_block();
-  mark(k);
+  mark(my);
 }
 
-DEVICE void start(Block& k) {
-  for (int slot = 0; slot < SLOTS && k.thread == 0; ++slot)
-    initialize(&k.s.full[slot], 1), initialize(&k.s.empty[slot], WARPS);
-  if (k.thread < BATCH) {
-    k.s.token[k.thread] = (int)k.a.tokens[k.thread];
-    k.s.position[k.thread] = (int)k.a.positions[k.thread];
-    k.s.seed[k.thread] = k.a.drawn ? (u32)k.a.seeds[k.thread] : 0;
-    k.s.stopped[k.thread] = 0;
+DEVICE void start(Block& my) {
+  for (int slot = 0; slot < SLOTS && my.thread == 0; ++slot)
+    initialize(&my.s.full[slot], 1), initialize(&my.s.empty[slot], WARPS);
+  if (my.thread < BATCH) {
+    my.s.token[my.thread] = (int)my.a.tokens[my.thread];
+    my.s.position[my.thread] = (int)my.a.positions[my.thread];
+    my.s.seed[my.thread] = my.a.drawn ? (u32)my.a.seeds[my.thread] : 0;
+    my.s.stopped[my.thread] = 0;
   }
-  const T* biases = k.a.biases + (i64)k.block * LAYERS * BIASES;
-  for (int i = k.thread; i < LAYERS * BIASES; i += THREADS) k.s.bias[i] = biases[i];
-  if (k.thread == 0) k.s.finished = k.s.abandoned = 0;
-  k.epoch = k.a.epoch;
-  load_norm(k, k.a.norms);
+  const T* biases = my.a.biases + (i64)my.block * LAYERS * BIASES;
+  for (int i = my.thread; i < LAYERS * BIASES; i += THREADS) my.s.bias[i] = biases[i];
+  if (my.thread == 0) my.s.finished = my.s.abandoned = 0;
+  my.epoch = my.a.epoch;
+  load_norm(my, my.a.norms);
   synchronize_all();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) persistent_decode(const __grid_constant__ Arguments a) {
   Shared& shared = *(Shared*)shared_memory();
-  Block k{shared.scratch, shared.ring, a, (int)blockIdx.x, (int)threadIdx.x};
-  start(k);
-  if (k.warp() == WARPS) {
-    if (k.lane() == 0) feed_ring(k);
+  Block my{shared.scratch, shared.ring, a, (int)blockIdx.x, (int)threadIdx.x};
+  start(my);
+  if (my.warp() == WARPS) {
+    if (my.lane() == 0) feed_ring(my);
     return;
   }
-  for (int step = 0; step < a.steps && !k.s.finished; ++step) {
-    mark(k);
-    embed(k);
+  for (int step = 0; step < a.steps && !my.s.finished; ++step) {
+    mark(my);
+    embed(my);
     for (int half = 0; half <= 2 * LAYERS; ++half) {  // of a layer; the last one is the head
-      normalise(k, half == 0 ? nullptr : half % 2 ? a.proj : a.fc_proj,
+      normalise(my, half == 0 ? nullptr : half % 2 ? a.proj : a.fc_proj,
                 a.norms + (i64)((half + 1) % (2 * LAYERS + 1)) * 2 * C);
-      mark(k);
+      mark(my);
       if (half == 2 * LAYERS) {
-        run_head(k);
+        run_head(my);
       } else if (half % 2) {
-        run_mlp(k, half / 2);
+        run_mlp(my, half / 2);
       } else {
-        ++k.epoch;
-        run_attention(k, half / 2);
+        ++my.epoch;
+        run_attention(my, half / 2);
       }
     }
-    if (a.drawn) draw_tokens(k, step);
+    if (a.drawn) draw_tokens(my, step);
   }
 }
 

@@ -5,7 +5,8 @@ to 750 us, even in a CUDA graph, because most multiprocessors are idle at the en
 how one kernel loads weights while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
 The kernel needs its own copy of the weights, in another order: 247 MB for 124M. By its GPU time on an H200 in bf16 it
-makes 5,650 tokens/s of 124M at batch 1 (decode=triton: 5,260), and 22,000 with 8 sequences (30,000).
+makes 6,070 tokens/s of 124M at batch 1 (decode=triton: 5,355), 23,400 with 8 sequences (33,000), and 800 of 1558M at
+batch 1 (550).
 """
 
 import ctypes
@@ -33,7 +34,7 @@ from kernels.decode._persistent.plan import (
 )
 from kernels.gpu import gpu_unavailable, multiprocessors
 from kernels.registry import KernelError, Unavailable, cpp_compiler
-from kernels.sampling import Sampling
+from kernels.sampling import HASH_FACTORS, ID_FACTOR, POSITION_FACTOR, Sampling  # noqa: F401
 
 FAMILY = "persistent_decode"
 RUNS = {"nvrtc": ("persistent_decode",)}
@@ -41,12 +42,16 @@ capturable = False  # a CUDA graph would fix the number of tokens and the positi
 SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, they queue for the same lines of the L2
-GROUP = 16  # logits in a group, as in persistent.cu
+GROUP = 16  # logits in a group
 SPLIT_KEYS = 64  # of a sequence: with more keys several blocks share them, as many as there are for each head
 FLYING = 2  # copies of a block that are under way: 345 us a token for 12 layers of 1558M; without a limit 355 us (H200)
 SHARED_BYTES = 232_448  # of a block: all that Hopper has
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
-CONSTANTS = "SPLIT_KEYS", "COPIES", "FLYING", "SHARED_BYTES", "TIMEOUT_NS"  # of persistent.cu
+FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
+CONSTANTS = (  # of persistent.cu
+    *("GROUP", "COPIES", "SPLIT_KEYS", "FLYING", "SHARED_BYTES", "TIMEOUT_NS"),
+    *("ID_FACTOR", "POSITION_FACTOR", "FIRST_FACTOR", "SECOND_FACTOR"),
+)
 TIMING = False  # record in tensors["timeline"] the cycle at which block 0 begins a token and ends each phase
 PHASES = "ln_1", "qkv", "attend", "combine", "proj", "ln_2", "fc", "hidden", "fc_proj"  # of a layer
 LAST_PHASES = "ln_f", "head", "summarize", "draw", "token"  # of a token; embed is part of the first ln_1

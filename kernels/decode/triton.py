@@ -23,18 +23,18 @@ next kernel takes 0.7 us. Three measures shorten the step:
 3.  A program multiplies 8 to 32 whole rows of W, so each product of a layer has 96 to 144 programs. In the matmul its
     warps take different columns and add their results at the end, so the chains of dependent instructions are short.
 
-Measured for batch 1 at context 128 (bf16, H200). A kernel's time is from the end of its predecessor to its own end:
+Measured for batch 1 at contexts 128 to 255 (bf16, H200). A kernel's time is from the end of its predecessor to its own end:
 
     kernel        programs    weights          at 4.2 TB/s    measured
     qkv                144    3.5 MB                0.8 us      2.6 us
-    attention           24    0.4 MB of k, v        0.1 us      3.4 us
-    proj                96    1.2 MB                0.3 us      1.8 us
-    fc                  96    4.7 MB                1.1 us      2.8 us
-    fc_proj             96    4.7 MB                1.1 us      1.9 us
-    all 12 layers             170 MB                 40 us      160 us: the first ones are slower
-    ln_f, head        1572    77 MB                  18 us       20 us
-    the draw                                                     10 us
-    step                      247 MB                 59 us      190 us: 5,260 tokens/s of GPU time
+    attention           24    0.4 MB of k, v        0.1 us      3.7 us
+    proj                96    1.2 MB                0.3 us      1.9 us
+    fc                  96    4.7 MB                1.1 us      2.9 us
+    fc_proj             96    4.7 MB                1.1 us      1.8 us
+    all 12 layers             170 MB                 40 us      159 us: the first ones are slower
+    ln_f, head        1572    77 MB                  18 us       19 us
+    the draw                                                      9 us
+    step                      247 MB                 59 us      187 us: 5,355 tokens/s of GPU time
 
 Each kernel must fit beside its neighbours, or it cannot load early: when the programs of fc_proj took half of a
 multiprocessor's registers, it took 4.4 us instead of 1.9.

@@ -240,7 +240,7 @@ def test_small_pieces_and_passes_change_no_bits(dtype, monkeypatch):
     weights, tokens, cache = case_inputs("ragged", dtype, n_layer=1).values()
     expected = persistent.decode(pack(weights, cache), tokens, copy_cache(cache))
     monkeypatch.setattr(plan, "PIECE_BYTES", 1)
-    monkeypatch.setattr(plan, "HEAD_ROWS", 7)
+    monkeypatch.setattr(plan, "MOST_HEAD_ROWS", 7)
     plans = plan.make_plans(weights, blocks=3, warps=4)
     assert plans["HEAD"].passes == 5
     assert plans["FC_PROJ"].tiles == 4

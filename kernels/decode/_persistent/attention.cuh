@@ -12,30 +12,30 @@ DEVICE Vector<KV, 8> load_row(const KV* from, bool exists) {
 
 // Receive q, k and v of a head, and rotate q and k. q is scaled for scores in base 2. One block for each head of k and
 // v writes them into the cache. All read them as the cache rounds them.
-DEVICE void receive_head(Block& k, int layer, int b, int head, int row, bool writes) {
+DEVICE void receive_head(Block& my, int layer, int b, int head, int row, bool writes) {
   const int kv_head = head / (HEADS / KV_HEADS);
-  for (int start = 32 * k.warp(); start < 3 * D; start += THREADS) {
-    const int i = smaller(start + k.lane(), 3 * D - 1), kind = i / D, d = i % D;  // kind: q, k or v
+  for (int start = 32 * my.warp(); start < 3 * D; start += THREADS) {
+    const int i = smaller(start + my.lane(), 3 * D - 1), kind = i / D, d = i % D;  // kind: q, k or v
     const int partner = d < D / 2 ? d + D / 2 : d - D / 2;
     const int first = kind == 0 ? head * D : C + (kind - 1) * KV_WIDTH + kv_head * D;
     const bool rotates = ROPE && kind < 2;
     Word word[2];
-    receive(k, word, k.a.qkv, [&](int j) {
+    receive(my, word, my.a.qkv, [&](int j) {
       return j == 0 ? word_index<Qkv>(b, first + d) : rotates ? word_index<Qkv>(b, first + partner) : -1;
     });
     float x = result_in<Qkv>(word[0], first + d);
     if (rotates) {
       const int angle = b * (D / 2) + d % (D / 2);
       const float other = result_in<Qkv>(word[1], first + partner) * (d < D / 2 ? -1 : 1);
-      x = rounded<T>(x * k.s.cosine[angle] + other * k.s.sine[angle]);
+      x = rounded<T>(x * my.s.cosine[angle] + other * my.s.sine[angle]);
     }
     if (kind == 0) {
-      k.s.query[d] = x * (LOG2E * rsqrtf(D));
+      my.s.query[d] = x * (LOG2E * rsqrtf(D));
     } else {
       const KV stored = convert<KV>(x);
-      (kind == 1 ? k.s.key : k.s.value)[d] = stored;
-      KV* cache = (kind == 1 ? k.a.keys : k.a.values)[layer];
-      if (writes) cache[(((i64)b * k.a.rows + row) * KV_HEADS + kv_head) * D + d] = stored;
+      (kind == 1 ? my.s.key : my.s.value)[d] = stored;
+      KV* cache = (kind == 1 ? my.a.keys : my.a.values)[layer];
+      if (writes) cache[(((i64)b * my.a.rows + row) * KV_HEADS + kv_head) * D + d] = stored;
     }
   }
   synchronize_block();
@@ -43,12 +43,12 @@ DEVICE void receive_head(Block& k, int layer, int b, int head, int row, bool wri
 
 // Add the warps' softmaxes, and publish two channels, divided by the sum of weights, and that sum's logarithm in a
 // word.
-DEVICE void publish_partial(Block& k, Word* words) {
-  for (int pair = k.thread; pair < D / 2; pair += THREADS) {
+DEVICE void publish_partial(Block& my, Word* words) {
+  for (int pair = my.thread; pair < D / 2; pair += THREADS) {
     float top = LOWEST, sum = 0, first = 0, second = 0;
     float2 tops[WARPS], acc[WARPS];
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) tops[warp] = k.s.tops[warp], acc[warp] = k.s.merge[pair][warp];
+    for (int warp = 0; warp < WARPS; ++warp) tops[warp] = my.s.tops[warp], acc[warp] = my.s.merge[pair][warp];
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, tops[warp].x);
 #pragma unroll
@@ -59,32 +59,33 @@ DEVICE void publish_partial(Block& k, Word* words) {
       second += acc[warp].y * scale;
     }
     const float inverse = sum > 0 ? __fdividef(1, sum) : 0, lse = sum > 0 ? top + log2f(sum) : LOWEST;
-    const Word word = make_word(first * inverse, second * inverse, lse, k.epoch);
+    const Word word = make_word(first * inverse, second * inverse, lse, my.epoch);
 #pragma unroll
     for (int copy = 0; copy < COPIES; ++copy) store_word(words + copy * PARTIAL_WORDS + pair, word);
   }
 }
 
-DEVICE void attend_to_split(Block& k, int layer, int b, int head, int split, Word* words) {
-  const int part = k.lane() % KEY_LANES * 8, place = k.thread / KEY_LANES, kv_head = head / (HEADS / KV_HEADS);
-  const int keys = smaller(k.s.position[b] + 1, k.a.rows), new_row = k.s.position[b] % k.a.rows;
-  const int share = ceil_div(keys, k.s.splits[b]), start = share * split, end = smaller(keys, start + share);
-  const i64 offset = ((i64)b * k.a.rows * KV_HEADS + kv_head) * D + part;
+DEVICE void attend_to_split(Block& my, int layer, int b, int head, int split, Word* words) {
+  const int channel = my.lane() % KEY_LANES * 8, place = my.thread / KEY_LANES, kv_head = head / (HEADS / KV_HEADS);
+  const int keys = smaller(my.s.position[b] + 1, my.a.rows), new_row = my.s.position[b] % my.a.rows;
+  const int share = ceil_div(keys, my.s.splits[b]), start = share * split, end = smaller(keys, start + share);
+  const i64 offset = ((i64)b * my.a.rows * KV_HEADS + kv_head) * D + channel;
   Vector<KV, 8> next_keys[DEPTH], next_values[DEPTH];
   auto load = [&](int base) {
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
       const int row = base + i * STEP_KEYS + place;
-      next_keys[i] = load_row(k.a.keys[layer] + offset + (i64)row * KV_WIDTH, row < end && (ALL_LANES || part < D));
-      next_values[i] = load_row(k.a.values[layer] + offset + (i64)row * KV_WIDTH, row < end && (ALL_LANES || part < D));
+      const bool exists = row < end && (ALL_LANES || channel < D);
+      next_keys[i] = load_row(my.a.keys[layer] + offset + (i64)row * KV_WIDTH, exists);
+      next_values[i] = load_row(my.a.values[layer] + offset + (i64)row * KV_WIDTH, exists);
     }
   };
   load(start);  // before the wait for q
   const bool has_new_row = start <= new_row && new_row < end;
-  receive_head(k, layer, b, head, new_row, has_new_row && head % (HEADS / KV_HEADS) == 0 && !k.s.stopped[b]);
+  receive_head(my, layer, b, head, new_row, has_new_row && head % (HEADS / KV_HEADS) == 0 && !my.s.stopped[b]);
   float query[8], top = LOWEST, sum = 0, acc[8] = {};  // the largest score, the sum of weights, and of weighted values
 #pragma unroll
-  for (int i = 0; i < 8; ++i) query[i] = (ALL_LANES || part < D) ? k.s.query[part + i] : 0;
+  for (int i = 0; i < 8; ++i) query[i] = (ALL_LANES || channel < D) ? my.s.query[channel + i] : 0;
   for (int base = start; base < end; base += DEPTH * STEP_KEYS) {
     Vector<KV, 8> key[DEPTH], value[DEPTH];
     float score[DEPTH], before = top;
@@ -92,9 +93,9 @@ DEVICE void attend_to_split(Block& k, int layer, int b, int head, int split, Wor
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) {
       key[i] = next_keys[i], value[i] = next_values[i];
-      if (row(i) == new_row && (ALL_LANES || part < D)) {  // the cache may not have it yet
-        memcpy(key[i].bits, __builtin_assume_aligned(k.s.key + part, 8), sizeof(key[i].bits));
-        memcpy(value[i].bits, __builtin_assume_aligned(k.s.value + part, 8), sizeof(value[i].bits));
+      if (row(i) == new_row && (ALL_LANES || channel < D)) {  // the cache may not have it yet
+        memcpy(key[i].bits, __builtin_assume_aligned(my.s.key + channel, 8), sizeof(key[i].bits));
+        memcpy(value[i].bits, __builtin_assume_aligned(my.s.value + channel, 8), sizeof(value[i].bits));
       }
     }
     if (base + DEPTH * STEP_KEYS < end) load(base + DEPTH * STEP_KEYS);
@@ -107,11 +108,11 @@ DEVICE void attend_to_split(Block& k, int layer, int b, int head, int split, Wor
 #pragma unroll
     for (int mask = 1; mask < KEY_LANES; mask *= 2)
 #pragma unroll
-      for (int i = 0; i < DEPTH; ++i) score[i] += exchange(score[i], k.lane() ^ mask);
+      for (int i = 0; i < DEPTH; ++i) score[i] += exchange(score[i], my.lane() ^ mask);
 #pragma unroll
     for (int i = 0; i < DEPTH; ++i) top = fmaxf(top, row(i) < end ? score[i] : LOWEST);
 #pragma unroll
-    for (int mask = KEY_LANES; mask < 32; mask *= 2) top = fmaxf(top, exchange(top, k.lane() ^ mask));
+    for (int mask = KEY_LANES; mask < 32; mask *= 2) top = fmaxf(top, exchange(top, my.lane() ^ mask));
     const float scale = exp2f(before - top);
     sum *= scale;
 #pragma unroll
@@ -126,41 +127,41 @@ DEVICE void attend_to_split(Block& k, int layer, int b, int head, int split, Wor
   }
 #pragma unroll
   for (int mask = KEY_LANES; mask < 32; mask *= 2) {
-    sum += exchange(sum, k.lane() ^ mask);
+    sum += exchange(sum, my.lane() ^ mask);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) acc[j] += exchange(acc[j], k.lane() ^ mask);
+    for (int j = 0; j < 8; ++j) acc[j] += exchange(acc[j], my.lane() ^ mask);
   }
-  if (k.lane() == 0) k.s.tops[k.warp()] = make_float2(top, sum);
+  if (my.lane() == 0) my.s.tops[my.warp()] = make_float2(top, sum);
 #pragma unroll
   for (int j = 0; j < 8; j += 2)
-    if (k.lane() < KEY_LANES && (ALL_LANES || part < D))
-      k.s.merge[(part + j) / 2][k.warp()] = make_float2(acc[j], acc[j + 1]);
+    if (my.lane() < KEY_LANES && (ALL_LANES || channel < D))
+      my.s.merge[(channel + j) / 2][my.warp()] = make_float2(acc[j], acc[j + 1]);
   synchronize_block();
-  publish_partial(k, words);
+  publish_partial(my, words);
 }
 
-DEVICE void attend(Block& k, int layer) {
-  for (int item = k.block; item < BATCH * HEADS * MOST_SPLITS; item += BLOCKS) {
+DEVICE void attend(Block& my, int layer) {
+  for (int item = my.block; item < BATCH * HEADS * MOST_SPLITS; item += BLOCKS) {
     const int split = item % MOST_SPLITS, head = item / MOST_SPLITS % HEADS, b = item / (MOST_SPLITS * HEADS);
-    if (split < k.s.splits[b]) attend_to_split(k, layer, b, head, split, k.a.partial + item * (D / 2));
+    if (split < my.s.splits[b]) attend_to_split(my, layer, b, head, split, my.a.partial + item * (D / 2));
   }
 }
 
 // x = the outputs of all heads, from their splits. A thread has pairs of channels, because a word has one.
-DEVICE void combine(Block& k) {
+DEVICE void combine(Block& my) {
   constexpr int PAIRS = BATCH * C / 2, S = balanced(MOST_SPLITS, 8);
   constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
-  const Word* words = k.a.partial + k.block % COPIES * PARTIAL_WORDS;
+  const Word* words = my.a.partial + my.block % COPIES * PARTIAL_WORDS;
   int most = 0;
-  for (int b = 0; b < BATCH; ++b) most = larger(most, k.s.splits[b]);
-  for (int first = 32 * k.warp(); first < PAIRS; first += E * THREADS) {
-    auto pair = [&](int e) { return first + k.lane() + e * THREADS; };  // (sequence, head, pair of channels)
+  for (int b = 0; b < BATCH; ++b) most = larger(most, my.s.splits[b]);
+  for (int first = 32 * my.warp(); first < PAIRS; first += E * THREADS) {
+    auto pair = [&](int e) { return first + my.lane() + e * THREADS; };  // (sequence, head, pair of channels)
     float top[E], sum[E], y[E][2];
     int splits[E];
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       top[e] = LOWEST, sum[e] = 0, y[e][0] = 0, y[e][1] = 0;
-      splits[e] = pair(e) < PAIRS ? k.s.splits[pair(e) / (C / 2)] : 0;
+      splits[e] = pair(e) < PAIRS ? my.s.splits[pair(e) / (C / 2)] : 0;
     }
     for (int start = 0; start < most; start += S) {
       Word word[E * S];
@@ -168,7 +169,7 @@ DEVICE void combine(Block& k) {
         const int from = pair(i / S), split = start + i % S;
         return split < splits[i / S] ? (from / (D / 2) * MOST_SPLITS + split) * (D / 2) + from % (D / 2) : -1;
       };
-      receive(k, word, words, index);
+      receive(my, word, words, index);
 #pragma unroll
       for (int e = 0; e < E; ++e) {
         float lse[S], before = top[e];
@@ -190,7 +191,7 @@ DEVICE void combine(Block& k) {
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       if (pair(e) >= PAIRS) continue;
-      X* x = k.s.x + pair(e) / (C / 2) * Proj::STRIDE + 2 * (pair(e) % (C / 2));
+      X* x = my.s.x + pair(e) / (C / 2) * Proj::STRIDE + 2 * (pair(e) % (C / 2));
       for (int j = 0; j < 2; ++j) x[j] = convert<X>(rounded<T>(__fdividef(y[e][j], sum[e])));
     }
   }

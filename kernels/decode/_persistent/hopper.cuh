@@ -62,7 +62,7 @@ __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0
 
 __device__ __forceinline__ void initialize(Barrier* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine sees it too
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA sees it too
 }
 
 // Whether the phase of this parity is complete.

@@ -12,7 +12,7 @@ from kernels.decode import Layer, Weights
 # Bytes of weights in one copy, at most, unless a row for each warp takes more. For 12 layers of 1558M a token takes 393
 # us with 14,000, and 355 us with 18,000. For 124M both give the same pieces, and 40,000 took 4% longer (H200)
 PIECE_BYTES = 18_000
-HEAD_ROWS = 24  # of the head that a block multiplies at once
+MOST_HEAD_ROWS = 24  # of a block in one pass over the head
 TILE_BYTES = 64  # of a row that a warp multiplies at once
 
 
@@ -46,7 +46,7 @@ def make_plan(weight: Tensor, blocks: int, warps: int, most_rows: int | None = N
 def make_plans(weights: Weights, blocks: int, warps: int) -> dict[str, Plan]:
     """Return {name of a product in persistent.cu: its plan}. All layers have the same sizes."""
     plans = {name: make_plan(weight, blocks, warps) for name, (weight, _) in products(weights.layers[0]).items()}
-    return plans | {"HEAD": make_plan(weights.head, blocks, warps, HEAD_ROWS)}
+    return plans | {"HEAD": make_plan(weights.head, blocks, warps, MOST_HEAD_ROWS)}
 
 
 def count_warps(weights: Weights, batch: int) -> int:

@@ -14,29 +14,29 @@ struct Scan {  // of the logits above a threshold: the best one, how many, and t
 };
 
 DEVICE u32 scramble(u32 x) {
-  x = (x ^ x >> 16) * 0x21F0AAADu;
-  x = (x ^ x >> 15) * 0x735A2D97u;
+  x = (x ^ x >> 16) * FIRST_FACTOR;
+  x = (x ^ x >> 15) * SECOND_FACTOR;
   return x ^ x >> 15;
 }
 
 DEVICE float score_of(const Arguments& a, float logit, int id, u32 counter) {
   if (a.temperature == 0) return logit;
-  float uniform = ((float)(scramble(id * 0x1E3779B1u + counter) >> 9) + 0.5f) * 0x1p-23f;
+  float uniform = ((float)(scramble((u32)id * ID_FACTOR + counter) >> 9) + 0.5f) * 0x1p-23f;
   return logit / a.temperature - logf(-logf(uniform));
 }
 
-DEVICE u32 counter_of(const Block& k, int b) { return (u32)(k.s.position[b] + 1) * 0x5BD1E995u + k.s.seed[b]; }
+DEVICE u32 counter_of(const Block& my, int b) { return (u32)(my.s.position[b] + 1) * POSITION_FACTOR + my.s.seed[b]; }
 
 DEVICE float probability(const Arguments& a, float logit, float top) {  // up to a factor
   return a.temperature > 0 ? exp2f((logit - top) * (LOG2E / a.temperature)) : 0;
 }
 
 // Reduce a value of each thread, in a fixed order, to the same result in all threads.
-template <class V, class Operator> DEVICE V reduce(Block& k, V value, Operator join) {
+template <class V, class Operator> DEVICE V reduce(Block& my, V value, Operator join) {
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) value = join(value, exchange(value, k.lane() ^ mask));
-  V* values = (V*)k.s.reduction;
-  if (k.lane() == 0) values[k.warp()] = value;
+  for (int mask = 16; mask > 0; mask /= 2) value = join(value, exchange(value, my.lane() ^ mask));
+  V* values = (V*)my.s.reduction;
+  if (my.lane() == 0) values[my.warp()] = value;
   synchronize_block();
   value = values[0];
   for (int warp = 1; warp < WARPS; ++warp) value = join(value, values[warp]);
@@ -50,44 +50,44 @@ DEVICE Candidate better(const Candidate& a, const Candidate& b) {
 
 DEVICE int first_id(int group) { return group / GROUPS * Head::SHARE + group % GROUPS * GROUP; }
 
-DEVICE Word* words_of(Block& k, int b, int group) {  // a summary, then the logits
-  return k.a.groups + ((i64)b * BLOCKS * GROUPS + group) * GROUP_WORDS;
+DEVICE Word* words_of(Block& my, int b, int group) {  // a summary, then the logits
+  return my.a.groups + ((i64)b * BLOCKS * GROUPS + group) * GROUP_WORDS;
 }
 
 // Load a group of logits of sequence b.
-DEVICE void load_group(Block& k, int b, int group, float (&logit)[GROUP]) {
+DEVICE void load_group(Block& my, int b, int group, float (&logit)[GROUP]) {
   Word word[GROUP_WORDS - 1];
-  receive(k, word, words_of(k, b, group) + 1, [](int i) { return i; });
+  receive(my, word, words_of(my, b, group) + 1, [](int i) { return i; });
 #pragma unroll
   for (int i = 0; i < GROUP; ++i) logit[i] = number_in(word[i / PER_WORD], i % PER_WORD);
 }
 
 // Scan the logits above `threshold`: `kept` of them if they are few, otherwise all those of `likely` groups.
-DEVICE Scan scan_above(Block& k, int b, int likely, int kept, float threshold, float highest) {
+DEVICE Scan scan_above(Block& my, int b, int likely, int kept, float threshold, float highest) {
   Scan scan;
   auto add = [&](const Candidate& candidate) {
     scan.best = better(scan.best, candidate);
     scan.count += 1;
-    scan.mass += probability(k.a, candidate.logit, highest);
+    scan.mass += probability(my.a, candidate.logit, highest);
   };
 #pragma unroll 1
-  for (int i = k.thread; kept <= MOST_KEPT && i < kept; i += THREADS)
-    if (k.s.head.kept[i].logit > threshold) add(k.s.head.kept[i]);
+  for (int i = my.thread; kept <= MOST_KEPT && i < kept; i += THREADS)
+    if (my.s.head.kept[i].logit > threshold) add(my.s.head.kept[i]);
   const int words = kept > MOST_KEPT ? likely * (GROUP_WORDS - 1) : 0;
 #pragma unroll 1
-  for (int start = 32 * k.warp(); start < words; start += THREADS) {
-    const int i = start + k.lane(), group = k.s.head.likely[smaller(i, words - 1) / (GROUP_WORDS - 1)];
+  for (int start = 32 * my.warp(); start < words; start += THREADS) {
+    const int i = start + my.lane(), group = my.s.head.likely[smaller(i, words - 1) / (GROUP_WORDS - 1)];
     const int part = i % (GROUP_WORDS - 1), id = first_id(group) + part * PER_WORD;
     Word word[1];
-    receive(k, word, words_of(k, b, group) + 1 + part, [&](int) { return i < words ? 0 : -1; });
+    receive(my, word, words_of(my, b, group) + 1 + part, [&](int) { return i < words ? 0 : -1; });
 #pragma unroll
     for (int j = 0; j < PER_WORD; ++j) {
       const float logit = number_in(word[0], j);
       if (i < words && part * PER_WORD + j < GROUP && logit > threshold)
-        add({score_of(k.a, logit, id + j, counter_of(k, b)), logit, id + j});
+        add({score_of(my.a, logit, id + j, counter_of(my, b)), logit, id + j});
     }
   }
-  return reduce(k, scan, [](const Scan& x, const Scan& y) {
+  return reduce(my, scan, [](const Scan& x, const Scan& y) {
     return Scan{better(x.best, y.best), x.count + y.count, x.mass + y.mass};
   });
 }
@@ -95,27 +95,27 @@ DEVICE Scan scan_above(Block& k, int b, int likely, int kept, float threshold, f
 DEVICE bool limits_count(const Arguments& a) { return a.temperature > 0 && a.top_k > 0 && a.top_k < a.n_vocab; }
 
 // Publish each group of logits, and its summary.
-DEVICE void summarize(Block& k) {
+DEVICE void summarize(Block& my) {
   constexpr int PADDED = GROUPS * GROUP;
-  const int place = k.lane() % GROUP;
-  for (int first = 32 * k.warp(); first < BATCH * PADDED; first += THREADS) {
-    const int i = first + k.lane(), b = i / PADDED, row = i % PADDED, id = k.block * Head::SHARE + row;
+  const int place = my.lane() % GROUP;
+  for (int first = 32 * my.warp(); first < BATCH * PADDED; first += THREADS) {
+    const int i = first + my.lane(), b = i / PADDED, row = i % PADDED, id = my.block * Head::SHARE + row;
     float logit = -INF, best = -INF;
-    if (b < BATCH && row < Head::SHARE && id < k.a.n_vocab) logit = k.s.head.logits[b * Head::SHARE + row];
+    if (b < BATCH && row < Head::SHARE && id < my.a.n_vocab) logit = my.s.head.logits[b * Head::SHARE + row];
     logit = logit > -INF ? fminf(logit, BF16 ? 0x1.FEp127f : 3.4e38f) : -INF;  // never a NaN
-    if (logit > -INF && !limits_count(k.a)) best = score_of(k.a, logit, id, counter_of(k, b));
+    if (logit > -INF && !limits_count(my.a)) best = score_of(my.a, logit, id, counter_of(my, b));
     float top = logit;
 #pragma unroll
     for (int mask = GROUP / 2; mask > 0; mask /= 2) {
-      top = fmaxf(top, exchange(top, k.lane() ^ mask));
-      best = fmaxf(best, exchange(best, k.lane() ^ mask));
+      top = fmaxf(top, exchange(top, my.lane() ^ mask));
+      best = fmaxf(best, exchange(best, my.lane() ^ mask));
     }
-    float mass = logit > -INF ? probability(k.a, logit, top) : 0;
+    float mass = logit > -INF ? probability(my.a, logit, top) : 0;
 #pragma unroll
-    for (int mask = GROUP / 2; mask > 0; mask /= 2) mass += exchange(mass, k.lane() ^ mask);
-    const Word word = pack_numbers(logit, k.lane(), k.epoch);
-    Word* words = words_of(k, b, k.block * GROUPS + row / GROUP);
-    if (b < BATCH && place == 0) store_word(words, make_word(top, best, mass, k.epoch));
+    for (int mask = GROUP / 2; mask > 0; mask /= 2) mass += exchange(mass, my.lane() ^ mask);
+    const Word word = pack_numbers(logit, my.lane(), my.epoch);
+    Word* words = words_of(my, b, my.block * GROUPS + row / GROUP);
+    if (b < BATCH && place == 0) store_word(words, make_word(top, best, mass, my.epoch));
     if (b < BATCH && place % PER_WORD == 0) store_word(words + 1 + place / PER_WORD, word);
   }
 }
@@ -136,8 +136,8 @@ DEVICE float number_of_key(Key key) {
 // Return the key of a number in [low, high) that at least top_k of the groups' largest logits exceed, but at most 1/8
 // more if they differ. If fewer than top_k exceed `low`, return low. A round counts at the numbers that cut the range
 // into four.
-template <int EACH> DEVICE Key bisect_tops(Block& k, const float (&top)[EACH], Key low, Key high) {
-  const int enough = k.a.top_k + k.a.top_k / 8;
+template <int EACH> DEVICE Key bisect_tops(Block& my, const float (&top)[EACH], Key low, Key high) {
+  const int enough = my.a.top_k + my.a.top_k / 8;
   int above_low = 0x7FFFFFFF;
   for (int round = 0; high - low > 1 && above_low > enough; ++round) {
     Key key[3];
@@ -152,11 +152,11 @@ template <int EACH> DEVICE Key bisect_tops(Block& k, const float (&top)[EACH], K
     for (int i = 0; i < EACH; ++i)  // three chains of additions at a time
 #pragma unroll
       for (int j = 0; j < 3; ++j) count[j] += top[i] > threshold[j];
-    u32* counts = k.s.reduction + round % 2 * 3 * WARPS;
+    u32* counts = my.s.reduction + round % 2 * 3 * WARPS;
 #pragma unroll
     for (int j = 0; j < 3; ++j) {
       count[j] = warp_sum(count[j]);
-      if (k.lane() == 0) counts[j * WARPS + k.warp()] = count[j];
+      if (my.lane() == 0) counts[j * WARPS + my.warp()] = count[j];
     }
     synchronize_block();
 #pragma unroll
@@ -164,7 +164,7 @@ template <int EACH> DEVICE Key bisect_tops(Block& k, const float (&top)[EACH], K
       int all = 0;
 #pragma unroll
       for (int warp = 0; warp < WARPS; ++warp) all += counts[j * WARPS + warp];
-      if (all >= k.a.top_k)
+      if (all >= my.a.top_k)
         low = key[j], above_low = all;
       else if (key[j] < high)
         high = key[j];
@@ -175,77 +175,77 @@ template <int EACH> DEVICE Key bisect_tops(Block& k, const float (&top)[EACH], K
 
 // Return the sum of `count` over the threads before this one, and let `all` be the sum over all threads. The caller
 // synchronises the block before the next call.
-DEVICE int count_before(Block& k, int count, int& all) {
+DEVICE int count_before(Block& my, int count, int& all) {
   int before = count;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = exchange(before, k.lane() - step);
-    if (k.lane() >= step) before += other;
+    const int other = exchange(before, my.lane() - step);
+    if (my.lane() >= step) before += other;
   }
-  u32* counts = k.s.reduction + 6 * WARPS;  // bisect_tops() may still read the first ones
-  if (k.lane() == 31) counts[k.warp()] = before;
+  u32* counts = my.s.reduction + 6 * WARPS;  // bisect_tops() may still read the first ones
+  if (my.lane() == 31) counts[my.warp()] = before;
   synchronize_block();
   before -= count, all = 0;
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) {
-    before += warp < k.warp() ? counts[warp] : 0;
+    before += warp < my.warp() ? counts[warp] : 0;
     all += counts[warp];
   }
   return before;
 }
 
 // List the groups whose largest logit is above `threshold` in head.likely. Return how many.
-template <int EACH> DEVICE int list_groups(Block& k, const float (&top)[EACH], float threshold) {
+template <int EACH> DEVICE int list_groups(Block& my, const float (&top)[EACH], float threshold) {
   int count = 0, all;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) count += top[i] > threshold;
-  int place = count_before(k, count, all);
+  int place = count_before(my, count, all);
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
-    if (top[i] > threshold) k.s.head.likely[place++] = (u16)(k.thread + i * THREADS);
+    if (top[i] > threshold) my.s.head.likely[place++] = (u16)(my.thread + i * THREADS);
   synchronize_block();
   return all;
 }
 
 // List the logits above `threshold` of the `likely` groups in head.kept, with their scores. Return how many, or more
 // than MOST_KEPT.
-DEVICE int list_logits(Block& k, int b, int likely, float threshold) {
+DEVICE int list_logits(Block& my, int b, int likely, float threshold) {
   int kept = 0;
   for (int start = 0; start < likely && kept <= MOST_KEPT; start += THREADS) {
     float logit[GROUP];
     int count = 0, all;
-    const bool exists = start + k.thread < likely;
-    const int group = exists ? k.s.head.likely[start + k.thread] : 0;
-    load_group(k, b, group, logit);
+    const bool exists = start + my.thread < likely;
+    const int group = exists ? my.s.head.likely[start + my.thread] : 0;
+    load_group(my, b, group, logit);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) count += exists && logit[i] > threshold;
-    int place = kept + count_before(k, count, all);
+    int place = kept + count_before(my, count, all);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i)
       if (exists && logit[i] > threshold && place < MOST_KEPT)
-        k.s.head.kept[place++] = {0, logit[i], first_id(group) + i};
+        my.s.head.kept[place++] = {0, logit[i], first_id(group) + i};
     kept += all;
     synchronize_block();
   }
-  for (int i = k.thread; i < smaller(kept, MOST_KEPT); i += THREADS) {
-    Candidate& candidate = k.s.head.kept[i];
-    candidate.score = score_of(k.a, candidate.logit, candidate.id, counter_of(k, b));
+  for (int i = my.thread; i < smaller(kept, MOST_KEPT); i += THREADS) {
+    Candidate& candidate = my.s.head.kept[i];
+    candidate.score = score_of(my.a, candidate.logit, candidate.id, counter_of(my, b));
   }
   return kept;
 }
 
-DEVICE int draw_row(Block& k, int b) {
+DEVICE int draw_row(Block& my, int b) {
   constexpr int ALL = BLOCKS * GROUPS, EACH = ceil_div(ALL, THREADS);
-  const Arguments& a = k.a;
+  const Arguments& a = my.a;
   float top[EACH], mass[EACH];
   float most = -INF;    // of this thread's groups
   Candidate candidate;                    // a group, at first
   constexpr int AT_ONCE = balanced(EACH, 8);
-  auto group = [&](int i) { return i < EACH && k.thread + i * THREADS < ALL ? k.thread + i * THREADS : -1; };
+  auto group = [&](int i) { return i < EACH && my.thread + i * THREADS < ALL ? my.thread + i * THREADS : -1; };
 #pragma unroll
   for (int start = 0; start < EACH; start += AT_ONCE) {
     Word word[AT_ONCE];
-    receive(k, word, words_of(k, b, 0), [&](int i) { return group(start + i) * GROUP_WORDS; });
+    receive(my, word, words_of(my, b, 0), [&](int i) { return group(start + i) * GROUP_WORDS; });
 #pragma unroll
     for (int i = start; i < smaller(start + AT_ONCE, EACH); ++i) {
       top[i] = group(i) < 0 ? -INF : __uint_as_float(word[i - start].data[0]);
@@ -256,7 +256,7 @@ DEVICE int draw_row(Block& k, int b) {
   }
   fence();
   float2 range = make_float2(most, most);  // THREADS or more groups reach its lower end
-  range = reduce(k, range, [](float2 x, float2 y) { return make_float2(fminf(x.x, y.x), fmaxf(x.y, y.y)); });
+  range = reduce(my, range, [](float2 x, float2 y) { return make_float2(fminf(x.x, y.x), fmaxf(x.y, y.y)); });
   const float highest = range.y;
   const Key above = (order_key(highest) >> KEY_SHIFT) + 1;
   const bool limited = limits_count(a);
@@ -265,22 +265,22 @@ DEVICE int draw_row(Block& k, int b) {
   int likely, kept = MOST_KEPT + 1;
   Scan scan;
   if (limited) {
-    low = bisect_tops(k, top, low, high);
+    low = bisect_tops(my, top, low, high);
     const float threshold = number_of_key(low << KEY_SHIFT);
-    likely = list_groups(k, top, threshold);
-    kept = list_logits(k, b, likely, threshold);
-    scan = scan_above(k, b, likely, kept, threshold, highest);
+    likely = list_groups(my, top, threshold);
+    kept = list_logits(my, b, likely, threshold);
+    scan = scan_above(my, b, likely, kept, threshold, highest);
     candidate = scan.best;
   } else {
-    const int best_group = smaller(reduce(k, candidate, better).id, ALL - 1);
+    const int best_group = smaller(reduce(my, candidate, better).id, ALL - 1);
     float logit[GROUP];
-    load_group(k, b, best_group, logit);
-    const int place = k.lane() % GROUP, id = first_id(best_group) + place;
+    load_group(my, b, best_group, logit);
+    const int place = my.lane() % GROUP, id = first_id(best_group) + place;
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) candidate.logit = i == place ? logit[i] : candidate.logit;
-    candidate = reduce(k, Candidate{score_of(a, candidate.logit, id, counter_of(k, b)), candidate.logit, id}, better);
+    candidate = reduce(my, Candidate{score_of(a, candidate.logit, id, counter_of(my, b)), candidate.logit, id}, better);
     if (a.temperature == 0 || a.top_p >= 1) return candidate.id;
-    likely = list_groups(k, top, -INF);
+    likely = list_groups(my, top, -INF);
   }
   float limit = INF;  // of the mass of larger logits
   // top_p is a share of what top_k keeps. So with both, a bisection finds the k-th logit first
@@ -291,11 +291,11 @@ DEVICE int draw_row(Block& k, int b) {
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
       if (group(i) >= 0) all += mass[i] * probability(a, top[i], highest);
-    limit = a.top_p * reduce(k, all, [](float x, float y) { return x + y; });
+    limit = a.top_p * reduce(my, all, [](float x, float y) { return x + y; });
   }
   for (;;) {  // the count of larger logits falls, so this ends
     const Key middle = (low + high) >> 1;
-    scan = scan_above(k, b, likely, kept, bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit, highest);
+    scan = scan_above(my, b, likely, kept, bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit, highest);
     if (bisecting && high - low > 1) {
       if (scan.count >= a.top_k) low = middle;
       else high = middle;
@@ -311,40 +311,40 @@ DEVICE int draw_row(Block& k, int b) {
   }
 }
 
-DEVICE void take_token(Block& k, int b, int id, bool stopped) {
-  k.s.drawn[b] = id;
-  k.s.stopped[b] = stopped;
+DEVICE void take_token(Block& my, int b, int id, bool stopped) {
+  my.s.drawn[b] = id;
+  my.s.stopped[b] = stopped;
   if (stopped) return;
-  k.s.token[b] = id;
-  k.s.position[b] += 1;
+  my.s.token[b] = id;
+  my.s.position[b] += 1;
 }
 
 // Draw a token for each sequence, and tell all blocks. A sequence that has stopped stays where it is.
-DEVICE void draw_tokens(Block& k, int step) {
-  const Arguments& a = k.a;
-  summarize(k);
-  mark(k);
-  for (int b = k.block; b < BATCH; b += BLOCKS) {
-    int id = k.s.stopped[b] ? k.s.drawn[b] : smaller(draw_row(k, b), a.n_vocab - 1);
-    if (k.thread > 0) continue;
-    int stopped = k.s.stopped[b];
+DEVICE void draw_tokens(Block& my, int step) {
+  const Arguments& a = my.a;
+  summarize(my);
+  mark(my);
+  for (int b = my.block; b < BATCH; b += BLOCKS) {
+    int id = my.s.stopped[b] ? my.s.drawn[b] : smaller(draw_row(my, b), a.n_vocab - 1);
+    if (my.thread > 0) continue;
+    int stopped = my.s.stopped[b];
     for (int i = 0; i < a.stop_count; ++i) stopped |= id == a.stops[i];
     fence();
-    store_word(a.token + b, {{(u32)id, (u32)stopped, 0}, k.epoch});
+    store_word(a.token + b, {{(u32)id, (u32)stopped, 0}, my.epoch});
     for (int later = step; later < (stopped ? a.steps : step + 1); ++later) a.drawn[(i64)b * a.steps + later] = id;
   }
-  mark(k);
-  if (k.warp() == 0) {
+  mark(my);
+  if (my.warp() == 0) {
     static_assert(BATCH <= 32, "a lane for each sequence");
     Word word[1];
-    const int b = k.lane();
-    receive(k, word, a.token, [&](int) { return b < BATCH ? b : -1; });
+    const int b = my.lane();
+    receive(my, word, a.token, [&](int) { return b < BATCH ? b : -1; });
     fence();
-    if (b < BATCH) take_token(k, b, (int)word[0].data[0], word[0].data[1]);
+    if (b < BATCH) take_token(my, b, (int)word[0].data[0], word[0].data[1]);
   }
   synchronize_block();
   bool running = false;
-  for (int b = 0; b < BATCH; ++b) running |= !k.s.stopped[b];
-  if (k.thread == 0) k.s.finished = !running || k.s.abandoned;
+  for (int b = 0; b < BATCH; ++b) running |= !my.s.stopped[b];
+  if (my.thread == 0) my.s.finished = !running || my.s.abandoned;
   synchronize_block();
 }

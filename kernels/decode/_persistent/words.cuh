@@ -12,32 +12,32 @@ template <class V> DEVICE V exchange(V value, int lane) {
 
 // Whether this warp gives up a wait. After TIMEOUT_NS it raises the flag, and then every warp that waits gives up. From
 // then on nobody waits for words, and the launch ends after this token. `since` begins as 0.
-DEVICE bool gives_up(Block& k, u32 polls, u64& since) {
-  if (!k.patient) return true;
+DEVICE bool gives_up(Block& my, u32 polls, u64& since) {
+  if (!my.patient) return true;
   if (polls % 256) return false;
   if (since == 0) since = nanoseconds();
   const bool late = nanoseconds() - since > TIMEOUT_NS;
-  if (late) store_flag(k.a.failed, 1);
-  if (vote(late || load_flag(k.a.failed))) k.patient = false, k.s.abandoned = 1;
-  return !k.patient;
+  if (late) store_flag(my.a.failed, 1);
+  if (vote(late || load_flag(my.a.failed))) my.patient = false, my.s.abandoned = 1;
+  return !my.patient;
 }
 
 // Wait until words[index(i)] have this epoch, for all i of all lanes. A whole warp calls this, and stays together:
 // lanes that go on alone would run the code after the wait again and again. An index below 0 stands for no word, and
 // gives zeros. The loads of a poll are all in flight together.
-template <int N, class Index> DEVICE void receive(Block& k, Word (&word)[N], const Word* words, Index index) {
+template <int N, class Index> DEVICE void receive(Block& my, Word (&word)[N], const Word* words, Index index) {
   u64 since = 0;
   int from[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) from[i] = index(i), word[i] = {{0, 0, 0}, k.epoch};
+  for (int i = 0; i < N; ++i) from[i] = index(i), word[i] = {{0, 0, 0}, my.epoch};
   for (u32 polls = 1;; ++polls) {
     bool complete = true;
 #pragma unroll
     for (int i = 0; i < N; ++i)
       if (from[i] >= 0) word[i] = load_word(words + from[i]);
 #pragma unroll
-    for (int i = 0; i < N; ++i) complete &= word[i].epoch == k.epoch;
-    if (vote(complete) == ~0u || gives_up(k, polls, since)) return;
+    for (int i = 0; i < N; ++i) complete &= word[i].epoch == my.epoch;
+    if (vote(complete) == ~0u || gives_up(my, polls, since)) return;
   }
 }
 
