@@ -22,7 +22,7 @@ from model.generate_config import DTYPES, GenerateConfig
 from model.gpt import GPT
 from model.inductor import inductor
 from model.speculation import count_accepted, ngram_draft
-from model.weights import weights_of
+from model.weights import copied_bytes, weights_of
 from runtime.config import check
 
 BUCKET = 256  # keys of the smallest bucket; each next bucket has twice as many, so 32,768 keys need 8 graphs
@@ -117,6 +117,7 @@ class Decoder:
         pack = getattr(module, "pack", None)
         self.decode = load("decode", decode, device)
         self.packed = pack(own, Cache(self.kv, self.rows, self.positions)) if pack else own.weights()
+        self.copied_bytes = copied_bytes(self.packed, model)
         # The bytes of packed weights that a step reads; None: those of the model's own weights
         self.weight_bytes = module.weight_bytes(self.packed) if hasattr(module, "weight_bytes") else None
         self.draw = getattr(module, "sample_tokens", sample_tokens)

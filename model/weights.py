@@ -1,5 +1,9 @@
 """The weights of a model as decoders take them (kernels/decode/)."""
 
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
 from kernels.decode import Layer, Weights
 from model.gpt import GPT, Block, cast
 
@@ -28,3 +32,26 @@ def weights_of(model: GPT) -> Weights:
         kv_heads=config.kv_heads,
         stream_dtype=model.wte.weight.dtype,
     )
+
+
+def copied_bytes(packed, model: GPT) -> int:
+    """Return the bytes of a decoder's `packed` weights that are not the model's own tensors."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    storages = [tensor.untyped_storage() for tensor in tensors_in(packed)]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in own}.values())
+
+
+def tensors_in(value) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, dicts, modules and other objects."""
+    if hasattr(value, "__tensor_flatten__"):  # a subclass, such as torchao's int8, which wraps tensors
+        value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    else:
+        if not isinstance(value, (tuple, list)):
+            value = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            value = value.values()
+        for item in value:
+            yield from tensors_in(item)

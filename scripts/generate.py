@@ -147,7 +147,8 @@ def record_proof(
 ) -> None:
     """Write the proof into the row, and print it. Raises Wrong if the tokens, the logits or the kernels are wrong."""
     shape = tuple(idx.shape)
-    predicted = measure.predict_memory(*recipe.groups, recipe.generate, shape, new_tokens, idx.device)
+    settings = recipe.generate, shape, new_tokens, idx.device, decoder.copied_bytes
+    predicted = measure.predict_memory(*recipe.groups, *settings)
     run.row["memory"] = {"predicted": predicted, "measured": measure.measured_memory(run.row)}
     run.row["receipt"] = measure.make_receipt(decoder, run.row, recipe.kernels, recipe.attn)
     run.row["proof"] = prove(decoder, recipe.decoder_options, recipe.precision, idx, lengths)

@@ -111,16 +111,16 @@ def figures(
     result["gen/bandwidth_utilisation"] = least / (1e-3 * step_ms) / bandwidth if step_ms else None
     for name, tensors in {"weights": decoder.model.parameters(), "kv_cache": chain(*decoder.kv)}.items():
         result[f"mem/{name}_gib"] = sum(tensor.nbytes for tensor in tensors) / GIB
+    result["mem/packed_gib"] = decoder.copied_bytes / GIB
     return result | peak_memory(idx.device, Ranks())
 
 
 def measured_memory(figures: dict) -> dict[str, float] | None:
-    """Return the GiB on a GPU by part: weights, KV cache, workspace (the rest), and the peak. None on a CPU."""
+    """Return the GiB on a GPU by part, as predict_memory(). None on a CPU."""
     if figures["mem/peak_allocated_gib"] is None:
         return None
-    parts = {"weights": figures["mem/weights_gib"], "kv_cache": figures["mem/kv_cache_gib"]}
-    parts["peak"] = figures["mem/peak_allocated_gib"]
-    return in_gib({name: GIB * size for name, size in parts.items()})
+    keys = {name: f"mem/{name}_gib" for name in ("weights", "packed", "kv_cache")} | {"peak": "mem/peak_allocated_gib"}
+    return in_gib({name: GIB * figures[key] for name, key in keys.items()})
 
 
 def predict_memory(
@@ -132,9 +132,14 @@ def predict_memory(
     shape: tuple[int, int],
     new_tokens: int,
     device: torch.device,
+    packed: int,
 ) -> dict[str, float]:
-    """Predict the GiB of a generation by part: run a prefill of `shape` and a step of blocks on fake tensors."""
-    # Other decoders do not run on fake tensors. A prefill, which they share with blocks, takes more memory than a step
+    """Predict the GiB of a generation by part: run a prefill of `shape` and a step of blocks on fake tensors.
+
+    The parts are the model's weights, the decoder's copies of them (packed), the KV cache, the workspace, and the peak.
+    `packed` is Decoder.copied_bytes, because other decoders do not run on fake tensors.
+    """
+    # A prefill, which all decoders share, takes more memory than a step
     prefill_only = kernels.decode != "blocks"
     kernels = replace(kernels, compile=False, decode="blocks")
     with simulate(device) as usage:
@@ -144,8 +149,8 @@ def predict_memory(
         decoder.prefill(torch.zeros(shape, dtype=torch.int64, device=device))
         if not prefill_only:
             decoder.step()
-        parts = {"weights": tensor_bytes(model.parameters()), "kv_cache": tensor_bytes(chain(*decoder.kv))}
-        return in_gib(parts | {"peak": usage.peak})
+        parts = {"weights": tensor_bytes(model.parameters()), "packed": packed}
+        return in_gib(parts | {"kv_cache": tensor_bytes(chain(*decoder.kv)), "peak": usage.peak + packed})
 
 
 def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: AttnConfig) -> dict:
@@ -183,11 +188,12 @@ def summary(figures: dict, least: int, bandwidth: float) -> str:
             f"at the {bandwidth / 1e9:,.0f} GB/s of a copy here"
         )
     mfu = f", mfu {100 * figures['gen/prefill_mfu']:.1f}%" if figures["gen/prefill_mfu"] else ""
+    copies = f" and copies of them {figures['mem/packed_gib']:.3f}" if figures["mem/packed_gib"] else ""
     return (
         f"decode   {steps}\n"
         f"prefill  {figures['gen/ttft_ms']:.2f} ms to the first token; "
         f"{figures['gen/prefill_tokens_per_sec']:,.0f} tok/s of {batch} x {figures['gen/prompt_tokens']} tokens{mfu}\n"
-        f"memory   GiB: weights {figures['mem/weights_gib']:.3f}, KV cache {figures['mem/kv_cache_gib']:.3f}, "
+        f"memory   GiB: weights {figures['mem/weights_gib']:.3f}{copies}, KV cache {figures['mem/kv_cache_gib']:.3f}, "
         f"peak {peak:.3f}\n"
         f"start    {figures['gen/warmup_s']:.1f} s of warm-up, for {figures['gen/step_buckets']} lengths of the cache"
     )

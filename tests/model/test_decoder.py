@@ -229,6 +229,21 @@ def decoders():
             yield pytest.param(impl, SAMPLED, marks=marks, id=f"{impl}-sampled")
 
 
+@pytest.mark.skipif(bool(unavailable("decode", "triton", CPU)), reason="needs TRITON_INTERPRET=1")
+def test_bytes_of_the_weights_that_a_decoder_copies():
+    """blocks and triton read the model's own. int8 has a byte for each element of a matrix, and four for each row."""
+    model = varied_gpt(SMALL)
+    rows = [len(weight) for h in model.h for weight in matrices(h)] + [len(model.wte.weight)]
+    elements = sum(weight.numel() for h in model.h for weight in matrices(h)) + model.wte.weight.numel()
+    expected = {"blocks": 0, "triton": 0, "int8": elements + 4 * sum(rows)}
+    for decode, size in expected.items():
+        assert Decoder(model, 1, 24, GREEDY, decode=decode).copied_bytes == size
+
+
+def matrices(block):
+    return [linear.weight for linear in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj)]
+
+
 @pytest.mark.parametrize(("decode", "sampling"), decoders())
 def test_every_decoder_draws_the_same_text_of_a_seed(decode, sampling):
     """The model is in fp32, and the prompts differ in length. A decoder that verifies drafts also draws with one."""
