@@ -67,8 +67,10 @@ sequence() { # NAME T STEPS
         train.max_steps=$3 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0
 }
 
-# Generation: every decoder with 1, 8 and 64 sequences, then with 256; 1558M; drafts (run `typed` before); an fp8 cache
-generation() { generate generation +sweep=generate checkpoint=random; }
+# Generation: every decoder with 1, 8 and 64 sequences; with prompts of 1024 tokens; with 256 sequences; 1558M; drafts
+# (run `typed` before); an fp8 cache. A job takes about 15 s, so the first group takes some 7 minutes on one GPU
+generation() { generate generation +sweep=generate checkpoint=random prompt_tokens=128; }
+generation_1024() { generate generation-1024 +sweep=generate checkpoint=random prompt_tokens=1024 batch=1; }
 generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }
 generation_1558m() {
     generate generation-1558m +sweep=generate checkpoint=random model=gpt2_1558m batch=1 prompt_tokens=128
