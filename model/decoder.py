@@ -22,7 +22,7 @@ from model.generate_config import DTYPES, GenerateConfig
 from model.gpt import GPT
 from model.inductor import inductor
 from model.speculation import count_accepted, ngram_draft
-from model.weights import copied_bytes, weights_of
+from model.weights import weights_of
 from runtime.config import check
 
 BUCKET = 256  # keys of the smallest bucket; each next bucket has twice as many, so 32,768 keys need 8 graphs
@@ -56,10 +56,10 @@ class Decoder:
     Both return `output` (B, 1 + n) int64, which the next call overwrites: the number of new tokens of each sequence,
     then the tokens. n is 1, or with a draft 1 + draft_tokens, or LAUNCH_TOKENS if the backend has generate_tokens().
     `decode` names a backend of kernels/decode/; blocks runs the model itself. `compiled` compiles the steps. warm_up()
-    compiles them in advance, and on a GPU captures them as CUDA graphs; later prefills are captured, too. The ids in
-    `stops` end a launch of generate_tokens() early; the caller ends the texts. With `prefill_only`, step() is not
-    called, and the model's attention need not take `lengths`. Raises Unavailable or UserError if the model or the
-    backend cannot decode with these arguments.
+    compiles them in advance, and on a GPU captures them as CUDA graphs; later prefills are captured, too. In
+    generate_tokens() a sequence stops at an id in `stops`, and a launch ends early when all sequences have stopped; the
+    caller must still cut the texts. With `prefill_only`, step() is not called, and the model's attention need not take
+    `lengths`. Raises Unavailable or UserError if the model or the backend cannot decode with these arguments.
     """
 
     def __init__(
@@ -117,7 +117,6 @@ class Decoder:
         pack = getattr(module, "pack", None)
         self.decode = load("decode", decode, device)
         self.packed = pack(own, Cache(self.kv, self.rows, self.positions)) if pack else own.weights()
-        self.copied_bytes = copied_bytes(self.packed, model)
         # The bytes of packed weights that a step reads; None: those of the model's own weights
         self.weight_bytes = module.weight_bytes(self.packed) if hasattr(module, "weight_bytes") else None
         self.draw = getattr(module, "sample_tokens", sample_tokens)

@@ -8,7 +8,7 @@ INCOMPLETE = "\ufffd"  # the last character decodes to this while it lacks bytes
 
 
 def stop_ids(tokenizer: Tokenizer, stops: list[int | str] | None) -> tuple[int, ...]:
-    """Return the token ids that end a text: those of `stops`, and the tokenizer's eot. None if `stops` is None."""
+    """Return the token ids that end a text: the ids in `stops`, and the tokenizer's eot. Empty if `stops` is None."""
     return () if stops is None else (tokenizer.eot, *(stop for stop in stops if isinstance(stop, int)))
 
 

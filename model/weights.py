@@ -35,7 +35,7 @@ def weights_of(model: GPT) -> Weights:
 
 
 def copied_bytes(packed, model: GPT) -> int:
-    """Return the bytes of a decoder's `packed` weights that are not the model's own tensors."""
+    """Return the bytes in a decoder's `packed` that are not the model's own: copies of weights, and scratch memory."""
     own = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
     storages = [tensor.untyped_storage() for tensor in tensors_in(packed)]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in own}.values())
@@ -49,9 +49,8 @@ def tensors_in(value) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, nn.Module):
         yield from (*value.parameters(), *value.buffers())
-    else:
-        if not isinstance(value, (tuple, list)):
-            value = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-            value = value.values()
+    elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
+    else:
+        yield from tensors_in(list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()))

@@ -24,6 +24,7 @@ from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
 from model.generate import stream
+from model.weights import copied_bytes
 from runtime.config import UserError, check, cli, command_line
 from runtime.console import model_header
 from runtime.device import environment, explain_out_of_memory, reset_peak_memory, select_device
@@ -147,7 +148,7 @@ def record_proof(
 ) -> None:
     """Write the proof into the row, and print it. Raises Wrong if the tokens, the logits or the kernels are wrong."""
     shape = tuple(idx.shape)
-    settings = recipe.generate, shape, new_tokens, idx.device, decoder.copied_bytes
+    settings = recipe.generate, shape, new_tokens, idx.device, copied_bytes(decoder.packed, decoder.model)
     predicted = measure.predict_memory(*recipe.groups, *settings)
     run.row["memory"] = {"predicted": predicted, "measured": measure.measured_memory(run.row)}
     run.row["receipt"] = measure.make_receipt(decoder, run.row, recipe.kernels, recipe.attn)

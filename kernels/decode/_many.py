@@ -132,9 +132,9 @@ def _matmul_kernel(
 def matmul_launch(name: str, N: int, OUT: int, K: int, dtype: torch.dtype, processors: int) -> dict:
     """Return the default launch parameters of _matmul_kernel for a GPU with `processors` multiprocessors.
 
-    They are the fastest of 250 to 420 choices for 124M on an H200: 417 us for a step of 64 rows (467 with tiles of
-    32 x 64 and 5 stages for qkv and fc, 64 x 128 and 3 stages for the rest), and 901 us for 256 rows (933). Tiles are
-    small, to give all multiprocessors work. Many stages pay because a program makes only 6 to 12 steps over K.
+    They are close to the fastest of 250 to 420 choices for all kernels together, for 124M on an H200: 417 us for a step
+    of 64 rows, and 901 us for 256. With the former tiles, mostly 64 x 128 and 3 stages, it was 467 and 933 us. Small
+    tiles give every multiprocessor work. A program makes only 3 to 12 steps over K, so 5 stages hold most of its loads.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed
         blocks = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 1}

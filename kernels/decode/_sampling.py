@@ -3,8 +3,8 @@
 One multiprocessor is too slow for a row of 50,257 logits. Its 256 KB of registers barely hold the row's 201 KB in fp32.
 To compare and count a row in L1 takes an estimated 1 us, so a bisection by the bits of bf16 takes 16 us. The noise of
 all ids, at 70 instructions each, takes another 16 us. So only the first kernel reads the whole row: once, and on many
-multiprocessors. For each group it writes the largest logit, and without top_k also the best score =
-logit / temperature - log(noise). For top_p it also writes the sum of the group's probabilities.
+multiprocessors. For each group it writes the largest logit. If it samples without top_k, it also writes the best
+score = (logit - largest) / temperature - log(noise), and for top_p the sum of exp((logit - largest) / temperature).
 
 The second kernel has one program a row, and reads a few groups again. Without top_k it takes the group with the best
 score, and from this group the best id. Only top_p can reject this id.
@@ -38,7 +38,7 @@ FIRST_FACTOR, SECOND_FACTOR = map(tl.constexpr, contract.HASH_FACTORS)
 INF, FLT_MAX = tl.constexpr(float("inf")), tl.constexpr(torch.finfo(torch.float32).max)
 GROUP = tl.constexpr(16)  # logits of a group: 32 bytes in bf16, a sector of the L2 cache
 SLICE = tl.constexpr(64)  # groups of a program of the first kernel: 64 programs for a row of 50,257
-MANY_SLICE = 256  # the same for many rows, of which 16,384 small programs took 12 us (256 rows, H200)
+MANY_SLICE = 256  # the same for more than 16 rows: with 64, 256 rows need 16,384 programs, which took 12 us (H200)
 CHUNK = tl.constexpr(256)  # listed groups that the second kernel reads at a time: one read for a top_k of up to 227
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits that are zero in fp32
 
@@ -122,9 +122,10 @@ def load_chunk(start, row, listed, top, draw):
 
 @triton.jit
 def measure_above(threshold, first, row, listed, top, draw, MASS: tl.constexpr):
-    """Return how many listed logits exceed the threshold, and with MASS the sum of their exp((logit - top) / temperature).
+    """Return how many listed logits exceed the threshold.
 
-    `first` is load_chunk(0, ...), which stays in registers.
+    With MASS, also return the sum of their exp((logit - top) / temperature). `first` is load_chunk(0, ...), which stays
+    in registers.
     """
     logits, _, _ = first
     counts, masses = (logits > threshold).to(tl.int32), tl.zeros((CHUNK, GROUP), tl.float32)
@@ -177,8 +178,8 @@ def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr
     """Return the token of a row, int32. A NaN counts as -inf, and an inf as the largest finite number.
 
     row          (pointer to the row's logits, n_vocab, V)
-    summary_ptr  (3, BLOCK) fp32 from summarize_groups(): each group's maximum, best score and sum of probabilities. The
-                 maximum is subtracted from the logits of the latter two
+    summary_ptr  (3, BLOCK) fp32 from summarize_groups(): each group's maximum, best score and sum of probabilities.
+                 Scores and sums use logits minus the group's maximum
     list_ptr     (BLOCK,) int32 scratch memory, which draw_row() writes: each program needs its own
     draw         (temperature, or None for greedy; seed; position)
     top_k        in [1, n_vocab), or None
@@ -307,16 +308,16 @@ def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> N
     summary = torch.empty(N, 3, block, dtype=torch.float32, device=device)
     listed = torch.empty(N, block, dtype=torch.int32, device=device)
     common = {"stride": logits.stride(0), "n_vocab": n_vocab, "V": V, "BLOCK": block}
-    # None switches a part of the kernels off. The lower limit keeps logits / temperature finite
+    # None switches a part of the kernels off. With at least 1e-30, logits / temperature is finite for logits up to 3e8
     common["temperature"] = max(float(temperature), 1e-30) if temperature else None
     common["top_k"] = top_k if temperature and 0 < top_k < n_vocab else None
     common["top_p"] = float(top_p) if temperature and top_p < 1 else None
     common |= {"STEP": int(output is not None), "PDL": early}
-    early = {"launch_pdl": True} if early else {}
+    options = {"launch_pdl": True} if early else {}
     size = min(block, SLICE.value if N <= 16 else MANY_SLICE)
-    _summary_kernel[N, block // size](logits, summary, seeds, positions, SIZE=size, **common, **early)
+    _summary_kernel[N, block // size](logits, summary, seeds, positions, SIZE=size, **common, **options)
     tensors = logits, summary, listed, seeds, positions, tokens, None if output is None else output[:, 1]
-    _draw_kernel[(N,)](*tensors, SHIFT=SHIFTS[logits.dtype], num_warps=draw_warps(block), **common, **early)
+    _draw_kernel[(N,)](*tensors, SHIFT=SHIFTS[logits.dtype], num_warps=draw_warps(block), **common, **options)
 
 
 @torch.library.custom_op("hotswap::sample_tokens", mutates_args=())

@@ -1,9 +1,9 @@
 // A decoder in one launch: many tokens of up to 8 sequences, with no return to the host in between.
 //
 // A step of GPT-2 124M multiplies 247 MB of weights with one vector a sequence. An H200 reads them in 59 us. A first
-// version had a block on each multiprocessor, and a barrier after each of a layer's 5 phases. It took 220 us: 67 us for
-// 61 barriers, and the rest because a block waits for weights, then for activations, then for weights again. Here
-// weights never wait, and there are no barriers. A token takes 165 us.
+// version had a block on each multiprocessor, and a barrier across all blocks after each of a layer's 5 phases. It took
+// 220 us: 67 us for 61 barriers, and the rest because a block waits for weights, then for activations, then for weights
+// again. Here the copies of weights do not wait for activations, and no barrier spans the blocks. A token takes 165 us.
 //
 // 1. The ring. A block owns the same rows of every matrix for all tokens. persistent.py lays them out as one stream, in
 //    the order of use: 111 KB a layer for each of 128 blocks. A warp that does nothing else lets TMA, Hopper's copy
@@ -26,7 +26,8 @@
 //     6 rows of fc_proj
 //
 // 12 layers take some 131 us, the head 17 us, and the draw 14 us. In a layer the exchanges take most of the time.
-// Copies of weights slow the polls down: without copies, and so with wrong results, a version of 242 us took 184 us.
+// The copies of weights slow the polls down: a version that took 242 us a token took 184 us when it loaded no weights
+// (its results were wrong).
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
 // because lanes that went on alone ran the code after it up to four times. No branch stands between the loads of two
 // tiles. A warp releases a slot as soon as it has read it: 170 us a token instead of 178.
@@ -49,7 +50,7 @@ typedef long long i64;
 // STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); its CONSTANTS; and for each of QKV, PROJ, FC, FC_PROJ and HEAD
 // its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
-constexpr bool TENSOR_CORES = BF16;  // even for one sequence: then x is read from shared memory once for all rows
+constexpr bool TENSOR_CORES = BF16;  // for one sequence, too
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 #define INF __uint_as_float(0x7F800000)
 
@@ -84,17 +85,17 @@ constexpr int PER_WORD = 12 / sizeof(T);                // results in a word
 
 // y = W x for W (N, K). A block makes ROWS results in each of PASSES passes. A pass comes in pieces of up to TILES
 // tiles.
-template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int TIMES_> struct Product {
+template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_> struct Product {
   static constexpr int N = N_, K = K_, ROWS = ROWS_, PASSES = PASSES_;
-  static constexpr int TIMES = TIMES_;  // that its results are published
+  static constexpr int WORD_COPIES = WORD_COPIES_;  // of the results
   static constexpr int SHARE = ROWS * PASSES, ROW_GROUPS = ceil_div(ROWS, 8), PADDED = 8 * ROW_GROUPS;
   static constexpr int ALL_TILES = ceil_div(K, TILE), TILES = smaller(TILES_, ALL_TILES);
-  static constexpr int PIECES = ceil_div(ALL_TILES, TILES);  // of a pass
-  static constexpr int STRIDE = (ALL_TILES | 1) * TILE;      // of x; an odd number of 64 bytes has no bank conflicts
-  static constexpr int WORDS = ceil_div(SHARE, PER_WORD);    // of a block and sequence
-  static constexpr int COPY = BATCH * BLOCKS * WORDS;        // words of a copy
-  static constexpr int SUMS = smaller(PASSES, 2) * PADDED;   // of a warp and sequence, in shared memory
-  static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * 64;  // of a block
+  static constexpr int PIECES = ceil_div(ALL_TILES, TILES);  // in a pass
+  static constexpr int STRIDE = (ALL_TILES | 1) * TILE;      // from one sequence of x to the next: no bank conflicts
+  static constexpr int WORDS = ceil_div(SHARE, PER_WORD);    // per block and sequence
+  static constexpr int COPY = BATCH * BLOCKS * WORDS;        // words per copy
+  static constexpr int SUMS = smaller(PASSES, 2) * PADDED;   // per warp and sequence, in shared memory
+  static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * 64;  // of weights per block
   static DEVICE int tiles(int piece) { return smaller(TILES, ALL_TILES - piece % PIECES * TILES); }
 };
 typedef Product<C + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1> Qkv;
@@ -109,23 +110,23 @@ __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
 constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
 constexpr int SLOT_BYTES = 64 * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
                                         FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
-constexpr int BIASES = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer and block
+constexpr int BIASES = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // per layer and block
 constexpr int LAYER_PIECES = Qkv::PIECES + Proj::PIECES + Fc::PIECES + FcProj::PIECES;
-constexpr int TOKEN_PIECES = LAYERS * LAYER_PIECES + Head::PASSES * Head::PIECES;  // of a token
+constexpr int TOKEN_PIECES = LAYERS * LAYER_PIECES + Head::PASSES * Head::PIECES;
 constexpr i64 TOKEN_BYTES = LAYERS * (Qkv::BYTES + Proj::BYTES + Fc::BYTES + FcProj::BYTES) + Head::BYTES;  // a block's
 static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "only the head has several passes");
 static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
-constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // of a copy
-constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, of a block
-constexpr int MOST_KEPT = 2 * THREADS;
+constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // per copy
+constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
+constexpr int MAX_CANDIDATES = 2 * THREADS;
 constexpr int GROUP_WORDS = 1 + ceil_div(GROUP, PER_WORD);            // a summary, and the logits
 constexpr int STREAM_WORDS = ceil_div(C, Proj::SHARE) * Proj::WORDS;  // of the residual stream of a sequence
-constexpr int OWN_WARPS = smaller(WARPS / BATCH, ceil_div(STREAM_WORDS, 32));  // receive a sequence's words
-constexpr int OWN = ceil_div(STREAM_WORDS, 32 * OWN_WARPS);                    // words of a thread
-constexpr int NORM_WORDS = ceil_div(2 * C * sizeof(T), THREADS * sizeof(Word));  // 16 bytes of gain and shift each
-static_assert(OWN_WARPS > 0, "a warp or more for each sequence");
+constexpr int WARPS_PER_SEQUENCE = smaller(WARPS / BATCH, ceil_div(STREAM_WORDS, 32));  // that receive its words
+constexpr int WORDS_PER_THREAD = ceil_div(STREAM_WORDS, 32 * WARPS_PER_SEQUENCE);
+constexpr int NORM_WORDS = ceil_div(2 * C * sizeof(T), THREADS * sizeof(Word));  // of gain and shift per thread
+static_assert(WARPS_PER_SEQUENCE > 0, "a warp or more for each sequence");
 
 struct Arguments {  // in the order of persistent.py
   const char* weights;                  // (BLOCKS, TOKEN_BYTES)
@@ -155,8 +156,8 @@ struct Scratch {  // in shared memory, besides the ring
     struct {
       X inputs[BATCH * Head::STRIDE];
       float logits[BATCH * Head::SHARE];
-      u16 likely[BLOCKS * GROUPS];  // groups that may have the token
-      Candidate kept[MOST_KEPT];    // logits that may be the token
+      u16 listed_groups[BLOCKS * GROUPS];  // groups that may have the token
+      Candidate candidates[MAX_CANDIDATES];
     } head;
   };
   alignas(16) float warp_sums[WARPS * BATCH * MOST_SUMS];
@@ -170,7 +171,7 @@ struct Scratch {  // in shared memory, besides the ring
   T bias[LAYERS * BIASES];
   int token[BATCH], drawn[BATCH], position[BATCH], splits[BATCH], stopped[BATCH];
   u32 seed[BATCH];
-  int finished, abandoned;  // the launch ends after this token; because of a wait that failed
+  int finished, abandoned;  // the launch ends after this token; a wait of this block took too long
   Barrier full[32], empty[32];  // of the slots of the ring: the copy is complete; all warps have read it
 };
 constexpr int SLOTS = smaller(32, (SHARED_BYTES - (int)sizeof(Scratch) - 128) / SLOT_BYTES);
@@ -180,13 +181,12 @@ struct Shared {
   alignas(128) char ring[SLOTS][SLOT_BYTES];
   Scratch scratch;
 };
-static_assert(sizeof(Shared) <= SHARED_BYTES, "the ring leaves room for the rest");
 
 struct Moments {  // of some channels: sums around a mean
   float sum, squares, mean;
 };
 
-struct Block {  // what a thread knows, in registers
+struct Thread {  // the state of a thread, in registers
   Scratch& s;
   char (*ring)[SLOT_BYTES];
   const Arguments& a;
@@ -201,7 +201,7 @@ struct Block {  // what a thread knows, in registers
   DEVICE int lane() const { return thread % 32; }
 };
 
-DEVICE void mark(Block& my) {
+DEVICE void mark(Thread& my) {
 #ifdef TIMING
   if (my.block == 0 && my.thread == 0) my.a.timeline[my.marks++] = cycles();
 #endif
@@ -214,7 +214,7 @@ DEVICE void mark(Block& my) {
 
 // ---- The residual stream
 
-DEVICE void embed(Block& my) {
+DEVICE void embed(Thread& my) {
   for (int i = my.thread; i < BATCH * C; i += THREADS) {
     const int b = i / C, c = i % C;
     const int token = larger(0, smaller(my.s.token[b], VOCAB - 1));  // after a failed wait it may be anything
@@ -234,10 +234,10 @@ DEVICE void embed(Block& my) {
   constexpr int rows = BATCH * larger(Qkv::STRIDE, FcProj::STRIDE);
   for (int i = my.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) my.s.x[i] = convert<X>(0);  // padding
   my.mean = 0;
-  synchronize_block();
+  synchronize_compute_warps();
 }
 
-template <class Use> DEVICE void for_norm_words(Block& my, Use use) {  // of this thread
+template <class Use> DEVICE void for_norm_words(Thread& my, Use use) {  // of this thread
 #pragma unroll
   for (int i = 0; i < NORM_WORDS; ++i) {
     const int place = THREADS - 1 - my.thread + i * THREADS;
@@ -245,34 +245,35 @@ template <class Use> DEVICE void for_norm_words(Block& my, Use use) {  // of thi
   }
 }
 
-DEVICE void load_norm(Block& my, const T* norm) {
+DEVICE void load_norm(Thread& my, const T* norm) {
   for_norm_words(my, [&](Word& word, int i) { word = ((const Word*)norm)[i]; });
 }
 
 // stream += branch, if there is one, and x = LayerNorm(stream). Few threads receive each sequence, because all blocks
 // poll the same words. One pass suffices, because it sums around the last mean.
-DEVICE void normalise(Block& my, const Word* branch, const T* next_norm) {
+DEVICE void normalise(Thread& my, const Word* branch, const T* next_norm) {
   for_norm_words(my, [&](Word& word, int i) { ((Word*)my.s.norm)[i] = word; });
-  constexpr int AT_ONCE = balanced(OWN, 8);
-  const int own = my.warp() / OWN_WARPS, first = my.thread % (32 * OWN_WARPS);
+  constexpr int AT_ONCE = balanced(WORDS_PER_THREAD, 8);
+  const int sequence = my.warp() / WARPS_PER_SEQUENCE, first = my.thread % (32 * WARPS_PER_SEQUENCE);
   auto first_channel = [](int place) { return place / Proj::WORDS * Proj::SHARE + place % Proj::WORDS * PER_WORD; };
-  auto place = [&](int i) {  // of this thread's word i in its sequence
-    const int place = first + i * 32 * OWN_WARPS;
-    return own < BATCH && i < OWN && place < STREAM_WORDS && first_channel(place) < C ? place : -1;
+  auto word_place = [&](int i) {  // of this thread's word i in its sequence
+    const int place = first + i * 32 * WARPS_PER_SEQUENCE;
+    return sequence < BATCH && i < WORDS_PER_THREAD && place < STREAM_WORDS && first_channel(place) < C ? place : -1;
   };
   float sum = 0, squares = 0;
 #pragma unroll 1
-  for (int start = 0; start < OWN; start += AT_ONCE) {
+  for (int start = 0; start < WORDS_PER_THREAD; start += AT_ONCE) {
     Word word[AT_ONCE];
     if (branch)
       receive(my, word, branch + my.block % COPIES * Proj::COPY, [&](int i) {
-        return place(start + i) < 0 ? -1 : own * BLOCKS * Proj::WORDS + place(start + i);
+        return word_place(start + i) < 0 ? -1 : sequence * BLOCKS * Proj::WORDS + word_place(start + i);
       });
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      if (place(start + i) < 0) continue;
-      const int channel = first_channel(place(start + i)), end = (place(start + i) / Proj::WORDS + 1) * Proj::SHARE;
-      Stream *stream = my.s.stream + own * C + channel, value[PER_WORD];
+      const int place = word_place(start + i), channel = first_channel(place);
+      const int end = (place / Proj::WORDS + 1) * Proj::SHARE;
+      if (place < 0) continue;
+      Stream *stream = my.s.stream + sequence * C + channel, value[PER_WORD];
       auto exists = [&](int j) { return channel + j < smaller(end, C); };
 #pragma unroll
       for (int j = 0; j < PER_WORD; ++j) value[j] = exists(j) ? stream[j] : convert<Stream>(my.mean);
@@ -295,24 +296,25 @@ DEVICE void normalise(Block& my, const Word* branch, const T* next_norm) {
   }
   Moments* warps = (Moments*)my.s.reduction;
   if (my.lane() == 0) warps[my.warp()] = {sum, squares, my.mean};
-  synchronize_block();
-  auto moments = [&](int b) {  // {mean, 1 / standard deviation} of a sequence
+  synchronize_compute_warps();
+  struct Statistics { float mean, rstd; };
+  auto statistics = [&](int b) {  // of a sequence
     float sum = 0, squares = 0;
 #pragma unroll
-    for (int warp = b * OWN_WARPS; warp < (b + 1) * OWN_WARPS; ++warp)
+    for (int warp = b * WARPS_PER_SEQUENCE; warp < (b + 1) * WARPS_PER_SEQUENCE; ++warp)
       sum += warps[warp].sum, squares += warps[warp].squares;
     const float away = sum * (1.0f / C), variance = fmaxf(squares * (1.0f / C) - away * away, 0);
-    return make_float2(warps[b * OWN_WARPS].mean + away, rsqrtf(variance + 1e-5f));
+    return Statistics{warps[b * WARPS_PER_SEQUENCE].mean + away, rsqrtf(variance + 1e-5f)};
   };
   constexpr int PAIRS = ceil_div(BATCH * C, 2 * THREADS);  // of channels of a thread, all loaded before any is stored
   float y[PAIRS][2];
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
     const int from = smaller(2 * (my.thread + i * THREADS), BATCH * C - 2), c = from % C;
-    const float2 of = moments(from / C);
+    const Statistics own = statistics(from / C);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float x = (to_float(my.s.stream[from + j]) - of.x) * of.y;
+      const float x = (to_float(my.s.stream[from + j]) - own.mean) * own.rstd;
       y[i][j] = x * to_float(my.s.norm[c + j]) + to_float(my.s.norm[C + c + j]);
     }
   }
@@ -322,9 +324,9 @@ DEVICE void normalise(Block& my, const Word* branch, const T* next_norm) {
     X* x = my.s.x + from / C * Qkv::STRIDE + from % C;
     for (int j = 0; j < 2 && from < BATCH * C; ++j) x[j] = convert<X>(rounded<T>(y[i][j]));
   }
-  my.mean = moments(smaller(own, BATCH - 1)).x;
+  my.mean = statistics(smaller(sequence, BATCH - 1)).mean;
   load_norm(my, next_norm);  // now, because loads would delay the polls
-  synchronize_block();
+  synchronize_compute_warps();
 }
 
 // ---- The launch
@@ -332,7 +334,7 @@ DEVICE void normalise(Block& my, const Word* branch, const T* next_norm) {
 DEVICE float gelu(float x) { return 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))); }
 DEVICE float identity(float x) { return x; }
 
-DEVICE void run_attention(Block& my, int layer) {
+DEVICE void run_attention(Thread& my, int layer) {
   const T *qkv = my.s.bias + layer * BIASES, *proj = qkv + Qkv::SHARE;
   multiply_and_publish<Qkv>(my, qkv, my.a.qkv, identity);
   mark(my);
@@ -344,7 +346,7 @@ DEVICE void run_attention(Block& my, int layer) {
   mark(my);
 }
 
-DEVICE void run_mlp(Block& my, int layer) {
+DEVICE void run_mlp(Thread& my, int layer) {
   const T *fc = my.s.bias + layer * BIASES + Qkv::SHARE + Proj::SHARE, *fc_proj = fc + Fc::SHARE;
   multiply_and_publish<Fc>(my, fc, my.a.fc, gelu);
   mark(my);
@@ -354,7 +356,7 @@ DEVICE void run_mlp(Block& my, int layer) {
   mark(my);
 }
 
-DEVICE void run_head(Block& my) {
+DEVICE void run_head(Thread& my) {
   fence();  // who reads this block's logits also sees its rows of the cache
   multiply<Head>(my, [&](int pass, const float* warp_sums) {
     for (int i = my.thread; i < BATCH * Head::ROWS; i += THREADS) {
@@ -364,11 +366,11 @@ DEVICE void run_head(Block& my) {
       if (my.a.logits && id < VOCAB) my.a.logits[(i64)b * VOCAB + id] = logit;
     }
   });
-  synchronize_block();
+  synchronize_compute_warps();
   mark(my);
 }
 
-DEVICE void start(Block& my) {
+DEVICE void start(Thread& my) {
   for (int slot = 0; slot < SLOTS && my.thread == 0; ++slot)
     initialize(&my.s.full[slot], 1), initialize(&my.s.empty[slot], WARPS);
   if (my.thread < BATCH) {
@@ -382,12 +384,12 @@ DEVICE void start(Block& my) {
   if (my.thread == 0) my.s.finished = my.s.abandoned = 0;
   my.epoch = my.a.epoch;
   load_norm(my, my.a.norms);
-  synchronize_all();
+  synchronize_block();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) persistent_decode(const __grid_constant__ Arguments a) {
   Shared& shared = *(Shared*)shared_memory();
-  Block my{shared.scratch, shared.ring, a, (int)blockIdx.x, (int)threadIdx.x};
+  Thread my{shared.scratch, shared.ring, a, (int)blockIdx.x, (int)threadIdx.x};
   start(my);
   if (my.warp() == WARPS) {
     if (my.lane() == 0) feed_ring(my);

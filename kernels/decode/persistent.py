@@ -1,6 +1,6 @@
 """The whole decoder as one kernel: one launch makes many tokens of up to 8 sequences, and draws them.
 
-At batch 1 a step of 124M reads 247 MB, which takes 59 us on an H200. The 125 to 250 kernels of decode=blocks take 470
+At batch 1 a step of 124M reads 247 MB. The 125 to 250 kernels of decode=blocks take 470
 to 750 us, even in a CUDA graph, because most multiprocessors are idle at the ends of kernels. persistent.cu explains
 how one kernel loads weights while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
@@ -41,10 +41,11 @@ RUNS = {"nvrtc": ("persistent_decode",)}
 capturable = False  # a CUDA graph would fix the number of tokens and the positions
 SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
-COPIES = 4  # of the words that all blocks poll: with one, they queue for the same lines of the L2
+COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
 GROUP = 16  # logits in a group
-SPLIT_KEYS = 64  # of a sequence: with more keys several blocks share them, as many as there are for each head
-FLYING = 2  # copies of a block that are under way: 345 us a token for 12 layers of 1558M; without a limit 355 us (H200)
+SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
+# TMA copies that a block has in flight, except for the head: on an H200 12 layers of 1558M take 345 us, and 355 without
+FLYING = 2
 SHARED_BYTES = 232_448  # of a block: all that Hopper has
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
@@ -52,9 +53,9 @@ CONSTANTS = (  # of persistent.cu
     *("GROUP", "COPIES", "SPLIT_KEYS", "FLYING", "SHARED_BYTES", "TIMEOUT_NS"),
     *("ID_FACTOR", "POSITION_FACTOR", "FIRST_FACTOR", "SECOND_FACTOR"),
 )
-TIMING = False  # record in tensors["timeline"] the cycle at which block 0 begins a token and ends each phase
-PHASES = "ln_1", "qkv", "attend", "combine", "proj", "ln_2", "fc", "hidden", "fc_proj"  # of a layer
-LAST_PHASES = "ln_f", "head", "summarize", "draw", "token"  # of a token; embed is part of the first ln_1
+TIMING = False  # record in tensors["timeline"] the cycle at which block 0 begins a token and ends each interval
+INTERVALS = "ln_1", "qkv", "attend", "combine", "proj", "ln_2", "fc", "hidden", "fc_proj"  # of a layer
+LAST_INTERVALS = "ln_f", "head", "summarize", "draw", "token"  # of a token; embed is part of the first ln_1
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -63,15 +64,15 @@ def unavailable(device: torch.device) -> str | None:
         return gpu_unavailable(device, (9, 0)) or compat.nvrtc_unavailable()
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None if cpp_compiler() else "its emulator needs g++ or clang++; install one"
-    return f"{gpu_unavailable(device, (9, 0))}; for a trial on a CPU set TRITON_INTERPRET=1"
+    return f"{gpu_unavailable(device, (9, 0))}; to test it on a CPU, set TRITON_INTERPRET=1"
 
 
-def detail(**inputs) -> str:
+def detail() -> str:
     return f"cuda {torch.version.cuda}, nvrtc" if torch.version.cuda else "emulated"
 
 
 def check_sizes(weights: Weights, cache: Cache) -> None:
-    """Raise Unavailable, in one line, for a model or a cache that the kernel cannot take."""
+    """Raise Unavailable for a model or a cache that the kernel cannot take."""
     keys, D, dtype = cache.kv[0][0], weights.head_dim, weights.wte.dtype
     reason = None
     if len(keys) > MOST_SEQUENCES:
@@ -83,7 +84,7 @@ def check_sizes(weights: Weights, cache: Cache) -> None:
     elif not all(tensor.is_contiguous() for pair in cache.kv for tensor in pair):
         reason = "needs a contiguous cache"
     if reason:
-        raise Unavailable(f"decode=persistent {reason}: choose decode=blocks")
+        raise Unavailable(f"kernels.decode=persistent {reason}: choose kernels.decode=blocks")
 
 
 @functools.lru_cache
@@ -115,7 +116,7 @@ def ids_on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
 
 
 class Packed:
-    """The kernel for a model and a batch, its weights, and the memory in which the blocks meet."""
+    """The kernel for a model and a batch, its weights, and the global memory for the words of the blocks."""
 
     def __init__(self, weights: Weights, cache: Cache):
         check_sizes(weights, cache)
@@ -136,10 +137,10 @@ class Packed:
             if "too little shared memory" not in str(error):
                 raise
             raise Unavailable(
-                f"decode=persistent: {SHARED_BYTES} bytes of shared memory are too few for {self.batch} sequences of "
-                "this model: use fewer sequences, or choose decode=blocks"
+                f"kernels.decode=persistent: {SHARED_BYTES} bytes of shared memory are too few for {self.batch} "
+                "sequences of this model: use fewer sequences, or choose kernels.decode=blocks"
             ) from error
-        self.tensors = self.parameters(plans) | self.scratch(plans)
+        self.tensors = self.parameters(plans) | self.exchange_memory(plans)
         self.arguments = arguments_type(len(weights.layers))()
         for name, tensor in self.tensors.items():
             setattr(self.arguments, name, tensor.data_ptr())
@@ -153,8 +154,8 @@ class Packed:
         wte = weights.wte.contiguous()
         return {"weights": matrices, "biases": biases, "norms": stack_norms(weights), "wte": wte, **positions}
 
-    def scratch(self, plans: dict[str, Plan]) -> dict[str, Tensor]:
-        """Return the memory in which the blocks meet, by its names in `struct Arguments`. A word has 4 x 4 bytes."""
+    def exchange_memory(self, plans: dict[str, Plan]) -> dict[str, Tensor]:
+        """Return the memory of the words, by its names in `struct Arguments`. A word has 4 x 4 bytes."""
         heads, per_word = self.batch * self.weights.heads, 12 // self.weights.wte.itemsize
         groups = self.batch * self.blocks * ceil(plans["HEAD"].share / GROUP)
         words = {"groups": groups * (1 + ceil(GROUP / per_word)), "token": self.batch}
@@ -178,14 +179,15 @@ class Packed:
         a.wpe_rows, a.rows, a.steps = 0 if self.weights.wpe is None else len(self.weights.wpe), cache.rows, steps
         a.stop_count = len(tensors.get("stops", ()))
         a.n_vocab, a.temperature, a.top_k, a.top_p = sampling
-        a.temperature = max(a.temperature, 1e-30) if a.temperature else 0  # so that logits / temperature is finite
+        # at least 1e-30, so logits / temperature is finite for logits up to 3e8
+        a.temperature = max(a.temperature, 1e-30) if a.temperature else 0
         self.run(a)
         a.epoch = (a.epoch + steps * len(cache.kv)) % 2**31
         if self.tensors["failed"].item():
             self.tensors["failed"].zero_()
             raise KernelError(
-                f"decode=persistent: a block waited {TIMEOUT_NS / 1e9:g} s for another one, so the tokens are wrong: "
-                "try again, or choose decode=blocks"
+                f"kernels.decode=persistent: a block waited {TIMEOUT_NS / 1e9:g} s for another one, so the tokens are "
+                "wrong: try again, or choose kernels.decode=blocks"
             )
 
 
@@ -195,7 +197,9 @@ def pack(model: Model, cache: Cache) -> Packed:
 
 def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:
     if tokens.shape[1] != 1:
-        raise Unavailable(f"decode=persistent makes one token at a time, not {tokens.shape[1]}: choose decode=blocks")
+        raise Unavailable(
+            f"kernels.decode=persistent makes one token at a time, not {tokens.shape[1]}: choose kernels.decode=blocks"
+        )
     head = packed.weights.head
     logits = torch.empty(packed.batch, 1, len(head), dtype=head.dtype, device=head.device)
     packed.launch(tokens, cache, 1, Sampling(len(head)), logits=logits)

@@ -23,7 +23,7 @@ next kernel takes 0.7 us. Three measures shorten the step:
 3.  A program multiplies 8 to 32 whole rows of W, so each product of a layer has 96 to 144 programs. In the matmul its
     warps take different columns and add their results at the end, so the chains of dependent instructions are short.
 
-Measured for batch 1 at contexts 128 to 255 (bf16, H200). A kernel's time is from the end of its predecessor to its own end:
+Measured for batch 1 at contexts 128 to 255 (bf16, H200). A kernel's time is from its predecessor's end to its own:
 
     kernel        programs    weights          at 4.2 TB/s    measured
     qkv                144    3.5 MB                0.8 us      2.6 us
@@ -37,7 +37,7 @@ Measured for batch 1 at contexts 128 to 255 (bf16, H200). A kernel's time is fro
     step                      247 MB                 59 us      187 us: 5,355 tokens/s of GPU time
 
 Each kernel must fit beside its neighbours, or it cannot load early: when the programs of fc_proj took half of a
-multiprocessor's registers, it took 4.4 us instead of 1.9.
+multiprocessor's registers, fc_proj took 4.4 us.
 
 Up to FEW rows, the bits of a row's result do not depend on the other rows, so steps of one token and of several tokens
 give the same text. The matmul instruction always has 16 rows. The splits of the keys depend only on the cache. The sums
@@ -155,26 +155,27 @@ def _product_kernel(
     )
 
 
-def product_launch(OUT: int, K: int, dtype: torch.dtype, programs: int) -> dict:
-    """Return the default launch parameters of _product_kernel for a GPU with `programs` multiprocessors.
+def product_launch(OUT: int, K: int, dtype: torch.dtype, processors: int) -> dict:
+    """Return the default launch parameters of _product_kernel for a GPU with `processors` multiprocessors.
 
     For a K of up to 1024 a warp takes whole rows of x, 256 columns at a time, 8 a thread. So LayerNorm needs no sum
     over warps, and K = 768 no padding: a thread holds 48 registers of W for qkv, and 96 for fc. Otherwise several warps
     share a row, also in proj, which has no LayerNorm. These are the fastest of 46 choices for 124M, one row, on an H200
-    (190 us a step; 16 rows of W for fc 193, 16 slices and 8 warps for fc_proj 194, 256 columns for proj 193). For any
-    ROWS, the same threads add a row's numbers in the same order; tests/kernels/compile_triton.py compares the layouts.
-    A warp has two slices, so that two chains of matmul instructions run independently.
+    (190 us a step then; 16 rows of W for fc 193, 16 slices and 8 warps for fc_proj 194, 256 columns for proj 193), and
+    among the fastest of 172 for 1558M that leave registers for 16 rows. For any ROWS, the same threads add a row's
+    numbers in the same order; tests/kernels/compile_triton.py compares the layouts. A warp has two slices, except for K
+    from 1025 to 2048, so that two chains of matmul instructions run independently.
 
     The next kernel loads its weights early only if its programs fit beside those of this kernel: a multiprocessor has
     65,536 registers. The module's docstring says what a fc_proj that took half of them cost.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed
         return {"BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "num_warps": 4}
-    rows = 8 if 16 * programs > OUT else 16
+    rows = 8 if 16 * processors > OUT else 16
     if K <= 1024:
         if OUT == K > 512:  # proj
             return {"BLOCK_N": rows, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
-        return {"BLOCK_N": 32 if 20 * programs < OUT else rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
+        return {"BLOCK_N": 32 if 20 * processors < OUT else rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
     if K <= 2048:
         return {"BLOCK_N": rows, "BLOCK_K": 2048, "SLICES": 8, "num_warps": 8}
     if K <= 4096:

@@ -18,6 +18,7 @@ from model.decoder import Decoder
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.step import build
+from model.weights import copied_bytes
 from runtime.device import GIB, peak_flops, peak_memory
 from runtime.meter import quantiles
 from runtime.ranks import Ranks
@@ -111,7 +112,7 @@ def figures(
     result["gen/bandwidth_utilisation"] = least / (1e-3 * step_ms) / bandwidth if step_ms else None
     for name, tensors in {"weights": decoder.model.parameters(), "kv_cache": chain(*decoder.kv)}.items():
         result[f"mem/{name}_gib"] = sum(tensor.nbytes for tensor in tensors) / GIB
-    result["mem/packed_gib"] = decoder.copied_bytes / GIB
+    result["mem/packed_gib"] = copied_bytes(decoder.packed, decoder.model) / GIB
     return result | peak_memory(idx.device, Ranks())
 
 
@@ -136,8 +137,8 @@ def predict_memory(
 ) -> dict[str, float]:
     """Predict the GiB of a generation by part: run a prefill of `shape` and a step of blocks on fake tensors.
 
-    The parts are the model's weights, the decoder's copies of them (packed), the KV cache, the workspace, and the peak.
-    `packed` is Decoder.copied_bytes, because other decoders do not run on fake tensors.
+    The parts are the model's weights, what the decoder packed beside them, the KV cache, the workspace, and the peak.
+    `packed` is copied_bytes(), because only decode=blocks runs on fake tensors.
     """
     # A prefill, which all decoders share, takes more memory than a step
     prefill_only = kernels.decode != "blocks"
@@ -188,7 +189,7 @@ def summary(figures: dict, least: int, bandwidth: float) -> str:
             f"at the {bandwidth / 1e9:,.0f} GB/s of a copy here"
         )
     mfu = f", mfu {100 * figures['gen/prefill_mfu']:.1f}%" if figures["gen/prefill_mfu"] else ""
-    copies = f" and copies of them {figures['mem/packed_gib']:.3f}" if figures["mem/packed_gib"] else ""
+    copies = f", packed copies {figures['mem/packed_gib']:.3f}" if figures["mem/packed_gib"] else ""
     return (
         f"decode   {steps}\n"
         f"prefill  {figures['gen/ttft_ms']:.2f} ms to the first token; "

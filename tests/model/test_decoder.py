@@ -13,6 +13,7 @@ from model.decoder import Decoder
 from model.generate import generate, stream
 from model.generate_config import GenerateConfig
 from model.speculation import NGRAM, ngram_draft
+from model.weights import copied_bytes
 from runtime.config import UserError
 from tests.model.test_generate import CPU, GREEDY, greedy, prompt, streamed, varied_gpt
 from tests.model.test_gpt import SMALL
@@ -237,7 +238,7 @@ def test_bytes_of_the_weights_that_a_decoder_copies():
     elements = sum(weight.numel() for h in model.h for weight in matrices(h)) + model.wte.weight.numel()
     expected = {"blocks": 0, "triton": 0, "int8": elements + 4 * sum(rows)}
     for decode, size in expected.items():
-        assert Decoder(model, 1, 24, GREEDY, decode=decode).copied_bytes == size
+        assert copied_bytes(Decoder(model, 1, 24, GREEDY, decode=decode).packed, model) == size
 
 
 def matrices(block):

@@ -12,7 +12,7 @@ DEVICE Vector<KV, 8> load_row(const KV* from, bool exists) {
 
 // Receive q, k and v of a head, and rotate q and k. q is scaled for scores in base 2. One block for each head of k and
 // v writes them into the cache. All read them as the cache rounds them.
-DEVICE void receive_head(Block& my, int layer, int b, int head, int row, bool writes) {
+DEVICE void receive_head(Thread& my, int layer, int b, int head, int row, bool writes) {
   const int kv_head = head / (HEADS / KV_HEADS);
   for (int start = 32 * my.warp(); start < 3 * D; start += THREADS) {
     const int i = smaller(start + my.lane(), 3 * D - 1), kind = i / D, d = i % D;  // kind: q, k or v
@@ -38,12 +38,11 @@ DEVICE void receive_head(Block& my, int layer, int b, int head, int row, bool wr
       if (writes) cache[(((i64)b * my.a.rows + row) * KV_HEADS + kv_head) * D + d] = stored;
     }
   }
-  synchronize_block();
+  synchronize_compute_warps();
 }
 
-// Add the warps' softmaxes, and publish two channels, divided by the sum of weights, and that sum's logarithm in a
-// word.
-DEVICE void publish_partial(Block& my, Word* words) {
+// Merge the warps' softmaxes. A word holds two channels of the output, and the log-sum-exp of the scores in base 2.
+DEVICE void publish_partial(Thread& my, Word* words) {
   for (int pair = my.thread; pair < D / 2; pair += THREADS) {
     float top = LOWEST, sum = 0, first = 0, second = 0;
     float2 tops[WARPS], acc[WARPS];
@@ -65,7 +64,7 @@ DEVICE void publish_partial(Block& my, Word* words) {
   }
 }
 
-DEVICE void attend_to_split(Block& my, int layer, int b, int head, int split, Word* words) {
+DEVICE void attend_to_split(Thread& my, int layer, int b, int head, int split, Word* words) {
   const int channel = my.lane() % KEY_LANES * 8, place = my.thread / KEY_LANES, kv_head = head / (HEADS / KV_HEADS);
   const int keys = smaller(my.s.position[b] + 1, my.a.rows), new_row = my.s.position[b] % my.a.rows;
   const int share = ceil_div(keys, my.s.splits[b]), start = share * split, end = smaller(keys, start + share);
@@ -136,11 +135,11 @@ DEVICE void attend_to_split(Block& my, int layer, int b, int head, int split, Wo
   for (int j = 0; j < 8; j += 2)
     if (my.lane() < KEY_LANES && (ALL_LANES || channel < D))
       my.s.merge[(channel + j) / 2][my.warp()] = make_float2(acc[j], acc[j + 1]);
-  synchronize_block();
+  synchronize_compute_warps();
   publish_partial(my, words);
 }
 
-DEVICE void attend(Block& my, int layer) {
+DEVICE void attend(Thread& my, int layer) {
   for (int item = my.block; item < BATCH * HEADS * MOST_SPLITS; item += BLOCKS) {
     const int split = item % MOST_SPLITS, head = item / MOST_SPLITS % HEADS, b = item / (MOST_SPLITS * HEADS);
     if (split < my.s.splits[b]) attend_to_split(my, layer, b, head, split, my.a.partial + item * (D / 2));
@@ -148,7 +147,7 @@ DEVICE void attend(Block& my, int layer) {
 }
 
 // x = the outputs of all heads, from their splits. A thread has pairs of channels, because a word has one.
-DEVICE void combine(Block& my) {
+DEVICE void combine(Thread& my) {
   constexpr int PAIRS = BATCH * C / 2, S = balanced(MOST_SPLITS, 8);
   constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
   const Word* words = my.a.partial + my.block % COPIES * PARTIAL_WORDS;
@@ -195,5 +194,5 @@ DEVICE void combine(Block& my) {
       for (int j = 0; j < 2; ++j) x[j] = convert<X>(rounded<T>(__fdividef(y[e][j], sum[e])));
     }
   }
-  synchronize_block();
+  synchronize_compute_warps();
 }

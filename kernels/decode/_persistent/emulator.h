@@ -32,7 +32,7 @@ struct Meeting {  // of `count` fibers, again and again
   u32 rounds = 0;
 };
 
-struct MemoryBarrier {  // of some arrivals, and the bytes that they announce
+struct Mbarrier {  // of some arrivals, and the bytes that they announce
   int arrivals, pending, bytes;
   u32 phases;
   void update() {
@@ -40,7 +40,7 @@ struct MemoryBarrier {  // of some arrivals, and the bytes that they announce
   }
 };
 
-struct Copy { char* to; const char* from; int bytes; MemoryBarrier* barrier; long due; };
+struct Copy { char* to; const char* from; int bytes; Mbarrier* barrier; long due; };
 
 struct Warp {
   Meeting meeting{32};
@@ -170,7 +170,7 @@ struct Index { int x; };
 #define threadIdx Index{emulator::current->thread}
 #define blockIdx Index{emulator::current->block}
 
-typedef emulator::MemoryBarrier Barrier;
+typedef emulator::Mbarrier Barrier;
 
 inline char* shared_memory() { return (char*)(((size_t)emulator::block().memory.data() + 127) / 128 * 128); }
 inline Word load_word(const Word* from) { emulator::yield(); return *from; }
@@ -179,8 +179,8 @@ inline int load_flag(const int* from) { return *from; }
 inline void store_flag(int* to, int flag) { *to = flag; }
 template <int N> void load_l2(u32 (&to)[N], const void* from) { memcpy(to, from, 4 * N); }
 inline void fence() {}
-inline void synchronize_all() { emulator::meet(emulator::block().all); }
-inline void synchronize_block() { emulator::meet(emulator::block().meeting); }
+inline void synchronize_block() { emulator::meet(emulator::block().all); }
+inline void synchronize_compute_warps() { emulator::meet(emulator::block().meeting); }
 inline void synchronize_warp() { emulator::meet(emulator::warp().meeting); }
 inline u64 nanoseconds() { return 1000 * emulator::ticks; }
 inline long long cycles() { return emulator::ticks; }

@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_flag(int* to, int flag) {
 
 // Loads from the L2, because another multiprocessor may have written since the L1 got the line.
 template <int N> __device__ __forceinline__ void load_l2(unsigned (&to)[N], const void* from) {
-  static_assert(N % 2 == 0, "8 bytes or a multiple of 16");
+  static_assert(N == 2 || N % 4 == 0, "8 bytes or a multiple of 16");
   if (N == 2) asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(from));
 #pragma unroll
   for (int i = 0; i + 3 < N; i += 4)
@@ -46,8 +46,10 @@ template <int N> __device__ __forceinline__ void load_l2(unsigned (&to)[N], cons
 }
 
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-__device__ __forceinline__ void synchronize_all() { __syncthreads(); }
-__device__ __forceinline__ void synchronize_block() { asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory"); }
+__device__ __forceinline__ void synchronize_block() { __syncthreads(); }
+__device__ __forceinline__ void synchronize_compute_warps() {  // all but the warp that fills the ring
+  asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");
+}
 __device__ __forceinline__ void synchronize_warp() { __syncwarp(); }
 __device__ __forceinline__ unsigned exchange_bits(unsigned bits, int lane) { return __shfl_sync(~0u, bits, lane); }
 
@@ -65,7 +67,7 @@ __device__ __forceinline__ void initialize(Barrier* barrier, int arrivals) {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA sees it too
 }
 
-// Whether the phase of this parity is complete.
+// Whether the barrier's phase of this parity is complete.
 __device__ __forceinline__ bool passed(Barrier* barrier, int parity) {
   unsigned done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
@@ -77,7 +79,7 @@ __device__ __forceinline__ void arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives at the barrier, and starts a copy that completes its phase. The L2 may forget these bytes first.
+// Arrives at the barrier, and starts a copy that completes its phase. The L2 evicts these bytes first.
 __device__ __forceinline__ void copy_to_shared(void* to, const void* from, int bytes, Barrier* barrier) {
   unsigned long long policy;
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"

@@ -11,12 +11,12 @@ DEVICE int bytes_of_piece(int i) {  // of the pieces of a token
   return 64 * FcProj::ROWS * FcProj::tiles(i - Fc::PIECES);
 }
 
-DEVICE void wait_for_piece(Block& my, int piece) {  // a copy waits for no other block
+DEVICE void wait_for_piece(Thread& my, int piece) {  // needs no timeout: a copy does not depend on other blocks
   while (!passed(&my.s.full[piece % SLOTS], piece / SLOTS & 1)) {}
 }
 
 // Copy the block's weights into the ring, for all steps: a thread of the last warp does nothing else.
-DEVICE void feed_ring(Block& my) {
+DEVICE void feed_ring(Thread& my) {
   const volatile int* finished = &my.s.finished;
   const char* source = nullptr;
   int produced = 0;
@@ -29,10 +29,12 @@ DEVICE void feed_ring(Block& my) {
     copy_to_shared(my.ring[slot], source, bytes, &my.s.full[slot]);
     source += bytes;
   }
-  for (int piece = larger(0, produced - SLOTS); piece < produced; ++piece) wait_for_piece(my, piece);  // before the end
+  // A block must not exit while copies write to its shared memory
+  for (int piece = larger(0, produced - SLOTS); piece < produced; ++piece) wait_for_piece(my, piece);
 }
 
-template <class P> struct Sums {  // of a lane: with tensor cores those of one sequence, in chains
+// The sums of a lane. With tensor cores: two rows of one sequence in each group, in independent chains.
+template <class P> struct Sums {
   static constexpr int CHAINS = TENSOR_CORES ? larger(1, 4 / P::ROW_GROUPS) : 1;
   float of[CHAINS][P::ROW_GROUPS][TENSOR_CORES ? 2 : BATCH];
 };
@@ -100,7 +102,7 @@ template <class P> DEVICE float total(const float* warp_sums, int b, int row) {
 }
 
 // Multiply the W that is next in the ring with x. Call finish(pass, warp_sums) after each pass.
-template <class P, class Finish> DEVICE void multiply(Block& my, Finish finish) {
+template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish) {
   for (int pass = 0; pass < P::PASSES; ++pass) {
     Sums<P> sums = {};
     for (int piece = 0; piece < P::PIECES; ++piece, ++my.consumed) {
@@ -109,7 +111,8 @@ template <class P, class Finish> DEVICE void multiply(Block& my, Finish finish) 
 #pragma unroll
       for (int i = 0; i < ceil_div(P::TILES, WARPS); ++i) {
         const int tile = my.warp() + i * WARPS;
-        constexpr bool EVEN = P::TILES % WARPS == 0 && P::ALL_TILES % P::TILES == 0;  // each warp has as many tiles
+        // All warps have the same number of tiles
+        constexpr bool EVEN = P::TILES % WARPS == 0 && P::ALL_TILES % P::TILES == 0;
         if (EVEN || tile < P::tiles(piece))
           accumulate<P>(sums, i, slot + tile * P::ROWS * 64, my.s.x + (piece * P::TILES + tile) * TILE, my.lane());
       }
@@ -119,18 +122,18 @@ template <class P, class Finish> DEVICE void multiply(Block& my, Finish finish) 
     // The last pass's sums may still be in use
     float* warp_sums = my.s.warp_sums + pass % 2 * WARPS * BATCH * P::PADDED;
     store_sums<P>(sums, warp_sums + my.warp() * BATCH * P::PADDED, my.lane());
-    synchronize_block();
+    synchronize_compute_warps();
     finish(pass, warp_sums);
   }
 }
 
-// Publish epilogue(sum of the warps' sums + bias), rounded, for the block's rows. 30 lanes make 5 or 10 whole words.
-// Each warp publishes one copy of them.
+// Publish epilogue(total + bias) for the block's rows. A warp takes 30 results of one copy at a time, because these
+// fill whole words: 5 in bf16, 10 in fp32.
 template <class P, class Epilogue>
-DEVICE void publish(Block& my, const float* warp_sums, const T* bias, Word* words, Epilogue epilogue) {
+DEVICE void publish(Thread& my, const float* warp_sums, const T* bias, Word* words, Epilogue epilogue) {
   constexpr int RESULTS = P::WORDS * PER_WORD, PARTS = ceil_div(BATCH * RESULTS, 30);  // results: of a sequence, padded
   const int lane = my.lane();
-  for (int item = my.warp(); item < P::TIMES * PARTS; item += WARPS) {
+  for (int item = my.warp(); item < P::WORD_COPIES * PARTS; item += WARPS) {
     const int place = item % PARTS * 30 + lane, b = place / RESULTS, i = place % RESULTS, row = my.block * P::SHARE + i;
     const bool exists = lane < 30 && b < BATCH && i < P::SHARE && row < P::N;
     const float result = exists ? epilogue(total<P>(warp_sums, b, i) + to_float(bias[i])) : 0;
@@ -140,12 +143,12 @@ DEVICE void publish(Block& my, const float* warp_sums, const T* bias, Word* word
 }
 
 template <class P, class Epilogue>
-DEVICE void multiply_and_publish(Block& my, const T* bias, Word* words, Epilogue epilogue) {
+DEVICE void multiply_and_publish(Thread& my, const T* bias, Word* words, Epilogue epilogue) {
   multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, bias, words, epilogue); });
 }
 
 // x = the hidden units. A block without rows of fc_proj needs none, and might come so late that it finds newer words.
-DEVICE void receive_hidden(Block& my) {
+DEVICE void receive_hidden(Thread& my) {
   constexpr int ALL = BATCH * BLOCKS * Fc::WORDS, AT_ONCE = balanced(ceil_div(ALL, THREADS), 6);
   const int end = my.block * FcProj::SHARE < FcProj::N ? ALL : 0;
   for (int start = 32 * my.warp(); start < end; start += AT_ONCE * THREADS) {
@@ -166,5 +169,5 @@ DEVICE void receive_hidden(Block& my) {
         if (row + j < smaller(end_of_block, HIDDEN)) x[row + j] = convert<X>(number_in(word[i], j));
     }
   }
-  synchronize_block();
+  synchronize_compute_warps();
 }

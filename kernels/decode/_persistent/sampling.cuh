@@ -2,10 +2,10 @@
 //
 // Every block publishes its logits in groups of 16, and a summary of each group: the largest logit, the sum of
 // probabilities and, without top_k, the best score = logit / temperature - log(noise). Block b draws for sequence b.
-// With top_k it keeps only the groups with the k largest maxima, because they hold the k largest logits, and scores
-// their logits. The id with the best score is the proposal. It is rejected if k or more logits are larger, or if the
-// larger logits together have at least the probability top_p. Then the best of the larger logits is the next proposal
-// (rejection, as in FlashInfer).
+// With top_k it reads only the groups with the k largest maxima, or a few more, because they hold the k largest logits,
+// and scores their logits. The id with the best score is the proposal. It is rejected if k or more logits are larger,
+// or if the larger logits together have at least the probability top_p. Then the best of the larger logits is the next
+// proposal (rejection, as in FlashInfer).
 
 struct Scan {  // of the logits above a threshold: the best one, how many, and the sum of their probabilities
   Candidate best;
@@ -25,22 +25,22 @@ DEVICE float score_of(const Arguments& a, float logit, int id, u32 counter) {
   return logit / a.temperature - logf(-logf(uniform));
 }
 
-DEVICE u32 counter_of(const Block& my, int b) { return (u32)(my.s.position[b] + 1) * POSITION_FACTOR + my.s.seed[b]; }
+DEVICE u32 counter_of(const Thread& my, int b) { return (u32)(my.s.position[b] + 1) * POSITION_FACTOR + my.s.seed[b]; }
 
 DEVICE float probability(const Arguments& a, float logit, float top) {  // up to a factor
   return a.temperature > 0 ? exp2f((logit - top) * (LOG2E / a.temperature)) : 0;
 }
 
 // Reduce a value of each thread, in a fixed order, to the same result in all threads.
-template <class V, class Operator> DEVICE V reduce(Block& my, V value, Operator join) {
+template <class V, class Operator> DEVICE V reduce(Thread& my, V value, Operator join) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value = join(value, exchange(value, my.lane() ^ mask));
   V* values = (V*)my.s.reduction;
   if (my.lane() == 0) values[my.warp()] = value;
-  synchronize_block();
+  synchronize_compute_warps();
   value = values[0];
   for (int warp = 1; warp < WARPS; ++warp) value = join(value, values[warp]);
-  synchronize_block();
+  synchronize_compute_warps();
   return value;
 }
 
@@ -50,20 +50,21 @@ DEVICE Candidate better(const Candidate& a, const Candidate& b) {
 
 DEVICE int first_id(int group) { return group / GROUPS * Head::SHARE + group % GROUPS * GROUP; }
 
-DEVICE Word* words_of(Block& my, int b, int group) {  // a summary, then the logits
+DEVICE Word* words_of(Thread& my, int b, int group) {  // a summary, then the logits
   return my.a.groups + ((i64)b * BLOCKS * GROUPS + group) * GROUP_WORDS;
 }
 
 // Load a group of logits of sequence b.
-DEVICE void load_group(Block& my, int b, int group, float (&logit)[GROUP]) {
+DEVICE void load_group(Thread& my, int b, int group, float (&logit)[GROUP]) {
   Word word[GROUP_WORDS - 1];
   receive(my, word, words_of(my, b, group) + 1, [](int i) { return i; });
 #pragma unroll
   for (int i = 0; i < GROUP; ++i) logit[i] = number_in(word[i / PER_WORD], i % PER_WORD);
 }
 
-// Scan the logits above `threshold`: `kept` of them if they are few, otherwise all those of `likely` groups.
-DEVICE Scan scan_above(Block& my, int b, int likely, int kept, float threshold, float highest) {
+// Scan the logits above `threshold`: head.candidates if that list is complete, otherwise all logits of the listed
+// groups.
+DEVICE Scan scan_above(Thread& my, int b, int group_count, int candidate_count, float threshold, float highest) {
   Scan scan;
   auto add = [&](const Candidate& candidate) {
     scan.best = better(scan.best, candidate);
@@ -71,12 +72,12 @@ DEVICE Scan scan_above(Block& my, int b, int likely, int kept, float threshold, 
     scan.mass += probability(my.a, candidate.logit, highest);
   };
 #pragma unroll 1
-  for (int i = my.thread; kept <= MOST_KEPT && i < kept; i += THREADS)
-    if (my.s.head.kept[i].logit > threshold) add(my.s.head.kept[i]);
-  const int words = kept > MOST_KEPT ? likely * (GROUP_WORDS - 1) : 0;
+  for (int i = my.thread; candidate_count <= MAX_CANDIDATES && i < candidate_count; i += THREADS)
+    if (my.s.head.candidates[i].logit > threshold) add(my.s.head.candidates[i]);
+  const int words = candidate_count > MAX_CANDIDATES ? group_count * (GROUP_WORDS - 1) : 0;
 #pragma unroll 1
   for (int start = 32 * my.warp(); start < words; start += THREADS) {
-    const int i = start + my.lane(), group = my.s.head.likely[smaller(i, words - 1) / (GROUP_WORDS - 1)];
+    const int i = start + my.lane(), group = my.s.head.listed_groups[smaller(i, words - 1) / (GROUP_WORDS - 1)];
     const int part = i % (GROUP_WORDS - 1), id = first_id(group) + part * PER_WORD;
     Word word[1];
     receive(my, word, words_of(my, b, group) + 1 + part, [&](int) { return i < words ? 0 : -1; });
@@ -95,7 +96,7 @@ DEVICE Scan scan_above(Block& my, int b, int likely, int kept, float threshold, 
 DEVICE bool limits_count(const Arguments& a) { return a.temperature > 0 && a.top_k > 0 && a.top_k < a.n_vocab; }
 
 // Publish each group of logits, and its summary.
-DEVICE void summarize(Block& my) {
+DEVICE void summarize(Thread& my) {
   constexpr int PADDED = GROUPS * GROUP;
   const int place = my.lane() % GROUP;
   for (int first = 32 * my.warp(); first < BATCH * PADDED; first += THREADS) {
@@ -121,7 +122,7 @@ DEVICE void summarize(Block& my) {
 }
 
 constexpr int KEY_SHIFT = BF16 ? 16 : 0;  // low bits of a logit that are 0
-typedef Choice<BF16, int, i64>::Type Key;  // the sum of two must fit
+typedef Choice<BF16, int, i64>::Type Key;  // order_key() >> KEY_SHIFT; the sum of two must fit
 
 DEVICE Key order_key(float x) {  // integers in the order of the numbers
   int bits = (int)__float_as_uint(x);
@@ -133,10 +134,10 @@ DEVICE float number_of_key(Key key) {
   return __uint_as_float(bits ^ (bits >> 31 & 0x7FFFFFFF));
 }
 
-// Return the key of a number in [low, high) that at least top_k of the groups' largest logits exceed, but at most 1/8
-// more if they differ. If fewer than top_k exceed `low`, return low. A round counts at the numbers that cut the range
-// into four.
-template <int EACH> DEVICE Key bisect_tops(Block& my, const float (&top)[EACH], Key low, Key high) {
+// Return a key in [low, high). The groups' largest logits exceed its number top_k to 9/8 top_k times, or more often if
+// some are equal. If fewer than top_k exceed that of `low`, return low. Each round counts at three numbers, which split
+// the range into quarters.
+template <int EACH> DEVICE Key bisect_tops(Thread& my, const float (&top)[EACH], Key low, Key high) {
   const int enough = my.a.top_k + my.a.top_k / 8;
   int above_low = 0x7FFFFFFF;
   for (int round = 0; high - low > 1 && above_low > enough; ++round) {
@@ -158,7 +159,7 @@ template <int EACH> DEVICE Key bisect_tops(Block& my, const float (&top)[EACH], 
       count[j] = warp_sum(count[j]);
       if (my.lane() == 0) counts[j * WARPS + my.warp()] = count[j];
     }
-    synchronize_block();
+    synchronize_compute_warps();
 #pragma unroll
     for (int j = 0; j < 3; ++j) {
       int all = 0;
@@ -173,9 +174,9 @@ template <int EACH> DEVICE Key bisect_tops(Block& my, const float (&top)[EACH], 
   return low;
 }
 
-// Return the sum of `count` over the threads before this one, and let `all` be the sum over all threads. The caller
+// Return the exclusive prefix sum of `count` over the threads, and set `all` to the total. The caller
 // synchronises the block before the next call.
-DEVICE int count_before(Block& my, int count, int& all) {
+DEVICE int count_before(Thread& my, int count, int& all) {
   int before = count;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -184,7 +185,7 @@ DEVICE int count_before(Block& my, int count, int& all) {
   }
   u32* counts = my.s.reduction + 6 * WARPS;  // bisect_tops() may still read the first ones
   if (my.lane() == 31) counts[my.warp()] = before;
-  synchronize_block();
+  synchronize_compute_warps();
   before -= count, all = 0;
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) {
@@ -194,52 +195,53 @@ DEVICE int count_before(Block& my, int count, int& all) {
   return before;
 }
 
-// List the groups whose largest logit is above `threshold` in head.likely. Return how many.
-template <int EACH> DEVICE int list_groups(Block& my, const float (&top)[EACH], float threshold) {
+// List the groups whose largest logit is above `threshold` in head.listed_groups. Return how many.
+template <int EACH> DEVICE int list_groups(Thread& my, const float (&top)[EACH], float threshold) {
   int count = 0, all;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) count += top[i] > threshold;
   int place = count_before(my, count, all);
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
-    if (top[i] > threshold) my.s.head.likely[place++] = (u16)(my.thread + i * THREADS);
-  synchronize_block();
+    if (top[i] > threshold) my.s.head.listed_groups[place++] = (u16)(my.thread + i * THREADS);
+  synchronize_compute_warps();
   return all;
 }
 
-// List the logits above `threshold` of the `likely` groups in head.kept, with their scores. Return how many, or more
-// than MOST_KEPT.
-DEVICE int list_logits(Block& my, int b, int likely, float threshold) {
-  int kept = 0;
-  for (int start = 0; start < likely && kept <= MOST_KEPT; start += THREADS) {
+// List the logits above `threshold` of the listed groups in head.candidates, with their scores. Return their number. If
+// it exceeds MAX_CANDIDATES, the list is incomplete.
+DEVICE int list_logits(Thread& my, int b, int group_count, float threshold) {
+  int candidate_count = 0;
+  for (int start = 0; start < group_count && candidate_count <= MAX_CANDIDATES; start += THREADS) {
     float logit[GROUP];
     int count = 0, all;
-    const bool exists = start + my.thread < likely;
-    const int group = exists ? my.s.head.likely[start + my.thread] : 0;
+    const bool exists = start + my.thread < group_count;
+    const int group = exists ? my.s.head.listed_groups[start + my.thread] : 0;
     load_group(my, b, group, logit);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) count += exists && logit[i] > threshold;
-    int place = kept + count_before(my, count, all);
+    int place = candidate_count + count_before(my, count, all);
 #pragma unroll
     for (int i = 0; i < GROUP; ++i)
-      if (exists && logit[i] > threshold && place < MOST_KEPT)
-        my.s.head.kept[place++] = {0, logit[i], first_id(group) + i};
-    kept += all;
-    synchronize_block();
+      if (exists && logit[i] > threshold && place < MAX_CANDIDATES)
+        my.s.head.candidates[place++] = {0, logit[i], first_id(group) + i};
+    candidate_count += all;
+    synchronize_compute_warps();
   }
-  for (int i = my.thread; i < smaller(kept, MOST_KEPT); i += THREADS) {
-    Candidate& candidate = my.s.head.kept[i];
+  for (int i = my.thread; i < smaller(candidate_count, MAX_CANDIDATES); i += THREADS) {
+    Candidate& candidate = my.s.head.candidates[i];
     candidate.score = score_of(my.a, candidate.logit, candidate.id, counter_of(my, b));
   }
-  return kept;
+  return candidate_count;
 }
 
-DEVICE int draw_row(Block& my, int b) {
+DEVICE int draw_row(Thread& my, int b) {
   constexpr int ALL = BLOCKS * GROUPS, EACH = ceil_div(ALL, THREADS);
   const Arguments& a = my.a;
   float top[EACH], mass[EACH];
-  float most = -INF;    // of this thread's groups
-  Candidate candidate;                    // a group, at first
+  float most = -INF;     // the largest logit of this thread's groups
+  Candidate best_group;  // a score, and the number of its group
+  Candidate candidate;
   constexpr int AT_ONCE = balanced(EACH, 8);
   auto group = [&](int i) { return i < EACH && my.thread + i * THREADS < ALL ? my.thread + i * THREADS : -1; };
 #pragma unroll
@@ -251,7 +253,7 @@ DEVICE int draw_row(Block& my, int b) {
       top[i] = group(i) < 0 ? -INF : __uint_as_float(word[i - start].data[0]);
       mass[i] = __uint_as_float(word[i - start].data[2]);
       most = fmaxf(most, top[i]);
-      if (group(i) >= 0) candidate = better(candidate, {__uint_as_float(word[i - start].data[1]), 0, group(i)});
+      if (group(i) >= 0) best_group = better(best_group, {__uint_as_float(word[i - start].data[1]), 0, group(i)});
     }
   }
   fence();
@@ -262,25 +264,25 @@ DEVICE int draw_row(Block& my, int b) {
   const bool limited = limits_count(a);
   Key low = order_key(-3.4e38f) >> KEY_SHIFT, high = above;
   if (a.top_k <= THREADS && range.x > -1e38f) low = (order_key(range.x) >> KEY_SHIFT) - 1;
-  int likely, kept = MOST_KEPT + 1;
+  int group_count, candidate_count = MAX_CANDIDATES + 1;
   Scan scan;
   if (limited) {
     low = bisect_tops(my, top, low, high);
     const float threshold = number_of_key(low << KEY_SHIFT);
-    likely = list_groups(my, top, threshold);
-    kept = list_logits(my, b, likely, threshold);
-    scan = scan_above(my, b, likely, kept, threshold, highest);
+    group_count = list_groups(my, top, threshold);
+    candidate_count = list_logits(my, b, group_count, threshold);
+    scan = scan_above(my, b, group_count, candidate_count, threshold, highest);
     candidate = scan.best;
   } else {
-    const int best_group = smaller(reduce(my, candidate, better).id, ALL - 1);
+    const int chosen = smaller(reduce(my, best_group, better).id, ALL - 1);
     float logit[GROUP];
-    load_group(my, b, best_group, logit);
-    const int place = my.lane() % GROUP, id = first_id(best_group) + place;
+    load_group(my, b, chosen, logit);
+    const int place = my.lane() % GROUP, id = first_id(chosen) + place;
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) candidate.logit = i == place ? logit[i] : candidate.logit;
     candidate = reduce(my, Candidate{score_of(a, candidate.logit, id, counter_of(my, b)), candidate.logit, id}, better);
     if (a.temperature == 0 || a.top_p >= 1) return candidate.id;
-    likely = list_groups(my, top, -INF);
+    group_count = list_groups(my, top, -INF);
   }
   float limit = INF;  // of the mass of larger logits
   // top_p is a share of what top_k keeps. So with both, a bisection finds the k-th logit first
@@ -293,9 +295,10 @@ DEVICE int draw_row(Block& my, int b) {
       if (group(i) >= 0) all += mass[i] * probability(a, top[i], highest);
     limit = a.top_p * reduce(my, all, [](float x, float y) { return x + y; });
   }
-  for (;;) {  // the count of larger logits falls, so this ends
+  for (;;) {  // ends: a bisection halves the range, and then each proposal leaves fewer larger logits
     const Key middle = (low + high) >> 1;
-    scan = scan_above(my, b, likely, kept, bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit, highest);
+    const float threshold = bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit;
+    scan = scan_above(my, b, group_count, candidate_count, threshold, highest);
     if (bisecting && high - low > 1) {
       if (scan.count >= a.top_k) low = middle;
       else high = middle;
@@ -311,7 +314,7 @@ DEVICE int draw_row(Block& my, int b) {
   }
 }
 
-DEVICE void take_token(Block& my, int b, int id, bool stopped) {
+DEVICE void take_token(Thread& my, int b, int id, bool stopped) {
   my.s.drawn[b] = id;
   my.s.stopped[b] = stopped;
   if (stopped) return;
@@ -319,8 +322,8 @@ DEVICE void take_token(Block& my, int b, int id, bool stopped) {
   my.s.position[b] += 1;
 }
 
-// Draw a token for each sequence, and tell all blocks. A sequence that has stopped stays where it is.
-DEVICE void draw_tokens(Block& my, int step) {
+// Draw a token for each sequence, and tell all blocks. A stopped sequence keeps its token and position.
+DEVICE void draw_tokens(Thread& my, int step) {
   const Arguments& a = my.a;
   summarize(my);
   mark(my);
@@ -335,16 +338,15 @@ DEVICE void draw_tokens(Block& my, int step) {
   }
   mark(my);
   if (my.warp() == 0) {
-    static_assert(BATCH <= 32, "a lane for each sequence");
     Word word[1];
     const int b = my.lane();
     receive(my, word, a.token, [&](int) { return b < BATCH ? b : -1; });
     fence();
     if (b < BATCH) take_token(my, b, (int)word[0].data[0], word[0].data[1]);
   }
-  synchronize_block();
+  synchronize_compute_warps();
   bool running = false;
   for (int b = 0; b < BATCH; ++b) running |= !my.s.stopped[b];
   if (my.thread == 0) my.s.finished = !running || my.s.abandoned;
-  synchronize_block();
+  synchronize_compute_warps();
 }

@@ -12,7 +12,7 @@ template <class V> DEVICE V exchange(V value, int lane) {
 
 // Whether this warp gives up a wait. After TIMEOUT_NS it raises the flag, and then every warp that waits gives up. From
 // then on nobody waits for words, and the launch ends after this token. `since` begins as 0.
-DEVICE bool gives_up(Block& my, u32 polls, u64& since) {
+DEVICE bool gives_up(Thread& my, u32 polls, u64& since) {
   if (!my.patient) return true;
   if (polls % 256) return false;
   if (since == 0) since = nanoseconds();
@@ -25,7 +25,7 @@ DEVICE bool gives_up(Block& my, u32 polls, u64& since) {
 // Wait until words[index(i)] have this epoch, for all i of all lanes. A whole warp calls this, and stays together:
 // lanes that go on alone would run the code after the wait again and again. An index below 0 stands for no word, and
 // gives zeros. The loads of a poll are all in flight together.
-template <int N, class Index> DEVICE void receive(Block& my, Word (&word)[N], const Word* words, Index index) {
+template <int N, class Index> DEVICE void receive(Thread& my, Word (&word)[N], const Word* words, Index index) {
   u64 since = 0;
   int from[N];
 #pragma unroll
@@ -51,7 +51,7 @@ DEVICE float number_in(const Word& word, int place) {
   return __uint_as_float(sizeof(T) == 4 ? bits : place % 2 ? bits & 0xFFFF0000u : bits << 16);
 }
 
-// A word of the numbers of this lane and the next ones.
+// Pack the numbers of this lane and of the next PER_WORD - 1 lanes into a word.
 DEVICE Word pack_numbers(float number, int lane, u32 epoch) {
   Word word;
   word.epoch = epoch;
