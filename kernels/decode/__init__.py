@@ -129,8 +129,11 @@ def run(backend: ModuleType, weights: Weights, tokens: Tensor, cache: Cache) -> 
     return backend.decode(packed, tokens, cache)
 
 
-def reference(weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:
-    """Compute the logits by the references of the other ops, in the dtype of the weights. Append to the cache."""
+def reference(weights: Weights, tokens: Tensor, cache: Cache, attend: Callable = attention.reference) -> Tensor:
+    """Compute the logits by the references of the other ops, in the dtype of the weights. Append to the cache.
+
+    A contestant may replace the attention: attend(q, k, v, lengths=...) for each layer, in their order.
+    """
     B, T = tokens.shape
     H, Hkv, D = weights.heads, weights.kv_heads, weights.head_dim
     cache, positions = cache.locate(T), cache.token_positions(T)
@@ -146,7 +149,7 @@ def reference(weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:
             rope = rope_table(positions, D)
             q, k = rotate(q, rope), rotate(k, rope)
         k, v = cache.layer(i).append(k, v)
-        y = attention.reference(q, k, v, lengths=cache.lengths).reshape(B, T, -1)
+        y = attend(q, k, v, lengths=cache.lengths).reshape(B, T, -1)
         h, residual = norm.reference(
             linear(y, layer.proj_weight, layer.proj_bias), residual, layer.ln_2_weight, layer.ln_2_bias
         )

@@ -1,7 +1,8 @@
 """Backends that wrap other people's kernels: the code around their functions, and the error if a package is missing.
 
 The packages need a GPU. Here plain PyTorch replaces the functions that the backends call, with the signatures of
-liger-kernel 0.8.5 and quack-kernels 0.6.5. On a GPU with the packages, test_backends.py tests the real functions.
+liger-kernel 0.8.5, quack-kernels 0.6.5 and flashinfer-python 0.6.12. On a GPU with the packages, test_backends.py and
+test_decode.py test the real functions.
 """
 
 import sys
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels import decode
+from kernels.check import broken_rule
 from kernels.registry import Unavailable, backend, contract, load, unavailable
 from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
@@ -124,3 +127,63 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         assert message.startswith(f"{op}={impl} cannot run here: it needs ")
         assert message.endswith(f": pip install '{package}'")
         assert "\n" not in message
+
+
+def xqa_batch_decode_with_kv_cache(
+    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, *, bmm1_scale, bmm2_scale, kv_layout
+):
+    """One query of each sequence, (B, H, D), over keys and values in pages, (pages, rows, Hkv, D) each."""
+    assert kv_layout == "NHD"
+    assert (workspace_buffer.dtype, block_tables.dtype, seq_lens.dtype) == (torch.uint8, torch.int32, torch.uint32)
+    assert not workspace_buffer[: 8 << 20].any()
+    assert query.is_contiguous()
+    out = torch.empty_like(query)
+    for b, (pages, length) in enumerate(zip(block_tables.tolist(), seq_lens.tolist(), strict=True)):
+        assert length <= max_seq_len
+        keys, values = (
+            torch.cat([cache[page] for page in pages])[:length].repeat_interleave(query.shape[1] // cache.shape[2], 1)
+            for cache in kv_cache
+        )
+        scores = torch.einsum("hd,nhd->hn", query[b].float(), keys.float()) * bmm1_scale
+        out[b] = bmm2_scale * torch.einsum("hn,nhd->hd", scores.softmax(-1), values.float())
+    return out
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(__version__="0.6.12"))
+    stand_in = SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa_batch_decode_with_kv_cache)
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", stand_in)
+    return backend("decode", "flashinfer")
+
+
+@pytest.mark.parametrize("case", ["one", "empty_cache", "ragged", "many_keys", "rope", "gqa", "no_bias", "ring"])
+def test_attention_of_flashinfer(case, flashinfer):
+    """The logits follow the rule of kernels/check.py, and the cache of the first layer gets the same rows."""
+    arguments = decode.inputs(**decode.CASES[case], dtype=torch.bfloat16)
+    weights, tokens, cache = arguments.values()
+    exact = decode.to_float64(arguments)
+    own = cache._replace(kv=[tuple(tensor.clone() for tensor in pair) for pair in cache.kv])
+    truth = {"logits": decode.reference(**exact)}
+    expected = {"logits": decode.reference(**arguments)}
+    packed = flashinfer.pack(decode.Model(None, lambda: weights), own)
+    got = {"logits": flashinfer.decode(packed, tokens, own)}
+    assert broken_rule(got, expected, truth, {"w": weights.wte}, torch.bfloat16) is None
+    assert all(torch.equal(*rows) for rows in zip(own.kv[0], cache.kv[0], strict=True))
+
+
+def test_what_flashinfer_cannot_do(flashinfer, monkeypatch):
+    def reason(case, dtype=torch.bfloat16, **changes):
+        weights, tokens, cache = decode.inputs(**decode.CASES[case] | changes, dtype=dtype).values()
+        with pytest.raises(Unavailable) as error:
+            flashinfer.decode(flashinfer.pack(decode.Model(None, lambda: weights), cache), tokens, cache)
+        return str(error.value)
+
+    assert "takes a cache in bfloat16 or float16, not in torch.float32" in reason("one", torch.float32)
+    assert "takes a cache in bfloat16 or float16, not in torch.float8_e4m3fn" in reason("fp8")
+    assert "needs a multiple of 16 channels a head, and up to 256 channels, not 20" in reason("odd_width")
+    assert "needs a cache of a multiple of 16 rows, not of 40" in reason("one", rows=40)
+    assert "makes one token at a time, not 4" in reason("several_tokens")
+    assert unavailable("decode", "flashinfer", CPU).startswith("it needs an NVIDIA GPU of compute capability")
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", None)
+    assert "pip install 'flashinfer-python'" in unavailable("decode", "flashinfer", CPU)
