@@ -272,7 +272,9 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
     """Without any one of the block's barriers a launch hangs, crashes, or leaves another result, in some schedule."""
     shutil.copytree(emulator.FOLDER.parent, tmp_path / "decode")
     weights, tokens, cache = case_inputs("ragged").values()
-    samplings = [SAMPLINGS["both"], Sampling(97, top_k=6)]  # more, and fewer, than there are groups of logits
+    samplings = [SAMPLINGS["both"]]  # its top_k is more than there are groups of logits
+    if name == "sampling.cuh":
+        samplings.append(Sampling(97, top_k=6))  # fewer
     monkeypatch.setattr(persistent, "TIMEOUT_NS", 4_000_000)
 
     def outcome(sampling, seed, stops):
