@@ -11,6 +11,7 @@ from kernels.registry import Unavailable
 from kernels.tuned import read_table, table_paths
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHARED_BYTES = 227 * 1024  # of a multiprocessor with compute capability 9.0
 
 
 def gpu_unavailable(device: torch.device, capability: tuple[int, int] = (8, 0)) -> str | None:

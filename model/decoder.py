@@ -117,7 +117,7 @@ class Decoder:
         pack = getattr(module, "pack", None)
         self.decode = load("decode", decode, device)
         self.packed = pack(own, Cache(self.kv, self.rows, self.positions)) if pack else own.weights()
-        # The bytes of packed weights that a step reads; None: those of the model's own weights
+        # Bytes of weights that a step reads, if pack() changed them; otherwise None
         self.weight_bytes = module.weight_bytes(self.packed) if hasattr(module, "weight_bytes") else None
         self.draw = getattr(module, "sample_tokens", sample_tokens)
         self.next_tokens = partial(next_tokens, self.decode, self.packed, self.draw)

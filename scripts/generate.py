@@ -24,10 +24,9 @@ from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
 from model.generate import stream
-from model.weights import copied_bytes
 from runtime.config import UserError, check, cli, command_line
 from runtime.console import model_header
-from runtime.device import environment, explain_out_of_memory, reset_peak_memory, select_device
+from runtime.device import GIB, environment, explain_out_of_memory, reset_peak_memory, select_device
 from runtime.resume import choose_folder
 from runtime.run import Run
 from runtime.signals import Signals
@@ -148,7 +147,7 @@ def record_proof(
 ) -> None:
     """Write the proof into the row, and print it. Raises Wrong if the tokens, the logits or the kernels are wrong."""
     shape = tuple(idx.shape)
-    settings = recipe.generate, shape, new_tokens, idx.device, copied_bytes(decoder.packed, decoder.model)
+    settings = recipe.generate, shape, new_tokens, idx.device, GIB * run.row["mem/packed_gib"]
     predicted = measure.predict_memory(*recipe.groups, *settings)
     run.row["memory"] = {"predicted": predicted, "measured": measure.measured_memory(run.row)}
     run.row["receipt"] = measure.make_receipt(decoder, run.row, recipe.kernels, recipe.attn)

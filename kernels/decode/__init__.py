@@ -20,7 +20,7 @@ A backend may also define
     generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops) -> (B, steps) int64
                             several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1).
                             A sequence that draws an id of the tuple `stops` repeats it until the launch ends
-    weight_bytes(packed)    the bytes of weights that a step reads, if they are not those of Weights
+    weight_bytes(packed)    the bytes of weights that a step reads; only for weights in another dtype than the model's
     detail()                its version, for the row
     LOSSY = True            it rounds the weights, so its logits differ from the model's
     COMPILES = True         kernels.compile=true may compile decode(), which is plain PyTorch

@@ -24,11 +24,10 @@ from kernels.decode._tiles import (
     weight_rows,
     zero_counts,
 )
-from kernels.gpu import multiprocessors
+from kernels.gpu import SHARED_BYTES, multiprocessors
 
 BRANCHES = "proj", "fc_proj"  # the products whose result is added to the residual stream: only they may split K
 MAX_PARTS = 8
-SHARED_BYTES = 227 * 1024  # of a multiprocessor with compute capability 9.0
 COUNTS = ["N", "T", "wpe_rows", "cache_rows"]  # not specialised, so another batch, model or cache compiles nothing
 
 

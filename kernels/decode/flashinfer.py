@@ -2,8 +2,8 @@
 
 The step is reference() of the contract with another attention, so it shows what this attention alone is worth: a cache
 in pages is read once, and the lengths stay on the device, so that a CUDA graph can replay the step. FlashInfer compiles
-the kernels with nvcc and ninja at the first call, which takes about a minute. It has not run on a GPU yet: a stand-in
-with its documented arguments takes its place in tests/kernels/test_contestants.py.
+the kernels with nvcc and ninja at the first call. This file has not run on a GPU yet: in its test,
+tests/kernels/test_contestants.py, a function with the documented arguments takes the place of the kernels.
 """
 
 from math import sqrt

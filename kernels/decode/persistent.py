@@ -1,8 +1,8 @@
 """The whole decoder as one kernel: one launch makes many tokens of up to 8 sequences, and draws them.
 
-At batch 1 a step of 124M reads 247 MB. The 125 to 250 kernels of decode=blocks take 470
-to 750 us, even in a CUDA graph, because most multiprocessors are idle at the ends of kernels. persistent.cu explains
-how one kernel loads weights while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
+At batch 1 a step of 124M reads 247 MB. The 125 to 250 kernels of decode=blocks take 470 to 750 us, even in a CUDA
+graph, because most multiprocessors are idle at the ends of kernels. persistent.cu explains how one kernel loads weights
+while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
 The kernel needs its own copy of the weights, in another order: 247 MB for 124M. By its GPU time on an H200 in bf16 it
 makes 6,070 tokens/s of 124M at batch 1 (decode=triton: 5,355), 23,400 with 8 sequences (33,000), and 800 of 1558M at
@@ -32,7 +32,7 @@ from kernels.decode._persistent.plan import (
     sizes,
     stack_norms,
 )
-from kernels.gpu import gpu_unavailable, multiprocessors
+from kernels.gpu import SHARED_BYTES, gpu_unavailable, multiprocessors
 from kernels.registry import KernelError, Unavailable, cpp_compiler
 from kernels.sampling import HASH_FACTORS, ID_FACTOR, POSITION_FACTOR, Sampling  # noqa: F401
 
@@ -46,7 +46,6 @@ GROUP = 16  # logits in a group
 SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
 # TMA copies that a block has in flight, except for the head: on an H200 12 layers of 1558M take 345 us, and 355 without
 FLYING = 2
-SHARED_BYTES = 232_448  # of a block: all that Hopper has
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
 CONSTANTS = (  # of persistent.cu
@@ -64,7 +63,7 @@ def unavailable(device: torch.device) -> str | None:
         return gpu_unavailable(device, (9, 0)) or compat.nvrtc_unavailable()
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None if cpp_compiler() else "its emulator needs g++ or clang++; install one"
-    return f"{gpu_unavailable(device, (9, 0))}; to test it on a CPU, set TRITON_INTERPRET=1"
+    return f"{gpu_unavailable(device, (9, 0))}; for a trial on a CPU set TRITON_INTERPRET=1"
 
 
 def detail() -> str:

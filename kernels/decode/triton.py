@@ -166,8 +166,8 @@ def product_launch(OUT: int, K: int, dtype: torch.dtype, processors: int) -> dic
     numbers in the same order; tests/kernels/compile_triton.py compares the layouts. A warp has two slices, except for K
     from 1025 to 2048, so that two chains of matmul instructions run independently.
 
-    The next kernel loads its weights early only if its programs fit beside those of this kernel: a multiprocessor has
-    65,536 registers. The module's docstring says what a fc_proj that took half of them cost.
+    Programs of neighbouring kernels share the 65,536 registers of a multiprocessor. If one kernel takes too many, the
+    next one cannot start early; the module's docstring has an example.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed
         return {"BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "num_warps": 4}

@@ -133,12 +133,12 @@ def predict_memory(
     shape: tuple[int, int],
     new_tokens: int,
     device: torch.device,
-    packed: int,
+    packed: float,
 ) -> dict[str, float]:
     """Predict the GiB of a generation by part: run a prefill of `shape` and a step of blocks on fake tensors.
 
     The parts are the model's weights, what the decoder packed beside them, the KV cache, the workspace, and the peak.
-    `packed` is copied_bytes(), because only decode=blocks runs on fake tensors.
+    `packed` is in bytes, from copied_bytes(), because only decode=blocks runs on fake tensors.
     """
     # A prefill, which all decoders share, takes more memory than a step
     prefill_only = kernels.decode != "blocks"

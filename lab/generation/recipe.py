@@ -57,15 +57,12 @@ class GenerationRecipe:
     def decoder_options(self) -> dict:
         return {"decode": self.kernels.decode, "compiled": self.kernels.compile, "options": self.generate}
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return stop_ids(self.tokenizer, self.stops)
-
     def build_decoder(self, batch: int, capacity: int, device: torch.device) -> Decoder:
         """Build the model, and its decoder of `batch` sequences. Raises Unavailable or UserError as Decoder does."""
         weights = self.source if self.source.weights else None
         model = build(*self.groups, device, seed=self.seed, weights=weights).eval()
-        return Decoder(model, batch, capacity, self.sampling, self.seed, stops=self.stop_ids, **self.decoder_options)
+        stops = stop_ids(self.tokenizer, self.stops)
+        return Decoder(model, batch, capacity, self.sampling, self.seed, stops=stops, **self.decoder_options)
 
     def executed_kernels(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict:
         """Return op -> backend and version, for the first decoding step after a prompt of `shape`, (B, T)."""

@@ -419,7 +419,7 @@ def test_every_row_of_a_matrix_has_a_block():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "length"), [(1, 128), (1, 1000), (8, 128), (3, 500)])
 def test_gpt2_on_a_gpu(batch, length):
-    """124M in bf16 follows the rule. Each of 40 tokens of a launch is the one that PyTorch draws after those before it.
+    """124M in bf16 follows the rule. A launch of 40 tokens draws each token as PyTorch does after the same tokens.
 
     Scores differ in their last bits, and with top_k PyTorch may leave out one of two equal logits.
     """

@@ -12,7 +12,7 @@ from kernels.registry import cpp_compiler
 
 FOLDER = Path(__file__).parent
 FLAGS = ["-DEMULATOR", "-xc++", "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
-# Of the threads: the seed of their random order, a block that does not run, and one that falls behind; -1: none
+# The seed of the threads' random order; the number of a block that does not run, and of one that runs late; -1: none
 schedule = {"seed": 0, "absent": -1, "slow": -1}
 
 

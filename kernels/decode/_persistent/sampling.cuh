@@ -174,8 +174,8 @@ template <int EACH> DEVICE Key bisect_tops(Thread& my, const float (&top)[EACH],
   return low;
 }
 
-// Return the exclusive prefix sum of `count` over the threads, and set `all` to the total. The caller
-// synchronises the block before the next call.
+// Return the exclusive prefix sum of `count` over the threads, and set `all` to the total. The caller synchronises the
+// threads before the next call.
 DEVICE int count_before(Thread& my, int count, int& all) {
   int before = count;
 #pragma unroll
