@@ -7,7 +7,7 @@
 //
 // 1. The ring. A block owns the same rows of every matrix for all tokens. persistent.py lays them out as one stream, in
 //    the order of use: 111 KB a layer for each of 128 blocks. A warp that does nothing else lets TMA, Hopper's copy
-//    engine, fill a ring of slots, 200 KB of shared memory, from this stream. It runs ahead over phases, layers and
+//    engine, fill a ring, 200 KB of shared memory, from this stream, piece after piece. It runs ahead over phases, layers and
 //    tokens, so HBM works while the blocks wait.
 // 2. Words. A block publishes results in words of 16 bytes: 12 bytes of data, such as 6 results in bf16, and the epoch,
 //    which counts layers. One store writes a word and one load reads it, so a block that finds the right epoch has the
@@ -108,8 +108,8 @@ __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
   return larger(larger(larger(a, b), larger(c, d)), e);
 }
 constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
-constexpr int SLOT_BYTES = 64 * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
-                                        FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
+constexpr int LARGEST_PIECE = 64 * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
+                                           FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
 constexpr int BIASES = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // per layer and block
 constexpr int LAYER_PIECES = Qkv::PIECES + Proj::PIECES + Fc::PIECES + FcProj::PIECES;
 constexpr int TOKEN_PIECES = LAYERS * LAYER_PIECES + Head::PASSES * Head::PIECES;
@@ -121,6 +121,7 @@ constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a se
 constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // per copy
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;
+constexpr int MOST_PIECES = 32;                                       // in the ring
 constexpr int GROUP_WORDS = 1 + ceil_div(GROUP, PER_WORD);            // a summary, and the logits
 constexpr int STREAM_WORDS = ceil_div(C, Proj::SHARE) * Proj::WORDS;  // of the residual stream of a sequence
 constexpr int WARPS_PER_SEQUENCE = smaller(WARPS / BATCH, ceil_div(STREAM_WORDS, 32));  // that receive its words
@@ -172,13 +173,13 @@ struct Scratch {  // in shared memory, besides the ring
   int token[BATCH], drawn[BATCH], position[BATCH], splits[BATCH], stopped[BATCH];
   u32 seed[BATCH];
   int finished, abandoned;  // the launch ends after this token; a wait of this block took too long
-  Barrier full[32], empty[32];  // of the slots of the ring: the copy is complete; all warps have read it
+  Barrier full[MOST_PIECES], empty[MOST_PIECES];  // of the pieces in the ring: the copy is complete; all warps read it
 };
-constexpr int SLOTS = smaller(32, (SHARED_BYTES - (int)sizeof(Scratch) - 128) / SLOT_BYTES);
-static_assert(SLOTS >= larger(2, FLYING), "too little shared memory");
+constexpr int RING_BYTES = (SHARED_BYTES - (int)sizeof(Scratch) - 128) / 128 * 128;
+static_assert(RING_BYTES >= 2 * LARGEST_PIECE, "too little shared memory");
 
 struct Shared {
-  alignas(128) char ring[SLOTS][SLOT_BYTES];
+  alignas(128) char ring[RING_BYTES];
   Scratch scratch;
 };
 
@@ -186,13 +187,25 @@ struct Moments {  // of some channels: sums around a mean
   float sum, squares, mean;
 };
 
+// Pieces lie in the ring one after the other, from its beginning again when the rest is too short for the next one.
+struct Places {
+  int offset = 0;  // where the last piece ends
+  i64 bytes = 0;   // of all pieces so far, and of the rests without a piece
+  DEVICE int next(int size) {
+    if (offset + size > RING_BYTES) bytes += RING_BYTES - offset, offset = 0;
+    offset += size, bytes += size;
+    return offset - size;
+  }
+};
+
 struct Thread {  // the state of a thread, in registers
   Scratch& s;
-  char (*ring)[SLOT_BYTES];
+  char* ring;
   const Arguments& a;
   int block, thread;
   u32 epoch = 0;
   int consumed = 0;  // pieces of the stream of weights
+  Places places;     // of these
   Word norm[NORM_WORDS];           // gain and shift of the next norm
   float mean = 0;                  // of the residual stream in the last norm
   bool patient = true;             // false once this thread has given up a wait
@@ -371,8 +384,8 @@ DEVICE void run_head(Thread& my) {
 }
 
 DEVICE void start(Thread& my) {
-  for (int slot = 0; slot < SLOTS && my.thread == 0; ++slot)
-    initialize(&my.s.full[slot], 1), initialize(&my.s.empty[slot], WARPS);
+  for (int i = 0; i < MOST_PIECES && my.thread == 0; ++i)
+    initialize(&my.s.full[i], 1), initialize(&my.s.empty[i], WARPS);
   if (my.thread < BATCH) {
     my.s.token[my.thread] = (int)my.a.tokens[my.thread];
     my.s.position[my.thread] = (int)my.a.positions[my.thread];

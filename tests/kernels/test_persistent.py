@@ -109,24 +109,28 @@ def test_against_float64(case, dtype):
 
 @pytest.mark.skipif(GPU, reason="the sizes are for three emulated multiprocessors")
 def test_a_pass_larger_than_the_ring(monkeypatch):
-    """The ring has two slots, and fc_proj four pieces. So a block must release a piece before the pass is complete."""
+    """A pass of fc and of fc_proj has three times a piece's bytes, and the ring two times.
+
+    So a block must release a piece before the pass is complete.
+    """
     monkeypatch.setattr(plan, "PIECE_BYTES", 1)  # as few tiles as there are warps
-    slot = 86 * 4 * 64  # bytes: rows of fc, tiles, bytes of a tile
-    monkeypatch.setattr(persistent, "SHARED_BYTES", 10_000 + 2 * slot)
-    arguments = case_inputs("one")
+    arguments = case_inputs({"batch": 1, "lengths": [5], "width": 192, "heads": 2, "vocab": 53})
+    plans = plan.make_plans(arguments["weights"], 3, 4)
+    assert (plans["FC"], plans["FC_PROJ"]) == (plan.Plan(256, 1, 4), plan.Plan(64, 1, 4))  # of 12 and 48 tiles
+    piece, scratch = 256 * 4 * 64, 23_000
+    monkeypatch.setattr(persistent, "SHARED_BYTES", scratch + 2 * piece)
     packed = pack(arguments["weights"], arguments["cache"])
-    assert plan.make_plans(packed.weights, 3, 4)["FC_PROJ"] == plan.Plan(rows=22, passes=1, tiles=4)  # of 16 tiles
     expected = contract.reference(**contract.to_float64(arguments))
     logits = persistent.decode(packed, arguments["tokens"], arguments["cache"])
     torch.testing.assert_close(logits, expected.float(), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(persistent, "SHARED_BYTES", 10_000 + slot)
-    with pytest.raises(Unavailable, match="shared memory"):  # so there were two slots
+    monkeypatch.setattr(persistent, "SHARED_BYTES", scratch + piece)
+    with pytest.raises(Unavailable, match="shared memory"):  # so the ring had less than three pieces
         pack(arguments["weights"], arguments["cache"])
 
 
 @pytest.mark.skipif(not GPU, reason="an emulator is too slow for this width")
 def test_wide_model_on_a_gpu():
-    """In GPT-2 1558M a pass of fc_proj has more pieces than the ring has slots."""
+    """In GPT-2 1558M a pass of fc_proj has more bytes than the ring."""
     arguments = case_inputs({"batch": 1, "lengths": [9], "width": 1600, "heads": 25}, torch.bfloat16)
     expected = contract.reference(**contract.to_float64(arguments)).float()
     packed = pack(arguments["weights"], arguments["cache"])

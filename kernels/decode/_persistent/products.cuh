@@ -12,25 +12,31 @@ DEVICE int bytes_of_piece(int i) {  // of the pieces of a token
 }
 
 DEVICE void wait_for_piece(Thread& my, int piece) {  // needs no timeout: a copy does not depend on other blocks
-  while (!passed(&my.s.full[piece % SLOTS], piece / SLOTS & 1)) {}
+  while (!passed(&my.s.full[piece % MOST_PIECES], piece / MOST_PIECES & 1)) {}
 }
 
 // Copy the block's weights into the ring, for all steps: a thread of the last warp does nothing else.
 DEVICE void feed_ring(Thread& my) {
   const volatile int* finished = &my.s.finished;
   const char* source = nullptr;
-  int produced = 0;
+  Places filled, read;  // by all warps
+  int produced = 0, released = 0;
   for (; produced < my.a.steps * TOKEN_PIECES; ++produced) {
-    const int piece = produced % TOKEN_PIECES, slot = produced % SLOTS, bytes = bytes_of_piece(piece);
-    while (produced >= SLOTS && !*finished && !passed(&my.s.empty[slot], (produced / SLOTS - 1) & 1)) {}
+    const int piece = produced % TOKEN_PIECES, size = bytes_of_piece(piece), place = filled.next(size);
+    for (; filled.bytes - read.bytes > RING_BYTES || produced - released == MOST_PIECES; ++released) {
+      Barrier* empty = &my.s.empty[released % MOST_PIECES];
+      while (!*finished && !passed(empty, released / MOST_PIECES & 1)) {}
+      if (*finished) break;
+      read.next(bytes_of_piece(released % TOKEN_PIECES));
+    }
     if (*finished) break;
     if (produced >= FLYING && piece < LAYERS * LAYER_PIECES) wait_for_piece(my, produced - FLYING);
     if (piece == 0) source = my.a.weights + my.block * TOKEN_BYTES;
-    copy_to_shared(my.ring[slot], source, bytes, &my.s.full[slot]);
-    source += bytes;
+    copy_to_shared(my.ring + place, source, size, &my.s.full[produced % MOST_PIECES]);
+    source += size;
   }
   // A block must not exit while copies write to its shared memory
-  for (int piece = larger(0, produced - SLOTS); piece < produced; ++piece) wait_for_piece(my, piece);
+  for (; released < produced; ++released) wait_for_piece(my, released);
 }
 
 // The sums of a lane. With tensor cores: two rows of one sequence in each group, in independent chains.
@@ -106,18 +112,18 @@ template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish)
   for (int pass = 0; pass < P::PASSES; ++pass) {
     Sums<P> sums = {};
     for (int piece = 0; piece < P::PIECES; ++piece, ++my.consumed) {
+      const char* weights = my.ring + my.places.next(64 * P::ROWS * P::tiles(piece));
       wait_for_piece(my, my.consumed);
-      const char* slot = my.ring[my.consumed % SLOTS];
 #pragma unroll
       for (int i = 0; i < ceil_div(P::TILES, WARPS); ++i) {
         const int tile = my.warp() + i * WARPS;
         // All warps have the same number of tiles
         constexpr bool EVEN = P::TILES % WARPS == 0 && P::ALL_TILES % P::TILES == 0;
         if (EVEN || tile < P::tiles(piece))
-          accumulate<P>(sums, i, slot + tile * P::ROWS * 64, my.s.x + (piece * P::TILES + tile) * TILE, my.lane());
+          accumulate<P>(sums, i, weights + tile * P::ROWS * 64, my.s.x + (piece * P::TILES + tile) * TILE, my.lane());
       }
       synchronize_warp();
-      if (my.lane() == 0) arrive(&my.s.empty[my.consumed % SLOTS]);
+      if (my.lane() == 0) arrive(&my.s.empty[my.consumed % MOST_PIECES]);
     }
     // The last pass's sums may still be in use
     float* warp_sums = my.s.warp_sums + pass % 2 * WARPS * BATCH * P::PADDED;
