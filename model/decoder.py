@@ -4,7 +4,8 @@ A decoding step reads all weights to make B tokens, and computes little. To read
 at a copy's 4.2 TB/s on an H200, but the host must launch about 250 kernels for a step. So a step is a function of
 tensors whose shapes and addresses never change, and the GPU replays it as one CUDA graph (as gpt-fast does). Only the
 number of keys grows. It is rounded up to a bucket, each bucket has its own graph, and attention's argument `lengths`
-masks the rest. A short prefill is a graph too: its prompt is padded to a length that has a graph.
+masks the rest. A graph has several steps, because the host's work for a graph may take longer than the GPU's work for
+a step. A short prefill is a graph too: its prompt is padded to a length that has a graph.
 """
 
 from collections.abc import Callable
@@ -30,6 +31,9 @@ BUCKET = 256  # keys of the smallest bucket; each next bucket has twice as many,
 # sequences, each has fewer, but at least SHORT_CHUNK
 CHUNK, SHORT_CHUNK = 16384, 1024
 LAUNCH_TOKENS = 32  # steps in one launch of generate_tokens(); their tokens reach the host together
+# Steps in one CUDA graph, without a draft. With one step, the host took 208 us for a graph: launch, copy, wait, text.
+# The kernels of decode=triton take 187 us (124M, batch 1, H200)
+GRAPH_TOKENS = 8
 CAPTURED = 16384  # tokens in the longest captured prefill, all sequences together; a longer one hides its launches
 
 
@@ -54,12 +58,14 @@ class Decoder:
     """Continues B sequences, to at most `capacity` tokens each: prefill() once, then step() repeatedly.
 
     Both return `output` (B, 1 + n) int64, which the next call overwrites: the number of new tokens of each sequence,
-    then the tokens. n is 1, or with a draft 1 + draft_tokens, or LAUNCH_TOKENS if the backend has generate_tokens().
-    `decode` names a backend of kernels/decode/; blocks runs the model itself. `compiled` compiles the steps. warm_up()
-    compiles them in advance, and on a GPU captures them as CUDA graphs; later prefills are captured, too. In
-    generate_tokens() a sequence stops at an id in `stops`, and a launch ends early when all sequences have stopped; the
-    caller must still cut the texts. With `prefill_only`, step() is not called, and the model's attention need not take
-    `lengths`. Raises Unavailable or UserError if the model or the backend cannot decode with these arguments.
+    then the tokens. A step makes 1 token, or up to 1 + draft_tokens, or LAUNCH_TOKENS if the backend has
+    generate_tokens(). After warm_up() on a GPU, without a draft, it makes GRAPH_TOKENS: the last ones may be beyond
+    `capacity`, and have no meaning. `decode` names a backend of kernels/decode/; blocks runs the model itself.
+    `compiled` compiles the steps. warm_up() compiles them in advance, and on a GPU captures them as CUDA graphs; later
+    prefills are captured, too. In generate_tokens() a sequence stops at an id in `stops`, and a launch ends early when
+    all sequences have stopped; the caller must still cut the texts. With `prefill_only`, step() is not called, and the
+    model's attention need not take `lengths`. Raises Unavailable or UserError if the model or the backend cannot decode
+    with these arguments.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class Decoder:
         self.model, self.sampling, self.capacity, self.stops = model, sampling, capacity, stops
         self.keeps_fp8 = reads_fp8(model.h[0].attn.attention)
         self.step_tokens = T = options.step_tokens
+        # Tokens of a sequence in a CUDA graph: of several steps, or of one step that verifies a draft
+        self.graph_tokens = GRAPH_TOKENS if device.type == "cuda" and T == 1 else T
         self.rows = self.allocated_rows(config.window)
         dtype = DTYPES[options.kv] or model.ln_f.dtype
         # Zeros, because masked values must be finite. Separate tensors, because Inductor would copy one common tensor
@@ -108,7 +116,7 @@ class Decoder:
             self.history = torch.zeros(batch, width, dtype=torch.int64, device=device)
         self.captures = False  # whether prefills are captured: after warm_up()
         self.length = 0  # tokens of the longest sequence in the cache; with a draft, an upper bound
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # keys -> graph of a step
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # keys -> graph of graph_tokens
         # length -> graph, its ids and lengths
         self.prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         # One stream for all captures, because cuBLAS allocates a workspace for each stream
@@ -125,7 +133,7 @@ class Decoder:
         self.decode_token = getattr(module, "decode_token", None) if T == 1 else None
         if self.generate_tokens and T > 1:
             raise Unavailable(f"kernels.decode={decode} verifies no draft: choose generate.speculate=null")
-        width = LAUNCH_TOKENS if self.generate_tokens else T
+        width = LAUNCH_TOKENS if self.generate_tokens else self.graph_tokens
         self.output = torch.ones(batch, 1 + width, dtype=torch.int64, device=device)
         if compiled:
             self.next_tokens = torch.compile(self.next_tokens, fullgraph=True, dynamic=False, backend=inductor)
@@ -137,7 +145,11 @@ class Decoder:
         return weights_of(self.model)
 
     def allocated_rows(self, window: int | None) -> int:
-        """Return the rows of the cache: one for each position and for a draft after the last one, or `window` rows."""
+        """Return the rows of the cache: one for each position and for a draft after the last one, or `window` rows.
+
+        The steps of a graph need no rows beyond `capacity`: position p has row p % rows, and the keys that such a step
+        overwrites are read only by tokens beyond `capacity`.
+        """
         most = self.capacity + self.step_tokens - 1
         if window is not None and window < most:
             check(self.step_tokens == 1, f"generate.speculate needs a cache of all tokens, not of a window of {window}")
@@ -171,18 +183,21 @@ class Decoder:
     @torch.no_grad()
     def step(self) -> Tensor:
         """Put the last tokens into the cache, and draw the next ones."""
-        if self.step_tokens > 1:  # length is an upper bound, which steps that the host has not read yet may exceed
+        # With a draft, length is an upper bound, which steps that the host has not read yet may exceed. The last steps
+        # of a graph may exceed the capacity
+        if self.step_tokens > 1 or self.graphs:
             self.length = min(self.length, self.capacity - 1)
         assert 0 < self.length < self.capacity
         if self.generate_tokens:
             self._launch(min(LAUNCH_TOKENS, max(1, self.capacity - 1 - self.length)))
             return self.output
-        self.length += self.step_tokens
-        keys = self.bucket(self.length)
+        new, keys = self.graph_tokens, self.bucket(self.length + self.graph_tokens)
         if keys in self.graphs:
             self.graphs[keys].replay()
         else:
-            self._step(keys)
+            new = self.step_tokens
+            self._steps(self.bucket(self.length + new), 1)
+        self.length += new
         return self.output
 
     def _launch(self, steps: int) -> None:
@@ -225,15 +240,16 @@ class Decoder:
             self._launch(1)
             self.length = 0
             return [self.rows]
-        most = min(prompt + new_tokens - 1, self.capacity) + self.step_tokens - 1
-        buckets = sorted({self.bucket(length) for length in range(prompt + 1, most + 1)})
+        lengths = range(prompt, min(prompt + new_tokens - 1, self.capacity))  # before a step
+        buckets = sorted({self.bucket(length + self.graph_tokens) for length in lengths})
         with allow_graphs(len(buckets)):
             for keys in buckets:
+                steps = partial(self._steps, keys, self.graph_tokens // self.step_tokens)
                 if self.tokens.is_cuda:
-                    self.graphs[keys] = self._capture(partial(self._step, keys))
+                    self.graphs[keys] = self._capture(steps)
                 else:
                     self.positions.zero_()
-                    self._step(keys)
+                    steps()
         self.length = 0
         return buckets
 
@@ -254,10 +270,19 @@ class Decoder:
         self.output[:, 0] = 1
         self._take(drawn)
 
-    def _step(self, keys: int) -> None:
+    def _steps(self, keys: int, count: int) -> None:
+        """Run `count` steps, one after the other. Each reads `keys` keys."""
+        if self.step_tokens == 1:
+            self.output[:, 0] = count
+        for column in range(1, 1 + count):
+            self._step(keys, column)
+
+    def _step(self, keys: int, column: int) -> None:
+        """Run a step. Its tokens go into the output from `column` on."""
         if self.decode_token:
             logits = self.decode(self.packed, self.tokens, Cache(self.kv, keys, self.positions)).flatten(0, 1)
-            self.decode_token(logits, self.seeds, self.positions, self.sampling, self.tokens, self.output)
+            output = self.output[:, column]
+            self.decode_token(logits, self.seeds, self.positions, self.sampling, self.tokens, output)
             return
         drawn = self.next_tokens(self.tokens, Cache(self.kv, keys, self.positions), self.seeds, self.sampling)
         new = None
@@ -265,11 +290,14 @@ class Decoder:
             new = 1 + count_accepted(self.tokens[:, 1:], drawn[:, :-1])
             new = new.minimum(self.capacity - 1 - self.positions)
         self.positions.add_(1)
-        self._take(drawn, new)
+        self._take(drawn, new, column)
 
-    def _take(self, drawn: Tensor, new: Tensor | None = None) -> None:
-        """Store `drawn` (B, n) from self.positions on. Sequence b has new[b] of these tokens; None: one token."""
-        self.output[:, 1 : 1 + drawn.shape[1]] = drawn
+    def _take(self, drawn: Tensor, new: Tensor | None = None, column: int = 1) -> None:
+        """Store `drawn` (B, n) from self.positions on, and in the output from `column` on.
+
+        Sequence b has new[b] of these tokens; None: one token.
+        """
+        self.output[:, column : column + drawn.shape[1]] = drawn
         if self.history is None:
             self.tokens.copy_(drawn)
             return

@@ -13,7 +13,8 @@ from model.decoder import Decoder, why_no_generation
 from model.gpt import GPT
 from model.parallel import gather_parameters
 
-LAG = 4  # the host reads a token up to this many steps after the GPU has made it, so the GPU never waits for the host
+# The host reads tokens up to this many steps after the GPU has made them, so the GPU never waits for the host
+LAG, DRAFT_LAG = 2, 4  # a step makes GRAPH_TOKENS, but with a draft it may make only one token
 
 
 def stream(
@@ -22,7 +23,8 @@ def stream(
     """Yield the tokens that each step adds to each sequence, until all have max_new_tokens new tokens.
 
     Decoder.prefill() describes idx (B, T) and lengths (B,). The host is up to `lag` steps behind, by default
-    default_lag(). If the caller stops early, the GPU has computed up to `lag` steps too many.
+    default_lag(). If the caller stops early, the GPU has computed up to `lag` steps too many. Tokens beyond
+    max_new_tokens are left out.
     """
     lag = default_lag(decoder, idx) if lag is None else lag
     prompt, counts, pending = idx.shape[1], [0] * len(idx), deque()
@@ -47,12 +49,14 @@ def stream(
 
 
 def default_lag(decoder: Decoder, idx: Tensor) -> int:
-    """Return LAG on a GPU, otherwise 0.
+    """Return LAG or DRAFT_LAG on a GPU, otherwise 0.
 
     It is 0 for generate_tokens() too, which returns when the GPU is done. With a lag, the last launches would all
     arrive at once: decode=persistent seemed to make 91,961 tokens/s, where its GPU time allows 6,070.
     """
-    return LAG if idx.is_cuda and decoder.generate_tokens is None else 0
+    if not idx.is_cuda or decoder.generate_tokens:
+        return 0
+    return LAG if decoder.step_tokens == 1 else DRAFT_LAG
 
 
 def fewest_tokens(decoder: Decoder, prompt: int, counts: list[int], pending: int) -> int:
@@ -79,7 +83,7 @@ def generate(
         is_cached = 0 < decoder.length < capacity
         dropped = max(0, idx.shape[1] - capacity)
         output = decoder.step() if is_cached else decoder.prefill(idx[:, dropped:], dropped=dropped)
-        idx = torch.cat((idx, output[:, 1:]), dim=1)
+        idx = torch.cat((idx, output[:, 1:2]), dim=1)  # without a warm-up, a step makes one token
     model.train(training)
     return idx
 

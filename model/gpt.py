@@ -231,7 +231,7 @@ class GPT(nn.Module):
             return tok_emb + self.wpe.weight[:T]  # (T, C)
         if cache.positions is None:
             self.config.check_length(cache.keys)
-        # A step that verifies a draft may reach beyond the table, but generation ends before it takes such a token
+        # Steps may reach beyond the table: a draft, or the last steps of a CUDA graph. Nobody takes such a token
         return tok_emb + self.wpe(cache.token_positions(T).clamp(max=self.config.block_size - 1))
 
     def rotary_table(self, idx: Tensor, cache: Cache | None) -> Tensor | None:

@@ -33,11 +33,13 @@ class Text:
 
     def add(self, tokens: Iterable[int]) -> str:
         """Add tokens up to the first stop, and return the new text."""
+        # One by one with stop texts, because `tokens` must end with the last token of the stop
+        groups = [[token] for token in tokens] if self.stop_texts else [list(tokens)]
         text = ""
-        for token in tokens:
+        for group in groups:
             if self.stopped:
                 break
-            text += self._add_token(token)
+            text += self._add_tokens(group)
         return text
 
     def finish(self) -> str:
@@ -50,22 +52,32 @@ class Text:
         text, self.held = text + self.held, ""
         return text
 
-    def _add_token(self, token: int) -> str:
-        self.tokens.append(token)
-        if token in self.stop_ids:
-            text = self.finish()
-            self.stopped = True
-            return text
-        alone, before = self.decode([token]), self.decode(self.pending)
-        if not alone:  # padding of the vocabulary has no text
-            return ""
-        text = self.decode([*self.pending, token])
-        if text == before + alone:  # no character spans both, so a missing byte of `pending` can no longer come
-            self._hold(before)
-            self.pending, self.taken, text = [], 0, alone
-        self.pending.append(token)
+    def _add_tokens(self, new: list[int]) -> str:
+        end = min((new.index(stop) for stop in self.stop_ids if stop in new), default=len(new))
+        self.tokens += new[: end + 1]
+        self.pending += new[:end]
+        text = self.decode(self.pending)
         self._hold(text.removesuffix(INCOMPLETE))
-        return self._release()
+        self._shorten_pending(text)
+        if end == len(new):
+            return self._release()
+        text = self.finish()
+        self.stopped = True
+        return text
+
+    def _shorten_pending(self, text: str) -> None:
+        """Keep only the tokens of the last character, if it may lack bytes. `text` is the text of `pending`."""
+        tokens, self.pending, self.taken = self.pending, [], 0
+        if not text.endswith(INCOMPLETE):
+            return
+        end = ""
+        # Otherwise a character spans both parts, and each part has an INCOMPLETE for it
+        while not end or self.decode(tokens) + end != text:
+            self.pending.insert(0, tokens.pop())
+            end = self.decode(self.pending)
+            if not end:  # padding of the vocabulary has no text
+                self.pending = []
+        self.taken = len(end.removesuffix(INCOMPLETE))
 
     def _hold(self, text: str) -> None:
         """Append the new characters of `text`, the text of `pending`, to `held`."""

@@ -16,7 +16,7 @@ A backend may also define
     sample_tokens(...)      its own kernel for sampling.sample_tokens()
     decode_token(logits, seeds, positions, sampling, tokens, output)
                             after a step of one token: draw with sample_tokens() at positions + 1, store the draws in
-                            tokens (B, 1) and output[:, 1] of (B, 2), and add 1 to the positions
+                            tokens (B, 1) and in output (B,), a column of a tensor, and add 1 to the positions
     generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops) -> (B, steps) int64
                             several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1).
                             A sequence that draws an id of the tuple `stops` repeats it until the launch ends

@@ -260,7 +260,8 @@ def _summary_kernel(
     summarize_groups(logits, ids, groups, summary_ptr + n * 3 * BLOCK, draw, top_k, top_p, BLOCK)
 
 
-@triton.jit(do_not_specialize=["n_vocab", "top_k"])
+# The columns of the output have different alignments, and must not compile the kernel again
+@triton.jit(do_not_specialize=["n_vocab", "top_k"], do_not_specialize_on_alignment=["output_ptr"])
 def _draw_kernel(
     logits_ptr,  # (N, V)
     summary_ptr,  # (N, 3, BLOCK) fp32
@@ -268,7 +269,8 @@ def _draw_kernel(
     seeds_ptr,  # (N,) int64
     positions_ptr,  # (N,) int64
     tokens_ptr,  # (N,) int64
-    output_ptr,  # None, or the last of the output's two columns: output_ptr + 2 n is for row n
+    output_ptr,  # None, or a column of the output: output_ptr + n * output_stride is for row n
+    output_stride,
     stride,
     n_vocab,
     V,
@@ -289,7 +291,7 @@ def _draw_kernel(
     if STEP:
         tl.debug_barrier()  # all threads have read the position
         tl.store(positions_ptr + n, position)
-        tl.store(output_ptr + 2 * n, token.to(tl.int64))
+        tl.store(output_ptr + n * output_stride, token.to(tl.int64))
 
 
 def block_size(n_vocab: int) -> int:
@@ -302,7 +304,7 @@ def draw_warps(block: int) -> int:
 
 
 def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> None:
-    """Launch both kernels. With `output` (N, 2) they do the work of decode_token()."""
+    """Launch both kernels. With `output` (N,) they do the work of decode_token()."""
     n_vocab, temperature, top_k, top_p = sampling
     (N, V), device, block = logits.shape, logits.device, block_size(n_vocab)
     summary = torch.empty(N, 3, block, dtype=torch.float32, device=device)
@@ -316,8 +318,9 @@ def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> N
     options = {"launch_pdl": True} if early else {}
     size = min(block, SLICE.value if N <= 16 else MANY_SLICE)
     _summary_kernel[N, block // size](logits, summary, seeds, positions, SIZE=size, **common, **options)
-    tensors = logits, summary, listed, seeds, positions, tokens, None if output is None else output[:, 1]
-    _draw_kernel[(N,)](*tensors, SHIFT=SHIFTS[logits.dtype], num_warps=draw_warps(block), **common, **options)
+    common |= {"output_stride": 0 if output is None else output.stride(0), "SHIFT": SHIFTS[logits.dtype]}
+    tensors = logits, summary, listed, seeds, positions, tokens, output
+    _draw_kernel[(N,)](*tensors, num_warps=draw_warps(block), **common, **options)
 
 
 @torch.library.custom_op("hotswap::sample_tokens", mutates_args=())
@@ -347,7 +350,7 @@ def decode_token(
 ) -> None:
     """Draw the tokens after a step of decoding with these `positions`. Store them, and add 1 to the positions.
 
-    tokens are (B, 1) and output (B, 2) int64: the last column gets the tokens too. In PyTorch this takes six more
+    tokens are (B, 1) int64. `output` (B,) int64, a column of a tensor, gets them too. In PyTorch this takes six more
     kernels: 9 us a step of one sequence, measured on an H200.
     """
     launch(logits, seeds, positions, tokens, output, sampling, early=can_launch_early(logits.device))

@@ -49,9 +49,12 @@ def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool) -> dict:
     """Return figures over groups of SAMPLE_STEPS steps; fewer steps are one group. None without two arrivals.
 
     A step reads the weights once. With a draft, each arrival is one step, which may make several tokens of a sequence.
-    Otherwise an arrival of several tokens is one launch of as many steps.
+    Otherwise an arrival of several tokens is one launch of as many steps. The last arrival does not count if it has
+    fewer tokens than others, because stream() leaves out the tokens of a graph beyond max_new_tokens.
     """
     per_arrival = 1 if drafts else max((step.tokens // batch for step in arrivals[1:]), default=1)
+    if not drafts and arrivals[-1].tokens < per_arrival * batch:
+        arrivals = arrivals[:-1]
     group = min(max(1, SAMPLE_STEPS // per_arrival), len(arrivals) - 1)
     if group < 1:
         return {"gen/decode_tokens_per_sec": None, "gen/step_ms": None, "gen/laps_s": []}
@@ -155,14 +158,18 @@ def predict_memory(
 
 
 def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: AttnConfig) -> dict:
-    """Profile one more decoding step, and return the kernels that ran.
+    """Profile one more Decoder.step(), and return the kernels that ran, for one token or one draft.
 
     `wrong` names an op whose kernels did not run. `unchecked` lists the ops whose backends name no kernels.
     """
     impls = {"decode": kernels.decode}
     if kernels.decode == "blocks":
         impls = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in row["kernels"]}
-    step = profile_step(decoder.step, decoder.positions.device, family_patterns(impls))
+
+    def count() -> int:
+        return 1 if decoder.step_tokens > 1 else int(decoder.output[0, 0])
+
+    step = profile_step(decoder.step, decoder.positions.device, family_patterns(impls), count)
     claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}
     # The first pattern is for the forward. The others are for the backward, which a decoding step does not run
     claims = {op: (description, patterns[:1]) for op, (description, patterns) in claims.items()}

@@ -66,7 +66,7 @@ class GenerationRecipe:
 
     def executed_kernels(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict:
         """Return op -> backend and version, for the first decoding step after a prompt of `shape`, (B, T)."""
-        return executed_kernels(*self.groups, shape, device, decoder.bucket(shape[1] + 1))
+        return executed_kernels(*self.groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens))
 
     def make_texts(self, count: int) -> list[Text]:
         return [Text(self.tokenizer, self.stops) for _ in range(count)]

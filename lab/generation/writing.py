@@ -40,8 +40,8 @@ def write_texts(
 ) -> tuple[list[str], list[Arrival]]:
     """Print the texts after their prompts, and save them. Return the texts and the arrivals of the steps.
 
-    A single text is printed token by token; several are printed at the end. sample.txt has the same texts with their
-    prompts. samples.jsonl has a line {"prompt", "text", "tokens"} for each text; `tokens` counts its new tokens.
+    A single text is printed while its tokens arrive; several are printed at the end. sample.txt has the same texts with
+    their prompts. samples.jsonl has a line {"prompt", "text", "tokens"} for each text; `tokens` counts its new tokens.
     """
     arrivals, pieces = [], [[] for _ in texts]
     is_single = len(texts) == 1

@@ -35,8 +35,16 @@ def family_of(name: str, op_patterns: Patterns) -> str:
     return OTHER
 
 
-def profile_step(step: Callable[[], object], device: torch.device, op_patterns: Patterns) -> dict:
-    """Profile one step. Return the milliseconds of its kernels: their sum, by family, and by name, longest first."""
+def profile_step(
+    step: Callable[[], object],
+    device: torch.device,
+    op_patterns: Patterns,
+    count: Callable[[], int] = lambda: 1,
+) -> dict:
+    """Profile step(). Return the milliseconds of its kernels: their sum, by family, and by name, longest first.
+
+    count() is called after step(), and returns how many steps it was. The figures are those of one step.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler of PyTorch 2.13 prints that it starts
     cuda, times, calls = device.type == "cuda", Counter(), Counter()
     synchronize(device)
@@ -49,11 +57,11 @@ def profile_step(step: Callable[[], object], device: torch.device, op_patterns: 
         name = " ".join(event.name.split())
         times[name] += event.device_time if cuda else event.self_cpu_time_total
         calls[name] += 1
-    families, kernels = Counter(), []
+    families, kernels, steps = Counter(), [], count()
     for name, microseconds in times.most_common():
-        family = family_of(name, op_patterns)
-        families[family] += microseconds / 1e3
-        kernels.append({"name": name[:200], "family": family, "calls": calls[name], "ms": microseconds / 1e3})
+        family, ms = family_of(name, op_patterns), microseconds / 1e3 / steps
+        families[family] += ms
+        kernels.append({"name": name[:200], "family": family, "calls": calls[name] / steps, "ms": ms})
     return {"busy_ms": sum(families.values()), "families": dict(families.most_common()), "kernels": kernels}
 
 

@@ -221,5 +221,5 @@ def family_hover(choice: Choice, family: str, ms: float) -> str:
     step_ms = receipt.get("step_ms") or sum(receipt["families"].values())
     lines = [f"{family}: {ms:.3g} ms of {step_ms:.4g} ({ms / step_ms:.0%})", choice.title]
     kernels = [kernel for kernel in receipt.get("kernels") or [] if kernel["family"] == family]
-    lines += [f"{kernel['ms']:.3g} ms, {kernel['calls']} x {kernel['name'][:40]}" for kernel in kernels[:5]]
+    lines += [f"{kernel['ms']:.3g} ms, {kernel['calls']:g} x {kernel['name'][:40]}" for kernel in kernels[:5]]
     return hover_text(lines, choice.command)

@@ -201,6 +201,22 @@ def test_triton_draws_the_tokens_of_torch(kind, vocab):
     assert torch.equal(draw(_sampling.sample_tokens, logits, sampling), draw(sample_in_torch, logits, sampling))
 
 
+@pytest.mark.parametrize("kind", ["greedy", "both"])
+def test_decode_token_stores_its_draws_in_a_column(kind):
+    """It draws at positions + 1, and adds 1 to the positions. All other columns keep their bits."""
+    logits, seeds, sampling = randn(3, 101).to(DEVICE), seeds_of(7, 3, DEVICE), Sampling(97, **KINDS[kind])
+    positions, output = torch.tensor([4, 0, 9], device=DEVICE), torch.full((3, 6), -1, device=DEVICE)
+    for column in (1, 4):
+        tokens, before = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), output.clone()
+        expected = sample_in_torch(logits, seeds, positions + 1, sampling)
+        after = positions + 1
+        _sampling.decode_token(logits, seeds, positions, sampling, tokens, output[:, column])
+        before[:, column] = expected
+        assert torch.equal(tokens[:, 0], expected)
+        assert torch.equal(output, before)
+        assert torch.equal(positions, after)
+
+
 def definition(logits, sampling, seed=7, first_position=3):
     """Draw in float64 by definition. Keep an id if fewer than top_k logits, with less p than top_p, are larger."""
     rows, n_vocab = len(logits), sampling.n_vocab

@@ -1,6 +1,8 @@
 """The Decoder: batches of different prompts, windows, prefills in parts, fp8, drafts, launches of several tokens."""
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +33,15 @@ def buckets(monkeypatch):
 def ragged():
     """Return prompts of LENGTHS tokens, padded with random tokens, and their lengths."""
     return prompt(len(LENGTHS), max(LENGTHS)), torch.tensor(LENGTHS)
+
+
+def with_graphs(decoder, prompt, new):
+    """Let a decoder on a CPU step as on a GPU after warm_up(prompt, new): a function takes the place of each graph."""
+    decoder.graph_tokens = module.GRAPH_TOKENS
+    decoder.output = torch.ones(len(decoder.tokens), 1 + module.GRAPH_TOKENS, dtype=torch.int64)
+    for keys in decoder.warm_up(prompt, new):
+        decoder.graphs[keys] = SimpleNamespace(replay=partial(decoder._steps, keys, module.GRAPH_TOKENS))
+    return decoder
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -181,6 +192,41 @@ def test_a_decoder_that_makes_several_tokens_in_one_launch(new, monkeypatch):
         Decoder(model, 1, 9, SAMPLED, options=GenerateConfig(speculate="ngram"))
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("new", [1, 2, 9, 10, 15])
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"window": 16}, {"pos": "rope"}], ids=str)
+def test_graphs_of_several_steps(options, new, lag):
+    """A graph makes GRAPH_TOKENS tokens. The last graph may exceed the capacity and the table of 24 positions.
+
+    A replay after the end works too: make_receipt() profiles it.
+    """
+    model, (idx, lengths) = varied_gpt(replace(SMALL, **options)), ragged()
+    expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)
+    decoder = with_graphs(Decoder(model, 4, 9 + new, SAMPLED), 9, new)
+    assert decoder.kv[0][0].shape[1] == min(9 + new, options.get("window", 99))
+    for _ in range(2):
+        steps = list(stream(decoder, idx, new, lengths, lag))
+        assert [[token for step in steps for token in step[b]] for b in range(4)] == expected
+        assert [len(step[0]) for step in steps[1:-1]] == [module.GRAPH_TOKENS] * ((new - 2) // module.GRAPH_TOKENS)
+    made = decoder.step()[:, 0]
+    assert made.tolist() == [module.GRAPH_TOKENS if new > 1 else 1] * 4  # there is no graph for one new token
+
+
+def test_a_graph_reads_a_bucket_for_all_its_steps():
+    """NaN in the rows behind the bucket does not change the tokens. A length without a graph has steps of one token."""
+    model = varied_gpt()
+    decoder = with_graphs(Decoder(model, 2, 24, GREEDY), 3, 5)
+    assert list(decoder.graphs) == [16]  # the first graph ends with 11 keys, and a second one would with 19
+    decoder.prefill(prompt())
+    for pair in decoder.kv:
+        for tensor in pair:
+            tensor[:, 16:] = torch.nan
+    steps = [decoder.step().clone() for _ in range(3)]
+    assert [step[0, 0].item() for step in steps] == [8, 1, 1]
+    made = [step[:, 1 : 1 + step[0, 0]] for step in steps]
+    assert torch.equal(torch.cat(made, 1), greedy(model, prompt(), 11)[:, 4:])
+
+
 def test_draws_vary_after_the_end_of_the_position_table():
     """There every token has the same position in the window, but each draw has random numbers of its own."""
     model = varied_gpt(replace(SMALL, block_size=2), spread=0.0)
@@ -246,13 +292,16 @@ def matrices(block):
 
 
 @pytest.mark.parametrize(("decode", "sampling"), decoders())
-def test_every_decoder_draws_the_same_text_of_a_seed(decode, sampling):
-    """The model is in fp32, and the prompts differ in length. A decoder that verifies drafts also draws with one."""
+def test_every_decoder_draws_the_same_text_of_a_seed(decode, sampling, monkeypatch):
+    """The model is in fp32, and the prompts differ in length. Steps of one token, of a graph, and of a draft."""
+    monkeypatch.setattr(module, "GRAPH_TOKENS", 3)
     model = varied_gpt(replace(SMALL, n_layer=2))
     idx, lengths = ragged()
     expected = streamed(Decoder(model, 4, 15, sampling, seed=7), idx, 6, lengths)
     assert streamed(Decoder(model, 4, 15, sampling, seed=7, decode=decode), idx, 6, lengths) == expected
     if not hasattr(backend("decode", decode), "generate_tokens"):
+        captured = with_graphs(Decoder(model, 4, 15, sampling, seed=7, decode=decode), 9, 6)
+        assert streamed(captured, idx, 6, lengths) == expected
         options = GenerateConfig(speculate="ngram", draft_tokens=3)
         drafting = Decoder(model, 4, 15, sampling, seed=7, decode=decode, options=options)
         assert streamed(drafting, idx, 6, lengths) == expected

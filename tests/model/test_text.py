@@ -83,6 +83,31 @@ def test_only_the_last_tokens_are_decoded_again():
     assert text.add([0x82]) == "🙂"
 
 
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 1000])
+@pytest.mark.parametrize("tokenizer", [Bytes(), Pieces()], ids=["bytes", "pieces"])
+def test_groups_of_tokens_give_the_text_of_all_tokens(tokenizer, size):
+    """After each group, add() has returned all characters but the last one, if that one may lack bytes."""
+    written = list("naïve 日本 🙂 \ufffd!".encode()) * 20
+    if isinstance(tokenizer, Pieces):  # 10 and 11 are padding of the vocabulary
+        written = np.random.default_rng(0).choice([0, 1, 1, 2, 2, 3, 4, 5, 9, 10, 11], 1000).tolist()
+    text, so_far = Text(tokenizer, []), ""
+    for end in range(size, len(written) + size, size):
+        so_far += text.add(written[end - size : end])
+        assert so_far == tokenizer.decode(written[:end]).removesuffix("\ufffd")
+        assert len(text.pending) < 8
+    assert so_far + text.finish() == tokenizer.decode(written)
+    assert text.tokens == written
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_stop_id_ends_a_group(size):
+    """The text ends before the first stop, and `tokens` with it, also if half a character comes before."""
+    text, ids = Text(Bytes(), [7]), [*b"ab", 0xF0, 0x9F, 256, *b"c", 7]
+    pieces = [text.add(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert "".join(pieces) + text.finish() == "ab\ufffd"
+    assert (text.tokens, text.stopped) == (ids[:5], True)
+
+
 @pytest.mark.parametrize(
     ("written", "stops", "expected"),
     [

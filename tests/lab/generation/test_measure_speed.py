@@ -1,9 +1,14 @@
-"""decode_speed() by hand: groups of steps, drafts, and launches of several tokens."""
+"""decode_speed() by hand: groups of steps, drafts, and launches of several tokens; and the receipt of a graph."""
 
 import pytest
 
+from kernels.registry import AttnConfig, KernelsConfig
+from lab.generation import measure
 from lab.generation.measure import decode_speed
 from lab.generation.writing import Arrival
+from model.decoder import Decoder
+from tests.model.test_decoder import with_graphs
+from tests.model.test_generate import GREEDY, prompt, varied_gpt
 
 
 def arrive(*steps):
@@ -35,6 +40,28 @@ def test_a_launch_of_16_tokens_is_16_steps():
     figures = decode_speed(arrive((9, 1), *[(1.6, 16)] * 4, (0.1, 1)), batch=1, drafts=False)
     assert figures["gen/laps_s"][:4] == pytest.approx([0.1] * 4)
     assert figures["gen/step_ms"] == pytest.approx(100)
+
+
+def test_the_last_graph_does_not_count_if_its_tokens_were_cut():
+    """A graph of 8 tokens takes 0.8 s, also if only 3 of them are used. A draft may always make fewer tokens."""
+    figures = decode_speed(arrive((9, 2), *[(0.8, 16)] * 4, (0.8, 6)), batch=2, drafts=False)
+    assert figures["gen/laps_s"] == pytest.approx([0.1, 0.1])
+    assert figures["gen/token_ms/p99"] == pytest.approx(100)
+    figures = decode_speed(arrive((9, 2), *[(0.8, 4)] * 15, (0.8, 1)), batch=2, drafts=True)
+    assert figures["gen/laps_s"] == pytest.approx([16 * 0.8 * 2 / 61])
+
+
+def test_a_receipt_is_that_of_one_token(monkeypatch):
+    """A greedy token needs one argmax, and a graph of 8 tokens has 8."""
+    monkeypatch.setattr(measure, "RECEIPT_KERNELS", 1000)
+    kernels, attn = KernelsConfig(), AttnConfig("eager")
+    row = {"kernels": dict.fromkeys(("norm", "attention", "mlp", "decode"), "eager")}
+    decoders = [Decoder(varied_gpt(), 1, 24, GREEDY) for _ in range(2)]
+    with_graphs(decoders[1], 3, 21)
+    for decoder in decoders:
+        decoder.prefill(prompt(1))
+        receipt = measure.make_receipt(decoder, row, kernels, attn)
+        assert {kernel["name"]: kernel["calls"] for kernel in receipt["kernels"]}["aten::argmax"] == 1
 
 
 def test_one_arrival_has_no_speed():

@@ -57,6 +57,9 @@ def test_a_receipt_has_the_operators_of_a_step_on_a_cpu():
     times = [kernel["ms"] for kernel in receipt["kernels"]]
     assert times == sorted(times, reverse=True)
     assert {kernel["name"]: kernel["calls"] for kernel in receipt["kernels"]}["aten::mm"] == 1
+    counted = profile_step(lambda: [a @ a for _ in range(4)], torch.device("cpu"), eager, lambda: 8)
+    assert {kernel["name"]: kernel["calls"] for kernel in counted["kernels"]}["aten::mm"] == 0.5
+    assert counted["busy_ms"] == pytest.approx(sum(kernel["ms"] for kernel in counted["kernels"]))
     assert missing_kernel(receipt, {"mlp": ("eager", ("aten::gelu", "aten::mm"))}) is None
     assert missing_kernel(receipt, {"attention": ("flash (fa4)", ("aten::mm", "FlashAttentionForwardSm"))}) == (
         "the row says attention=flash (fa4), but no kernel of the profiled step matches FlashAttentionForwardSm"
