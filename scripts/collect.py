@@ -1,9 +1,9 @@
 """Copy the rows of finished runs into results/: `python -m scripts.collect out/RUN ...`.
 
 It appends the row of a run of train.py to results/<device>/train.jsonl, of scripts.generate to generate.jsonl, and of
-scripts.max_context to context.jsonl. It refuses other rows, for example of scripts.evaluate. A run on one H200 goes to
-results/h200, and a run on four to results/h200x4. A row stays as the run wrote it, whatever its status. A row that the
-file already has is not appended again.
+scripts.max_context to context.jsonl. A run on one H200 goes to results/h200, and a run on four to results/h200x4. A row
+stays as the run wrote it, whatever its status. A row that the file already has is not appended again. A folder without
+a row for results/ is skipped, for example of an interrupted job or of scripts.evaluate, and the exit status is then 1.
 
 --curves also writes a run's losses to results/<device>/curves/<name>.jsonl. --beside h200x4 puts the row of a run on
 fewer GPUs into that folder, for comparison.
@@ -27,6 +27,15 @@ KINDS = {"train": "train", "probe": "context", "batch": "generate"}
 def row_kind(row: dict) -> str | None:
     """Return the name of the file for this row, without .jsonl; None if results/ has no file for it."""
     return next((kind for key, kind in KINDS.items() if key in row["config"]), None)
+
+
+def why_skipped(row: dict | None) -> str | None:
+    """Return why results/ does not take this row of a run; None if it does."""
+    if row is None:
+        return "no row in its result.json"
+    if "env" not in row:  # a job of a sweep that ended before it recorded its environment
+        return row["status"]
+    return None if row_kind(row) else "results/ has no file for its row"
 
 
 def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Path:
@@ -61,19 +70,19 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="also copy the losses")
     parser.add_argument("--beside", metavar="DEVICE", help="a folder in results/ instead of the run's own")
     arguments = parser.parse_args()
-    row_by_run = {run: read_row(run) for run in arguments.runs}
-    if missing := [str(run) for run, row in row_by_run.items() if not row]:
-        sys.exit(f"error: no row in the result.json of {', '.join(missing)}; pass the folders of finished runs")
-    # a job of a sweep that ended before it recorded its environment has no env
-    complete = {run: row for run, row in row_by_run.items() if "env" in row}
-    if refused := [str(run) for run, row in complete.items() if not row_kind(row)]:
-        commands = "train.py, scripts.generate or scripts.max_context"
-        sys.exit(f"error: results/ has no file for the row of {', '.join(refused)}; pass runs of {commands}")
-    for run, row in row_by_run.items():
-        if run in complete:
-            print(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}")
+    skipped = 0
+    for run in arguments.runs:
+        row = read_row(run)
+        if reason := why_skipped(row):
+            skipped += 1
+            print(f"{run}: skipped, {reason}")
         else:
-            print(f"{run}: left out, {row['status']}")
+            print(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}")
+    if skipped == len(arguments.runs):
+        commands = "train.py, scripts.generate or scripts.max_context"
+        sys.exit(f"error: no row to collect; pass the folders of finished runs of {commands}")
+    if skipped:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

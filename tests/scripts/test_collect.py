@@ -42,27 +42,35 @@ def test_a_row_goes_to_the_file_of_its_command_once(command, tmp_path, config, f
     assert command("four")[1] == f"four -> {tmp_path / 'results' / 'h200x4' / file}\n"
 
 
-def test_nothing_is_appended_when_one_folder_has_no_row_for_results(command, tmp_path):
-    """That is the folder of an evaluation, or a folder without a row."""
-    write_run(tmp_path / "run", TRAIN[0])
+def test_folders_without_a_row_for_results_are_skipped(command, tmp_path):
+    """They are folders of an evaluation, of an interrupted job, and of a job that ended before it had an environment.
+
+    All other rows are appended, and the exit status is 1.
+    """
+    rows = [write_run(tmp_path / name, TRAIN[0]) for name in ("first", "last")]
     write_run(tmp_path / "evaluation", EVALUATE)
-    assert command("run", "evaluation") == (
+    for name in ("interrupted", "failed"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "failed" / "result.json").write_text('{"status": "failed: killed"}')
+    path = tmp_path / "results/h200/train.jsonl"
+    code, out, err = command("first", "evaluation", "interrupted", "failed", "last")
+    assert (code, err) == (1, "")
+    assert out.splitlines() == [
+        f"first -> {path}",
+        "evaluation: skipped, results/ has no file for its row",
+        "interrupted: skipped, no row in its result.json",
+        "failed: skipped, failed: killed",
+        f"last -> {path}",
+    ]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+
+
+def test_without_a_row_it_is_an_error(command, tmp_path):
+    assert command("nowhere") == (
         1,
-        "",
-        "error: results/ has no file for the row of evaluation; pass runs of train.py, scripts.generate or "
+        "nowhere: skipped, no row in its result.json\n",
+        "error: no row to collect; pass the folders of finished runs of train.py, scripts.generate or "
         "scripts.max_context\n",
     )
-    code, out, err = command("run", "nowhere")
-    assert (code, out) == (1, "")
-    assert err == "error: no row in the result.json of nowhere; pass the folders of finished runs\n"
     assert command("--curves") == (1, "", "error: the following arguments are required: out/RUN\n")
     assert not (tmp_path / "results").exists()
-
-
-def test_a_job_without_an_environment_is_left_out(command, tmp_path):
-    write_run(tmp_path / "run", TRAIN[0])
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "result.json").write_text('{"status": "failed: killed"}')
-    code, out, err = command("job", "run")
-    assert (code, err) == (0, "")
-    assert out.splitlines() == ["job: left out, failed: killed", f"run -> {tmp_path / 'results/h200/train.jsonl'}"]
