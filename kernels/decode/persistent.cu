@@ -7,8 +7,8 @@
 //
 // 1. The ring. A block owns the same rows of every matrix for all tokens. persistent.py lays them out as one stream, in
 //    the order of use: 111 KB a layer for each of 128 blocks. A warp that does nothing else lets TMA, Hopper's copy
-//    engine, fill a ring, 200 KB of shared memory, from this stream, piece after piece. It runs ahead over phases, layers and
-//    tokens, so HBM works while the blocks wait.
+//    engine, fill a ring, 200 KB of shared memory, from this stream, piece after piece. It runs ahead over phases,
+//    layers and tokens, so HBM works while the blocks wait.
 // 2. Words. A block publishes results in words of 16 bytes: 12 bytes of data, such as 6 results in bf16, and the epoch,
 //    which counts layers. One store writes a word and one load reads it, so a block that finds the right epoch has the
 //    data as well (NCCL's LL protocol does the same). A barrier takes a store, a fence, an atomic addition, a poll and
@@ -30,7 +30,7 @@
 // (its results were wrong).
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
 // because lanes that went on alone ran the code after it up to four times. No branch stands between the loads of two
-// tiles. A warp releases a slot as soon as it has read it: 170 us a token instead of 178.
+// tiles. A warp releases a piece soon after it has read it: 170 us a token instead of 178.
 //
 // All layers use the same words, so a block overwrites a word one layer later. By then every block has read it. To get
 // there the block waited for fc_proj, whose blocks waited for fc. Every block has rows of fc, and publishes them only
@@ -46,7 +46,7 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16 and
+// persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16, INT8,
 // STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); its CONSTANTS; and for each of QKV, PROJ, FC, FC_PROJ and HEAD
 // its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
@@ -73,15 +73,17 @@ __host__ __device__ constexpr int power_of_two(int n, int p = 1) { return p >= n
 
 #include "_persistent/numbers.cuh"
 
-typedef Choice<BF16, bf16, float>::Type T;              // weights and logits
+typedef Choice<BF16, bf16, float>::Type T;              // weights without those of products, and logits
+typedef Choice<INT8, i8, T>::Type W;                     // weights of products
 typedef Choice<STREAM_BF16, bf16, float>::Type Stream;  // residual stream
 typedef Choice<TENSOR_CORES, bf16, float>::Type X;       // inputs of a product
 typedef Choice<KV_BITS == 8, e4m3, Choice<KV_BITS == 16, bf16, float>::Type>::Type KV;  // cache
 
 // ---- Sizes of the products, and what lies in memory
 
-constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4;  // a tile is 64 bytes of each row of a pass, 16 bytes a lane
-constexpr int PER_WORD = 12 / sizeof(T);                // results in a word
+// A tile is TILE columns of each row of a pass, which meet 64 bytes of x. Each of four lanes has CHUNK columns of a row
+constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4, TILE_BYTES = TILE * sizeof(W);  // bytes of a row
+constexpr int PER_WORD = 12 / sizeof(T);                                               // results in a word
 
 // y = W x for W (N, K). A block makes ROWS results in each of PASSES passes. A pass comes in pieces of up to TILES
 // tiles.
@@ -91,11 +93,13 @@ template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_> 
   static constexpr int SHARE = ROWS * PASSES, ROW_GROUPS = ceil_div(ROWS, 8), PADDED = 8 * ROW_GROUPS;
   static constexpr int ALL_TILES = ceil_div(K, TILE), TILES = smaller(TILES_, ALL_TILES);
   static constexpr int PIECES = ceil_div(ALL_TILES, TILES);  // in a pass
+  static constexpr int WARP_TILES = ceil_div(TILES, WARPS);  // in a piece
   static constexpr int STRIDE = (ALL_TILES | 1) * TILE;      // from one sequence of x to the next: no bank conflicts
   static constexpr int WORDS = ceil_div(SHARE, PER_WORD);    // per block and sequence
   static constexpr int COPY = BATCH * BLOCKS * WORDS;        // words per copy
   static constexpr int SUMS = smaller(PASSES, 2) * PADDED;   // per warp and sequence, in shared memory
-  static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * 64;  // of weights per block
+  static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * TILE_BYTES;  // of weights per block
+  static DEVICE int piece_bytes(int piece) { return ROWS * tiles(piece) * TILE_BYTES; }
   static DEVICE int tiles(int piece) { return smaller(TILES, ALL_TILES - piece % PIECES * TILES); }
 };
 typedef Product<C + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1> Qkv;
@@ -108,11 +112,11 @@ __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
   return larger(larger(larger(a, b), larger(c, d)), e);
 }
 constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
-constexpr int LARGEST_PIECE = 64 * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
-                                           FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
-constexpr int BIASES = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // per layer and block
-constexpr int LAYER_PIECES = Qkv::PIECES + Proj::PIECES + Fc::PIECES + FcProj::PIECES;
-constexpr int TOKEN_PIECES = LAYERS * LAYER_PIECES + Head::PASSES * Head::PIECES;
+constexpr int LARGEST_PIECE =
+    TILE_BYTES * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
+                         FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
+constexpr int LAYER_ROWS = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer, per block
+constexpr int ALL_ROWS = LAYERS * LAYER_ROWS + Head::SHARE;                       // per block
 constexpr i64 TOKEN_BYTES = LAYERS * (Qkv::BYTES + Proj::BYTES + Fc::BYTES + FcProj::BYTES) + Head::BYTES;  // a block's
 static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "only the head has several passes");
 static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
@@ -122,6 +126,7 @@ constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // per cop
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;
 constexpr int MOST_PIECES = 32;                                       // in the ring
+constexpr int ROUND_TILES = 8;                                        // of a warp between two waits, or fewer
 constexpr int GROUP_WORDS = 1 + ceil_div(GROUP, PER_WORD);            // a summary, and the logits
 constexpr int STREAM_WORDS = ceil_div(C, Proj::SHARE) * Proj::WORDS;  // of the residual stream of a sequence
 constexpr int WARPS_PER_SEQUENCE = smaller(WARPS / BATCH, ceil_div(STREAM_WORDS, 32));  // that receive its words
@@ -130,8 +135,9 @@ constexpr int NORM_WORDS = ceil_div(2 * C * sizeof(T), THREADS * sizeof(Word)); 
 static_assert(WARPS_PER_SEQUENCE > 0, "a warp or more for each sequence");
 
 struct Arguments {  // in the order of persistent.py
-  const char* weights;                  // (BLOCKS, TOKEN_BYTES)
-  const T* biases;                      // (BLOCKS, LAYERS, BIASES)
+  const char* weights;                  // (BLOCKS, TOKEN_BYTES) of W
+  const T* biases;                      // (BLOCKS, ALL_ROWS)
+  const float* scales;                  // (BLOCKS, ALL_ROWS) with INT8
   const T* norms;                       // (2 LAYERS + 1, 2, C): gain and shift of ln_1 and ln_2 of each layer, and ln_f
   const T *wte, *wpe;                   // (V, C), (wpe_rows, C)
   const float* frequencies;             // (D / 2,) of rotary positions
@@ -169,11 +175,13 @@ struct Scratch {  // in shared memory, besides the ring
   float cosine[BATCH * D / 2], sine[BATCH * D / 2];
   Stream stream[BATCH * C];
   alignas(16) T norm[2 * C];  // gain and shift of the next norm
-  T bias[LAYERS * BIASES];
+  T bias[ALL_ROWS];
+  float scale[INT8 ? ALL_ROWS : 1];
   int token[BATCH], drawn[BATCH], position[BATCH], splits[BATCH], stopped[BATCH];
   u32 seed[BATCH];
   int finished, abandoned;  // the launch ends after this token; a wait of this block took too long
   Barrier full[MOST_PIECES], empty[MOST_PIECES];  // of the pieces in the ring: the copy is complete; all warps read it
+  u32 ends[MOST_PIECES];                          // Places::bytes after each of them
 };
 constexpr int RING_BYTES = (SHARED_BYTES - (int)sizeof(Scratch) - 128) / 128 * 128;
 static_assert(RING_BYTES >= 2 * LARGEST_PIECE, "too little shared memory");
@@ -190,7 +198,7 @@ struct Moments {  // of some channels: sums around a mean
 // Pieces lie in the ring one after the other, from its beginning again when the rest is too short for the next one.
 struct Places {
   int offset = 0;  // where the last piece ends
-  i64 bytes = 0;   // of all pieces so far, and of the rests without a piece
+  u32 bytes = 0;   // of all pieces so far, and of the rests without a piece; only differences count
   DEVICE int next(int size) {
     if (offset + size > RING_BYTES) bytes += RING_BYTES - offset, offset = 0;
     offset += size, bytes += size;
@@ -348,7 +356,7 @@ DEVICE float gelu(float x) { return 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0
 DEVICE float identity(float x) { return x; }
 
 DEVICE void run_attention(Thread& my, int layer) {
-  const T *qkv = my.s.bias + layer * BIASES, *proj = qkv + Qkv::SHARE;
+  const int qkv = layer * LAYER_ROWS, proj = qkv + Qkv::SHARE;
   multiply_and_publish<Qkv>(my, qkv, my.a.qkv, identity);
   mark(my);
   attend(my, layer);
@@ -360,7 +368,7 @@ DEVICE void run_attention(Thread& my, int layer) {
 }
 
 DEVICE void run_mlp(Thread& my, int layer) {
-  const T *fc = my.s.bias + layer * BIASES + Qkv::SHARE + Proj::SHARE, *fc_proj = fc + Fc::SHARE;
+  const int fc = layer * LAYER_ROWS + Qkv::SHARE + Proj::SHARE, fc_proj = fc + Fc::SHARE;
   multiply_and_publish<Fc>(my, fc, my.a.fc, gelu);
   mark(my);
   receive_hidden(my);
@@ -374,7 +382,8 @@ DEVICE void run_head(Thread& my) {
   multiply<Head>(my, [&](int pass, const float* warp_sums) {
     for (int i = my.thread; i < BATCH * Head::ROWS; i += THREADS) {
       const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = my.block * Head::SHARE + row;
-      const T logit = convert<T>(total<Head>(warp_sums, b, i % Head::ROWS));
+      const float sum = total<Head>(warp_sums, b, i % Head::ROWS);
+      const T logit = convert<T>(scaled(my, LAYERS * LAYER_ROWS + row, sum));
       my.s.head.logits[b * Head::SHARE + row] = to_float(logit);
       if (my.a.logits && id < VOCAB) my.a.logits[(i64)b * VOCAB + id] = logit;
     }
@@ -392,8 +401,10 @@ DEVICE void start(Thread& my) {
     my.s.seed[my.thread] = my.a.drawn ? (u32)my.a.seeds[my.thread] : 0;
     my.s.stopped[my.thread] = 0;
   }
-  const T* biases = my.a.biases + (i64)my.block * LAYERS * BIASES;
-  for (int i = my.thread; i < LAYERS * BIASES; i += THREADS) my.s.bias[i] = biases[i];
+  for (int i = my.thread; i < ALL_ROWS; i += THREADS) {
+    my.s.bias[i] = my.a.biases[my.block * ALL_ROWS + i];
+    if (INT8) my.s.scale[i] = my.a.scales[my.block * ALL_ROWS + i];
+  }
   if (my.thread == 0) my.s.finished = my.s.abandoned = 0;
   my.epoch = my.a.epoch;
   load_norm(my, my.a.norms);

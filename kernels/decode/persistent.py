@@ -26,12 +26,16 @@ from kernels.decode._persistent import emulator
 from kernels.decode._persistent.plan import (
     Plan,
     arrange_biases,
+    arrange_scales,
     arrange_weights,
     count_warps,
+    hidden_units,
     make_plans,
+    products,
     sizes,
     stack_norms,
 )
+from kernels.decode._step import matrix
 from kernels.gpu import SHARED_BYTES, gpu_unavailable, multiprocessors
 from kernels.registry import KernelError, Unavailable, cpp_compiler
 from kernels.sampling import HASH_FACTORS, ID_FACTOR, POSITION_FACTOR, Sampling  # noqa: F401
@@ -98,7 +102,7 @@ def compile_for_gpu(options: tuple[str, ...], device: torch.device, blocks: int,
 def arguments_type(layers: int) -> type[ctypes.Structure]:
     """Return `struct Arguments` of persistent.cu."""
     groups = [
-        (ctypes.c_void_p, "weights biases norms wte wpe frequencies"),
+        (ctypes.c_void_p, "weights biases scales norms wte wpe frequencies"),
         (ctypes.c_void_p * layers, "keys values"),
         (ctypes.c_void_p, "tokens positions seeds stops drawn logits"),
         (ctypes.c_void_p, "qkv partial proj fc fc_proj groups token failed timeline"),
@@ -119,8 +123,10 @@ class Packed:
 
     def __init__(self, weights: Weights, cache: Cache):
         check_sizes(weights, cache)
-        self.weights, self.batch = weights, len(cache.kv[0][0])
-        device, hidden = weights.wte.device, len(weights.layers[0].fc_weight)
+        self.batch = len(cache.kv[0][0])
+        self.wpe_rows = 0 if weights.wpe is None else len(weights.wpe)
+        self.weight_bytes = sum(t.nbytes for _, weight, _ in products(weights) for t in matrix(weight) if t is not None)
+        device, hidden = weights.wte.device, hidden_units(weights)
         self.blocks = ceil(hidden / ceil(hidden / multiprocessors(device)))  # so that each has rows of fc
         warps = count_warps(weights, self.batch)
         plans = make_plans(weights, self.blocks, warps)
@@ -139,31 +145,32 @@ class Packed:
                 f"kernels.decode=persistent: {SHARED_BYTES} bytes of shared memory are too few for {self.batch} "
                 "sequences of this model: use fewer sequences, or choose kernels.decode=blocks"
             ) from error
-        self.tensors = self.parameters(plans) | self.exchange_memory(plans)
+        self.tensors = self.parameters(weights, plans) | self.exchange_memory(weights, plans)
         self.arguments = arguments_type(len(weights.layers))()
         for name, tensor in self.tensors.items():
             setattr(self.arguments, name, tensor.data_ptr())
 
-    def parameters(self, plans: dict[str, Plan]) -> dict[str, Tensor]:
+    def parameters(self, weights: Weights, plans: dict[str, Plan]) -> dict[str, Tensor]:
         """Return the weights by their names in `struct Arguments`."""
-        weights, blocks, D = self.weights, self.blocks, self.weights.head_dim
+        blocks, D = self.blocks, weights.head_dim
         matrices, biases = arrange_weights(weights, plans, blocks), arrange_biases(weights, plans, blocks)
+        scales = {"scales": arrange_scales(weights, plans, blocks)} if matrices.dtype == torch.int8 else {}
         exponents = torch.arange(0, D, 2, device=weights.wte.device, dtype=torch.float32) / D
         positions = {"frequencies": 10000.0**-exponents} if weights.wpe is None else {"wpe": weights.wpe.contiguous()}
-        wte = weights.wte.contiguous()
-        return {"weights": matrices, "biases": biases, "norms": stack_norms(weights), "wte": wte, **positions}
+        vectors = {"norms": stack_norms(weights), "wte": weights.wte.contiguous()}
+        return {"weights": matrices, "biases": biases, **scales, **vectors, **positions}
 
-    def exchange_memory(self, plans: dict[str, Plan]) -> dict[str, Tensor]:
+    def exchange_memory(self, weights: Weights, plans: dict[str, Plan]) -> dict[str, Tensor]:
         """Return the memory of the words, by its names in `struct Arguments`. A word has 4 x 4 bytes."""
-        heads, per_word = self.batch * self.weights.heads, 12 // self.weights.wte.itemsize
+        heads, per_word = self.batch * weights.heads, 12 // weights.wte.itemsize
         groups = self.batch * self.blocks * ceil(plans["HEAD"].share / GROUP)
         words = {"groups": groups * (1 + ceil(GROUP / per_word)), "token": self.batch}
-        words["partial"] = COPIES * heads * max(1, self.blocks // heads) * self.weights.head_dim // 2
+        words["partial"] = COPIES * heads * max(1, self.blocks // heads) * weights.head_dim // 2
         for name in ("qkv", "proj", "fc", "fc_proj"):
             copies = 1 if name == "qkv" else COPIES  # only the blocks of one head poll the words of q, k and v
             words[name] = copies * self.batch * self.blocks * ceil(plans[name.upper()].share / per_word)
         shapes = {name: (count, 4) for name, count in words.items()} | {"failed": (1,)}
-        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=self.weights.wte.device)
+        zeros = functools.partial(torch.zeros, dtype=torch.int32, device=weights.wte.device)
         timeline = zeros(2**17 if TIMING else 0)
         return {name: zeros(shape) for name, shape in shapes.items()} | {"timeline": timeline}
 
@@ -175,7 +182,7 @@ class Packed:
             setattr(a, name, tensors[name].data_ptr() if name in tensors else None)
         for layer, (keys, values) in enumerate(cache.kv):
             a.keys[layer], a.values[layer] = keys.data_ptr(), values.data_ptr()
-        a.wpe_rows, a.rows, a.steps = 0 if self.weights.wpe is None else len(self.weights.wpe), cache.rows, steps
+        a.wpe_rows, a.rows, a.steps = self.wpe_rows, cache.rows, steps
         a.stop_count = len(tensors.get("stops", ()))
         a.n_vocab, a.temperature, a.top_k, a.top_p = sampling
         # at least 1e-30, so logits / temperature is finite for logits up to 3e8
@@ -199,9 +206,9 @@ def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:
         raise Unavailable(
             f"kernels.decode=persistent makes one token at a time, not {tokens.shape[1]}: choose kernels.decode=blocks"
         )
-    head = packed.weights.head
-    logits = torch.empty(packed.batch, 1, len(head), dtype=head.dtype, device=head.device)
-    packed.launch(tokens, cache, 1, Sampling(len(head)), logits=logits)
+    wte = packed.tensors["wte"]
+    logits = torch.empty(packed.batch, 1, len(wte), dtype=wte.dtype, device=wte.device)
+    packed.launch(tokens, cache, 1, Sampling(len(wte)), logits=logits)
     return logits
 
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import zlib
+from functools import partial
 from math import ceil
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from kernels import decode as contract
 from kernels.cache import FP8
 from kernels.check import broken_rule
-from kernels.decode import Model, persistent
+from kernels.decode import Model, int8, persistent, persistent_int8
 from kernels.decode._persistent import emulator, plan
 from kernels.registry import KernelError, Unavailable, cpp_compiler
 from kernels.sampling import Sampling, sample_tokens, seeds_of
@@ -104,6 +105,25 @@ def test_against_float64(case, dtype):
             for side, value in ((got, new), (expected, eager_new), (truth, exact_new.double())):
                 side[f"{layer} {i}"] = value
     reason = broken_rule(got, expected, truth, {"w": weights.wte}, dtype)
+    assert reason is None, reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["one", "ragged", "gqa", "padded_tiles", "eight_sequences"])
+def test_int8_is_the_model_with_rounded_weights(case, dtype):
+    """The logits follow the rule if the truth has the weights integer * scale, and eager these weights in `dtype`."""
+    arguments = case_inputs(case, dtype)
+    weights, tokens, cache = arguments.values()
+    quantized = int8.map_matrices(int8.quantize, weights)
+    exact, rounded = (
+        int8.map_matrices(partial(int8.dequantize, dtype=kind), quantized) for kind in (torch.float32, dtype)
+    )
+    truth = contract.reference(**contract.to_float64(arguments | {"weights": exact}))
+    eager = contract.reference(rounded, tokens, copy_cache(cache))
+    packed = persistent_int8.pack(Model(forward=None, weights=lambda: weights), cache)
+    assert persistent_int8.weight_bytes(packed) == int8.weight_bytes(quantized)
+    own = persistent_int8.decode(packed, tokens, copy_cache(cache))
+    reason = broken_rule({"y": own}, {"y": eager}, {"y": truth}, {"w": weights.wte}, dtype)
     assert reason is None, reason
 
 
@@ -382,18 +402,19 @@ SIZES = {"124M": (768, 12, 12), "1558M": (1600, 25, 48)}
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.parametrize(
-    ("model", "batch", "kv_dtype"),
+    ("model", "batch", "kv_dtype", "quantize"),
     [
-        ("124M", 1, None),
-        pytest.param("124M", 8, FP8, marks=pytest.mark.exhaustive),
-        pytest.param("1558M", 1, None, marks=pytest.mark.exhaustive),
-        pytest.param("1558M", 7, None, marks=pytest.mark.exhaustive),
+        ("124M", 1, None, None),
+        pytest.param("124M", 8, FP8, None, marks=pytest.mark.exhaustive),
+        pytest.param("1558M", 1, None, int8.quantize, marks=pytest.mark.exhaustive),
+        pytest.param("1558M", 7, None, None, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, tmp_path):
+def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, quantize, tmp_path):
     """nvcc compiles it for sm_90, with few spills. Its threads share 65,536 registers."""
     weights, cache = meta_inputs(*SIZES[model], batch, kv_dtype=kv_dtype)
-    blocks = ceil(len(weights.layers[0].fc_weight) / ceil(len(weights.layers[0].fc_weight) / 132))
+    weights = int8.map_matrices(quantize, weights) if quantize else weights
+    blocks = ceil(plan.hidden_units(weights) / ceil(plan.hidden_units(weights) / 132))
     warps = plan.count_warps(weights, batch)
     assert 8 <= warps <= 11
     defined = plan.sizes(weights, cache, blocks, warps, plan.make_plans(weights, blocks, warps))
@@ -411,13 +432,16 @@ def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, tmp_path)
 def test_every_row_of_a_matrix_has_a_block():
     """arrange_matrix() puts W[n, k] where the kernel looks for it: block, pass, tile, row, column."""
     weight = torch.arange(29 * 40, dtype=torch.float32).view(29, 40) + 1
-    chosen = plan.make_plan(weight, blocks=2, warps=1, most_rows=7)
+    chosen = plan.make_plan(weight, columns=16, blocks=2, warps=1, most_rows=7)
     assert (chosen.rows, chosen.passes, chosen.share) == (5, 3, 15)
-    arranged = plan.arrange_matrix(chosen, weight, blocks=2).view(2, 3, 3, 5, 16)
+    arranged = plan.arrange_matrix(chosen, weight, columns=16, order=range(8), blocks=2).view(2, 3, 3, 5, 16)
     for n, k in ((0, 0), (4, 39), (5, 16), (17, 31), (28, 7)):
         block, row = divmod(n, 15)
         assert arranged[block, row // 5, k // 16, row % 5, k % 16] == weight[n, k]
     assert (arranged != 0).sum() == weight.numel()
+    weight, order = torch.arange(16).view(1, 16), [0, 4, 1, 5, 2, 6, 3, 7]
+    arranged = plan.arrange_matrix(plan.Plan(1, 1, 1), weight, columns=16, order=order, blocks=1)
+    assert arranged.tolist() == [[8 * group + i for group in range(2) for i in order]]
 
 
 @pytest.mark.gpu

@@ -44,7 +44,7 @@ struct Copy { char* to; const char* from; int bytes; Mbarrier* barrier; long due
 
 struct Warp {
   Meeting meeting{32};
-  u32 values[2][32][4];
+  u32 values[2][32][6];
   long asleep = 0;  // until this tick
 };
 
@@ -186,36 +186,43 @@ inline u64 nanoseconds() { return 1000 * emulator::ticks; }
 inline long long cycles() { return emulator::ticks; }
 
 // What the lanes of a warp hand in, in one of two places in turn, so that the next exchange does not overwrite it.
-inline u32 (*hand_in(u32 a, u32 b, u32 c, u32 d))[4] {
-  u32(*values)[4] = emulator::warp().values[emulator::current->parity ^= 1];
-  u32 mine[4] = {a, b, c, d};
+inline u32 (*hand_in(u32 a, u32 b = 0, u32 c = 0, u32 d = 0, u32 e = 0, u32 f = 0))[6] {
+  u32(*values)[6] = emulator::warp().values[emulator::current->parity ^= 1];
+  u32 mine[6] = {a, b, c, d, e, f};
   memcpy(values[emulator::current->thread % 32], mine, sizeof(mine));
   synchronize_warp();
   return values;
 }
 
-inline u32 exchange_bits(u32 bits, int lane) { return hand_in(bits, 0, 0, 0)[lane & 31][0]; }
+inline u32 exchange_bits(u32 bits, int lane) { return hand_in(bits)[lane & 31][0]; }
 inline u16 round_to_bf16(float x) {
   const u32 bits = __float_as_uint(x);
   return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+inline u32 select_bits(u32 bits, u32 mask, u32 other) { return (bits & mask) | other; }
+inline u32 subtract_pairs(u32 a, u32 b) {
+  const float low = __uint_as_float(a << 16) - __uint_as_float(b << 16);
+  const float high = __uint_as_float(a & 0xFFFF0000u) - __uint_as_float(b & 0xFFFF0000u);
+  return round_to_bf16(low) | (u32)round_to_bf16(high) << 16;
+}
 inline u32 vote(bool yes) {
-  u32(*values)[4] = hand_in(yes, 0, 0, 0), bits = 0;
+  u32(*values)[6] = hand_in(yes), bits = 0;
   for (int lane = 0; lane < 32; ++lane) bits |= values[lane][0] << lane;
   return bits;
 }
 inline int warp_sum(int value) {
-  u32(*values)[4] = hand_in((u32)value, 0, 0, 0), sum = 0;
+  u32(*values)[6] = hand_in((u32)value), sum = 0;
   for (int lane = 0; lane < 32; ++lane) sum += values[lane][0];
   return (int)sum;
 }
 
-inline void multiply_tile(float (&sum)[2], u32 x0, u32 x1, u32 w0, u32 w1) {
-  u32(*values)[4] = hand_in(x0, x1, w0, w1);
+inline void multiply_tile(float (&sum)[4], const u32 (&x)[4], u32 w0, u32 w1) {
+  u32(*values)[6] = hand_in(x[0], x[1], x[2], x[3], w0, w1);
   int lane = emulator::current->thread % 32;
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < 4; ++i)
     for (int k = 0; k < 16; ++k) {
-      u32 x = values[lane / 4 * 4 + k / 2 % 4][k / 8], w = values[(lane % 4 * 2 + i) * 4 + k / 2 % 4][2 + k / 8];
+      u32 x = values[lane / 4 * 4 + k / 2 % 4][k / 8 * 2 + i / 2];
+      u32 w = values[(lane % 4 * 2 + i % 2) * 4 + k / 2 % 4][4 + k / 8];
       sum[i] += __uint_as_float(k % 2 ? x & 0xFFFF0000u : x << 16) * __uint_as_float(k % 2 ? w & 0xFFFF0000u : w << 16);
     }
 }

@@ -59,6 +59,18 @@ __device__ __forceinline__ unsigned short round_to_bf16(float x) {
   return bits;
 }
 
+__device__ __forceinline__ unsigned select_bits(unsigned bits, unsigned mask, unsigned other) {  // bits & mask | other
+  unsigned selected;  // one instruction; without this the compiler takes two
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(selected) : "r"(bits), "r"(mask), "r"(other));
+  return selected;
+}
+
+__device__ __forceinline__ unsigned subtract_pairs(unsigned a, unsigned b) {  // of two numbers in bf16
+  unsigned difference;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
 __device__ __forceinline__ unsigned vote(bool yes) { return __ballot_sync(~0u, yes); }
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 
@@ -90,14 +102,18 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, int b
       :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
 }
 
-// sum (8 sequences, 8 rows) += x (8, 16) w (8, 16)^T in bf16. Lane l holds 4 columns of sequence and row l / 4, and the
-// sums of sequence l / 4 with rows 2 (l % 4) and the next. The unit has 16 rows of x, of which 8 are zeros here.
-__device__ __forceinline__ void multiply_tile(float (&sum)[2], unsigned x0, unsigned x1, unsigned w0, unsigned w1) {
-  float unused[2] = {};
+// sum (16, 8) += x (16, 16) w (8, 16)^T in bf16. Lane l holds columns 2 (l % 4) and the next, and these plus 8, of row
+// l / 4 of w in w0 and w1, of row l / 4 of x in x[0] and x[2], and of row 8 + l / 4 of x in x[1] and x[3]. Its sums are of
+// x's row l / 4 with w's rows 2 (l % 4) and the next in 0 and 1, and of x's row 8 + l / 4 in 2 and 3.
+//
+// A kernel's x has 8 sequences. So rows 8 to 15 are the same sequences with other columns: the sums 0 and 1 are right if
+// w has the columns of x[0] and x[2], and 2 and 3 if it has those of x[1] and x[3]. Nobody reads the other two.
+__device__ __forceinline__ void multiply_tile(float (&sum)[4], const unsigned (&x)[4], unsigned w0, unsigned w1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32\n"
-      "    {%0, %1, %2, %3}, {%4, %5, %6, %5}, {%7, %8}, {%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(unused[0]), "+f"(unused[1]) : "r"(x0), "r"(0), "r"(x1), "r"(w0), "r"(w1));
+      "    {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(w0), "r"(w1));
 }
 
 __device__ __forceinline__ unsigned long long nanoseconds() {

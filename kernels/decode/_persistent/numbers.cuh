@@ -1,7 +1,8 @@
-// bfloat16 and float8_e4m3fn by their bits, rounded to the nearest number, or the even one of two.
+// bfloat16 and float8_e4m3fn by their bits, rounded to the nearest number, or the even one of two; and int8.
 
 struct bf16 { u16 bits; };
 struct e4m3 { u8 bits; };
+struct i8 { u8 bits; };
 
 template <bool CONDITION, class A, class B> struct Choice { typedef A Type; };
 template <class A, class B> struct Choice<false, A, B> { typedef B Type; };
@@ -36,3 +37,19 @@ template <class V, int N> struct Vector {  // N numbers in registers
     return to_float(e4m3{(u8)(bits[i / 4] >> 8 * (i % 4))});
   }
 };
+
+template <int N> struct Vector<i8, N> {
+  u32 bits[N / 4];
+  DEVICE float operator[](int i) const { return (signed char)(bits[i / 4] >> 8 * (i % 4)); }
+};
+
+// Two numbers in bf16. plan.py stores 8 columns so that these are columns 0 and 1, 4 and 5, 2 and 3, 6 and 7.
+DEVICE u32 pair(const Vector<bf16, 8>& v, int i) { return v.bits[i]; }
+
+// A byte is low - 128 top, for its low 7 bits and its top bit. In bf16, 0x4300 is 128, and the last of its 7 bits counts
+// 1. So 0x4300 | low is 128 + low, and 0x4300 | top << 7 is 128 + 128 top. Their difference is the number, and exact.
+// The bytes 0 and 2 are one pair, and 1 and 3 the next.
+DEVICE u32 pair(const Vector<i8, 8>& v, int i) {
+  const u32 bytes = v.bits[i / 2] >> 8 * (i % 2);
+  return subtract_pairs(select_bits(bytes, 0x007F007F, 0x43004300), select_bits(bytes, 0x00800080, 0x43004300));
+}

@@ -1,4 +1,7 @@
-"""Which rows of each matrix a block multiplies, and the order in which the weights lie in memory for that."""
+"""Which rows of each matrix a block multiplies, and the order in which the weights lie in memory for that.
+
+A matrix is W (N, K), or (W in int8, its scales (N,) fp32).
+"""
 
 from math import ceil
 from typing import NamedTuple
@@ -7,13 +10,16 @@ import torch
 from torch import Tensor
 
 from kernels.cache import Cache
-from kernels.decode import Layer, Weights
+from kernels.decode import Weights
+from kernels.decode._step import matrix
 
 # Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200 a token of 12
 # layers of 1558M takes 393 us with 14,000, and 355 us with 18,000. For 124M both give the same pieces
 PIECE_BYTES = 18_000
 MOST_HEAD_ROWS = 24  # of a block in one pass over the head
-TILE_ROW_BYTES = 64  # of one row in a tile, which a warp multiplies at once
+X_BYTES = 64  # of x, which a row of a tile meets: a tile has 32 columns in bf16
+# How 8 columns lie in memory if tensor cores multiply them: pair() in numbers.cuh and multiply_tile() say why
+ORDERS = {torch.bfloat16: [0, 1, 4, 5, 2, 3, 6, 7], torch.int8: [0, 4, 1, 5, 2, 6, 3, 7]}
 
 
 class Plan(NamedTuple):
@@ -29,14 +35,25 @@ class Plan(NamedTuple):
         return self.rows * self.passes
 
 
-def make_plan(weight: Tensor, blocks: int, warps: int, most_rows: int | None = None) -> Plan:
-    """Return the plan for W (N, K). It has one pass, unless a block has more than `most_rows` rows."""
-    (N, K), itemsize = weight.shape, weight.itemsize
+def values(weight) -> Tensor:
+    return matrix(weight)[0]
+
+
+def tile_columns(weights: Weights) -> int:
+    return X_BYTES // weights.wte.itemsize
+
+
+def make_plan(weight: Tensor, columns: int, blocks: int, warps: int, most_rows: int | None = None) -> Plan:
+    """Return the plan for W (N, K), whose tiles have `columns` columns.
+
+    It has one pass, unless a block has more than `most_rows` rows.
+    """
+    N, K = weight.shape
     rows = share = ceil(N / blocks)
     if most_rows and share > most_rows:  # the fewest rows of padding, then the fewest passes
         rows = min(range(most_rows // 2 + 1, most_rows + 1), key=lambda rows: (-share % rows, -rows))
-    tiles = ceil(K * itemsize / TILE_ROW_BYTES)
-    fitting = PIECE_BYTES // (TILE_ROW_BYTES * rows)
+    tiles = ceil(K / columns)
+    fitting = PIECE_BYTES // (columns * weight.itemsize * rows)
     if fitting < tiles:  # give all warps the same number of tiles, if possible in every piece
         even = [n for n in range(warps, fitting + 1, warps) if tiles % n == 0]
         tiles = max(even, default=max(1, fitting // warps) * warps)
@@ -45,16 +62,22 @@ def make_plan(weight: Tensor, blocks: int, warps: int, most_rows: int | None = N
 
 def make_plans(weights: Weights, blocks: int, warps: int) -> dict[str, Plan]:
     """Return {name of a product in persistent.cu: its plan}. All layers have the same sizes."""
-    plans = {name: make_plan(weight, blocks, warps) for name, (weight, _) in products(weights.layers[0]).items()}
-    return plans | {"HEAD": make_plan(weights.head, blocks, warps, MOST_HEAD_ROWS)}
+    *layers, (head_name, head, _) = products(weights)
+    columns = tile_columns(weights)
+    plans = {name: make_plan(values(weight), columns, blocks, warps) for name, weight, _ in layers[:4]}
+    return plans | {head_name: make_plan(values(head), columns, blocks, warps, MOST_HEAD_ROWS)}
 
 
 def count_warps(weights: Weights, batch: int) -> int:
     """Return the warps of a block: if possible, a divisor of the tiles of a row. Every sequence needs one."""
     if weights.wte.device.type == "cpu":
         return max(4, batch)
-    tiles = ceil(weights.wte.shape[1] * weights.wte.itemsize / TILE_ROW_BYTES)
+    tiles = ceil(weights.wte.shape[1] / tile_columns(weights))
     return max((warps for warps in range(8, 12) if tiles % warps == 0), default=11)
+
+
+def hidden_units(weights: Weights) -> int:
+    return len(values(weights.layers[0].fc_weight))
 
 
 def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[str, Plan]) -> dict[str, int]:
@@ -68,51 +91,69 @@ def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[s
         "WIDTH": weights.wte.shape[1],
         "HEADS": weights.heads,
         "KV_HEADS": weights.kv_heads,
-        "HIDDEN": len(weights.layers[0].fc_weight),
-        "VOCAB": len(weights.head),
+        "HIDDEN": hidden_units(weights),
+        "VOCAB": len(weights.wte),
         "ROPE": int(weights.wpe is None),
         "BF16": int(weights.wte.dtype == torch.bfloat16),
+        "INT8": int(values(weights.head).dtype == torch.int8),
         "STREAM_BF16": int(weights.stream_dtype == torch.bfloat16),
         "KV_BITS": 8 * keys.itemsize,
         **{f"{name}_{part.upper()}": n for name, plan in plans.items() for part, n in plan._asdict().items()},
     }
 
 
-def products(layer: Layer) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Return {name of a product in persistent.cu: (weight, bias)}, in the order of a layer."""
-    return {
-        "QKV": (layer.qkv_weight, layer.qkv_bias),
-        "PROJ": (layer.proj_weight, layer.proj_bias),
-        "FC": (layer.fc_weight, layer.fc_bias),
-        "FC_PROJ": (layer.fc_proj_weight, layer.fc_proj_bias),
-    }
+def products(weights: Weights) -> list[tuple]:
+    """Return (name of the product in persistent.cu, matrix, bias) of each matrix, in the order of use."""
+    found = []
+    for layer in weights.layers:
+        found.append(("QKV", layer.qkv_weight, layer.qkv_bias))
+        found.append(("PROJ", layer.proj_weight, layer.proj_bias))
+        found.append(("FC", layer.fc_weight, layer.fc_bias))
+        found.append(("FC_PROJ", layer.fc_proj_weight, layer.fc_proj_bias))
+    return [*found, ("HEAD", weights.head, None)]
 
 
 def arrange_weights(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
     """Return all matrices as (blocks, elements): what each block multiplies, in the order of use."""
-    matrices = [(plans[name], weight) for layer in weights.layers for name, (weight, _) in products(layer).items()]
-    return torch.cat([arrange_matrix(*matrix, blocks) for matrix in [*matrices, (plans["HEAD"], weights.head)]], dim=1)
+    columns = tile_columns(weights)
+    order = ORDERS[values(weights.head).dtype] if weights.wte.dtype == torch.bfloat16 else list(range(8))
+    matrices = [(plans[name], values(weight)) for name, weight, _ in products(weights)]
+    return torch.cat([arrange_matrix(plan, weight, columns, order, blocks) for plan, weight in matrices], dim=1)
 
 
-def arrange_matrix(plan: Plan, weight: Tensor, blocks: int) -> Tensor:
-    """Return W (N, K) as (blocks, elements): pass, tile, row, column. Missing rows and columns are 0."""
-    (N, K), tile = weight.shape, TILE_ROW_BYTES // weight.itemsize
-    tiles = ceil(K / tile)
-    padded = weight.new_zeros(blocks * plan.share, tiles * tile)
+def arrange_matrix(plan: Plan, weight: Tensor, columns: int, order: list[int], blocks: int) -> Tensor:
+    """Return W (N, K) as (blocks, elements): pass, tile, row, column. Missing rows and columns are 0.
+
+    Each 8 columns are in this order.
+    """
+    N, K = weight.shape
+    tiles = ceil(K / columns)
+    padded = weight.new_zeros(blocks * plan.share, tiles * columns)
     padded[:N, :K] = weight
-    return padded.view(blocks, plan.passes, plan.rows, tiles, tile).transpose(2, 3).reshape(blocks, -1)
+    padded = padded.view(-1, 8)[:, order]
+    return padded.view(blocks, plan.passes, plan.rows, tiles, columns).transpose(2, 3).reshape(blocks, -1)
+
+
+def arrange_rows(vectors: list[tuple[Plan, Tensor | None]], blocks: int, like: Tensor) -> Tensor:
+    """Return one number of each row, such as its bias, as (blocks, rows of a block). Missing ones are 0."""
+    parts = []
+    for plan, vector in vectors:
+        padded = like.new_zeros(blocks * plan.share)
+        if vector is not None:
+            padded[: len(vector)] = vector
+        parts.append(padded.view(blocks, -1))
+    return torch.cat(parts, dim=1)
 
 
 def arrange_biases(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
-    """Return the biases as (blocks, elements): layer, product, row. Missing rows and biases are 0."""
-    biases = []
-    for layer in weights.layers:
-        for name, (weight, bias) in products(layer).items():
-            padded = weight.new_zeros(blocks * plans[name].share)
-            if bias is not None:
-                padded[: len(bias)] = bias
-            biases.append(padded.view(blocks, -1))
-    return torch.cat(biases, dim=1)
+    """Return the biases as (blocks, elements), in the order of arrange_weights()."""
+    return arrange_rows([(plans[name], bias) for name, _, bias in products(weights)], blocks, weights.wte)
+
+
+def arrange_scales(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
+    """Return the scales of the integers as (blocks, elements) fp32, in the order of arrange_weights()."""
+    scales = [(plans[name], matrix(weight)[1]) for name, weight, _ in products(weights)]
+    return arrange_rows(scales, blocks, weights.wte.new_empty(0, dtype=torch.float32))
 
 
 def stack_norms(weights: Weights) -> Tensor:

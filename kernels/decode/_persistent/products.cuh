@@ -1,67 +1,80 @@
 // The ring of weights, and the products: each warp multiplies its tiles of every row, and the warps' sums are added.
 
-DEVICE int bytes_of_piece(int i) {  // of the pieces of a token
-  if (i >= LAYERS * LAYER_PIECES) return 64 * Head::ROWS * Head::tiles(i - LAYERS * LAYER_PIECES);
-  i %= LAYER_PIECES;
-  if (i < Qkv::PIECES) return 64 * Qkv::ROWS * Qkv::tiles(i);
-  i -= Qkv::PIECES;
-  if (i < Proj::PIECES) return 64 * Proj::ROWS * Proj::tiles(i);
-  i -= Proj::PIECES;
-  if (i < Fc::PIECES) return 64 * Fc::ROWS * Fc::tiles(i);
-  return 64 * FcProj::ROWS * FcProj::tiles(i - Fc::PIECES);
-}
-
 DEVICE void wait_for_piece(Thread& my, int piece) {  // needs no timeout: a copy does not depend on other blocks
   while (!passed(&my.s.full[piece % MOST_PIECES], piece / MOST_PIECES & 1)) {}
 }
 
-// Copy the block's weights into the ring, for all steps: a thread of the last warp does nothing else.
-DEVICE void feed_ring(Thread& my) {
-  const volatile int* finished = &my.s.finished;
-  const char* source = nullptr;
-  Places filled, read;  // by all warps
+struct Feeder {  // the state of the thread that fills the ring
+  const char* source;
+  Places places;
+  u32 read = 0;  // places.bytes of the last piece that all warps have read
   int produced = 0, released = 0;
-  for (; produced < my.a.steps * TOKEN_PIECES; ++produced) {
-    const int piece = produced % TOKEN_PIECES, size = bytes_of_piece(piece), place = filled.next(size);
-    for (; filled.bytes - read.bytes > RING_BYTES || produced - released == MOST_PIECES; ++released) {
-      Barrier* empty = &my.s.empty[released % MOST_PIECES];
-      while (!*finished && !passed(empty, released / MOST_PIECES & 1)) {}
-      if (*finished) break;
-      read.next(bytes_of_piece(released % TOKEN_PIECES));
-    }
-    if (*finished) break;
-    if (produced >= FLYING && piece < LAYERS * LAYER_PIECES) wait_for_piece(my, produced - FLYING);
-    if (piece == 0) source = my.a.weights + my.block * TOKEN_BYTES;
-    copy_to_shared(my.ring + place, source, size, &my.s.full[produced % MOST_PIECES]);
-    source += size;
-  }
-  // A block must not exit while copies write to its shared memory
-  for (; released < produced; ++released) wait_for_piece(my, released);
-}
-
-// The sums of a lane. With tensor cores: two rows of one sequence in each group, in independent chains.
-template <class P> struct Sums {
-  static constexpr int CHAINS = TENSOR_CORES ? larger(1, 4 / P::ROW_GROUPS) : 1;
-  float of[CHAINS][P::ROW_GROUPS][TENSOR_CORES ? 2 : BATCH];
 };
 
-// Add a warp's tile i. Lane l has 16 bytes of row l / 4 of each group of 8 rows. x begins at the tile's first column.
+// Copy a matrix into the ring, and wait for room before each piece. Returns false if the launch ends. The sizes are
+// constants, because a piece of the head must follow the last one after 0.3 us.
+template <class P> DEVICE bool feed(Thread& my, Feeder& f, int flying) {
+  const volatile int* finished = &my.s.finished;
+#pragma unroll 1
+  for (int pass = 0; pass < P::PASSES; ++pass)
+#pragma unroll 1  // more code would evict that of the other warps
+    for (int piece = 0; piece < P::PIECES; ++piece, ++f.produced) {
+      const int size = P::piece_bytes(piece), place = f.places.next(size);
+      for (; f.places.bytes - f.read > RING_BYTES || f.produced - f.released == MOST_PIECES; ++f.released) {
+        while (!passed(&my.s.empty[f.released % MOST_PIECES], f.released / MOST_PIECES & 1))
+          if (*finished) return false;
+        f.read = my.s.ends[f.released % MOST_PIECES];
+      }
+      if (f.produced >= flying) wait_for_piece(my, f.produced - flying);
+      my.s.ends[f.produced % MOST_PIECES] = f.places.bytes;
+      copy_to_shared(my.ring + place, f.source, size, &my.s.full[f.produced % MOST_PIECES]);
+      f.source += size;
+    }
+  return true;
+}
+
+DEVICE bool feed_token(Thread& my, Feeder& f) {
+  f.source = my.a.weights + my.block * TOKEN_BYTES;
+  for (int layer = 0; layer < LAYERS; ++layer)
+    if (!feed<Qkv>(my, f, FLYING) || !feed<Proj>(my, f, FLYING) || !feed<Fc>(my, f, FLYING) ||
+        !feed<FcProj>(my, f, FLYING))
+      return false;
+  return feed<Head>(my, f, MOST_PIECES);
+}
+
+// Copy the block's weights into the ring, for all steps: a thread of the last warp does nothing else.
+DEVICE void feed_ring(Thread& my) {
+  Feeder f;
+  for (int step = 0; step < my.a.steps && feed_token(my, f); ++step) {}
+  // A block must not exit while copies write to its shared memory
+  for (; f.released < f.produced; ++f.released) wait_for_piece(my, f.released);
+}
+
+// The sums of a lane. With tensor cores: multiply_tile()'s sums in independent chains, since one of its products waits 33
+// cycles for the one before it. An even chain has the sums of two rows and one sequence in 0 and 1, an odd one in 2 and 3.
+template <class P> struct Sums {
+  static constexpr int CHAINS = TENSOR_CORES ? larger(2, 4 / P::ROW_GROUPS) : 1;
+  float of[CHAINS][P::ROW_GROUPS][TENSOR_CORES ? 4 : BATCH];
+};
+
+// Add a warp's tile i. Lane l has CHUNK columns of row l / 4 of each group of 8 rows. x begins at the tile's first column.
 template <class P> DEVICE void accumulate(Sums<P>& sums, int i, const char* tile, const X* x, int lane) {
-  Vector<T, CHUNK> w[P::ROW_GROUPS];
+  Vector<W, CHUNK> w[P::ROW_GROUPS];
+  constexpr int BYTES = sizeof(w[0].bits);
 #pragma unroll
   for (int g = 0; g < P::ROW_GROUPS; ++g) {
     const int row = smaller(8 * g + lane / 4, P::ROWS - 1);  // no branch, so that the loads of all tiles overlap
-    memcpy(w[g].bits, __builtin_assume_aligned(tile + row * 64 + lane % 4 * 16, 16), 16);
+    memcpy(w[g].bits, __builtin_assume_aligned(tile + row * TILE_BYTES + lane % 4 * BYTES, BYTES), BYTES);
   }
   x += lane % 4 * CHUNK;
   if constexpr (TENSOR_CORES) {
     Vector<T, CHUNK> v;
     memcpy(v.bits, __builtin_assume_aligned(x + smaller(lane / 4, BATCH - 1) * P::STRIDE, 16), 16);
-    constexpr int CHAINS = Sums<P>::CHAINS;  // a product waits 33 cycles for the one before it in its chain
+    constexpr int CHAINS = Sums<P>::CHAINS;
 #pragma unroll
-    for (int g = 0; g < P::ROW_GROUPS; ++g) {  // the columns may be in any order that x and w share
-      multiply_tile(sums.of[2 * i % CHAINS][g], v.bits[0], v.bits[1], w[g].bits[0], w[g].bits[1]);
-      multiply_tile(sums.of[(2 * i + 1) % CHAINS][g], v.bits[2], v.bits[3], w[g].bits[2], w[g].bits[3]);
+    for (int g = 0; g < P::ROW_GROUPS; ++g) {
+      multiply_tile(sums.of[2 * i % CHAINS][g], v.bits, pair(w[g], 0), pair(w[g], 1));
+      multiply_tile(sums.of[(2 * i + 1) % CHAINS][g], v.bits, pair(w[g], 2), pair(w[g], 3));
     }
   } else {
 #pragma unroll
@@ -84,7 +97,7 @@ template <class P> DEVICE void store_sums(Sums<P>& sums, float* out, int lane) {
       float sum[2] = {};
 #pragma unroll
       for (int chain = 0; chain < Sums<P>::CHAINS; ++chain)
-        for (int i = 0; i < 2; ++i) sum[i] += sums.of[chain][g][i];
+        for (int i = 0; i < 2; ++i) sum[i] += sums.of[chain][g][chain % 2 * 2 + i];
       float* to = out + lane / 4 * P::PADDED + 8 * g + lane % 4 * 2;
       if (lane / 4 < BATCH) to[0] = sum[0], to[1] = sum[1];
     } else {
@@ -107,24 +120,39 @@ template <class P> DEVICE float total(const float* warp_sums, int b, int row) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Multiply the W that is next in the ring with x. Call finish(pass, warp_sums) after each pass.
+// Multiply the next PIECES pieces in the ring, of which the first one is `first` in its pass, with x.
+template <class P, int PIECES> DEVICE void multiply_pieces(Thread& my, Sums<P>& sums, int first) {
+  const char* weights[PIECES];
+#pragma unroll
+  for (int j = 0; j < PIECES; ++j) {
+    weights[j] = my.ring + my.places.next(P::piece_bytes(first + j));
+    wait_for_piece(my, my.consumed + j);
+  }
+#pragma unroll
+  for (int j = 0; j < PIECES; ++j)
+#pragma unroll
+    for (int i = 0; i < P::WARP_TILES; ++i) {
+      const int tile = my.warp() + i * WARPS, column = ((first + j) * P::TILES + tile) * TILE;
+      // All warps have the same number of tiles
+      constexpr bool EVEN = P::TILES % WARPS == 0 && P::ALL_TILES % P::TILES == 0;
+      if (EVEN || tile < P::tiles(first + j))
+        accumulate<P>(sums, j * P::WARP_TILES + i, weights[j] + tile * P::ROWS * TILE_BYTES, my.s.x + column, my.lane());
+    }
+  synchronize_warp();
+  if (my.lane() < PIECES) arrive(&my.s.empty[(my.consumed + my.lane()) % MOST_PIECES]);
+  my.consumed += PIECES;
+}
+
+// Multiply the W that is next in the ring with x. Call finish(pass, warp_sums) after each pass. A round waits for several
+// pieces at once, if they fit into half the ring, because each wait and the first product after it take 250 cycles.
 template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish) {
+  constexpr int FITTING = larger(1, RING_BYTES / 2 / (P::ROWS * P::TILES * TILE_BYTES));
+  constexpr int ROUND = balanced(P::PIECES, smaller(FITTING, larger(1, ROUND_TILES / P::WARP_TILES)));
+  constexpr int REST = P::PIECES % ROUND;
   for (int pass = 0; pass < P::PASSES; ++pass) {
     Sums<P> sums = {};
-    for (int piece = 0; piece < P::PIECES; ++piece, ++my.consumed) {
-      const char* weights = my.ring + my.places.next(64 * P::ROWS * P::tiles(piece));
-      wait_for_piece(my, my.consumed);
-#pragma unroll
-      for (int i = 0; i < ceil_div(P::TILES, WARPS); ++i) {
-        const int tile = my.warp() + i * WARPS;
-        // All warps have the same number of tiles
-        constexpr bool EVEN = P::TILES % WARPS == 0 && P::ALL_TILES % P::TILES == 0;
-        if (EVEN || tile < P::tiles(piece))
-          accumulate<P>(sums, i, weights + tile * P::ROWS * 64, my.s.x + (piece * P::TILES + tile) * TILE, my.lane());
-      }
-      synchronize_warp();
-      if (my.lane() == 0) arrive(&my.s.empty[my.consumed % MOST_PIECES]);
-    }
+    for (int first = 0; first + ROUND <= P::PIECES; first += ROUND) multiply_pieces<P, ROUND>(my, sums, first);
+    if constexpr (REST > 0) multiply_pieces<P, REST>(my, sums, P::PIECES - REST);
     // The last pass's sums may still be in use
     float* warp_sums = my.s.warp_sums + pass % 2 * WARPS * BATCH * P::PADDED;
     store_sums<P>(sums, warp_sums + my.warp() * BATCH * P::PADDED, my.lane());
@@ -133,24 +161,28 @@ template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish)
   }
 }
 
-// Publish epilogue(total + bias) for the block's rows. A warp takes 30 results of one copy at a time, because these
-// fill whole words: 5 in bf16, 10 in fp32.
+// The sum of a row with integer weights, times the row's scale.
+DEVICE float scaled(Thread& my, int row, float sum) { return INT8 ? sum * my.s.scale[row] : sum; }
+
+// Publish epilogue(sum + bias) for the block's rows, of which the first one has the bias and the scale `first`. A warp
+// takes 30 results of one copy at a time, because these fill whole words: 5 in bf16, 10 in fp32.
 template <class P, class Epilogue>
-DEVICE void publish(Thread& my, const float* warp_sums, const T* bias, Word* words, Epilogue epilogue) {
+DEVICE void publish(Thread& my, const float* warp_sums, int first, Word* words, Epilogue epilogue) {
   constexpr int RESULTS = P::WORDS * PER_WORD, PARTS = ceil_div(BATCH * RESULTS, 30);  // results: of a sequence, padded
   const int lane = my.lane();
   for (int item = my.warp(); item < P::WORD_COPIES * PARTS; item += WARPS) {
     const int place = item % PARTS * 30 + lane, b = place / RESULTS, i = place % RESULTS, row = my.block * P::SHARE + i;
     const bool exists = lane < 30 && b < BATCH && i < P::SHARE && row < P::N;
-    const float result = exists ? epilogue(total<P>(warp_sums, b, i) + to_float(bias[i])) : 0;
+    const float sum = exists ? scaled(my, first + i, total<P>(warp_sums, b, i)) : 0;
+    const float result = exists ? epilogue(sum + to_float(my.s.bias[first + i])) : 0;
     const Word word = pack_numbers(result, lane, my.epoch);
     if (exists && lane % PER_WORD == 0) store_word(words + item / PARTS * P::COPY + word_index<P>(b, row), word);
   }
 }
 
 template <class P, class Epilogue>
-DEVICE void multiply_and_publish(Thread& my, const T* bias, Word* words, Epilogue epilogue) {
-  multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, bias, words, epilogue); });
+DEVICE void multiply_and_publish(Thread& my, int first, Word* words, Epilogue epilogue) {
+  multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, first, words, epilogue); });
 }
 
 // x = the hidden units. A block without rows of fc_proj needs none, and might come so late that it finds newer words.
