@@ -45,13 +45,13 @@ def why_no_generation(model: GPT) -> str | None:
 
 def next_tokens(
     decode: Callable, packed, draw: Callable, tokens: Tensor, cache: Cache, seeds: Tensor, sampling: Sampling
-) -> Tensor:
-    """Run a decoding step, and return the token that it draws after each of tokens (B, T) int64: (B, T) int64."""
+) -> tuple[Tensor, Tensor]:
+    """Run a decoding step. Return the token that it draws after each of tokens (B, T), (B, T) int64, and the logits."""
     B, T = tokens.shape
-    logits = decode(packed, tokens, cache).view(B * T, -1)
+    logits = decode(packed, tokens, cache)
     places = (cache.token_positions(T) + 1).view(-1)
     seeds = seeds if T == 1 else seeds.repeat_interleave(T, output_size=B * T)
-    return draw(logits, seeds, places, sampling).view(B, T)
+    return draw(logits.view(B * T, -1), seeds, places, sampling).view(B, T), logits
 
 
 class Decoder:
@@ -284,7 +284,7 @@ class Decoder:
             output = self.output[:, column]
             self.decode_token(logits, self.seeds, self.positions, self.sampling, self.tokens, output)
             return
-        drawn = self.next_tokens(self.tokens, Cache(self.kv, keys, self.positions), self.seeds, self.sampling)
+        drawn, _ = self.next_tokens(self.tokens, Cache(self.kv, keys, self.positions), self.seeds, self.sampling)
         new = None
         if self.step_tokens > 1:  # one sequence may be complete some steps before another
             new = 1 + count_accepted(self.tokens[:, 1:], drawn[:, :-1])

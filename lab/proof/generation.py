@@ -16,7 +16,6 @@ from kernels.sampling import Sampling
 from model.decoder import Decoder
 from model.generate import stream
 from model.gpt import GPT, LayerNorm
-from model.inductor import inductor
 from model.step import build
 
 NEW_TOKENS = 512
@@ -40,7 +39,7 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
         for text, tokens in zip(texts, step, strict=True):
             text += tokens
     new = torch.tensor(texts, device=device)  # (B, new_tokens)
-    logits = step_logits(greedy, options["compiled"], idx, lengths, new)
+    logits = step_logits(greedy, idx, lengths, new)
     eager = rebuild(model, precision)
     exact = to_float64(rebuild(model, precision))
     errors, eager_errors, scales, gaps = [], [], [], []
@@ -97,16 +96,16 @@ def why_wrong(proof: dict) -> str | None:
 
 
 @torch.no_grad()
-def step_logits(decoder: Decoder, compiled: bool, idx: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
+def step_logits(decoder: Decoder, idx: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
     """Return the logits (rows, n - 1, V), float64, of the decoding steps that read new (B, n) token by token."""
-    decode = decoder.decode
-    if compiled:
-        decode = torch.compile(decode, fullgraph=True, dynamic=False, backend=inductor)
     decoder.prefill(idx, lengths)
     logits, rows = [], compared_rows(len(idx))
+    token = decoder.tokens[:, :1]  # with other strides, a compiled step would be compiled again
     for n in range(new.shape[1] - 1):
-        cache = Cache(decoder.kv, decoder.bucket(idx.shape[1] + n + 1), lengths + n)
-        logits.append(decode(decoder.packed, new[:, n : n + 1], cache)[rows, 0].double())
+        cache = Cache(decoder.kv, decoder.bucket(idx.shape[1] + n + decoder.graph_tokens), lengths + n)
+        token.copy_(new[:, n : n + 1])
+        _, step = decoder.next_tokens(token, cache, decoder.seeds, decoder.sampling)
+        logits.append(step[rows, 0].double())
     return torch.stack(logits, 1)
 
 

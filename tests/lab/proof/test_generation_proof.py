@@ -39,3 +39,15 @@ def test_wrong_logits_fail(broken, monkeypatch):
         proof = prove(decoder, OPTIONS, "fp32", idx, torch.full((6,), 4))
     assert (why_wrong(proof) is None) == (broken is None)
     assert proof["compared"] == 4
+
+
+def test_a_compiled_step_is_compiled_once():
+    """The greedy tokens and the logits come from one compiled graph, because a compilation takes half a minute."""
+    model, options = varied_gpt().eval(), OPTIONS | {"compiled": True}
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    idx = torch.randint(97, (1, 4), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        proof = prove(Decoder(model, 1, 8, Sampling(97, 0.8), **options), options, "fp32", idx, torch.full((1,), 4))
+    assert proof["ok"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
