@@ -88,9 +88,9 @@ class Model(NamedTuple):
 
 
 SHAPES = {
-    "124m": {"batch": 1, "lengths": [128], "width": 768, "heads": 12, "n_layer": 12, "vocab": 50304},
-    "124m-64": {"batch": 64, "lengths": [128], "width": 768, "heads": 12, "n_layer": 12, "vocab": 50304},
-    "1558m": {"batch": 1, "lengths": [128], "width": 1600, "heads": 25, "n_layer": 48, "vocab": 50304},
+    "124m": {"batch": 1, "lengths": [128], "rows": 256, "width": 768, "heads": 12, "n_layer": 12, "vocab": 50304},
+    "124m-64": {"batch": 64, "lengths": [128], "rows": 256, "width": 768, "heads": 12, "n_layer": 12, "vocab": 50304},
+    "1558m": {"batch": 1, "lengths": [128], "rows": 256, "width": 1600, "heads": 25, "n_layer": 48, "vocab": 50304},
 }
 
 # lengths: the cached tokens of each sequence; tokens: T
