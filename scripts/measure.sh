@@ -53,7 +53,7 @@ lean="kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope"
 context_checkpoints() { longest checkpoints $lean model.checkpointing=block mode=train; }
 context_host() { minutes=5 longest host $lean model.checkpointing=host mode=train; } # pinning 96 GiB takes 1 of the 5
 context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
-context_eager() { longest eager kernels=eager; }
+context_eager() { longest eager kernels=eager mode=train; }
 context_compile() { longest compile kernels=compile mode=train; }
 half_million() { sequence half-million 524288 5; }
 two_million() {
@@ -85,6 +85,7 @@ generate() { # NAME WORDS ...
 }
 context_fp8() { longest fp8 kernels=triton attn=triton model.pos=rope mode=generate generate.kv=fp8; }
 context_generate_compile() { longest generate-compile kernels=compile mode=generate; }
+context_generate_eager() { longest generate-eager kernels=eager mode=generate; }
 
 # The same norm under two names, which must be a tie, and a norm that sleeps 0.3 ms a call: its step is 5% longer
 same() {
