@@ -1,8 +1,8 @@
-"""Prefill and decode over a KV cache, with fixed shapes and addresses, so that a GPU replays each as a CUDA graph.
+"""Prefill and decode over a KV cache, with fixed shapes and addresses, so that a GPU replays them as CUDA graphs.
 
 A decoding step reads all weights to make B tokens, and computes little. To read the 247 MB of 124M in bf16 takes 59 us
 at a copy's 4.2 TB/s on an H200, but the host must launch about 250 kernels for a step. So a step is a function of
-tensors whose shapes and addresses never change, and the GPU replays it as one CUDA graph (as gpt-fast does). Only the
+tensors whose shapes and addresses never change, and the GPU replays it from a CUDA graph (as gpt-fast does). Only the
 number of keys grows. It is rounded up to a bucket, each bucket has its own graph, and attention's argument `lengths`
 masks the rest. A graph has several steps, because the host's work for a graph may take longer than the GPU's work for
 a step. A short prefill is a graph too: its prompt is padded to a length that has a graph.
@@ -57,9 +57,9 @@ def next_tokens(
 class Decoder:
     """Continues B sequences, to at most `capacity` tokens each: prefill() once, then step() repeatedly.
 
-    Both return `output` (B, 1 + n) int64, which the next call overwrites: the number of new tokens of each sequence,
-    then the tokens. A step makes 1 token, or up to 1 + draft_tokens, or LAUNCH_TOKENS if the backend has
-    generate_tokens(). After warm_up() on a GPU, without a draft, it makes GRAPH_TOKENS: the last ones may be beyond
+    Both return `output` (B, 1 + the most new tokens) int64, which the next call overwrites: the number of new tokens of
+    each sequence, then the tokens. step() makes 1 token, or up to 1 + draft_tokens, or up to LAUNCH_TOKENS if the
+    backend has generate_tokens(). With a CUDA graph and no draft it makes GRAPH_TOKENS: the last ones may be beyond
     `capacity`, and have no meaning. `decode` names a backend of kernels/decode/; blocks runs the model itself.
     `compiled` compiles the steps. warm_up() compiles them in advance, and on a GPU captures them as CUDA graphs; later
     prefills are captured, too. In generate_tokens() a sequence stops at an id in `stops`, and a launch ends early when
@@ -116,7 +116,7 @@ class Decoder:
             self.history = torch.zeros(batch, width, dtype=torch.int64, device=device)
         self.captures = False  # whether prefills are captured: after warm_up()
         self.length = 0  # tokens of the longest sequence in the cache; with a draft, an upper bound
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # keys -> graph of graph_tokens
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # keys -> graph of one or more steps
         # length -> graph, its ids and lengths
         self.prefills: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         # One stream for all captures, because cuBLAS allocates a workspace for each stream
@@ -147,8 +147,8 @@ class Decoder:
     def allocated_rows(self, window: int | None) -> int:
         """Return the rows of the cache: one for each position and for a draft after the last one, or `window` rows.
 
-        The steps of a graph need no rows beyond `capacity`: position p has row p % rows, and the keys that such a step
-        overwrites are read only by tokens beyond `capacity`.
+        A step of a graph beyond `capacity` needs no row: position p has row p % rows, and only tokens beyond `capacity`
+        read the keys that it overwrites.
         """
         most = self.capacity + self.step_tokens - 1
         if window is not None and window < most:

@@ -13,19 +13,20 @@ from model.decoder import Decoder, why_no_generation
 from model.gpt import GPT
 from model.parallel import gather_parameters
 
-# The host reads tokens up to this many steps after the GPU has made them, so the GPU never waits for the host
-LAG, DRAFT_LAG = 2, 4  # a step makes GRAPH_TOKENS, but with a draft it may make only one token
+# The host reads tokens up to this many calls of Decoder.step() late, so the GPU never waits for it
+LAG, DRAFT_LAG = 2, 4  # a call makes GRAPH_TOKENS, but with a draft it may make only one token
 
 
 def stream(
     decoder: Decoder, idx: Tensor, max_new_tokens: int, lengths: Tensor | None = None, lag: int | None = None
 ) -> Iterator[list[list[int]]]:
-    """Yield the tokens that each step adds to each sequence, until all have max_new_tokens new tokens.
+    """Yield the tokens that each call of step() adds to each sequence, until all have max_new_tokens new tokens.
 
-    Decoder.prefill() describes idx (B, T) and lengths (B,). The host is up to `lag` steps behind, by default
-    default_lag(). If the caller stops early, the GPU has computed up to `lag` steps too many. Tokens beyond
+    Decoder.prefill() describes idx (B, T) and lengths (B,). The host is up to `lag` calls behind, by default
+    default_lag(). If the caller stops early, the GPU has computed up to `lag` calls too many. Tokens beyond
     max_new_tokens are left out.
     """
+    assert idx.shape[1] + max_new_tokens <= decoder.capacity  # step() does not fail beyond the capacity
     lag = default_lag(decoder, idx) if lag is None else lag
     prompt, counts, pending = idx.shape[1], [0] * len(idx), deque()
     # The steps write these buffers in turn. There are more buffers than pending steps

@@ -71,7 +71,7 @@ class Text:
         if not text.endswith(INCOMPLETE):
             return
         end = ""
-        # Otherwise a character spans both parts, and each part has an INCOMPLETE for it
+        # until no character spans `tokens` and `pending`: then each has an INCOMPLETE for it
         while not end or self.decode(tokens) + end != text:
             self.pending.insert(0, tokens.pop())
             end = self.decode(self.pending)

@@ -2,8 +2,8 @@
 
 It appends the row of a run of train.py to results/<device>/train.jsonl, of scripts.generate to generate.jsonl, and of
 scripts.max_context to context.jsonl. A run on one H200 goes to results/h200, and a run on four to results/h200x4. A row
-stays as the run wrote it, whatever its status. A row that the file already has is not appended again. A folder without
-a row for results/ is skipped, for example of an interrupted job or of scripts.evaluate, and the exit status is then 1.
+stays as the run wrote it, whatever its status. A row that the file already has is not appended again. It skips a folder
+without a row for results/, such as an interrupted job's, and then exits with status 1.
 
 --curves also writes a run's losses to results/<device>/curves/<name>.jsonl. --beside h200x4 puts the row of a run on
 fewer GPUs into that folder, for comparison.

@@ -36,7 +36,7 @@ from kernels.decode.triton import (  # noqa: F401
 )
 
 LOSSY = True
-ROWS_AT_ONCE = 4096  # the head of 124M in fp32 has 155 MB, and quantize() needs it four times
+ROWS_AT_ONCE = 4096  # quantize() needs fp32 copies of the rows; of the whole head of 124M, each would have 155 MB
 MATRICES = "qkv_weight", "proj_weight", "fc_weight", "fc_proj_weight"
 
 
@@ -48,7 +48,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(weight: Tensor) -> Quantized:
-    """Round a matrix (OUT, K) to int8, with a scale for each row. Some rows at a time, to take little memory."""
+    """Round a matrix (OUT, K) to int8, with a scale for each row."""
     values, scales = [], []
     for rows in weight.split(ROWS_AT_ONCE):
         scale = rows.float().abs().amax(1) / 127

@@ -5,7 +5,7 @@
 // 220 us: 67 us for 61 barriers, and the rest because a block waits for weights, then for activations, then for weights
 // again. Here the copies of weights do not wait for activations, and no barrier spans the blocks. A token takes 165 us.
 //
-// 1. The ring. A block owns the same rows of every matrix for all tokens. persistent.py lays them out as one stream, in
+// 1. The ring. A block owns the same rows of every matrix for all tokens. plan.py lays them out as one stream, in
 //    the order of use: 111 KB a layer for each of 128 blocks. A warp that does nothing else lets TMA, Hopper's copy
 //    engine, fill a ring, 200 KB of shared memory, from this stream, piece after piece. It runs ahead over phases,
 //    layers and tokens, so HBM works while the blocks wait.
@@ -25,9 +25,10 @@
 //     stream += proj, LayerNorm, 24 rows of fc, GELU
 //     6 rows of fc_proj
 //
-// 12 layers take some 131 us, the head 17 us, and the draw 14 us. In a layer the exchanges take most of the time.
-// The copies of weights slow the polls down: a version that took 242 us a token took 184 us when it loaded no weights
-// (its results were wrong).
+// 12 layers take some 131 us, the head 17 us, and the draw 14 us (these times, and 165 us a token, are from before
+// e39cbed, which made the products shorter). In a layer the exchanges take most of the time.
+// The copies of weights slow the polls down: an early version of this kernel took 242 us a token, and 184 us without
+// loads of weights (its results were wrong).
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
 // because lanes that went on alone ran the code after it up to four times. No branch stands between the loads of two
 // tiles. A warp releases a piece soon after it has read it: 170 us a token instead of 178.
@@ -46,11 +47,11 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// persistent.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16, INT8,
-// STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); its CONSTANTS; and for each of QKV, PROJ, FC, FC_PROJ and HEAD
+// plan.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16, INT8,
+// STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); the CONSTANTS of persistent.py; and for each of QKV, PROJ, FC,
+// FC_PROJ and HEAD
 // its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
-constexpr bool TENSOR_CORES = BF16;  // for one sequence, too
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 #define INF __uint_as_float(0x7F800000)
 
@@ -73,16 +74,15 @@ __host__ __device__ constexpr int power_of_two(int n, int p = 1) { return p >= n
 
 #include "_persistent/numbers.cuh"
 
-typedef Choice<BF16, bf16, float>::Type T;              // weights without those of products, and logits
+typedef Choice<BF16, bf16, float>::Type T;              // embeddings, norms, biases, results, logits
 typedef Choice<INT8, i8, T>::Type W;                     // weights of products
 typedef Choice<STREAM_BF16, bf16, float>::Type Stream;  // residual stream
-typedef Choice<TENSOR_CORES, bf16, float>::Type X;       // inputs of a product
 typedef Choice<KV_BITS == 8, e4m3, Choice<KV_BITS == 16, bf16, float>::Type>::Type KV;  // cache
 
 // ---- Sizes of the products, and what lies in memory
 
-// A tile is TILE columns of each row of a pass, which meet 64 bytes of x. Each of four lanes has CHUNK columns of a row
-constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4, TILE_BYTES = TILE * sizeof(W);  // bytes of a row
+// A tile is TILE columns of each row of a pass, as many as 64 bytes of x. Each of four lanes has CHUNK columns of a row
+constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4, TILE_ROW_BYTES = TILE * sizeof(W);  // bytes of a row
 constexpr int PER_WORD = 12 / sizeof(T);                                               // results in a word
 
 // y = W x for W (N, K). A block makes ROWS results in each of PASSES passes. A pass comes in pieces of up to TILES
@@ -98,8 +98,8 @@ template <int N_, int K_, int ROWS_, int PASSES_, int TILES_, int WORD_COPIES_> 
   static constexpr int WORDS = ceil_div(SHARE, PER_WORD);    // per block and sequence
   static constexpr int COPY = BATCH * BLOCKS * WORDS;        // words per copy
   static constexpr int SUMS = smaller(PASSES, 2) * PADDED;   // per warp and sequence, in shared memory
-  static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * TILE_BYTES;  // of weights per block
-  static DEVICE int piece_bytes(int piece) { return ROWS * tiles(piece) * TILE_BYTES; }
+  static constexpr i64 BYTES = (i64)SHARE * ALL_TILES * TILE_ROW_BYTES;  // of weights per block
+  static DEVICE int piece_bytes(int piece) { return ROWS * tiles(piece) * TILE_ROW_BYTES; }
   static DEVICE int tiles(int piece) { return smaller(TILES, ALL_TILES - piece % PIECES * TILES); }
 };
 typedef Product<C + 2 * KV_WIDTH, C, QKV_ROWS, QKV_PASSES, QKV_TILES, 1> Qkv;
@@ -113,7 +113,7 @@ __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
 }
 constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
 constexpr int LARGEST_PIECE =
-    TILE_BYTES * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
+    TILE_ROW_BYTES * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
                          FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
 constexpr int LAYER_ROWS = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer, per block
 constexpr int ALL_ROWS = LAYERS * LAYER_ROWS + Head::SHARE;                       // per block
@@ -125,8 +125,8 @@ constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a se
 constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // per copy
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;
-constexpr int MOST_PIECES = 32;                                       // in the ring
-constexpr int ROUND_TILES = 8;                                        // of a warp between two waits, or fewer
+constexpr int MOST_PIECES = 32;                                       // most pieces in the ring
+constexpr int ROUND_TILES = 8;                                        // most tiles of a warp between two waits
 constexpr int GROUP_WORDS = 1 + ceil_div(GROUP, PER_WORD);            // a summary, and the logits
 constexpr int STREAM_WORDS = ceil_div(C, Proj::SHARE) * Proj::WORDS;  // of the residual stream of a sequence
 constexpr int WARPS_PER_SEQUENCE = smaller(WARPS / BATCH, ceil_div(STREAM_WORDS, 32));  // that receive its words
@@ -159,9 +159,9 @@ struct Candidate {
 
 struct Scratch {  // in shared memory, besides the ring
   union {
-    alignas(16) X x[BATCH * larger(Qkv::STRIDE, FcProj::STRIDE)];
+    alignas(16) T x[BATCH * larger(Qkv::STRIDE, FcProj::STRIDE)];
     struct {
-      X inputs[BATCH * Head::STRIDE];
+      T inputs[BATCH * Head::STRIDE];
       float logits[BATCH * Head::SHARE];
       u16 listed_groups[BLOCKS * GROUPS];  // groups that may have the token
       Candidate candidates[MAX_CANDIDATES];
@@ -181,7 +181,7 @@ struct Scratch {  // in shared memory, besides the ring
   u32 seed[BATCH];
   int finished, abandoned;  // the launch ends after this token; a wait of this block took too long
   Barrier full[MOST_PIECES], empty[MOST_PIECES];  // of the pieces in the ring: the copy is complete; all warps read it
-  u32 ends[MOST_PIECES];                          // Places::bytes after each of them
+  u32 ends[MOST_PIECES];                          // RingPosition::bytes after each of them
 };
 constexpr int RING_BYTES = (SHARED_BYTES - (int)sizeof(Scratch) - 128) / 128 * 128;
 static_assert(RING_BYTES >= 2 * LARGEST_PIECE, "too little shared memory");
@@ -195,10 +195,10 @@ struct Moments {  // of some channels: sums around a mean
   float sum, squares, mean;
 };
 
-// Pieces lie in the ring one after the other, from its beginning again when the rest is too short for the next one.
-struct Places {
+// Where the next piece lies in the ring. A piece that does not fit before the end lies at the beginning.
+struct RingPosition {
   int offset = 0;  // where the last piece ends
-  u32 bytes = 0;   // of all pieces so far, and of the rests without a piece; only differences count
+  u32 bytes = 0;   // of all pieces so far, and of the unused ends of the ring; it may overflow
   DEVICE int next(int size) {
     if (offset + size > RING_BYTES) bytes += RING_BYTES - offset, offset = 0;
     offset += size, bytes += size;
@@ -213,7 +213,7 @@ struct Thread {  // the state of a thread, in registers
   int block, thread;
   u32 epoch = 0;
   int consumed = 0;  // pieces of the stream of weights
-  Places places;     // of these
+  RingPosition position;  // after the last consumed piece
   Word norm[NORM_WORDS];           // gain and shift of the next norm
   float mean = 0;                  // of the residual stream in the last norm
   bool patient = true;             // false once this thread has given up a wait
@@ -253,7 +253,7 @@ DEVICE void embed(Thread& my) {
     my.s.sine[i] = sinf(angle);
   }
   constexpr int rows = BATCH * larger(Qkv::STRIDE, FcProj::STRIDE);
-  for (int i = my.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) my.s.x[i] = convert<X>(0);  // padding
+  for (int i = my.thread; (C % TILE || HIDDEN % TILE) && i < rows; i += THREADS) my.s.x[i] = convert<T>(0);  // padding
   my.mean = 0;
   synchronize_compute_warps();
 }
@@ -342,8 +342,8 @@ DEVICE void normalise(Thread& my, const Word* branch, const T* next_norm) {
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
     const int from = 2 * (my.thread + i * THREADS);
-    X* x = my.s.x + from / C * Qkv::STRIDE + from % C;
-    for (int j = 0; j < 2 && from < BATCH * C; ++j) x[j] = convert<X>(rounded<T>(y[i][j]));
+    T* x = my.s.x + from / C * Qkv::STRIDE + from % C;
+    for (int j = 0; j < 2 && from < BATCH * C; ++j) x[j] = convert<T>(y[i][j]);
   }
   my.mean = statistics(smaller(sequence, BATCH - 1)).mean;
   load_norm(my, next_norm);  // now, because loads would delay the polls
@@ -383,7 +383,7 @@ DEVICE void run_head(Thread& my) {
     for (int i = my.thread; i < BATCH * Head::ROWS; i += THREADS) {
       const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = my.block * Head::SHARE + row;
       const float sum = total<Head>(warp_sums, b, i % Head::ROWS);
-      const T logit = convert<T>(scaled(my, LAYERS * LAYER_ROWS + row, sum));
+      const T logit = convert<T>(apply_scale(my, LAYERS * LAYER_ROWS + row, sum));
       my.s.head.logits[b * Head::SHARE + row] = to_float(logit);
       if (my.a.logits && id < VOCAB) my.a.logits[(i64)b * VOCAB + id] = logit;
     }

@@ -31,18 +31,15 @@ from kernels.decode._persistent.plan import (
     count_warps,
     hidden_units,
     make_plans,
-    products,
     sizes,
     stack_norms,
 )
-from kernels.decode._step import matrix
 from kernels.gpu import SHARED_BYTES, gpu_unavailable, multiprocessors
 from kernels.registry import KernelError, Unavailable, cpp_compiler
 from kernels.sampling import HASH_FACTORS, ID_FACTOR, POSITION_FACTOR, Sampling  # noqa: F401
 
 FAMILY = "persistent_decode"
 RUNS = {"nvrtc": ("persistent_decode",)}
-capturable = False  # a CUDA graph would fix the number of tokens and the positions
 SOURCE = Path(__file__).with_name("persistent.cu")
 MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
@@ -87,7 +84,7 @@ def check_sizes(weights: Weights, cache: Cache) -> None:
     elif not all(tensor.is_contiguous() for pair in cache.kv for tensor in pair):
         reason = "needs a contiguous cache"
     if reason:
-        raise Unavailable(f"kernels.decode=persistent {reason}: choose kernels.decode=blocks")
+        raise Unavailable(f"the persistent decoder {reason}: choose kernels.decode=blocks")
 
 
 @functools.lru_cache
@@ -125,7 +122,6 @@ class Packed:
         check_sizes(weights, cache)
         self.batch = len(cache.kv[0][0])
         self.wpe_rows = 0 if weights.wpe is None else len(weights.wpe)
-        self.weight_bytes = sum(t.nbytes for _, weight, _ in products(weights) for t in matrix(weight) if t is not None)
         device, hidden = weights.wte.device, hidden_units(weights)
         self.blocks = ceil(hidden / ceil(hidden / multiprocessors(device)))  # so that each has rows of fc
         warps = count_warps(weights, self.batch)
@@ -142,7 +138,7 @@ class Packed:
             if "too little shared memory" not in str(error):
                 raise
             raise Unavailable(
-                f"kernels.decode=persistent: {SHARED_BYTES} bytes of shared memory are too few for {self.batch} "
+                f"the persistent decoder: {SHARED_BYTES} bytes of shared memory are too few for {self.batch} "
                 "sequences of this model: use fewer sequences, or choose kernels.decode=blocks"
             ) from error
         self.tensors = self.parameters(weights, plans) | self.exchange_memory(weights, plans)
@@ -192,7 +188,7 @@ class Packed:
         if self.tensors["failed"].item():
             self.tensors["failed"].zero_()
             raise KernelError(
-                f"kernels.decode=persistent: a block waited {TIMEOUT_NS / 1e9:g} s for another one, so the tokens are "
+                f"the persistent decoder: a block waited {TIMEOUT_NS / 1e9:g} s for another one, so the tokens are "
                 "wrong: try again, or choose kernels.decode=blocks"
             )
 
@@ -204,7 +200,7 @@ def pack(model: Model, cache: Cache) -> Packed:
 def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:
     if tokens.shape[1] != 1:
         raise Unavailable(
-            f"kernels.decode=persistent makes one token at a time, not {tokens.shape[1]}: choose kernels.decode=blocks"
+            f"the persistent decoder makes one token at a time, not {tokens.shape[1]}: choose kernels.decode=blocks"
         )
     wte = packed.tensors["wte"]
     logits = torch.empty(packed.batch, 1, len(wte), dtype=wte.dtype, device=wte.device)

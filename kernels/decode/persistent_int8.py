@@ -1,18 +1,16 @@
 """The kernel of persistent.cu with weights in int8, rounded as int8.py says, which also states the error.
 
-A step reads half the bytes, so the copies of weights also slow the exchanges between blocks less. A matrix goes to the
-tensor cores in bf16: three instructions turn two integers into bf16 (numbers.cuh), and each sum is multiplied by its
-row's scale.
+A step reads half the bytes. A matrix goes to the tensor cores in bf16: three or four instructions turn two integers
+into bf16 (numbers.cuh), and each sum is multiplied by its row's scale.
 """
 
 from kernels.cache import Cache
-from kernels.decode import Model
+from kernels.decode import Model, int8
 from kernels.decode.int8 import LOSSY, map_matrices, quantize  # noqa: F401
 from kernels.decode.persistent import (  # noqa: F401
     FAMILY,
     RUNS,
     Packed,
-    capturable,
     decode,
     detail,
     generate_tokens,
@@ -21,7 +19,10 @@ from kernels.decode.persistent import (  # noqa: F401
 
 
 def pack(model: Model, cache: Cache) -> Packed:
-    return Packed(map_matrices(quantize, model.weights()), cache)
+    weights = map_matrices(quantize, model.weights())
+    packed = Packed(weights, cache)
+    packed.weight_bytes = int8.weight_bytes(weights)
+    return packed
 
 
 def weight_bytes(packed: Packed) -> int:

@@ -265,8 +265,9 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     """Return the launch parameters that scripts/tune.py tries."""
     if "BLOCK_KEYS" in default:
         tiles = [{"BLOCK_KEYS": keys, "num_warps": warps} for keys in (32, 64, 128) for warps in (2, 4)]
-        stages = (2, 3, 4) if "num_stages" in default else ()
-        return [tile | {"num_stages": n} for tile in tiles for n in stages] or tiles
+        if "num_stages" not in default:
+            return tiles
+        return [tile | {"num_stages": stages} for tile in tiles for stages in (2, 3, 4)]
     if "SLICES" in default:  # BLOCK_K and num_warps fix the order of sums over a row
         slices = [n * default["num_warps"] for n in (1, 2, 4) if 16 * n * default["num_warps"] <= default["BLOCK_K"]]
         return [{"BLOCK_N": rows, "SLICES": n} for rows in (8, 16, 32) for n in slices]

@@ -45,16 +45,16 @@ def warm_up(decoder: Decoder, idx: Tensor, lengths: Tensor, max_new_tokens: int)
     return figures, seconds
 
 
-def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool) -> dict:
+def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool, graph_tokens: int = 1) -> dict:
     """Return figures over groups of SAMPLE_STEPS steps; fewer steps are one group. None without two arrivals.
 
     A step reads the weights once. With a draft, each arrival is one step, which may make several tokens of a sequence.
-    Otherwise an arrival of several tokens is one launch of as many steps. The last arrival does not count if it has
-    fewer tokens than others, because stream() leaves out the tokens of a graph beyond max_new_tokens.
+    Otherwise an arrival of several tokens is one launch of as many steps. If a CUDA graph makes `graph_tokens` of each
+    sequence, the last arrival does not count if it has fewer, because stream() left some out.
     """
-    per_arrival = 1 if drafts else max((step.tokens // batch for step in arrivals[1:]), default=1)
-    if not drafts and arrivals[-1].tokens < per_arrival * batch:
+    if not drafts and arrivals[-1].tokens < graph_tokens * batch:
         arrivals = arrivals[:-1]
+    per_arrival = 1 if drafts else max((step.tokens // batch for step in arrivals[1:]), default=1)
     group = min(max(1, SAMPLE_STEPS // per_arrival), len(arrivals) - 1)
     if group < 1:
         return {"gen/decode_tokens_per_sec": None, "gen/step_ms": None, "gen/laps_s": []}
@@ -108,7 +108,7 @@ def figures(
         "gen/sequences": batch,
     }
     drafts = decoder.step_tokens > 1
-    result |= decode_speed(arrivals, batch, drafts)
+    result |= decode_speed(arrivals, batch, drafts, decoder.graph_tokens if decoder.graphs else 1)
     made = sum(step.tokens for step in arrivals[1:])
     result["gen/accepted_tokens"] = made / (batch * (len(arrivals) - 1)) if drafts and len(arrivals) > 1 else 1.0
     step_ms = result["gen/step_ms"]

@@ -88,7 +88,9 @@ def run_decoder(racer: Racer, recipe: GenerationRecipe, prompt: Prompt, new_toke
         racer.pieces.append(piece)
     racer.pieces[-1] += text.finish()
     racer.tokens = text.tokens
-    racer.figures |= measure.decode_speed(arrivals, batch=1, drafts=decoder.step_tokens > 1)
+    racer.figures |= measure.decode_speed(
+        arrivals, 1, decoder.step_tokens > 1, decoder.graph_tokens if decoder.graphs else 1
+    )
 
 
 def kernels_lines(racers: list[Racer]) -> str:

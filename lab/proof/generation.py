@@ -104,8 +104,8 @@ def step_logits(decoder: Decoder, idx: Tensor, lengths: Tensor, new: Tensor) -> 
     for n in range(new.shape[1] - 1):
         cache = Cache(decoder.kv, decoder.bucket(idx.shape[1] + n + decoder.graph_tokens), lengths + n)
         token.copy_(new[:, n : n + 1])
-        _, step = decoder.next_tokens(token, cache, decoder.seeds, decoder.sampling)
-        logits.append(step[rows, 0].double())
+        _, new_logits = decoder.next_tokens(token, cache, decoder.seeds, decoder.sampling)
+        logits.append(new_logits[rows, 0].double())
     return torch.stack(logits, 1)
 
 

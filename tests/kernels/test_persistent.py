@@ -131,7 +131,8 @@ def test_int8_is_the_model_with_rounded_weights(case, dtype):
 def test_a_pass_larger_than_the_ring(monkeypatch):
     """A pass of fc has 2.5 pieces, and the ring at most 2.2. A pass of fc_proj is as large, in 10 pieces.
 
-    So a block must release pieces before the pass is complete. It takes three pieces of fc_proj at once, at the end one.
+    So a block must release pieces before the pass is complete. It takes four pieces of fc_proj at once, and two at the
+    end.
     """
     monkeypatch.setattr(plan, "PIECE_BYTES", 1)  # as few tiles as there are warps
     arguments = case_inputs({"batch": 1, "lengths": [5], "width": 160, "heads": 2, "vocab": 53})
@@ -150,7 +151,7 @@ def test_a_pass_larger_than_the_ring(monkeypatch):
 
 @pytest.mark.skipif(not GPU, reason="an emulator is too slow for this width")
 def test_wide_model_on_a_gpu():
-    """In GPT-2 1558M a pass of fc_proj has more bytes than the ring."""
+    """At the width of 1558M a pass of fc_proj takes most of the ring."""
     arguments = case_inputs({"batch": 1, "lengths": [9], "width": 1600, "heads": 25}, torch.bfloat16)
     expected = contract.reference(**contract.to_float64(arguments)).float()
     packed = pack(arguments["weights"], arguments["cache"])

@@ -190,8 +190,8 @@ DEVICE void combine(Thread& my) {
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       if (pair(e) >= PAIRS) continue;
-      X* x = my.s.x + pair(e) / (C / 2) * Proj::STRIDE + 2 * (pair(e) % (C / 2));
-      for (int j = 0; j < 2; ++j) x[j] = convert<X>(rounded<T>(__fdividef(y[e][j], sum[e])));
+      T* x = my.s.x + pair(e) / (C / 2) * Proj::STRIDE + 2 * (pair(e) % (C / 2));
+      for (int j = 0; j < 2; ++j) x[j] = convert<T>(__fdividef(y[e][j], sum[e]));
     }
   }
   synchronize_compute_warps();

@@ -102,12 +102,14 @@ __device__ __forceinline__ void copy_to_shared(void* to, const void* from, int b
       :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
 }
 
-// sum (16, 8) += x (16, 16) w (8, 16)^T in bf16. Lane l holds columns 2 (l % 4) and the next, and these plus 8, of row
-// l / 4 of w in w0 and w1, of row l / 4 of x in x[0] and x[2], and of row 8 + l / 4 of x in x[1] and x[3]. Its sums are of
-// x's row l / 4 with w's rows 2 (l % 4) and the next in 0 and 1, and of x's row 8 + l / 4 in 2 and 3.
+// sum (16, 8) += x (16, 16) w (8, 16)^T in bf16. Lane l holds two columns, and the same plus 8, of three rows:
+//     w0, w1      row l / 4 of w
+//     x[0], x[2]  row l / 4 of x
+//     x[1], x[3]  row 8 + l / 4 of x
+// Its sums are of w's rows 2 (l % 4) and the next, with x's row l / 4 in 0 and 1, and with row 8 + l / 4 in 2 and 3.
 //
-// A kernel's x has 8 sequences. So rows 8 to 15 are the same sequences with other columns: the sums 0 and 1 are right if
-// w has the columns of x[0] and x[2], and 2 and 3 if it has those of x[1] and x[3]. Nobody reads the other two.
+// x has at most 8 sequences, so its rows 8 to 15 repeat them with other columns. Sums 0 and 1 belong to x[0] and x[2],
+// sums 2 and 3 to x[1] and x[3]. The caller uses the pair whose columns w has.
 __device__ __forceinline__ void multiply_tile(float (&sum)[4], const unsigned (&x)[4], unsigned w0, unsigned w1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32\n"

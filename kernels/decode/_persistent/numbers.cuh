@@ -46,7 +46,7 @@ template <int N> struct Vector<i8, N> {
 // Two numbers in bf16. plan.py stores 8 columns so that these are columns 0 and 1, 4 and 5, 2 and 3, 6 and 7.
 DEVICE u32 pair(const Vector<bf16, 8>& v, int i) { return v.bits[i]; }
 
-// A byte is low - 128 top, for its low 7 bits and its top bit. In bf16, 0x4300 is 128, and the last of its 7 bits counts
+// A byte is low - 128 top, for its low 7 bits and its top bit. In bf16, 0x4300 is 128, and its last mantissa bit is
 // 1. So 0x4300 | low is 128 + low, and 0x4300 | top << 7 is 128 + 128 top. Their difference is the number, and exact.
 // The bytes 0 and 2 are one pair, and 1 and 3 the next.
 DEVICE u32 pair(const Vector<i8, 8>& v, int i) {

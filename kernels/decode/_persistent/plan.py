@@ -13,11 +13,11 @@ from kernels.cache import Cache
 from kernels.decode import Weights
 from kernels.decode._step import matrix
 
-# Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200 a token of 12
-# layers of 1558M takes 393 us with 14,000, and 355 us with 18,000. For 124M both give the same pieces
+# Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200, before
+# FLYING, a token of 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000
 PIECE_BYTES = 18_000
 MOST_HEAD_ROWS = 24  # of a block in one pass over the head
-X_BYTES = 64  # of x, which a row of a tile meets: a tile has 32 columns in bf16
+X_BYTES = 64  # of x: a row of a tile has as many columns, 32 in bf16
 # How 8 columns lie in memory if tensor cores multiply them: pair() in numbers.cuh and multiply_tile() say why
 ORDERS = {torch.bfloat16: [0, 1, 4, 5, 2, 3, 6, 7], torch.int8: [0, 4, 1, 5, 2, 6, 3, 7]}
 
@@ -124,7 +124,7 @@ def arrange_weights(weights: Weights, plans: dict[str, Plan], blocks: int) -> Te
 def arrange_matrix(plan: Plan, weight: Tensor, columns: int, order: list[int], blocks: int) -> Tensor:
     """Return W (N, K) as (blocks, elements): pass, tile, row, column. Missing rows and columns are 0.
 
-    Each 8 columns are in this order.
+    `order` permutes each 8 columns.
     """
     N, K = weight.shape
     tiles = ceil(K / columns)
@@ -153,7 +153,7 @@ def arrange_biases(weights: Weights, plans: dict[str, Plan], blocks: int) -> Ten
 def arrange_scales(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
     """Return the scales of the integers as (blocks, elements) fp32, in the order of arrange_weights()."""
     scales = [(plans[name], matrix(weight)[1]) for name, weight, _ in products(weights)]
-    return arrange_rows(scales, blocks, weights.wte.new_empty(0, dtype=torch.float32))
+    return arrange_rows(scales, blocks, matrix(weights.head)[1])
 
 
 def stack_norms(weights: Weights) -> Tensor:

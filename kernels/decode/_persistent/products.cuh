@@ -6,27 +6,27 @@ DEVICE void wait_for_piece(Thread& my, int piece) {  // needs no timeout: a copy
 
 struct Feeder {  // the state of the thread that fills the ring
   const char* source;
-  Places places;
-  u32 read = 0;  // places.bytes of the last piece that all warps have read
+  RingPosition position;  // after the last copy
+  u32 read = 0;           // RingPosition::bytes after the last piece that all warps have read
   int produced = 0, released = 0;
 };
 
 // Copy a matrix into the ring, and wait for room before each piece. Returns false if the launch ends. The sizes are
-// constants, because a piece of the head must follow the last one after 0.3 us.
+// constants, because a piece of the head must follow the piece before it within 0.3 us.
 template <class P> DEVICE bool feed(Thread& my, Feeder& f, int flying) {
   const volatile int* finished = &my.s.finished;
 #pragma unroll 1
   for (int pass = 0; pass < P::PASSES; ++pass)
-#pragma unroll 1  // more code would evict that of the other warps
+#pragma unroll 1  // unrolled code would evict the other warps' code
     for (int piece = 0; piece < P::PIECES; ++piece, ++f.produced) {
-      const int size = P::piece_bytes(piece), place = f.places.next(size);
-      for (; f.places.bytes - f.read > RING_BYTES || f.produced - f.released == MOST_PIECES; ++f.released) {
+      const int size = P::piece_bytes(piece), place = f.position.next(size);
+      for (; f.position.bytes - f.read > RING_BYTES || f.produced - f.released == MOST_PIECES; ++f.released) {
         while (!passed(&my.s.empty[f.released % MOST_PIECES], f.released / MOST_PIECES & 1))
           if (*finished) return false;
         f.read = my.s.ends[f.released % MOST_PIECES];
       }
       if (f.produced >= flying) wait_for_piece(my, f.produced - flying);
-      my.s.ends[f.produced % MOST_PIECES] = f.places.bytes;
+      my.s.ends[f.produced % MOST_PIECES] = f.position.bytes;
       copy_to_shared(my.ring + place, f.source, size, &my.s.full[f.produced % MOST_PIECES]);
       f.source += size;
     }
@@ -39,7 +39,7 @@ DEVICE bool feed_token(Thread& my, Feeder& f) {
     if (!feed<Qkv>(my, f, FLYING) || !feed<Proj>(my, f, FLYING) || !feed<Fc>(my, f, FLYING) ||
         !feed<FcProj>(my, f, FLYING))
       return false;
-  return feed<Head>(my, f, MOST_PIECES);
+  return feed<Head>(my, f, MOST_PIECES);  // no limit of copies in flight
 }
 
 // Copy the block's weights into the ring, for all steps: a thread of the last warp does nothing else.
@@ -50,24 +50,24 @@ DEVICE void feed_ring(Thread& my) {
   for (; f.released < f.produced; ++f.released) wait_for_piece(my, f.released);
 }
 
-// The sums of a lane. With tensor cores: multiply_tile()'s sums in independent chains, since one of its products waits 33
-// cycles for the one before it. An even chain has the sums of two rows and one sequence in 0 and 1, an odd one in 2 and 3.
+// The sums of a lane. With tensor cores, several chains, because a product waits 33 cycles for the one before it in its
+// chain. Even chains use multiply_tile()'s sums 0 and 1, odd chains its sums 2 and 3.
 template <class P> struct Sums {
-  static constexpr int CHAINS = TENSOR_CORES ? larger(2, 4 / P::ROW_GROUPS) : 1;
-  float of[CHAINS][P::ROW_GROUPS][TENSOR_CORES ? 4 : BATCH];
+  static constexpr int CHAINS = BF16 ? larger(2, 4 / P::ROW_GROUPS) : 1;
+  float of[CHAINS][P::ROW_GROUPS][BF16 ? 4 : BATCH];
 };
 
-// Add a warp's tile i. Lane l has CHUNK columns of row l / 4 of each group of 8 rows. x begins at the tile's first column.
-template <class P> DEVICE void accumulate(Sums<P>& sums, int i, const char* tile, const X* x, int lane) {
+// Add a warp's tile i. Lane l has CHUNK columns of row l / 4 of each group of 8 rows. x begins at the tile's column 0.
+template <class P> DEVICE void accumulate(Sums<P>& sums, int i, const char* tile, const T* x, int lane) {
   Vector<W, CHUNK> w[P::ROW_GROUPS];
   constexpr int BYTES = sizeof(w[0].bits);
 #pragma unroll
   for (int g = 0; g < P::ROW_GROUPS; ++g) {
     const int row = smaller(8 * g + lane / 4, P::ROWS - 1);  // no branch, so that the loads of all tiles overlap
-    memcpy(w[g].bits, __builtin_assume_aligned(tile + row * TILE_BYTES + lane % 4 * BYTES, BYTES), BYTES);
+    memcpy(w[g].bits, __builtin_assume_aligned(tile + row * TILE_ROW_BYTES + lane % 4 * BYTES, BYTES), BYTES);
   }
   x += lane % 4 * CHUNK;
-  if constexpr (TENSOR_CORES) {
+  if constexpr (BF16) {
     Vector<T, CHUNK> v;
     memcpy(v.bits, __builtin_assume_aligned(x + smaller(lane / 4, BATCH - 1) * P::STRIDE, 16), 16);
     constexpr int CHAINS = Sums<P>::CHAINS;
@@ -93,7 +93,7 @@ template <class P> DEVICE void accumulate(Sums<P>& sums, int i, const char* tile
 template <class P> DEVICE void store_sums(Sums<P>& sums, float* out, int lane) {
 #pragma unroll
   for (int g = 0; g < P::ROW_GROUPS; ++g) {
-    if constexpr (TENSOR_CORES) {
+    if constexpr (BF16) {
       float sum[2] = {};
 #pragma unroll
       for (int chain = 0; chain < Sums<P>::CHAINS; ++chain)
@@ -120,12 +120,12 @@ template <class P> DEVICE float total(const float* warp_sums, int b, int row) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// Multiply the next PIECES pieces in the ring, of which the first one is `first` in its pass, with x.
+// Multiply the next PIECES pieces in the ring with x. `first` is the number of the first one in its pass.
 template <class P, int PIECES> DEVICE void multiply_pieces(Thread& my, Sums<P>& sums, int first) {
   const char* weights[PIECES];
 #pragma unroll
   for (int j = 0; j < PIECES; ++j) {
-    weights[j] = my.ring + my.places.next(P::piece_bytes(first + j));
+    weights[j] = my.ring + my.position.next(P::piece_bytes(first + j));
     wait_for_piece(my, my.consumed + j);
   }
 #pragma unroll
@@ -136,24 +136,25 @@ template <class P, int PIECES> DEVICE void multiply_pieces(Thread& my, Sums<P>& 
       // All warps have the same number of tiles
       constexpr bool EVEN = P::TILES % WARPS == 0 && P::ALL_TILES % P::TILES == 0;
       if (EVEN || tile < P::tiles(first + j))
-        accumulate<P>(sums, j * P::WARP_TILES + i, weights[j] + tile * P::ROWS * TILE_BYTES, my.s.x + column, my.lane());
+        accumulate<P>(sums, j * P::WARP_TILES + i, weights[j] + tile * P::ROWS * TILE_ROW_BYTES, my.s.x + column,
+                      my.lane());
     }
   synchronize_warp();
   if (my.lane() < PIECES) arrive(&my.s.empty[(my.consumed + my.lane()) % MOST_PIECES]);
   my.consumed += PIECES;
 }
 
-// Multiply the W that is next in the ring with x. Call finish(pass, warp_sums) after each pass. A round waits for several
-// pieces at once, if they fit into half the ring, because each wait and the first product after it take 250 cycles.
+// Multiply the W that is next in the ring with x. Call finish(pass, warp_sums) after each pass. A round waits for
+// several pieces at once, if they fit into half the ring, because a wait and the product after it take 250 cycles.
 template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish) {
-  constexpr int FITTING = larger(1, RING_BYTES / 2 / (P::ROWS * P::TILES * TILE_BYTES));
+  constexpr int FITTING = larger(1, RING_BYTES / 2 / (P::ROWS * P::TILES * TILE_ROW_BYTES));
   constexpr int ROUND = balanced(P::PIECES, smaller(FITTING, larger(1, ROUND_TILES / P::WARP_TILES)));
   constexpr int REST = P::PIECES % ROUND;
   for (int pass = 0; pass < P::PASSES; ++pass) {
     Sums<P> sums = {};
     for (int first = 0; first + ROUND <= P::PIECES; first += ROUND) multiply_pieces<P, ROUND>(my, sums, first);
     if constexpr (REST > 0) multiply_pieces<P, REST>(my, sums, P::PIECES - REST);
-    // The last pass's sums may still be in use
+    // The previous pass's sums may still be in use
     float* warp_sums = my.s.warp_sums + pass % 2 * WARPS * BATCH * P::PADDED;
     store_sums<P>(sums, warp_sums + my.warp() * BATCH * P::PADDED, my.lane());
     synchronize_compute_warps();
@@ -161,28 +162,28 @@ template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish)
   }
 }
 
-// The sum of a row with integer weights, times the row's scale.
-DEVICE float scaled(Thread& my, int row, float sum) { return INT8 ? sum * my.s.scale[row] : sum; }
+// The sum of a row, times the row's scale if the weights are in int8.
+DEVICE float apply_scale(Thread& my, int row, float sum) { return INT8 ? sum * my.s.scale[row] : sum; }
 
-// Publish epilogue(sum + bias) for the block's rows, of which the first one has the bias and the scale `first`. A warp
-// takes 30 results of one copy at a time, because these fill whole words: 5 in bf16, 10 in fp32.
+// Publish epilogue(sum + bias) for the block's rows, whose biases and scales begin at first_row. A warp takes 30
+// results of one copy at a time, because these fill whole words: 5 in bf16, 10 in fp32.
 template <class P, class Epilogue>
-DEVICE void publish(Thread& my, const float* warp_sums, int first, Word* words, Epilogue epilogue) {
+DEVICE void publish(Thread& my, const float* warp_sums, int first_row, Word* words, Epilogue epilogue) {
   constexpr int RESULTS = P::WORDS * PER_WORD, PARTS = ceil_div(BATCH * RESULTS, 30);  // results: of a sequence, padded
   const int lane = my.lane();
   for (int item = my.warp(); item < P::WORD_COPIES * PARTS; item += WARPS) {
     const int place = item % PARTS * 30 + lane, b = place / RESULTS, i = place % RESULTS, row = my.block * P::SHARE + i;
     const bool exists = lane < 30 && b < BATCH && i < P::SHARE && row < P::N;
-    const float sum = exists ? scaled(my, first + i, total<P>(warp_sums, b, i)) : 0;
-    const float result = exists ? epilogue(sum + to_float(my.s.bias[first + i])) : 0;
+    const float sum = exists ? apply_scale(my, first_row + i, total<P>(warp_sums, b, i)) : 0;
+    const float result = exists ? epilogue(sum + to_float(my.s.bias[first_row + i])) : 0;
     const Word word = pack_numbers(result, lane, my.epoch);
     if (exists && lane % PER_WORD == 0) store_word(words + item / PARTS * P::COPY + word_index<P>(b, row), word);
   }
 }
 
 template <class P, class Epilogue>
-DEVICE void multiply_and_publish(Thread& my, int first, Word* words, Epilogue epilogue) {
-  multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, first, words, epilogue); });
+DEVICE void multiply_and_publish(Thread& my, int first_row, Word* words, Epilogue epilogue) {
+  multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, first_row, words, epilogue); });
 }
 
 // x = the hidden units. A block without rows of fc_proj needs none, and might come so late that it finds newer words.
@@ -201,10 +202,10 @@ DEVICE void receive_hidden(Thread& my) {
     for (int i = 0; i < AT_ONCE; ++i) {
       if (index(i) < 0) continue;
       const int row = row_of(index(i)), end_of_block = (row / Fc::SHARE + 1) * Fc::SHARE;
-      X* x = my.s.x + index(i) / (BLOCKS * Fc::WORDS) * FcProj::STRIDE;
+      T* x = my.s.x + index(i) / (BLOCKS * Fc::WORDS) * FcProj::STRIDE;
 #pragma unroll
       for (int j = 0; j < PER_WORD; ++j)
-        if (row + j < smaller(end_of_block, HIDDEN)) x[row + j] = convert<X>(number_in(word[i], j));
+        if (row + j < smaller(end_of_block, HIDDEN)) x[row + j] = convert<T>(number_in(word[i], j));
     }
   }
   synchronize_compute_warps();

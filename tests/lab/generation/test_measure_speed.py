@@ -44,9 +44,11 @@ def test_a_launch_of_16_tokens_is_16_steps():
 
 def test_the_last_graph_does_not_count_if_its_tokens_were_cut():
     """A graph of 8 tokens takes 0.8 s, also if only 3 of them are used. A draft may always make fewer tokens."""
-    figures = decode_speed(arrive((9, 2), *[(0.8, 16)] * 4, (0.8, 6)), batch=2, drafts=False)
+    figures = decode_speed(arrive((9, 2), *[(0.8, 16)] * 4, (0.8, 6)), batch=2, drafts=False, graph_tokens=8)
     assert figures["gen/laps_s"] == pytest.approx([0.1, 0.1])
     assert figures["gen/token_ms/p99"] == pytest.approx(100)
+    figures = decode_speed(arrive((9, 2), (0.8, 6)), batch=2, drafts=False, graph_tokens=8)
+    assert figures["gen/step_ms"] is None
     figures = decode_speed(arrive((9, 2), *[(0.8, 4)] * 15, (0.8, 1)), batch=2, drafts=True)
     assert figures["gen/laps_s"] == pytest.approx([16 * 0.8 * 2 / 61])
 
