@@ -380,7 +380,10 @@ DEVICE void run_mlp(Thread& my, int layer) {
 DEVICE void run_head(Thread& my) {
   fence();  // who reads this block's logits also sees its rows of the cache
   multiply<Head>(my, [&](int pass, const float* warp_sums) {
-    for (int i = my.thread; i < BATCH * Head::ROWS; i += THREADS) {
+#pragma unroll 1
+    for (int round = 0; round < ceil_div(BATCH * Head::ROWS, THREADS); ++round) {
+      const int i = my.thread + round * THREADS;
+      if (i >= BATCH * Head::ROWS) break;
       const int b = i / Head::ROWS, row = pass * Head::ROWS + i % Head::ROWS, id = my.block * Head::SHARE + row;
       const float sum = total<Head>(warp_sums, b, i % Head::ROWS);
       const T logit = convert<T>(apply_scale(my, LAYERS * LAYER_ROWS + row, sum));

@@ -30,6 +30,8 @@ CASES = {name: contract.CASES[name] for name in ONE_TOKEN if name != "odd_width"
 CASES |= {
     "padded_tiles": {"batch": 2, "lengths": [4, 9], "width": 40, "heads": 1, "vocab": 53},
     "idle_lanes": {"batch": 1, "lengths": [4], "width": 48, "heads": 2, "vocab": 53},  # 3 of 4 lanes have channels
+    "full_words": {"batch": 1, "lengths": [4], "width": 72, "heads": 1, "vocab": 53},  # 96 hidden units a block
+    "full_words_of_two": {"batch": 2, "lengths": [4, 9], "width": 72, "heads": 1, "vocab": 53},
     "eight_sequences": {"batch": 8, "lengths": [0, 9, 3, 30, 1, 2, 12, 5], "n_layer": 1},
 }
 SAMPLINGS = {
@@ -424,7 +426,7 @@ def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, quantize,
     command = ["nvcc", "-std=c++17", "-arch=sm_90", "-cubin", "-Xptxas=-v", *options, "-o", tmp_path / "kernel.cubin"]
     done = subprocess.run([*command, persistent.SOURCE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0]) <= 240
+    assert int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0]) <= 272
     registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
     assert registers <= 65_536 // (128 * ceil((warps + 1) / 4))  # warps get registers in fours
     assert persistent.SHARED_BYTES == 227 * 1024

@@ -54,9 +54,9 @@ __device__ __forceinline__ void synchronize_warp() { __syncwarp(); }
 __device__ __forceinline__ unsigned exchange_bits(unsigned bits, int lane) { return __shfl_sync(~0u, bits, lane); }
 
 __device__ __forceinline__ unsigned short round_to_bf16(float x) {
-  unsigned short bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
+  unsigned bits;  // a conversion of two numbers: one alone takes the slow unit of exp2 and log2
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(0.0f), "f"(x));
+  return (unsigned short)bits;
 }
 
 __device__ __forceinline__ unsigned select_bits(unsigned bits, unsigned mask, unsigned other) {  // bits & mask | other

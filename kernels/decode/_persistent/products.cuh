@@ -170,8 +170,12 @@ DEVICE float apply_scale(Thread& my, int row, float sum) { return INT8 ? sum * m
 template <class P, class Epilogue>
 DEVICE void publish(Thread& my, const float* warp_sums, int first_row, Word* words, Epilogue epilogue) {
   constexpr int RESULTS = P::WORDS * PER_WORD, PARTS = ceil_div(BATCH * RESULTS, 30);  // results: of a sequence, padded
+  constexpr int ITEMS = P::WORD_COPIES * PARTS;
   const int lane = my.lane();
-  for (int item = my.warp(); item < P::WORD_COPIES * PARTS; item += WARPS) {
+#pragma unroll 1
+  for (int round = 0; round < ceil_div(ITEMS, WARPS); ++round) {  // a constant: mostly 1, and then there is no loop
+    const int item = my.warp() + round * WARPS;
+    if (item >= ITEMS) break;
     const int place = item % PARTS * 30 + lane, b = place / RESULTS, i = place % RESULTS, row = my.block * P::SHARE + i;
     const bool exists = lane < 30 && b < BATCH && i < P::SHARE && row < P::N;
     const float sum = exists ? apply_scale(my, first_row + i, total<P>(warp_sums, b, i)) : 0;
@@ -189,10 +193,14 @@ DEVICE void multiply_and_publish(Thread& my, int first_row, Word* words, Epilogu
 // x = the hidden units. A block without rows of fc_proj needs none, and might come so late that it finds newer words.
 DEVICE void receive_hidden(Thread& my) {
   constexpr int ALL = BATCH * BLOCKS * Fc::WORDS, AT_ONCE = balanced(ceil_div(ALL, THREADS), 6);
+  constexpr bool WHOLE = Fc::SHARE % PER_WORD == 0 && HIDDEN % PER_WORD == 0;  // every word is full
   const int end = my.block * FcProj::SHARE < FcProj::N ? ALL : 0;
   for (int start = 32 * my.warp(); start < end; start += AT_ONCE * THREADS) {
     Word word[AT_ONCE];
-    auto row_of = [&](int i) { return i / Fc::WORDS % BLOCKS * Fc::SHARE + i % Fc::WORDS * PER_WORD; };
+    auto row_of = [&](int i) {
+      const int place = BATCH == 1 ? i : i % (BLOCKS * Fc::WORDS);
+      return WHOLE ? place * PER_WORD : place / Fc::WORDS * Fc::SHARE + place % Fc::WORDS * PER_WORD;
+    };
     auto index = [&](int i) {
       const int place = start + my.lane() + i * THREADS;
       return place < ALL && row_of(place) < HIDDEN ? place : -1;
@@ -203,9 +211,10 @@ DEVICE void receive_hidden(Thread& my) {
       if (index(i) < 0) continue;
       const int row = row_of(index(i)), end_of_block = (row / Fc::SHARE + 1) * Fc::SHARE;
       T* x = my.s.x + index(i) / (BLOCKS * Fc::WORDS) * FcProj::STRIDE;
+      if (WHOLE) memcpy(__builtin_assume_aligned((char*)(x + row), 4), word[i].data, sizeof(word[i].data));
 #pragma unroll
       for (int j = 0; j < PER_WORD; ++j)
-        if (row + j < smaller(end_of_block, HIDDEN)) x[row + j] = convert<T>(number_in(word[i], j));
+        if (!WHOLE && row + j < smaller(end_of_block, HIDDEN)) x[row + j] = value_in(word[i], j);
     }
   }
   synchronize_compute_warps();

@@ -45,11 +45,17 @@ template <class P> DEVICE int word_index(int b, int row) {  // of a result
   return (b * BLOCKS + row / P::SHARE) * P::WORDS + row % P::SHARE / PER_WORD;
 }
 
-DEVICE float number_in(const Word& word, int place) {
+DEVICE void take_bits(float& to, u32 bits, int) { to = __uint_as_float(bits); }
+DEVICE void take_bits(bf16& to, u32 bits, int half) { to = {(u16)(bits >> 16 * half)}; }
+
+DEVICE T value_in(const Word& word, int place) {
   const int part = sizeof(T) == 4 ? place : place / 2;
-  const u32 bits = part == 0 ? word.data[0] : part == 1 ? word.data[1] : word.data[2];
-  return __uint_as_float(sizeof(T) == 4 ? bits : place % 2 ? bits & 0xFFFF0000u : bits << 16);
+  T value;
+  take_bits(value, part == 0 ? word.data[0] : part == 1 ? word.data[1] : word.data[2], place % 2);
+  return value;
 }
+
+DEVICE float number_in(const Word& word, int place) { return to_float(value_in(word, place)); }
 
 // Pack the numbers of this lane and of the next PER_WORD - 1 lanes into a word.
 DEVICE Word pack_numbers(float number, int lane, u32 epoch) {
