@@ -31,8 +31,8 @@ BUCKET = 256  # keys of the smallest bucket; each next bucket has twice as many,
 # sequences, each has fewer, but at least SHORT_CHUNK
 CHUNK, SHORT_CHUNK = 16384, 1024
 LAUNCH_TOKENS = 32  # steps in one launch of generate_tokens(); their tokens reach the host together
-# Steps in one CUDA graph, without a draft. With one step, the host took 208 us for a graph: launch, copy, wait, text.
-# The kernels of decode=triton take 187 us (124M, batch 1, H200)
+# Steps in one CUDA graph, without a draft. With one, the host was the limit: launch, copy, wait, text. Then a step of
+# 124M took 208 us, and 1,170 with 256 sequences; now 199 and 893 (decode=triton, H200)
 GRAPH_TOKENS = 8
 CAPTURED = 16384  # tokens in the longest captured prefill, all sequences together; a longer one hides its launches
 
@@ -96,8 +96,9 @@ class Decoder:
         self.model, self.sampling, self.capacity, self.stops = model, sampling, capacity, stops
         self.keeps_fp8 = reads_fp8(model.h[0].attn.attention)
         self.step_tokens = T = options.step_tokens
-        # Tokens of a sequence in a CUDA graph: of several steps, or of one step that verifies a draft
-        self.graph_tokens = GRAPH_TOKENS if device.type == "cuda" and T == 1 else T
+        self.generate_tokens = getattr(module, "generate_tokens", None)
+        # Tokens of a sequence in a CUDA graph: of several steps, or of one step that verifies a draft. T without graphs
+        self.graph_tokens = GRAPH_TOKENS if device.type == "cuda" and T == 1 and not self.generate_tokens else T
         self.rows = self.allocated_rows(config.window)
         dtype = DTYPES[options.kv] or model.ln_f.dtype
         # Zeros, because masked values must be finite. Separate tensors, because Inductor would copy one common tensor
@@ -129,7 +130,6 @@ class Decoder:
         self.weight_bytes = module.weight_bytes(self.packed) if hasattr(module, "weight_bytes") else None
         self.draw = getattr(module, "sample_tokens", sample_tokens)
         self.next_tokens = partial(next_tokens, self.decode, self.packed, self.draw)
-        self.generate_tokens = getattr(module, "generate_tokens", None)
         self.decode_token = getattr(module, "decode_token", None) if T == 1 else None
         if self.generate_tokens and T > 1:
             raise Unavailable(f"kernels.decode={decode} verifies no draft: choose generate.speculate=null")

@@ -304,9 +304,5 @@ def attend(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     else:
         tiles = triton.cdiv(step.split_keys, launch["BLOCK_KEYS"])
         fits = tiles * launch["BLOCK_KEYS"] * arguments["BLOCK_D"] <= IN_REGISTERS
-        if fits and step.splits > 1 and launch["num_warps"] == 8:
-            # Otherwise it takes 218 registers a thread, so that a program cannot start beside one of qkv, which has
-            # 16,384 of a multiprocessor's 65,536 (124M, one row)
-            launch["maxnreg"] = 192
         step.launch(_vector_attention_kernel, grid, **arguments, TILES=tiles if fits else 0, **launch)
     return out

@@ -74,16 +74,16 @@ __host__ __device__ constexpr int power_of_two(int n, int p = 1) { return p >= n
 
 #include "_persistent/numbers.cuh"
 
-typedef Choice<BF16, bf16, float>::Type T;              // embeddings, norms, biases, results, logits
+typedef Choice<BF16, bf16, float>::Type T;               // embeddings, norms, biases, results, logits
 typedef Choice<INT8, i8, T>::Type W;                     // weights of products
-typedef Choice<STREAM_BF16, bf16, float>::Type Stream;  // residual stream
+typedef Choice<STREAM_BF16, bf16, float>::Type Stream;   // residual stream
 typedef Choice<KV_BITS == 8, e4m3, Choice<KV_BITS == 16, bf16, float>::Type>::Type KV;  // cache
 
 // ---- Sizes of the products, and what lies in memory
 
 // A tile is TILE columns of each row of a pass, as many as 64 bytes of x. Each of four lanes has CHUNK columns of a row
 constexpr int TILE = 64 / sizeof(T), CHUNK = TILE / 4, TILE_ROW_BYTES = TILE * sizeof(W);  // bytes of a row
-constexpr int PER_WORD = 12 / sizeof(T);                                               // results in a word
+constexpr int PER_WORD = 12 / sizeof(T);                                                   // results in a word
 
 // y = W x for W (N, K). A block makes ROWS results in each of PASSES passes. A pass comes in pieces of up to TILES
 // tiles.
@@ -114,7 +114,7 @@ __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
 constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
 constexpr int LARGEST_PIECE =
     TILE_ROW_BYTES * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
-                         FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
+                             FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
 constexpr int LAYER_ROWS = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer, per block
 constexpr int ALL_ROWS = LAYERS * LAYER_ROWS + Head::SHARE;                       // per block
 constexpr i64 TOKEN_BYTES = LAYERS * (Qkv::BYTES + Proj::BYTES + Fc::BYTES + FcProj::BYTES) + Head::BYTES;  // a block's

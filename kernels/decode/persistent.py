@@ -5,8 +5,8 @@ graph, because most multiprocessors are idle at the ends of kernels. persistent.
 while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
 The kernel needs its own copy of the weights, in another order: 247 MB for 124M. By its GPU time on an H200 in bf16 it
-makes 6,070 tokens/s of 124M at batch 1 (decode=triton: 5,355), 23,400 with 8 sequences (33,000), and 800 of 1558M at
-batch 1 (550).
+made 6,070 tokens/s of 124M at batch 1 (decode=triton: 5,355), 23,400 with 8 sequences (33,000), and 800 of 1558M at
+batch 1 (550), before its products became shorter (e39cbed).
 """
 
 import ctypes
@@ -45,7 +45,7 @@ MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
 GROUP = 16  # logits in a group
 SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
-# TMA copies that a block has in flight, except for the head: on an H200 12 layers of 1558M take 345 us, and 355 without
+# TMA copies that a block has in flight, except for the head: on an H200 12 layers of 1558M took 339 us, and 354 with 4
 FLYING = 2
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS

@@ -108,7 +108,7 @@ def figures(
         "gen/sequences": batch,
     }
     drafts = decoder.step_tokens > 1
-    result |= decode_speed(arrivals, batch, drafts, decoder.graph_tokens if decoder.graphs else 1)
+    result |= decode_speed(arrivals, batch, drafts, decoder.graph_tokens)
     made = sum(step.tokens for step in arrivals[1:])
     result["gen/accepted_tokens"] = made / (batch * (len(arrivals) - 1)) if drafts and len(arrivals) > 1 else 1.0
     step_ms = result["gen/step_ms"]

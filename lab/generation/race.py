@@ -88,9 +88,7 @@ def run_decoder(racer: Racer, recipe: GenerationRecipe, prompt: Prompt, new_toke
         racer.pieces.append(piece)
     racer.pieces[-1] += text.finish()
     racer.tokens = text.tokens
-    racer.figures |= measure.decode_speed(
-        arrivals, 1, decoder.step_tokens > 1, decoder.graph_tokens if decoder.graphs else 1
-    )
+    racer.figures |= measure.decode_speed(arrivals, 1, decoder.step_tokens > 1, decoder.graph_tokens)
 
 
 def kernels_lines(racers: list[Racer]) -> str:

@@ -43,7 +43,7 @@ def profile_step(
 ) -> dict:
     """Profile step(). Return the milliseconds of its kernels: their sum, by family, and by name, longest first.
 
-    count() is called after step(), and returns the number of decoding steps in it. The figures are those of one step.
+    After step(), count() returns how many decoding steps it made. The figures are divided by this number.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler of PyTorch 2.13 prints that it starts
     cuda, times, calls = device.type == "cuda", Counter(), Counter()

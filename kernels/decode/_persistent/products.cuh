@@ -211,10 +211,13 @@ DEVICE void receive_hidden(Thread& my) {
       if (index(i) < 0) continue;
       const int row = row_of(index(i)), end_of_block = (row / Fc::SHARE + 1) * Fc::SHARE;
       T* x = my.s.x + index(i) / (BLOCKS * Fc::WORDS) * FcProj::STRIDE;
-      if (WHOLE) memcpy(__builtin_assume_aligned((char*)(x + row), 4), word[i].data, sizeof(word[i].data));
+      if (WHOLE) {
+        memcpy(__builtin_assume_aligned((char*)(x + row), 4), word[i].data, sizeof(word[i].data));
+        continue;
+      }
 #pragma unroll
       for (int j = 0; j < PER_WORD; ++j)
-        if (!WHOLE && row + j < smaller(end_of_block, HIDDEN)) x[row + j] = value_in(word[i], j);
+        if (row + j < smaller(end_of_block, HIDDEN)) x[row + j] = value_in(word[i], j);
     }
   }
   synchronize_compute_warps();
