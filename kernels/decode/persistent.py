@@ -45,8 +45,9 @@ MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
 GROUP = 16  # logits in a group
 SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
-# TMA copies that a block has in flight, except for the head: on an H200 12 layers of 1558M took 339 us, and 354 with 4
-FLYING = 2
+# TMA copies that a block has in flight, except for the head. Words queue behind them on their way through the L2 cache:
+# with 2 copies, a token of 12 layers of 1558M took 347 us on an H200, and with 1 it takes 332 (124M: 155 and 151)
+FLYING = 1
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
 CONSTANTS = (  # of persistent.cu

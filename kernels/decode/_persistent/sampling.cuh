@@ -264,15 +264,8 @@ DEVICE int draw_row(Thread& my, int b) {
   const bool limited = limits_count(a);
   Key low = order_key(-3.4e38f) >> KEY_SHIFT, high = above;
   if (a.top_k <= THREADS && range.x > -1e38f) low = (order_key(range.x) >> KEY_SHIFT) - 1;
-  int group_count, candidate_count = MAX_CANDIDATES + 1;
-  Scan scan;
   if (limited) {
     low = bisect_tops(my, top, low, high);
-    const float threshold = number_of_key(low << KEY_SHIFT);
-    group_count = list_groups(my, top, threshold);
-    candidate_count = list_logits(my, b, group_count, threshold);
-    scan = scan_above(my, b, group_count, candidate_count, threshold, highest);
-    candidate = scan.best;
   } else {
     const int chosen = smaller(reduce(my, best_group, better).id, ALL - 1);
     float logit[GROUP];
@@ -282,8 +275,10 @@ DEVICE int draw_row(Thread& my, int b) {
     for (int i = 0; i < GROUP; ++i) candidate.logit = i == place ? logit[i] : candidate.logit;
     candidate = reduce(my, Candidate{score_of(a, candidate.logit, id, counter_of(my, b)), candidate.logit, id}, better);
     if (a.temperature == 0 || a.top_p >= 1) return candidate.id;
-    group_count = list_groups(my, top, -INF);
   }
+  const float lowest = limited ? number_of_key(low << KEY_SHIFT) : -INF;
+  const int group_count = list_groups(my, top, lowest);
+  const int candidate_count = limited ? list_logits(my, b, group_count, lowest) : MAX_CANDIDATES + 1;
   float limit = INF;  // of the mass of larger logits
   // top_p is a share of what top_k keeps. So with both, a bisection finds the k-th logit first
   bool bisecting = limited && a.top_p < 1;
@@ -295,19 +290,21 @@ DEVICE int draw_row(Thread& my, int b) {
       if (group(i) >= 0) all += mass[i] * probability(a, top[i], highest);
     limit = a.top_p * reduce(my, all, [](float x, float y) { return x + y; });
   }
-  for (;;) {  // ends: a bisection halves the range, and then each proposal leaves fewer larger logits
+  // Ends: a bisection halves the range, and then each proposal leaves fewer larger logits. Only one call of
+  // scan_above(), because its code is new to the instruction cache in every token
+  for (bool first = limited;; first = false) {
     const Key middle = (low + high) >> 1;
-    const float threshold = bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit;
-    scan = scan_above(my, b, group_count, candidate_count, threshold, highest);
-    if (bisecting && high - low > 1) {
+    const float threshold = first ? lowest : bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit;
+    const Scan scan = scan_above(my, b, group_count, candidate_count, threshold, highest);
+    if (!first && bisecting && high - low > 1) {
       if (scan.count >= a.top_k) low = middle;
       else high = middle;
       continue;
     }
-    if (bisecting) {
+    if (!first && bisecting) {
       bisecting = false;
       limit = a.top_p * scan.mass;
-    } else if (scan.count == 0 || ((!limited || scan.count < a.top_k) && scan.mass < limit)) {
+    } else if (!first && (scan.count == 0 || ((!limited || scan.count < a.top_k) && scan.mass < limit))) {
       return candidate.id;
     }
     candidate = scan.best;
