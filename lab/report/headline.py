@@ -5,7 +5,7 @@ nanoGPT's figures are in results/<device>/peers.jsonl, which has rows of other s
 """
 
 from kernels.registry import backend, impls
-from lab.report.choices import Choice, comparable_groups, group_runs
+from lab.report.choices import BASELINES, comparable_groups, group_runs
 from lab.report.describe import (
     BASELINE,
     batch_cell,
@@ -66,7 +66,7 @@ def comparison_note(device: str) -> str:
     return (
         "The interval is 95%. nanoGPT ran with torch.compile and autocast (its generation without), on an "
         f"{env['device'].removeprefix('NVIDIA ')} with torch {env['torch']} ([rows](results/{device}/peers.jsonl)). "
-        "Its ratios of speed and memory are to a hotswap run of the same session. The longest context uses activation "
+        "Its ratios of training are to a hotswap run of the same session. The longest context uses activation "
         "checkpoints in host memory; torch.compile and nanoGPT use none. Without checkpoints hotswap reaches "
         f"{without_checkpoints:,} tokens. With checkpoints and Liger's loss, nanoGPT would reach about "
         f"{nanogpt_checkpoints:,} by its bytes a token."
@@ -132,24 +132,19 @@ def context_line(device: str) -> list[str]:
 
 
 def generation_line(device: str) -> list[str]:
-    """Return the line of decoding one sequence, beside Hugging Face's static cache under torch.compile."""
-    best = fastest_generation(device)
-    nanogpt = peer(device, "generation", "nanoGPT")
-    compiled = peer(device, "generation", "Hugging Face", how="static cache")
-    cell = f"**{best.speed:,.0f}** tokens/s ({choice_cell(best.row)})"
-    ratios = [format_ratio(row["ours"]["tokens_per_sec"], row["tokens_per_sec"]) for row in (compiled, nanogpt)]
-    return ["generation, one sequence", cell, f"{ratios[0]} of Hugging Face's", ratios[1]]
+    """Return the line of the fastest choice for decoding one sequence of 124M in bf16.
 
-
-def fastest_generation(device: str) -> Choice:
-    """Return the fastest choice of the largest comparable group. The choices decode one sequence of 124M in bf16.
-
-    If two groups are equally large, the newer one counts. A decoder whose proof says that it rounds is left out.
+    It is of the largest comparable group; of two equally large ones, the newer one counts. A decoder whose proof says
+    that it rounds is left out.
     """
     rows = [row for row in read_rows(device, "generate") if speed(row) and is_124m(row) and sequences(row) == 1]
     rows = [row for row in rows if row["config"]["precision"] == "bf16" and not rounds_on_purpose(row)]
-    groups = comparable_groups(group_runs([(row, {}) for row in reversed(rows)]))
-    return max(max(groups, key=len), key=lambda choice: choice.speed)
+    group = max(comparable_groups(group_runs([(row, {}) for row in reversed(rows)])), key=len)
+    best = max(group, key=lambda choice: choice.speed)
+    baseline = next((choice.rows for choice in group if choice.name == BASELINES[0]), [])
+    nanogpt = peer(device, "generation", "nanoGPT")["tokens_per_sec"]
+    cell = f"**{best.speed:,.0f}** tokens/s ({choice_cell(best.row)})"
+    return ["generation, one sequence", cell, ratio_to_baseline(best.rows, baseline), format_ratio(best.speed, nanogpt)]
 
 
 def rounds_on_purpose(row: dict) -> bool:
