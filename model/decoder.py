@@ -93,7 +93,7 @@ class Decoder:
                 f"kernels.compile=true compiles plain PyTorch, and kernels.decode={decode} has its own kernels: choose "
                 "kernels.compile=false, or kernels.decode=blocks"
             )
-        self.model, self.sampling, self.capacity, self.stops = model, sampling, capacity, stops
+        self.model, self.name, self.sampling, self.capacity, self.stops = model, decode, sampling, capacity, stops
         self.keeps_fp8 = reads_fp8(model.h[0].attn.attention)
         self.step_tokens = T = options.step_tokens
         self.generate_tokens = getattr(module, "generate_tokens", None)

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from kernels.registry import Unavailable
+from kernels.registry import KernelError, Unavailable
 from kernels.sampling import Sampling
 from model.decoder import Decoder, why_no_generation
 from model.gpt import GPT
 from model.parallel import gather_parameters
 
-# The host reads tokens up to this many calls of Decoder.step() late, so the GPU never waits for it
-LAG, DRAFT_LAG = 2, 4  # a call makes GRAPH_TOKENS, but with a draft it may make only one token
+# The host reads tokens up to this many calls of Decoder.step() late, so the GPU never waits for it. A call makes
+# GRAPH_TOKENS, with a draft perhaps only one token, and with generate_tokens() LAUNCH_TOKENS
+LAG, DRAFT_LAG, LAUNCH_LAG = 2, 4, 1
 
 
 def stream(
@@ -24,7 +25,7 @@ def stream(
 
     Decoder.prefill() describes idx (B, T) and lengths (B,). The host is up to `lag` calls behind, by default
     default_lag(). If the caller stops early, the GPU has computed up to `lag` calls too many. Tokens beyond
-    max_new_tokens are left out.
+    max_new_tokens are left out. Raises KernelError if a launch of generate_tokens() failed.
     """
     assert idx.shape[1] + max_new_tokens <= decoder.capacity  # step() does not fail beyond the capacity
     lag = default_lag(decoder, idx) if lag is None else lag
@@ -43,6 +44,11 @@ def stream(
             copied.synchronize()
         rows = zip(buffer.tolist(), counts, strict=True)
         new = [tokens[: min(count, max_new_tokens - done)] for (count, *tokens), done in rows]
+        if decoder.generate_tokens and any(-1 in tokens for tokens in new):
+            raise KernelError(
+                f"kernels.decode={decoder.name}: a launch failed, because a block waited too long for another one: try "
+                "again, or choose kernels.decode=blocks"
+            )
         counts = [done + len(tokens) for done, tokens in zip(counts, new, strict=True)]
         if decoder.step_tokens > 1:  # the decoder knows only an upper bound of the length
             decoder.length = prompt + max(counts) - 1 + decoder.step_tokens * len(pending)
@@ -50,13 +56,11 @@ def stream(
 
 
 def default_lag(decoder: Decoder, idx: Tensor) -> int:
-    """Return LAG or DRAFT_LAG on a GPU, otherwise 0.
-
-    It is 0 for generate_tokens() too, which returns when the GPU is done. With a lag, the last launches would all
-    arrive at once: decode=persistent seemed to make 91,961 tokens/s, where its GPU time allows 6,070.
-    """
-    if not idx.is_cuda or decoder.generate_tokens:
+    """Return how many calls the host is behind: 0 on a CPU."""
+    if not idx.is_cuda:
         return 0
+    if decoder.generate_tokens:
+        return LAUNCH_LAG
     return LAG if decoder.step_tokens == 1 else DRAFT_LAG
 
 

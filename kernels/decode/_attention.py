@@ -25,8 +25,8 @@ from kernels.decode._tiles import launch_next_kernel, prefetch_keys, wait_for_ea
 LOG2E = math.log2(math.e)  # exp(x) = exp2(LOG2E x); the hardware has only exp2
 LOWEST = tl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
 BLOCK_M = 16  # queries of a program: a matmul instruction has 16 rows
-# Keys of a split, at most, that a program prefetches if there are many rows. 64 sequences of 192 keys have 38 MB of keys
-# and values in a layer, too many for the L2 cache: with all of them, a step took 432 us, and with these 414 (H200)
+# Keys of a split, at most, that a program prefetches if there are many rows. 64 sequences of 192 keys have 38 MB of
+# keys and values in a layer, too many for the L2 cache: with all of them, a step took 432 us, and with these 414 (H200)
 PREFETCHED = 64
 IN_REGISTERS = 256 * 64  # most keys * channels of a split that _vector_attention_kernel keeps in registers
 # not specialised, so that another batch or cache compiles nothing

@@ -171,8 +171,8 @@ class Packed:
         timeline = zeros(2**17 if TIMING else 0)
         return {name: zeros(shape) for name, shape in shapes.items()} | {"timeline": timeline}
 
-    def launch(self, tokens: Tensor, cache: Cache, steps: int, sampling: Sampling, **tensors: Tensor) -> None:
-        """Run `steps` steps. Raises KernelError if a block waited too long for another one."""
+    def launch(self, tokens: Tensor, cache: Cache, steps: int, sampling: Sampling, **tensors: Tensor) -> Tensor:
+        """Start `steps` steps. Return whether a block waited too long for another one, (1,) bool, on the device."""
         a = self.arguments
         tensors |= {"tokens": tokens.contiguous(), "positions": cache.positions.contiguous()}
         for name in ("tokens", "positions", "seeds", "stops", "drawn", "logits"):
@@ -186,12 +186,9 @@ class Packed:
         a.temperature = max(a.temperature, 1e-30) if a.temperature else 0
         self.run(a)
         a.epoch = (a.epoch + steps * len(cache.kv)) % 2**31
-        if self.tensors["failed"].item():
-            self.tensors["failed"].zero_()
-            raise KernelError(
-                f"the persistent decoder: a block waited {TIMEOUT_NS / 1e9:g} s for another one, so the tokens are "
-                "wrong: try again, or choose kernels.decode=blocks"
-            )
+        failed = self.tensors["failed"] > 0
+        self.tensors["failed"].zero_()
+        return failed
 
 
 def pack(model: Model, cache: Cache) -> Packed:
@@ -205,7 +202,11 @@ def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:
         )
     wte = packed.tensors["wte"]
     logits = torch.empty(packed.batch, 1, len(wte), dtype=wte.dtype, device=wte.device)
-    packed.launch(tokens, cache, 1, Sampling(len(wte)), logits=logits)
+    if packed.launch(tokens, cache, 1, Sampling(len(wte)), logits=logits).item():
+        raise KernelError(
+            f"the persistent decoder: a block waited {TIMEOUT_NS / 1e9:g} s for another one, so the logits are wrong: "
+            "try again, or choose kernels.decode=blocks"
+        )
     return logits
 
 
@@ -214,9 +215,9 @@ def generate_tokens(
 ) -> Tensor:
     """Return the next `steps` tokens of each sequence, (B, steps) int64, and append to the cache, in one launch.
 
-    A sequence that draws one of the ids in `stops` repeats it, and appends nothing more. Raises KernelError if a block
-    waited too long for another one.
+    A sequence that draws one of the ids in `stops` repeats it, and appends nothing more. All tokens are -1 if a block
+    waited too long for another one. The host does not wait for the GPU.
     """
     drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
-    packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids_on(tokens.device, stops), drawn=drawn)
-    return drawn
+    ids = ids_on(tokens.device, stops)
+    return drawn.masked_fill_(packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids, drawn=drawn), -1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.cache import FP8, Cache
-from kernels.registry import Unavailable, backend, impls, unavailable
+from kernels.registry import KernelError, Unavailable, backend, impls, unavailable
 from kernels.sampling import Sampling, sample_tokens
 from model import decoder as module
 from model.decoder import Decoder
@@ -192,6 +192,26 @@ def test_a_decoder_that_makes_several_tokens_in_one_launch(new, monkeypatch):
         Decoder(model, 1, 9, SAMPLED, options=GenerateConfig(speculate="ngram"))
 
 
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_failed_launch_is_an_error(lag, monkeypatch):
+    """Its tokens are -1. Those of the launch before it arrive, also if the host is a launch behind."""
+    from kernels.decode import blocks
+
+    model, (idx, lengths), launches = varied_gpt(), ragged(), []
+
+    def generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops):
+        launches.append(steps)
+        return torch.full((len(tokens), steps), 7 if len(launches) == 1 else -1)
+
+    monkeypatch.setattr(blocks, "generate_tokens", generate_tokens, raising=False)
+    monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
+    steps = stream(Decoder(model, 4, 21, SAMPLED), idx, 12, lengths, lag)
+    assert [len(tokens) for tokens in next(steps)] == [1] * 4
+    assert next(steps) == [[7] * 4] * 4
+    with pytest.raises(KernelError, match=r"kernels\.decode=blocks: a launch failed, .* try again"):
+        next(steps)
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("new", [1, 2, 9, 10, 15])
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"window": 16}, {"pos": "rope"}], ids=str)
@@ -260,6 +280,23 @@ def test_captured_prefills_are_padded_and_give_the_same_tokens(sampling):
     texts = [streamed(decoder, idx.cuda(), 12, lengths.cuda()) for _ in range(3)]
     assert sorted(decoder.prefills) == [16]
     assert texts[0] == texts[1] == texts[2] == streamed(Decoder(varied_gpt(), 4, 24, sampling), idx, 12, lengths)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_launch_of_several_tokens(monkeypatch):
+    """A launch starts while the one before it may still run, and the text is that of blocks."""
+    monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
+    idx, lengths = ragged()
+    decoder = Decoder(varied_gpt().cuda(), 4, 20, SAMPLED, decode="persistent")
+    decoder.warm_up(idx.shape[1], 11)
+    text = streamed(decoder, idx.cuda(), 11, lengths.cuda())
+    assert text == streamed(Decoder(varied_gpt(), 4, 20, SAMPLED), idx, 11, lengths)
+    decoder.prefill(idx.cuda(), lengths.cuda())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decoder.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def decoders():
