@@ -176,7 +176,8 @@ struct Scratch {  // in shared memory, besides the ring
   alignas(16) T norm[2 * C];  // gain and shift of the next norm
   T bias[ALL_ROWS];
   float scale[INT8 ? ALL_ROWS : 1];
-  int token[BATCH], drawn[BATCH], position[BATCH], splits[BATCH], stopped[BATCH];
+  int token[BATCH], drawn[BATCH], position[BATCH], stopped[BATCH];
+  int keys[BATCH], new_row[BATCH], splits[BATCH], split_keys[BATCH];  // of this token's attention
   u32 seed[BATCH];
   int finished, abandoned;  // the launch ends after this token; a wait of this block took too long
   Barrier full[MOST_PIECES], empty[MOST_PIECES];  // of the pieces in the ring: the copy is complete; all warps read it
@@ -243,8 +244,11 @@ DEVICE void embed(Thread& my) {
     my.s.stream[i] = convert<Stream>(x);
   }
   if (my.thread < BATCH) {
-    const int keys = smaller(my.s.position[my.thread] + 1, my.a.rows);
-    my.s.splits[my.thread] = smaller(MOST_SPLITS, ceil_div(keys, SPLIT_KEYS));
+    const int b = my.thread, keys = smaller(my.s.position[b] + 1, my.a.rows);
+    my.s.keys[b] = keys;
+    my.s.new_row[b] = my.s.position[b] % my.a.rows;
+    my.s.splits[b] = smaller(MOST_SPLITS, ceil_div(keys, SPLIT_KEYS));
+    my.s.split_keys[b] = ceil_div(keys, my.s.splits[b]);
   }
   for (int i = my.thread; ROPE && i < BATCH * D / 2; i += THREADS) {
     const float angle = my.s.position[i / (D / 2)] * my.a.frequencies[i % (D / 2)];
@@ -280,14 +284,14 @@ DEVICE void normalise(Thread& my, const Word* branch, const T* next_norm) {
     const int place = first + i * 32 * WARPS_PER_SEQUENCE;
     return sequence < BATCH && i < WORDS_PER_THREAD && place < STREAM_WORDS && first_channel(place) < C ? place : -1;
   };
+  const Word* words = branch + my.block % COPIES * Proj::COPY + sequence * BLOCKS * Proj::WORDS + first;
   float sum = 0, squares = 0;
 #pragma unroll 1
   for (int start = 0; start < WORDS_PER_THREAD; start += AT_ONCE) {
     Word word[AT_ONCE];
     if (branch)
-      receive(my, word, branch + my.block % COPIES * Proj::COPY, [&](int i) {
-        return word_place(start + i) < 0 ? -1 : sequence * BLOCKS * Proj::WORDS + word_place(start + i);
-      });
+      receive(my, word, [&](int i) { return words + (start + i) * 32 * WARPS_PER_SEQUENCE; },
+              [&](int i) { return word_place(start + i) >= 0; });
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int place = word_place(start + i), channel = first_channel(place);

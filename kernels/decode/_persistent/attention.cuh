@@ -20,9 +20,8 @@ DEVICE void receive_head(Thread& my, int layer, int b, int head, int row, bool w
     const int first = kind == 0 ? head * D : C + (kind - 1) * KV_WIDTH + kv_head * D;
     const bool rotates = ROPE && kind < 2;
     Word word[2];
-    receive(my, word, my.a.qkv, [&](int j) {
-      return j == 0 ? word_index<Qkv>(b, first + d) : rotates ? word_index<Qkv>(b, first + partner) : -1;
-    });
+    receive(my, word, [&](int j) { return my.a.qkv + word_index<Qkv>(b, first + (j == 0 ? d : partner)); },
+            [&](int j) { return j == 0 || rotates; });
     float x = result_in<Qkv>(word[0], first + d);
     if (rotates) {
       const int angle = b * (D / 2) + d % (D / 2);
@@ -66,8 +65,8 @@ DEVICE void publish_partial(Thread& my, Word* words) {
 
 DEVICE void attend_to_split(Thread& my, int layer, int b, int head, int split, Word* words) {
   const int channel = my.lane() % KEY_LANES * 8, place = my.thread / KEY_LANES, kv_head = head / (HEADS / KV_HEADS);
-  const int keys = smaller(my.s.position[b] + 1, my.a.rows), new_row = my.s.position[b] % my.a.rows;
-  const int share = ceil_div(keys, my.s.splits[b]), start = share * split, end = smaller(keys, start + share);
+  const int new_row = my.s.new_row[b], start = my.s.split_keys[b] * split;
+  const int end = smaller(my.s.keys[b], start + my.s.split_keys[b]);
   const i64 offset = ((i64)b * my.a.rows * KV_HEADS + kv_head) * D + channel;
   Vector<KV, 8> next_keys[DEPTH], next_values[DEPTH];
   auto load = [&](int base) {
@@ -150,31 +149,30 @@ DEVICE void attend(Thread& my, int layer) {
 DEVICE void combine(Thread& my) {
   constexpr int PAIRS = BATCH * C / 2, S = balanced(MOST_SPLITS, 8);
   constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
-  const Word* words = my.a.partial + my.block % COPIES * PARTIAL_WORDS;
   int most = 0;
   for (int b = 0; b < BATCH; ++b) most = larger(most, my.s.splits[b]);
   for (int first = 32 * my.warp(); first < PAIRS; first += E * THREADS) {
     auto pair = [&](int e) { return first + my.lane() + e * THREADS; };  // (sequence, head, pair of channels)
     float top[E], sum[E], y[E][2];
     int splits[E];
+    const Word* words[E];  // of the pair's splits
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       top[e] = LOWEST, sum[e] = 0, y[e][0] = 0, y[e][1] = 0;
       splits[e] = pair(e) < PAIRS ? my.s.splits[pair(e) / (C / 2)] : 0;
+      words[e] = my.a.partial + my.block % COPIES * PARTIAL_WORDS + pair(e) / (D / 2) * (MOST_SPLITS * D / 2) +
+                 pair(e) % (D / 2);
     }
     for (int start = 0; start < most; start += S) {
       Word word[E * S];
-      auto index = [&](int i) {
-        const int from = pair(i / S), split = start + i % S;
-        return split < splits[i / S] ? (from / (D / 2) * MOST_SPLITS + split) * (D / 2) + from % (D / 2) : -1;
-      };
-      receive(my, word, words, index);
+      auto exists = [&](int i) { return start + i % S < splits[i / S]; };
+      receive(my, word, [&](int i) { return words[i / S] + (start + i % S) * (D / 2); }, exists);
 #pragma unroll
       for (int e = 0; e < E; ++e) {
         float lse[S], before = top[e];
 #pragma unroll
         for (int i = 0; i < S; ++i) {
-          lse[i] = index(e * S + i) < 0 ? LOWEST : __uint_as_float(word[e * S + i].data[2]);
+          lse[i] = exists(e * S + i) ? __uint_as_float(word[e * S + i].data[2]) : LOWEST;
           top[e] = fmaxf(top[e], lse[i]);
         }
         const float scale = exp2f(before - top[e]);

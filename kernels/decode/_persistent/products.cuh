@@ -205,7 +205,8 @@ DEVICE void receive_hidden(Thread& my) {
       const int place = start + my.lane() + i * THREADS;
       return place < ALL && row_of(place) < HIDDEN ? place : -1;
     };
-    receive(my, word, my.a.fc + my.block % COPIES * Fc::COPY, index);
+    const Word* words = my.a.fc + my.block % COPIES * Fc::COPY + start + my.lane();
+    receive(my, word, [&](int i) { return words + i * THREADS; }, [&](int i) { return index(i) >= 0; });
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (index(i) < 0) continue;

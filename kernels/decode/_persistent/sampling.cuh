@@ -57,7 +57,8 @@ DEVICE Word* words_of(Thread& my, int b, int group) {  // a summary, then the lo
 // Load a group of logits of sequence b.
 DEVICE void load_group(Thread& my, int b, int group, float (&logit)[GROUP]) {
   Word word[GROUP_WORDS - 1];
-  receive(my, word, words_of(my, b, group) + 1, [](int i) { return i; });
+  const Word* words = words_of(my, b, group) + 1;
+  receive(my, word, [&](int i) { return words + i; }, [](int) { return true; });
 #pragma unroll
   for (int i = 0; i < GROUP; ++i) logit[i] = number_in(word[i / PER_WORD], i % PER_WORD);
 }
@@ -80,7 +81,7 @@ DEVICE Scan scan_above(Thread& my, int b, int group_count, int candidate_count, 
     const int i = start + my.lane(), group = my.s.head.listed_groups[smaller(i, words - 1) / (GROUP_WORDS - 1)];
     const int part = i % (GROUP_WORDS - 1), id = first_id(group) + part * PER_WORD;
     Word word[1];
-    receive(my, word, words_of(my, b, group) + 1 + part, [&](int) { return i < words ? 0 : -1; });
+    receive(my, word, [&](int) { return words_of(my, b, group) + 1 + part; }, [&](int) { return i < words; });
 #pragma unroll
     for (int j = 0; j < PER_WORD; ++j) {
       const float logit = number_in(word[0], j);
@@ -243,11 +244,13 @@ DEVICE int draw_row(Thread& my, int b) {
   Candidate best_group;  // a score, and the number of its group
   Candidate candidate;
   constexpr int AT_ONCE = balanced(EACH, 8);
+  const Word* summaries = words_of(my, b, my.thread);
   auto group = [&](int i) { return i < EACH && my.thread + i * THREADS < ALL ? my.thread + i * THREADS : -1; };
 #pragma unroll
   for (int start = 0; start < EACH; start += AT_ONCE) {
     Word word[AT_ONCE];
-    receive(my, word, words_of(my, b, 0), [&](int i) { return group(start + i) * GROUP_WORDS; });
+    receive(my, word, [&](int i) { return summaries + (start + i) * THREADS * GROUP_WORDS; },
+            [&](int i) { return group(start + i) >= 0; });
 #pragma unroll
     for (int i = start; i < smaller(start + AT_ONCE, EACH); ++i) {
       top[i] = group(i) < 0 ? -INF : __uint_as_float(word[i - start].data[0]);
@@ -337,7 +340,7 @@ DEVICE void draw_tokens(Thread& my, int step) {
   if (my.warp() == 0) {
     Word word[1];
     const int b = my.lane();
-    receive(my, word, a.token, [&](int) { return b < BATCH ? b : -1; });
+    receive(my, word, [&](int) { return a.token + b; }, [&](int) { return b < BATCH; });
     fence();
     if (b < BATCH) take_token(my, b, (int)word[0].data[0], word[0].data[1]);
   }

@@ -22,19 +22,19 @@ DEVICE bool gives_up(Thread& my, u32 polls, u64& since) {
   return !my.patient;
 }
 
-// Wait until words[index(i)] have this epoch, for all i of all lanes. A whole warp calls this, and stays together:
-// lanes that go on alone would run the code after the wait again and again. An index below 0 stands for no word, and
-// gives zeros. The loads of a poll are all in flight together.
-template <int N, class Index> DEVICE void receive(Thread& my, Word (&word)[N], const Word* words, Index index) {
+// Wait until the words at(i) have this epoch, for all i of all lanes. A word without exists(i) is all zeros. A whole warp
+// calls this, and stays together: lanes that go on alone would run the code after the wait again and again. The loads of
+// a poll are all in flight together. at(i) may be anything if the word does not exist, so that the addresses of the
+// words differ by constants, which the loads contain.
+template <int N, class At, class Exists> DEVICE void receive(Thread& my, Word (&word)[N], At at, Exists exists) {
   u64 since = 0;
-  int from[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) from[i] = index(i), word[i] = {{0, 0, 0}, my.epoch};
+  for (int i = 0; i < N; ++i) word[i] = {{0, 0, 0}, my.epoch};
   for (u32 polls = 1;; ++polls) {
     bool complete = true;
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      if (from[i] >= 0) word[i] = load_word(words + from[i]);
+      if (exists(i)) word[i] = load_word(at(i));
 #pragma unroll
     for (int i = 0; i < N; ++i) complete &= word[i].epoch == my.epoch;
     if (vote(complete) == ~0u || gives_up(my, polls, since)) return;
