@@ -199,6 +199,19 @@ def test_one_launch_draws_the_tokens_of_single_steps(case, sampling, launch):
         assert torch.equal(inputs[1], own.positions)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_top_k_of_equal_logits(dtype, launch):
+    """All are 0. None is larger than another one, so the kernel draws among all. Every thread has groups of logits."""
+    vocab = 9000 if GPU else 2100
+    sizes = {"batch": 2, "lengths": [5, 9], "width": 32, "vocab": vocab}
+    weights, tokens, cache = contract.inputs(**sizes, dtype=dtype, device=DEVICE).values()
+    packed, seeds = pack(weights._replace(head=torch.zeros_like(weights.head)), cache), seeds_of(0, 2, DEVICE)
+    expected = draw_one_by_one(packed, tokens, copy_cache(cache), seeds, Sampling(vocab), 3)
+    for sampling in (Sampling(vocab, top_k=5), Sampling(vocab, top_k=5, top_p=0.5)):
+        drawn = persistent.generate_tokens(packed, tokens, copy_cache(cache), seeds, sampling, 3, ())
+        assert drawn.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("stopping", [1, 3])
 def test_a_sequence_that_stops_repeats_its_token(stopping, launch):
     """It appends nothing more to the cache. The launch ends early if all sequences have stopped."""

@@ -266,7 +266,9 @@ DEVICE int draw_row(Thread& my, int b) {
   const Key above = (order_key(highest) >> KEY_SHIFT) + 1;
   const bool limited = limits_count(a);
   Key low = order_key(-3.4e38f) >> KEY_SHIFT, high = above;
-  if (a.top_k <= THREADS && range.x > -1e38f) low = (order_key(range.x) >> KEY_SHIFT) - 1;
+  // Next to 0 the key below is a subnormal number, or -0, and no smaller
+  if (a.top_k <= THREADS && range.x > -1e38f && fabsf(range.x) > 1e-37f)
+    low = (order_key(range.x) >> KEY_SHIFT) - 1;
   if (limited) {
     low = bisect_tops(my, top, low, high);
   } else {
@@ -279,9 +281,9 @@ DEVICE int draw_row(Thread& my, int b) {
     candidate = reduce(my, Candidate{score_of(a, candidate.logit, id, counter_of(my, b)), candidate.logit, id}, better);
     if (a.temperature == 0 || a.top_p >= 1) return candidate.id;
   }
-  const float lowest = limited ? number_of_key(low << KEY_SHIFT) : -INF;
-  const int group_count = list_groups(my, top, lowest);
-  const int candidate_count = limited ? list_logits(my, b, group_count, lowest) : MAX_CANDIDATES + 1;
+  const float list_above = limited ? number_of_key(low << KEY_SHIFT) : -INF;
+  const int group_count = list_groups(my, top, list_above);
+  const int candidate_count = limited ? list_logits(my, b, group_count, list_above) : MAX_CANDIDATES + 1;
   float limit = INF;  // of the mass of larger logits
   // top_p is a share of what top_k keeps. So with both, a bisection finds the k-th logit first
   bool bisecting = limited && a.top_p < 1;
@@ -293,18 +295,19 @@ DEVICE int draw_row(Thread& my, int b) {
       if (group(i) >= 0) all += mass[i] * probability(a, top[i], highest);
     limit = a.top_p * reduce(my, all, [](float x, float y) { return x + y; });
   }
+  if (limited) candidate.logit = list_above;  // the first scan makes the first proposal
   // Ends: a bisection halves the range, and then each proposal leaves fewer larger logits. Only one call of
-  // scan_above(), because its code is new to the instruction cache in every token
-  for (bool first = limited;; first = false) {
+  // scan_above(), because a second copy of its code, 19 KB, would be loaded again in every token
+  for (bool first = limited && !bisecting;; first = false) {
     const Key middle = (low + high) >> 1;
-    const float threshold = first ? lowest : bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit;
+    const float threshold = bisecting ? number_of_key(middle << KEY_SHIFT) : candidate.logit;
     const Scan scan = scan_above(my, b, group_count, candidate_count, threshold, highest);
-    if (!first && bisecting && high - low > 1) {
+    if (bisecting && high - low > 1) {
       if (scan.count >= a.top_k) low = middle;
       else high = middle;
       continue;
     }
-    if (!first && bisecting) {
+    if (bisecting) {
       bisecting = false;
       limit = a.top_p * scan.mass;
     } else if (!first && (scan.count == 0 || ((!limited || scan.count < a.top_k) && scan.mass < limit))) {
