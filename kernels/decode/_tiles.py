@@ -14,7 +14,7 @@ FP8_LARGEST = tl.constexpr(448.0)
 
 @triton.jit
 def launch_next_kernel(PDL: tl.constexpr):
-    """Let the next kernel start as soon as all programs of this kernel have started (programmatic dependent launch).
+    """Let the next kernel start when all programs of this kernel have called this (programmatic dependent launch).
 
     The programs of the next kernel load their weights, and then wait for the results of this kernel.
     """

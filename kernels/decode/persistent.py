@@ -4,9 +4,9 @@ At batch 1 a step of 124M reads 247 MB. The 125 to 250 kernels of decode=blocks 
 graph, because most multiprocessors are idle at the ends of kernels. persistent.cu explains how one kernel loads weights
 while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
-The kernel needs its own copy of the weights, in another order: 247 MB for 124M. By its GPU time on an H200 in bf16 it
-made 6,070 tokens/s of 124M at batch 1 (decode=triton: 5,355), 23,400 with 8 sequences (33,000), and 800 of 1558M at
-batch 1 (550), before its products became shorter (e39cbed).
+The kernel needs its own copy of the weights, in another order: 247 MB for 124M. In generation on an H200 in bf16, 124M
+made 6,056 tokens/s at batch 1 (decode=triton: 5,119) and 21,737 with 8 sequences (33,894), and 1558M made 798 at batch
+1 (543). Then the host still waited for each launch: 165 us a token of 124M, of which the GPU worked 151.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ MOST_SEQUENCES = 8
 COPIES = 4  # of the words that all blocks poll: with one, the polls queue for the same lines of the L2
 GROUP = 16  # logits in a group
 SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
-# TMA copies that a block has in flight, except for the head. Words queue behind them on their way through the L2 cache:
+# TMA copies that a block has in flight, except for the head. A word waits for them on its way through the L2 cache:
 # with 2 copies, a token of 12 layers of 1558M took 347 us on an H200, and with 1 it takes 332 (124M: 155 and 151)
 FLYING = 1
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
@@ -92,7 +92,7 @@ def check_sizes(weights: Weights, cache: Cache) -> None:
 def compile_for_gpu(options: tuple[str, ...], device: torch.device, blocks: int, threads: int) -> Callable:
     """Return persistent.cu as a function of its arguments."""
     with torch.cuda.device(device):
-        # --ftz: exp2 of a number that may be subnormal takes three instructions more
+        # --ftz flushes subnormal numbers to 0. Without it, each exp2 takes three more instructions
         kernel = compat.compile_cuda(SOURCE, "persistent_decode", ("--std=c++17", "--ftz=true", *options))
     return functools.partial(compat.launch_cooperatively, kernel, blocks, threads, SHARED_BYTES, device)
 
@@ -217,8 +217,9 @@ def generate_tokens(
     """Return the next `steps` tokens of each sequence, (B, steps) int64, and append to the cache, in one launch.
 
     A sequence that draws one of the ids in `stops` repeats it, and appends nothing more. All tokens are -1 if a block
-    waited too long for another one. The host does not wait for the GPU.
+    waited too long for another one. The host does not wait for the GPU, except to copy new `stops`.
     """
     drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
     ids = ids_on(tokens.device, stops)
-    return drawn.masked_fill_(packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids, drawn=drawn), -1)
+    failed = packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids, drawn=drawn)
+    return drawn.masked_fill_(failed, -1)

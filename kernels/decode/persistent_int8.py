@@ -1,8 +1,9 @@
 """The kernel of persistent.cu with weights in int8, rounded as int8.py says, which also states the error.
 
 A step reads half the bytes. A matrix goes to the tensor cores in bf16: three or four instructions turn two integers
-into bf16 (numbers.cuh), and each sum is multiplied by its row's scale. Before the products became shorter (e39cbed),
-this gained nothing, because bytes were not the limit: 176 us a token of 124M on an H200, as in bf16.
+into bf16 (numbers.cuh), and each sum is multiplied by its row's scale. In generation on an H200 at batch 1, 124M makes
+6,207 tokens/s (in bf16: 6,056), and 1558M makes 919 (798): the bytes are half, but the exchanges between blocks and the
+instructions are not.
 """
 
 from kernels.cache import Cache

@@ -18,8 +18,9 @@ next kernel takes 0.7 us. Three measures shorten the step:
     normalises them. That takes less time than one more kernel. Program 0 also stores the new stream, into a new buffer,
     because the other programs still read the old stream.
 2.  Programmatic dependent launch (compute capability 9.0): a kernel may start when all programs of its predecessor have
-    started. A program loads its rows of W into registers, in the layout of the matmul, and only then waits for the
-    predecessor's results. So the next kernel's weights arrive while this kernel computes.
+    started, and proj when those of attention have started to compute. A program loads its rows of W into registers, in
+    the layout of the matmul, and only then waits for the predecessor's results. So the next kernel's weights arrive
+    while this kernel computes.
 3.  A program multiplies 8 to 32 whole rows of W, so each product of a layer has 96 to 144 programs. In the matmul its
     warps take different columns and add their results at the end, so the chains of dependent instructions are short.
 
@@ -34,7 +35,7 @@ Measured for batch 1 at contexts 128 to 255 (bf16, H200). A kernel's time is fro
     all 12 layers             170 MB                 40 us      159 us: the first ones are slower
     ln_f, head        1572    77 MB                  18 us       19 us
     the draw                                                      9 us
-    step                      247 MB                 59 us      187 us: 5,355 tokens/s of GPU time
+    step                      247 MB                 59 us      187 us, or 194 if its buffers lie elsewhere
 
 Each kernel must fit beside its neighbours, or it cannot load early: when the programs of fc_proj took half of a
 multiprocessor's registers, fc_proj took 4.4 us.

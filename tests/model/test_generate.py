@@ -218,7 +218,7 @@ def test_addmm_of_one_row_is_as_accurate_as_addmm(dtype):
 
 
 def test_the_gpu_is_ahead_of_the_host():
-    """By a few calls of Decoder.step(), and on a CPU by none."""
+    """The host is a few calls of Decoder.step() behind the GPU, and none on a CPU."""
     cases = (True, None, 1, LAG), (True, None, 5, DRAFT_LAG), (True, print, 1, LAUNCH_LAG), (False, print, 1, 0)
     for is_cuda, launches, step_tokens, lag in cases:
         decoder = SimpleNamespace(generate_tokens=launches, step_tokens=step_tokens)

@@ -66,7 +66,7 @@ DEVICE void publish_partial(Thread& my, Word* words) {
 DEVICE void attend_to_split(Thread& my, int layer, int b, int head, int split, Word* words) {
   const int channel = my.lane() % KEY_LANES * 8, place = my.thread / KEY_LANES, kv_head = head / (HEADS / KV_HEADS);
   const int new_row = my.s.new_row[b], start = my.s.split_keys[b] * split;
-  const int end = smaller(my.s.keys[b], start + my.s.split_keys[b]);
+  const int end = smaller(my.s.key_count[b], start + my.s.split_keys[b]);
   const i64 offset = ((i64)b * my.a.rows * KV_HEADS + kv_head) * D + channel;
   Vector<KV, 8> next_keys[DEPTH], next_values[DEPTH];
   auto load = [&](int base) {
@@ -155,7 +155,7 @@ DEVICE void combine(Thread& my) {
     auto pair = [&](int e) { return first + my.lane() + e * THREADS; };  // (sequence, head, pair of channels)
     float top[E], sum[E], y[E][2];
     int splits[E];
-    const Word* words[E];  // of the pair's splits
+    const Word* words[E];  // the word of each pair's first split
 #pragma unroll
     for (int e = 0; e < E; ++e) {
       top[e] = LOWEST, sum[e] = 0, y[e][0] = 0, y[e][1] = 0;

@@ -198,8 +198,8 @@ DEVICE void receive_hidden(Thread& my) {
   for (int start = 32 * my.warp(); start < end; start += AT_ONCE * THREADS) {
     Word word[AT_ONCE];
     auto row_of = [&](int i) {
-      const int place = BATCH == 1 ? i : i % (BLOCKS * Fc::WORDS);
-      return WHOLE ? place * PER_WORD : place / Fc::WORDS * Fc::SHARE + place % Fc::WORDS * PER_WORD;
+      const int word = BATCH == 1 ? i : i % (BLOCKS * Fc::WORDS);  // of its sequence
+      return WHOLE ? word * PER_WORD : word / Fc::WORDS * Fc::SHARE + word % Fc::WORDS * PER_WORD;
     };
     auto index = [&](int i) {
       const int place = start + my.lane() + i * THREADS;

@@ -22,10 +22,10 @@ DEVICE bool gives_up(Thread& my, u32 polls, u64& since) {
   return !my.patient;
 }
 
-// Wait until the words at(i) have this epoch, for all i of all lanes. A word without exists(i) is all zeros. A whole warp
-// calls this, and stays together: lanes that go on alone would run the code after the wait again and again. The loads of
-// a poll are all in flight together. at(i) may be anything if the word does not exist, so that the addresses of the
-// words differ by constants, which the loads contain.
+// Wait until the words at(i) have this epoch, for all i of all lanes. If exists(i) is false nothing is loaded, and the
+// data are zeros; at(i) may then be any address. So the addresses differ by constants, which are part of the loads. A
+// whole warp calls this, and stays together: lanes that go on alone would run the code after the wait again and again.
+// The loads of a poll are all in flight together.
 template <int N, class At, class Exists> DEVICE void receive(Thread& my, Word (&word)[N], At at, Exists exists) {
   u64 since = 0;
 #pragma unroll
