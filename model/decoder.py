@@ -201,7 +201,7 @@ class Decoder:
         return self.output
 
     def check_launch(self, tokens: list[list[int]]) -> None:
-        """Raise KernelError if the tokens of a step() are those of a failed launch."""
+        """Raise KernelError if the launch that made these tokens of each sequence failed."""
         if self.generate_tokens and any(-1 in sequence for sequence in tokens):
             raise KernelError(
                 f"kernels.decode={self.name}: a launch failed, because a part of it waited too long: try again, or "

@@ -13,10 +13,12 @@ from model.decoder import Decoder, why_no_generation
 from model.gpt import GPT
 from model.parallel import gather_parameters
 
-# So many calls of Decoder.step() may be queued on the GPU while the host reads older tokens. A call makes GRAPH_TOKENS,
-# with a draft perhaps only one token, and with generate_tokens() LAUNCH_TOKENS: without a lag, these 32 tokens took
-# 5.28 ms, and the GPU was idle for 0.46 of them (decode=persistent, 124M, H200)
-LAG, DRAFT_LAG, LAUNCH_LAG = 2, 4, 1
+# How many calls of Decoder.step() the GPU may be ahead of the host. A call makes GRAPH_TOKENS tokens, but with a draft
+# it may make only one
+LAG, DRAFT_LAG = 2, 4
+# The same for generate_tokens(), which makes LAUNCH_TOKENS. With 0, a launch of 32 tokens took 5.28 ms, and the GPU was
+# idle for 0.46 ms (decode=persistent, 124M, H200)
+LAUNCH_LAG = 1
 
 
 def stream(
@@ -61,11 +63,11 @@ def default_lag(decoder: Decoder, idx: Tensor) -> int:
     return LAG if decoder.step_tokens == 1 else DRAFT_LAG
 
 
-def fewest_tokens(decoder: Decoder, prompt: int, counts: list[int], pending: int) -> int:
+def fewest_tokens(decoder: Decoder, prompt: int, totals: list[int], pending: int) -> int:
     """Return how many new tokens each sequence has at least after the pending steps. The prefill makes the first."""
     if decoder.step_tokens > 1:
-        return min(counts) + pending  # a step adds at least one token to each sequence that is not complete
-    return decoder.length + 1 - prompt if decoder.length and (pending or any(counts)) else 0
+        return min(totals) + pending  # a step adds at least one token to each sequence that is not complete
+    return decoder.length + 1 - prompt if decoder.length and (pending or any(totals)) else 0
 
 
 @torch.no_grad()

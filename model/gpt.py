@@ -188,8 +188,8 @@ class GPT(nn.Module):
     """idx (B, T) -> logits (B, T, V) in the compute dtype; with targets (B, T), their mean cross-entropy instead.
 
     starts (B, T) int32 keeps attention inside documents: for each token, the index at which its document begins. With a
-    cache, idx are the tokens that follow the cached ones; after a prefill, the logits are those of the last token of
-    each sequence, (B, 1, V). Raises UserError if the sequence is longer than the table of learned positions.
+    cache, idx has only the new tokens, which follow the cached ones. A prefill returns the logits of each sequence's
+    last token, (B, 1, V). Raises UserError if the sequence is longer than the table of learned positions.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):

@@ -18,9 +18,9 @@ next kernel takes 0.7 us. Three measures shorten the step:
     normalises them. That takes less time than one more kernel. Program 0 also stores the new stream, into a new buffer,
     because the other programs still read the old stream.
 2.  Programmatic dependent launch (compute capability 9.0): a kernel may start when all programs of its predecessor have
-    started, and proj when those of attention have started to compute. A program loads its rows of W into registers, in
-    the layout of the matmul, and only then waits for the predecessor's results. So the next kernel's weights arrive
-    while this kernel computes.
+    started. A program loads its rows of W into registers, in the layout of the matmul, and only then waits for the
+    predecessor's results. So the next kernel's weights arrive while this kernel computes. proj starts later, when all
+    programs of attention have the results of qkv.
 3.  A program multiplies 8 to 32 whole rows of W, so each product of a layer has 96 to 144 programs. In the matmul its
     warps take different columns and add their results at the end, so the chains of dependent instructions are short.
 

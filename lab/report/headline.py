@@ -64,11 +64,11 @@ def comparison_note(device: str) -> str:
     without_checkpoints = max(length for (_, checkpointing), length in lengths.items() if checkpointing == "none")
     nanogpt_checkpoints = peer(device, "context", "nanoGPT", how="checkpoints")["max_train"]
     return (
-        "The interval is 95%. nanoGPT ran with torch.compile and autocast (its generation without), on an "
+        "The interval is 95%. nanoGPT trained with torch.compile and autocast, and generated without them, on an "
         f"{env['device'].removeprefix('NVIDIA ')} with torch {env['torch']} ([rows](results/{device}/peers.jsonl)). "
-        "Its ratios of training are to a hotswap run of the same session, and that of generation is to the speed in "
-        "the table. The longest context uses activation checkpoints in host memory; torch.compile and nanoGPT use "
-        "none. Without checkpoints hotswap reaches "
+        "Its training is compared with a hotswap run of the same session, and its generation with the speed in the "
+        "table. The longest context uses activation checkpoints in host memory; torch.compile and nanoGPT use none. "
+        "Without checkpoints hotswap reaches "
         f"{without_checkpoints:,} tokens. With checkpoints and Liger's loss, nanoGPT would reach about "
         f"{nanogpt_checkpoints:,} by its bytes a token."
     )

@@ -266,7 +266,7 @@ DEVICE int draw_row(Thread& my, int b) {
   const Key above = (order_key(highest) >> KEY_SHIFT) + 1;
   const bool limited = limits_count(a);
   Key low = order_key(-3.4e38f) >> KEY_SHIFT, high = above;
-  // Next to 0 the key below is a subnormal number, or -0, and no smaller
+  // Around 0 the key below may stand for -0 or a subnormal number. Then range.x is not larger, and no group is listed
   if (a.top_k <= THREADS && range.x > -1e38f && fabsf(range.x) > 1e-37f)
     low = (order_key(range.x) >> KEY_SHIFT) - 1;
   if (limited) {
