@@ -25,8 +25,8 @@
 //     stream += proj, LayerNorm, 24 rows of fc, GELU
 //     6 rows of fc_proj
 //
-// 12 layers take some 122 us, the head 15 us, and the draw 13 us. A layer takes 18,000 cycles. Five exchanges of 0.82 us
-// are 7,000 of them. Instructions count too: a warp has some 3,000 in a layer, and two warps share a scheduler.
+// 12 layers take some 122 us, the head 15 us, and the draw 13 us. A layer takes 18,000 cycles. Five exchanges of 0.82
+// us are 7,000 of them. Instructions count too: a warp has some 3,000 in a layer, and two warps share a scheduler.
 // The copies of weights slow the polls down: an early version of this kernel took 242 us a token, and 184 us without
 // loads of weights (its results were wrong).
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
