@@ -3,12 +3,12 @@
 // A step of GPT-2 124M multiplies 247 MB of weights with one vector a sequence. An H200 reads them in 59 us. A first
 // version had a block on each multiprocessor, and a barrier across all blocks after each of a layer's 5 phases. It took
 // 220 us: 67 us for 61 barriers, and the rest because a block waits for weights, then for activations, then for weights
-// again. Here the copies of weights do not wait for activations, and no barrier spans the blocks. A token takes 151 us.
+// again. Here the copies of weights do not wait for activations, and no barrier spans the blocks. A token takes 149 us.
 //
 // 1. The ring. A block owns the same rows of every matrix for all tokens. plan.py lays them out as one stream, in
 //    the order of use: 111 KB a layer for each of 128 blocks. A warp that does nothing else lets TMA, Hopper's copy
 //    engine, fill a ring, 200 KB of shared memory, from this stream, piece after piece. It runs ahead over phases,
-//    layers and tokens, so HBM works while the blocks wait.
+//    layers and tokens, so HBM works while the blocks wait. Gain and shift of the norms are pieces, too.
 // 2. Words. A block publishes results in words of 16 bytes: 12 bytes of data, such as 6 results in bf16, and the epoch,
 //    which counts layers. One store writes a word and one load reads it, so a block that finds the right epoch has the
 //    data as well (NCCL's LL protocol does the same). A barrier takes a store, a fence, an atomic addition, a poll and
@@ -25,7 +25,7 @@
 //     stream += proj, LayerNorm, 24 rows of fc, GELU
 //     6 rows of fc_proj
 //
-// 12 layers take some 122 us, the head 15 us, and the draw 13 us. A layer takes 18,000 cycles. Five exchanges of 0.82
+// 12 layers take some 119 us, the head 15 us, and the draw 13 us. A layer takes 17,300 cycles. Five exchanges of 0.82
 // us are 7,000 of them. Instructions count too: a warp has some 3,000 in a layer, and two warps share a scheduler.
 // The copies of weights slow the polls down: an early version of this kernel took 242 us a token, and 184 us without
 // loads of weights (its results were wrong).
@@ -112,9 +112,10 @@ __host__ __device__ constexpr int largest(int a, int b, int c, int d, int e) {
   return larger(larger(larger(a, b), larger(c, d)), e);
 }
 constexpr int MOST_SUMS = largest(Qkv::SUMS, Proj::SUMS, Fc::SUMS, FcProj::SUMS, Head::SUMS);
-constexpr int LARGEST_PIECE =
-    TILE_ROW_BYTES * largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
-                             FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
+constexpr int NORM_BYTES = 2 * C * sizeof(T);  // gain and shift
+constexpr int LARGEST_TILES = largest(Qkv::ROWS * Qkv::TILES, Proj::ROWS * Proj::TILES, Fc::ROWS * Fc::TILES,
+                                      FcProj::ROWS * FcProj::TILES, Head::ROWS * Head::TILES);
+constexpr int LARGEST_PIECE = larger(NORM_BYTES, TILE_ROW_BYTES * LARGEST_TILES);
 constexpr int LAYER_ROWS = Qkv::SHARE + Proj::SHARE + Fc::SHARE + FcProj::SHARE;  // of a layer, per block
 constexpr int ALL_ROWS = LAYERS * LAYER_ROWS + Head::SHARE;                       // per block
 constexpr i64 TOKEN_BYTES = LAYERS * (Qkv::BYTES + Proj::BYTES + Fc::BYTES + FcProj::BYTES) + Head::BYTES;  // a block's
@@ -131,7 +132,6 @@ constexpr int GROUP_WORDS = 1 + ceil_div(GROUP, PER_WORD);            // a summa
 constexpr int STREAM_WORDS = ceil_div(C, Proj::SHARE) * Proj::WORDS;  // of the residual stream of a sequence
 constexpr int WARPS_PER_SEQUENCE = smaller(WARPS / BATCH, ceil_div(STREAM_WORDS, 32));  // that receive its words
 constexpr int WORDS_PER_THREAD = ceil_div(STREAM_WORDS, 32 * WARPS_PER_SEQUENCE);
-constexpr int NORM_WORDS = ceil_div(2 * C * sizeof(T), THREADS * sizeof(Word));  // of gain and shift per thread
 static_assert(WARPS_PER_SEQUENCE > 0, "a warp or more for each sequence");
 
 struct Arguments {  // in the order of persistent.py
@@ -174,7 +174,6 @@ struct Scratch {  // in shared memory, besides the ring
   alignas(16) float2 tops[WARPS], merge[D / 2][WARPS];
   float cosine[BATCH * D / 2], sine[BATCH * D / 2];
   Stream stream[BATCH * C];
-  alignas(16) T norm[2 * C];  // gain and shift of the next norm
   T bias[ALL_ROWS];
   float scale[INT8 ? ALL_ROWS : 1];
   int token[BATCH], drawn[BATCH], position[BATCH], stopped[BATCH];
@@ -215,9 +214,7 @@ struct Thread {  // the state of a thread, in registers
   u32 epoch = 0;
   int consumed = 0;  // pieces of the stream of weights
   RingPosition position;  // after the last consumed piece
-  Word norm[NORM_WORDS];           // gain and shift of the next norm
   float mean = 0;                  // of the residual stream in the last norm
-  bool patient = true;             // false once this thread has given up a wait
   int marks = 0;
   DEVICE int warp() const { return thread / 32; }
   DEVICE int lane() const { return thread % 32; }
@@ -262,22 +259,9 @@ DEVICE void embed(Thread& my) {
   synchronize_compute_warps();
 }
 
-template <class Use> DEVICE void for_norm_words(Thread& my, Use use) {  // of this thread
-#pragma unroll
-  for (int i = 0; i < NORM_WORDS; ++i) {
-    const int place = THREADS - 1 - my.thread + i * THREADS;
-    if (place < (int)(2 * C * sizeof(T) / sizeof(Word))) use(my.norm[i], place);
-  }
-}
-
-DEVICE void load_norm(Thread& my, const T* norm) {
-  for_norm_words(my, [&](Word& word, int i) { word = ((const Word*)norm)[i]; });
-}
-
 // stream += branch, if there is one, and x = LayerNorm(stream). Few threads receive each sequence, because all blocks
 // poll the same words. One pass suffices, because it sums around the last mean.
-DEVICE void normalise(Thread& my, const Word* branch, const T* next_norm) {
-  for_norm_words(my, [&](Word& word, int i) { ((Word*)my.s.norm)[i] = word; });
+DEVICE void normalise(Thread& my, const Word* branch) {
   constexpr int AT_ONCE = balanced(WORDS_PER_THREAD, 8);
   const int sequence = my.warp() / WARPS_PER_SEQUENCE, first = my.thread % (32 * WARPS_PER_SEQUENCE);
   auto first_channel = [](int place) { return place / Proj::WORDS * Proj::SHARE + place % Proj::WORDS * PER_WORD; };
@@ -333,6 +317,7 @@ DEVICE void normalise(Thread& my, const Word* branch, const T* next_norm) {
   };
   constexpr int PAIRS = ceil_div(BATCH * C, 2 * THREADS);  // of channels of a thread, all loaded before any is stored
   float y[PAIRS][2];
+  const T* norm = (const T*)next_piece(my, 0, NORM_BYTES);
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i) {
     const int from = smaller(2 * (my.thread + i * THREADS), BATCH * C - 2), c = from % C;
@@ -340,7 +325,7 @@ DEVICE void normalise(Thread& my, const Word* branch, const T* next_norm) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float x = (to_float(my.s.stream[from + j]) - own.mean) * own.rstd;
-      y[i][j] = x * to_float(my.s.norm[c + j]) + to_float(my.s.norm[C + c + j]);
+      y[i][j] = x * to_float(norm[c + j]) + to_float(norm[C + c + j]);
     }
   }
 #pragma unroll
@@ -349,8 +334,8 @@ DEVICE void normalise(Thread& my, const Word* branch, const T* next_norm) {
     T* x = my.s.x + from / C * Qkv::STRIDE + from % C;
     for (int j = 0; j < 2 && from < BATCH * C; ++j) x[j] = convert<T>(y[i][j]);
   }
+  release_pieces(my, 1);
   my.mean = statistics(smaller(sequence, BATCH - 1)).mean;
-  load_norm(my, next_norm);  // now, because loads would delay the polls
   synchronize_compute_warps();
 }
 
@@ -414,7 +399,6 @@ DEVICE void start(Thread& my) {
   }
   if (my.thread == 0) my.s.finished = my.s.abandoned = 0;
   my.epoch = my.a.epoch;
-  load_norm(my, my.a.norms);
   synchronize_block();
 }
 
@@ -430,8 +414,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) persistent_decode(
     mark(my);
     embed(my);
     for (int half = 0; half <= 2 * LAYERS; ++half) {  // of a layer; the last one is the head
-      normalise(my, half == 0 ? nullptr : half % 2 ? a.proj : a.fc_proj,
-                a.norms + (i64)((half + 1) % (2 * LAYERS + 1)) * 2 * C);
+      forget(my.block), forget(my.thread);
+      normalise(my, half == 0 ? nullptr : half % 2 ? a.proj : a.fc_proj);
       mark(my);
       if (half == 2 * LAYERS) {
         run_head(my);

@@ -180,6 +180,7 @@ inline void store_flag(int* to, int flag) { *to = flag; }
 template <int N> void load_l2(u32 (&to)[N], const void* from) { memcpy(to, from, 4 * N); }
 inline void fence() {}
 inline void synchronize_block() { emulator::meet(emulator::block().all); }
+inline void forget(int&) {}
 inline void synchronize_compute_warps() { emulator::meet(emulator::block().meeting); }
 inline void synchronize_warp() { emulator::meet(emulator::warp().meeting); }
 inline u64 nanoseconds() { return 1000 * emulator::ticks; }

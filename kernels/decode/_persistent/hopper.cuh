@@ -71,6 +71,11 @@ __device__ __forceinline__ unsigned subtract_pairs(unsigned a, unsigned b) {  //
   return difference;
 }
 
+// After this the compiler computes the addresses that depend on `value` again. Otherwise it keeps the addresses of all
+// phases in registers, and moves other registers to memory. A token of 124M took 151 us without and 146 us with it on
+// an H200, 292 and 254 us with 8 sequences, and 12 layers of 1558M 332 and 308 us.
+__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+
 __device__ __forceinline__ unsigned vote(bool yes) { return __ballot_sync(~0u, yes); }
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(~0u, value); }
 

@@ -11,15 +11,15 @@ template <class V> DEVICE V exchange(V value, int lane) {
 }
 
 // Whether this warp gives up a wait. After TIMEOUT_NS it raises the flag, and then every warp that waits gives up. From
-// then on nobody waits for words, and the launch ends after this token. `since` begins as 0.
+// then on a wait ends after 256 polls, and the launch ends after this token. `since` begins as 0.
 DEVICE bool gives_up(Thread& my, u32 polls, u64& since) {
-  if (!my.patient) return true;
   if (polls % 256) return false;
   if (since == 0) since = nanoseconds();
   const bool late = nanoseconds() - since > TIMEOUT_NS;
   if (late) store_flag(my.a.failed, 1);
-  if (vote(late || load_flag(my.a.failed))) my.patient = false, my.s.abandoned = 1;
-  return !my.patient;
+  if (!vote(late || load_flag(my.a.failed))) return false;
+  my.s.abandoned = 1;
+  return true;
 }
 
 // Wait until the words at(i) have this epoch, for all i of all lanes. If exists(i) is false nothing is loaded, and the
