@@ -84,9 +84,12 @@ generate() { # NAME WORDS ...
     python -m scripts.generate precision=bf16 "${@:2}" out_dir="out/$1"
     [ $? = 75 ] || python -m scripts.collect "out/$1"/*/
 }
-context_fp8() { longest fp8 kernels=triton attn=triton model.pos=rope mode=generate generate.kv=fp8; }
-context_generate_compile() { longest generate-compile kernels=compile mode=generate; }
 context_generate_eager() { longest generate-eager kernels=eager mode=generate; }
+context_generate_compile() { longest generate-compile kernels=compile mode=generate; }
+context_generate_triton() { longest generate-triton kernels=triton attn=triton model.pos=rope mode=generate; }
+context_generate_fp8() {
+    longest generate-fp8 kernels=triton attn=triton model.pos=rope mode=generate generate.kv=fp8
+}
 
 # The same norm under two names, which must be a tie, and a norm that sleeps 0.3 ms a call: its step is 5% longer
 same() {
