@@ -5,8 +5,8 @@ graph, because most multiprocessors are idle at the ends of kernels. persistent.
 while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
 The kernel needs its own copy of the weights, in another order: 247 MB for 124M. In generation on an H200 in bf16, 124M
-made 6,056 tokens/s at batch 1 (decode=triton: 5,119) and 21,737 with 8 sequences (33,894), and 1558M made 798 at batch
-1 (543). Then the host still waited for each launch: 165 us a token of 124M, of which the GPU worked 151.
+made 6,902 tokens/s at batch 1 (decode=triton: 5,149) and 31,781 with 8 sequences (33,898), and 1558M made 906 at batch
+1 (543).
 """
 
 import ctypes

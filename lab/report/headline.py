@@ -5,7 +5,7 @@ nanoGPT's figures are in results/<device>/peers.jsonl, which has rows of other s
 """
 
 from kernels.registry import backend, impls
-from lab.report.choices import BASELINES, comparable_groups, group_runs
+from lab.report.choices import BASELINES, Choice, comparable_groups, group_runs
 from lab.report.describe import (
     BASELINE,
     batch_cell,
@@ -136,17 +136,22 @@ def context_line(device: str) -> list[str]:
 def generation_line(device: str) -> list[str]:
     """Return the line of the fastest choice for decoding one sequence of 124M in bf16.
 
-    It comes from the largest comparable group, or from the newer of two equally large ones. A decoder whose proof says
-    that it rounds is left out.
+    It comes from the newest comparable group that has torch.compile and another choice, or from the newest group of
+    all. A decoder whose proof says that it rounds is left out.
     """
     rows = [row for row in read_rows(device, "generate") if speed(row) and is_124m(row) and sequences(row) == 1]
     rows = [row for row in rows if row["config"]["precision"] == "bf16" and not rounds_on_purpose(row)]
-    group = max(comparable_groups(group_runs([(row, {}) for row in reversed(rows)])), key=len)
-    best = max(group, key=lambda choice: choice.speed)
-    baseline = next((choice.rows for choice in group if choice.name.startswith(BASELINES[0])), [])
+    groups = comparable_groups(group_runs([(row, {}) for row in reversed(rows)]))
+    group = next((group for group in groups if len(group) > 1 and baseline_rows(group)), groups[0])
+    best, baseline = max(group, key=lambda choice: choice.speed), baseline_rows(group)
     nanogpt = peer(device, "generation", "nanoGPT")["tokens_per_sec"]
     cell = f"**{best.speed:,.0f}** tokens/s ({choice_cell(best.row)})"
     return ["generation, one sequence", cell, ratio_to_baseline(best.rows, baseline), format_ratio(best.speed, nanogpt)]
+
+
+def baseline_rows(group: list[Choice]) -> list[dict]:
+    """Return the rows of torch.compile in a comparable group; [] if it has none."""
+    return next((choice.rows for choice in group if choice.name.startswith(BASELINES[0])), [])
 
 
 def rounds_on_purpose(row: dict) -> bool:
