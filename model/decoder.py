@@ -157,19 +157,20 @@ class Decoder:
         return -(-most // (BUCKET // 4)) * (BUCKET // 4)  # a multiple of 64; the rest is masked
 
     @torch.no_grad()
-    def prefill(self, idx: Tensor, lengths: Tensor | None = None, dropped: int = 0) -> Tensor:
+    def prefill(self, idx: Tensor, lengths: Tensor | None = None, dropped: int = 0, kept: int = 0) -> Tensor:
         """Fill the cache with idx (B, T) int64, from position 0 on, and draw the next tokens.
 
         Sequence b has only the first lengths[b] tokens of idx, (B,) int64 on the device; None: all. The other tokens of
         idx have no effect. `dropped` tokens of the text come before idx. They only shift the positions of the draws.
+        The first `kept` tokens, fewer than each length, are in the cache already.
         """
         (B, self.length), device = idx.shape, idx.device
         self.seeds.copy_(shift_positions(self.first_seeds, dropped))
         if lengths is None:
             lengths = torch.full((B,), self.length, device=device)
-        padded = self.padded(B, self.length)
+        padded = None if kept else self.padded(B, self.length)
         if padded is None:
-            self._prefill(idx, lengths)
+            self._prefill(idx, lengths, kept)
             return self.output
         if padded not in self.prefills:
             inputs = torch.zeros(B, padded, dtype=torch.int64, device=device), torch.full_like(lengths, padded)
@@ -262,11 +263,11 @@ class Decoder:
         self.length = 0
         return buckets
 
-    def _prefill(self, idx: Tensor, lengths: Tensor) -> None:
+    def _prefill(self, idx: Tensor, lengths: Tensor, kept: int = 0) -> None:
         B, T = idx.shape
         chunk = min(CHUNK, max(SHORT_CHUNK, 4 * CHUNK // B))
         logits = None
-        for start in range(0, T, chunk):
+        for start in range(kept, T, chunk):
             ids = idx[:, start : start + chunk]
             last = lengths - 1 - start
             cache = Cache(self.kv, start + ids.shape[1], last=last)

@@ -82,6 +82,11 @@ def test_a_prefill_in_parts_gives_the_same_tokens(options, monkeypatch):
     monkeypatch.setattr(model, "forward", lambda ids, **rest: calls.append(ids.shape[1]) or forward(ids, **rest))
     assert streamed(Decoder(model, 4, 21, GREEDY), idx, 12, lengths) == expected
     assert calls[:3] == [4, 4, 1]
+    whole, rest = (Decoder(model, 4, 21, GREEDY) for _ in range(2))
+    rest.prefill(idx[:, :6])
+    calls.clear()
+    assert torch.equal(rest.prefill(idx, kept=6), whole.prefill(idx))
+    assert calls[:1] == [3]
 
 
 def test_an_fp8_cache_takes_half_the_bytes_of_bf16_and_gives_similar_logits():

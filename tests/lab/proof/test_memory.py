@@ -2,6 +2,7 @@
 
 import gc
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernels.compat import TorchDispatchMode
 from kernels.registry import unavailable
 from lab.context import attempt
 from lab.proof.memory import simulate
+from model import decoder
 from model.gpt import PRECISIONS
 from model.step import train_step
 from runtime.config import parse
@@ -170,6 +172,19 @@ def test_predicted_peak_of_generation_is_weights_cache_and_a_prefill():
     rows = 1088  # 1000 + 64, rounded up to a multiple of 64
     assert parts["kv_cache"] == 2 * 2 * rows * 128 * 2
     assert 0 < parts["peak"] - parts["weights"] - parts["kv_cache"] < 1000 * 128 * 40
+
+
+def test_prediction_of_a_long_prompt_simulates_only_its_last_chunks(monkeypatch):
+    """The peak is that of all 7 chunks, to the byte, and the time does not grow with the prompt."""
+    monkeypatch.setattr(decoder, "CHUNK", 512)
+    cfg = config("mode=generate", "precision=bf16")
+    whole = predict_bytes(cfg, 6 * 512 + 100)
+    monkeypatch.setattr(attempt, "CHUNK", 512)
+    assert predict_bytes(cfg, 6 * 512 + 100) == whole
+    calls = mock.Mock(wraps=decoder.Decoder._forward)
+    monkeypatch.setattr(decoder.Decoder, "_forward", lambda *arguments: calls(*arguments))
+    predict_bytes(cfg, 100_000)
+    assert calls.call_count == 3 + 1 + 1  # whole chunks, the rest, and a step
 
 
 def test_an_op_whose_allocations_are_not_seen_is_named():
