@@ -7,6 +7,7 @@ import torch
 from tqdm import tqdm
 
 from runtime.meter import WARMUP
+from runtime.power import tokens_per_joule
 
 
 def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
@@ -78,8 +79,19 @@ def val_line(step: int, last: int | None, loss: float) -> str:
     return f"step {step:05d}{f'/{last:05d}' if last else ''} | val loss {loss:.4f}"
 
 
+def power_line(row: dict) -> str:
+    """Return a line break and the figures of runtime/power.py; empty if the row has none."""
+    if "power/watts" not in row:
+        return ""
+    return (
+        f"\npower    {row['power/watts']:.0f} of {row['power/limit_watts']:.0f} W, {100 * row['power/at_limit']:.0f}% "
+        f"of the time at its limit; SM {row['power/sm_mhz']:,.0f} of {row['power/max_sm_mhz']:,} MHz; "
+        f"{row['power/celsius']} C; {tokens_per_joule(row)} tokens a joule"
+    )
+
+
 def summary(row: dict) -> str:
-    """Return the speed of a training run in two lines."""
+    """Return the speed of a training run in two lines, and a third one if the GPU's power is known."""
     if row["perf/tokens_per_sec"] is None:
         return f"speed    not measured: the first {WARMUP} steps are warm-up, and the run had no other steps"
     spread = f"p20 {row['perf/tokens_per_sec/p20']:,.0f}, p80 {row['perf/tokens_per_sec/p80']:,.0f}"
@@ -91,5 +103,5 @@ def summary(row: dict) -> str:
         f"({row['perf/data_wait_ms']:.2f} ms for data); {share}\n"
         f"start    {row['perf/first_step_s']:.1f} s for the first step, {row['perf/compile_s']:.1f} s of it to compile "
         f"and start; {row['perf/warmup_s']:.1f} s for all {WARMUP} warm-up steps; "
-        f"{row['perf/recompiles']} recompilations"
+        f"{row['perf/recompiles']} recompilations{power_line(row)}"
     )

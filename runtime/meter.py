@@ -12,6 +12,7 @@ import torch
 
 from runtime.compiling import cache_state, graph_breaks, graphs
 from runtime.device import Ceiling, peak_memory
+from runtime.power import PowerMeter
 from runtime.ranks import Ranks
 from runtime.timing import synchronize
 
@@ -39,6 +40,8 @@ class Meter:
         self.ranks, self.steps_before, self.seconds_before = ranks or Ranks(), steps_before, seconds_before
         self.step_seconds: list[float] = []  # the samples: the mean seconds of a step, one for each interval
         self.step_data_waits: list[float] = []  # the part of each sample in which the host waited for data
+        self.measured_steps = 0  # of the samples
+        self.power = PowerMeter(device)
         self.recompiles = 0  # graphs compiled in training steps after the first
         self.first_step_s = self.warmup_s = None
         self.start = time.perf_counter()
@@ -65,6 +68,7 @@ class Meter:
 
     def start_interval(self, step: int) -> None:
         """Start an interval after `step`. The time between the end of the last interval and now is in no sample."""
+        self.power.start()
         self.interval_start = step, time.perf_counter(), graphs()
         self.data_wait = 0.0  # seconds; the loop adds to it
 
@@ -83,6 +87,8 @@ class Meter:
         if start_step >= self.steps_before + WARMUP:
             self.step_seconds.append(seconds)
             self.step_data_waits.append(data_wait)
+            self.measured_steps += steps
+            self.power.stop()
         self.start_interval(step)
         return {
             **self.ceiling.figures(self.tokens_per_step / seconds),
@@ -110,6 +116,7 @@ class Meter:
             "perf/cache": cache_state(),
             "perf/laps_s": self.step_seconds[:MAX_SAMPLES],
             "perf/samples": len(self.step_seconds),
+            **self.power.figures(self.measured_steps * self.tokens_per_step, self.ranks),
         }
 
 

@@ -25,7 +25,7 @@ from model import cost
 from model.decoder import Decoder
 from model.generate import stream
 from runtime.config import UserError, check, cli, command_line
-from runtime.console import model_header
+from runtime.console import model_header, power_line
 from runtime.device import GIB, environment, explain_out_of_memory, reset_peak_memory, select_device
 from runtime.resume import choose_folder
 from runtime.run import Run
@@ -131,6 +131,7 @@ def generate(
     made = sum(arrival.tokens for arrival in arrivals) // len(chosen)
     least = measure.least_bytes(decoder, recipe.precision, lengths, made)
     figures |= measure.figures(decoder, idx, lengths, first_token, arrivals, least, bandwidth)
+    figures |= measure.power_figures(decoder, idx, lengths, new_tokens)
     for number, seconds in enumerate(figures["gen/laps_s"], 1):  # the speed over time
         run.log(number * measure.SAMPLE_STEPS, {"gen/lap_tokens_per_sec": len(chosen) / seconds})
     run.log((len(figures["gen/laps_s"]) + 1) * measure.SAMPLE_STEPS, figures)
@@ -139,7 +140,7 @@ def generate(
     run.row |= figures
     if proof:
         record_proof(run, recipe, decoder, idx, lengths, new_tokens)
-    return measure.summary(figures, least, bandwidth)
+    return measure.summary(figures, least, bandwidth) + power_line(figures)
 
 
 def record_proof(

@@ -15,17 +15,20 @@ from lab.proof.memory import in_gib, simulate, tensor_bytes
 from lab.proof.receipt import missing_kernel, profile_step
 from model import cost
 from model.decoder import Decoder
+from model.generate import stream
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.step import build
 from model.weights import copied_bytes
 from runtime.device import GIB, peak_flops, peak_memory
 from runtime.meter import quantiles
+from runtime.power import PowerMeter
 from runtime.ranks import Ranks
 from runtime.timing import synchronize
 
 SAMPLE_STEPS = 16  # decoding steps in one sample of the speed, so a pause of a slow terminal spoils few samples
 PREFILLS, PREFILL_SECONDS = 5, 1.0  # time at most this many prefills, and start none after this many seconds
+POWER_SECONDS = 1.5  # most generations are too short for the energy counter
 RECEIPT_KERNELS = 24  # kernels of a receipt that the row stores
 
 
@@ -117,6 +120,19 @@ def figures(
         result[f"mem/{name}_gib"] = sum(tensor.nbytes for tensor in tensors) / GIB
     result["mem/packed_gib"] = copied_bytes(decoder.packed, decoder.model) / GIB
     return result | peak_memory(idx.device, Ranks())
+
+
+def power_figures(decoder: Decoder, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> dict:
+    """Return the figures of runtime/power.py for this generation, repeated for POWER_SECONDS; {} without sensors."""
+    power, tokens = PowerMeter(idx.device), 0
+    if not power.sensors:
+        return {}
+    power.start()
+    end = time.perf_counter() + POWER_SECONDS
+    while time.perf_counter() < end:
+        tokens += sum(map(len, chain(*stream(decoder, idx, max_new_tokens, lengths))))
+    power.stop()
+    return power.figures(tokens, Ranks())
 
 
 def measured_memory(figures: dict) -> dict[str, float] | None:

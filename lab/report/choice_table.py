@@ -8,7 +8,7 @@ from lab.report.describe import newest_searches
 from lab.report.max_context_table import max_context_table
 from lab.report.source import ReportSource
 from lab.report.tables import markdown_table
-from lab.sweep.table import Cell, figure_columns, speed
+from lab.sweep.table import POWER, Cell, figure_columns, speed
 
 SPEED_COLUMNS = ["choice", "tokens/s", "of the baseline"]
 TRAINING_COLUMNS = [*SPEED_COLUMNS, "GiB", "first step", "parity", "most time in"]
@@ -21,6 +21,10 @@ NUMBERS = [  # keys of a row
     "perf/first_step_s",
     "perf/recompiles",
     "mem/peak_allocated_gib",
+    "power/watts",
+    "power/joules_per_token",
+    "power/sm_mhz",
+    "power/at_limit",
     "train/loss",
 ]
 WANDB_COLUMNS = ["choice", "model", "precision", "status", *NUMBERS]
@@ -41,19 +45,22 @@ def choice_tables(source: ReportSource) -> list[Table]:
     """Return the tables of training and of generation; a table without lines is left out."""
     figures = figure_columns(choice.row for choice in source.measured_generations)
     columns = [*SPEED_COLUMNS, *figures, "proof", "most time in"]
-    training = [(choice, training_cells(choice)) for choice in source.measured_choices]
+    measured = figure_columns(choice.row for choice in source.measured_choices)
+    power = {name: cell for name, cell in measured.items() if name in POWER}
+    training = [(choice, training_cells(choice, power)) for choice in source.measured_choices]
     generation = [(choice, generation_cells(choice, figures)) for choice in source.measured_generations]
     tables = [
-        Table("choices", "Every choice", TRAINING_COLUMNS, training),
+        Table("choices", "Every choice", [*TRAINING_COLUMNS, *power], training),
         Table("generations", "Every choice of generation", columns, generation),
     ]
     return [table for table in tables if table.lines]
 
 
-def training_cells(choice: Choice) -> list[str]:
-    """Return the cells of a choice of training under TRAINING_COLUMNS. The choice must have a speed."""
+def training_cells(choice: Choice, power: dict[str, Cell]) -> list[str]:
+    """Return the cells of a choice of training under TRAINING_COLUMNS and `power`. The choice must have a speed."""
     row, memory = choice.row, f"{choice.memory:.1f}" if choice.memory else ""
-    return [*speed_cells(choice), memory, first_step_cell(row), parity_cell(row), longest_families(row, "{:.1f} ms")]
+    cells = [memory, first_step_cell(row), parity_cell(row), longest_families(row, "{:.1f} ms")]
+    return [*speed_cells(choice), *cells, *(cell(row) for cell in power.values())]
 
 
 def generation_cells(choice: Choice, figures: dict[str, Cell]) -> list[str]:

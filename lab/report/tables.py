@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from tabulate import tabulate
 
@@ -23,7 +24,7 @@ from lab.report.describe import (
     sessions,
 )
 from lab.sweep.compare import ratio
-from lab.sweep.table import TRAINING, Cell, median_run, speed, speed_cell, spread_cell, sweep_table
+from lab.sweep.table import Cell, figure_columns, median_run, speed, speed_cell, spread_cell, sweep_table
 
 
 def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:
@@ -40,9 +41,10 @@ def throughput(device: str) -> str:
     The rows of a session stand together, fastest first. `of compile` compares each with compile + sdpa of its session.
     """
     head = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
-    head += [*TRAINING, "step", "commit"]
     rows = [row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]]
-    return markdown_table(head, session_lines(rows, throughput_cells))
+    figures = figure_columns(rows)
+    head += [*figures, "step", "commit"]
+    return markdown_table(head, session_lines(rows, partial(throughput_cells, figures)))
 
 
 def session_lines(rows: list[dict], cells: Callable[[dict, str], list[str]]) -> list[list[str]]:
@@ -82,10 +84,10 @@ def ratio_to_baseline(runs: list[dict], bases: list[dict]) -> str:
     return f"{speeds[0] / speeds[1]:.3f}x" if len(speeds) == 2 and all(speeds) else ""
 
 
-def throughput_cells(row: dict, ratio_cell: str) -> list[str]:
+def throughput_cells(figures: dict[str, Cell], row: dict, ratio_cell: str) -> list[str]:
     settings = [model_size(row), batch_cell(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    figures = figure_cells(row, TRAINING)
-    return [*settings, rate_cell(row), ratio_cell, *figures, str(row.get("steps", "")), commit(row)]
+    measured = figure_cells(row, figures)
+    return [*settings, rate_cell(row), ratio_cell, *measured, str(row.get("steps", "")), commit(row)]
 
 
 def figure_cells(row: dict, columns: dict[str, Cell]) -> list[str]:

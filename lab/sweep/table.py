@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from lab.sweep.compare import differences, is_generation, ratio
+from runtime.power import tokens_per_joule
 
 Cell = Callable[[dict], str]  # from a row to a cell of the table
 
@@ -54,11 +55,17 @@ def number_cell(template: str, *keys: str) -> Cell:
 
 
 PEAK = "mem/peak_allocated_gib", "mem/peak_rss_gib"  # of a GPU, of a CPU
+POWER: dict[str, Cell] = {
+    "tokens/J": tokens_per_joule,
+    "at power limit": number_cell("{:.0%}", "power/at_limit"),
+    "SM MHz": number_cell("{:,.0f}", "power/sm_mhz"),
+}
 TRAINING: dict[str, Cell] = {
     "MFU": number_cell("{:.1%}", "perf/mfu"),
     "peak GiB": number_cell("{:.1f}", *PEAK),
     "first step": number_cell("{:.1f} s", "perf/first_step_s"),
     "loss": number_cell("{:.3f}", "train/loss"),
+    **POWER,
 }
 GENERATION: dict[str, Cell] = {
     "ms a token p50 / p99": token_ms_cell,
@@ -67,15 +74,16 @@ GENERATION: dict[str, Cell] = {
     "peak GiB": number_cell("{:.2f}", *PEAK),
     "start": number_cell("{:.1f} s", "gen/warmup_s"),
     "accepted": accepted_cell,
+    **POWER,
 }
+OPTIONAL = {"accepted", *POWER}  # columns that a table leaves out if they are empty
 
 
 def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:
     """Return the columns besides the speed and its spread. All rows are of training, or all of generation."""
     rows = list(rows)
-    if not any(map(is_generation, rows)):
-        return TRAINING
-    return {name: cell for name, cell in GENERATION.items() if name != "accepted" or any(map(speculates, rows))}
+    columns = GENERATION if any(map(is_generation, rows)) else TRAINING
+    return {name: cell for name, cell in columns.items() if name not in OPTIONAL or any(map(cell, rows))}
 
 
 def sweep_table(choices: dict[str, list[dict]]) -> str:

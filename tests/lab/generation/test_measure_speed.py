@@ -1,6 +1,9 @@
 """decode_speed() by hand: groups of steps, drafts, and launches of several tokens; and the receipt of a graph."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.generation import measure
@@ -64,6 +67,20 @@ def test_a_receipt_is_that_of_one_token(monkeypatch):
         decoder.prefill(prompt(1))
         receipt = measure.make_receipt(decoder, row, kernels, attn)
         assert {kernel["name"]: kernel["calls"] for kernel in receipt["kernels"]}["aten::argmax"] == 1
+
+
+def test_the_power_is_that_of_repeated_generations(monkeypatch):
+    """Two sequences of 12 tokens, until the time is over: whole generations."""
+    counted = []
+    meter = SimpleNamespace(sensors=True, start=lambda: None, stop=lambda: None)
+    meter.figures = lambda tokens, ranks: counted.append(tokens) or {"power/watts": 500}
+    monkeypatch.setattr(measure, "PowerMeter", lambda device: meter)
+    monkeypatch.setattr(measure, "POWER_SECONDS", 0.2)
+    decoder, lengths = Decoder(varied_gpt(), 2, 15, GREEDY), torch.tensor([3, 2])
+    assert measure.power_figures(decoder, prompt(2), lengths, 12) == {"power/watts": 500}
+    assert counted[0] % (2 * 12) == 0 < counted[0]
+    meter.sensors = None
+    assert measure.power_figures(decoder, prompt(2), lengths, 12) == {}
 
 
 def test_one_arrival_has_no_speed():
