@@ -123,7 +123,9 @@ static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "on
 static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
-constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * D / 2;    // per copy
+constexpr bool MERGES = MOST_SPLITS > 1;  // a head's splits. Otherwise its words are outputs, as in other products
+constexpr int SPLIT_WORDS = MERGES ? D / 2 : ceil_div(D, PER_WORD);
+constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * SPLIT_WORDS;  // per copy
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;
 constexpr int MOST_PIECES = 32;                                       // most pieces in the ring

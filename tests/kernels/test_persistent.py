@@ -341,7 +341,7 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
 
     stops = tuple({row[2] for row in outcome(samplings[0], 0, ())[0]})  # with these the launch ends early
     settings = [(samplings[0], stops), *((sampling, ()) for sampling in samplings)]
-    runs = {run: outcome(*run) for run in ((sampling, seed, ids) for sampling, ids in settings for seed in range(3))}
+    runs = {run: outcome(*run) for run in ((sampling, seed, ids) for sampling, ids in settings for seed in range(4))}
     monkeypatch.setattr(emulator, "FOLDER", tmp_path / "decode/_persistent")
     assert not any(differs(*run) for run in runs.items())
     path = next((tmp_path / "decode").rglob(name))

@@ -40,26 +40,40 @@ DEVICE void receive_head(Thread& my, int layer, int b, int head, int row, bool w
   synchronize_compute_warps();
 }
 
-// Merge the warps' softmaxes. A word holds two channels of the output, and the log-sum-exp of the scores in base 2.
-DEVICE void publish_partial(Thread& my, Word* words) {
-  for (int pair = my.thread; pair < D / 2; pair += THREADS) {
-    float top = LOWEST, sum = 0, first = 0, second = 0;
-    float2 tops[WARPS], acc[WARPS];
+struct Merged { float first, second, lse; };
+
+// Merge the warps' softmaxes: two channels of the output, and the log-sum-exp of the scores in base 2.
+DEVICE Merged merge_warps(Thread& my, int pair) {
+  float top = LOWEST, sum = 0, first = 0, second = 0;
+  float2 tops[WARPS], acc[WARPS];
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) tops[warp] = my.s.tops[warp], acc[warp] = my.s.merge[pair][warp];
+  for (int warp = 0; warp < WARPS; ++warp) tops[warp] = my.s.tops[warp], acc[warp] = my.s.merge[pair][warp];
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, tops[warp].x);
+  for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, tops[warp].x);
 #pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) {
-      const float scale = exp2f(tops[warp].x - top);
-      sum += tops[warp].y * scale;
-      first += acc[warp].x * scale;
-      second += acc[warp].y * scale;
-    }
-    const float inverse = sum > 0 ? __fdividef(1, sum) : 0, lse = sum > 0 ? top + log2f(sum) : LOWEST;
-    const Word word = make_word(first * inverse, second * inverse, lse, my.epoch);
+  for (int warp = 0; warp < WARPS; ++warp) {
+    const float scale = exp2f(tops[warp].x - top);
+    sum += tops[warp].y * scale;
+    first += acc[warp].x * scale;
+    second += acc[warp].y * scale;
+  }
+  const float inverse = sum > 0 ? __fdividef(1, sum) : 0;
+  return {first * inverse, second * inverse, sum > 0 ? top + log2f(sum) : LOWEST};
+}
+
+// A word holds two channels of a split and its log-sum-exp. If no head is split, it holds outputs, as of a product.
+DEVICE void publish_split(Thread& my, Word* words) {
+  constexpr int AT_ONCE = MERGES ? 32 : 30, CHANNELS = MERGES ? 2 : 1;  // lanes of a warp, and channels of a lane
+#pragma unroll 1
+  for (int start = AT_ONCE * my.warp(); start * CHANNELS < D; start += AT_ONCE * WARPS) {
+    const int lane = my.lane(), i = start + lane, channel = smaller(i * CHANNELS, D - 1);
+    const Merged merged = merge_warps(my, channel / 2);
+    Word word = make_word(merged.first, merged.second, merged.lse, my.epoch);
+    if (!MERGES) word = pack_numbers(channel % 2 ? merged.second : merged.first, lane, my.epoch);
+    if (i * CHANNELS >= D || (!MERGES && (lane >= AT_ONCE || lane % PER_WORD))) continue;
+    Word* to = words + (MERGES ? i : i / PER_WORD);
 #pragma unroll
-    for (int copy = 0; copy < COPIES; ++copy) store_word(words + copy * PARTIAL_WORDS + pair, word);
+    for (int copy = 0; copy < COPIES; ++copy) store_word(to + copy * PARTIAL_WORDS, word);
   }
 }
 
@@ -135,18 +149,18 @@ DEVICE void attend_to_split(Thread& my, int layer, int b, int head, int split, W
     if (my.lane() < KEY_LANES && (ALL_LANES || channel < D))
       my.s.merge[(channel + j) / 2][my.warp()] = make_float2(acc[j], acc[j + 1]);
   synchronize_compute_warps();
-  publish_partial(my, words);
+  publish_split(my, words);
 }
 
 DEVICE void attend(Thread& my, int layer) {
   for (int item = my.block; item < BATCH * HEADS * MOST_SPLITS; item += BLOCKS) {
     const int split = item % MOST_SPLITS, head = item / MOST_SPLITS % HEADS, b = item / (MOST_SPLITS * HEADS);
-    if (split < my.s.splits[b]) attend_to_split(my, layer, b, head, split, my.a.partial + item * (D / 2));
+    if (split < my.s.splits[b]) attend_to_split(my, layer, b, head, split, my.a.partial + item * SPLIT_WORDS);
   }
 }
 
 // x = the outputs of all heads, from their splits. A thread has pairs of channels, because a word has one.
-DEVICE void combine(Thread& my) {
+DEVICE void merge_splits(Thread& my) {
   constexpr int PAIRS = BATCH * C / 2, S = balanced(MOST_SPLITS, 8);
   constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
   int most = 0;
@@ -192,5 +206,12 @@ DEVICE void combine(Thread& my) {
       for (int j = 0; j < 2; ++j) x[j] = convert<T>(__fdividef(y[e][j], sum[e]));
     }
   }
+}
+
+DEVICE void combine(Thread& my) {
+  if constexpr (MERGES)
+    merge_splits(my);
+  else
+    receive_x<D, HEADS, C, Proj::STRIDE>(my, my.a.partial + my.block % COPIES * PARTIAL_WORDS);
   synchronize_compute_warps();
 }

@@ -209,36 +209,42 @@ DEVICE void multiply_and_publish(Thread& my, int first_row, Word* words, Epilogu
   multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, first_row, words, epilogue); });
 }
 
-// x = the hidden units. A block without rows of fc_proj needs none, and might come so late that it finds newer words.
-DEVICE void receive_hidden(Thread& my) {
-  constexpr int ALL = BATCH * BLOCKS * Fc::WORDS, AT_ONCE = balanced(ceil_div(ALL, THREADS), 6);
-  constexpr bool WHOLE = Fc::SHARE % PER_WORD == 0 && HIDDEN % PER_WORD == 0;  // every word is full
-  const int end = my.block * FcProj::SHARE < FcProj::N ? ALL : 0;
-  for (int start = 32 * my.warp(); start < end; start += AT_ONCE * THREADS) {
+// x = PARTS parts of SHARE results of each sequence, whose words lie one part after the other, RESULTS in all.
+template <int SHARE, int PARTS, int RESULTS, int STRIDE> DEVICE void receive_x(Thread& my, const Word* from) {
+  constexpr int WORDS = ceil_div(SHARE, PER_WORD), ALL = BATCH * PARTS * WORDS;
+  constexpr int AT_ONCE = balanced(ceil_div(ALL, THREADS), 6);
+  constexpr bool WHOLE = SHARE % PER_WORD == 0 && RESULTS % PER_WORD == 0;  // every word is full
+  for (int start = 32 * my.warp(); start < ALL; start += AT_ONCE * THREADS) {
     Word word[AT_ONCE];
     auto row_of = [&](int i) {
-      const int word = BATCH == 1 ? i : i % (BLOCKS * Fc::WORDS);  // of its sequence
-      return WHOLE ? word * PER_WORD : word / Fc::WORDS * Fc::SHARE + word % Fc::WORDS * PER_WORD;
+      const int word = BATCH == 1 ? i : i % (PARTS * WORDS);  // of its sequence
+      return WHOLE ? word * PER_WORD : word / WORDS * SHARE + word % WORDS * PER_WORD;
     };
     auto index = [&](int i) {
       const int place = start + my.lane() + i * THREADS;
-      return place < ALL && row_of(place) < HIDDEN ? place : -1;
+      return place < ALL && row_of(place) < RESULTS ? place : -1;
     };
-    const Word* words = my.a.fc + my.block % COPIES * Fc::COPY + start + my.lane();
+    const Word* words = from + start + my.lane();
     receive(my, word, [&](int i) { return words + i * THREADS; }, [&](int i) { return index(i) >= 0; });
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (index(i) < 0) continue;
-      const int row = row_of(index(i)), end_of_block = (row / Fc::SHARE + 1) * Fc::SHARE;
-      T* x = my.s.x + index(i) / (BLOCKS * Fc::WORDS) * FcProj::STRIDE;
+      const int row = row_of(index(i)), end_of_part = (row / SHARE + 1) * SHARE;
+      T* x = my.s.x + index(i) / (PARTS * WORDS) * STRIDE;
       if (WHOLE) {
         memcpy(__builtin_assume_aligned((char*)(x + row), 4), word[i].data, sizeof(word[i].data));
         continue;
       }
 #pragma unroll
       for (int j = 0; j < PER_WORD; ++j)
-        if (row + j < smaller(end_of_block, HIDDEN)) x[row + j] = value_in(word[i], j);
+        if (row + j < smaller(end_of_part, RESULTS)) x[row + j] = value_in(word[i], j);
     }
   }
+}
+
+// x = the hidden units. A block without rows of fc_proj needs none, and might come so late that it finds newer words.
+DEVICE void receive_hidden(Thread& my) {
+  if (my.block * FcProj::SHARE < FcProj::N)
+    receive_x<Fc::SHARE, BLOCKS, HIDDEN, FcProj::STRIDE>(my, my.a.fc + my.block % COPIES * Fc::COPY);
   synchronize_compute_warps();
 }
