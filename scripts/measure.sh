@@ -68,8 +68,8 @@ sequence() { # NAME T STEPS
 }
 
 # Generation: every decoder with 1, 8 and 64 sequences; with prompts of 1024 tokens; with 256 sequences; 1558M; drafts
-# (run `typed` before); an fp8 cache. A job takes about 17 s, and with torch.compile about 100 s (estimated), so the
-# first group takes some 20 minutes on one GPU
+# (run `typed` before); the longest contexts. A job takes about 17 s, and with torch.compile about 100 s (estimated), so
+# the first group takes some 20 minutes on one GPU
 generation() { generate generation +sweep=generate checkpoint=random prompt_tokens=128; }
 generation_1024() { generate generation-1024 +sweep=generate checkpoint=random prompt_tokens=1024 batch=1; }
 generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }

@@ -3,7 +3,8 @@
 // A step of GPT-2 124M multiplies 247 MB of weights with one vector a sequence. An H200 reads them in 59 us. A first
 // version had a block on each multiprocessor, and a barrier across all blocks after each of a layer's 5 phases. It took
 // 220 us: 67 us for 61 barriers, and the rest because a block waits for weights, then for activations, then for weights
-// again. Here the copies of weights do not wait for activations, and no barrier spans the blocks. A token takes 149 us.
+// again. Here the copies of weights do not wait for activations, and no barrier spans the blocks. A token takes 149 us
+// in a loop of launches.
 //
 // 1. The ring. A block owns the same rows of every matrix for all tokens. plan.py lays them out as one stream, in
 //    the order of use: 111 KB a layer for each of 128 blocks. A warp that does nothing else lets TMA, Hopper's copy
@@ -123,8 +124,8 @@ static_assert(Qkv::PASSES * Proj::PASSES * Fc::PASSES * FcProj::PASSES == 1, "on
 static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
-constexpr bool MERGES = MOST_SPLITS > 1;  // a head's splits. Otherwise its words are outputs, as in other products
-constexpr int SPLIT_WORDS = MERGES ? D / 2 : ceil_div(D, PER_WORD);
+constexpr bool HAS_SPLITS = MOST_SPLITS > 1;
+constexpr int SPLIT_WORDS = HAS_SPLITS ? D / 2 : ceil_div(D, PER_WORD);  // of a split, or of a whole head
 constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * SPLIT_WORDS;  // per copy
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;

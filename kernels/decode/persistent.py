@@ -46,7 +46,7 @@ COPIES = 4  # of the words that all blocks poll: with one, the polls queue for t
 GROUP = 16  # logits in a group
 SPLIT_KEYS = 64  # in a split, or more if the blocks are too few: a block takes one split of one head of one sequence
 # TMA copies that a block has in flight, except for the head. A word waits for them on its way through the L2 cache:
-# with 2 copies, a token of 12 layers of 1558M took 347 us on an H200, and with 1 it takes 332 (124M: 155 and 151)
+# with 2 copies, a token of 12 layers of 1558M took 347 us on an H200, and with 1 it took 332, both before forget()
 FLYING = 1
 TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
@@ -163,6 +163,7 @@ class Packed:
         heads, per_word = self.batch * weights.heads, 12 // weights.wte.itemsize
         groups = self.batch * self.blocks * ceil(plans["HEAD"].share / GROUP)
         words = {"groups": groups * (1 + ceil(GROUP / per_word)), "token": self.batch}
+        # enough for both forms of these words, see publish_split() and publish_output()
         words["partial"] = COPIES * heads * max(1, self.blocks // heads) * weights.head_dim // 2
         for name in ("qkv", "proj", "fc", "fc_proj"):
             copies = 1 if name == "qkv" else COPIES  # only the blocks of one head poll the words of q, k and v

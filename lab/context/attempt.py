@@ -159,7 +159,8 @@ def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dic
     with simulate(device) as usage:
         if mode == "generate":
             decoder, idx = build_decoder(recipe, length, device, prefill_only)
-            # The last three chunks and the rest: no chunk before takes more. All 246 of 4 million tokens took 25 s
+            # Earlier chunks take no more memory; with two, the peak was 640 bytes low. All 246 of 4 million tokens took
+            # 25 s, and these take 0.3 s
             decoder.prefill(idx, kept=max(0, (length // CHUNK - 3) * CHUNK))
             if not prefill_only:
                 decoder.step()

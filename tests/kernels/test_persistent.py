@@ -250,8 +250,9 @@ def test_any_schedule_of_the_threads_gives_the_same_bits(dtype, launch):
         assert torch.equal(rows, results[i // 3 * 3][1])  # the number of blocks changes the order of sums
 
 
-def test_a_sequence_does_not_depend_on_the_others():
-    """Other tokens and lengths of the other sequences change no bits of it. With 300 keys it has several splits."""
+def test_a_sequence_does_not_depend_on_the_others(launch):
+    """Other tokens and lengths of the other sequences change no bits of it. With 9 blocks it has two splits."""
+    launch(9)
     sizes = {"batch": 2, "lengths": [300, 280], "rows": 320, "n_layer": 1}
     weights, tokens, cache = case_inputs(sizes).values()
     packed, other = pack(weights, cache), copy_cache(cache)
@@ -262,11 +263,12 @@ def test_a_sequence_does_not_depend_on_the_others():
     assert not torch.equal(logits[1], changed[1])
 
 
+@pytest.mark.parametrize("case", ["many_keys", {"batch": 2, "lengths": [300, 20], "rows": 320, "heads": 1}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_several_splits_of_the_keys(dtype, launch):
-    """With 9 blocks and 2 heads, 300 keys have 4 splits."""
+def test_several_splits_of_the_keys(case, dtype, launch):
+    """With 9 blocks, 300 keys of 2 heads, or of 2 sequences, have 4 splits, and 20 keys have one."""
     launch(9)
-    arguments = case_inputs("many_keys", dtype)
+    arguments = case_inputs(case, dtype)
     weights, tokens, cache = arguments.values()
     truth = {"y": contract.reference(**contract.to_float64(arguments))}
     eager = {"y": contract.reference(weights, tokens, copy_cache(cache))}
@@ -428,7 +430,7 @@ SIZES = {"124M": (768, 12, 12), "1558M": (1600, 25, 48)}
     ],
 )
 def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, quantize, tmp_path):
-    """nvcc compiles it for sm_90, with few spills. Its threads share 65,536 registers."""
+    """nvcc compiles it for sm_90 almost without spills. Without forget() 1558M has 68 to 184 bytes."""
     weights, cache = meta_inputs(*SIZES[model], batch, kv_dtype=kv_dtype)
     weights = int8.map_matrices(quantize, weights) if quantize else weights
     blocks = ceil(plan.hidden_units(weights) / ceil(plan.hidden_units(weights) / 132))
@@ -440,7 +442,7 @@ def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, quantize,
     command = ["nvcc", "-std=c++17", "-arch=sm_90", "-cubin", "-Xptxas=-v", *options, "-o", tmp_path / "kernel.cubin"]
     done = subprocess.run([*command, persistent.SOURCE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0]) <= 272
+    assert int(done.stderr.split("frame, ")[1].split(" bytes spill stores")[0]) <= 16
     registers = int(done.stderr.split("Used ")[1].split(" registers")[0])
     assert registers <= 65_536 // (128 * ceil((warps + 1) / 4))  # warps get registers in fours
     assert persistent.SHARED_BYTES == 227 * 1024

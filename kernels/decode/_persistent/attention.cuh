@@ -61,19 +61,26 @@ DEVICE Merged merge_warps(Thread& my, int pair) {
   return {first * inverse, second * inverse, sum > 0 ? top + log2f(sum) : LOWEST};
 }
 
-// A word holds two channels of a split and its log-sum-exp. If no head is split, it holds outputs, as of a product.
+// A word holds two channels of a split, and its log-sum-exp.
 DEVICE void publish_split(Thread& my, Word* words) {
-  constexpr int AT_ONCE = MERGES ? 32 : 30, CHANNELS = MERGES ? 2 : 1;  // lanes of a warp, and channels of a lane
-#pragma unroll 1
-  for (int start = AT_ONCE * my.warp(); start * CHANNELS < D; start += AT_ONCE * WARPS) {
-    const int lane = my.lane(), i = start + lane, channel = smaller(i * CHANNELS, D - 1);
-    const Merged merged = merge_warps(my, channel / 2);
-    Word word = make_word(merged.first, merged.second, merged.lse, my.epoch);
-    if (!MERGES) word = pack_numbers(channel % 2 ? merged.second : merged.first, lane, my.epoch);
-    if (i * CHANNELS >= D || (!MERGES && (lane >= AT_ONCE || lane % PER_WORD))) continue;
-    Word* to = words + (MERGES ? i : i / PER_WORD);
+  for (int pair = my.thread; pair < D / 2; pair += THREADS) {
+    const Merged merged = merge_warps(my, pair);
+    const Word word = make_word(merged.first, merged.second, merged.lse, my.epoch);
 #pragma unroll
-    for (int copy = 0; copy < COPIES; ++copy) store_word(to + copy * PARTIAL_WORDS, word);
+    for (int copy = 0; copy < COPIES; ++copy) store_word(words + copy * PARTIAL_WORDS + pair, word);
+  }
+}
+
+// For a head that is not split: the words hold its outputs, as those of publish().
+DEVICE void publish_output(Thread& my, Word* words) {
+#pragma unroll 1
+  for (int start = LANES * my.warp(); start < D; start += LANES * WARPS) {
+    const int lane = my.lane(), channel = start + lane;
+    const Merged merged = merge_warps(my, smaller(channel, D - 1) / 2);
+    const Word word = pack_numbers(channel % 2 ? merged.second : merged.first, lane, my.epoch);
+    if (lane >= LANES || lane % PER_WORD || channel >= D) continue;
+#pragma unroll
+    for (int copy = 0; copy < COPIES; ++copy) store_word(words + copy * PARTIAL_WORDS + channel / PER_WORD, word);
   }
 }
 
@@ -149,7 +156,10 @@ DEVICE void attend_to_split(Thread& my, int layer, int b, int head, int split, W
     if (my.lane() < KEY_LANES && (ALL_LANES || channel < D))
       my.s.merge[(channel + j) / 2][my.warp()] = make_float2(acc[j], acc[j + 1]);
   synchronize_compute_warps();
-  publish_split(my, words);
+  if (HAS_SPLITS)
+    publish_split(my, words);
+  else
+    publish_output(my, words);
 }
 
 DEVICE void attend(Thread& my, int layer) {
@@ -159,7 +169,7 @@ DEVICE void attend(Thread& my, int layer) {
   }
 }
 
-// x = the outputs of all heads, from their splits. A thread has pairs of channels, because a word has one.
+// A thread has pairs of channels, because a word has one.
 DEVICE void merge_splits(Thread& my) {
   constexpr int PAIRS = BATCH * C / 2, S = balanced(MOST_SPLITS, 8);
   constexpr int E = balanced(ceil_div(PAIRS, THREADS), smaller(16 / S, 8));
@@ -208,8 +218,8 @@ DEVICE void merge_splits(Thread& my) {
   }
 }
 
-DEVICE void combine(Thread& my) {
-  if constexpr (MERGES)
+DEVICE void combine(Thread& my) {  // x = the outputs of all heads
+  if constexpr (HAS_SPLITS)
     merge_splits(my);
   else
     receive_x<D, HEADS, C, Proj::STRIDE>(my, my.a.partial + my.block % COPIES * PARTIAL_WORDS);

@@ -11,9 +11,9 @@ struct Feeder {  // the state of the thread that fills the ring
   int produced = 0, released = 0;
 };
 
-// Copy a piece into the ring, once there is room, and once fewer than `flying` copies are in flight. Returns false if
-// the launch ends.
-DEVICE bool feed_piece(Thread& my, Feeder& f, const char* source, int size, int flying) {
+// Copy a piece into the ring, once there is room, and once fewer than `most_flying` copies are in flight. Returns
+// false if the launch ends.
+DEVICE bool feed_piece(Thread& my, Feeder& f, const char* source, int size, int most_flying) {
   const volatile int* finished = &my.s.finished;
   const int place = f.position.next(size);
   for (; f.position.bytes - f.read > RING_BYTES || f.produced - f.released == MOST_PIECES; ++f.released) {
@@ -21,20 +21,20 @@ DEVICE bool feed_piece(Thread& my, Feeder& f, const char* source, int size, int 
       if (*finished) return false;
     f.read = my.s.ends[f.released % MOST_PIECES];
   }
-  if (f.produced >= flying) wait_for_piece(my, f.produced - flying);
+  if (f.produced >= most_flying) wait_for_piece(my, f.produced - most_flying);
   my.s.ends[f.produced % MOST_PIECES] = f.position.bytes;
   copy_to_shared(my.ring + place, source, size, &my.s.full[f.produced++ % MOST_PIECES]);
   return true;
 }
 
-// Copy a matrix. The sizes of pieces are constants, because those of the head must follow each other within 0.3 us.
-template <class P> DEVICE bool feed(Thread& my, Feeder& f, int flying) {
+// Copy a matrix. Piece sizes are constants, because the head's pieces must follow each other within 0.3 us.
+template <class P> DEVICE bool feed(Thread& my, Feeder& f, int most_flying) {
 #pragma unroll 1
   for (int pass = 0; pass < P::PASSES; ++pass)
 #pragma unroll 1  // unrolled code would evict the other warps' code
     for (int piece = 0; piece < P::PIECES; ++piece) {
       const int size = P::piece_bytes(piece);
-      if (!feed_piece(my, f, f.source, size, flying)) return false;
+      if (!feed_piece(my, f, f.source, size, most_flying)) return false;
       f.source += size;
     }
   return true;
@@ -61,7 +61,7 @@ DEVICE void feed_ring(Thread& my) {
   for (; f.released < f.produced; ++f.released) wait_for_piece(my, f.released);
 }
 
-// Wait for piece i of those that come next in the ring. To be called for 0, 1, ... in turn.
+// Wait for the i-th piece after the consumed ones, and return it. Call for 0, 1, ... in turn.
 DEVICE const char* next_piece(Thread& my, int i, int size) {
   const char* piece = my.ring + my.position.next(size);
   wait_for_piece(my, my.consumed + i);
@@ -184,19 +184,23 @@ template <class P, class Finish> DEVICE void multiply(Thread& my, Finish finish)
 // The sum of a row, times the row's scale if the weights are in int8.
 DEVICE float apply_scale(Thread& my, int row, float sum) { return INT8 ? sum * my.s.scale[row] : sum; }
 
-// Publish epilogue(sum + bias) for the block's rows, whose biases and scales begin at first_row. A warp takes 30
-// results of one copy at a time, because these fill whole words: 5 in bf16, 10 in fp32.
+constexpr int LANES = 30;  // of a warp, whose results fill whole words: 5 in bf16, 10 in fp32
+
+// Publish epilogue(sum + bias) for the block's rows, whose biases and scales begin at first_row. A warp takes LANES
+// results of one copy at a time.
 template <class P, class Epilogue>
 DEVICE void publish(Thread& my, const float* warp_sums, int first_row, Word* words, Epilogue epilogue) {
-  constexpr int RESULTS = P::WORDS * PER_WORD, PARTS = ceil_div(BATCH * RESULTS, 30);  // results: of a sequence, padded
+  constexpr int RESULTS = P::WORDS * PER_WORD;  // of a sequence, padded
+  constexpr int PARTS = ceil_div(BATCH * RESULTS, LANES);
   constexpr int ITEMS = P::WORD_COPIES * PARTS;
   const int lane = my.lane();
 #pragma unroll 1
   for (int round = 0; round < ceil_div(ITEMS, WARPS); ++round) {  // a constant: mostly 1, and then there is no loop
     const int item = my.warp() + round * WARPS;
     if (item >= ITEMS) break;
-    const int place = item % PARTS * 30 + lane, b = place / RESULTS, i = place % RESULTS, row = my.block * P::SHARE + i;
-    const bool exists = lane < 30 && b < BATCH && i < P::SHARE && row < P::N;
+    const int place = item % PARTS * LANES + lane, b = place / RESULTS, i = place % RESULTS;
+    const int row = my.block * P::SHARE + i;
+    const bool exists = lane < LANES && b < BATCH && i < P::SHARE && row < P::N;
     const float sum = exists ? apply_scale(my, first_row + i, total<P>(warp_sums, b, i)) : 0;
     const float result = exists ? epilogue(sum + to_float(my.s.bias[first_row + i])) : 0;
     const Word word = pack_numbers(result, lane, my.epoch);
@@ -209,7 +213,7 @@ DEVICE void multiply_and_publish(Thread& my, int first_row, Word* words, Epilogu
   multiply<P>(my, [&](int, const float* warp_sums) { publish<P>(my, warp_sums, first_row, words, epilogue); });
 }
 
-// x = PARTS parts of SHARE results of each sequence, whose words lie one part after the other, RESULTS in all.
+// x = RESULTS results of each sequence, in PARTS parts of SHARE. A part begins with a new word.
 template <int SHARE, int PARTS, int RESULTS, int STRIDE> DEVICE void receive_x(Thread& my, const Word* from) {
   constexpr int WORDS = ceil_div(SHARE, PER_WORD), ALL = BATCH * PARTS * WORDS;
   constexpr int AT_ONCE = balanced(ceil_div(ALL, THREADS), 6);
