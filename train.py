@@ -99,7 +99,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
     t, device, ranks, run, model, optimizer = job.train, job.device, job.ranks, job.run, job.model, job.optimizer
     first_step = meter.steps_before + 1
     signals.looping = True
-    with checkpoints, console.progress_bar(t.max_steps, meter.steps_before) as bar:
+    with checkpoints, meter.power, console.progress_bar(t.max_steps, meter.steps_before) as bar:
         for step, (batches, data_wait) in enumerate(loader.prefetch(job.batches, first_step, device), first_step):
             [last_step] = ranks.max_over_ranks(schedule.predict_last_step(t, step, meter))
             lr = optim.learning_rate(job.recipe.optim, step, last_step)

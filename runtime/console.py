@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from runtime.meter import WARMUP
-from runtime.power import tokens_per_joule
+from runtime.power import tokens_per_joule_cell
 
 
 def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
@@ -86,7 +86,7 @@ def power_line(row: dict) -> str:
     return (
         f"\npower    {row['power/watts']:.0f} of {row['power/limit_watts']:.0f} W, {100 * row['power/at_limit']:.0f}% "
         f"of the time at its limit; SM {row['power/sm_mhz']:,.0f} of {row['power/max_sm_mhz']:,} MHz; "
-        f"{row['power/celsius']} C; {tokens_per_joule(row)} tokens a joule"
+        f"{row['power/celsius']} C; {tokens_per_joule_cell(row)} tokens a joule"
     )
 
 

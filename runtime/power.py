@@ -1,16 +1,17 @@
-"""What a GPU draws, and why it slows down: power, energy, SM clock, temperature and limits of the clock, through NVML.
+"""What a GPU draws, and why it slows down: power, energy, SM clock, temperature and the reasons for a lower clock.
 
-At its power limit a GPU lowers its clock. Then a kernel that moves fewer bytes makes the others faster, and two runs
-compare only at the same clock. So a row carries these figures for the time that its speed was measured in.
+At its power limit a GPU lowers its clock. Then a kernel that draws less power lets the others run faster. So compare
+two runs only at the same clock. A row carries these figures for the time in which its speed was measured.
 
-Energy is a counter of the GPU, so the mean power is exact. The others are sampled in a thread, because at the end of an
-interval the GPU is idle, and its clock is another one.
+They come from NVML. The GPU counts energy, so the mean power misses no peak. The others are sampled in a thread,
+because at the end of an interval the GPU is idle, and its clock is another one.
 """
 
 import contextlib
 import statistics
 import threading
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -23,16 +24,15 @@ except ImportError:
     pynvml = None
 
 SAMPLE_SECONDS = 0.2
-SHORTEST = 1.0  # seconds of a figure: the energy counter moves every 20 to 100 ms
-# Why the clock is lower than its maximum, by the bits of nvml.h. The other bits are settings, and no lack of power
-REASONS = {
+SHORTEST = 1.0  # the fewest seconds that give figures: the energy counter moves every 20 to 100 ms
+REASONS = {  # bits of nvml.h that mean power or heat; the rest are left out
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
     0x20: "sw_thermal_slowdown",
     0x40: "hw_thermal_slowdown",
     0x80: "hw_power_brake",
 }
-POWER_REASONS = 0x04 | 0x80
+POWER_CAP = 0x04
 
 
 class Sample(NamedTuple):
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 
 class Sensors:
-    """The sensors of a GPU. Every method raises pynvml.NVMLError if the GPU lacks one of them."""
+    """The sensors of a GPU. Every method raises pynvml.NVMLError if the GPU lacks a sensor."""
 
     def __init__(self, device: torch.device):
         pynvml.nvmlInit()
@@ -50,7 +50,7 @@ class Sensors:
         self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         self.limit_watts = pynvml.nvmlDeviceGetEnforcedPowerLimit(self.handle) / 1e3
         self.max_sm_mhz = pynvml.nvmlDeviceGetMaxClockInfo(self.handle, pynvml.NVML_CLOCK_SM)
-        self.sample(), self.joules()
+        self.sample(), self.joules()  # raises now if a sensor is missing
 
     def sample(self) -> Sample:
         return Sample(
@@ -65,77 +65,92 @@ class Sensors:
 
 
 def find_sensors(device: torch.device) -> Sensors | None:
-    """Return the GPU's sensors; None on a CPU, without nvidia-ml-py, and for a part of a GPU (MIG)."""
+    """Return the GPU's sensors; None on a CPU, if a sensor is missing, as in a part of a GPU (MIG), or without NVML."""
     if device.type != "cuda" or pynvml is None:
         return None
     try:
         return Sensors(device)
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, AttributeError):  # an old package of the same name lacks some functions
         return None
 
 
 class PowerMeter:
-    """Adds up the energy between start() and stop(), of one interval or of several, and keeps samples of the rest."""
+    """Adds up the energy of intervals, each from start() to stop(), and keeps samples of the other sensors.
+
+    It takes samples in a `with` block. An interval without stop() does not count.
+    """
 
     def __init__(self, device: torch.device):
         self.sensors = find_sensors(device)
         self.joules = self.seconds = 0.0
-        self.samples: list[Sample] = []
+        self.samples: Counter[Sample] = Counter()
         self.recent: list[Sample] = []  # since start()
         self.closed = threading.Event()
-        if self.sensors:
-            threading.Thread(target=self._watch, daemon=True).start()
 
-    def _watch(self) -> None:
+    def __enter__(self) -> "PowerMeter":
+        if self.sensors:
+            self.closed.clear()
+            threading.Thread(target=self._watch, args=(self.sensors,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.closed.set()
+
+    def _watch(self, sensors: Sensors) -> None:
         with contextlib.suppress(pynvml.NVMLError):  # the run goes on without more samples
             while not self.closed.wait(SAMPLE_SECONDS):
-                self.recent.append(self.sensors.sample())
+                self.recent.append(sensors.sample())
+
+    def _joules(self) -> float:
+        if self.sensors:
+            try:
+                return self.sensors.joules()
+            except pynvml.NVMLError:
+                self.sensors = None  # the run goes on, and has no figures
+        return 0.0
 
     def start(self) -> None:
         self.recent = []
-        self.since = time.perf_counter(), self.sensors.joules() if self.sensors else 0.0
+        self.since = time.perf_counter(), self._joules()
 
     def stop(self) -> None:
-        """End the interval that start() began. An interval without stop() counts nothing."""
-        if self.sensors:
-            seconds, joules = self.since
-            self.seconds += time.perf_counter() - seconds
-            self.joules += self.sensors.joules() - joules
-            self.samples += self.recent
+        seconds, joules = self.since
+        self.joules += self._joules() - joules
+        self.seconds += time.perf_counter() - seconds
+        self.samples.update(self.recent)
 
     def figures(self, tokens: int, ranks: Ranks) -> dict:
-        """End the thread, and return the figures of all GPUs of the job, which made `tokens` in the intervals.
+        """Return the figures of all GPUs of the job, which made `tokens` in the intervals.
 
         Power and energy are sums over the GPUs, the clock is of the slowest, and the temperature of the hottest. {} if
-        a GPU has no sensors, or the intervals are shorter than SHORTEST seconds.
+        a GPU has no sensors or no samples, or the intervals are shorter than SHORTEST seconds.
         """
-        self.closed.set()
-        readable = self.samples and self.seconds >= SHORTEST
+        readable = self.sensors and self.samples and self.seconds >= SHORTEST
         gpus = ranks.gather((self.sensors.limit_watts, self.seconds, self.joules, self.samples) if readable else None)
         if None in gpus:
             return {}
         limits, seconds, joules, samples = zip(*gpus, strict=True)
-        everyone = [sample for own in samples for sample in own]
+        everyone = sum(samples, Counter())
         seen = {name: share(everyone, bit) for bit, name in REASONS.items()}
         return {
-            "power/watts": sum(map(float.__truediv__, joules, seconds)),
+            "power/watts": sum(energy / time for energy, time in zip(joules, seconds, strict=True)),
             "power/limit_watts": sum(limits),
             "power/joules_per_token": sum(joules) / tokens,
-            "power/sm_mhz": min(statistics.median(sample.sm_mhz for sample in own) for own in samples),
+            "power/sm_mhz": min(statistics.median(sample.sm_mhz for sample in own.elements()) for own in samples),
             "power/max_sm_mhz": self.sensors.max_sm_mhz,
             "power/celsius": max(sample.celsius for sample in everyone),
-            "power/at_limit": share(everyone, POWER_REASONS),
+            "power/at_limit": share(everyone, POWER_CAP),
             "power/slowed_by": {name: part for name, part in seen.items() if part},
         }
 
 
-def share(samples: list[Sample], bits: int) -> float:
-    """Return the share of the samples with one of these reasons."""
-    return sum(bool(sample.reasons & bits) for sample in samples) / len(samples)
+def share(samples: Counter[Sample], bit: int) -> float:
+    """Return the share of the samples with this reason."""
+    return sum(count for sample, count in samples.items() if sample.reasons & bit) / samples.total()
 
 
-def tokens_per_joule(row: dict) -> str:
-    """Return the row's figure with three digits or more; empty if the row has none."""
+def tokens_per_joule_cell(row: dict) -> str:
+    """Return the row's tokens a joule, rounded to three digits below 100; empty if the row has no such figure."""
     if not row.get("power/joules_per_token"):
         return ""
     tokens = 1 / row["power/joules_per_token"]

@@ -27,6 +27,7 @@ from model.generate import stream
 from runtime.config import UserError, check, cli, command_line
 from runtime.console import model_header, power_line
 from runtime.device import GIB, environment, explain_out_of_memory, reset_peak_memory, select_device
+from runtime.power import PowerMeter
 from runtime.resume import choose_folder
 from runtime.run import Run
 from runtime.signals import Signals
@@ -126,12 +127,16 @@ def generate(
     print(f"{model_header(run.row, recipe.model_text, compiled='torch.compile around a step')}\n", flush=True)
     figures, first_token = measure.warm_up(decoder, idx, lengths, new_tokens)
     steps = stream(decoder, idx, new_tokens, lengths)
-    written, arrivals = writing.write_texts(steps, chosen, recipe.make_texts(len(chosen)), run.folder)
+    with PowerMeter(device) as power:
+        power.start()
+        written, arrivals = writing.write_texts(steps, chosen, recipe.make_texts(len(chosen)), run.folder)
+        power.stop()
     print("\n", flush=True)
     made = sum(arrival.tokens for arrival in arrivals) // len(chosen)
     least = measure.least_bytes(decoder, recipe.precision, lengths, made)
     figures |= measure.figures(decoder, idx, lengths, first_token, arrivals, least, bandwidth)
-    figures |= measure.power_figures(decoder, idx, lengths, new_tokens)
+    run.row |= figures
+    figures |= measure.power_figures(power, decoder, idx, lengths, new_tokens)
     for number, seconds in enumerate(figures["gen/laps_s"], 1):  # the speed over time
         run.log(number * measure.SAMPLE_STEPS, {"gen/lap_tokens_per_sec": len(chosen) / seconds})
     run.log((len(figures["gen/laps_s"]) + 1) * measure.SAMPLE_STEPS, figures)

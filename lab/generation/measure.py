@@ -122,16 +122,17 @@ def figures(
     return result | peak_memory(idx.device, Ranks())
 
 
-def power_figures(decoder: Decoder, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> dict:
-    """Return the figures of runtime/power.py for this generation, repeated for POWER_SECONDS; {} without sensors."""
-    power, tokens = PowerMeter(idx.device), 0
-    if not power.sensors:
-        return {}
-    power.start()
-    end = time.perf_counter() + POWER_SECONDS
-    while time.perf_counter() < end:
-        tokens += sum(map(len, chain(*stream(decoder, idx, max_new_tokens, lengths))))
-    power.stop()
+def power_figures(power: PowerMeter, decoder: Decoder, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> dict:
+    """Return the figures of runtime/power.py for a generation. It is repeated until it has taken POWER_SECONDS.
+
+    `power` has measured it once.
+    """
+    tokens = len(idx) * max_new_tokens
+    with power:
+        while power.sensors and power.seconds < POWER_SECONDS:
+            power.start()
+            tokens += sum(map(len, chain(*stream(decoder, idx, max_new_tokens, lengths))))
+            power.stop()
     return power.figures(tokens, Ranks())
 
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from lab.sweep.compare import differences, is_generation, ratio
-from runtime.power import tokens_per_joule
+from runtime.power import tokens_per_joule_cell
 
 Cell = Callable[[dict], str]  # from a row to a cell of the table
 
@@ -56,7 +56,7 @@ def number_cell(template: str, *keys: str) -> Cell:
 
 PEAK = "mem/peak_allocated_gib", "mem/peak_rss_gib"  # of a GPU, of a CPU
 POWER: dict[str, Cell] = {
-    "tokens/J": tokens_per_joule,
+    "tokens/J": tokens_per_joule_cell,
     "at power limit": number_cell("{:.0%}", "power/at_limit"),
     "SM MHz": number_cell("{:,.0f}", "power/sm_mhz"),
 }

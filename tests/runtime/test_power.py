@@ -1,6 +1,7 @@
 """The power figures, with a GPU whose sensors the test sets; and one test on a real GPU."""
 
-from threading import current_thread
+from collections import Counter
+from threading import Event, current_thread
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ class NVMLError(Exception):
 
 
 class Gpu:
-    """A GPU that draws 500 W, and its clock. It has the functions of pynvml that runtime.power calls."""
+    """A GPU that draws 500 W, with the functions of pynvml that runtime.power calls; and a fake time module."""
 
     NVML_CLOCK_SM, NVML_TEMPERATURE_GPU, NVMLError = 1, 0, NVMLError
     now = 100.0
@@ -54,12 +55,11 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU. The test takes the samples itself, instead of the thread."""
+    """A GPU. Outside of a `with` block the test takes the samples itself."""
     fake = Gpu()
     monkeypatch.setattr(power, "pynvml", fake)
     monkeypatch.setattr(power, "time", fake)
     monkeypatch.setattr(meter, "time", fake)
-    monkeypatch.setattr(power, "SAMPLE_SECONDS", 1e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     return fake
 
@@ -94,7 +94,7 @@ def test_a_job_on_two_gpus_sums_power_and_takes_the_slowest_clock(gpu, monkeypat
     meter, ranks = PowerMeter(CUDA), Ranks()
     draw(meter, gpu, 2, [COOL, COOL])
     meter.stop()
-    monkeypatch.setattr(ranks, "gather", lambda own: [own, (600.0, 2.5, 1000.0, [HOT, HOT])])
+    monkeypatch.setattr(ranks, "gather", lambda own: [own, (600.0, 2.5, 1000.0, Counter([HOT, HOT]))])
     figures = meter.figures(4000, ranks)
     assert (figures["power/watts"], figures["power/limit_watts"]) == (900, 1300)
     assert (figures["power/joules_per_token"], figures["power/sm_mhz"], figures["power/celsius"]) == (0.5, 1400, 80)
@@ -108,7 +108,8 @@ def test_no_figures_without_sensors_or_in_a_short_time(gpu, monkeypatch):
     draw(meter, gpu, 0.9, [COOL])
     meter.stop()
     assert meter.figures(1000, Ranks()) == {}
-    for kind, module in ((CPU, gpu), (CUDA, None), (CUDA, Gpu("nvmlDeviceGetTotalEnergyConsumption"))):
+    old = SimpleNamespace(NVMLError=NVMLError)  # a package of this name without the functions
+    for kind, module in ((CPU, gpu), (CUDA, None), (CUDA, Gpu("nvmlDeviceGetTotalEnergyConsumption")), (CUDA, old)):
         monkeypatch.setattr(power, "pynvml", module)
         meter = PowerMeter(kind)
         draw(meter, gpu, 2, [COOL])
@@ -116,19 +117,39 @@ def test_no_figures_without_sensors_or_in_a_short_time(gpu, monkeypatch):
         assert meter.figures(1000, Ranks()) == {}
 
 
-def test_the_thread_samples_until_the_figures(gpu, monkeypatch):
+def test_a_thread_samples_in_the_with_block(gpu, monkeypatch):
     monkeypatch.setattr(power, "SAMPLE_SECONDS", 1e-3)
-    threads = []
-    monkeypatch.setattr(power.Sensors, "sample", lambda self: threads.append(current_thread()) or CAPPED)
-    meter = PowerMeter(CUDA)
-    draw(meter, gpu, 2, [])
-    while len(meter.recent) < 3:
-        pass
-    meter.stop()
+    threads, enough = [], Event()
+
+    def sample(self):
+        threads.append(current_thread())
+        if len(threads) > 3:
+            enough.set()
+        return CAPPED
+
+    monkeypatch.setattr(power.Sensors, "sample", sample)
+    with PowerMeter(CUDA) as meter:
+        draw(meter, gpu, 2, [])
+        assert enough.wait(timeout=60)
+        meter.stop()
     assert meter.figures(1000, Ranks())["power/at_limit"] == 1
     assert threads[0] is current_thread() is not threads[1]  # the first sample tries the sensors
-    threads[1].join(timeout=10)
+    threads[1].join(timeout=60)
     assert not threads[1].is_alive()
+
+
+@pytest.mark.parametrize("sensor", ["nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetTemperature"])
+def test_a_sensor_that_fails_during_a_run_does_not_end_it(sensor, gpu, monkeypatch):
+    """Without the energy there are no figures. Without new samples, those before it stay."""
+    monkeypatch.setattr(power, "SAMPLE_SECONDS", 1e-3)
+    with PowerMeter(CUDA) as meter:
+        draw(meter, gpu, 2, [CAPPED])
+        gpu.missing = sensor
+        meter.stop()
+        meter.start()
+        meter.stop()
+    figures = meter.figures(1000, Ranks())
+    assert figures == {} if "Energy" in sensor else figures["power/watts"] == 500
 
 
 def test_a_row_of_training_leaves_out_the_warmup(gpu, monkeypatch):
@@ -154,16 +175,16 @@ def test_a_row_of_training_leaves_out_the_warmup(gpu, monkeypatch):
 @pytest.mark.gpu
 def test_a_gpu_at_work_draws_power():
     pytest.importorskip("pynvml")
-    x, meter = torch.randn(8192, 8192, dtype=torch.bfloat16, device=CUDA), PowerMeter(CUDA)
-    meter.start()
-    end = power.time.perf_counter() + 1.5
-    while power.time.perf_counter() < end:
-        for _ in range(20):
-            x @ x
-        torch.cuda.synchronize()
-    meter.stop()
+    x = torch.randn(8192, 8192, dtype=torch.bfloat16, device=CUDA)
+    with PowerMeter(CUDA) as meter:
+        meter.start()
+        end = power.time.perf_counter() + 1.5
+        while power.time.perf_counter() < end:
+            for _ in range(20):
+                x @ x
+            torch.cuda.synchronize()
+        meter.stop()
     figures = meter.figures(1, Ranks())
     assert 100 < figures["power/watts"] < 1.1 * figures["power/limit_watts"]
-    assert figures["power/joules_per_token"] == pytest.approx(figures["power/watts"] * meter.seconds)
     assert 300 < figures["power/sm_mhz"] <= figures["power/max_sm_mhz"]
     assert 20 < figures["power/celsius"] < 100

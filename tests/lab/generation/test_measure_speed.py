@@ -1,7 +1,5 @@
 """decode_speed() by hand: groups of steps, drafts, and launches of several tokens; and the receipt of a graph."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ from lab.generation import measure
 from lab.generation.measure import decode_speed
 from lab.generation.writing import Arrival
 from model.decoder import Decoder
+from runtime.power import PowerMeter
 from tests.model.test_decoder import with_graphs
 from tests.model.test_generate import GREEDY, prompt, varied_gpt
 
@@ -70,17 +69,16 @@ def test_a_receipt_is_that_of_one_token(monkeypatch):
 
 
 def test_the_power_is_that_of_repeated_generations(monkeypatch):
-    """Two sequences of 12 tokens, until the time is over: whole generations."""
-    counted = []
-    meter = SimpleNamespace(sensors=True, start=lambda: None, stop=lambda: None)
-    meter.figures = lambda tokens, ranks: counted.append(tokens) or {"power/watts": 500}
-    monkeypatch.setattr(measure, "PowerMeter", lambda device: meter)
-    monkeypatch.setattr(measure, "POWER_SECONDS", 0.2)
-    decoder, lengths = Decoder(varied_gpt(), 2, 15, GREEDY), torch.tensor([3, 2])
-    assert measure.power_figures(decoder, prompt(2), lengths, 12) == {"power/watts": 500}
-    assert counted[0] % (2 * 12) == 0 < counted[0]
-    meter.sensors = None
-    assert measure.power_figures(decoder, prompt(2), lengths, 12) == {}
+    """Two sequences of 12 tokens in 0.6 s, three times; a longer generation once."""
+    power, decoder = PowerMeter(torch.device("cpu")), Decoder(varied_gpt(), 2, 15, GREEDY)
+    monkeypatch.setattr(power, "figures", lambda tokens, ranks: {"tokens": tokens})
+    monkeypatch.setattr(power, "stop", lambda: setattr(power, "seconds", power.seconds + 0.6))
+    monkeypatch.setattr(power, "start", lambda: None)
+    monkeypatch.setattr(power, "_watch", lambda sensors: None)
+    for seconds, sensors, times in ((0.6, "sensors", 3), (2.0, "sensors", 1), (0.6, None, 1)):
+        power.seconds, power.sensors = seconds, sensors
+        figures = measure.power_figures(power, decoder, prompt(2), torch.tensor([3, 2]), 12)
+        assert figures == {"tokens": times * 2 * 12}
 
 
 def test_one_arrival_has_no_speed():

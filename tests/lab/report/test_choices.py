@@ -7,10 +7,13 @@ import pytest
 from kernels.registry import OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
 from lab.report.bench_panels import MARK_OF_OP
+from lab.report.choice_table import choice_tables
 from lab.report.choices import rerun_command
 from lab.report.colours import choice_colours, part_colours
 from lab.report.panels import tradeoff_figure
 from lab.report.source import read_source
+from lab.report.tables import throughput
+from lab.rows import append_rows
 from lab.sweep import compare
 from runtime.config import UserError
 from scripts import report
@@ -60,6 +63,26 @@ def test_forty_choices_look_different(tmp_path):
     traces = tradeoff_figure(measured, choice_colours(choice.name for choice in measured))["data"]
     looks = [(trace["marker"]["color"], trace["marker"]["symbol"]) for trace in traces if trace["mode"] == "markers"]
     assert len(looks) == len(set(looks)) == 40
+
+
+def test_power_has_columns_if_a_row_has_it(tmp_path, results):
+    """A row without such figures has empty cells, in the page and in the README."""
+    figures = {"power/joules_per_token": 1 / 874.4, "power/at_limit": 0.98, "power/sm_mhz": 1515.0}
+    rows = [make_row(), make_row("compile") | figures]
+    for number, row in enumerate(rows):
+        write_row(tmp_path / "sweep" / str(number), row)
+    [table] = choice_tables(read_source(tmp_path / "sweep"))
+    names = ["tokens/J", "at power limit", "SM MHz"]
+    cells = {choice.name: dict(zip(table.columns, line, strict=True)) for choice, line in table.lines}
+    assert [cells["compile · sdpa"][name] for name in names] == ["874", "98%", "1,515"]
+    assert [cells["eager · sdpa"][name] for name in names] == ["", "", ""]
+    append_rows(results / "h200/train.jsonl", rows)
+    head, _, first, second = (line.split("|") for line in throughput("h200").splitlines())
+    places = [[cell.strip() for cell in head].index(name) for name in names]
+    assert [[line[place].strip() for place in places] for line in (first, second)] == [
+        ["874", "98%", "1,515"],
+        [""] * 3,
+    ]
 
 
 def test_every_backend_has_a_colour_of_its_own():

@@ -14,13 +14,6 @@ from scripts import collect, report
 from tests.lab.report.sample_rows import write_sweep
 
 
-@pytest.fixture
-def results(monkeypatch, tmp_path):
-    """A results/ folder that does not exist yet."""
-    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
-    return tmp_path / "results"
-
-
 def write_run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", impl="eager", compile=False):
     """Write the folder of a finished run, with the files of train.py, and return it."""
     row = {
