@@ -24,7 +24,7 @@ except ImportError:
     pynvml = None
 
 SAMPLE_SECONDS = 0.2
-SHORTEST = 1.0  # the fewest seconds that give figures: the energy counter moves every 20 to 100 ms
+SHORTEST = 1.0  # the fewest seconds that give figures: five samples
 REASONS = {  # bits of nvml.h that mean power or heat; the rest are left out
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
@@ -133,7 +133,7 @@ class PowerMeter:
         everyone = sum(samples, Counter())
         seen = {name: share(everyone, bit) for bit, name in REASONS.items()}
         return {
-            "power/watts": sum(energy / time for energy, time in zip(joules, seconds, strict=True)),
+            "power/watts": sum(own / lasted for own, lasted in zip(joules, seconds, strict=True)),
             "power/limit_watts": sum(limits),
             "power/joules_per_token": sum(joules) / tokens,
             "power/sm_mhz": min(statistics.median(sample.sm_mhz for sample in own.elements()) for own in samples),

@@ -135,7 +135,7 @@ def generate(
     made = sum(arrival.tokens for arrival in arrivals) // len(chosen)
     least = measure.least_bytes(decoder, recipe.precision, lengths, made)
     figures |= measure.figures(decoder, idx, lengths, first_token, arrivals, least, bandwidth)
-    run.row |= figures
+    run.row |= figures  # now, because the repetitions below may be interrupted
     figures |= measure.power_figures(power, decoder, idx, lengths, new_tokens)
     for number, seconds in enumerate(figures["gen/laps_s"], 1):  # the speed over time
         run.log(number * measure.SAMPLE_STEPS, {"gen/lap_tokens_per_sec": len(chosen) / seconds})

@@ -27,7 +27,7 @@
 //     6 rows of fc_proj
 //
 // 12 layers take some 119 us, the head 15 us, and the draw 13 us. A layer takes 17,300 cycles. Five exchanges of 0.82
-// us are 7,000 of them. Instructions count too: a warp has some 3,000 in a layer, and two warps share a scheduler.
+// us are 7,000 of them. Instructions count too: a warp has some 2,600 in a layer, and two warps share a scheduler.
 // The copies of weights slow the polls down: an early version of this kernel took 242 us a token, and 184 us without
 // loads of weights (its results were wrong).
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
@@ -125,7 +125,7 @@ static_assert(Fc::SHARE * (BLOCKS - 1) < HIDDEN, "every block has rows of fc");
 
 constexpr int MOST_SPLITS = larger(1, BLOCKS / (BATCH * HEADS));      // of a sequence's keys
 constexpr bool HAS_SPLITS = MOST_SPLITS > 1;
-constexpr int SPLIT_WORDS = HAS_SPLITS ? D / 2 : ceil_div(D, PER_WORD);  // of a split, or of a whole head
+constexpr int SPLIT_WORDS = HAS_SPLITS ? D / 2 : ceil_div(D, PER_WORD);   // of a split, or of a whole head
 constexpr int PARTIAL_WORDS = BATCH * HEADS * MOST_SPLITS * SPLIT_WORDS;  // per copy
 constexpr int GROUPS = ceil_div(Head::SHARE, GROUP);                  // of GROUP logits, per block
 constexpr int MAX_CANDIDATES = 2 * THREADS;

@@ -45,8 +45,7 @@ def choice_tables(source: ReportSource) -> list[Table]:
     """Return the tables of training and of generation; a table without lines is left out."""
     figures = figure_columns(choice.row for choice in source.measured_generations)
     columns = [*SPEED_COLUMNS, *figures, "proof", "most time in"]
-    all_columns = figure_columns(choice.row for choice in source.measured_choices)
-    power = {name: cell for name, cell in all_columns.items() if name in POWER}
+    power = {name: cell for name, cell in POWER.items() if any(cell(choice.row) for choice in source.measured_choices)}
     training = [(choice, training_cells(choice, power)) for choice in source.measured_choices]
     generation = [(choice, generation_cells(choice, figures)) for choice in source.measured_generations]
     tables = [

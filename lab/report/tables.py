@@ -42,9 +42,9 @@ def throughput(device: str) -> str:
     """
     head = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
     rows = [row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]]
-    figures = figure_columns(rows)
-    head += [*figures, "step", "commit"]
-    return markdown_table(head, session_lines(rows, partial(throughput_cells, figures)))
+    columns = figure_columns(rows)
+    head += [*columns, "step", "commit"]
+    return markdown_table(head, session_lines(rows, partial(throughput_cells, columns)))
 
 
 def session_lines(rows: list[dict], cells: Callable[[dict, str], list[str]]) -> list[list[str]]:
@@ -84,10 +84,10 @@ def ratio_to_baseline(runs: list[dict], bases: list[dict]) -> str:
     return f"{speeds[0] / speeds[1]:.3f}x" if len(speeds) == 2 and all(speeds) else ""
 
 
-def throughput_cells(figures: dict[str, Cell], row: dict, ratio_cell: str) -> list[str]:
+def throughput_cells(columns: dict[str, Cell], row: dict, ratio_cell: str) -> list[str]:
     settings = [model_size(row), batch_cell(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    measured = figure_cells(row, figures)
-    return [*settings, rate_cell(row), ratio_cell, *measured, str(row.get("steps", "")), commit(row)]
+    figures = figure_cells(row, columns)
+    return [*settings, rate_cell(row), ratio_cell, *figures, str(row.get("steps", "")), commit(row)]
 
 
 def figure_cells(row: dict, columns: dict[str, Cell]) -> list[str]:

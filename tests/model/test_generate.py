@@ -74,7 +74,7 @@ def test_greedy_tokens_over_the_cache_are_those_of_full_forwards(pos, attn, buck
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("pos", "attn"), POSITIONS)
 def test_logits_over_the_cache_are_those_of_full_forwards(pos, attn, dtype, buckets, monkeypatch):
-    """At every length the error against float64 is at most twice that of a full forward in this dtype."""
+    """Compared with float64, the error is at most twice that of a full forward in this dtype, at every length."""
     config = replace(SMALL, pos=pos)
     model = gpt(config, attn=attn)
     exact = gpt(config).double()
@@ -103,7 +103,7 @@ def test_logits_over_the_cache_are_those_of_full_forwards(pos, attn, dtype, buck
 
 
 def test_beyond_the_position_table_the_window_slides():
-    """The table has 24 positions. Each later token is the one that a full forward over the last 24 tokens gives."""
+    """The table has 24 positions. Beyond them, a full forward over the last 24 tokens gives the next token."""
     model, start = varied_gpt(), torch.tensor([[5, 6], [7, 8]])
     expected = start
     for _ in range(40):  # 24 positions
@@ -204,7 +204,7 @@ def test_a_compiled_step_of_one_row_calls_no_addmm(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_addmm_of_one_row_is_as_accurate_as_addmm(dtype):
-    """Its error against float64 may be twice that of addmm. For two rows it returns NotImplemented."""
+    """Compared with float64, its error is at most twice that of addmm. For two rows it returns NotImplemented."""
     draw = torch.Generator().manual_seed(0)
     bias, x, weight = (torch.randn(*size, generator=draw).to(dtype) for size in ((96,), (1, 769), (769, 96)))
     exact = torch.addmm(bias.double(), x.double(), weight.double())

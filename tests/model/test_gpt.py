@@ -49,7 +49,7 @@ def gpt(config=SMALL, attn="eager", seed=0, spread=1.0):
 
 
 def hugging_face(model):
-    """transformers' GPT2LMHeadModel with the same weights, some of which it stores transposed."""
+    """Return transformers' GPT2LMHeadModel with the same weights. It stores some of them transposed."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     c = model.config

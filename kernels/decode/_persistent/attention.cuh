@@ -184,13 +184,13 @@ DEVICE void merge_splits(Thread& my) {
     for (int e = 0; e < E; ++e) {
       top[e] = LOWEST, sum[e] = 0, y[e][0] = 0, y[e][1] = 0;
       splits[e] = pair(e) < PAIRS ? my.s.splits[pair(e) / (C / 2)] : 0;
-      words[e] = my.a.partial + my.block % COPIES * PARTIAL_WORDS + pair(e) / (D / 2) * (MOST_SPLITS * D / 2) +
+      words[e] = my.a.partial + my.block % COPIES * PARTIAL_WORDS + pair(e) / (D / 2) * (MOST_SPLITS * SPLIT_WORDS) +
                  pair(e) % (D / 2);
     }
     for (int start = 0; start < most; start += S) {
       Word word[E * S];
       auto exists = [&](int i) { return start + i % S < splits[i / S]; };
-      receive(my, word, [&](int i) { return words[i / S] + (start + i % S) * (D / 2); }, exists);
+      receive(my, word, [&](int i) { return words[i / S] + (start + i % S) * SPLIT_WORDS; }, exists);
 #pragma unroll
       for (int e = 0; e < E; ++e) {
         float lse[S], before = top[e];
