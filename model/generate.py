@@ -22,11 +22,16 @@ LAUNCH_LAG = 1
 
 
 def stream(
-    decoder: Decoder, idx: Tensor, max_new_tokens: int, lengths: Tensor | None = None, lag: int | None = None
+    decoder: Decoder,
+    idx: Tensor,
+    max_new_tokens: int,
+    lengths: Tensor | None = None,
+    lag: int | None = None,
+    kept: int = 0,
 ) -> Iterator[list[list[int]]]:
     """Yield the tokens that each call of step() adds to each sequence, until all have max_new_tokens new tokens.
 
-    Decoder.prefill() describes idx (B, T) and lengths (B,). The host is up to `lag` calls behind, by default
+    Decoder.prefill() describes idx (B, T), lengths (B,) and `kept`. The host is up to `lag` calls behind, by default
     default_lag(). If the caller stops early, the GPU has computed up to `lag` calls too many. Tokens beyond
     max_new_tokens are left out. Raises KernelError if a launch of generate_tokens() failed.
     """
@@ -39,7 +44,7 @@ def stream(
     while min(totals) < max_new_tokens:
         while len(pending) <= lag and fewest_tokens(decoder, prompt, totals, len(pending)) < max_new_tokens:
             buffer = host[calls % len(host)]
-            buffer.copy_(decoder.step() if calls else decoder.prefill(idx, lengths), non_blocking=True)
+            buffer.copy_(decoder.step() if calls else decoder.prefill(idx, lengths, kept=kept), non_blocking=True)
             pending.append((buffer, torch.cuda.current_stream().record_event() if idx.is_cuda else None))
             calls += 1
         buffer, copied = pending.popleft()

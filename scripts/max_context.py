@@ -50,6 +50,7 @@ class Config:
     probe_minutes: float
     probe: str | None
     length: int | None
+    shortened: bool
     keep: bool
     out_dir: str | None
     seed: int
@@ -68,6 +69,7 @@ class Config:
         check(self.probe in (None, "predict", "run"), f"probe={self.probe}: choose predict or run, or null to search")
         check(not self.probe or bool(self.mode), f"probe={self.probe} needs mode={' or mode='.join(MODES)}")
         check(self.probe != "run" or self.length is not None, "probe=run needs length=T")
+        check(not self.shortened or self.probe == "run", "shortened=true needs probe=run: a search decides by itself")
         check(self.length is None or 1 <= self.length < 2**30, f"length={self.length}: it must be in [1, 2^30)")
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
@@ -84,7 +86,13 @@ def print_json(**facts) -> None:
 
 
 def run_probe(
-    recipe: Recipe, mode: str, probe: str, length: int | None, memory_gib: float | None, device_name: str
+    recipe: Recipe,
+    mode: str,
+    probe: str,
+    length: int | None,
+    memory_gib: float | None,
+    device_name: str,
+    shortened: bool,
 ) -> None:
     """Make one attempt (probe=run) or one prediction (probe=predict) in this process, and print the result as JSON.
 
@@ -94,7 +102,7 @@ def run_probe(
     device = select_device(device_name)
     limit_gib, usable_gib = memory_limits(memory_gib, device)
     if probe == "run":
-        print_json(row=run_attempt(recipe, mode, length, memory_gib, device))
+        print_json(row=run_attempt(recipe, mode, length, memory_gib, device, shortened))
         return
     print_json(env=environment(device), limit_gib=limit_gib, usable_gib=usable_gib)
     print_json(kernels=recipe.executed_kernels((1, length or 1024), device))
@@ -103,8 +111,8 @@ def run_probe(
         return
     row = predict_longest(recipe, mode, usable_gib, device)
     print_json(row=row)
-    may_need_window = row is not None and row["T"] > WINDOW and recipe.model.window is None
-    print_json(window_is_free=may_need_window and window_is_free(recipe, mode, device))
+    quadratic = row is not None and row["T"] > WINDOW and recipe.model.window is None
+    print_json(can_shorten=quadratic and (mode == "generate" or window_is_free(recipe, device)))
 
 
 def choose_modes(mode: str | None, attn: AttnConfig, decode: str) -> list[str]:
@@ -161,7 +169,7 @@ def search_modes(
 )
 def main(cfg: Config) -> None:
     if cfg.probe:
-        run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device)
+        run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device, cfg.shortened)
         return
     modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode)
     config = OmegaConf.to_container(OmegaConf.structured(cfg))

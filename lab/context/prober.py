@@ -33,7 +33,7 @@ class ProbeResult:
     usable_gib: float | None = None  # how much of limit_gib is free
     kernels: dict | None = None
     row: dict | None = None  # the row of an attempt, or a prediction
-    window_is_free: bool = False  # lab.context.attempt.window_is_free
+    can_shorten: bool = False  # whether a slow attempt can be shortened (see lab.context.attempt.run_attempt)
 
 
 @dataclass
@@ -50,10 +50,9 @@ class Prober:
         """Predict the memory at `length`; without a length, predict the longest length that fits."""
         return self.run(max(self.minutes, PREDICT_MINUTES), probe="predict", mode=mode, length=length or "null")
 
-    def attempt(self, mode: str, length: int, window: int | None) -> ProbeResult:
-        """Run one attempt; `window` replaces model.window unless it is None."""
-        windowed = {"model.window": window} if window else {}
-        return self.run(self.minutes, probe="run", mode=mode, length=length, **windowed)
+    def attempt(self, mode: str, length: int, shortened: bool) -> ProbeResult:
+        """Run one attempt."""
+        return self.run(self.minutes, probe="run", mode=mode, length=length, shortened=str(shortened).lower())
 
     def run(self, minutes: float, **overrides: Any) -> ProbeResult:
         """Run the command with these overrides, for at most `minutes`."""

@@ -102,6 +102,7 @@ class Search:
     ):
         self.prober, self.recipe, self.mode, self.prediction = prober, recipe, mode, prediction
         self.run, self.earlier = run, earlier
+        self.compiled = recipe.kernels.compile and mode == "train"  # torch.compile compiles no prefill
         self.rows: list[dict] = []  # one for each attempt
         self.step_seconds = fit_step_seconds([])  # T -> expected seconds of one step
 
@@ -116,28 +117,25 @@ class Search:
         return self.two_step_seconds(length) > 0.8 * 60 * self.prober.minutes  # a fifth of the time is for starting up
 
     def attempt(self, length: int) -> dict:
-        """Try this length and return its row. If full attention takes too long, try again with a window that is free.
-
-        A window is free if the memory is the same without it.
-        """
+        """Try this length and return its row. An attempt that takes too long is repeated, shortened if possible."""
         row = self.one_attempt(length)
-        if row["status"] == "timeout" and self.prediction.window_is_free and not row["window"]:
-            return self.one_attempt(length)  # after a timeout, it uses the window
+        if row["status"] == "timeout" and self.prediction.can_shorten and not row["shortened"]:
+            return self.one_attempt(length)  # after a timeout, it is shortened
         return row
 
     def one_attempt(self, length: int) -> dict:
         """Take the row of an earlier attempt, or run an attempt if there is time. Keep, print and return the row."""
         timed_out = any(row["status"] == "timeout" and row["T"] <= length for row in self.rows)
-        window = WINDOW if self.prediction.window_is_free and (timed_out or self.is_slow(length)) else None
-        row = {"T": length, "window": window or self.recipe.model.window}
+        shortened = self.prediction.can_shorten and (timed_out or self.is_slow(length))
+        row = {"T": length, "shortened": shortened}
         earlier_row = self.find_earlier(row)
         if earlier_row:
             row = earlier_row
-        elif self.is_slow(length) and not window:
+        elif self.is_slow(length) and not shortened:
             seconds = self.two_step_seconds(length)
             row |= {"status": "timeout", "why": f"not run: two steps would take {seconds:.0f} s"}
         else:
-            result = self.prober.attempt(self.mode, length, window)
+            result = self.prober.attempt(self.mode, length, shortened)
             row = result.row or {**row, "status": result.failure}
             if not self.rows:  # a config that is refused at the first length is refused at every length
                 check(not row["status"].startswith(REFUSED), row["status"].removeprefix(REFUSED))
@@ -148,25 +146,25 @@ class Search:
         return row
 
     def find_earlier(self, row: dict) -> dict | None:
-        """Return the row of an earlier attempt in this mode at this T and window; None if there is none."""
+        """Return the row of an earlier attempt in this mode, at this T and as short; None if there is none."""
         wanted = {**row, "mode": self.mode}
         for earlier in self.earlier:
-            if all(earlier[key] == value for key, value in wanted.items()):
+            if all(earlier.get(key) == value for key, value in wanted.items()):
                 return {key: value for key, value in earlier.items() if key not in ("mode", "step")}
         return None
 
     def first_index(self, predicted: int | None) -> int:
         """Return the index to start at, by the prediction and by two short attempts.
 
-        If no window is free, the index is lowered until a step is not slow, at most to 0.
+        If attempts cannot be shortened, the index is lowered until a step is not slow, at most to 0.
         """
         start = predicted or UNPREDICTED_START
         if start > 4 * WINDOW:
             short = [self.attempt(min(start, SHORT) // divisor) for divisor in (16, 8)]
-            self.step_seconds = fit_step_seconds([row for row in short if row["window"] == self.recipe.model.window])
+            self.step_seconds = fit_step_seconds([row for row in short if not row["shortened"]])
             start = self.correct_start(start, short)
         index = index_of(start)
-        if self.prediction.window_is_free:
+        if self.prediction.can_shorten:
             return index
         while index > 0 and self.is_slow(length_of(index)):
             index -= 1
@@ -175,7 +173,7 @@ class Search:
     def correct_start(self, predicted: int, short: list[dict]) -> float:
         """Return the T that two short attempts suggest, if the prediction is uncertain and at least 5% off."""
         # the uncompiled model takes twice the memory, and an opaque op's own memory is not predicted
-        uncertain = self.recipe.kernels.compile or self.prediction.row.get("opaque")
+        uncertain = self.compiled or self.prediction.row.get("opaque")
         if not uncertain or any(row["status"] != "ok" for row in short):
             return predicted
         start = extrapolate_start(short, self.prediction.usable_gib)  # it was 1.4% off at 4.7 million tokens
@@ -186,14 +184,14 @@ class Search:
         predicted = self.prediction.row and self.prediction.row["T"]
         if not predicted:
             step = OCTAVE
-        elif self.recipe.kernels.compile:
+        elif self.compiled:
             step = 4
         else:
             step = 1  # on an H200 predictions were 0.05% off
         first = self.first_index(predicted)
         index = last_that_fits(lambda index: self.attempt(length_of(index))["status"] == "ok", first, step)
         length = None if index is None else length_of(index)
-        # the last attempt at a length counts: it may have a window
+        # the last attempt at a length counts: it may be shortened
         failed = {row["T"]: row["status"] for row in self.rows if row["status"] != "ok" and row["T"] > (length or 0)}
         figures = {"predicted": predicted, "tries": self.rows, "limit": failed[min(failed)] if failed else None}
         if length:
@@ -206,9 +204,10 @@ class Search:
     def figures_at(self, length: int) -> dict:
         """Return the measured and the predicted figures at the longest length, and in training its `kernels`."""
         best = next(row for row in self.rows if row["T"] == length and row["status"] == "ok")
-        figures = {key: best[key] for key in ("seconds", "window", "peak_gib", "reserved_gib")}
+        names = "seconds", "window", "computed", "peak_gib", "reserved_gib"
+        figures = {key: best[key] for key in names if key in best}
         figures["headroom_gib"] = self.prediction.limit_gib - (best["reserved_gib"] or best["peak_gib"])
-        if best["window"] != self.recipe.model.window:
+        if best["shortened"]:
             figures["seconds_of_full_attention"] = self.two_step_seconds(length) / 2
         result = self.prober.predict(self.mode, length)
         if self.mode == "train" and result.kernels:
@@ -230,6 +229,8 @@ def attempt_line(mode: str, row: dict) -> str:
         cells.append(f"peak {row['peak_gib']:.2f} GiB{reserved}")
     if row.get("window"):
         cells.append(f"window {row['window']}")
+    if row.get("computed", row["T"]) < row["T"]:
+        cells.append(f"the last {row['computed']:,} computed")
     return " | ".join(cells)
 
 

@@ -34,6 +34,9 @@ def length_cells(row: dict) -> list[str]:
     """Return the longest T of training with its seconds and memory, and the longest T of generation."""
     train = {key.removeprefix("context/train/"): value for key, value in row.items()}
     trained, generated = length_cell(row, "train"), length_cell(row, "generate")
+    computed = row.get("context/generate/computed")
+    if computed and computed < row["context/max_generate"]:
+        generated += f" (its last {computed:,} computed)"
     if not generated and row.get("status", "").startswith("stopped"):
         generated = "stopped"
     if not trained:

@@ -6,8 +6,11 @@ import shutil
 import pytest
 
 from lab import rows as lab_rows
+from lab.context import attempt
 from lab.context.prober import REFUSED, ProbeResult
 from lab.context.search import index_of, length_of
+from model import decoder
+from model.gpt import GPT
 from scripts import max_context
 from tests.lab.context.machine import Machine
 
@@ -114,6 +117,28 @@ def test_probe_run_makes_one_attempt_in_this_process(called):
     assert 0 < row["prefill_s"] < row["seconds"]
 
 
+def test_a_shortened_attempt_computes_the_last_chunks(called, monkeypatch):
+    """Of 12.5 chunks of 16 tokens, 3.5 are computed."""
+    calls, forward = [], GPT.forward
+
+    def counting_forward(model, ids, *rest, **named):
+        calls.append(ids.shape[1])
+        return forward(model, ids, *rest, **named)
+
+    monkeypatch.setattr(GPT, "forward", counting_forward)
+    for module in (attempt, decoder):
+        monkeypatch.setattr(module, "CHUNK", 16)
+    monkeypatch.setattr(decoder, "SHORT_CHUNK", 1)
+    words = "mode=generate", "length=200", "shortened=true"
+    code, out, _ = called("max_context.py", max_context.main, *ATTEMPT, *words)
+    row = json.loads(out.splitlines()[-1])["row"]
+    assert (code, row["status"], row["shortened"], row["computed"]) == (0, "ok", True, 56)
+    assert [length for length in calls[-67:] if length > 1] == [16, 16, 16, 8]
+    code, out, _ = called("max_context.py", max_context.main, *ATTEMPT, "mode=train", "length=128", "shortened=true")
+    row = json.loads(out.splitlines()[-1])["row"]
+    assert (code, row["status"], row["shortened"], row["window"]) == (0, "ok", True, 4096)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,6 +146,7 @@ def test_probe_run_makes_one_attempt_in_this_process(called):
         (["probe=search"], "probe=search: choose predict or run, or null to search"),
         (["probe=predict"], "probe=predict needs mode=train or mode=generate"),
         (["probe=run", "mode=train"], "probe=run needs length=T"),
+        (["shortened=true"], "shortened=true needs probe=run: a search decides by itself"),
         (["length=0"], "length=0: it must be in [1, 2^30)"),
         (["memory_gib=0"], "memory_gib=0.0: it must be above 0"),
         (["probe_minutes=0"], "probe_minutes=0.0: it must be above 0"),

@@ -97,6 +97,17 @@ def test_prediction_that_short_attempts_confirm_is_kept():
     assert machine.attempted == [65536, 131072, machine.LIMIT, machine.LIMIT + 8192]
 
 
+def test_slow_generation_computes_the_last_chunks_of_its_prompt(capsys):
+    machine = Machine(quadratic=60 / Machine.LIMIT**2, minutes=1)
+    row = longest(machine, "kernels.compile=true", mode="generate")
+    assert (row["context/max_generate"], row["context/generate/computed"]) == (machine.LIMIT, 2**15)
+    assert row["context/generate/seconds_of_full_attention"] == pytest.approx(machine.seconds(machine.LIMIT))
+    assert len(machine.attempted) == 4  # torch.compile does not make its prediction uncertain
+    assert f"T {machine.LIMIT:>11,} | ok | 1.311 s | peak 80.00 GiB (80.00 reserved) | the last 32,768 computed" in (
+        capsys.readouterr().out
+    )
+
+
 def test_slow_step_runs_with_a_window():
     """A step takes a minute, the time limit of an attempt. The row has the seconds with a window and those without."""
     machine = Machine(quadratic=60 / Machine.LIMIT**2, minutes=1)
@@ -104,11 +115,11 @@ def test_slow_step_runs_with_a_window():
     assert (row["context/max_train"], row["context/train/window"]) == (machine.LIMIT, 4096)
     assert row["context/train/seconds"] == pytest.approx(1.31, rel=1e-2)
     assert row["context/train/seconds_of_full_attention"] == pytest.approx(machine.seconds(machine.LIMIT))
-    assert [attempt["window"] for attempt in row["context/train/tries"]][:3] == [None, None, 4096]
+    assert [attempt["shortened"] for attempt in row["context/train/tries"]][:3] == [False, False, True]
 
 
-def test_time_is_the_limit_without_a_window():
-    machine = Machine(quadratic=60 / Machine.LIMIT**2, window_is_free=False, minutes=1)
+def test_time_is_the_limit_if_no_attempt_can_be_shortened():
+    machine = Machine(quadratic=60 / Machine.LIMIT**2, can_shorten=False, minutes=1)
     row = longest(machine)
     length = row["context/max_train"]
     assert 2 * machine.seconds(length) <= 0.8 * 60 < 2 * machine.seconds(length * 129 / 128)
@@ -120,7 +131,7 @@ def test_time_is_the_limit_without_a_window():
 
 def test_only_one_attempt_takes_too_long(capsys):
     """Long steps take 1.5 times as long as the short steps suggest."""
-    machine = Machine(quadratic=60 / Machine.LIMIT**2, window_is_free=False, late=1.5, minutes=1)
+    machine = Machine(quadratic=60 / Machine.LIMIT**2, can_shorten=False, late=1.5, minutes=1)
     row = longest(machine)
     late = [length for length in machine.attempted if 2 * machine.seconds(length) > 60]
     assert len(late) == 1
@@ -131,20 +142,20 @@ def test_only_one_attempt_takes_too_long(capsys):
 
 
 @pytest.mark.parametrize(("predicted", "quadratic"), [(2**16, 20), (2**17, 84), (1.2 * 2**16, 29)])
-def test_attempt_that_takes_too_long_is_repeated_with_a_window(predicted, quadratic):
+def test_attempt_that_takes_too_long_is_shortened(predicted, quadratic):
     """Long steps take 1.5 times as long as the short steps suggest. Memory still ends the search, not time."""
     machine = Machine(int(predicted), quadratic / Machine.LIMIT**2, late=1.5, minutes=1)
     row = longest(machine)
     assert (row["context/max_train"], row["context/train/window"]) == (machine.LIMIT, 4096)
     assert row["context/train/limit"] == "oom"
     assert row["context/train/seconds_of_full_attention"] >= 0.66 * machine.seconds(machine.LIMIT)
-    unwindowed = [attempt["T"] for attempt in row["context/train/tries"] if not attempt["window"]]
+    unwindowed = [attempt["T"] for attempt in row["context/train/tries"] if not attempt["shortened"]]
     assert sum(2 * machine.seconds(length) > 60 for length in unwindowed) <= 1
 
 
 def test_timeouts_and_crashes_limit_the_length():
     """Without a prediction, no short attempts show that a step will be slow."""
-    machine = Machine(predicted=None, quadratic=60 / Machine.LIMIT**2, window_is_free=False, minutes=1)
+    machine = Machine(predicted=None, quadratic=60 / Machine.LIMIT**2, can_shorten=False, minutes=1)
     row = longest(machine)
     assert row["context/train/limit"] == "timeout"
     assert 2 * machine.seconds(row["context/max_train"]) <= 60

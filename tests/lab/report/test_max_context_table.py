@@ -20,7 +20,7 @@ def test_newest_row_of_each_choice_longest_first(monkeypatch, tmp_path):
     slow |= {"context/train/prediction": {"peak_gib": 129}, "context/max_generate": None}
     attention_kept = json.loads(json.dumps(other)) | {"context/max_train": 2**18}
     attention_kept["config"]["model"]["keep_attention"] = True
-    attention_kept["context/generate/limit"] = "timeout"
+    attention_kept |= {"context/generate/limit": "timeout", "context/generate/computed": 1024}
     windowed = json.loads(json.dumps(row)) | {"context/max_generate": None, "status": "stopped: SIGINT"}
     windowed["config"]["model"] |= {"window": 64, "n_kv_head": 4}
     monkeypatch.setattr(lab_rows, "RESULTS", tmp_path)
@@ -30,9 +30,10 @@ def test_newest_row_of_each_choice_longest_first(monkeypatch, tmp_path):
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     who = ["124M", "bf16", "triton", "sdpa (cudnn)"]
     seconds = "12.3, by shorter ones; 1.23 with window 4096"
+    slow_generation = "4,096 or more (its last 1,024 computed)"
     assert cells == [
         [*who, "rope", "block", "139.8", "**524,288**", seconds, "130.00 (129.00)", ""],
-        [*who, "rope", "block, attention kept", "139.8", "**262,144**", "1.23", "130.00", "4,096 or more"],
+        [*who, "rope", "block, attention kept", "139.8", "**262,144**", "1.23", "130.00", slow_generation],
         [*who, "rope", "none", "139.8", "oom", "", "", "4,096"],
         [*who, "rope, window 64, 4 K/V heads", "none", "139.8", "oom", "", "", "stopped"],
     ]
