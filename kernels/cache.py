@@ -28,7 +28,8 @@ class Cache(NamedTuple):
     positions: Tensor | None = None  # decoding: (B,) int64, the position of each sequence's first new token
     # Prefill: (B,) int64, the index of each sequence's last token; outside [0, T) if another call has this token
     last: Tensor | None = None
-    slots: Tensor | None = None  # decoding, after locate(): (B, T) int64, the rows of the new tokens
+    # Decoding, after locate(): the indices (B, 1) and (B, T) int64 of the new tokens' rows
+    slots: tuple[Tensor, Tensor] | None = None
     lengths: Tensor | None = None  # decoding, after locate(): (B,) int32, each sequence's keys, new ones too
     keeps_fp8: bool = False  # append() returns fp8 rows as they are, because attention reads them
 
@@ -37,7 +38,8 @@ class Cache(NamedTuple):
         if self.positions is None:
             return self
         lengths = (self.positions + T).clamp(max=self.rows).to(torch.int32)
-        return self._replace(slots=self.token_positions(T) % self.rows, lengths=lengths)
+        sequences = torch.arange(len(lengths), device=lengths.device)[:, None]
+        return self._replace(slots=(sequences, self.token_positions(T) % self.rows), lengths=lengths)
 
     def layer(self, i: int) -> "Cache":
         """Return the cache of layer i."""
@@ -70,8 +72,8 @@ class Cache(NamedTuple):
         return stored if self.keeps_fp8 else convert(stored, dtype)
 
     def _write_step(self, stored: Tensor, new: Tensor) -> Tensor:
-        values, index = as_indexable(convert(new, stored.dtype)), self.slots[:, :, None, None].expand_as(new)
-        as_indexable(stored).scatter_(1, index, values)
+        # Not scatter_(): for it, Inductor copies the whole cache in every step
+        as_indexable(stored)[self.slots] = as_indexable(convert(new, stored.dtype))
         return self._read(stored[:, : self.keys], new.dtype)
 
     def _write_prefill(self, stored: Tensor, new: Tensor) -> Tensor:
