@@ -38,7 +38,7 @@ class Config:
     init_from: str | None  # initial weights and the shape of the model: see model/pretrained.py
     seed: int
     device: str  # auto | cpu | cuda | cuda:N
-    precision: str  # fp32 | amp | bf16
+    precision: str  # fp32 | amp | bf16 | fp8
     parallel: str  # ddp | fsdp, if torchrun starts several processes
     proof: bool  # compare with eager fp32, and profile a step: see lab/proof
     kernels: registry.KernelsConfig

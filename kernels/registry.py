@@ -56,10 +56,10 @@ from types import ModuleType
 
 import torch
 
-from kernels import compat
+from kernels import compat, fp8
 
 ROOT = Path(__file__).parent
-FIRST = ("norm", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
+FIRST = ("norm", "linear", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
 ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
 OPS = [op for op in ALL_OPS if getattr(importlib.import_module(f"kernels.{op}"), "TRAINS", True)]  # of a training step
@@ -130,6 +130,11 @@ def impls(op: str) -> list[str]:
     return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
 
 
+def ops_with_a_choice() -> list[str]:
+    """Return the ops of a training step, without attention, that have several backends: a choice is named by these."""
+    return [op for op in OPS if op != "attention" and len(impls(op)) > 1]
+
+
 def config_groups() -> dict[str, dict]:
     """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, an ablation.
 
@@ -190,7 +195,7 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
     if version:
         function = functools.update_wrapper(functools.partial(function, version=version), function)
     for argument in needs:
-        if reason := missing_argument(function, argument):
+        if reason := missing_argument(function, argument, op):
             raise Unavailable(f"{op}={impl} cannot run this: {reason}")
     return function
 
@@ -200,13 +205,14 @@ def impl_by_op(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
     return {op: attn.impl if op == "attention" else getattr(kernels, op) for op in OPS}
 
 
-def missing_argument(attention: Callable, argument: str) -> str | None:
-    """Return why this attention cannot take `argument` (`lengths`, `window` or `starts`), or None if it can."""
-    if argument in inspect.signature(attention).parameters:
+def missing_argument(function: Callable, argument: str, op: str = "attention") -> str | None:
+    """Return why the op's function cannot take an optional argument (`lengths`, `window`, `fp8`), or None if it can."""
+    if argument in inspect.signature(function).parameters:
         return None
-    functions = {impl: backend("attention", impl).attention for impl in impls("attention")}
-    able = [impl for impl, function in functions.items() if argument in inspect.signature(function).parameters]
-    return f"{attention.__module__} takes no {argument} (kernels/attention/__init__.py): choose attn={', '.join(able)}"
+    functions = {impl: getattr(backend(op, impl), op) for impl in impls(op)}
+    able = [impl for impl, other in functions.items() if argument in inspect.signature(other).parameters]
+    key = "attn" if op == "attention" else config_key(op)
+    return f"{function.__module__} takes no {argument} (kernels/{op}/__init__.py): choose {key}={', '.join(able)}"
 
 
 def reads_fp8(attention: Callable) -> bool:
@@ -228,18 +234,27 @@ def checkpointed_operators(attention: Callable) -> Sequence[str]:
     )
 
 
-def resolve(kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = ()) -> Ops:
+def resolve(
+    kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = (), in_fp8: bool = False
+) -> Ops:
     """Return the functions that the config chooses. `needs` are optional arguments that attention must take.
 
-    Raises Unavailable if a backend or torch.compile cannot run on `device`, or if attention lacks an argument.
+    With `in_fp8`, the ops that have products compute them in fp8. Raises Unavailable if a backend, torch.compile or fp8
+    cannot run on `device`, or if a backend lacks an argument.
     """
+    if in_fp8 and (reason := fp8.unavailable(device)):
+        raise Unavailable(f"precision=fp8 cannot run here: {reason}")
     if kernels.compile and not cpp_compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
     compat.shorten_operator_errors()
     functions = {}
     for op, impl in impl_by_op(kernels, attn).items():
         options = {"needs": needs, "version": attn.version} if op == "attention" else {}
-        functions[op] = load(op, impl, device, **options)
+        if in_fp8 and "fp8" in inspect.signature(contract(op).reference).parameters:
+            function = load(op, impl, device, needs=["fp8"])
+            functions[op] = functools.update_wrapper(functools.partial(function, fp8=True), function)
+        else:
+            functions[op] = load(op, impl, device, **options)
     return Ops(**functions)
 
 
@@ -291,7 +306,7 @@ def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:
 
 def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
     """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
-    backends = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op != "attention"}
+    backends = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in ops_with_a_choice()}
     if len(set(backends.values())) == 1:
         name = next(iter(backends.values()))
     else:

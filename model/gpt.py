@@ -26,6 +26,7 @@ PRECISIONS = {
     "fp32": (torch.float32, torch.float32),
     "amp": (torch.float32, torch.bfloat16),  # like nanoGPT's autocast
     "bf16": (torch.bfloat16, torch.bfloat16),  # like llm.c; the optimizer holds fp32 masters
+    "fp8": (torch.bfloat16, torch.bfloat16),  # bf16, with the products of linear, mlp and loss in fp8 (kernels/fp8.py)
 }
 
 
@@ -108,8 +109,12 @@ def cast(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 class Linear(nn.Linear):
     """y = x W^T + b in x's dtype, whatever dtype the weights are stored in."""
 
+    def __init__(self, ops: Ops, in_features: int, out_features: int, bias: bool):
+        super().__init__(in_features, out_features, bias)
+        self.linear = ops.linear
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
+        return self.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
 
 
 class LayerNorm(nn.Module):
@@ -132,8 +137,8 @@ class Attention(nn.Module):
         super().__init__()
         self.attention, self.heads = ops.attention, (config.n_head, config.kv_heads, config.kv_heads)
         self.options = {} if config.window is None else {"window": config.window}
-        self.c_attn = Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(ops, config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
+        self.c_proj = Linear(ops, config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, rope: Tensor | None, starts: Tensor | None, cache: Cache | None) -> Tensor:
         B, T, C = x.shape
@@ -154,8 +159,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
         self.mlp = ops.mlp
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias

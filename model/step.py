@@ -41,7 +41,7 @@ def build(
         raise Unavailable("kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile")
     stored, compute = PRECISIONS[precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
-    ops = resolve(kernels, attn, device, [*config.attention_needs, *needs])
+    ops = resolve(kernels, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")
     if seed is None:
         with torch.device("meta"):
             model = GPT(config, ops, compute).to(stored)

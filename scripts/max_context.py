@@ -115,15 +115,19 @@ def run_probe(
     print_json(can_shorten=quadratic and (mode == "generate" or window_is_free(recipe, device)))
 
 
-def choose_modes(mode: str | None, attn: AttnConfig, decode: str) -> list[str]:
-    """Return the modes to search in: `mode`, or if it is None every mode that the attention and the decoder can run.
+def choose_modes(mode: str | None, attn: AttnConfig, decode: str, precision: str) -> list[str]:
+    """Return the modes to search in: `mode`, or if it is None every mode that this config can run.
 
-    Raises UserError if `mode` is generate, the decoder is blocks, and the attention cannot generate.
+    Raises UserError if `mode` is generate, and precision is fp8, or the decoder is blocks and the attention cannot
+    generate.
     """
     reason = None
-    if decode == "blocks":
+    if precision == "fp8":
+        reason = "precision=fp8 only trains: choose precision=bf16"
+    elif decode == "blocks":
         reason = missing_argument(backend("attention", attn.impl).attention, "lengths")
-    check(mode != "generate" or not reason, f"mode=generate reads a cache, but {reason}")
+        reason = reason and f"it reads a cache, but {reason}"
+    check(mode != "generate" or not reason, f"mode=generate cannot run: {reason}")
     if mode:
         return [mode]
     return ["train"] if reason else list(MODES)
@@ -171,7 +175,7 @@ def main(cfg: Config) -> None:
     if cfg.probe:
         run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device, cfg.shortened)
         return
-    modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode)
+    modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode, cfg.precision)
     config = OmegaConf.to_container(OmegaConf.structured(cfg))
     name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     hydra = HydraConfig.get()

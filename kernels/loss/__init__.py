@@ -2,7 +2,7 @@
 
 They are one op so that a backend need not store the (B*T, V) logits.
 
-    loss(x, weight, targets, ignore_index=-1) -> scalar
+    loss(x, weight, targets, ignore_index=-1, fp8=False) -> scalar
 
     x        (..., C)  in the compute dtype
     weight   (V, C)    in the compute dtype; the (tied) head
@@ -10,10 +10,16 @@ They are one op so that a backend need not store the (B*T, V) logits.
     scalar             the mean loss over all positions whose target is not ignore_index, in fp32 (in float64 if x is
                        float64); 0 with zero gradients if there is no such position
 
-If a target other than ignore_index is outside [0, V), a backend raises an error or returns NaN.
+If a target other than ignore_index is outside [0, V), a backend raises an error or returns NaN. With fp8, the products
+are those of kernels/fp8.py, also in reference(), and the gradient of a logit is scaled by LOGITS_SCALE; a backend need
+not take fp8.
 """
 
 import torch
+
+from kernels import fp8 as products_in_fp8
+
+LOGITS_SCALE = 2.0**12  # times the rows. The largest gradient is 1 / rows; a probability of 2^-28 is the least above 0
 
 SHAPES = {
     "124m": {"shape": (32768, 768), "vocab": 50304},
@@ -32,11 +38,12 @@ CASES = {
     "all_ignored": {"shape": (3, 11, 64), "vocab": 257, "ignored": 1.0},
     "large_logits": {"shape": (16, 64), "vocab": 257, "scale": 30.0},
     "non_contiguous": {"shape": (6, 10, 64), "vocab": 257, "contiguous": False},
+    "fp8": {"shape": (2, 32, 64), "vocab": 257, "ignored": 0.1, "fp8": True},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
 SIZES = {str(C): {"shape": (5, C), "vocab": 1024} for C in (64, 768, 769, 1600, 4096)}
-FEATURES = ["all_ignored"]
+FEATURES = ["all_ignored", "fp8"]
 
 BOUND = "flops"
 GRADIENTS_IN_FORWARD = True  # some backends compute gradients in the forward, so its rate alone would mislead
@@ -47,15 +54,16 @@ def in_model(*, batch, length, n_embd, vocab_size, keys=None, **_):
     return {"shape": (batch, length, n_embd), "vocab": vocab_size} if keys is None else None  # decoding has no loss
 
 
-def reference(x, weight, targets, ignore_index=-1):
-    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
+def reference(x, weight, targets, ignore_index=-1, fp8=False):
+    logits = products_in_fp8.linear(x, weight, dy_scale=LOGITS_SCALE) if fp8 else x @ weight.T
+    logits = logits.to(torch.promote_types(x.dtype, torch.float32))
     not_ignored = targets != ignore_index
     target_logits = logits.gather(-1, targets.where(not_ignored, 0).unsqueeze(-1)).squeeze(-1)
     losses = torch.logsumexp(logits, -1) - target_logits
     return losses.where(not_ignored, 0).sum() / not_ignored.sum().clamp(min=1)
 
 
-def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, dtype, device="cpu", seed=0):
+def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, fp8=False, dtype, device="cpu", seed=0):
     """Return random arguments of loss(), as a dict.
 
     The logits have a standard deviation of about `scale`. A target is -1 with probability `ignored`.
@@ -73,6 +81,7 @@ def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, dtype, devi
         "x": x.detach().requires_grad_(),
         "weight": randn(vocab, width, std=scale * width**-0.5).requires_grad_(),
         "targets": targets.masked_fill(is_ignored, -1),
+        **({"fp8": True} if fp8 else {}),
     }
 
 

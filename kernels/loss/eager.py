@@ -4,7 +4,7 @@ At 65,536 tokens and V = 50,304 the logits take 6.1 GiB and the log-probabilitie
 
 The derivative, softmax - onehot, is written by hand: one pass from the log-probabilities to a bf16 gradient. Autograd
 would make more passes: fill, scatter, the backward of the softmax in fp32, and a cast. It would also need 6.1 GiB more:
-a step of 124M with 64 sequences takes 53.1 GiB with the derivative by hand.
+a step of 124M with 64 sequences takes 53.1 GiB with the derivative by hand. With fp8 the derivative is autograd's.
 
 Log-probabilities in bf16 would take half the memory. But bf16 rounds numbers between -8 and -16 to steps of 1/16. Rows
 with similar predictions get the same rounding error, so the errors do not average out, and dweight is too far from the
@@ -13,6 +13,9 @@ float64 result (test_rounding_errors_of_the_loss_average_out).
 
 import torch
 import torch.nn.functional as F
+
+from kernels import fp8 as products_in_fp8
+from kernels.loss import LOGITS_SCALE
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -41,13 +44,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx.to(x.dtype), dweight.to(x.dtype), None, None
 
 
-def linear_cross_entropy(x, weight, targets, ignore_index):
+def linear_cross_entropy(x, weight, targets, ignore_index, fp8):
     """Compute what LinearCrossEntropy computes, with PyTorch's own derivative. torch.compile fuses it into one pass."""
-    logits = F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
+    logits = products_in_fp8.linear(x, weight, dy_scale=LOGITS_SCALE) if fp8 else F.linear(x, weight)
+    logits = logits.to(torch.promote_types(x.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x, weight, targets, ignore_index=-1, fp8=False):
     x, targets = x.flatten(0, -2), targets.flatten()
-    loss_sum = linear_cross_entropy if torch.compiler.is_compiling() else LinearCrossEntropy.apply
-    return loss_sum(x, weight, targets, ignore_index) / (targets != ignore_index).sum().clamp(min=1)
+    if fp8 or torch.compiler.is_compiling():
+        loss_sum = linear_cross_entropy(x, weight, targets, ignore_index, fp8)
+    else:
+        loss_sum = LinearCrossEntropy.apply(x, weight, targets, ignore_index)
+    return loss_sum / (targets != ignore_index).sum().clamp(min=1)

@@ -1,6 +1,6 @@
 """The contract of the op mlp: the MLP of a block, two matmuls with an activation between them.
 
-    mlp(x, w_fc, b_fc, w_proj, b_proj) -> y
+    mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False) -> y
 
     y = gelu(x @ w_fc.T + b_fc) @ w_proj.T + b_proj
 
@@ -11,12 +11,15 @@
     b_proj  (C,)       or None
     y       (..., C)
 
-All tensors are in the compute dtype. GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+All tensors are in the compute dtype. GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415). With
+fp8, the products are those of kernels/fp8.py, also in reference(); a backend need not take fp8.
 """
 
 import math
 
 import torch
+
+from kernels import linear
 
 SHAPES = {
     "124m": {"shape": (65536, 768)},
@@ -34,11 +37,12 @@ CASES = {
     "no_bias": {"shape": (33, 128), "bias": False},
     "far_from_zero": {"shape": (33, 128), "scale": 20.0},
     "non_contiguous": {"shape": (6, 10, 128), "contiguous": False},
+    "fp8": {"shape": (2, 32, 128), "fp8": True},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
 SIZES = {str(C): {"shape": (5, C)} for C in (64, 768, 769, 1600, 4096)}
-FEATURES = ["no_bias"]
+FEATURES = ["no_bias", "fp8"]
 
 BOUND = "flops"
 FAMILY = r"(?i)mlp|gelu"
@@ -52,14 +56,11 @@ def gelu(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def reference(x, w_fc, b_fc, w_proj, b_proj):
-    h = x @ w_fc.T
-    h = gelu(h if b_fc is None else h + b_fc)
-    y = h @ w_proj.T
-    return y if b_proj is None else y + b_proj
+def reference(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+    return linear.reference(gelu(linear.reference(x, w_fc, b_fc, fp8)), w_proj, b_proj, fp8)
 
 
-def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, dtype, device="cpu", seed=0):
+def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, fp8=False, dtype, device="cpu", seed=0):
     """Return random arguments of mlp(), as a dict. x has a standard deviation of `scale`.
 
     The weights are scaled so that x @ w_fc.T has the variance of x.
@@ -79,7 +80,8 @@ def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, dtype, 
         "w_proj": randn(width, hidden, std=hidden**-0.5),
         "b_proj": randn(width, std=0.1) if bias else None,
     }
-    return {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    arguments = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    return arguments | ({"fp8": True} if fp8 else {})
 
 
 def cost(shape, *, hidden=None, bias=True, dtype=torch.bfloat16, **_):

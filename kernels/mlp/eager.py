@@ -2,6 +2,8 @@
 
 import torch.nn.functional as F
 
+from kernels.linear.eager import linear
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj):
-    return F.linear(F.gelu(F.linear(x, w_fc, b_fc), approximate="tanh"), w_proj, b_proj)
+
+def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+    return linear(F.gelu(linear(x, w_fc, b_fc, fp8), approximate="tanh"), w_proj, b_proj, fp8)

@@ -19,7 +19,7 @@ from lab.rows import read_rows
 
 # mode -> its name, the symbol of its points, and the side on which their numbers are
 MODES = {"train": ("training", "circle", "top"), "generate": ("generation", "circle-open", "bottom")}
-PRECISIONS = {"bfloat16": ["amp", "bf16"], "float16": [], "float32": ["fp32"]}  # dtype -> precisions that use it
+PRECISIONS = {"bfloat16": ["amp", "bf16", "fp8"], "float16": [], "float32": ["fp32"]}  # dtype -> precisions that use it
 SYMBOLS = ["circle", "triangle-up", "square", "diamond", "star", "pentagon", "hexagon", "cross"]  # Plotly's names
 CHARACTERS = "●▲■◆★⬟⬢✚"  # the same symbols in Unicode
 MARK_OF_OP = dict(zip(OPS, cycle(zip(SYMBOLS, CHARACTERS, strict=True)), strict=False))

@@ -3,11 +3,11 @@
 import re
 from collections import Counter
 
-from kernels.registry import OPS
+from kernels.registry import ops_with_a_choice
 from lab.sweep.compare import is_generation, sequences
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
-LAYER_OPS = [op for op in OPS if op != "attention"]
+NAMED_OPS = ops_with_a_choice()
 
 
 def model_size(row: dict) -> str:
@@ -36,8 +36,8 @@ def prompt_tokens(row: dict) -> int:
 
 
 def backends_of(kernels: dict) -> dict[str, str]:
-    """Return op -> backend for all ops but attention, from a row's config.kernels. A row older than an op lacks it."""
-    return {op: kernels[op] for op in LAYER_OPS if op in kernels}
+    """Return op -> backend for the ops that name a choice, from a row's config.kernels. An old row may lack an op."""
+    return {op: kernels[op] for op in NAMED_OPS if op in kernels}
 
 
 def kernels_cell(row: dict) -> str:

@@ -216,8 +216,9 @@ def shape_with_long_sums(op, device):
 COMPILED = {  # every case of an op that is not in the table
     "norm": ["768", "fp32_residual", "plain"],
     "attention": ["64", "gqa", "decode", "lengths", "window", "documents"],
-    "mlp": ["768", "no_bias"],
-    "loss": ["768", "some_ignored", "all_ignored"],
+    "linear": ["768", "no_bias", "fp8"],
+    "mlp": ["768", "no_bias", "fp8"],
+    "loss": ["768", "some_ignored", "all_ignored", "fp8"],
 }
 
 

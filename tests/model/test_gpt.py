@@ -169,6 +169,16 @@ def test_an_argument_that_attention_lacks_is_refused_by_name():
         resolve(plain, AttnConfig("eager"), torch.device("cpu"), ["window", "wings"])
 
 
+def test_fp8_is_refused_by_backends_without_it(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    message = r"^mlp=triton cannot run this: .* takes no fp8 .*: choose kernels.mlp=eager$"
+    with pytest.raises(Unavailable, match=message):
+        resolve(KernelsConfig(mlp="triton"), AttnConfig("eager"), torch.device("cpu"), in_fp8=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(Unavailable, match=r"^precision=fp8 cannot run here: it needs .* 8.9 or newer: choose"):
+        resolve(KernelsConfig(), AttnConfig("eager"), torch.device("cuda"), in_fp8=True)
+
+
 def test_rope_equals_hugging_face():
     """rotate() equals Llama's rotary embedding, which pairs channels as GPT-NeoX does."""
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb

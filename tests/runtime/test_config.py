@@ -43,7 +43,7 @@ MISTAKES = [
     (["optim.learning_rate=-1"], "optim.learning_rate=-1.0: it must be finite and not negative"),
     (["model.dropout=1.5"], "model.dropout=1.5: it must be in [0, 1)"),
     (["seed=-1"], "seed=-1: it must be in [0, 2^63)"),
-    (["precision=fp8"], "precision=fp8: choose fp32, amp, bf16"),
+    (["precision=int8"], "precision=int8: choose fp32, amp, bf16, fp8"),
     (["train.tokens_per_step=5000"], "train.tokens_per_step=5000 does not divide into micro-steps"),
     (["model.n_head=3"], "model.n_embd=128 is not a multiple of model.n_head=3"),
     (

@@ -137,7 +137,7 @@ def test_bits_per_byte_follow_from_the_vocabulary_when_all_tokens_are_equally_li
         ([*TEXT, "tokenizer=foo"], "tokenizer=foo: choose bytes or gpt2\n"),
         (['checkpoint="~nobody-here/x"'], "~nobody-here/x: there can be no such file or folder"),
         ([*TEXT, "batches=0"], "batches=0: it must be at least 1"),
-        ([*TEXT, "precision=fp8"], "precision=fp8: choose fp32, amp, bf16"),
+        ([*TEXT, "precision=int8"], "precision=int8: choose fp32, amp, bf16, fp8"),
         (
             [*TEXT, "tokenizer=gpt2"],
             "tokenizer=gpt2 has 50257 ids, and hf_model only 264: name the one it trained with",

@@ -78,7 +78,7 @@ def test_greedy_text_equals_that_of_forwards_without_a_cache(command, attn):
     assert result["status"] == "ok"
     assert result["config"]["prompt"] == "Hello (world"
     assert result["kernels"]["attention"].startswith(attn)
-    assert set(result["kernels"]) == {"norm", "attention", "mlp", "decode", "compile"}
+    assert set(result["kernels"]) == {"norm", "linear", "attention", "mlp", "decode", "compile"}
     assert (result["gen/prompt_tokens"], result["gen/tokens"], result["gen/sequences"]) == (12, 40, 1)
     assert result["gen/prefill_tokens_per_sec"] == pytest.approx(12 / (1e-3 * result["gen/ttft_ms"]))
     assert len(result["gen/laps_s"]) == 2  # 39 steps have two groups of 16

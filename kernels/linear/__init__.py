@@ -1,0 +1,82 @@
+"""The contract of the op linear: the two projections of attention, one matmul with a bias each.
+
+    linear(x, weight, bias, fp8=False) -> y
+
+    y = x @ weight.T + bias
+
+    x       (..., C)
+    weight  (F, C)     F = 3 C for queries, keys and values in GPT-2; F = C for the output
+    bias    (F,)       or None
+    y       (..., F)
+
+All tensors are in the compute dtype. With fp8, the three products are those of kernels/fp8.py, also in reference(); a
+backend need not take fp8.
+"""
+
+import torch
+
+from kernels import fp8 as products_in_fp8
+
+SHAPES = {
+    "124m": {"shape": (65536, 768), "out": 2304},
+    "1558m": {"shape": (32768, 1600), "out": 4800},
+}
+
+CASES = {
+    "768": {"shape": (2, 16, 768), "out": 2304},
+    "1600": {"shape": (3, 1600), "out": 1600},
+    "769": {"shape": (5, 769), "out": 1025},
+    "one_row": {"shape": (1, 128), "out": 384},
+    "many_rows": {"shape": (1031, 64), "out": 96},
+    "no_bias": {"shape": (33, 128), "out": 128, "bias": False},
+    "far_from_zero": {"shape": (33, 128), "out": 128, "scale": 20.0},
+    "non_contiguous": {"shape": (6, 10, 128), "out": 384, "contiguous": False},
+    "fp8": {"shape": (2, 32, 128), "out": 384, "fp8": True},
+}
+
+# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
+SIZES = {str(C): {"shape": (5, C), "out": C} for C in (64, 768, 769, 1600, 4096)}
+FEATURES = ["no_bias", "fp8"]
+
+BOUND = "flops"
+
+
+def in_model(*, batch, length, n_embd, n_head, kv_heads, head_dim, **_):
+    return {"shape": (batch, length, n_embd), "out": (n_head + 2 * kv_heads) * head_dim}
+
+
+def reference(x, weight, bias, fp8=False):
+    if fp8:
+        return products_in_fp8.linear(x, weight, bias)
+    y = x @ weight.T
+    return y if bias is None else y + bias
+
+
+def inputs(shape, *, out, bias=True, scale=1.0, contiguous=True, fp8=False, dtype, device="cpu", seed=0):
+    """Return random arguments of linear(), as a dict. x has a standard deviation of `scale`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    width = shape[-1]
+
+    def randn(*size, std=1.0):
+        return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
+
+    x = randn(*shape, std=scale) if contiguous else randn(*shape[:-1], width + 8, std=scale)[..., :width]
+    tensors = {"x": x, "weight": randn(out, width, std=width**-0.5), "bias": randn(out, std=0.1) if bias else None}
+    arguments = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    return arguments | ({"fp8": True} if fp8 else {})
+
+
+def cost(shape, *, out, bias=True, dtype=torch.bfloat16, **_):
+    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}: one matmul forward, and two backward."""
+    width = shape[-1]
+    rows = torch.Size(shape).numel() // width
+    weights, product = out * width + (out if bias else 0), 2 * rows * width * out
+    forward, backward = weights + rows * (width + out), 2 * weights - (out if bias else 0) + rows * (2 * width + out)
+    return {"forward": (product, forward * dtype.itemsize), "backward": (2 * product, backward * dtype.itemsize)}
+
+
+def products(shape, *, out, **_):
+    """Return (rows, inner, columns) of the plain matmuls, forward and backward: the floor of the op's time."""
+    width = shape[-1]
+    rows = torch.Size(shape).numel() // width
+    return {"forward": [(rows, width, out)], "backward": [(rows, out, width), (out, rows, width)]}
