@@ -10,13 +10,12 @@ of two, so that they round nothing:
 
     x       4: inputs of linear layers follow a norm, an attention or GELU, so they are around 1; up to 112
     weight  the largest at which its largest element fits
-    dy      64 times its rows, because the loss is a mean over them: a gradient times rows is around 1; up to 896
+    dy      64 times its rows, rounded up to a power of two, because the loss is a mean over them; up to 448 / rows.
+            In a tiny model, dy times rows had a deviation of 2e-4 to 0.15. Logits: see kernels/loss/__init__.py
 
-Fixed scales need no pass over the tensor, no state and no history. An element beyond the range becomes the largest
-number.
+The scales of x and dy need no pass over the tensor, no state and no history; that of a weight needs one pass. A number
+beyond the range becomes the largest one. Infinity becomes NaN, so that a diverged step is still noticed.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ def unavailable(device: torch.device) -> str | None:
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
     """Return x times scale, rounded to an fp8 dtype."""
     largest = torch.finfo(dtype).max
-    return (x * scale).clamp(-largest, largest).to(dtype)
+    return torch.where(x.isfinite(), (x * scale).clamp(-largest, largest), torch.nan).to(dtype)
 
 
 def weight_scale(weight: Tensor) -> Tensor:
@@ -46,12 +45,12 @@ def weight_scale(weight: Tensor) -> Tensor:
     return torch.exp2(torch.floor(torch.log2(torch.finfo(E4M3).max / largest)))
 
 
-def gradient_scale(rows: int, scale: float = DY_SCALE) -> float:
-    """Return `scale` times the rows, rounded up to a power of two."""
-    return scale * 2 ** math.ceil(math.log2(rows))
+def gradient_scale(rows: Tensor, scale: float = DY_SCALE) -> Tensor:
+    """Return `scale` times the rows, rounded up to a power of two. `rows` and the result are scalars on the device."""
+    return scale * torch.exp2(torch.ceil(torch.log2(rows.float())))
 
 
-def product(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def product(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a (M, K) and b (N, K) in fp8 -> a b^T / scale + bias, (M, N) in `dtype`.
 
     The sums are in fp32, or in float64 if that is `dtype`. On a GPU, a tensor core keeps some 14 bits of them.
@@ -61,8 +60,8 @@ def product(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, bia
     if a.is_cuda and dtype != torch.float64:
         columns, a, b = len(b), pad(a, rows=1), pad(b)
         bias = None if bias is None else F.pad(bias, (0, len(b) - columns))
-        scale = torch.as_tensor(scale, dtype=torch.float32, device=a.device)
         scales = 1 / scale, torch.ones_like(scale)
+        # Fast accumulation: the products of a step of 124M take 42.2 ms instead of 45.5 on an H200
         return torch._scaled_mm(a, b.T, *scales, bias=bias, out_dtype=dtype, use_fast_accum=True)[:, :columns]
     sums = torch.promote_types(dtype, torch.float32)
     out = a.to(sums) @ b.to(sums).T / scale
@@ -71,7 +70,8 @@ def product(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, bia
 
 def pad(x: Tensor, rows: int = 16) -> Tensor:
     """Return x (N, K) in fp8, contiguous, with zeros up to multiples of `rows` and of 16, which a GPU needs."""
-    return F.pad(x.contiguous().view(torch.uint8), (0, -x.shape[1] % 16, 0, -len(x) % rows)).view(x.dtype)
+    x, missing = x.contiguous(), (0, -x.shape[1] % 16, 0, -len(x) % rows)
+    return F.pad(x.view(torch.uint8), missing).view(x.dtype) if any(missing) else x  # F.pad() would copy x
 
 
 class Linear(torch.autograd.Function):
@@ -81,20 +81,22 @@ class Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, dy_scale):
         scale = weight_scale(weight)
         x8, weight8 = quantize(x, E4M3, X_SCALE), quantize(weight, E4M3, scale)
-        ctx.save_for_backward(x8, weight8, scale)
-        ctx.dy_scale, ctx.dtype, ctx.has_bias = dy_scale, x.dtype, bias is not None
+        ctx.save_for_backward(x8, weight8, scale, dy_scale)
+        ctx.dtype, ctx.has_bias = x.dtype, bias is not None
         return product(x8, weight8, X_SCALE * scale, x.dtype, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        x8, weight8, scale = ctx.saved_tensors
-        dy8 = quantize(dy, E5M2, ctx.dy_scale)
-        dx = product(dy8, weight8.T, ctx.dy_scale * scale, ctx.dtype)
-        dweight = product(dy8.T, x8.T, ctx.dy_scale * X_SCALE, ctx.dtype)
+        x8, weight8, scale, dy_scale = ctx.saved_tensors
+        dy8 = quantize(dy, E5M2, dy_scale)
+        dx = product(dy8, weight8.T, dy_scale * scale, ctx.dtype)
+        dweight = product(dy8.T, x8.T, dy_scale * X_SCALE, ctx.dtype)
         return dx, dweight, dy.sum(0) if ctx.has_bias else None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dy_scale: float = DY_SCALE) -> Tensor:
-    """x (..., C), weight (F, C), bias (F,) or None -> (..., F). `dy_scale` is times the rows of x."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dy_scale: Tensor | None = None) -> Tensor:
+    """x (..., C), weight (F, C), bias (F,) or None -> (..., F). `dy_scale` replaces the scale of the gradient."""
     rows = x.flatten(0, -2)
-    return Linear.apply(rows, weight, bias, gradient_scale(len(rows), dy_scale)).view(*x.shape[:-1], -1)
+    if dy_scale is None:  # torch.full() does not wait for the GPU
+        dy_scale = gradient_scale(torch.full((), max(1, len(rows)), device=x.device))
+    return Linear.apply(rows, weight, bias, dy_scale).view(*x.shape[:-1], len(weight))

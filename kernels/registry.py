@@ -239,8 +239,8 @@ def resolve(
 ) -> Ops:
     """Return the functions that the config chooses. `needs` are optional arguments that attention must take.
 
-    With `in_fp8`, the ops that have products compute them in fp8. Raises Unavailable if a backend, torch.compile or fp8
-    cannot run on `device`, or if a backend lacks an argument.
+    With `in_fp8`, the ops whose reference() takes `fp8` compute their products in fp8. Raises Unavailable if a backend,
+    torch.compile or fp8 cannot run on `device`, or if a backend lacks an argument.
     """
     if in_fp8 and (reason := fp8.unavailable(device)):
         raise Unavailable(f"precision=fp8 cannot run here: {reason}")

@@ -118,12 +118,12 @@ def run_probe(
 def choose_modes(mode: str | None, attn: AttnConfig, decode: str, precision: str) -> list[str]:
     """Return the modes to search in: `mode`, or if it is None every mode that this config can run.
 
-    Raises UserError if `mode` is generate, and precision is fp8, or the decoder is blocks and the attention cannot
-    generate.
+    Raises UserError if `mode` is generate and this config cannot: in fp8, or with blocks and an attention that takes no
+    `lengths`.
     """
     reason = None
     if precision == "fp8":
-        reason = "precision=fp8 only trains: choose precision=bf16"
+        reason = "precision=fp8 cannot generate: choose precision=bf16"
     elif decode == "blocks":
         reason = missing_argument(backend("attention", attn.impl).attention, "lengths")
         reason = reason and f"it reads a cache, but {reason}"

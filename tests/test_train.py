@@ -213,10 +213,10 @@ def test_torch_compile_gives_the_losses_of_eager_and_compiles_once(hotswap):
     torch.testing.assert_close(compiled, losses(hotswap), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize(("precision", "error"), [("amp", 2**-8), ("bf16", 2**-8), ("fp8", 2**-4)])
-def test_precisions_give_the_losses_of_fp32(hotswap, precision, error):
-    """The losses of 8 steps differ by at most the relative error of a logit in bf16, or of a factor in e4m3."""
-    torch.testing.assert_close(losses(hotswap, f"precision={precision}"), losses(hotswap), rtol=error, atol=0)
+@pytest.mark.parametrize("precision", ["amp", "bf16", "fp8"])
+def test_precisions_give_the_losses_of_fp32(hotswap, precision):
+    """The losses of 8 steps differ by at most 2^-8, the relative error of a bf16 logit; errors of fp8 average out."""
+    torch.testing.assert_close(losses(hotswap, f"precision={precision}"), losses(hotswap), rtol=2**-8, atol=0)
 
 
 def test_each_precision_has_its_dtypes():

@@ -11,15 +11,15 @@ They are one op so that a backend need not store the (B*T, V) logits.
                        float64); 0 with zero gradients if there is no such position
 
 If a target other than ignore_index is outside [0, V), a backend raises an error or returns NaN. With fp8, the products
-are those of kernels/fp8.py, also in reference(), and the gradient of a logit is scaled by LOGITS_SCALE; a backend need
-not take fp8.
+are those of kernels/fp8.py, also in reference(), and those of the head are in logits_in_fp8(); a backend need not take
+fp8.
 """
 
 import torch
 
 from kernels import fp8 as products_in_fp8
 
-LOGITS_SCALE = 2.0**12  # times the rows. The largest gradient is 1 / rows; a probability of 2^-28 is the least above 0
+LOGITS_SCALE = 2.0**12  # times the targets that count. In one micro-step, probabilities below 2^-29 become 0
 
 SHAPES = {
     "124m": {"shape": (32768, 768), "vocab": 50304},
@@ -38,7 +38,8 @@ CASES = {
     "all_ignored": {"shape": (3, 11, 64), "vocab": 257, "ignored": 1.0},
     "large_logits": {"shape": (16, 64), "vocab": 257, "scale": 30.0},
     "non_contiguous": {"shape": (6, 10, 64), "vocab": 257, "contiguous": False},
-    "fp8": {"shape": (2, 32, 64), "vocab": 257, "ignored": 0.1, "fp8": True},
+    "fp8": {"shape": (2, 32, 64), "vocab": 257, "fp8": True},
+    "fp8_ignored": {"shape": (2, 256, 64), "vocab": 257, "ignored": 0.95, "fp8": True},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
@@ -54,8 +55,14 @@ def in_model(*, batch, length, n_embd, vocab_size, keys=None, **_):
     return {"shape": (batch, length, n_embd), "vocab": vocab_size} if keys is None else None  # decoding has no loss
 
 
+def logits_in_fp8(x, weight, targets, ignore_index):
+    """Return the logits (..., V). A gradient of one is at most 1 / targets that count, which gives its scale."""
+    count = (targets != ignore_index).sum().clamp(min=1)
+    return products_in_fp8.linear(x, weight, dy_scale=products_in_fp8.gradient_scale(count, LOGITS_SCALE))
+
+
 def reference(x, weight, targets, ignore_index=-1, fp8=False):
-    logits = products_in_fp8.linear(x, weight, dy_scale=LOGITS_SCALE) if fp8 else x @ weight.T
+    logits = logits_in_fp8(x, weight, targets, ignore_index) if fp8 else x @ weight.T
     logits = logits.to(torch.promote_types(x.dtype, torch.float32))
     not_ignored = targets != ignore_index
     target_logits = logits.gather(-1, targets.where(not_ignored, 0).unsqueeze(-1)).squeeze(-1)

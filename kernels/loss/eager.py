@@ -14,8 +14,7 @@ float64 result (test_rounding_errors_of_the_loss_average_out).
 import torch
 import torch.nn.functional as F
 
-from kernels import fp8 as products_in_fp8
-from kernels.loss import LOGITS_SCALE
+from kernels.loss import logits_in_fp8
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -46,7 +45,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy(x, weight, targets, ignore_index, fp8):
     """Compute what LinearCrossEntropy computes, with PyTorch's own derivative. torch.compile fuses it into one pass."""
-    logits = products_in_fp8.linear(x, weight, dy_scale=LOGITS_SCALE) if fp8 else F.linear(x, weight)
+    logits = logits_in_fp8(x, weight, targets, ignore_index) if fp8 else F.linear(x, weight)
     logits = logits.to(torch.promote_types(x.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 

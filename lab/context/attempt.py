@@ -74,8 +74,8 @@ def train(recipe: Recipe, length: int, device: torch.device) -> dict[str, float]
 def generate(recipe: Recipe, length: int, device: torch.device, kept: int = 0) -> dict[str, float]:
     """Prefill `length` tokens and generate NEW_TOKENS, after a warm-up of both.
 
-    The first `kept` tokens are taken to be in the cache already. Then the prefill has no warm-up, because its seconds
-    are no measure. Return `seconds` to the last new token, and `prefill_s` to the first.
+    The first `kept` tokens are taken to be in the cache already. Then the prefill has no warm-up, because its time is
+    not that of the whole prompt. Return `seconds` to the last new token, and `prefill_s` to the first.
     """
     decoder, idx = build_decoder(recipe, length, device)
     decoder.warm_up(length, NEW_TOKENS)
@@ -90,7 +90,7 @@ def generate(recipe: Recipe, length: int, device: torch.device, kept: int = 0) -
 def tokens_before_last_chunks(length: int) -> int:
     """Return how many tokens of a prompt come before its last chunks, which take as much memory as the whole prompt.
 
-    Those are three chunks and the incomplete one. With two, the predicted peak was 640 bytes low.
+    The last chunks are three whole ones and an incomplete one. With two whole ones, the prediction was 640 bytes low.
     """
     return max(0, (length // CHUNK - 3) * CHUNK)
 
@@ -100,8 +100,9 @@ def run_attempt(
 ) -> dict:
     """Return the row of one attempt: status, seconds, and peaks in GiB (on a CPU, the growth of the process).
 
-    A shortened attempt takes the same memory in less time: training has a window of WINDOW tokens, if window_is_free(),
-    and generation computes only the last chunks of the prompt. Its new tokens still read the whole cache.
+    A shortened attempt takes the same memory in less time: training has a window of WINDOW tokens (the search checks
+    window_is_free() first), and generation computes only the last chunks of the prompt. Its new tokens still read the
+    whole cache.
     """
     row = {"T": length, "shortened": shortened, "status": "ok"}
     work, options = (train, {}) if mode == "train" else (generate, {"kept": 0})

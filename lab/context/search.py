@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lab.context.attempt import WINDOW, predict
+from lab.context.attempt import WINDOW, predict, tokens_before_last_chunks
 from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.recipe import Recipe
 from runtime.config import check
@@ -116,17 +116,21 @@ class Search:
         """Return whether two steps are expected to exceed the time limit of an attempt."""
         return self.two_step_seconds(length) > 0.8 * 60 * self.prober.minutes  # a fifth of the time is for starting up
 
+    def can_shorten(self, length: int) -> bool:
+        """Return whether an attempt at this length can be shortened. A short prompt has only last chunks."""
+        return self.prediction.can_shorten and (self.mode == "train" or tokens_before_last_chunks(length) > 0)
+
     def attempt(self, length: int) -> dict:
         """Try this length and return its row. An attempt that takes too long is repeated, shortened if possible."""
         row = self.one_attempt(length)
-        if row["status"] == "timeout" and self.prediction.can_shorten and not row["shortened"]:
+        if row["status"] == "timeout" and self.can_shorten(length) and not row["shortened"]:
             return self.one_attempt(length)  # after a timeout, it is shortened
         return row
 
     def one_attempt(self, length: int) -> dict:
         """Take the row of an earlier attempt, or run an attempt if there is time. Keep, print and return the row."""
         timed_out = any(row["status"] == "timeout" and row["T"] <= length for row in self.rows)
-        shortened = self.prediction.can_shorten and (timed_out or self.is_slow(length))
+        shortened = self.can_shorten(length) and (timed_out or self.is_slow(length))
         row = {"T": length, "shortened": shortened}
         earlier_row = self.find_earlier(row)
         if earlier_row:
@@ -146,7 +150,7 @@ class Search:
         return row
 
     def find_earlier(self, row: dict) -> dict | None:
-        """Return the row of an earlier attempt in this mode, at this T and as short; None if there is none."""
+        """Return the row of an earlier attempt in this mode with these T and `shortened`; None if there is none."""
         wanted = {**row, "mode": self.mode}
         for earlier in self.earlier:
             if all(earlier.get(key) == value for key, value in wanted.items()):
@@ -164,7 +168,7 @@ class Search:
             self.step_seconds = fit_step_seconds([row for row in short if not row["shortened"]])
             start = self.correct_start(start, short)
         index = index_of(start)
-        if self.prediction.can_shorten:
+        if self.can_shorten(length_of(index)):
             return index
         while index > 0 and self.is_slow(length_of(index)):
             index -= 1

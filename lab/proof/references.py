@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 CACHE = Path(".cache/parity")
 # Files whose text is part of the cache key, because they decide the numbers of a reference
 SOURCES = ["model/*.py", "lab/recipe.py", "lab/proof/parity.py", "lab/proof/references.py", "data/loader.py"]
-SOURCES += [f"kernels/*/{name}.py" for name in ("__init__", "eager", "sdpa")]
+SOURCES += ["kernels/fp8.py", *(f"kernels/*/{name}.py" for name in ("__init__", "eager", "sdpa"))]
 MAX_TOKENS = 16384  # in a micro-step of a reference: fp32 logits of 50,304 ids then take 3.3 GB
 
 
@@ -85,8 +85,8 @@ def read_or_make_references(
 ) -> list[FirstSteps]:
     """Return the first steps of eager PyTorch in fp32 and in the run's precision.
 
-    Both start from the run's weights. With precision=bf16 the fp32 reference too rounds its weights to bf16 after every
-    step. Raises RuntimeError if eager PyTorch fails.
+    Both start from the run's weights. With precision=bf16 or fp8 the fp32 reference too rounds its weights to bf16
+    after every step. Raises RuntimeError if eager PyTorch fails.
     """
     batch_size = reference_batch_size(train)
     facts = [asdict(recipe.model), asdict(recipe.optim), recipe.documents, recipe.seed, batch_size, train.block_size]

@@ -49,7 +49,18 @@ def test_weight_scale_is_the_largest_power_of_two_that_fits(largest):
 
 
 def test_gradient_scale():
-    assert (gradient_scale(65536), gradient_scale(65537), gradient_scale(1)) == (2.0**22, 2.0**23, 64.0)
+    assert gradient_scale(torch.tensor([65536, 65537, 1])).tolist() == [2.0**22, 2.0**23, 64.0]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_numbers_saturate_and_infinities_do_not(dtype):
+    x = torch.tensor([1e6, -1e6, torch.inf, -torch.inf, torch.nan])
+    assert quantize(x, dtype, 8.0).float()[:2].tolist() == [torch.finfo(dtype).max, -torch.finfo(dtype).max]
+    assert not quantize(x, dtype, 8.0).float()[2:].isfinite().any()
+
+
+def test_no_rows():
+    assert fp8.linear(torch.randn(2, 0, 16), torch.randn(8, 16)).shape == (2, 0, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -65,7 +76,7 @@ def test_linear_equals_products_of_rounded_tensors(dtype, bias):
     y = fp8.linear(x, weight, b)
     got = y, *torch.autograd.grad(y, [t for t in (x, weight, b) if t is not None], dy)
     x8, weight8 = rounded(x, E4M3, X_SCALE).view(38, 48), rounded(weight, E4M3, weight_scale(weight).item())
-    dy8 = rounded(dy, E5M2, gradient_scale(38)).view(38, 40)
+    dy8 = rounded(dy, E5M2, gradient_scale(torch.tensor(38)).item()).view(38, 40)
     exact = [x8 @ weight8.T + (b.double() if bias else 0), dy8 @ weight8, dy8.T @ x8]
     sums = [x8.abs() @ weight8.T.abs() + 1, dy8.abs() @ weight8.abs(), dy8.T.abs() @ x8.abs()]
     if bias:
@@ -105,7 +116,8 @@ def test_product_of_a_gpu_equals_the_emulation(sizes, bias):
     (M, K, N), draw = sizes, torch.Generator().manual_seed(4)
     a, b = (torch.randn(rows, K, generator=draw).to(dtype) for rows, dtype in ((M, E5M2), (N, E4M3)))
     c = torch.randn(N, generator=draw).to(torch.bfloat16) if bias else None
-    exact = product(a, b, 8.0, torch.float64, c)
+    exact = product(a, b, torch.tensor(8.0), torch.float64, c)
     size = a.double().abs() @ b.double().abs().T / 8
-    on_gpu = product(a.to(GPU), b.to(GPU), 8.0, torch.bfloat16, None if c is None else c.to(GPU)).cpu().double()
+    tensors = [t if t is None else t.to(GPU) for t in (a, b, torch.tensor(8.0), c)]
+    on_gpu = product(*tensors[:3], torch.bfloat16, tensors[3]).cpu().double()
     assert ((on_gpu - exact).abs() <= 2**-8 * exact.abs() + 2**-13 * size).all()

@@ -151,7 +151,7 @@ def test_a_shortened_attempt_computes_the_last_chunks(called, monkeypatch):
         (["memory_gib=0"], "memory_gib=0.0: it must be above 0"),
         (["probe_minutes=0"], "probe_minutes=0.0: it must be above 0"),
         (["precision=int8"], "precision=int8: choose fp32, amp, bf16"),
-        (["mode=generate", "precision=fp8"], "mode=generate cannot run: precision=fp8 only trains: "),
+        (["mode=generate", "precision=fp8"], "mode=generate cannot run: precision=fp8 cannot generate: "),
         (["train.batch_size=4"], "unknown key train.batch_size; "),
         (["attn=flash", "attn.version=fa9"], "attn.version=fa9: choose fa4, "),
         (["mode=train", "probe=predict", "device=cpu", "memory_gib=inf"], "memory_gib=inf: this machine has "),
