@@ -13,8 +13,8 @@ of two, so that they round nothing:
     dy      64 times its rows, rounded up to a power of two, because the loss is a mean over them; up to 448 / rows.
             In a tiny model, dy times rows had a deviation of 2e-4 to 0.15. Logits: see kernels/loss/__init__.py
 
-The scales of x and dy need no pass over the tensor, no state and no history; that of a weight needs one pass. A number
-beyond the range becomes the largest one. Infinity becomes NaN, so that a diverged step is still noticed.
+The scales of x and dy are fixed, so they need neither a pass over the tensor nor a state. The scale of a weight needs
+one pass. A number beyond the range becomes the largest one. Infinity becomes NaN, so a diverged step is still noticed.
 """
 
 import torch

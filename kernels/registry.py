@@ -252,7 +252,7 @@ def resolve(
         options = {"needs": needs, "version": attn.version} if op == "attention" else {}
         if in_fp8 and "fp8" in inspect.signature(contract(op).reference).parameters:
             function = load(op, impl, device, needs=["fp8"])
-            functions[op] = functools.update_wrapper(functools.partial(function, fp8=True), function)
+            functions[op] = functools.partial(function, fp8=True)
         else:
             functions[op] = load(op, impl, device, **options)
     return Ops(**functions)

@@ -9,8 +9,8 @@
     bias    (F,)       or None
     y       (..., F)
 
-All tensors are in the compute dtype. With fp8, the three products are those of kernels/fp8.py, also in reference(); a
-backend need not take fp8.
+All tensors are in the compute dtype. With fp8=True, a backend and reference() compute the products as kernels/fp8.py
+does. A backend may lack this argument.
 """
 
 import torch

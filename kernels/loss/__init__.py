@@ -10,9 +10,8 @@ They are one op so that a backend need not store the (B*T, V) logits.
     scalar             the mean loss over all positions whose target is not ignore_index, in fp32 (in float64 if x is
                        float64); 0 with zero gradients if there is no such position
 
-If a target other than ignore_index is outside [0, V), a backend raises an error or returns NaN. With fp8, the products
-are those of kernels/fp8.py, also in reference(), and those of the head are in logits_in_fp8(); a backend need not take
-fp8.
+If a target other than ignore_index is outside [0, V), a backend raises an error or returns NaN.
+With fp8=True, a backend and reference() compute the products as logits_in_fp8() does. A backend may lack this argument.
 """
 
 import torch

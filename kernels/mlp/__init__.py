@@ -11,8 +11,8 @@
     b_proj  (C,)       or None
     y       (..., C)
 
-All tensors are in the compute dtype. GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415). With
-fp8, the products are those of kernels/fp8.py, also in reference(); a backend need not take fp8.
+All tensors are in the compute dtype. GELU is the tanh form of GPT-2 (Hendrycks and Gimpel 2016, arXiv:1606.08415).
+With fp8=True, a backend and reference() compute the products as kernels/fp8.py does. A backend may lack this argument.
 """
 
 import math
