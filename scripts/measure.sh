@@ -67,18 +67,20 @@ sequence() { # NAME T STEPS
         train.max_steps=$3 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0
 }
 
-# Generation: every decoder with 1, 8 and 64 sequences; with prompts of 1024 tokens; with 256 sequences; 1558M; drafts
-# (run `typed` before); the longest contexts. A job takes about 17 s, and with torch.compile about 100 s (estimated), so
-# the first group takes some 20 minutes on one GPU
+# Generation: every decoder with 1, 8 and 64 sequences; with prompts of 1024 tokens; with 256 sequences; 1558M; drafts;
+# the longest contexts. A job takes about 14 s, and with torch.compile about 85 s, so the first group takes some 15
+# minutes on one GPU
 generation() { generate generation +sweep=generate checkpoint=random prompt_tokens=128; }
 generation_1024() { generate generation-1024 +sweep=generate checkpoint=random prompt_tokens=1024 batch=1; }
 generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }
 generation_1558m() {
     generate generation-1558m +sweep=generate checkpoint=random model=gpt2_1558m batch=1 prompt_tokens=128
 }
-generation_drafts() {
-    generate drafts -m checkpoint=out/typed prompt="$(head -c 2000 README.md)" temperature=0 \
-        kernels.decode=blocks,triton generate.speculate=null,ngram
+generation_drafts() { # a model of Python's standard library continues a file of this repo
+    python train.py kernels=triton attn=triton precision=bf16 train.max_steps=500 train.eval_every=0 \
+        train.checkpoint_every=500 train.sample_tokens=0 out_dir=out/drafts-model
+    generate drafts -m checkpoint=out/drafts-model prompt="$(head -c 2000 model/gpt.py)" max_new_tokens=256 \
+        temperature=0 proof=true kernels.decode=blocks,triton generate.speculate=null,ngram
 }
 generate() { # NAME WORDS ...
     python -m scripts.generate precision=bf16 "${@:2}" out_dir="out/$1"
