@@ -77,8 +77,8 @@ generation_1558m() {
     generate generation-1558m +sweep=generate checkpoint=random model=gpt2_1558m batch=1 prompt_tokens=128
 }
 generation_drafts() { # a model of Python's standard library continues a file of this repo
-    python train.py kernels=triton attn=triton precision=bf16 train.max_steps=500 train.eval_every=0 \
-        train.checkpoint_every=500 train.sample_tokens=0 out_dir=out/drafts-model
+    python train.py kernels=triton attn=triton precision=bf16 data.tokenizer=gpt2 train.max_steps=500 \
+        train.eval_every=0 train.checkpoint_every=500 train.sample_tokens=0 out_dir=out/drafts-model
     generate drafts -m checkpoint=out/drafts-model prompt="$(head -c 2000 model/gpt.py)" max_new_tokens=256 \
         temperature=0 proof=true kernels.decode=blocks,triton generate.speculate=null,ngram
 }
