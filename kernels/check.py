@@ -24,8 +24,9 @@ def outputs_and_gradients(
 ) -> dict[str, Tensor]:
     """Call `function` and return its outputs and the gradients of its inputs: {"out0": ..., "d_x": ...}.
 
-    Each output gets a random gradient, which depends only on `seed`. The result has a gradient for every input that
-    requires one. It has no gradients if "lengths" is among the inputs, because only generation passes lengths. If
+    Each output gets a random gradient, which depends only on `seed`. A scalar (the loss) gets 2: some backends round
+    gradients to fp8 in the forward, and a power of two changes no rounding. The result has a gradient for every input
+    that requires one. It has no gradients if "lengths" is among the inputs, because only generation passes lengths. If
     `dtype` is given, floating-point inputs are converted to it first. With `expand=True`, an output gradient is one
     random row, expanded to all rows with stride 0.
     """
@@ -43,7 +44,7 @@ def outputs_and_gradients(
         generator = torch.Generator(out.device).manual_seed(seed)
         shape = out.shape[-1:] if expand else out.shape
         grad = torch.randn(shape, generator=generator, device=out.device).to(torch.bfloat16).to(out.dtype)
-        output_grads.append(grad.expand(out.shape))
+        output_grads.append(grad.expand(out.shape) if out.dim() else torch.full_like(out, 2))
     input_grads = torch.autograd.grad(outputs, list(leaves.values()), output_grads)
     return results | {f"d_{name}": grad for name, grad in zip(leaves, input_grads, strict=True)}
 

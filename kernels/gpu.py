@@ -11,6 +11,7 @@ from kernels.registry import Unavailable
 from kernels.tuned import read_table, table_paths
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETER_ROUNDS_TO_FP8 = False  # a test that mends the interpreter sets it
 SHARED_BYTES = 227 * 1024  # of a multiprocessor with compute capability 9.0
 
 
@@ -74,11 +75,13 @@ def make_context_current() -> None:
         torch.cuda.is_current_stream_capturing()  # takes 1 us, and is allowed in a CUDA graph
 
 
-def check_dtypes(op: str, *tensors: torch.Tensor | None) -> None:
-    """Check that the Triton kernels of `op` support the dtypes of `tensors`.
+def check_dtypes(op: str, *tensors: torch.Tensor | None, fp8: bool = False) -> None:
+    """Check that the Triton kernels of `op` support the dtypes of `tensors`, and with `fp8` that they can round to fp8.
 
-    Raises Unavailable if they do not, or if a dtype is bfloat16 and Triton's interpreter runs them.
+    Raises Unavailable if they cannot, or if Triton's interpreter runs them and a dtype is bfloat16.
     """
+    if fp8 and os.environ.get("TRITON_INTERPRET") == "1" and not INTERPRETER_ROUNDS_TO_FP8:
+        raise Unavailable(f"{op}=triton in Triton's interpreter cannot round to fp8: choose kernels.{op}=eager")
     for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:
         if dtype not in DTYPES:
             raise Unavailable(f"{op}=triton supports float32, bfloat16 and float16, not {dtype}: choose one of them")

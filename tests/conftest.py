@@ -110,6 +110,25 @@ def called(monkeypatch, capsys):
 
 
 @pytest.fixture
+def fp8_on_a_cpu(monkeypatch):
+    """Make Triton's interpreter round to fp8 as PyTorch does: to the nearest number. Its own code cuts off bits."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(values, source, target, rounding):
+        if source.name == "fp32" and target.name in ("fp8e4nv", "fp8e5"):
+            dtype = torch.float8_e4m3fn if target.name == "fp8e4nv" else torch.float8_e5m2
+            return torch.from_numpy(values.copy()).to(dtype).view(torch.uint8).numpy()
+        return original(values, source, target, rounding)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr("kernels.gpu.INTERPRETER_ROUNDS_TO_FP8", True)
+
+
+@pytest.fixture
 def checkout(tmp_path):
     """The folder of a copy of the repo without results, to which a test may add files."""
     ignore = shutil.ignore_patterns(".*", "out", "results", "__pycache__")

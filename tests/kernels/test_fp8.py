@@ -40,7 +40,7 @@ def test_quantize_takes_the_nearest_number(dtype, spread):
     assert torch.equal(quantize(x, dtype, 8.0).double() / 8, rounded(x, dtype, 8.0))
 
 
-@pytest.mark.parametrize("largest", [1e-30, 3e-4, 0.4375, 0.4376, 1.0, 448.0, 449.0, 1e4])
+@pytest.mark.parametrize("largest", [1e-30, 3e-4, 0.4375, 0.43750003, 0.4376, 1.0, 448.0, 449.0, 1e4])
 def test_weight_scale_is_the_largest_power_of_two_that_fits(largest):
     weight = torch.tensor([[0.0, -largest], [largest / 3, 0.1 * largest]])
     scale = weight_scale(weight).item()
@@ -116,9 +116,11 @@ def test_product_of_a_gpu_equals_the_emulation(sizes, bias):
     (M, K, N), draw = sizes, torch.Generator().manual_seed(4)
     a, b = (torch.randn(rows, K, generator=draw).to(dtype) for rows, dtype in ((M, E5M2), (N, E4M3)))
     c = torch.randn(N, generator=draw).to(torch.bfloat16) if bias else None
-    exact = product(a, b, torch.tensor(8.0), torch.float64, c)
+    units = torch.tensor(1 / 2), torch.tensor(1 / 4)
+    exact = product(a, b, units, torch.float64, c)
     size = a.double().abs() @ b.double().abs().T / 8
     lost = 2**-13 * -(-K // 32)
-    tensors = [t if t is None else t.to(GPU) for t in (a, b, torch.tensor(8.0), c)]
-    on_gpu = product(*tensors[:3], torch.bfloat16, tensors[3]).cpu().double()
-    assert ((on_gpu - exact).abs() <= 2**-8 * exact.abs() + lost * size).all()
+    on_gpu = product(
+        a.to(GPU), b.to(GPU), tuple(unit.to(GPU) for unit in units), torch.bfloat16, c.to(GPU) if bias else None
+    )
+    assert ((on_gpu.cpu().double() - exact).abs() <= 2**-8 * exact.abs() + lost * size).all()
