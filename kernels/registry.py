@@ -191,6 +191,8 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
     """
     if reason := unavailable(op, impl, device, version):
         raise Unavailable(f"{op}={impl} cannot run here: {reason}")
+    if "fp8" in needs and (reason := fp8.unavailable(device)):
+        raise Unavailable(f"precision=fp8 cannot run here: {reason}")
     function = getattr(backend(op, impl), op)
     if version:
         function = functools.update_wrapper(functools.partial(function, version=version), function)
@@ -234,23 +236,26 @@ def checkpointed_operators(attention: Callable) -> Sequence[str]:
     )
 
 
+def takes_fp8(op: str) -> bool:
+    """Return whether the op computes its products in fp8 with precision=fp8."""
+    return "fp8" in inspect.signature(contract(op).reference).parameters
+
+
 def resolve(
     kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = (), in_fp8: bool = False
 ) -> Ops:
     """Return the functions that the config chooses. `needs` are optional arguments that attention must take.
 
-    With `in_fp8`, the ops whose reference() takes `fp8` compute their products in fp8. Raises Unavailable if a backend,
-    torch.compile or fp8 cannot run on `device`, or if a backend lacks an argument.
+    With `in_fp8`, the ops that take fp8 compute their products in it. Raises Unavailable if a backend, torch.compile or
+    fp8 cannot run on `device`, or if a backend lacks an argument.
     """
-    if in_fp8 and (reason := fp8.unavailable(device)):
-        raise Unavailable(f"precision=fp8 cannot run here: {reason}")
     if kernels.compile and not cpp_compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
     compat.shorten_operator_errors()
     functions = {}
     for op, impl in impl_by_op(kernels, attn).items():
         options = {"needs": needs, "version": attn.version} if op == "attention" else {}
-        if in_fp8 and "fp8" in inspect.signature(contract(op).reference).parameters:
+        if in_fp8 and takes_fp8(op):
             function = load(op, impl, device, needs=["fp8"])
             functions[op] = functools.partial(function, fp8=True)
         else:

@@ -4,6 +4,7 @@ Checked with torch 2.11 and 2.13, triton 3.6 and 3.9. tests/lab/test_compat.py f
 or is no longer needed.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,7 +57,13 @@ def custom_op_function(name: str) -> Callable | None:
 
 
 def uses_triton(function: Callable) -> bool:
-    """Return whether the function's module has Triton kernels. Such a function calls only these kernels and PyTorch."""
+    """Return whether the function's module has Triton kernels, or imports a function from a kernels/*.py that has them.
+
+    Such a function calls only these kernels and PyTorch.
+    """
     from triton.runtime.jit import KernelInterface
 
-    return any(isinstance(value, KernelInterface) for value in function.__globals__.values())
+    imported = function.__globals__.values()
+    helpers = [value for value in imported if re.fullmatch(r"kernels\.\w+", getattr(value, "__module__", None) or "")]
+    modules = [function.__globals__, *(getattr(helper, "__globals__", {}) for helper in helpers)]
+    return any(isinstance(value, KernelInterface) for module in modules for value in module.values())

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.registry import AttnConfig, KernelsConfig, contract, describe, impl_by_op
+from kernels.registry import AttnConfig, KernelsConfig, contract, describe, impl_by_op, takes_fp8
 from model.gpt import PRECISIONS, GPTConfig
 
 
@@ -44,6 +44,8 @@ def executed_kernels(
         arguments = in_model(**sizes) if in_model else None
         if arguments is not None:
             version = attn.version if op == "attention" else None
+            if precision == "fp8" and takes_fp8(op):
+                arguments["fp8"] = True
             descriptions[op] = describe(op, impl, version, **arguments, dtype=dtype, device=device)
     if keys:
         descriptions.pop("loss", None)

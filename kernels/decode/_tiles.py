@@ -6,7 +6,7 @@ A product is y = x W^T, where x is (N, K) and W is (OUT, K). Pointers that are N
 import triton
 import triton.language as tl
 
-from kernels.mlp.triton import _gelu_over_h
+from kernels.mlp._gelu import gelu_over_h
 
 EPS = tl.constexpr(1e-5)  # of LayerNorm
 FP8_LARGEST = tl.constexpr(448.0)
@@ -247,7 +247,7 @@ def store_result(
     y = (total * scale[None, :] + bias[None, :]).to(out_ptr.dtype.element_ty)
     if GELU:
         h = y.to(tl.float32)
-        y = (h * _gelu_over_h(h)).to(y.dtype)
+        y = (h * gelu_over_h(h)).to(y.dtype)
     in_rows = row < N
     if k_ptr is None:
         tl.store(out_ptr + row[:, None] * OUT + n[None, :], y, in_rows[:, None] & (n < OUT)[None, :])

@@ -19,6 +19,7 @@ from kernels import fp8 as products_in_fp8
 
 SHAPES = {
     "124m": {"shape": (65536, 768), "out": 2304},
+    "124m_fp8": {"shape": (65536, 768), "out": 2304, "fp8": True},
     "1558m": {"shape": (32768, 1600), "out": 4800},
 }
 
@@ -32,6 +33,7 @@ CASES = {
     "far_from_zero": {"shape": (33, 128), "out": 128, "scale": 20.0},
     "non_contiguous": {"shape": (6, 10, 128), "out": 384, "contiguous": False},
     "fp8": {"shape": (2, 32, 128), "out": 384, "fp8": True},
+    "fp8_odd": {"shape": (7, 65), "out": 131, "fp8": True},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)

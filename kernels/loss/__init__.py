@@ -22,6 +22,7 @@ LOGITS_SCALE = 2.0**12  # times the targets that count. In one micro-step, proba
 
 SHAPES = {
     "124m": {"shape": (32768, 768), "vocab": 50304},
+    "124m_fp8": {"shape": (32768, 768), "vocab": 50304, "fp8": True},
     "1558m": {"shape": (16384, 1600), "vocab": 50304},
 }
 

@@ -1,6 +1,6 @@
-"""The softmax of triton.py for Hopper, in Gluon, with each row in shared memory, so that GPU memory is read once.
+"""The softmax of _softmax.py for Hopper, in Gluon, with each row in shared memory, so that GPU memory is read once.
 
-triton.py reads each row twice, and its second pass should find the row in the L2 cache. But each multiprocessor runs
+_softmax.py reads each row twice, and its second pass should find the row in the L2 cache. But each multiprocessor runs
 three programs with a row of 100 KB each. These rows are 40 MB in all, and as many bytes are on their way to memory. So
 most of a row has left the L2 before the second pass. 65,536 rows of 50,304, which are 6.6 GB, take 4.7 ms (receipts of
 124M). At the copy rate of an H200 this is the time of three passes over memory: two reads and one write.

@@ -5,110 +5,39 @@ idea of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989): the forward already co
 tokens needs one (n, V) buffer, and only until its gradients are done.
 
     logits  = x W^T                                            cuBLAS
-    dlogits = (softmax(logits) - onehot(target)) / count       the kernel below, written over the logits
+    dlogits = (softmax(logits) - onehot(target)) / count       the kernel of _softmax.py, written over the logits
     dx      = dlogits W                                        cuBLAS
     dW     += dlogits^T x                                      cuBLAS, summed in fp32
 
-In the kernel a program processes one row and reads it twice. The first pass computes the maximum and the sum of
-exponentials together (the online softmax of Milakov and Gimelshein 2018, arXiv:1805.02867). The second pass writes the
-gradient. At 2 FLOP a byte the kernel is memory-bound, and at best it reads the logits once and writes them once. For
-65,536 tokens that is 13.2 GB, 3.2 ms at the copy rate of an H200. To reach 3.2 ms, the second pass would have to find
-its row of 100 KB in the L2 cache, but most of the row has left the cache by then: the receipts of 124M training steps
-show 4.7 ms. On Hopper _gluon.py keeps the row in shared memory instead, and the receipts show 3.3 ms.
-
 A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
 C = 768). backward() only multiplies dx and dW by the gradient of the loss.
+
+With fp8 the three products are in fp8. cuBLAS cannot add such a product to dW, so a chunk moves dW four times, twice in
+a sum of its own. FP8_LOGITS_BYTES therefore makes fewer chunks.
 """
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
+from kernels.fp8 import E5M2, X_SCALE, gradient_scale, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.loss import _gluon
+from kernels.loss import LOGITS_SCALE, _gluon
+from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel
+from kernels.quantize import candidates as quantize_candidates
+from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_of
 from kernels.tuned import launch_parameters
 
 LOGITS_BYTES = 400 * 2**20  # the size of one chunk's logits: 4,096 tokens at V = 50,304 in bf16
-LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2(e)), because the GPU has an instruction for 2^x
+FP8_LOGITS_BYTES = 2 * LOGITS_BYTES  # with the gradient in two layouts a chunk has twice the bytes of its logits
 RUNS = {
+    "fp8": ("^dlogits_fp8_kernel|::linear_cross_entropy_fp8",),
     "Gluon": ("^_cross_entropy_gluon_kernel|::linear_cross_entropy",),
-    "triton": ("^_cross_entropy_kernel|::linear_cross_entropy",),
+    "triton": ("^cross_entropy_kernel|::linear_cross_entropy",),
 }
-
-
-@triton.jit
-def _exp_sum(logits_ptr, columns, largest, total, V, WHOLE: tl.constexpr):
-    """Add columns to the online softmax: return the new maximum and sum. If WHOLE, all columns are below V."""
-    mask = None if WHOLE else columns < V
-    other = None if WHOLE else -float("inf")
-    logits = tl.load(logits_ptr + columns, mask, other).to(tl.float32) * LOG2E
-    before = largest
-    largest = tl.maximum(largest, tl.max(logits, 0))
-    return largest, total * tl.exp2(before - largest) + tl.sum(tl.exp2(logits - largest), 0)
-
-
-@triton.jit
-def _softmax_(logits_ptr, columns, shift, V, WHOLE: tl.constexpr):
-    """Overwrite the logits with 2^(logits LOG2E - shift). If WHOLE, all columns are below V."""
-    mask = None if WHOLE else columns < V
-    other = None if WHOLE else 0.0
-    logits = tl.load(logits_ptr + columns, mask, other).to(tl.float32)
-    tl.store(logits_ptr + columns, tl.exp2(logits * LOG2E - shift).to(logits_ptr.dtype.element_ty), mask)
-
-
-@triton.jit
-def _cross_entropy_kernel(
-    logits_ptr,  # (n, V); with WRITE the kernel overwrites them with their gradient
-    targets_ptr,  # (n,) int64
-    losses_ptr,  # (n,) fp32
-    count_ptr,  # (1,) number of targets other than ignore_index, in all chunks
-    ignore_index,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    WRITE: tl.constexpr,
-):
-    """Compute the loss of each row and, with WRITE, the gradient of its logits.
-
-    Each pass takes five instructions a logit. Comparing each column with the target and with the end of the row would
-    take five more. So only the last tile has a mask, and the kernel corrects the gradient of the target's logit at the
-    end.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * V
-    target = tl.load(targets_ptr + row)
-    not_ignored = target != ignore_index
-    in_vocab = (target >= 0) & (target < V)
-    columns = tl.arange(0, BLOCK_V)
-    largest = -float("inf")
-    total = 0.0
-    for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-        largest, total = _exp_sum(logits_ptr, start + columns, largest, total, V, True)
-    if V % BLOCK_V > 0:
-        largest, total = _exp_sum(logits_ptr, V // BLOCK_V * BLOCK_V + columns, largest, total, V, False)
-    lse = largest + tl.log2(total)  # base 2, like all exponentials and logarithms here
-    target_logit = tl.load(logits_ptr + tl.where(in_vocab, target, 0)).to(tl.float32) * LOG2E
-    target_logit = tl.where(in_vocab, target_logit, float("nan"))
-    tl.store(losses_ptr + row, tl.where(not_ignored, lse - target_logit, 0.0) / LOG2E)
-    if WRITE:
-        count = tl.load(count_ptr).to(tl.float32)
-        shift = tl.where(not_ignored, lse + tl.log2(count), float("inf"))  # the gradient of an ignored row is 0
-        tl.debug_barrier()  # all threads must read `target_logit` before any thread overwrites it
-        for start in range(0, V // BLOCK_V * BLOCK_V, BLOCK_V):
-            _softmax_(logits_ptr, start + columns, shift, V, True)
-        if V % BLOCK_V > 0:
-            _softmax_(logits_ptr, V // BLOCK_V * BLOCK_V + columns, shift, V, False)
-        tl.debug_barrier()
-        target_grad = tl.exp2(target_logit - shift) - 1.0 / count
-        tl.store(logits_ptr + target, target_grad.to(logits_ptr.dtype.element_ty), not_ignored & in_vocab)
-
-
-def softmax_launch(V: int) -> dict[str, int]:
-    """Return the kernel's launch parameters for rows of width V: 16 elements a thread."""
-    columns = min(8192, triton.next_power_of_2(V))
-    return {"BLOCK_V": columns, "num_warps": max(1, columns // 512)}
+FAMILY = "dlogits"
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
@@ -117,24 +46,59 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     For the chunk it tries one or two more tiles of 128 tokens, because the tiles of the matmuls may then divide evenly
     among the multiprocessors.
     """
-    if kernel == "linear_cross_entropy":
+    if kernel in ("quantize", "dlogits_fp8"):
+        return quantize_candidates()
+    if kernel.startswith("linear_cross_entropy"):
         return [{"chunk": default["chunk"] + more} for more in (128, 256)]
     choices = (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32)
     return [{"BLOCK_V": columns, "num_warps": warps} for columns, warps in choices]
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, write: bool):
+def softmax_launch(V: int) -> dict[str, int]:
+    """Return the kernel's launch parameters for rows of width V: 16 elements a thread."""
+    columns = min(8192, triton.next_power_of_2(V))
+    return {"BLOCK_V": columns, "num_warps": max(1, columns // 512)}
+
+
+def cross_entropy_(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    count: Tensor,
+    ignore_index: int,
+    write: bool,
+    shifts: Tensor | None = None,
+) -> None:
     """Write the losses (n,) in fp32 of contiguous logits (n, V).
 
     If write is True, also overwrite the logits with their gradient. This is the gradient of the mean loss over all
-    `count` targets other than ignore_index. `count` is a tensor, so that the host does not wait for it.
+    `count` targets other than ignore_index. `count` is a tensor, so that the host does not wait for it. If `shifts` is
+    given, (n,) fp32, dlogits_in_fp8() can compute the gradient from what is written there.
     """
     V = logits.shape[1]
+    assert not (write and shifts is not None), "the Gluon kernel writes no shifts"
     if write and _gluon.supports(V, logits.dtype, logits.device):
         _gluon.cross_entropy_(logits, targets, losses, count, ignore_index)
         return
     launch = launch_parameters("cross_entropy", f"{V} {logits.dtype}", softmax_launch(V), logits.device)
-    _cross_entropy_kernel[(len(logits),)](logits, targets, losses, count, ignore_index, V=V, WRITE=write, **launch)
+    arguments = logits, targets, losses, count, shifts, ignore_index
+    cross_entropy_kernel[(len(logits),)](*arguments, V=V, WRITE=write, **launch)
+
+
+def dlogits_in_fp8(
+    logits: Tensor, targets: Tensor, shifts: Tensor, count: Tensor, unit: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of contiguous logits (N, V) in e5m2, by rows and by columns. `unit` is 1 / its scale."""
+    (N, V), (grid, launch) = logits.shape, tiles("dlogits_fp8", logits)
+    rows, columns = (empty_fp8(*size, E5M2, logits.device) for size in ((N, V), (V, N)))
+    dlogits_fp8_kernel[grid](logits, targets, shifts, count, unit, rows, columns, ignore_index, N, V, **launch)
+    return rows, columns
+
+
+def chunk_tokens(kernel: str, x: Tensor, V: int, logits_bytes: int) -> int:
+    """Return how many tokens a chunk of x (N, C) has, if the table of launch parameters does not say another number."""
+    default = {"chunk": max(1, logits_bytes // (V * x.element_size()) // 128 * 128)}
+    return launch_parameters(kernel, f"{x.shape[1]} {V} {x.dtype}", default, x.device)["chunk"]
 
 
 @torch.library.custom_op("hotswap::linear_cross_entropy", mutates_args=())
@@ -148,8 +112,7 @@ def linear_cross_entropy(
     (N, C), V = x.shape, len(weight)
     count = (targets != ignore_index).sum().clamp(min=1)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
-    default = {"chunk": max(1, LOGITS_BYTES // (V * x.element_size()) // 128 * 128)}
-    chunk = N if whole else launch_parameters("linear_cross_entropy", f"{C} {V} {x.dtype}", default, x.device)["chunk"]
+    chunk = N if whole else chunk_tokens("linear_cross_entropy", x, V, LOGITS_BYTES)
     dx = torch.empty_like(x) if gradients else x.new_empty(0)
     dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients and chunk < N else x.new_empty(0)
     buffer = x.new_empty(min(chunk, N), V)
@@ -178,6 +141,38 @@ def empty_outputs(x, weight, targets, ignore_index, gradients, whole=False):
     return mean, torch.empty_like(x) if gradients else empty, torch.empty_like(weight) if gradients else empty
 
 
+@torch.library.custom_op("hotswap::linear_cross_entropy_fp8", mutates_args=())
+def linear_cross_entropy_fp8(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like linear_cross_entropy() in chunks, with the products in fp8."""
+    (N, C), V = x.shape, len(weight)
+    # multiples of 16, so that a chunk's padded columns match a slice of x_columns
+    chunk = triton.cdiv(chunk_tokens("linear_cross_entropy_fp8", x, V, FP8_LOGITS_BYTES), 16) * 16
+    count = (targets != ignore_index).sum().clamp(min=1)
+    losses, shifts = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
+    x_unit, unit = unit_of(X_SCALE, x.device), 1 / gradient_scale(count, LOGITS_SCALE)
+    x_rows, x_columns, _ = quantize(x, x_unit)
+    weight_rows, weight_columns, weight_unit = quantize_weight(weight)
+    dx = torch.empty_like(x) if gradients else x.new_empty(0)
+    dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients else x.new_empty(0)
+    for start in range(0, N, chunk):
+        tokens = slice(start, start + chunk)
+        logits = product(x_rows[tokens], weight_rows, (x_unit, weight_unit), x.dtype)
+        cross_entropy_(logits, targets[tokens], losses[tokens], count, ignore_index, False, shifts[tokens])
+        if not gradients:
+            continue
+        rows, columns = dlogits_in_fp8(logits, targets[tokens], shifts[tokens], count, unit, ignore_index)
+        del logits
+        dx[tokens] = product(rows, weight_columns, (unit, weight_unit), x.dtype)
+        dweight += product(columns, x_columns[:, start : start + columns.shape[1]], (unit, x_unit), torch.float32)
+        del rows, columns
+    return losses.sum() / count, dx, dweight.to(weight.dtype)
+
+
+linear_cross_entropy_fp8.register_fake(empty_outputs)
+
+
 def setup_context(ctx, inputs, output):
     _, dx, dweight = output
     ctx.save_for_backward(dx, dweight)
@@ -191,17 +186,20 @@ def backward(ctx, dout, _dx, _dweight):
 
 
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
+linear_cross_entropy_fp8 = bypass_dispatcher(linear_cross_entropy_fp8, backward, setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1):
-    check_dtypes("loss", x, weight)
+def loss(x, weight, targets, ignore_index=-1, fp8=False):
+    check_dtypes("loss", x, weight, fp8=fp8)
+    if fp8:
+        return apply_to_rows(linear_cross_entropy_fp8, x, weight, targets, ignore_index)
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks
 
 
 def apply_to_rows(op, x, weight, targets, ignore_index, *options):
     """Call `op` with x as (N, C) and return the loss. `op` computes gradients only if autograd will need them.
 
-    `options` are further arguments of `op`: `whole` for linear_cross_entropy(), none for Liger's operator.
+    `options` are further arguments of `op`: `whole` for linear_cross_entropy(), none for other operators.
     """
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.flatten(0, -2).contiguous(), targets.flatten()
@@ -209,6 +207,8 @@ def apply_to_rows(op, x, weight, targets, ignore_index, *options):
     return mean_loss
 
 
-def detail(weight, **rest) -> str:
+def detail(weight, fp8=False, **rest) -> str:
     text = triton_detail(weight=weight)
+    if fp8:
+        return f"{text}, fp8"
     return f"{text}, Gluon softmax" if _gluon.supports(len(weight), weight.dtype, weight.device) else text

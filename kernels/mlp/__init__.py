@@ -23,6 +23,7 @@ from kernels import linear
 
 SHAPES = {
     "124m": {"shape": (65536, 768)},
+    "124m_fp8": {"shape": (65536, 768), "fp8": True},
     "1558m": {"shape": (32768, 1600)},
 }
 
@@ -38,6 +39,7 @@ CASES = {
     "far_from_zero": {"shape": (33, 128), "scale": 20.0},
     "non_contiguous": {"shape": (6, 10, 128), "contiguous": False},
     "fp8": {"shape": (2, 32, 128), "fp8": True},
+    "fp8_odd": {"shape": (7, 65), "hidden": 131, "fp8": True},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)

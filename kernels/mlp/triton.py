@@ -23,7 +23,7 @@ the matmul is long enough to hide the stores. But this kernel does not hide them
 its epilogue. On Hopper, in 16-bit dtypes and for widths that are multiples of 8, the kernel of _gluon.py runs instead,
 which hides them. At N = 65,536 and C = 768 its forward and backward take 1.1 to 1.2 ms together (receipts of 124M
 training steps on an H200), and at 777 TFLOP/s the two matmuls alone would take 0.8 ms. The kernel below is easier to
-read, so read it first.
+read, so read it first. With fp8, _fp8.py computes the products.
 """
 
 import torch
@@ -34,25 +34,21 @@ from torch import Tensor
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import check_dtypes, multiprocessors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.mlp import _gluon
+from kernels.mlp import _fp8, _gluon
+from kernels.mlp._gelu import gelu_derivative, gelu_over_h
+from kernels.quantize import candidates as quantize_candidates
 from kernels.tuned import launch_parameters
 
-K0 = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
-K1 = tl.constexpr(0.044715)
 PARAMETERS = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
-RUNS = ("mlp_(gluon_)?kernel|::mlp_fwd",)
+RUNS = {"fp8": ("_gelu_fp8_kernel|::mlp_fp8",), "triton": ("mlp_(gluon_)?kernel|::mlp_fwd",)}
 
 
-def detail(x: Tensor, w_fc: Tensor, **rest) -> str:
+def detail(x: Tensor, w_fc: Tensor, fp8: bool = False, **rest) -> str:
     F, C = w_fc.shape
     text = triton_detail(x=x)
+    if fp8:
+        return f"{text}, fp8"
     return f"{text}, Gluon" if _gluon.supports(x.dtype, C, F, x.device) else text
-
-
-@triton.jit
-def _gelu_over_h(h):
-    """Return gelu(h) / h in fp32."""
-    return 1 / (1 + tl.exp(-(h + h * h * h * K1) * K0))
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
@@ -95,8 +91,8 @@ def _mlp_kernel(
         offsets, mask = n * F + f[None, :], (n < N) & (f < F)[None, :]
         if BACKWARD:
             h = tl.load(h_ptr + offsets, mask, other=0.0).to(tl.float32)
-            s = _gelu_over_h(h)
-            dh = (total * (s + h * s * (1 - s) * (1 + h * h * (3 * K1)) * K0)).to(dtype)
+            s = gelu_over_h(h)
+            dh = (total * gelu_derivative(h, s)).to(dtype)
             tl.store(dh_ptr + offsets, dh, mask)
             if HAS_BIAS:
                 tl.store(partial_ptr + tile_n.to(tl.int64) * F + f, tl.sum(dh.to(tl.float32), 0), f < F)
@@ -106,7 +102,7 @@ def _mlp_kernel(
             rounded = total.to(dtype)
             tl.store(h_ptr + offsets, rounded, mask)
             h = rounded.to(tl.float32)
-            s = _gelu_over_h(h)
+            s = gelu_over_h(h)
         tl.store(a_ptr + offsets, (h * s).to(dtype), mask)
 
 
@@ -126,6 +122,8 @@ def candidates(kernel: str, default: dict) -> list[dict]:
 
     Some run two or more programs on a multiprocessor, so that one program can store while another multiplies.
     """
+    if kernel == "quantize" or kernel.startswith("gelu_fp8"):
+        return quantize_candidates()
     if "SLICE" in default:
         return _gluon.candidates(backward=kernel == "mlp_bwd")
     choices = [(128, 128, 32, 8, 3, 1), (128, 128, 32, 8, 4, 1), (128, 128, 64, 8, 3, 1), (128, 64, 32, 8, 3, 1)]
@@ -185,7 +183,7 @@ def mlp_fwd(
 
 @mlp_fwd.register_fake
 def _(x, w_fc, b_fc, w_proj, b_proj, save_h):
-    return torch.empty_like(x), x.new_empty((len(x), len(w_fc)) if save_h else 0)
+    return torch.empty_like(x), x.new_empty((x.shape[0], w_fc.shape[0]) if save_h else 0)
 
 
 @torch.library.custom_op("hotswap::mlp_bwd", mutates_args=())
@@ -215,8 +213,8 @@ def mlp_bwd(
 
 @mlp_bwd.register_fake
 def _(dy, x, h, w_fc, b_fc, w_proj, has_b_proj):
-    db_fc = x.new_empty(0 if b_fc is None else len(w_fc))
-    db_proj = x.new_empty(len(w_proj) if has_b_proj else 0)
+    db_fc = x.new_empty(0 if b_fc is None else w_fc.shape[0])
+    db_proj = x.new_empty(w_proj.shape[0] if has_b_proj else 0)
     return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
 
 
@@ -238,8 +236,11 @@ mlp_bwd = bypass_dispatcher(mlp_bwd)
 mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj):
-    return apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h=True)
+def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+    if not fp8:
+        return apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h=True)
+    check_dtypes("mlp", x, w_fc, fp8=True)
+    return _fp8.mlp(x, w_fc, b_fc, w_proj, b_proj)
 
 
 def apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h):

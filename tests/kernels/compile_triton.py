@@ -21,6 +21,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import KernelInterface
 
 from kernels import decode as decode_contract
+from kernels import quantize
 from kernels.attention import _gluon_backward
 from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles
@@ -34,6 +35,7 @@ from kernels.decode import int8
 from kernels.decode import triton as decode
 from kernels.loss import _gluon as loss_gluon
 from kernels.loss import triton as loss
+from kernels.mlp import _fp8 as mlp_fp8
 from kernels.mlp import _gluon as gluon
 from kernels.mlp import triton as mlp
 from kernels.norm import triton as norm
@@ -100,9 +102,9 @@ def main(capability: int) -> None:
             )
             wide = re.compile(r"ld\.global\.v4|cp\.async\.cg\.shared\.global .*, 0x10")
             assert all(wide.search(ptx) and "st.global.v4" in ptx for ptx in (forward, backward))
-    types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64"}
+    types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64", "shifts_ptr": "*fp32"}
     compile_kernel(
-        "loss", loss._cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
+        "loss", loss.cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
     )
     if capability == 90:
         threads = {"num_warps": loss_gluon.WARPS.value, "maxnreg": 64}
@@ -117,6 +119,8 @@ def main(capability: int) -> None:
         assert ("wgmma" if capability == 90 else "mma.sync") in ptx
         if capability == 90:
             compile_gluon_mlp(backward)
+    if capability == 90:
+        compile_fp8()
     compile_attention(capability)
     compile_decode(capability)
     if capability == 90:
@@ -163,6 +167,35 @@ def compile_gluon_mlp(backward: bool) -> None:
     )
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
+
+
+def compile_fp8() -> None:
+    """Compile the passes that round to fp8. A thread moves 16 bytes of a tensor at once."""
+    numbers = dict.fromkeys(("largest_ptr", "unit_ptr", "dy_unit_ptr", "sums_ptr", "shifts_ptr"), "*fp32")
+    numbers |= {"targets_ptr": "*i64", "count_ptr": "*i64"}
+    e4m3 = numbers | dict.fromkeys(("rows_ptr", "columns_ptr", "a_ptr"), "*fp8e4nv")
+    e5m2 = numbers | dict.fromkeys(("rows_ptr", "columns_ptr", "dh_rows_ptr", "dh_columns_ptr"), "*fp8e5")
+    size = quantize.default_launch()
+    unused = dict.fromkeys(("da_ptr", "dy_unit_ptr", "dh_rows_ptr", "dh_columns_ptr", "sums_ptr"))
+    passes = [
+        ("x to fp8", quantize._quantize_kernel, e4m3, {"largest_ptr": None, "sums_ptr": None}),
+        ("dy to fp8", quantize._quantize_kernel, e5m2, {"largest_ptr": None}),
+        ("weight to fp8", quantize._quantize_kernel, e4m3, {"sums_ptr": None}),
+        ("gelu to fp8", mlp_fp8._gelu_fp8_kernel, e4m3, {"BACKWARD": False, "SCALE": 4.0, **unused}),
+        (
+            "gelu backward to fp8",
+            mlp_fp8._gelu_fp8_kernel,
+            e5m2 | {"a_ptr": "*fp8e4nv"},
+            {"BACKWARD": True, "SCALE": 4.0},
+        ),
+        ("dlogits to fp8", loss.dlogits_fp8_kernel, e5m2, {}),
+    ]
+    for name, kernel, types, constants in passes:
+        ptx = compile_kernel(name, kernel, 90, types, **constants, **size)
+        assert "cvt.rn.satfinite" in ptx
+        assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
+        assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
+    compile_kernel("largest", quantize._largest_kernel, 90, {"largest_ptr": "*i32"}, BLOCK=4096)
 
 
 def compile_attention(capability: int) -> None:

@@ -106,7 +106,7 @@ def test_eager_agrees_with_the_reference_in_float64(op, case):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("op", "impl", "case"), CASES)
-def test_against_float64(op, impl, case, dtype, device, poison):
+def test_against_float64(op, impl, case, dtype, device, poison, fp8_on_a_cpu):
     """Outputs and gradients follow the rule, for every case of the contract. Every element of them is written."""
     inputs = case_inputs(op, case, dtype, device)
     function = load_or_skip(op, impl, device, inputs)
@@ -228,7 +228,7 @@ COMPILED = {  # every case of an op that is not in the table
     ("op", "impl", "case"),
     [(op, impl, case) for op in OPS for impl in impls(op) for case in COMPILED.get(op, contract(op).CASES)],
 )
-def test_under_torch_compile(op, impl, case, dtype, device):
+def test_under_torch_compile(op, impl, case, dtype, device, fp8_on_a_cpu):
     """The compiled function follows the same rule. It is one graph: fullgraph=True raises at a graph break.
 
     On a CPU it is compiled without Inductor, whose C++ takes 3 s to compile for each case.

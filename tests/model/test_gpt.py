@@ -171,9 +171,9 @@ def test_an_argument_that_attention_lacks_is_refused_by_name():
 
 def test_fp8_is_refused_by_backends_without_it(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    message = r"^mlp=triton cannot run this: .* takes no fp8 .*: choose kernels.mlp=eager$"
+    message = r"^mlp=triton_recompute cannot run this: .* takes no fp8 .*: choose kernels.mlp=eager, triton$"
     with pytest.raises(Unavailable, match=message):
-        resolve(KernelsConfig(mlp="triton"), AttnConfig("eager"), torch.device("cpu"), in_fp8=True)
+        resolve(KernelsConfig(mlp="triton_recompute"), AttnConfig("eager"), torch.device("cpu"), in_fp8=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(Unavailable, match=r"^precision=fp8 cannot run here: it needs .* 8.9 or newer: choose"):
         resolve(KernelsConfig(), AttnConfig("eager"), torch.device("cuda"), in_fp8=True)

@@ -1,0 +1,89 @@
+"""One matmul of cuBLAS with its bias, like eager. With fp8, one pass rounds each operand for all of its products.
+
+    forward   pass     x and W to e4m3, by rows and by columns       (kernels/quantize.py)
+              cuBLAS   y = x W^T + b
+    backward  pass     dy to e5m2, by rows and by columns, and its sum db
+              cuBLAS   dx = dy W, dW = dy^T x
+
+In eager PyTorch each operand is rounded by rows, and transposed in a pass of its own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.fp8 import E4M3, E5M2, X_SCALE, product
+from kernels.gpu import check_dtypes, triton_detail
+from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.quantize import candidates as quantize_candidates
+from kernels.quantize import dy_unit, empty_fp8, quantize, quantize_weight, unit_of
+
+RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",)}
+FAMILY = "^_(quantize|largest)_kernel"  # also when the MLP or the loss rounds
+
+
+def detail(x, fp8=False, **rest) -> str:
+    return f"{triton_detail(x=x)}, fp8" if fp8 else f"torch {torch.__version__}"
+
+
+def candidates(kernel: str, default: dict) -> list[dict]:
+    """Return the launch parameters that scripts/tune.py tries for `kernel`."""
+    return quantize_candidates()
+
+
+@torch.library.custom_op("hotswap::linear_fp8_fwd", mutates_args=())
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return y (N, F), and for the backward x and the weight by columns, (C, N) and (C, F), and the weight's unit."""
+    x_unit = unit_of(X_SCALE, x.device)
+    x_rows, x_columns, _ = quantize(x, x_unit)
+    weight_rows, weight_columns, weight_unit = quantize_weight(weight)
+    y = product(x_rows, weight_rows, (x_unit, weight_unit), x.dtype, bias)
+    return y, x_columns, weight_columns, weight_unit
+
+
+@linear_fwd.register_fake
+def _(x, weight, bias):
+    x_columns, weight_columns = (empty_fp8(*tensor.T.shape, E4M3, x.device) for tensor in (x, weight))
+    return x.new_empty(x.shape[0], weight.shape[0]), x_columns, weight_columns, unit_of(1.0, x.device)
+
+
+@torch.library.custom_op("hotswap::linear_fp8_bwd", mutates_args=())
+def linear_bwd(
+    dy: Tensor, x_columns: Tensor, weight_columns: Tensor, weight_unit: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx (N, C), dweight (F, C) and dbias (F,). Without a bias, dbias is empty."""
+    unit, x_unit = dy_unit(len(dy), dy.device), unit_of(X_SCALE, dy.device)
+    dy_rows, dy_columns, dbias = quantize(dy, unit, E5M2, sums=has_bias)
+    dx = product(dy_rows, weight_columns, (unit, weight_unit), dy.dtype)
+    dweight = product(dy_columns, x_columns, (unit, x_unit), dy.dtype)
+    return dx, dweight, dbias
+
+
+@linear_bwd.register_fake
+def _(dy, x_columns, weight_columns, weight_unit, has_bias):
+    (N, F), C = dy.shape, x_columns.shape[0]
+    return dy.new_empty(N, C), dy.new_empty(F, C), dy.new_empty(F if has_bias else 0)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+    ctx.has_bias = inputs[2] is not None
+    ctx.set_materialize_grads(False)  # only y has a gradient
+
+
+def _backward(ctx, dy, *_):
+    dx, dweight, dbias = linear_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
+    return dx, dweight, dbias if ctx.has_bias else None
+
+
+linear_bwd = bypass_dispatcher(linear_bwd)
+linear_fwd = bypass_dispatcher(linear_fwd, _backward, _setup_context)
+
+
+def linear(x, weight, bias, fp8=False):
+    if not fp8:
+        return F.linear(x, weight, bias)
+    check_dtypes("linear", x, weight, fp8=True)
+    y, *_ = linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), bias)
+    return y.view(*x.shape[:-1], len(weight))
