@@ -9,6 +9,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from kernels.fp8 import E4M3, product
 from kernels.registry import OPS, Unavailable, contract, describe, impls, load, unavailable
 from runtime.config import check
 from runtime.device import GIB, reset_peak_memory
@@ -18,7 +19,7 @@ from runtime.timing import time_in_turns
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ERROR_ROWS = 4096  # rows that are compared with float64, at most
 ERROR_QUERIES = 16  # queries of attention that are compared: T x T scores in float64 would fill any memory
-OPTIONAL = ("window", "starts", "lengths")  # arguments that an attention may lack
+OPTIONAL = ("window", "starts", "lengths", "fp8")  # arguments that a backend may lack
 UNITS = {"bytes": ("tb_per_s", 2), "flops": ("tflops", 0)}  # the contract's BOUND -> key in a row, digits in a table
 
 
@@ -72,6 +73,19 @@ def optional_arguments(inputs: dict) -> list[str]:
     return [name for name in OPTIONAL if name in inputs]
 
 
+def random_gradients(results: tuple[Tensor, ...], inputs: dict) -> list[Tensor]:
+    """Return a random gradient of each output.
+
+    In fp8 it is that of a mean over the rows, as in training, or it would saturate. A scalar (the loss) gets 1, because
+    some backends round gradients to fp8 in the forward.
+    """
+    if not inputs.get("fp8"):
+        return [torch.randn_like(out) for out in results]
+    means = [out.shape[-1] / out.numel() if out.dim() else 0 for out in results]
+    pairs = zip(results, means, strict=True)
+    return [torch.randn_like(out) * mean if mean else torch.ones_like(out) for out, mean in pairs]
+
+
 def outputs(function: Callable, inputs: dict) -> tuple[Tensor, ...]:
     result = function(**inputs)
     return result if isinstance(result, tuple) else (result,)
@@ -98,7 +112,7 @@ def errors(function: Callable, module: ModuleType, shape: dict, dtype: torch.dty
         size = (min(size[0], ERROR_ROWS), size[1])
     inputs = module.inputs(**shape | {"shape": size}, dtype=dtype, device=device)
     exact_inputs = in_float64(inputs)
-    douts = [torch.randn_like(out) for out in outputs(function, inputs)]
+    douts = random_gradients(outputs(function, inputs), inputs)
     if is_attention:
         results, truth = last_queries(function, module.reference, inputs, exact_inputs, douts[0])
     else:
@@ -162,17 +176,24 @@ def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: 
 def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.device) -> dict[str, Callable]:
     """Return the work that no backend can beat: the op's bare matmuls, or a copy of as many bytes as the op moves.
 
-    The matmuls are the contract's products(). Without products(), an op whose BOUND is "bytes" has the copy, and an op
-    whose BOUND is "flops" has no floor.
+    The matmuls are the contract's products(), with operands in fp8 if the shape has `fp8`. Without products(), an op
+    whose BOUND is "bytes" has the copy, and an op whose BOUND is "flops" has no floor.
     """
     works, cost = {}, module.cost(**shape, dtype=dtype)
     for way in ("forward", "backward"):
         if hasattr(module, "products"):
-            pairs = [
-                [torch.randn(size, device=device).to(dtype) for size in ((m, k), (k, n))]
-                for m, k, n in module.products(**shape)[way]
-            ]
-            works[f"floor {way}"] = lambda pairs=pairs: [a @ b for a, b in pairs]
+            sizes = module.products(**shape)[way]
+            if shape.get("fp8"):
+                pairs = [[torch.randn(*size, device=device).to(E4M3) for size in ((m, k), (n, k))] for m, k, n in sizes]
+                units = torch.ones(2, device=device).unbind()
+                works[f"floor {way}"] = lambda pairs=pairs, units=units: [
+                    product(*pair, units, dtype) for pair in pairs
+                ]
+            else:
+                pairs = [
+                    [torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n))] for m, k, n in sizes
+                ]
+                works[f"floor {way}"] = lambda pairs=pairs: [a @ b for a, b in pairs]
         elif module.BOUND == "bytes":
             source = torch.randint(256, (cost[way][1] // 2,), dtype=torch.uint8, device=device)
             target = torch.empty_like(source)
@@ -191,7 +212,7 @@ def prepare_contestants(
     for name, function in contestants(op, names, device).items():
         try:
             load(op, backend_of(name), device, optional_arguments(inputs))
-            douts = douts or [torch.randn_like(out) for out in outputs(function, inputs)]
+            douts = douts or random_gradients(outputs(function, inputs), inputs)
             row_errors = errors(function, contract(op), shape, dtype, device)
         except Unavailable as reason:
             if names:

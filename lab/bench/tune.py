@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from kernels.registry import backend, contract, load
 from kernels.tuned import override_tables
-from lab.bench.op import DTYPES, forward_and_backward, outputs
+from lab.bench.op import DTYPES, forward_and_backward, outputs, random_gradients
 from runtime.meter import quantiles
 from runtime.timing import time_in_turns
 
@@ -33,7 +33,7 @@ def tune_shape(op: str, shape_name: str, dtype_name: str, rounds: int, device: t
     inputs = module.inputs(**(module.SHAPES | module.CASES)[shape_name], dtype=dtype, device=device)
     function, candidates = load(op, "triton", device), backend(op, "triton").candidates
     with override_tables({}) as requests:
-        douts = [torch.randn_like(out) for out in outputs(function, inputs)]
+        douts = random_gradients(outputs(function, inputs), inputs)
         forward_kernels = list(requests)
         expected = forward_and_backward(function, inputs, douts)
     best = {}  # kernel -> its best parameters, for the kernels before this one
