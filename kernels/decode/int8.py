@@ -7,8 +7,8 @@ integers, convert them to the compute dtype, which is exact, and multiply each r
 
 Bytes: the matrices of 124M, with the head, have 123.6 MB instead of 247, and the scales 0.5 MB. To read them takes 30
 us at 4.2 TB/s instead of 59. But it pays only for large models, because the ends of kernels cost the same, and a
-conversion comes before each matmul. In generation on an H200 at batch 1, 124M makes 5,088 tokens/s (decode=triton in
-bf16: 5,149), and 1558M makes 619 (543). The token embeddings stay in the compute dtype, because a step reads one row of
+conversion comes before each matmul. In generation on an H200 at batch 1, 124M makes 5,094 tokens/s (decode=triton in
+bf16: 5,155), and 1558M makes 619 (543). The token embeddings stay in the compute dtype, because a step reads one row of
 them a token.
 
 Error: rounding changes a weight by at most s / 2, and by s / sqrt(12) in the root mean square. In a row of 768 normal
