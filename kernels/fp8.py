@@ -17,6 +17,9 @@ The scales of x and dy are fixed, so they need neither a pass over the tensor no
 one pass. A number beyond the range becomes the largest one. Infinity becomes NaN, so a diverged step is still noticed.
 """
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,6 +34,32 @@ def unavailable(device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return "it needs an NVIDIA GPU of compute capability 8.9 or newer: choose precision=bf16"
     return None
+
+
+def choose_ptxas(device: torch.device) -> str | None:
+    """Let Triton compile torch.compile's kernels with ptxas 13.0 or newer. Return why there is none, or None.
+
+    torch.compile writes an operand by rows and by columns in one kernel, and older versions of ptxas store wrong bytes
+    then (kernels/quantize.py says why): with ptxas 12.8, 124M did not train at all.
+    """
+    if device.type != "cuda":
+        return None
+    from torch.utils.cpp_extension import CUDA_HOME
+    from triton import knobs
+
+    tools = [knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell]
+    variable = "TRITON_PTXAS_PATH"
+    if torch.cuda.get_device_capability(device) >= (10, 0):
+        tools, variable = tools[1:], "TRITON_PTXAS_BLACKWELL_PATH"
+    tools += [knobs.NvidiaTool.from_path(str(Path(CUDA_HOME, "bin/ptxas")))] if CUDA_HOME else []
+    for tool in tools:
+        if tool and int(tool.version.split(".")[0]) >= 13:
+            os.environ[variable] = tool.path
+            return None
+    return (
+        f"it needs ptxas 13.0 or newer, because Triton's {tools[0].version} miscompiles it: set {variable} to the ptxas "
+        "of a newer CUDA, or choose kernels=triton"
+    )
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:

@@ -13,6 +13,8 @@ the tile, because the sum of dy's rows is the gradient of the bias. As in kernel
 other numbers beyond the range become the largest one.
 """
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -23,14 +25,33 @@ from kernels.tuned import launch_parameters
 
 MULTIPLE = tl.constexpr(16)  # a row of an operand must be a multiple of 16 bytes
 NAMES = "BLOCK_N", "BLOCK_C", "num_warps"
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+ROUND = """{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.%sx2.f32 low, $2, $1;
+    cvt.rn.satfinite.%sx2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}"""
+ROUND_E4M3, ROUND_E5M2 = (tl.constexpr(ROUND % (name, name)) for name in ("e4m3", "e5m2"))
 
 
 @triton.jit
 def to_fp8(x, scale, dtype: tl.constexpr):
-    """Return x times scale, in fp8."""
-    LARGEST: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
-    clamped = tl.minimum(tl.maximum(x * scale, -LARGEST), LARGEST)
-    return tl.where(tl.abs(x) < float("inf"), clamped, float("nan")).to(dtype)
+    """Return x times scale, in fp8, for x in fp32.
+
+    Triton's own conversion gives ptxas halves of a word. If a kernel also needs single bytes of these halves, to store
+    a transpose, ptxas 12.9 and older may read a half before it is written, and the bytes are wrong (triton-lang/triton
+    issue 11111). The assembly below gives it whole words.
+    """
+    scaled = tl.where(tl.abs(x) < float("inf"), x * scale, float("nan"))
+    if INTERPRETED:  # it runs no assembly, and its conversion does not saturate
+        LARGEST: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
+        tile = tl.where(tl.abs(scaled) > LARGEST, tl.where(scaled > 0, LARGEST, -LARGEST), scaled).to(dtype)
+    elif dtype == tl.float8e4nv:
+        tile = tl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [scaled], tl.float8e4nv, is_pure=True, pack=4)
+    else:
+        tile = tl.inline_asm_elementwise(ROUND_E5M2, "=r,f,f,f,f", [scaled], tl.float8e5, is_pure=True, pack=4)
+    return tile
 
 
 @triton.jit

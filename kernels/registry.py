@@ -251,6 +251,8 @@ def resolve(
     """
     if kernels.compile and not cpp_compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
+    if kernels.compile and in_fp8 and (reason := fp8.choose_ptxas(device)):
+        raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
     compat.shorten_operator_errors()
     functions = {}
     for op, impl in impl_by_op(kernels, attn).items():

@@ -185,7 +185,7 @@ def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.de
             sizes = module.products(**shape)[way]
             if shape.get("fp8"):
                 pairs = [[torch.randn(*size, device=device).to(E4M3) for size in ((m, k), (n, k))] for m, k, n in sizes]
-                units = torch.ones(2, device=device).unbind()
+                units = [torch.ones((), device=device) for _ in range(2)]  # cuBLAS needs multiples of 16 bytes
                 works[f"floor {way}"] = lambda pairs=pairs, units=units: [
                     product(*pair, units, dtype) for pair in pairs
                 ]

@@ -1,10 +1,13 @@
 """Rounding to fp8 against a table of all its numbers, and the linear layer against formulas in float64."""
 
+import os
+
 import pytest
 import torch
 
 from kernels import fp8
 from kernels.fp8 import E4M3, E5M2, X_SCALE, gradient_scale, pad, product, quantize, weight_scale
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, resolve
 
 GPU = torch.device("cuda")
 needs_gpu = pytest.mark.skipif(
@@ -124,3 +127,42 @@ def test_product_of_a_gpu_equals_the_emulation(sizes, bias):
         a.to(GPU), b.to(GPU), tuple(unit.to(GPU) for unit in units), torch.bfloat16, c.to(GPU) if bias else None
     )
     assert ((on_gpu.cpu().double() - exact).abs() <= 2**-8 * exact.abs() + lost * size).all()
+
+
+@pytest.fixture
+def ptxas(monkeypatch, tmp_path):
+    """ptxas(version) -> the path of a program that says that it is this ptxas. Triton's own are 12.8."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+
+    def program(version):
+        path = tmp_path / version / "bin" / "ptxas"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.93'\n")
+        path.chmod(0o755)
+        return path
+
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    old = str(program("12.8"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", old)
+    monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", old)
+    return program
+
+
+def test_torch_compile_gets_a_ptxas_that_stores_the_right_bytes(ptxas, monkeypatch):
+    cuda = torch.device("cuda")
+    assert "ptxas 13.0 or newer, because Triton's 12.8" in fp8.choose_ptxas(cuda)
+    newer = ptxas("13.0")
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(newer.parents[1]))
+    assert fp8.choose_ptxas(cuda) is None
+    assert os.environ["TRITON_PTXAS_PATH"] == str(newer)
+    mine = ptxas("13.4")  # the user's own comes first
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(mine))
+    assert fp8.choose_ptxas(cuda) is None
+    assert os.environ["TRITON_PTXAS_PATH"] == str(mine)
+
+
+def test_compile_in_fp8_is_refused_without_such_a_ptxas(ptxas, monkeypatch):
+    settings = KernelsConfig(norm="eager", linear="eager", mlp="eager", loss="eager", decode="blocks", compile=True)
+    with pytest.raises(Unavailable, match="precision=fp8 cannot run here: it needs ptxas"):
+        resolve(settings, AttnConfig("eager"), torch.device("cuda"), in_fp8=True)
