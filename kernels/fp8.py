@@ -57,8 +57,8 @@ def choose_ptxas(device: torch.device) -> str | None:
             os.environ[variable] = tool.path
             return None
     return (
-        f"it needs ptxas 13.0 or newer, because Triton's {tools[0].version} miscompiles it: set {variable} to the ptxas "
-        "of a newer CUDA, or choose kernels=triton"
+        f"it needs ptxas 13.0 or newer, because Triton's {tools[0].version} miscompiles it: set {variable} to the "
+        "ptxas of a newer CUDA, or choose kernels=triton"
     )
 
 
