@@ -53,6 +53,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -102,11 +103,17 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
     """The backend of each op but attention, which has a config group of its own: `kernels.norm`, `kernels.mlp`, ..."""
 
     compile: bool = False  # torch.compile around the whole model; works with every backend
+    fp8: Any = None  # with precision=fp8, a list of the ops whose products are in fp8; None: all that have some
 
     def __post_init__(self):
         for op in ALL_OPS:
             if op != "attention":
                 check_name(op, getattr(self, op), config_key(op))
+        if isinstance(self.fp8, str):
+            self.fp8 = [self.fp8]
+        if not isinstance(self.fp8, list | None) or any(not takes_fp8(op) for op in self.fp8 or ()):
+            able = ", ".join(filter(takes_fp8, OPS))
+            raise KernelError(f"kernels.fp8={self.fp8}: it must be a list of ops that have products in fp8: {able}")
 
 
 @dataclass
@@ -147,7 +154,7 @@ def config_groups() -> dict[str, dict]:
     groups = {"kernels": {}, "attn": {name: {"impl": name} for name in impls("attention")}}
     for name in sorted({name for names in per_op.values() for name in names}):
         backends = {op: name if name in names else "eager" for op, names in per_op.items()}
-        groups["kernels"][name] = {**backends, **decoders, "compile": False}
+        groups["kernels"][name] = {**backends, **decoders, "compile": False, "fp8": None}
     groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")
@@ -237,8 +244,13 @@ def checkpointed_operators(attention: Callable) -> Sequence[str]:
 
 
 def takes_fp8(op: str) -> bool:
-    """Return whether the op computes its products in fp8 with precision=fp8."""
-    return "fp8" in inspect.signature(contract(op).reference).parameters
+    """Return whether the op is one of a training step, and can compute its products in fp8."""
+    return op in OPS and "fp8" in inspect.signature(contract(op).reference).parameters
+
+
+def runs_in_fp8(op: str, kernels: KernelsConfig) -> bool:
+    """Return whether the op computes its products in fp8 with precision=fp8 and these kernels."""
+    return takes_fp8(op) if kernels.fp8 is None else op in kernels.fp8
 
 
 def resolve(
@@ -246,9 +258,11 @@ def resolve(
 ) -> Ops:
     """Return the functions that the config chooses. `needs` are optional arguments that attention must take.
 
-    With `in_fp8`, the ops that take fp8 compute their products in it. Raises Unavailable if a backend, torch.compile or
-    fp8 cannot run on `device`, or if a backend lacks an argument.
+    With `in_fp8`, the ops of runs_in_fp8() compute their products in it. Raises Unavailable if a backend, torch.compile
+    or fp8 cannot run on `device`, or if a backend lacks an argument.
     """
+    if kernels.fp8 is not None and not in_fp8:
+        raise KernelError("kernels.fp8 is for precision=fp8: choose this precision, or leave kernels.fp8 out")
     if kernels.compile and not cpp_compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
     if kernels.compile and in_fp8 and (reason := fp8.choose_ptxas(device)):
@@ -257,7 +271,7 @@ def resolve(
     functions = {}
     for op, impl in impl_by_op(kernels, attn).items():
         options = {"needs": needs, "version": attn.version} if op == "attention" else {}
-        if in_fp8 and takes_fp8(op):
+        if in_fp8 and runs_in_fp8(op, kernels):
             function = load(op, impl, device, needs=["fp8"])
             functions[op] = functools.partial(function, fp8=True)
         else:
@@ -320,5 +334,7 @@ def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
         name = "+".join(f"{op}.{impl}" for op, impl in backends.items())
     if kernels.compile:
         name = "compile" if name == "eager" else f"{name}+compile"
+    if kernels.fp8 is not None:
+        name += ".".join(["+fp8", *kernels.fp8])
     attention = f"{attn.impl}.{attn.version}" if attn.version else attn.impl
     return f"{name}-{attention}"

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.registry import AttnConfig, KernelsConfig, contract, describe, impl_by_op, takes_fp8
+from kernels.registry import AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
 from model.gpt import PRECISIONS, GPTConfig
 
 
@@ -44,7 +44,7 @@ def executed_kernels(
         arguments = in_model(**sizes) if in_model else None
         if arguments is not None:
             version = attn.version if op == "attention" else None
-            if precision == "fp8" and takes_fp8(op):
+            if precision == "fp8" and runs_in_fp8(op, kernels):
                 arguments["fp8"] = True
             descriptions[op] = describe(op, impl, version, **arguments, dtype=dtype, device=device)
     if keys:

@@ -94,17 +94,18 @@ def read_or_make_references(
     facts += [device_name(device), torch.__version__]
     sources = [file for pattern in SOURCES for file in ROOT.glob(pattern)]
     weight_dtype = PRECISIONS[recipe.precision][0]
-    eager = replace(recipe, kernels=KernelsConfig(), attn=AttnConfig("sdpa"))
     train = replace(train, batch_size=batch_size)
     CACHE.mkdir(parents=True, exist_ok=True)
     references = []
     for precision in ("fp32", recipe.precision):
-        path = CACHE / f"{cache_key([*facts, precision, str(weight_dtype)], sources)}.pt"
+        kernels = KernelsConfig(fp8=recipe.kernels.fp8 if precision == "fp8" else None)
+        eager = replace(recipe, kernels=kernels, attn=AttnConfig("sdpa"), precision=precision)
+        path = CACHE / f"{cache_key([*facts, precision, kernels.fp8, str(weight_dtype)], sources)}.pt"
         steps = read_steps(path)
         if steps is None:
             with FileLock(path.with_suffix(".lock")):  # jobs on several GPUs may need the same reference at once
                 if read_steps(path) is None:
-                    arguments = replace(eager, precision=precision), data, train, init_from, weight_dtype, device, path
+                    arguments = eager, data, train, init_from, weight_dtype, device, path
                     run_in_process(write_reference, arguments, f"eager PyTorch in {precision}")
             steps = torch.load(path, weights_only=True)
         references.append(steps)

@@ -45,8 +45,14 @@ def kernels_cell(row: dict) -> str:
     kernels = row["config"]["kernels"]
     names = "+".join(sorted(set(backends_of(kernels).values())))
     if kernels["compile"]:
-        return "compile" if names == "eager" else f"{names}+compile"
-    return names
+        names = "compile" if names == "eager" else f"{names}+compile"
+    return names + fp8_note(kernels)
+
+
+def fp8_note(kernels: dict) -> str:
+    """Return ", fp8 in mlp and loss" if a row's config.kernels names ops for fp8; otherwise ""."""
+    ops = kernels.get("fp8")
+    return "" if ops is None else f", fp8 in {' and '.join(ops) or 'no op'}"
 
 
 def attention_cell(row: dict) -> str:
@@ -103,7 +109,7 @@ def kernels_name(kernels: dict) -> str:
     name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
     if kernels["compile"]:
         name = "compile" if name == "eager" else f"{name} + compile"
-    return name
+    return name + fp8_note(kernels)
 
 
 def attention_name(attn: dict) -> str:

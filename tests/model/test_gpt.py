@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,17 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from kernels.compat import TorchDispatchMode
-from kernels.registry import AttnConfig, KernelsConfig, Unavailable, impls, missing_argument, resolve, unavailable
+from kernels.registry import (
+    AttnConfig,
+    KernelError,
+    KernelsConfig,
+    Unavailable,
+    backend,
+    impls,
+    missing_argument,
+    resolve,
+    unavailable,
+)
 from kernels.rope import rope_table, rotate
 from kernels.sampling import Sampling
 from model import cost, recompute
@@ -167,6 +178,25 @@ def test_an_argument_that_attention_lacks_is_refused_by_name():
     plain = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
     with pytest.raises(Unavailable, match=r"attention=eager cannot run this: .* takes no wings .*choose attn="):
         resolve(plain, AttnConfig("eager"), torch.device("cpu"), ["window", "wings"])
+
+
+def test_kernels_fp8_names_the_ops_in_fp8():
+    def ops_in_fp8(names):
+        chosen = KernelsConfig(mlp="triton_recompute", fp8=names)
+        ops = resolve(chosen, AttnConfig("eager"), torch.device("cpu"), in_fp8=True)
+        return {op for op, function in ops._asdict().items() if getattr(function, "keywords", {}).get("fp8")}
+
+    with mock.patch.object(backend("mlp", "triton_recompute"), "unavailable", return_value=None):
+        assert ops_in_fp8(["linear", "loss"]) == {"linear", "loss"}  # so this MLP needs no fp8
+        assert ops_in_fp8("loss") == {"loss"}
+        assert ops_in_fp8([]) == set()
+        with pytest.raises(Unavailable, match=r"^mlp=triton_recompute cannot run this"):
+            ops_in_fp8(["mlp"])
+    for wrong in (["norm"], ["mpl"], 3, ["decode"]):
+        with pytest.raises(KernelError, match=r"a list of ops that have products in fp8: linear, mlp, loss$"):
+            KernelsConfig(fp8=wrong)
+    with pytest.raises(KernelError, match=r"^kernels\.fp8 is for precision=fp8: "):
+        resolve(KernelsConfig(fp8=["mlp"]), AttnConfig("eager"), torch.device("cpu"))
 
 
 def test_fp8_is_refused_by_backends_without_it(monkeypatch):

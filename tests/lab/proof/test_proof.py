@@ -112,6 +112,23 @@ def test_a_run_without_references_trains_and_says_why(hotswap, tmp_path, monkeyp
     assert "parity   not compared: eager PyTorch in fp32 did not run: TypeError: load() " in out
 
 
+def test_the_reference_in_fp8_has_the_ops_of_the_run_in_fp8(hotswap, monkeypatch):
+    in_fp8 = []
+
+    def fail(work, arguments, description):
+        in_fp8.append((arguments[0].precision, arguments[0].kernels.fp8))
+        if arguments[0].precision == "fp8":
+            raise RuntimeError("enough")
+        arguments[-1].write_bytes(b"")
+
+    monkeypatch.setattr(references, "run_in_process", fail)
+    monkeypatch.setattr(torch, "load", lambda path, weights_only: None)
+    code, out, err = hotswap(*PROOF, "precision=fp8", "kernels.fp8=mlp")
+    assert (code, err) == (0, "")
+    assert "parity   not compared: enough" in out
+    assert in_fp8 == [("fp32", None), ("fp8", ["mlp"])]
+
+
 def test_references_do_not_depend_on_the_size_of_micro_batches(tmp_path):
     """They are equal to fp32 rounding, by the bound for fp32."""
     references_by_size = {}

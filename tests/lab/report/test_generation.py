@@ -56,6 +56,8 @@ def test_a_decoder_has_a_name_of_its_own_and_blocks_have_the_names_of_their_kern
     assert choice_name(old_row("compile", "triton", 2131.0)["config"]) == "compile · triton"
     training = make_row("triton", "flash")["config"]
     assert choice_name(training | {"kernels": training["kernels"] | {"decode": "int8"}}) == "triton · flash"
+    in_fp8 = training | {"kernels": training["kernels"] | {"fp8": ["mlp", "loss"]}}
+    assert choice_name(in_fp8) == "triton, fp8 in mlp and loss · flash"
 
 
 def test_generations_are_compared_at_their_batch_and_prompt(tmp_path):
