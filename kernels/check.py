@@ -5,13 +5,16 @@ For every output and every gradient:
     error(backend) <= 2 error(eager) + rounding
 
 Both errors are differences from reference() in float64, on the same (already rounded) inputs. So the tolerance follows
-from the error of eager itself in that dtype.
+from the error of eager itself in that dtype. In fp8, reference() rounds the operands as eager does. A backend with
+scales of its own (OWN_SCALES) rounds them differently, so it and eager are compared with reference() without fp8.
 """
 
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+
+from kernels.registry import backend, contract
 
 
 def float_tensors(values: Iterable) -> list[Tensor]:
@@ -49,6 +52,13 @@ def outputs_and_gradients(
     return results | {f"d_{name}": grad for name, grad in zip(leaves, input_grads, strict=True)}
 
 
+def exact_results(op: str, impl: str, inputs: dict, expand: bool = False) -> dict[str, Tensor]:
+    """Return outputs_and_gradients() of reference() in float64, with which the backend `impl` is compared."""
+    if getattr(backend(op, impl), "OWN_SCALES", False):
+        inputs = {name: value for name, value in inputs.items() if name != "fp8"}
+    return outputs_and_gradients(contract(op).reference, inputs, expand=expand, dtype=torch.float64)
+
+
 def rounding_error(dtype: torch.dtype, terms: int) -> float:
     """Return the relative rounding error of a result in `dtype` that is a sum of `terms` terms in fp32.
 
@@ -62,7 +72,7 @@ def broken_rule(
 ) -> str | None:
     """Return, in one line, why the first wrong result breaks the rule, or None if every result is right.
 
-    `results`, `eager` and `truth` come from outputs_and_gradients(); `truth` is reference() in float64.
+    `results` and `eager` come from outputs_and_gradients(), and `truth` from exact_results().
     rounding_error() is relative, so it is multiplied by a scale: the largest absolute value of the exact result. An
     exact result of zeros has no scale of its own: its terms cancel, but their rounding errors do not. Its scale is the
     largest absolute value of all exact results.

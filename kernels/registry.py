@@ -36,6 +36,7 @@ A backend is a file with the op's function. It may also define
     KEEPS                  attention only: names of operators. With their outputs and q, k and v its backward can run,
                            so model.keep_attention=true keeps these outputs in an activation checkpoint
     FP8_KEYS = True        attention only: k and v may be float8_e4m3fn, the dtype of a cache with generate.kv=fp8
+    OWN_SCALES = True      in fp8 it scales the operands in its own way: see check.py
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
     candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
     VERSIONS               attention only: names of implementations that it can choose among; its function,

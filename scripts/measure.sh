@@ -37,6 +37,30 @@ long() { sweep long $short $wide attn=$all $both; }
 medium() { sweep medium $short model=gpt2_350m train.batch_size=32 attn=$all $both; }
 medium_long() { sweep medium-long $short $wide model=gpt2_350m attn=$all $both; }
 
+# precision=fp8 beside bf16, with torch.compile, Triton and torchao: GPT-2 124M, 350M and 1558M
+fp8() { both_precisions 124m; }
+fp8_350m() { both_precisions 350m model=gpt2_350m train.batch_size=32; }
+fp8_1558m() { both_precisions 1558m model=gpt2_1558m train.batch_size=16; }
+both_precisions() { # NAME WORDS ...
+    sweep "fp8-$1" $short "${@:2}" attn=flash precision=bf16,fp8 kernels=compile,triton
+    sweep "fp8-$1-torchao" $short "${@:2}" attn=flash precision=fp8 kernels=torchao kernels.compile=true \
+        kernels.fp8='[linear,mlp]'
+}
+
+# Three seeds of 301 million tokens in bf16 and in fp8, on the Python packages of this machine. A run takes some 8
+# minutes; a group that was stopped resumes
+fp8_curves() {
+    local packages=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    for seed in 1 2 3; do
+        for precision in bf16 fp8; do
+            python train.py kernels=triton attn=flash precision=$precision seed=$seed data=text \
+                data.path="$packages/**/*.py" data.tokenizer=gpt2 train.max_steps=4600 train.eval_batches=20 \
+                train.resume=auto train.sample_tokens=0 out_dir=out/fp8-curve-$precision-$seed || return
+        done
+    done
+    python -m scripts.collect --curves out/fp8-curve-*/
+}
+
 # Training with the default batch size; and attn=auto, after measuring its table on this GPU
 typed() {
     local brief="train.max_steps=60 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0"

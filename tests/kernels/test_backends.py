@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kernels import fp8
-from kernels.check import broken_rule, float_tensors, outputs_and_gradients
+from kernels.check import broken_rule, exact_results, float_tensors, outputs_and_gradients
 from kernels.compat import TorchDispatchMode
 from kernels.registry import OPS, Unavailable, backend, checkpointed_operators, contract, impls, load
 from model.recompute import save_or_recompute
@@ -111,7 +111,7 @@ def test_against_float64(op, impl, case, dtype, device, poison, fp8_on_a_cpu):
     """Outputs and gradients follow the rule, for every case of the contract. Every element of them is written."""
     inputs = case_inputs(op, case, dtype, device)
     function = load_or_skip(op, impl, device, inputs)
-    truth = outputs_and_gradients(contract(op).reference, inputs, dtype=torch.float64)
+    truth = exact_results(op, impl, inputs)
     eager = outputs_and_gradients(load(op, "eager", device), inputs)
     assert_as_good_as_eager(outputs_and_gradients(function, inputs), eager, truth, inputs, dtype)
 
@@ -122,7 +122,7 @@ def test_expanded_output_gradients(op, impl, device, poison):
     cases = [case for case in ("packed", "non_contiguous") if case in contract(op).CASES] or list(contract(op).CASES)
     inputs = case_inputs(op, cases[0], common_dtype(device), device)
     function = load_or_skip(op, impl, device, inputs)
-    truth = outputs_and_gradients(contract(op).reference, inputs, expand=True, dtype=torch.float64)
+    truth = exact_results(op, impl, inputs, expand=True)
     eager = outputs_and_gradients(load(op, "eager", device), inputs, expand=True)
     assert_as_good_as_eager(
         outputs_and_gradients(function, inputs, expand=True), eager, truth, inputs, common_dtype(device)
@@ -238,7 +238,7 @@ def test_under_torch_compile(op, impl, case, dtype, device, fp8_on_a_cpu):
     function = load_or_skip(op, impl, device, inputs)
     if "fp8" in inputs and (reason := fp8.choose_ptxas(device)):
         pytest.skip(reason)
-    truth = outputs_and_gradients(contract(op).reference, inputs, dtype=torch.float64)
+    truth = exact_results(op, impl, inputs)
     eager = outputs_and_gradients(load(op, "eager", device), inputs)
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
