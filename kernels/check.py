@@ -6,7 +6,7 @@ For every output and every gradient:
 
 Both errors are differences from reference() in float64, on the same (already rounded) inputs. So the tolerance follows
 from the error of eager itself in that dtype. In fp8, reference() rounds the operands as eager does. A backend with
-scales of its own (OWN_SCALES) rounds them differently, so it and eager are compared with reference() without fp8.
+OWN_SCALES rounds the operands differently. Both errors are then differences from reference() without fp8.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,10 +52,15 @@ def outputs_and_gradients(
     return results | {f"d_{name}": grad for name, grad in zip(leaves, input_grads, strict=True)}
 
 
+def reference_inputs(op: str, impl: str, inputs: dict) -> dict:
+    """Return the arguments of reference() to compare the backend `impl` with: without fp8 if it has OWN_SCALES."""
+    own_scales = getattr(backend(op, impl), "OWN_SCALES", False)
+    return {name: value for name, value in inputs.items() if name != "fp8" or not own_scales}
+
+
 def exact_results(op: str, impl: str, inputs: dict, expand: bool = False) -> dict[str, Tensor]:
-    """Return outputs_and_gradients() of reference() in float64, with which the backend `impl` is compared."""
-    if getattr(backend(op, impl), "OWN_SCALES", False):
-        inputs = {name: value for name, value in inputs.items() if name != "fp8"}
+    """Return the exact results for the backend `impl`: outputs_and_gradients() of reference() in float64."""
+    inputs = reference_inputs(op, impl, inputs)
     return outputs_and_gradients(contract(op).reference, inputs, expand=expand, dtype=torch.float64)
 
 

@@ -17,8 +17,8 @@ The scales of x and dy are fixed, so they need neither a pass over the tensor no
 one pass. A number beyond the range becomes the largest one. Infinity becomes NaN, so a diverged step is still noticed.
 """
 
+import contextlib
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,29 +37,33 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def choose_ptxas(device: torch.device) -> str | None:
-    """Let Triton compile torch.compile's kernels with ptxas 13.0 or newer. Return why there is none, or None.
+    """Make Triton use ptxas 13.0 or newer. Return None, or why this machine has no such ptxas.
 
-    torch.compile writes an operand by rows and by columns in one kernel, and older versions of ptxas store wrong bytes
-    then (kernels/quantize.py says why): with ptxas 12.8, 124M did not train at all.
+    torch.compile's kernels store an operand by rows and by columns, and older versions compile such a kernel to wrong
+    code (kernels/quantize.py explains it). With ptxas 12.8, 124M did not learn.
     """
     if device.type != "cuda":
         return None
     from torch.utils.cpp_extension import CUDA_HOME
     from triton import knobs
 
-    tools = [knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell]
-    variable = "TRITON_PTXAS_PATH"
-    if torch.cuda.get_device_capability(device) >= (10, 0):
-        tools, variable = tools[1:], "TRITON_PTXAS_BLACKWELL_PATH"
-    tools += [knobs.NvidiaTool.from_path(str(Path(CUDA_HOME, "bin/ptxas")))] if CUDA_HOME else []
-    for tool in tools:
-        if tool and int(tool.version.split(".")[0]) >= 13:
-            os.environ[variable] = tool.path
-            return None
-    return (
-        f"it needs ptxas 13.0 or newer, because Triton's {tools[0].version} miscompiles it: set {variable} to the "
-        "ptxas of a newer CUDA, or choose kernels=triton"
-    )
+    tools = []
+    for name in ("ptxas", "ptxas_blackwell"):
+        with contextlib.suppress(RuntimeError):  # this build of Triton lacks the file
+            tools.append(getattr(knobs.nvidia, name))
+    if CUDA_HOME:
+        tools.append(knobs.NvidiaTool.from_path(f"{CUDA_HOME}/bin/ptxas"))
+    tools = [tool for tool in tools if tool]
+    newer = [tool.path for tool in tools if float(tool.version) >= 13]
+    if not newer:
+        found = ", ".join(tool.version for tool in tools) or "none"
+        return (
+            f"it needs ptxas 13.0 or newer, and the versions here are {found}: set TRITON_PTXAS_PATH to a newer one, "
+            "or choose kernels.compile=false"
+        )
+    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):  # the GPU and Triton decide which one counts
+        os.environ[variable] = newer[0]
+    return None
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | float) -> Tensor:
@@ -100,7 +104,7 @@ def product(
     sums = torch.promote_types(dtype, torch.float32)
     out = a.to(sums) @ b.to(sums).T * (units[0] * units[1])
     out = out if bias is None else out + bias
-    return out if dtype == sums else out.to(dtype)  # torch 2.11 compiles a Linear that returns a no-op to no gradient
+    return out if dtype == sums else out.to(dtype)  # with a cast that does nothing, torch 2.11 compiles zero gradients
 
 
 def pad(x: Tensor, rows: int = 16) -> Tensor:

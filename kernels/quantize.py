@@ -39,14 +39,14 @@ ROUND_E4M3, ROUND_E5M2 = (tl.constexpr(ROUND % (name, name)) for name in ("e4m3"
 def to_fp8(x, scale, dtype: tl.constexpr):
     """Return x times scale, in fp8, for x in fp32.
 
-    Triton's own conversion gives ptxas halves of a word. If a kernel also needs single bytes of these halves, to store
-    a transpose, ptxas 12.9 and older may read a half before it is written, and the bytes are wrong (triton-lang/triton
-    issue 11111). The assembly below gives it whole words.
+    Triton converts two numbers to half a word, and a transpose takes single bytes from the half. ptxas 12.9 and older
+    may read the half before it is written (triton-lang/triton issue 11111). The assembly below makes a whole word of
+    four numbers.
     """
     scaled = tl.where(tl.abs(x) < float("inf"), x * scale, float("nan"))
-    if INTERPRETED:  # it runs no assembly, and its conversion does not saturate
+    if INTERPRETED:  # the interpreter runs no assembly, and its conversion does not saturate
         LARGEST: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
-        tile = tl.where(tl.abs(scaled) > LARGEST, tl.where(scaled > 0, LARGEST, -LARGEST), scaled).to(dtype)
+        tile = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
     elif dtype == tl.float8e4nv:
         tile = tl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [scaled], tl.float8e4nv, is_pure=True, pack=4)
     else:

@@ -36,7 +36,7 @@ A backend is a file with the op's function. It may also define
     KEEPS                  attention only: names of operators. With their outputs and q, k and v its backward can run,
                            so model.keep_attention=true keeps these outputs in an activation checkpoint
     FP8_KEYS = True        attention only: k and v may be float8_e4m3fn, the dtype of a cache with generate.kv=fp8
-    OWN_SCALES = True      in fp8 it scales the operands in its own way: see check.py
+    OWN_SCALES = True      in fp8 its scales differ from those in kernels/fp8.py: see check.py
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
     candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
     VERSIONS               attention only: names of implementations that it can choose among; its function,
@@ -104,17 +104,19 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
     """The backend of each op but attention, which has a config group of its own: `kernels.norm`, `kernels.mlp`, ..."""
 
     compile: bool = False  # torch.compile around the whole model; works with every backend
-    fp8: Any = None  # with precision=fp8, a list of the ops whose products are in fp8; None: all that have some
+    fp8: Any = None  # with precision=fp8, a list of the ops whose products are in fp8; None: every op that can
 
     def __post_init__(self):
         for op in ALL_OPS:
             if op != "attention":
                 check_name(op, getattr(self, op), config_key(op))
-        if isinstance(self.fp8, str):
-            self.fp8 = [self.fp8]
-        if not isinstance(self.fp8, list | None) or any(not takes_fp8(op) for op in self.fp8 or ()):
-            able = ", ".join(filter(takes_fp8, OPS))
-            raise KernelError(f"kernels.fp8={self.fp8}: it must be a list of ops that have products in fp8: {able}")
+        if self.fp8 is None:
+            return
+        named, able = [self.fp8] if isinstance(self.fp8, str) else self.fp8, [op for op in OPS if takes_fp8(op)]
+        if not isinstance(named, list) or any(op not in able for op in named):
+            names = ", ".join(able)
+            raise KernelError(f"kernels.fp8={self.fp8}: it must be a list of ops that can run in fp8: {names}")
+        self.fp8 = None if set(named) == set(able) else [op for op in able if op in named]  # equal choices are equal
 
 
 @dataclass
@@ -254,6 +256,12 @@ def runs_in_fp8(op: str, kernels: KernelsConfig) -> bool:
     return takes_fp8(op) if kernels.fp8 is None else op in kernels.fp8
 
 
+def rounds_in_inductor(kernels: KernelsConfig, attn: AttnConfig) -> bool:
+    """Return whether torch.compile writes kernels that round to fp8, because a backend has none of its own (RUNS)."""
+    in_fp8 = {op: impl for op, impl in impl_by_op(kernels, attn).items() if runs_in_fp8(op, kernels)}
+    return any(not getattr(backend(op, impl), "RUNS", ()) for op, impl in in_fp8.items())
+
+
 def resolve(
     kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = (), in_fp8: bool = False
 ) -> Ops:
@@ -263,10 +271,10 @@ def resolve(
     or fp8 cannot run on `device`, or if a backend lacks an argument.
     """
     if kernels.fp8 is not None and not in_fp8:
-        raise KernelError("kernels.fp8 is for precision=fp8: choose this precision, or leave kernels.fp8 out")
+        raise KernelError("kernels.fp8 needs precision=fp8: add precision=fp8, or remove kernels.fp8")
     if kernels.compile and not cpp_compiler():
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
-    if kernels.compile and in_fp8 and (reason := fp8.choose_ptxas(device)):
+    if kernels.compile and in_fp8 and rounds_in_inductor(kernels, attn) and (reason := fp8.choose_ptxas(device)):
         raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
     compat.shorten_operator_errors()
     functions = {}
@@ -336,6 +344,6 @@ def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
     if kernels.compile:
         name = "compile" if name == "eager" else f"{name}+compile"
     if kernels.fp8 is not None:
-        name += ".".join(["+fp8", *kernels.fp8])
+        name += "+fp8" + "".join(f".{op}" for op in kernels.fp8)
     attention = f"{attn.impl}.{attn.version}" if attn.version else attn.impl
     return f"{name}-{attention}"

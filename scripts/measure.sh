@@ -43,14 +43,14 @@ fp8_350m() { both_precisions 350m model=gpt2_350m train.batch_size=32; }
 fp8_1558m() { both_precisions 1558m model=gpt2_1558m train.batch_size=16; }
 both_precisions() { # NAME WORDS ...
     sweep "fp8-$1" $short "${@:2}" attn=flash precision=bf16,fp8 kernels=compile,triton
-    sweep "fp8-$1-torchao" $short "${@:2}" attn=flash precision=fp8 kernels=torchao kernels.compile=true \
-        kernels.fp8='[linear,mlp]'
+    sweep "fp8-$1-torchao" $short "${@:2}" attn=flash precision=fp8 kernels=compile,triton,torchao kernels.compile=true \
+        kernels.fp8='[linear,mlp]' # torchao has no loss
 }
 
-# Three seeds of 301 million tokens in bf16 and in fp8, on the Python packages of this machine. A run takes some 8
-# minutes; a group that was stopped resumes
+# Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes about 8
+# minutes. A stopped group resumes
 fp8_curves() {
-    local packages=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    local packages="$(dirname "$(command -v python)")/../lib/python3*/site-packages"
     for seed in 1 2 3; do
         for precision in bf16 fp8; do
             python train.py kernels=triton attn=flash precision=$precision seed=$seed data=text \

@@ -66,7 +66,7 @@ def check_train(words):
     for word in words:
         if word not in ("-m", "--help"):
             key, _, value = word.partition("=")
-            values = value.split(",") if is_sweep else [value]
+            values = re.findall(r"\[[^]]*\]|[^,]+", value) if is_sweep else [value]  # a list is one value
             jobs = [[*job, f"{key}={value}"] for job in jobs for value in values]
     for job in jobs:
         job = [word for word in job if not word.startswith(NEW)]

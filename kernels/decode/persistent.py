@@ -5,8 +5,8 @@ graph, because most multiprocessors are idle at the ends of kernels. persistent.
 while it waits for results. NVRTC compiles it for the model's sizes and the batch, in 2 s.
 
 The kernel needs its own copy of the weights, in another order: 247 MB for 124M. In generation on an H200 in bf16, 124M
-made 6,944 tokens/s at batch 1 (decode=triton: 5,155) and 33,277 with 8 sequences (34,016), and 1558M made 906 at batch
-1 (543).
+makes 6,944 tokens/s at batch 1 (decode=triton: 5,155) and 33,277 with 8 sequences (34,016), and 1558M makes 906 at
+batch 1 (543).
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Linear, GELU, Linear with torchao's linear layers (kernels/linear/torchao.py), whose products are in fp8."""
+"""Linear, GELU, Linear, with the linear layers of kernels/linear/torchao.py."""
 
 import torch.nn.functional as F
 

@@ -9,8 +9,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from kernels.fp8 import E4M3, product
-from kernels.registry import OPS, Unavailable, contract, describe, impls, load, unavailable
+from kernels.fp8 import E4M3, choose_ptxas, product
+from kernels.registry import OPS, Unavailable, backend, contract, describe, impls, load, unavailable
 from runtime.config import check
 from runtime.device import GIB, reset_peak_memory
 from runtime.meter import quantiles
@@ -98,11 +98,19 @@ def forward_and_backward(function: Callable, inputs: dict, douts: list[Tensor]) 
     return out, torch.autograd.grad(out, leaves, douts)
 
 
-def errors(function: Callable, module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.device) -> dict:
+def errors(
+    function: Callable,
+    module: ModuleType,
+    shape: dict,
+    dtype: torch.dtype,
+    device: torch.device,
+    own_scales: bool = False,
+) -> dict:
     """Return the largest error ||result - exact|| / ||exact|| of the outputs, and of the gradients.
 
     `shape` has the arguments of the contract's inputs(). An attention is compared at the last ERROR_QUERIES queries of
-    one sequence, and another op of shape (rows, width) in at most ERROR_ROWS rows.
+    one sequence, and another op of shape (rows, width) in at most ERROR_ROWS rows. With `own_scales`, the exact results
+    are those without fp8.
     """
     is_attention = module is contract("attention")
     size = shape["shape"]
@@ -112,6 +120,8 @@ def errors(function: Callable, module: ModuleType, shape: dict, dtype: torch.dty
         size = (min(size[0], ERROR_ROWS), size[1])
     inputs = module.inputs(**shape | {"shape": size}, dtype=dtype, device=device)
     exact_inputs = in_float64(inputs)
+    if own_scales:
+        exact_inputs.pop("fp8", None)
     douts = random_gradients(outputs(function, inputs), inputs)
     if is_attention:
         results, truth = last_queries(function, module.reference, inputs, exact_inputs, douts[0])
@@ -185,7 +195,7 @@ def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.de
             sizes = module.products(**shape)[way]
             if shape.get("fp8"):
                 pairs = [[torch.randn(*size, device=device).to(E4M3) for size in ((m, k), (n, k))] for m, k, n in sizes]
-                units = [torch.ones((), device=device) for _ in range(2)]  # cuBLAS needs multiples of 16 bytes
+                units = [torch.ones((), device=device) for _ in range(2)]  # at multiples of 16 bytes, for cuBLAS
                 works[f"floor {way}"] = lambda pairs=pairs, units=units: [
                     product(*pair, units, dtype) for pair in pairs
                 ]
@@ -212,8 +222,11 @@ def prepare_contestants(
     for name, function in contestants(op, names, device).items():
         try:
             load(op, backend_of(name), device, optional_arguments(inputs))
+            if name == "compile" and inputs.get("fp8") and (reason := choose_ptxas(device)):
+                raise Unavailable(f"torch.compile in fp8 cannot run here: {reason}")
             douts = douts or random_gradients(outputs(function, inputs), inputs)
-            row_errors = errors(function, contract(op), shape, dtype, device)
+            own_scales = getattr(backend(op, backend_of(name)), "OWN_SCALES", False)
+            row_errors = errors(function, contract(op), shape, dtype, device, own_scales)
         except Unavailable as reason:
             if names:
                 raise

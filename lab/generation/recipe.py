@@ -112,6 +112,7 @@ class GenerationKeys:
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
         precisions = [name for name in PRECISIONS if name != "fp8"]  # for training; its weights are in bf16
         check(self.precision in precisions, f"precision={self.precision}: choose {', '.join(precisions)}")
+        check(self.kernels.fp8 is None, "kernels.fp8 is for training: remove it")
         if self.stop is None:
             self.stop = []
         stops = self.stop if isinstance(self.stop, list) else [self.stop]

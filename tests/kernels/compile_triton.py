@@ -170,10 +170,7 @@ def compile_gluon_mlp(backward: bool) -> None:
 
 
 def compile_fp8() -> None:
-    """Compile the passes that round to fp8. A thread moves 16 bytes of a tensor at once.
-
-    None takes a byte from half a word, which ptxas may compile to wrong bytes (kernels/quantize.py).
-    """
+    """Compile the passes that round to fp8. A thread moves 16 bytes of a tensor at once."""
     numbers = dict.fromkeys(("largest_ptr", "unit_ptr", "dy_unit_ptr", "sums_ptr", "shifts_ptr"), "*fp32")
     numbers |= {"targets_ptr": "*i64", "count_ptr": "*i64"}
     e4m3 = numbers | dict.fromkeys(("rows_ptr", "columns_ptr", "a_ptr"), "*fp8e4nv")
@@ -196,7 +193,7 @@ def compile_fp8() -> None:
     for name, kernel, types, constants in passes:
         ptx = compile_kernel(name, kernel, 90, types, **constants, **size)
         assert "cvt.rn.satfinite" in ptx
-        assert "shr.u16" not in ptx
+        assert "shr.u16" not in ptx  # a byte of half a word, which ptxas may compile wrongly (kernels/quantize.py)
         assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
         assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
     compile_kernel("largest", quantize._largest_kernel, 90, {"largest_ptr": "*i32"}, BLOCK=4096)

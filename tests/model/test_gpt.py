@@ -187,21 +187,23 @@ def test_kernels_fp8_names_the_ops_in_fp8():
         return {op for op, function in ops._asdict().items() if getattr(function, "keywords", {}).get("fp8")}
 
     with mock.patch.object(backend("mlp", "triton_recompute"), "unavailable", return_value=None):
-        assert ops_in_fp8(["linear", "loss"]) == {"linear", "loss"}  # so this MLP needs no fp8
+        assert ops_in_fp8(["linear", "loss"]) == {"linear", "loss"}  # the backend of mlp needs no fp8
         assert ops_in_fp8("loss") == {"loss"}
         assert ops_in_fp8([]) == set()
         with pytest.raises(Unavailable, match=r"^mlp=triton_recompute cannot run this"):
             ops_in_fp8(["mlp"])
+    assert KernelsConfig(fp8=["loss", "mlp"]) == KernelsConfig(fp8=["mlp", "loss", "mlp"])
+    assert KernelsConfig(fp8=["loss", "mlp", "linear"]) == KernelsConfig()
     for wrong in (["norm"], ["mpl"], 3, ["decode"]):
-        with pytest.raises(KernelError, match=r"a list of ops that have products in fp8: linear, mlp, loss$"):
+        with pytest.raises(KernelError, match=r"a list of ops that can run in fp8: linear, mlp, loss$"):
             KernelsConfig(fp8=wrong)
-    with pytest.raises(KernelError, match=r"^kernels\.fp8 is for precision=fp8: "):
+    with pytest.raises(KernelError, match=r"^kernels\.fp8 needs precision=fp8: "):
         resolve(KernelsConfig(fp8=["mlp"]), AttnConfig("eager"), torch.device("cpu"))
 
 
 def test_fp8_is_refused_by_backends_without_it(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    message = r"^mlp=triton_recompute cannot run this: .* takes no fp8 .*: choose kernels.mlp=eager, triton$"
+    message = r"^mlp=triton_recompute cannot run this: .* takes no fp8 .*: choose kernels.mlp=eager, torchao, triton$"
     with pytest.raises(Unavailable, match=message):
         resolve(KernelsConfig(mlp="triton_recompute"), AttnConfig("eager"), torch.device("cpu"), in_fp8=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
