@@ -6,14 +6,13 @@ changes, or is no longer needed.
 
 import argparse
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 from hydra.core.plugins import Plugins
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 triton_cache = Counter()  # "hit" and "miss": whether Triton found a kernel in its cache on the disk
 
@@ -23,7 +22,7 @@ def reset_compile_counters() -> None:
 
     torch.compile has no public counters. Triton calls the listener each time that it needs a compiled kernel.
     """
-    counters.clear()
+    compile_counters().clear()
     triton_cache.clear()
     if find_spec("triton"):
         from triton import knobs
@@ -32,8 +31,12 @@ def reset_compile_counters() -> None:
 
 
 def compile_counters() -> dict[str, Counter]:
-    """Return torch.compile's counters: "stats", "graph_break", "inductor", "aot_autograd"."""
-    return counters
+    """Return torch.compile's counters: "stats", "graph_break", "inductor", "aot_autograd".
+
+    They are empty until something imports Dynamo. This function does not, because the import takes 1.5 s.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters if dynamo else defaultdict(Counter)
 
 
 def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
