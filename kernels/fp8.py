@@ -27,6 +27,7 @@ from torch.nn import functional as F
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X_SCALE = 4.0
 DY_SCALE = 64.0  # times the rows
+PTXAS_PATHS = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"  # the GPU and Triton decide which of them counts
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -61,8 +62,7 @@ def choose_ptxas(device: torch.device) -> str | None:
             f"it needs ptxas 13.0 or newer, and the versions here are {found}: set TRITON_PTXAS_PATH to a newer one, "
             "or choose kernels.compile=false"
         )
-    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):  # the GPU and Triton decide which one counts
-        os.environ[variable] = newer[0]
+    os.environ.update(dict.fromkeys(PTXAS_PATHS, newer[0]))
     return None
 
 

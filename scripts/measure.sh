@@ -92,8 +92,8 @@ sequence() { # NAME T STEPS
 }
 
 # Generation: every decoder with 1, 8 and 64 sequences; with prompts of 1024 tokens; with 256 sequences; 1558M; drafts;
-# the longest contexts. A job takes about 14 s, and with torch.compile about 85 s, so the first group takes some 15
-# minutes on one GPU
+# the longest contexts. A job takes about 20 s, and with torch.compile about two minutes, so the first group takes almost
+# half an hour on one GPU
 generation() { generate generation +sweep=generate checkpoint=random prompt_tokens=128; }
 generation_1024() { generate generation-1024 +sweep=generate checkpoint=random prompt_tokens=1024 batch=1; }
 generation_256() { generate generation-256 +sweep=generate checkpoint=random batch=256 prompt_tokens=128; }

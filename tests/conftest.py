@@ -65,10 +65,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is defined, so before the kernels are imported
     if find_spec("triton"):
         speed_up_triton_interpreter()
-elif find_spec("triton"):  # before Inductor starts its processes, which would go on with an older ptxas
-    from kernels.fp8 import choose_ptxas
-
-    choose_ptxas(torch.device("cuda"))
 
 
 @pytest.hookimpl(optionalhook=True)
