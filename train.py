@@ -223,6 +223,7 @@ def main(cfg: Config) -> None:
             run.row["kernels"] = registry.impl_by_op(cfg.kernels, cfg.attn) | {"compile": cfg.kernels.compile}
             run.row |= {"env": machine.environment(device), **cost.figures(cfg.model, t.block_size)}
             run.row["world_size"] = ranks.world_size
+            recipe.check_kernels(device)  # before anything that takes long
             dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(cfg.data))
             cfg.model.check_vocabulary(cfg.data.tokenizer, dataset.tokenizer.n_vocab)
             windows, held_out = loader.open_splits(dataset, t.block_size, recipe.documents, t.eval_every > 0)

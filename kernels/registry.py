@@ -43,6 +43,7 @@ A backend is a file with the op's function. It may also define
                            unavailable() and detail() then take version=NAME, which attn.version sets
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -174,17 +175,36 @@ def backend_names() -> dict[str, dict[str, str]]:
 def backend(op: str, impl: str) -> ModuleType:
     """Return the backend's module. It can be imported on every device, also where the backend cannot run.
 
-    Raises KernelError if there is no such file, or if it lacks the op's function.
+    Raises KernelError if there is no such file, if it cannot be imported, or if it lacks the op's function.
     """
     check_name(op, impl, key=op)
-    module = importlib.import_module(f"kernels.{op}.{impl}")
+    name = f"kernels.{op}.{impl}"
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # the file may be a user's, so any error is possible
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KernelError(
+            f"kernels/{op}/{impl}.py cannot be imported ({reason}): python -c 'import {name}' shows where"
+        ) from error
     if not callable(getattr(module, op, None)):
         raise KernelError(f"kernels/{op}/{impl}.py defines no function {op}(...); kernels/{op}/__init__.py shows it")
     return module
 
 
+def importable_backends(op: str) -> dict[str, ModuleType]:
+    """Return {name: module} of the op's backends, without files that cannot be imported or lack the op's function."""
+    modules = {}
+    for impl in impls(op):
+        with contextlib.suppress(KernelError):
+            modules[impl] = backend(op, impl)
+    return modules
+
+
 def unavailable(op: str, impl: str, device: torch.device, version: str | None = None) -> str | None:
-    """Return, in one sentence, why this backend or this version of it cannot run on `device`, or None if it can."""
+    """Return, in one sentence, why this backend or this version of it cannot run on `device`, or None if it can.
+
+    Raises KernelError as backend() does.
+    """
     probe = getattr(backend(op, impl), "unavailable", None)
     return probe(device, **version_argument(version)) if probe else None
 
@@ -221,7 +241,7 @@ def missing_argument(function: Callable, argument: str, op: str = "attention") -
     """Return why the op's function cannot take an optional argument (`lengths`, `window`, `fp8`), or None if it can."""
     if argument in inspect.signature(function).parameters:
         return None
-    functions = {impl: getattr(backend(op, impl), op) for impl in impls(op)}
+    functions = {impl: getattr(module, op) for impl, module in importable_backends(op).items()}
     able = [impl for impl, other in functions.items() if argument in inspect.signature(other).parameters]
     key = "attn" if op == "attention" else config_key(op)
     return f"{function.__module__} takes no {argument} (kernels/{op}/__init__.py): choose {key}={', '.join(able)}"
@@ -239,7 +259,7 @@ def checkpointed_operators(attention: Callable) -> Sequence[str]:
     """
     if names := getattr(sys.modules[attention.__module__], "KEEPS", ()):
         return names
-    able = [impl for impl in impls("attention") if hasattr(backend("attention", impl), "KEEPS")]
+    able = [impl for impl, module in importable_backends("attention").items() if hasattr(module, "KEEPS")]
     raise Unavailable(
         f"model.keep_attention=true: {attention.__module__} names no operator whose outputs could be kept (KEEPS, "
         f"kernels/registry.py): choose attn={', '.join(able)}"
@@ -267,8 +287,8 @@ def resolve(
 ) -> Ops:
     """Return the functions that the config chooses. `needs` are optional arguments that attention must take.
 
-    With `in_fp8`, the ops of runs_in_fp8() compute their products in it. Raises Unavailable if a backend, torch.compile
-    or fp8 cannot run on `device`, or if a backend lacks an argument.
+    With `in_fp8`, the ops of runs_in_fp8() compute their products in it. Raises Unavailable if backends, torch.compile
+    or fp8 cannot run on `device`, or if a backend lacks an argument. The message names all backends that cannot run.
     """
     if kernels.fp8 is not None and not in_fp8:
         raise KernelError("kernels.fp8 needs precision=fp8: add precision=fp8, or remove kernels.fp8")
@@ -277,6 +297,12 @@ def resolve(
     if kernels.compile and in_fp8 and rounds_in_inductor(kernels, attn) and (reason := fp8.choose_ptxas(device)):
         raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
     compat.shorten_operator_errors()
+    backends: dict[str, list[str]] = {}  # the reason why they cannot run here -> their names
+    for op, impl in impl_by_op(kernels, attn).items():
+        if reason := unavailable(op, impl, device, attn.version if op == "attention" else None):
+            backends.setdefault(reason, []).append(f"{op}={impl}")
+    if backends:
+        raise Unavailable("; ".join(f"{', '.join(names)} cannot run here: {why}" for why, names in backends.items()))
     functions = {}
     for op, impl in impl_by_op(kernels, attn).items():
         options = {"needs": needs, "version": attn.version} if op == "attention" else {}

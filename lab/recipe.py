@@ -10,7 +10,7 @@ from model.generate_config import GenerateConfig
 from model.gpt import GPT, GPTConfig
 from model.optim import OptimConfig
 from model.pretrained import Pretrained
-from model.step import build
+from model.step import build, load_ops
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,23 @@ class Recipe:
     documents: bool = False  # attention stays inside documents
     generate: GenerateConfig = field(default_factory=GenerateConfig)  # for a generation with this model
 
+    @property
+    def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
+        return self.model, self.kernels, self.attn, self.precision
+
+    @property
+    def attention_needs(self) -> list[str]:
+        """The optional arguments that attention must take because of the data."""
+        return ["starts"] if self.documents else []
+
+    def check_kernels(self, device: torch.device) -> None:
+        """Raise Unavailable if kernels cannot run on `device`. It allocates nothing."""
+        load_ops(*self.groups, device, self.attention_needs)
+
     def build(self, device: torch.device, weights: Pretrained | None = None) -> GPT:
         """Return the model of this recipe, not compiled."""
-        needs = ["starts"] if self.documents else []
-        groups = self.model, self.kernels, self.attn, self.precision
-        return build(*groups, device, seed=self.seed, weights=weights, needs=needs)
+        return build(*self.groups, device, seed=self.seed, weights=weights, needs=self.attention_needs)
 
     def executed_kernels(self, shape: tuple[int, int], device: torch.device) -> dict[str, str | bool]:
         """Return op -> backend and version, for tokens of shape (B, T)."""
-        groups = self.model, self.kernels, self.attn, self.precision
-        return executed_kernels(*groups, shape, device, documents=self.documents)
+        return executed_kernels(*self.groups, shape, device, documents=self.documents)

@@ -11,13 +11,27 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch, Loader, Windows, evaluation_batches
-from kernels.registry import AttnConfig, KernelsConfig, Unavailable, resolve
+from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
 from model.gpt import GPT, PRECISIONS, GPTConfig
 from model.optim import Optimizer
 from model.pretrained import load_weights
 from model.sources import Pretrained
 from runtime.config import check
 from runtime.ranks import Ranks
+
+
+def load_ops(
+    config: GPTConfig,
+    kernels: KernelsConfig,
+    attn: AttnConfig,
+    precision: str,
+    device: torch.device,
+    needs: Sequence[str] = (),
+) -> Ops:
+    """Return the functions that the model calls. It allocates nothing. Raises Unavailable as build() does."""
+    if kernels.compile and config.checkpointing == "host":
+        raise Unavailable("kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile")
+    return resolve(kernels, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")
 
 
 def build(
@@ -37,11 +51,9 @@ def build(
     names optional arguments that attention must take, such as `starts`. Raises Unavailable if a kernel cannot run here,
     and UserError if `weights` are of another model.
     """
-    if kernels.compile and config.checkpointing == "host":
-        raise Unavailable("kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile")
+    ops = load_ops(config, kernels, attn, precision, device, needs)
     stored, compute = PRECISIONS[precision]
     torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
-    ops = resolve(kernels, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")
     if seed is None:
         with torch.device("meta"):
             model = GPT(config, ops, compute).to(stored)

@@ -319,12 +319,14 @@ def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
     assert row()["status"] == "oom"
 
 
-def test_an_unavailable_kernel_is_a_line_and_a_row(hotswap, monkeypatch):
+def test_an_unavailable_kernel_is_a_line_and_a_row(hotswap, monkeypatch, tmp_path):
+    """It is found before the data is prepared."""
     why = "it needs an NVIDIA GPU"
     monkeypatch.setattr(registry.backend("norm", "eager"), "unavailable", lambda device: why, raising=False)
     code, _, err = hotswap(*QUICK)
     assert (code, err) == (1, f"error: norm=eager cannot run here: {why}\n")
     assert row()["status"] == f"unavailable: norm=eager cannot run here: {why}"
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_checkpoints_on_the_host_are_not_compiled(hotswap):

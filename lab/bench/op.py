@@ -1,6 +1,7 @@
 """Measure the backends of an op: time, error and memory, beside the op's ceiling on this machine."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from kernels.fp8 import E4M3, choose_ptxas, product
-from kernels.registry import OPS, Unavailable, backend, contract, describe, impls, load, unavailable
+from kernels.registry import OPS, KernelError, Unavailable, backend, contract, describe, impls, load, unavailable
 from runtime.config import check
 from runtime.device import GIB, reset_peak_memory
 from runtime.meter import quantiles
@@ -57,11 +58,23 @@ def contestants(op: str, names: list[str], device: torch.device) -> dict[str, Ca
     `compile` is eager under torch.compile. Without names it is always included. Raises KernelError if a named backend
     cannot run here.
     """
-    backends = names or [name for name in impls(op) if not unavailable(op, name, device)]
+    backends = names or list(available_backends(op, device))
     functions = {name: load(op, name, device) for name in backends if name != "compile"}
     if "compile" in names or not names:
         functions["compile"] = torch.compile(load(op, "eager", device), fullgraph=True)
     return functions
+
+
+def available_backends(op: str, device: torch.device) -> Iterator[str]:
+    """Yield the backends that can run on `device`. A file that cannot be imported gets a warning instead."""
+    for impl in impls(op):
+        try:
+            reason = unavailable(op, impl, device)
+        except KernelError as error:
+            print(f"warning: {error}", file=sys.stderr)
+            continue
+        if not reason:
+            yield impl
 
 
 def backend_of(name: str) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import norm as norm_contract
 from kernels import registry
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load, resolve
 
@@ -21,6 +22,35 @@ def test_the_error_names_an_unknown_or_incomplete_backend(monkeypatch):
     monkeypatch.delattr(module, "norm")
     with pytest.raises(KernelError, match=r"kernels/norm/eager.py defines no function norm"):
         load("norm", "eager", CPU)
+
+
+@pytest.fixture
+def broken_file(monkeypatch, tmp_path):
+    """kernels/norm/ also has broken.py, which imports a package that does not exist."""
+    (tmp_path / "broken.py").write_text("import no_such_package\n\n\ndef norm(x, **rest):\n    return x, x\n")
+    monkeypatch.setattr("kernels.norm.__path__", [*norm_contract.__path__, str(tmp_path)])
+    monkeypatch.setattr(registry, "impls", lambda op: impls(op) + ["broken"] * (op == "norm"))
+
+
+def test_a_file_that_cannot_be_imported_is_named_and_breaks_no_other_choice(broken_file, capsys):
+    with pytest.raises(KernelError) as error:
+        load("norm", "broken", CPU)
+    assert str(error.value) == (
+        "kernels/norm/broken.py cannot be imported (ModuleNotFoundError: No module named 'no_such_package'): "
+        "python -c 'import kernels.norm.broken' shows where"
+    )
+    assert "takes no wings" in registry.missing_argument(load("norm", "eager", CPU), "wings", "norm")
+    assert set(registry.importable_backends("norm")) == set(impls("norm")) - {"broken"}
+
+
+def test_all_backends_that_cannot_run_are_named_at_once(monkeypatch):
+    for op, reason in {"norm": "it needs a", "mlp": "it needs b", "loss": "it needs a"}.items():
+        monkeypatch.setattr(registry.backend(op, "eager"), "unavailable", lambda device, why=reason: why, raising=False)
+    with pytest.raises(Unavailable) as error:
+        resolve(KernelsConfig(), AttnConfig("eager"), CPU)
+    assert str(error.value) == (
+        "norm=eager, loss=eager cannot run here: it needs a; mlp=eager cannot run here: it needs b"
+    )
 
 
 def test_load_raises_unavailable_with_the_reason_of_the_backend(monkeypatch):

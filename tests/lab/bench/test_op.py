@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from kernels.registry import OPS, Unavailable, contract, load
+from kernels.registry import OPS, KernelError, Unavailable, contract, load
 from lab.bench import op as bench
 from runtime.timing import time_in_turns
 
@@ -109,3 +109,15 @@ def test_time_in_turns_reverses_the_order_in_every_second_round():
 
 def test_as_list():
     assert (bench.as_list(None), bench.as_list("a"), bench.as_list(["a", 1])) == ([], ["a"], ["a", "1"])
+
+
+def test_a_backend_that_cannot_be_imported_is_a_warning(monkeypatch, capsys):
+    def check_backend(op, impl, device):
+        if impl == "broken":
+            raise KernelError("kernels/norm/broken.py cannot be imported")
+        return None if impl == "eager" else "it needs a GPU"
+
+    monkeypatch.setattr(bench, "impls", lambda op: ["broken", "eager", "triton"])
+    monkeypatch.setattr(bench, "unavailable", check_backend)
+    assert list(bench.available_backends("norm", torch.device("cpu"))) == ["eager"]
+    assert capsys.readouterr().err == "warning: kernels/norm/broken.py cannot be imported\n"
