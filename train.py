@@ -223,14 +223,13 @@ def main(cfg: Config) -> None:
             run.row["kernels"] = registry.impl_by_op(cfg.kernels, cfg.attn) | {"compile": cfg.kernels.compile}
             run.row |= {"env": machine.environment(device), **cost.figures(cfg.model, t.block_size)}
             run.row["world_size"] = ranks.world_size
-            recipe.check_kernels(device)  # before anything that takes long
+            run.row["checks"] = ranks.run_on_rank0(lambda: recipe.check_kernels(device))
             dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(cfg.data))
             cfg.model.check_vocabulary(cfg.data.tokenizer, dataset.tokenizer.n_vocab)
             windows, held_out = loader.open_splits(dataset, t.block_size, recipe.documents, t.eval_every > 0)
             batches = loader.Loader(windows, t.batch_size, t.tokens_per_step, cfg.seed, ranks.rank, ranks.world_size)
-            references = []
+            references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
             if cfg.proof:
-                sources = cfg.data, cfg.init_from, cfg.parallel, resume_from
                 references, run.row["parity"] = proof.make_references(recipe, t, *sources, dataset, device, ranks)
             _, compute_dtype = PRECISIONS[cfg.precision]
             ceiling = machine.Ceiling(device, compute_dtype, run.row["flops_per_token"], ranks.world_size)

@@ -105,6 +105,7 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
     """The backend of each op but attention, which has a config group of its own: `kernels.norm`, `kernels.mlp`, ..."""
 
     compile: bool = False  # torch.compile around the whole model; works with every backend
+    check: bool = True  # before training, check backends that are not of this repo (lab/bench/new_backends.py)
     fp8: Any = None  # with precision=fp8, a list of the ops whose products are in fp8; None: every op that can
 
     def __post_init__(self):
@@ -158,7 +159,7 @@ def config_groups() -> dict[str, dict]:
     groups = {"kernels": {}, "attn": {name: {"impl": name} for name in impls("attention")}}
     for name in sorted({name for names in per_op.values() for name in names}):
         backends = {op: name if name in names else "eager" for op, names in per_op.items()}
-        groups["kernels"][name] = {**backends, **decoders, "compile": False, "fp8": None}
+        groups["kernels"][name] = {**backends, **decoders, "compile": False, "check": True, "fp8": None}
     groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")

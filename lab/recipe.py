@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.registry import AttnConfig, KernelsConfig
+from lab.bench.new_backends import check_new_backends
 from model.executed import executed_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT, GPTConfig
@@ -35,9 +36,13 @@ class Recipe:
         """The optional arguments that attention must take because of the data."""
         return ["starts"] if self.documents else []
 
-    def check_kernels(self, device: torch.device) -> None:
-        """Raise Unavailable if kernels cannot run on `device`. It allocates nothing."""
+    def check_kernels(self, device: torch.device) -> dict[str, str]:
+        """Return the results of check_new_backends(); empty with kernels.check=false.
+
+        Raises Unavailable if kernels cannot run on `device`, and WrongKernel if a new one is wrong.
+        """
         load_ops(*self.groups, device, self.attention_needs)
+        return check_new_backends(self.kernels, self.attn, device) if self.kernels.check else {}
 
     def build(self, device: torch.device, weights: Pretrained | None = None) -> GPT:
         """Return the model of this recipe, not compiled."""

@@ -48,7 +48,7 @@ def matmul_in_fp8(x, weight):
 def linear(x, weight, bias, fp8=False):
     if not fp8:
         return F.linear(x, weight, bias)
-    if any(size % 16 for size in weight.shape):  # it pads the dimension that is summed, but not the others
+    if any(size % 16 for size in weight.shape):  # torchao pads only the summed dimension
         sizes = " x ".join(map(str, weight.shape))
         raise Unavailable(f"torchao's fp8 needs weights whose sizes are multiples of 16, not {sizes}: choose eager")
     y = matmul_in_fp8(x, weight)

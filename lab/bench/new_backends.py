@@ -1,0 +1,63 @@
+"""Check a backend that is not part of this repo, before a run trusts it.
+
+It runs forward and backward at a small shape, in a process of its own, and must follow the rule of kernels/check.py. So
+a kernel with a wrong eps or a missing gradient stops the run before its first step, and one that crashes becomes an
+error in one line. The answer is stored in .cache/checks, by the text of the op's folder, the device and the version of
+PyTorch. The backends in SHIPPED are not checked, because tests/kernels and the doctor's rows in results/ prove them.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from kernels.registry import ROOT, AttnConfig, KernelError, KernelsConfig, impl_by_op
+from lab.bench.probe import first_probe, first_word, run_probes
+from runtime.device import device_name
+
+SHIPPED = {
+    "norm": "eager liger quack triton triton_recompute",
+    "linear": "eager torchao triton",
+    "attention": "auto cudnn eager flash flex math mem_efficient sdpa triton triton_naive",
+    "mlp": "eager torchao triton triton_recompute",
+    "loss": "eager liger torch_chunked triton triton_whole",
+}
+CACHE = Path(".cache/checks")
+LIMIT = 120.0  # seconds of one check
+
+
+class WrongKernel(KernelError):
+    """A backend crashes, or its outputs or gradients are wrong."""
+
+    status = "wrong"
+
+
+def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> dict[str, str]:
+    """Return {op: the doctor's status} of each chosen backend that is not in SHIPPED: "ok: ...", or "unavailable: ...".
+
+    Raises WrongKernel, which names the file, if such a backend is wrong.
+    """
+    chosen = {op: impl for op, impl in impl_by_op(kernels, attn).items() if impl not in SHIPPED.get(op, "").split()}
+    paths = {op: CACHE / f"{cache_key(op, impl, device)}.txt" for op, impl in chosen.items()}
+    missing = [op for op, path in paths.items() if not path.exists()]
+    probes = [[*next(iter(first_probe(op, chosen[op], device).values())).values()] for op in missing]
+    for op, [status] in zip(missing, run_probes(probes, device, LIMIT), strict=True):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        paths[op].write_text(status)
+    statuses = {op: path.read_text() for op, path in paths.items()}
+    for op, status in statuses.items():
+        if first_word(status) in ("wrong", "failed"):
+            raise WrongKernel(
+                f"kernels/{op}/{chosen[op]}.py breaks the contract of kernels/{op}/__init__.py ({status}): "
+                f"python -m scripts.doctor op={op} tells more, and kernels.check=false trains with it"
+            )
+    return statuses
+
+
+def cache_key(op: str, impl: str, device: torch.device) -> str:
+    """Return a hash of what decides the answer."""
+    parts = [op, impl, device_name(device), torch.__version__]
+    files = sorted(path for folder in (ROOT, ROOT / op) for path in folder.glob("*.*") if path.is_file())
+    texts = [str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() for path in files]
+    return hashlib.sha256(b"\0".join([json.dumps(parts).encode(), *texts])).hexdigest()[:32]

@@ -1,0 +1,99 @@
+"""The check of a backend that is not part of the repo."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels.registry import AttnConfig, KernelsConfig, impls
+from lab.bench import new_backends
+from lab.bench.new_backends import SHIPPED, WrongKernel, check_new_backends
+
+CPU = torch.device("cpu")
+GOOD = """
+import torch
+
+
+def norm(x, residual, weight, bias, eps=1e-5):
+    residual = x if residual is None else residual + x
+    mean = residual.mean(-1, keepdim=True)
+    rstd = torch.rsqrt((residual - mean).square().mean(-1, keepdim=True) + eps)
+    return (residual - mean) * rstd * weight + bias, residual
+"""
+FILES = {
+    "good": GOOD,
+    "eps": GOOD.replace("eps)", "0.3)"),
+    "no_gradient": GOOD.replace("+ bias", "+ bias.detach()"),
+    "one_result": GOOD.replace(", residual\n", "\n"),
+    "crash": "import os\n\n\ndef norm(x, residual, weight, bias, eps=1e-5):\n    os.abort()\n",
+}
+ERRORS = {
+    "eps": "(wrong: out0: error ",
+    "no_gradient": "(wrong: it gives out0, out1, d_x, d_residual, d_weight, and the contract has out0, ",
+    "one_result": "(wrong: it gives out0, d_x, ",
+    "crash": "(failed: the process ended, killed by SIGABRT",
+}
+
+
+def test_shipped_backends_exist():
+    for op, names in SHIPPED.items():
+        assert {*names.split()} <= {*impls(op)}
+
+
+def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_path):
+    probed = []
+
+    def answer(groups, device, limit):
+        for [probe] in groups:
+            probed.append((probe.op, probe.impl))
+            yield ["ok: torch"]
+
+    monkeypatch.setattr(new_backends, "run_probes", answer)
+    monkeypatch.setattr(new_backends, "CACHE", tmp_path)
+    choice = KernelsConfig(mlp="triton_recompute"), AttnConfig("sdpa"), CPU
+    assert check_new_backends(*choice) == {}
+    monkeypatch.setitem(SHIPPED, "mlp", "eager triton")
+    assert check_new_backends(*choice) == check_new_backends(*choice) == {"mlp": "ok: torch"}
+    assert probed == [("mlp", "triton_recompute")]
+    monkeypatch.setattr(torch, "__version__", "another")
+    check_new_backends(*choice)
+    assert len(probed) == 2
+
+
+def test_a_wrong_answer_is_an_error_each_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [["wrong: out0"] for _ in groups])
+    monkeypatch.setattr(new_backends, "CACHE", tmp_path)
+    monkeypatch.setitem(SHIPPED, "norm", "")
+    for _ in range(2):
+        with pytest.raises(WrongKernel) as error:
+            check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
+        assert str(error.value) == (
+            "kernels/norm/eager.py breaks the contract of kernels/norm/__init__.py (wrong: out0): "
+            "python -m scripts.doctor op=norm tells more, and kernels.check=false trains with it"
+        )
+
+
+@pytest.mark.exhaustive
+def test_broken_kernels_are_named_in_one_line(checkout):
+    for name, text in FILES.items():
+        (checkout / f"kernels/norm/{name}.py").write_text(text)
+    program = f"""
+import torch
+from kernels.registry import AttnConfig, KernelsConfig
+from lab.bench.new_backends import WrongKernel, check_new_backends
+
+if __name__ == "__main__":
+    for name in {list(FILES)}:
+        try:
+            print(name, check_new_backends(KernelsConfig(norm=name), AttnConfig("sdpa"), torch.device("cpu")))
+        except WrongKernel as error:
+            print(name, error)
+"""
+    (checkout / "program.py").write_text(program)
+    done = subprocess.run([sys.executable, "program.py"], cwd=checkout, capture_output=True, text=True, check=True)
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert lines.keys() == FILES.keys()
+    assert lines.pop("good").startswith("{'norm': 'ok: ")
+    for name, line in lines.items():
+        assert line.startswith(f"kernels/norm/{name}.py breaks the contract of kernels/norm/__init__.py {ERRORS[name]}")
