@@ -325,11 +325,13 @@ import random, sys, time
 from kernels.norm.eager import norm as eager
 
 draw = random.Random(next(word for word in sys.argv if word.startswith("out_dir=")))
-process, now = draw.gauss(1, 0.005), 0.0
-time.perf_counter = lambda: now
+process, now = draw.gauss(1, 0.005), None
 
 def norm(x, residual, weight, bias, eps=1e-5):
     global now
+    if now is None:  # not at the import, because a run measures the machine after it
+        now = time.perf_counter()
+        time.perf_counter = lambda: now
     now += {seconds} * process * draw.gauss(1, 0.02)
     return eager(x, residual, weight, bias, eps)
 """
@@ -346,7 +348,7 @@ def test_an_equal_kernel_is_a_tie_and_five_percent_are_slower(checkout):
         (checkout / f"kernels/norm/{name}.py").write_text(KERNEL_WITH_FAKE_CLOCK.format(seconds=seconds))
     words = [word for word in QUICK if not word.startswith("out_dir")]
     words += ["train.batch_size=1", "train.tokens_per_step=128", "train.max_steps=19", "train.log_every=2"]
-    words += ["kernels.norm=first,same,slow", "sweep.repeats=3", "out_dir=out/turns"]
+    words += ["kernels.norm=first,same,slow", "kernels.check=false", "sweep.repeats=3", "out_dir=out/turns"]
     done = subprocess.run(
         [sys.executable, "train.py", "-m", *words], cwd=checkout, capture_output=True, text=True, timeout=280
     )
