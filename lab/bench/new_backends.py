@@ -3,7 +3,8 @@
 It runs forward and backward at a small shape, in a process of its own, and must follow the rule of kernels/check.py. So
 a kernel with a wrong eps or a missing gradient stops the run before its first step, and one that crashes becomes an
 error in one line. The answer is stored in .cache/checks, by the text of the op's folder, the device and the version of
-PyTorch. The backends in SHIPPED are not checked, because tests/kernels and the doctor's rows in results/ prove them.
+PyTorch, unless the backend failed, because a time limit or a full memory may pass. The backends in SHIPPED are not
+checked, because tests/kernels tests them.
 """
 
 import hashlib
@@ -40,12 +41,14 @@ def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.d
     """
     chosen = {op: impl for op, impl in impl_by_op(kernels, attn).items() if impl not in SHIPPED.get(op, "").split()}
     paths = {op: CACHE / f"{cache_key(op, impl, device)}.txt" for op, impl in chosen.items()}
-    missing = [op for op, path in paths.items() if not path.exists()]
+    statuses = {op: path.read_text() for op, path in paths.items() if path.exists()}
+    missing = [op for op in chosen if op not in statuses]
     probes = [[*next(iter(first_probe(op, chosen[op], device).values())).values()] for op in missing]
     for op, [status] in zip(missing, run_probes(probes, device, LIMIT), strict=True):
-        CACHE.mkdir(parents=True, exist_ok=True)
-        paths[op].write_text(status)
-    statuses = {op: path.read_text() for op, path in paths.items()}
+        statuses[op] = status
+        if first_word(status) != "failed":
+            CACHE.mkdir(parents=True, exist_ok=True)
+            paths[op].write_text(status)
     for op, status in statuses.items():
         if first_word(status) in ("wrong", "failed"):
             raise WrongKernel(
