@@ -13,6 +13,7 @@ load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+GLUON_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 
@@ -23,7 +24,8 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
     It is cached, because it takes 5 us and attention's backward needs eight layouts.
     """
-    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, str(dtype).removeprefix("torch.")))
+    gluon_dtype = GLUON_DTYPES.get(dtype) or getattr(gl, str(dtype).removeprefix("torch."))
+    return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
 
 
 def tma_descriptor(tensor: Tensor | None, *block: int) -> TensorDescriptor | None:

@@ -8,11 +8,13 @@ a linear layer sum along different dimensions, so each operand is needed in two 
     dW = dy^T x    dy by columns, x by columns
 
 By rows is the matrix (N, C); by columns is its transpose (C, N), contiguous. A separate transpose would read and write
-the tensor again. The kernel below holds a tile in registers, and stores it and its transpose. It also sums the rows of
-the tile, because the sum of dy's rows is the gradient of the bias. As in kernels/fp8.py, infinities become NaN, and
-other numbers beyond the range become the largest one.
+the tensor again. The kernel below holds a tile in registers, and rounds it twice: four neighbours of a row to one word,
+and then four neighbours of a column. So it never moves single bytes, which would take twice as many instructions. It
+also sums the rows of its tile, because the sum of dy's rows is the gradient of the bias. As in kernels/fp8.py,
+infinities become NaN, and other numbers beyond the range become the largest one.
 """
 
+import functools
 import os
 
 import torch
@@ -24,7 +26,7 @@ from kernels.fp8 import DY_SCALE, E4M3
 from kernels.tuned import launch_parameters
 
 MULTIPLE = tl.constexpr(16)  # a row of an operand must be a multiple of 16 bytes
-NAMES = "BLOCK_N", "BLOCK_C", "num_warps"
+NAMES = "BLOCK_N", "BLOCK_C", "GROUP", "num_warps"
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUND = """{
     .reg .b16 low, high;
@@ -36,37 +38,90 @@ ROUND_E4M3, ROUND_E5M2 = (tl.constexpr(ROUND % (name, name)) for name in ("e4m3"
 
 
 @triton.jit
-def to_fp8(x, scale, dtype: tl.constexpr):
-    """Return x times scale, in fp8, for x in fp32.
+def scaled(x, scale):
+    """Return x times scale, with NaN for infinities, which to_fp8() and to_words() would make finite."""
+    return tl.where(tl.abs(x) < float("inf"), x * scale, float("nan"))
 
-    Triton converts two numbers to half a word, and a transpose takes single bytes from the half. ptxas 12.9 and older
-    may read the half before it is written (triton-lang/triton issue 11111). The assembly below makes a whole word of
-    four numbers.
+
+@triton.jit
+def to_fp8(x, dtype: tl.constexpr):
+    """Round x from fp32 to fp8.
+
+    Triton converts two numbers to half a word, and ptxas 12.9 and older may read the half before it is written
+    (triton-lang/triton issue 11111). The assembly makes a whole word of four numbers.
     """
-    scaled = tl.where(tl.abs(x) < float("inf"), x * scale, float("nan"))
     if INTERPRETED:  # the interpreter runs no assembly, and its conversion does not saturate
         LARGEST: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 57344.0
-        tile = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+        tile = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
     elif dtype == tl.float8e4nv:
-        tile = tl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [scaled], tl.float8e4nv, is_pure=True, pack=4)
+        tile = tl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [x], tl.float8e4nv, is_pure=True, pack=4)
     else:
-        tile = tl.inline_asm_elementwise(ROUND_E5M2, "=r,f,f,f,f", [scaled], tl.float8e5, is_pure=True, pack=4)
+        tile = tl.inline_asm_elementwise(ROUND_E5M2, "=r,f,f,f,f", [x], tl.float8e5, is_pure=True, pack=4)
     return tile
 
 
 @triton.jit
-def store_rows(tile, rows_ptr, n, c, N, C):
-    """Store a tile of an (N, C) matrix row by row. Rows end with zeros up to a multiple of 16."""
-    width = tl.cdiv(C, MULTIPLE) * MULTIPLE
-    tl.store(rows_ptr + n.to(tl.int64)[:, None] * width + c[None, :], tile, (n < N)[:, None] & (c < width)[None, :])
+def to_words(x0, x1, x2, x3, dtype: tl.constexpr):
+    """Round four matrices to fp8, and return a matrix of words. The bytes of a word are from x0, x1, x2 and x3.
+
+    It is called impure, or Triton would compute x0 to x3 twice, once in each of the layouts in which they are stored.
+    """
+    if INTERPRETED:
+        words = to_fp8(x0, dtype).to(tl.uint8, bitcast=True).to(tl.uint32)
+        words |= to_fp8(x1, dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        words |= to_fp8(x2, dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+        words |= to_fp8(x3, dtype).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
+    elif dtype == tl.float8e4nv:
+        words = tl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [x0, x1, x2, x3], tl.uint32, is_pure=False, pack=1)
+    else:
+        words = tl.inline_asm_elementwise(ROUND_E5M2, "=r,f,f,f,f", [x0, x1, x2, x3], tl.uint32, is_pure=False, pack=1)
+    return words
 
 
 @triton.jit
-def store_columns(tile, columns_ptr, n, c, N, C):
-    """Store a tile of an (N, C) matrix column by column. Columns end with zeros up to a multiple of 16."""
-    height = tl.cdiv(N, MULTIPLE) * MULTIPLE
-    offsets = c.to(tl.int64)[:, None] * height + n[None, :]
-    tl.store(columns_ptr + offsets, tl.trans(tile), (c < C)[:, None] & (n < height)[None, :])
+def tile_of_program(N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr):
+    """Return which row of tiles of an (N, C) matrix this program has, its groups of four rows, and its columns.
+
+    The order goes GROUP tiles down before one tile to the right. So the programs that run at the same time access long
+    pieces of rows in one layout, and of columns in the other.
+    """
+    tiles_n, tiles_c = tl.cdiv(N, BLOCK_N), tl.cdiv(C, BLOCK_C)
+    band, within = tl.program_id(0) // (GROUP * tiles_c), tl.program_id(0) % (GROUP * tiles_c)
+    height = min(tiles_n - band * GROUP, GROUP)
+    tile_n = band * GROUP + within % height
+    fours = tile_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    return tile_n, fours, within // height * BLOCK_C + tl.arange(0, BLOCK_C)
+
+
+@triton.jit
+def load_rows(x_ptr, n, c, N, C, other):
+    """Return rows n and columns c of a contiguous (N, C) matrix in fp32, and `other` outside it."""
+    mask = (n < N)[:, None] & (c < C)[None, :]
+    return tl.load(x_ptr + n.to(tl.int64)[:, None] * C + c[None, :], mask, other=other).to(tl.float32)
+
+
+@triton.jit
+def store_rows(x, rows_ptr, n, c, N, C):
+    """Round rows n and columns c of an (N, C) matrix to fp8, and store them by rows.
+
+    Rows end with zeros up to a multiple of 16.
+    """
+    width = tl.cdiv(C, MULTIPLE) * MULTIPLE
+    mask = (n < N)[:, None] & (c < width)[None, :]
+    tl.store(rows_ptr + n.to(tl.int64)[:, None] * width + c[None, :], to_fp8(x, rows_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def store_columns(x0, x1, x2, x3, columns_ptr, fours, c, N, C):
+    """Round rows 4 fours, 4 fours + 1, 4 fours + 2 and 4 fours + 3 to fp8, and store columns c by columns.
+
+    Columns end with zeros up to a multiple of 16.
+    """
+    height = tl.cdiv(N, MULTIPLE) * (MULTIPLE // 4)  # in words
+    words = to_words(x0, x1, x2, x3, columns_ptr.dtype.element_ty)
+    words_ptr = columns_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    offsets = c.to(tl.int64)[:, None] * height + fours[None, :]
+    tl.store(words_ptr + offsets, tl.trans(words), (c < C)[:, None] & (fours < height)[None, :])
 
 
 @triton.jit
@@ -83,65 +138,64 @@ def _quantize_kernel(
     largest_ptr,  # the largest absolute value of a weight, fp32; None for other tensors
     unit_ptr,  # 1 / scale, fp32; written for a weight, and read otherwise
     rows_ptr,  # (N, C rounded up to a multiple of 16) in fp8
-    columns_ptr,  # (C, N rounded up to a multiple of 16) in fp8
+    columns_ptr,  # (C, N rounded up to a multiple of 16) in fp8; or None
     sums_ptr,  # (tiles along N, C) fp32, the sums of x's rows in each tile; or None
     N,
     C,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = (n < N)[:, None] & (c < C)[None, :]
-    x = tl.load(x_ptr + n.to(tl.int64)[:, None] * C + c[None, :], mask, other=0.0).to(tl.float32)
+    tile_n, fours, c = tile_of_program(N, C, BLOCK_N, BLOCK_C, GROUP)
+    n = 4 * fours
+    x0, x1 = load_rows(x_ptr, n, c, N, C, 0.0), load_rows(x_ptr, n + 1, c, N, C, 0.0)
+    x2, x3 = load_rows(x_ptr, n + 2, c, N, C, 0.0), load_rows(x_ptr, n + 3, c, N, C, 0.0)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tile_n.to(tl.int64) * C + c, tl.sum((x0 + x1) + (x2 + x3), 0), c < C)
     if largest_ptr is None:
         scale = tl.div_rn(1.0, tl.load(unit_ptr))
     else:
         scale = weight_scale(tl.load(largest_ptr))
-        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        if tl.program_id(0) == 0:
             tl.store(unit_ptr, tl.div_rn(1.0, scale))
-    tile = to_fp8(x, scale, rows_ptr.dtype.element_ty)
-    store_rows(tile, rows_ptr, n, c, N, C)
-    store_columns(tile, columns_ptr, n, c, N, C)
-    if sums_ptr is not None:
-        tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(x, 0), c < C)
-
-
-@triton.jit
-def _largest_kernel(x_ptr, largest_ptr, size, BLOCK: tl.constexpr):
-    """Set `largest`, the bits of an fp32 number, to max(largest, |x|). NaN has the largest bits."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.abs(tl.load(x_ptr + i, i < size, other=0.0).to(tl.float32))
-    bits = tl.max(x.to(tl.int32, bitcast=True), 0)  # the bits of numbers >= 0 are in the order of the numbers
-    tl.atomic_max(largest_ptr, bits)
+    x0, x1, x2, x3 = scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale)
+    store_rows(x0, rows_ptr, n, c, N, C)
+    store_rows(x1, rows_ptr, n + 1, c, N, C)
+    store_rows(x2, rows_ptr, n + 2, c, N, C)
+    store_rows(x3, rows_ptr, n + 3, c, N, C)
+    if columns_ptr is not None:
+        store_columns(x0, x1, x2, x3, columns_ptr, fours, c, N, C)
 
 
 def default_launch() -> dict:
     """Return the default launch parameters: 128 rows of a column are 128 bytes, a full cache line."""
-    return dict(zip(NAMES, (128, 64, 8), strict=True))
+    return dict(zip(NAMES, (128, 64, 8, 4), strict=True))
 
 
 def candidates() -> list[dict]:
     """Return the launch parameters that scripts/tune.py tries."""
-    choices = (128, 64, 4), (64, 64, 4), (128, 128, 8), (64, 128, 8), (128, 32, 4), (256, 64, 8)
+    choices = [(128, 64, 1, 4), (128, 64, 64, 4), (128, 64, 8, 4), (128, 64, 8, 8), (64, 64, 8, 4), (64, 128, 8, 4)]
+    choices += [(128, 128, 8, 8), (256, 64, 8, 8), (128, 32, 8, 4), (256, 32, 8, 4)]
     return [dict(zip(NAMES, choice, strict=True)) for choice in choices]
 
 
-def tiles(kernel: str, x: Tensor) -> tuple[tuple[int, int], dict]:
-    """Return the grid and the launch parameters of a kernel in which each program holds a tile of x (N, C)."""
+def tiles(kernel: str, x: Tensor) -> tuple[int, int, dict]:
+    """Return how many tiles x (N, C) has along N and in all, and the launch parameters of a kernel on such tiles."""
     N, C = x.shape
     launch = launch_parameters(kernel, f"{C} {x.dtype}", default_launch(), x.device)
-    return (triton.cdiv(N, launch["BLOCK_N"]), triton.cdiv(C, launch["BLOCK_C"])), launch
+    tiles_n = triton.cdiv(N, launch["BLOCK_N"])
+    return tiles_n, tiles_n * triton.cdiv(C, launch["BLOCK_C"]), launch
 
 
+@functools.lru_cache
 def unit_of(scale: float, device: torch.device) -> Tensor:
-    """Return 1 / scale, a scalar in fp32 on the device."""
+    """Return 1 / scale, a scalar in fp32 on the device. It is cached, because a step of 124M asks for 125 of them."""
     return torch.full((), 1 / scale, dtype=torch.float32, device=device)
 
 
-def dy_unit(N: int, device: torch.device) -> Tensor:
-    """Return 1 / the scale of a gradient of N rows, by the rule of kernels/fp8.py."""
-    return unit_of(DY_SCALE * triton.next_power_of_2(max(1, N)), device)
+def dy_scale(N: int) -> float:
+    """Return the scale of a gradient of N rows, by the rule of kernels/fp8.py."""
+    return DY_SCALE * triton.next_power_of_2(max(1, N))
 
 
 def empty_fp8(N: int, C: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -150,24 +204,28 @@ def empty_fp8(N: int, C: int, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 def quantize(
-    x: Tensor, unit: Tensor, dtype: torch.dtype = E4M3, sums: bool = False, largest: Tensor | None = None
+    x: Tensor,
+    unit: Tensor,
+    dtype: torch.dtype = E4M3,
+    columns: bool = True,
+    sums: bool = False,
+    largest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x (N, C), contiguous, in fp8 by rows and by columns, and the sum of its rows (C,) in x's dtype.
 
     `unit` is 1 / scale, a scalar in fp32 on the device. `largest` is a weight's largest absolute value, a scalar in
-    fp32. If it is given, the kernel writes `unit`. Without `sums`, the returned sum is empty.
+    fp32. If it is given, the kernel writes `unit`. Without `columns` or `sums`, the tensor that they name is empty.
     """
-    (N, C), (grid, launch) = x.shape, tiles("quantize", x)
-    rows, columns = (empty_fp8(*size, dtype, x.device) for size in ((N, C), (C, N)))
-    partial = torch.empty(grid[0], C, dtype=torch.float32, device=x.device) if sums else None
-    _quantize_kernel[grid](x, largest, unit, rows, columns, partial, N, C, **launch)
-    return rows, columns, partial.sum(0).to(x.dtype) if sums else x.new_empty(0)
+    (N, C), (tiles_n, programs, launch) = x.shape, tiles("quantize", x)
+    by_rows, by_columns = empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)
+    partial = torch.empty(tiles_n, C, dtype=torch.float32, device=x.device) if sums else None
+    _quantize_kernel[(programs,)](x, largest, unit, by_rows, by_columns if columns else None, partial, N, C, **launch)
+    return by_rows, by_columns, partial.sum(0).to(x.dtype) if sums else x.new_empty(0)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a weight in e4m3 by rows and by columns, and its unit: 1 / scale, a scalar in fp32."""
-    largest = torch.zeros((), dtype=torch.int32, device=weight.device)
-    _largest_kernel[(triton.cdiv(weight.numel(), 4096),)](weight, largest, weight.numel(), BLOCK=4096)
+    largest = torch.linalg.vector_norm(weight, torch.inf, dtype=torch.float32)
     unit = torch.empty((), dtype=torch.float32, device=weight.device)
-    rows, columns, _ = quantize(weight, unit, largest=largest.view(torch.float32))
+    rows, columns, _ = quantize(weight, unit, largest=largest)
     return rows, columns, unit

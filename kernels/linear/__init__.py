@@ -10,7 +10,7 @@
     y       (..., F)
 
 All tensors are in the compute dtype. With fp8=True, a backend and reference() compute the products as kernels/fp8.py
-does. A backend may lack this argument.
+does. For a square weight, dweight is then computed in the compute dtype. A backend may lack this argument.
 """
 
 import torch
@@ -34,6 +34,7 @@ CASES = {
     "non_contiguous": {"shape": (6, 10, 128), "out": 384, "contiguous": False},
     "fp8": {"shape": (2, 32, 128), "out": 384, "fp8": True},
     "fp8_odd": {"shape": (7, 65), "out": 131, "fp8": True},
+    "fp8_square": {"shape": (3, 31, 96), "out": 96, "fp8": True},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
@@ -47,9 +48,14 @@ def in_model(*, batch, length, n_embd, n_head, kv_heads, head_dim, **_):
     return {"shape": (batch, length, n_embd), "out": (n_head + 2 * kv_heads) * head_dim}
 
 
+def dweight_in_fp8(weight) -> bool:
+    """Return whether dweight is in fp8. A square weight is the projection of attention: see kernels/fp8.py."""
+    return weight.shape[0] != weight.shape[1]
+
+
 def reference(x, weight, bias, fp8=False):
     if fp8:
-        return products_in_fp8.linear(x, weight, bias)
+        return products_in_fp8.linear(x, weight, bias, dweight_in_fp8=dweight_in_fp8(weight))
     y = x @ weight.T
     return y if bias is None else y + bias
 

@@ -2,8 +2,8 @@
 
 import torch.nn.functional as F
 
-from kernels import fp8 as products_in_fp8
+from kernels.linear import reference
 
 
 def linear(x, weight, bias, fp8=False):
-    return products_in_fp8.linear(x, weight, bias) if fp8 else F.linear(x, weight, bias)
+    return reference(x, weight, bias, fp8=True) if fp8 else F.linear(x, weight, bias)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.gpu import package_unavailable
+from kernels.linear import dweight_in_fp8
 from kernels.registry import Unavailable
 
 OWN_SCALES = True
@@ -30,19 +31,26 @@ def detail(fp8=False, **rest) -> str:
 
 
 @functools.cache
-def settings(emulate: bool) -> tuple:
-    """Return the last two arguments of torchao's function. With `emulate` the products are in fp32, for a CPU."""
+def settings(emulate: bool, dweight: bool) -> tuple:
+    """Return the last two arguments of torchao's function.
+
+    With `emulate` the products are in fp32, for a CPU. Without `dweight`, that of dweight is in the dtype of x.
+    """
+    from torchao.float8.config import CastConfig, ScalingType
     from torchao.float8.float8_linear import Float8Linear, Float8LinearConfig
 
-    layer = Float8Linear(1, 1, device="meta", config=Float8LinearConfig(emulate=emulate, pad_inner_dim=True))
+    operands = ("cast_config_input_for_grad_weight", "cast_config_grad_output_for_grad_weight")
+    options = {} if dweight else {name: CastConfig(scaling_type=ScalingType.DISABLED) for name in operands}
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True, **options)
+    layer = Float8Linear(1, 1, device="meta", config=config)
     return layer.linear_mm_config, layer.config
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot trace settings(), so only AOTAutograd traces this function
-def matmul_in_fp8(x, weight):
+def matmul_in_fp8(x, weight, dweight):
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    return matmul_with_hp_or_float8_args.apply(x, weight.T, *settings(emulate=x.device.type == "cpu"))
+    return matmul_with_hp_or_float8_args.apply(x, weight.T, *settings(x.device.type == "cpu", dweight))
 
 
 def linear(x, weight, bias, fp8=False):
@@ -51,5 +59,5 @@ def linear(x, weight, bias, fp8=False):
     if any(size % 16 for size in weight.shape):  # torchao pads only the summed dimension
         sizes = " x ".join(map(str, weight.shape))
         raise Unavailable(f"torchao's fp8 needs weights whose sizes are multiples of 16, not {sizes}: choose eager")
-    y = matmul_in_fp8(x, weight)
+    y = matmul_in_fp8(x, weight, dweight_in_fp8(weight))
     return y if bias is None else y + bias

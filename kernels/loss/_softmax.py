@@ -16,7 +16,7 @@ pass in place would move 4.
 import triton
 import triton.language as tl
 
-from kernels.quantize import store_columns, store_rows, to_fp8
+from kernels.quantize import load_rows, store_columns, store_rows, tile_of_program
 
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = 2^(x log2(e)), because the GPU has an instruction for 2^x
 
@@ -90,6 +90,19 @@ def cross_entropy_kernel(
         tl.store(logits_ptr + target, target_grad.to(logits_ptr.dtype.element_ty), not_ignored & in_vocab)
 
 
+@triton.jit
+def _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, log_unit, at_target):
+    """Return rows n and columns v of the scaled gradient, and 0 outside the matrix.
+
+    The scale is a power of two, so it is subtracted from the shift, which saves a multiplication a logit.
+    """
+    logits = load_rows(logits_ptr, n, v, N, V, -float("inf"))
+    targets = tl.load(targets_ptr + n, n < N, other=ignore_index)
+    targets = tl.where(targets == ignore_index, -1, targets).to(tl.int32)
+    shifts = tl.load(shifts_ptr + n, n < N, other=float("inf")) + log_unit
+    return tl.exp2(logits * LOG2E - shifts[:, None]) - tl.where(targets[:, None] == v[None, :], at_target, 0.0)
+
+
 @triton.jit(do_not_specialize=["N", "ignore_index"])  # another batch size must not recompile
 def dlogits_fp8_kernel(
     logits_ptr,  # (N, V)
@@ -104,17 +117,23 @@ def dlogits_fp8_kernel(
     V,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Compute the gradient of the logits, 2^(logits LOG2E - shift) less 1 / count at the target, in both layouts."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    v = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = (n < N)[:, None] & (v < V)[None, :]
-    logits = tl.load(logits_ptr + n.to(tl.int64)[:, None] * V + v[None, :], mask, other=-float("inf")).to(tl.float32)
-    targets = tl.load(targets_ptr + n, n < N, other=ignore_index)
-    shifts = tl.load(shifts_ptr + n, n < N, other=float("inf"))
-    at_target = (targets != ignore_index)[:, None] & (targets[:, None] == v[None, :])
-    one = 1.0 / tl.load(count_ptr).to(tl.float32)
-    dlogits = tl.exp2(logits * LOG2E - shifts[:, None]) - tl.where(at_target, one, 0.0)
-    tile = to_fp8(dlogits, tl.div_rn(1.0, tl.load(unit_ptr)), tl.float8e5)
-    store_rows(tile, rows_ptr, n, v, N, V)
-    store_columns(tile, columns_ptr, n, v, N, V)
+    """Compute the gradient of the logits, 2^(logits LOG2E - shift) less 1 / count at the target, in both layouts.
+
+    It is at most 1 / count, or NaN, so infinities need no care.
+    """
+    _, fours, v = tile_of_program(N, V, BLOCK_N, BLOCK_C, GROUP)
+    n = 4 * fours
+    unit = tl.load(unit_ptr)
+    log_unit = ((unit.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
+    at_target = tl.div_rn(tl.div_rn(1.0, tl.load(count_ptr).to(tl.float32)), unit)
+    x0 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, log_unit, at_target)
+    x1 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 1, v, N, V, ignore_index, log_unit, at_target)
+    x2 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 2, v, N, V, ignore_index, log_unit, at_target)
+    x3 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 3, v, N, V, ignore_index, log_unit, at_target)
+    store_rows(x0, rows_ptr, n, v, N, V)
+    store_rows(x1, rows_ptr, n + 1, v, N, V)
+    store_rows(x2, rows_ptr, n + 2, v, N, V)
+    store_rows(x3, rows_ptr, n + 3, v, N, V)
+    store_columns(x0, x1, x2, x3, columns_ptr, fours, v, N, V)

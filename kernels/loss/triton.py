@@ -31,7 +31,7 @@ from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_o
 from kernels.tuned import launch_parameters
 
 LOGITS_BYTES = 400 * 2**20  # the size of one chunk's logits: 4,096 tokens at V = 50,304 in bf16
-FP8_LOGITS_BYTES = 2 * LOGITS_BYTES  # with the gradient in two layouts a chunk has twice the bytes of its logits
+FP8_LOGITS_BYTES = 720 * 2**20  # with the gradient in two layouts, a chunk takes twice the bytes of its logits
 RUNS = {
     "fp8": ("^dlogits_fp8_kernel|::linear_cross_entropy_fp8",),
     "Gluon": ("^_cross_entropy_gluon_kernel|::linear_cross_entropy",),
@@ -89,9 +89,9 @@ def dlogits_in_fp8(
     logits: Tensor, targets: Tensor, shifts: Tensor, count: Tensor, unit: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of contiguous logits (N, V) in e5m2, by rows and by columns. `unit` is 1 / its scale."""
-    (N, V), (grid, launch) = logits.shape, tiles("dlogits_fp8", logits)
+    (N, V), (_, programs, launch) = logits.shape, tiles("dlogits_fp8", logits)
     rows, columns = (empty_fp8(*size, E5M2, logits.device) for size in ((N, V), (V, N)))
-    dlogits_fp8_kernel[grid](logits, targets, shifts, count, unit, rows, columns, ignore_index, N, V, **launch)
+    dlogits_fp8_kernel[(programs,)](logits, targets, shifts, count, unit, rows, columns, ignore_index, N, V, **launch)
     return rows, columns
 
 

@@ -1,17 +1,16 @@
-"""The MLP with its six products in fp8. Each pass between them reads or writes an (N, F) tensor once.
+"""The MLP with its six products in fp8.
 
     forward   pass     x, W_fc and W_proj to e4m3, by rows and by columns     (kernels/quantize.py)
-              cuBLAS   h = x W_fc^T + b_fc                                    in the compute dtype
-              pass     a = gelu(h) to e4m3, by rows
+              kernel   h = x W_fc^T + b_fc, in the compute dtype; a = gelu(h) in e4m3 by rows
               cuBLAS   y = a W_proj^T + b_proj
     backward  pass     dy to e5m2, by rows and by columns; db_proj
-              cuBLAS   da = dy W_proj                                         in the compute dtype
-              pass     dh = da gelu'(h) to e5m2, by rows and by columns; db_fc; a to e4m3 again, by columns
+              kernel   da = dy W_proj; dh = da gelu'(h) in e5m2, by rows and by columns; db_fc; a again, by columns
               cuBLAS   dW_proj = dy^T a, dx = dh W_fc, dW_fc = dh^T x
 
-At N = 65,536 and F = 3072 the pass of the forward moves 0.6 GB, and that of the backward 1.4 GB: 0.5 ms a layer at the
-copy rate of an H200. Autograd saves h, and in fp8 by columns x and both weights. The backward computes a again where it
-reads h anyway, so a by columns is written once and never saved.
+On Hopper both kernels are that of _gluon.py, whose epilogue rounds to fp8. Elsewhere cuBLAS computes the product, and
+_gelu_fp8_kernel makes one pass over it. At N = 65,536 and F = 3072 this pass moves 0.6 GB in the forward and 1.4 GB in
+the backward, where the matmul also writes 0.4 GB more. Autograd saves h, and in fp8 by columns x and both weights. The
+backward computes a again, because it reads h anyway, so a by columns is written once and never saved.
 """
 
 import torch
@@ -21,18 +20,33 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, E5M2, X_SCALE, product
+from kernels.mlp import _gluon
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import (
-    dy_unit,
+    dy_scale,
     empty_fp8,
+    load_rows,
     quantize,
     quantize_weight,
+    scaled,
     store_columns,
     store_rows,
+    tile_of_program,
     tiles,
-    to_fp8,
     unit_of,
 )
+from kernels.tuned import launch_parameters
+
+
+@triton.jit
+def _gelu_and_dh(h_ptr, da_ptr, n, f, N, F, BACKWARD: tl.constexpr):
+    """Return gelu(h), and with BACKWARD dh = da gelu'(h), of rows n and columns f."""
+    h = load_rows(h_ptr, n, f, N, F, 0.0)
+    s = gelu_over_h(h)
+    dh = h
+    if BACKWARD:
+        dh = load_rows(da_ptr, n, f, N, F, 0.0) * gelu_derivative(h, s)
+    return h * s, dh
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
@@ -50,43 +64,77 @@ def _gelu_fp8_kernel(
     BACKWARD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    f = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask = (n < N)[:, None] & (f < F)[None, :]
-    offsets = n.to(tl.int64)[:, None] * F + f[None, :]
-    h = tl.load(h_ptr + offsets, mask, other=0.0).to(tl.float32)
-    s = gelu_over_h(h)
-    a = to_fp8(h * s, SCALE, tl.float8e4nv)
+    tile_n, fours, f = tile_of_program(N, F, BLOCK_N, BLOCK_C, GROUP)
+    n = 4 * fours
+    a0, dh0 = _gelu_and_dh(h_ptr, da_ptr, n, f, N, F, BACKWARD)
+    a1, dh1 = _gelu_and_dh(h_ptr, da_ptr, n + 1, f, N, F, BACKWARD)
+    a2, dh2 = _gelu_and_dh(h_ptr, da_ptr, n + 2, f, N, F, BACKWARD)
+    a3, dh3 = _gelu_and_dh(h_ptr, da_ptr, n + 3, f, N, F, BACKWARD)
+    a0, a1, a2, a3 = scaled(a0, SCALE), scaled(a1, SCALE), scaled(a2, SCALE), scaled(a3, SCALE)
     if BACKWARD:
-        dh = tl.load(da_ptr + offsets, mask, other=0.0).to(tl.float32) * gelu_derivative(h, s)
-        dh_tile = to_fp8(dh, tl.div_rn(1.0, tl.load(dy_unit_ptr)), tl.float8e5)
-        store_rows(dh_tile, dh_rows_ptr, n, f, N, F)
-        store_columns(dh_tile, dh_columns_ptr, n, f, N, F)
-        store_columns(a, a_ptr, n, f, N, F)
         if sums_ptr is not None:
-            tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * F + f, tl.sum(dh, 0), f < F)
+            tl.store(sums_ptr + tile_n.to(tl.int64) * F + f, tl.sum((dh0 + dh1) + (dh2 + dh3), 0), f < F)
+        scale = tl.div_rn(1.0, tl.load(dy_unit_ptr))
+        dh0, dh1, dh2, dh3 = scaled(dh0, scale), scaled(dh1, scale), scaled(dh2, scale), scaled(dh3, scale)
+        store_rows(dh0, dh_rows_ptr, n, f, N, F)
+        store_rows(dh1, dh_rows_ptr, n + 1, f, N, F)
+        store_rows(dh2, dh_rows_ptr, n + 2, f, N, F)
+        store_rows(dh3, dh_rows_ptr, n + 3, f, N, F)
+        store_columns(dh0, dh1, dh2, dh3, dh_columns_ptr, fours, f, N, F)
+        store_columns(a0, a1, a2, a3, a_ptr, fours, f, N, F)
     else:
-        store_rows(a, a_ptr, n, f, N, F)
+        store_rows(a0, a_ptr, n, f, N, F)
+        store_rows(a1, a_ptr, n + 1, f, N, F)
+        store_rows(a2, a_ptr, n + 2, f, N, F)
+        store_rows(a3, a_ptr, n + 3, f, N, F)
 
 
-def gelu_in_fp8(h: Tensor) -> Tensor:
-    """Return gelu(h) by rows, for h (N, F)."""
-    a, (grid, launch) = empty_fp8(*h.shape, E4M3, h.device), tiles("gelu_fp8_fwd", h)
-    _gelu_fp8_kernel[grid](h, None, None, a, None, None, None, *h.shape, SCALE=X_SCALE, BACKWARD=False, **launch)
-    return a
+def launch(x: Tensor, w: Tensor, h: Tensor, backward: bool) -> dict | None:
+    """Return the launch parameters of the kernel of _gluon.py for x (N, C) and w in fp8, or None if it cannot run."""
+    (F, C), name = w.shape, "mlp_fp8_bwd" if backward else "mlp_fp8_fwd"
+    if not _gluon.supports(h.dtype, C, F, h.device, fp8=True):
+        return None
+    return launch_parameters(name, f"{C} {F} {h.dtype}", _gluon.default_launch(fp8=True), h.device)
 
 
-def gelu_backward_in_fp8(h: Tensor, da: Tensor, unit: Tensor, sums: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fc_and_gelu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return h = x w^T + bias (N, F) in `dtype`, and gelu(h) in fp8 by rows, for x (N, C) and w (F, C) in fp8."""
+    N, F, device = len(x), len(w), x.device
+    h, a = x.new_empty(N, F, dtype=dtype), empty_fp8(N, F, E4M3, device)
+    if parameters := launch(x, w, h, backward=False):
+        _gluon.launch_kernel(x, w, bias, h, a, None, None, parameters, x_scale=X_SCALE, w_unit=w_unit)
+        return h, a
+    h = product(x, w, (unit_of(X_SCALE, device), w_unit), dtype, bias)
+    _, programs, parameters = tiles("gelu_fp8_fwd", h)
+    _gelu_fp8_kernel[(programs,)](h, None, None, a, None, None, None, N, F, SCALE=X_SCALE, BACKWARD=False, **parameters)
+    return h, a
+
+
+def proj_and_gelu_backward(
+    dy: Tensor, w: Tensor, w_unit: Tensor, h: Tensor, sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gelu(h) by columns, dh by rows and by columns, and with `sums` the sum of dh's rows (F,).
 
-    h and da are (N, F). `unit` is 1 / the scale of dh.
+    dy (N, C) is in fp8, and so is w (F, C), W_proj by columns. h is (N, F).
     """
-    (N, F), (grid, launch) = h.shape, tiles("gelu_fp8_bwd", h)
-    a, dh = empty_fp8(F, N, E4M3, h.device), [empty_fp8(*size, E5M2, h.device) for size in ((N, F), (F, N))]
-    partial = torch.empty(grid[0], F, dtype=torch.float32, device=h.device) if sums else None
-    _gelu_fp8_kernel[grid](h, da, unit, a, *dh, partial, N, F, SCALE=X_SCALE, BACKWARD=True, **launch)
-    return a, *dh, partial.sum(0).to(h.dtype) if sums else h.new_empty(0)
+    (N, F), device = h.shape, h.device
+    a, dh, dh_columns = (empty_fp8(*size, E5M2, device) for size in ((F, N), (N, F), (F, N)))
+    a, partial, parameters = a.view(E4M3), None, launch(dy, w, h, backward=True)
+    if parameters:
+        if sums:
+            partial = torch.empty(triton.cdiv(N, parameters["BLOCK_N"]), F, dtype=torch.float32, device=device)
+        _gluon.launch_kernel(dy, w, None, h, a, dh, partial, parameters, dh_columns, dy_scale(N), w_unit)
+    else:
+        unit = unit_of(dy_scale(N), device)
+        da = product(dy, w, (unit, w_unit), h.dtype)
+        tiles_n, programs, parameters = tiles("gelu_fp8_bwd", h)
+        if sums:
+            partial = torch.empty(tiles_n, F, dtype=torch.float32, device=device)
+        outputs = a, dh, dh_columns, partial
+        _gelu_fp8_kernel[(programs,)](h, da, unit, *outputs, N, F, SCALE=X_SCALE, BACKWARD=True, **parameters)
+    return a, dh, dh_columns, partial.sum(0).to(h.dtype) if sums else h.new_empty(0)
 
 
 @torch.library.custom_op("hotswap::mlp_fp8_fwd", mutates_args=())
@@ -98,15 +146,15 @@ def mlp_fwd(
     x_rows, x_columns, _ = quantize(x, x_unit)
     fc_rows, fc_columns, fc_unit = quantize_weight(w_fc)
     proj_rows, proj_columns, proj_unit = quantize_weight(w_proj)
-    h = product(x_rows, fc_rows, (x_unit, fc_unit), x.dtype, b_fc)
-    y = product(gelu_in_fp8(h), proj_rows, (x_unit, proj_unit), x.dtype, b_proj)
+    h, a = fc_and_gelu(x_rows, fc_rows, fc_unit, b_fc, x.dtype)
+    y = product(a, proj_rows, (x_unit, proj_unit), x.dtype, b_proj)
     return y, h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit
 
 
 @mlp_fwd.register_fake
 def _(x, w_fc, b_fc, w_proj, b_proj):
     x_columns, fc_columns, proj_columns = (empty_fp8(*tensor.T.shape, E4M3, x.device) for tensor in (x, w_fc, w_proj))
-    h, (fc_unit, proj_unit) = x.new_empty(x.shape[0], w_fc.shape[0]), (unit_of(1.0, x.device) for _ in range(2))
+    h, (fc_unit, proj_unit) = x.new_empty(len(x), len(w_fc)), (x.new_empty((), dtype=torch.float32) for _ in range(2))
     return torch.empty_like(x), h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit
 
 
@@ -123,11 +171,10 @@ def mlp_bwd(
     has_b_proj: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty."""
-    unit, x_unit = dy_unit(len(dy), dy.device), unit_of(X_SCALE, dy.device)
+    unit, x_unit = (unit_of(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
     dy_rows, dy_columns, db_proj = quantize(dy, unit, E5M2, sums=has_b_proj)
-    da = product(dy_rows, proj_columns, (unit, proj_unit), dy.dtype)
-    a_columns, dh_rows, dh_columns, db_fc = gelu_backward_in_fp8(h, da, unit, has_b_fc)
-    del da, dy_rows
+    a_columns, dh_rows, dh_columns, db_fc = proj_and_gelu_backward(dy_rows, proj_columns, proj_unit, h, has_b_fc)
+    del dy_rows
     dw_proj = product(dy_columns, a_columns, (unit, x_unit), dy.dtype)
     dx = product(dh_rows, fc_columns, (unit, fc_unit), dy.dtype)
     dw_fc = product(dh_columns, x_columns, (unit, x_unit), dy.dtype)

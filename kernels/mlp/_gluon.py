@@ -23,10 +23,16 @@ Epilogue. A consumer processes its tile in slices of columns, and stores each sl
 writes nothing outside the matrix, and its loads read zeros there. In the backward, h also comes through the ring: the
 slot of h follows the slots of its tile's operands, and the consumer reads h into registers at once. The forward rounds
 h before it computes gelu(h), so forward and backward compute the same bits of a.
+
+In fp8 (see _fp8.py) x, w, a and dh are in 8 bits. A k-step has 128 channels, so a slot has the same bytes. The tensor
+cores need the sum's dimension contiguous in both operands, so in the backward w is W_proj by columns, (F, C). The
+matmuls of the backward that follow need dh by rows and by columns, and a by columns. A consumer has these numbers in
+registers, and stores a slice through shared memory a second time, transposed.
 """
 
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,12 +43,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper import barrier, load, reinterpret, store, tma_descriptor
+from kernels.quantize import ROUND_E4M3, ROUND_E5M2
 
 K0 = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = gl.constexpr(0.044715)
 LOG2E = gl.constexpr(1.4426950408889634)
+A_SCALE = gl.constexpr(X_SCALE)  # of a in fp8
 
 
 @gluon.jit
@@ -61,6 +70,16 @@ def _gelu_over_h(h):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def _to_fp8(x, dtype: gl.constexpr):
+    """Round x from fp32 to fp8. Infinity becomes the largest number, unless the caller adds 0 x, which makes it NaN."""
+    if dtype == gl.float8e4nv:
+        out = gl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
+    else:
+        out = gl.inline_asm_elementwise(ROUND_E5M2, "=r,f,f,f,f", [x], dtype=gl.float8e5, is_pure=True, pack=4)
+    return out
 
 
 @gluon.jit
@@ -98,7 +117,8 @@ def _produce(
 ):  # fmt: skip
     """Run the producer: load the operands of all tiles of this program into the ring."""
     STAGES: gl.constexpr = xs.shape[0]
-    BYTES: gl.constexpr = (BLOCK_N + BLOCK_F) * BLOCK_C * 2
+    BITS: gl.constexpr = x.dtype.primitive_bitwidth
+    BYTES: gl.constexpr = (BLOCK_N + BLOCK_F) * BLOCK_C * BITS // 8
     steps = gl.cdiv(C, BLOCK_C)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), gl.num_programs(0)):
@@ -107,17 +127,17 @@ def _produce(
         for step in range(steps + BACKWARD):  # in the backward, one more step loads h
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
-            if BACKWARD:
-                if step < steps:
-                    load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
+            if step < steps:
+                load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
+                if BACKWARD and BITS == 16:
                     load(w, [step * BLOCK_C, f], full.index(stage), ws.index(stage))
                 else:
-                    right_half = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
-                    load(h, [n, f], full.index(stage), xs.index(stage))
-                    load(h, [n, f + BLOCK_F // 2], full.index(stage), right_half)
-            else:
-                load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
-                load(w, [f, step * BLOCK_C], full.index(stage), ws.index(stage))
+                    load(w, [f, step * BLOCK_C], full.index(stage), ws.index(stage))
+            elif BACKWARD:
+                left_half = reinterpret(xs.index(stage), h.dtype, h.block_type.shape, h.layout)
+                right_half = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
+                load(h, [n, f], full.index(stage), left_half)
+                load(h, [n, f + BLOCK_F // 2], full.index(stage), right_half)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -127,22 +147,28 @@ def _produce(
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
-    xs, ws, full, empty, turn, out, h, a, dh, b_ptr, partial_ptr, N, F, C,
+    xs, ws, full, empty, turn, result_out, columns_out, a_out, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr,
+    x_unit, N, F, C,
     BACKWARD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_C: gl.constexpr, GROUP: gl.constexpr,
     SLICE: gl.constexpr,
 ):  # fmt: skip
     """Run one consumer: multiply, then run the epilogue, for every second tile of this program."""
     STAGES: gl.constexpr = xs.shape[0]
     SLICES: gl.constexpr = BLOCK_F // SLICE
-    OUTS: gl.constexpr = out.shape[0] // 2
-    dtype: gl.constexpr = a.dtype
-    tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F, 16])
+    BUFFERS: gl.constexpr = a_out.shape[0] // 2  # slices of each output that may wait to be stored
+    OUTPUTS: gl.constexpr = 3 if BACKWARD and xs.dtype.primitive_bitwidth == 8 else 2
+    FP8: gl.constexpr = xs.dtype.primitive_bitwidth == 8
+    tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F, 32 if FP8 else 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F // 2, 16])
     slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
     column_layout: gl.constexpr = gl.SliceLayout(0, slice_layout)
     steps = gl.cdiv(C, BLOCK_C)
     programs = gl.num_programs(0)
     position = CONSUMER * (steps + BACKWARD)  # of this tile in the ring; in the backward, h takes one more slot
+    if FP8:
+        unit = gl.load(w_unit_ptr)
+        if not BACKWARD:
+            unit *= x_unit  # in the backward, dh is stored with the scale of dy
     parity = 0  # 1 if this consumer has computed an odd number of tiles
     first = gl.program_id(0) + CONSUMER * programs
     for tile in range(first, gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), 2 * programs):
@@ -154,7 +180,7 @@ def _consume(
         mbarrier.wait(turn.index(CONSUMER), parity ^ (1 - CONSUMER))
         for step in range(steps):
             mbarrier.wait(full.index(stage), phase)
-            w_tile = ws.index(stage) if BACKWARD else ws.index(stage).permute((1, 0))
+            w_tile = ws.index(stage) if BACKWARD and not FP8 else ws.index(stage).permute((1, 0))
             total = warpgroup_mma(xs.index(stage), w_tile, total, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))  # one wgmma stays in flight; the wgmma of slot `last` is done
             mbarrier.arrive(empty.index(last), pred=step > 0)
@@ -168,8 +194,9 @@ def _consume(
             mbarrier.wait(full.index(stage), phase)
         mbarrier.arrive(turn.index(1 - CONSUMER))
         if BACKWARD:  # read h while the last wgmma is in flight
-            right_half = reinterpret(ws.index(stage), dtype, h.block_type.shape, h.layout)
-            h_parts = _slices(xs.index(stage).load(half_layout), SLICES // 2, slice_layout)
+            left_half = reinterpret(xs.index(stage), h.dtype, h.block_type.shape, h.layout)
+            right_half = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
+            h_parts = _slices(left_half.load(half_layout), SLICES // 2, slice_layout)
             h_parts += _slices(right_half.load(half_layout), SLICES // 2, slice_layout)
             fence_async_shared()
             mbarrier.arrive(empty.index(stage))
@@ -179,30 +206,51 @@ def _consume(
         parts = _slices(total, SLICES, slice_layout)
         for i in gl.static_range(SLICES):
             columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
+            product = parts[i] * unit if FP8 else parts[i]
             if BACKWARD:
                 h_rounded = h_parts[i].to(gl.float32)
                 s = _gelu_over_h(h_rounded)
                 gelu = h_rounded * s
                 derivative = s + (gelu - gelu * s) * (h_rounded * h_rounded * (3 * K0 * K1) + K0)
-                result = (parts[i] * derivative).to(dtype)
+                unrounded = product * derivative
             else:
-                h_unrounded = parts[i]
+                unrounded = product
                 if b_ptr is not None:
-                    h_unrounded += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
-                result = h_unrounded.to(dtype)
-                h_rounded = result.to(gl.float32)
-                gelu = h_rounded * _gelu_over_h(h_rounded)
-            result_buffer = out.index(CONSUMER * OUTS + 2 * i % OUTS)
-            a_buffer = out.index(CONSUMER * OUTS + (2 * i + 1) % OUTS)
-            tma.store_wait(OUTS - 2)  # until TMA has read the previous contents of these two buffers
-            result_buffer.store(result)
-            a_buffer.store(gelu.to(dtype))
+                    unrounded += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
+            if BACKWARD and FP8:
+                result = _to_fp8(unrounded + 0.0 * unrounded, dh.dtype)
+            else:
+                result = unrounded.to(h.dtype)
+                unrounded = result.to(gl.float32)
+            if not BACKWARD:
+                gelu = unrounded * _gelu_over_h(unrounded)
+            if FP8:
+                scaled = gelu * A_SCALE
+                if not BACKWARD:  # its NaN is enough: the loss is then NaN, and the step is refused
+                    scaled += 0.0 * gelu
+                a_slice = _to_fp8(scaled, a.dtype)
+            else:
+                a_slice = gelu.to(a.dtype)
+            buffer = CONSUMER * BUFFERS + i % BUFFERS
+            tma.store_wait(OUTPUTS * (BUFFERS - 1))  # until TMA has read the previous contents of these buffers
+            result_out.index(buffer).store(result)
+            if OUTPUTS == 3:
+                columns_out.index(buffer).permute((1, 0)).store(result)
+                a_out.index(buffer).permute((1, 0)).store(a_slice)
+            else:
+                a_out.index(buffer).store(a_slice)
             fence_async_shared()
             barrier()  # all threads must pass their fence before one thread starts the store
-            store(dh if BACKWARD else h, [n, f + i * SLICE], result_buffer)
-            store(a, [n, f + i * SLICE], a_buffer)
+            store(dh if BACKWARD else h, [n, f + i * SLICE], result_out.index(buffer))
+            if OUTPUTS == 3:
+                store(dh_columns, [f + i * SLICE, n], columns_out.index(buffer))
+                store(a, [f + i * SLICE, n], a_out.index(buffer))
+            else:
+                store(a, [n, f + i * SLICE], a_out.index(buffer))
             if partial_ptr is not None:
-                sums = gl.sum(result.to(gl.float32), 0)
+                sums = gl.sum(unrounded, 0)
+                if FP8:
+                    sums *= x_unit
                 gl.store(partial_ptr + tile_n.to(gl.int64) * F + columns, sums, columns < F)
         position += 2 * (steps + BACKWARD)
         parity ^= 1
@@ -211,20 +259,31 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["N"])
 def _mlp_gluon_kernel(
-    x, w, h, a, dh, b_ptr, partial_ptr, N, F, C,
+    x, w, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C,
     BACKWARD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, BLOCK_C: gl.constexpr, GROUP: gl.constexpr,
     SLICE: gl.constexpr, OUTS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Run the three roles.
 
-    x, w, h, a and dh are TMA descriptors. In the forward x is the input (N, C) and w is w_fc (F, C). In the backward x
-    is dy (N, C) and w is w_proj (C, F). h, a and dh are (N, F). b_ptr points to b_fc (F,), and partial_ptr to the
-    column sums of dh, (tiles along N, F) fp32.
+    x, w, h, a, dh and dh_columns are TMA descriptors. In the forward x is the input (N, C) and w is w_fc (F, C). In the
+    backward x is dy (N, C) and w is w_proj (C, F). h, a and dh are (N, F). b_ptr points to b_fc (F,), and partial_ptr
+    to the column sums of dh, (tiles along N, F) fp32.
+
+    In fp8 x_unit is 1 / the scale of x, and of dh in the backward, and w_unit_ptr points to 1 / the scale of w. In the
+    backward w is w_proj by columns (F, C), and dh_columns and a are (F, N rounded up to a multiple of 16).
     """
-    gl.static_assert(not BACKWARD or BLOCK_N * BLOCK_F == (BLOCK_N + BLOCK_F) * BLOCK_C, "h must fill a slot")
+    gl.static_assert(
+        not BACKWARD or (BLOCK_N + BLOCK_F) * BLOCK_C * x.dtype.primitive_bitwidth == BLOCK_N * BLOCK_F * 16,
+        "h must fill a slot",
+    )
+    result = dh if BACKWARD else h
     xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
     ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
-    out = gl.allocate_shared_memory(a.dtype, [2 * OUTS] + a.block_type.shape, a.layout)  # noqa: RUF005
+    result_out = gl.allocate_shared_memory(result.dtype, [OUTS] + result.block_type.shape, result.layout)  # noqa: RUF005
+    a_out = gl.allocate_shared_memory(a.dtype, [OUTS] + a.block_type.shape, a.layout)  # noqa: RUF005
+    columns_out = a_out  # not used, unless dh is stored twice
+    if dh_columns is not None:
+        columns_out = gl.allocate_shared_memory(dh_columns.dtype, [OUTS] + a.block_type.shape, a.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -239,11 +298,13 @@ def _mlp_gluon_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                0, xs, ws, full, empty, turn, out, h, a, dh, b_ptr, partial_ptr, N, F, C,
+                0, xs, ws, full, empty, turn, result_out, columns_out, a_out, h, a, dh, dh_columns,
+                b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C,
                 BACKWARD, BLOCK_N, BLOCK_F, BLOCK_C, GROUP, SLICE,
             )),
             (_consume, (
-                1, xs, ws, full, empty, turn, out, h, a, dh, b_ptr, partial_ptr, N, F, C,
+                1, xs, ws, full, empty, turn, result_out, columns_out, a_out, h, a, dh, dh_columns,
+                b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C,
                 BACKWARD, BLOCK_N, BLOCK_F, BLOCK_C, GROUP, SLICE,
             )),
             (_produce, (x, w, h, xs, ws, full, empty, N, F, C, BACKWARD, BLOCK_N, BLOCK_F, BLOCK_C, GROUP)),
@@ -256,23 +317,25 @@ def _mlp_gluon_kernel(
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def supports(dtype: torch.dtype, C: int, F: int, device: torch.device) -> bool:
+def supports(dtype: torch.dtype, C: int, F: int, device: torch.device, fp8: bool = False) -> bool:
     """Return whether this kernel can run.
 
     It needs a 16-bit dtype, rows of a multiple of 16 bytes for TMA, and Hopper for wgmma.
     """
-    if device.type != "cuda" or dtype not in DTYPES or C % 8 or F % 8:
+    multiple = 16 if fp8 else 8
+    if device.type != "cuda" or dtype not in DTYPES or C % multiple or F % multiple:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
-def default_launch() -> dict:
+def default_launch(fp8: bool = False) -> dict:
     """Return the default launch parameters.
 
     They need 224 of the 227 KB of shared memory: STAGES slots of 32 KB, and for each consumer OUTS slices of 8 KB that
-    wait to be stored.
+    wait to be stored; half of these slices are of a. In fp8 some slices are smaller.
     """
-    return {"BLOCK_N": 128, "BLOCK_F": 128, "BLOCK_C": 64, "GROUP": 8, "SLICE": 32, "OUTS": 4, "STAGES": 5}
+    size = {"BLOCK_N": 128, "BLOCK_F": 128, "BLOCK_C": 128 if fp8 else 64}
+    return size | {"GROUP": 8, "SLICE": 32, "OUTS": 4, "STAGES": 5}
 
 
 def candidates(backward: bool) -> list[dict]:
@@ -282,9 +345,14 @@ def candidates(backward: bool) -> list[dict]:
     return [{"GROUP": 4}, {"GROUP": 2}, {"GROUP": 16}, {"GROUP": 32}, *slices, *tall]
 
 
-def launch_kernel(x, w, b, h, a, dh, partial, launch: dict) -> None:
-    """Run the kernel, backward if dh is given and otherwise forward: see launch_kernel() in triton.py."""
-    (N, C), F, backward = x.shape, h.shape[1], dh is not None
+def launch_kernel(
+    x, w, b, h, a, dh, partial, launch: dict, dh_columns=None, x_scale: float = 1.0, w_unit: Tensor | None = None
+) -> None:
+    """Run the kernel, backward if dh is given and otherwise forward: see launch_kernel() in triton.py.
+
+    In fp8 x_scale is the scale of x, and in the backward, where x is dy, also that of dh. w_unit is 1 / the scale of w.
+    """
+    (N, C), F, backward, fp8 = x.shape, h.shape[1], dh is not None, w_unit is not None
     n, f, c, columns = launch["BLOCK_N"], launch["BLOCK_F"], launch["BLOCK_C"], launch["SLICE"]
     # TMA needs addresses that are multiples of 16 bytes
     x, w = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, w))
@@ -292,12 +360,15 @@ def launch_kernel(x, w, b, h, a, dh, partial, launch: dict) -> None:
     make_context_current()
     _mlp_gluon_kernel[(min(tiles, multiprocessors(x.device)),)](
         tma_descriptor(x, n, c),
-        tma_descriptor(w, *((c, f) if backward else (f, c))),
+        tma_descriptor(w, *((c, f) if backward and not fp8 else (f, c))),
         tma_descriptor(h, n, f // 2 if backward else columns),
-        tma_descriptor(a, n, columns),
+        tma_descriptor(a, *((columns, n) if backward and fp8 else (n, columns))),
         tma_descriptor(dh, n, columns),
+        tma_descriptor(dh_columns, columns, n),
         None if backward else b,
+        w_unit,
         partial,
+        1 / x_scale,
         N,
         F,
         C,

@@ -2,8 +2,9 @@
 
 import torch.nn.functional as F
 
-from kernels.linear.eager import linear
+from kernels import fp8 as products_in_fp8
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
-    return linear(F.gelu(linear(x, w_fc, b_fc, fp8), approximate="tanh"), w_proj, b_proj, fp8)
+    layer = products_in_fp8.linear if fp8 else F.linear
+    return layer(F.gelu(layer(x, w_fc, b_fc), approximate="tanh"), w_proj, b_proj)

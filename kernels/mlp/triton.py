@@ -40,15 +40,13 @@ from kernels.quantize import candidates as quantize_candidates
 from kernels.tuned import launch_parameters
 
 PARAMETERS = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
-RUNS = {"fp8": ("_gelu_fp8_kernel|::mlp_fp8",), "triton": ("mlp_(gluon_)?kernel|::mlp_fwd",)}
+RUNS = {"fp8": ("_gelu_fp8_kernel|mlp_gluon_kernel|::mlp_fp8",), "triton": ("mlp_(gluon_)?kernel|::mlp_fwd",)}
 
 
 def detail(x: Tensor, w_fc: Tensor, fp8: bool = False, **rest) -> str:
     F, C = w_fc.shape
-    text = triton_detail(x=x)
-    if fp8:
-        return f"{text}, fp8"
-    return f"{text}, Gluon" if _gluon.supports(x.dtype, C, F, x.device) else text
+    text = f"{triton_detail(x=x)}, fp8" if fp8 else triton_detail(x=x)
+    return f"{text}, Gluon" if _gluon.supports(x.dtype, C, F, x.device, fp8) else text
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
@@ -125,7 +123,7 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     if kernel == "quantize" or kernel.startswith("gelu_fp8"):
         return quantize_candidates()
     if "SLICE" in default:
-        return _gluon.candidates(backward=kernel == "mlp_bwd")
+        return _gluon.candidates(backward=kernel.endswith("_bwd"))
     choices = [(128, 128, 32, 8, 3, 1), (128, 128, 32, 8, 4, 1), (128, 128, 64, 8, 3, 1), (128, 64, 32, 8, 3, 1)]
     choices += [(128, 64, 32, 4, 4, 2), (64, 128, 32, 4, 3, 2), (64, 64, 32, 4, 3, 4)]
     return [dict(zip(PARAMETERS, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]

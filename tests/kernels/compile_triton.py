@@ -118,7 +118,8 @@ def main(capability: int) -> None:
         ptx = compile_kernel(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)
         assert ("wgmma" if capability == 90 else "mma.sync") in ptx
         if capability == 90:
-            compile_gluon_mlp(backward)
+            for fp8 in (False, True):
+                compile_gluon_mlp(backward, fp8)
     if capability == 90:
         compile_fp8()
     compile_attention(capability)
@@ -149,16 +150,25 @@ def compile_gluon_attention() -> None:
     compile_kernel("attention lse and delta", _gluon_backward._lse_delta_kernel, 90, types)
 
 
-def compile_gluon_mlp(backward: bool) -> None:
+def compile_gluon_mlp(backward: bool, fp8: bool) -> None:
     """Compile the MLP's kernel for Hopper."""
-    size = gluon.default_launch()
+    size = gluon.default_launch(fp8)
     n, f, c, columns = size["BLOCK_N"], size["BLOCK_F"], size["BLOCK_C"], size["SLICE"]
-    types = {"x": descriptor_type(n, c), "w": descriptor_type(c, f) if backward else descriptor_type(f, c)}
+    weight, gradient = (gl.float8e4nv, gl.float8e5) if fp8 else (gl.bfloat16, gl.bfloat16)
+    by_columns = backward and fp8
+    types = {"x": descriptor_type(n, c, dtype=gradient if backward else weight)}
+    types |= {"w": descriptor_type(*((c, f) if backward and not fp8 else (f, c)), dtype=weight)}
     types |= {"h": descriptor_type(n, f // 2 if backward else columns)}
-    types |= dict.fromkeys(("a", "dh"), descriptor_type(n, columns))
-    types |= {"partial_ptr": "*fp32", **dict.fromkeys("NFC", "i32")}
-    fixed = dict.fromkeys(["b_ptr"] if backward else ["dh", "partial_ptr"]) | {"BACKWARD": backward, **size}
-    name = f"mlp {'backward' if backward else 'forward'} in Gluon"
+    types |= {"a": descriptor_type(*((columns, n) if by_columns else (n, columns)), dtype=weight)}
+    types |= {"dh": descriptor_type(n, columns, dtype=gradient)}
+    types |= {"dh_columns": descriptor_type(columns, n, dtype=gradient)}
+    types |= {"partial_ptr": "*fp32", "w_unit_ptr": "*fp32", "x_unit": "fp32"}
+    types |= dict.fromkeys("NFC", "i32")
+    unused = ["b_ptr"] if backward else ["dh", "partial_ptr"]
+    unused += [] if by_columns else ["dh_columns"]
+    unused += [] if fp8 else ["w_unit_ptr"]
+    fixed = dict.fromkeys(unused) | {"BACKWARD": backward, **size}
+    name = f"mlp {'backward' if backward else 'forward'} in Gluon{', fp8' if fp8 else ''}"
     spilled = 0
     if backward and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
         spilled = 104  # outside the loop over matmuls
@@ -196,7 +206,6 @@ def compile_fp8() -> None:
         assert "shr.u16" not in ptx  # a byte of half a word, which ptxas may compile wrongly (kernels/quantize.py)
         assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
         assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
-    compile_kernel("largest", quantize._largest_kernel, 90, {"largest_ptr": "*i32"}, BLOCK=4096)
 
 
 def compile_attention(capability: int) -> None:
