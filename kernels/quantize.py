@@ -14,7 +14,6 @@ also sums the rows of its tile, because the sum of dy's rows is the gradient of 
 infinities become NaN, and other numbers beyond the range become the largest one.
 """
 
-import functools
 import os
 
 import torch
@@ -187,9 +186,8 @@ def tiles(kernel: str, x: Tensor) -> tuple[int, int, dict]:
     return tiles_n, tiles_n * triton.cdiv(C, launch["BLOCK_C"]), launch
 
 
-@functools.lru_cache
 def unit_of(scale: float, device: torch.device) -> Tensor:
-    """Return 1 / scale, a scalar in fp32 on the device. It is cached, because a step of 124M asks for 125 of them."""
+    """Return 1 / scale, a scalar in fp32 on the device."""
     return torch.full((), 1 / scale, dtype=torch.float32, device=device)
 
 
