@@ -18,9 +18,9 @@ run() { # NAME WORDS ...
     python train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
 }
 
-sweep() { # NAME WORDS ...
+sweep() { # NAME WORDS ...; with beside=FOLDER the rows go to results/FOLDER
     python train.py -m $speed "${@:2}" out_dir="out/$1"
-    [ $? = 75 ] || python -m scripts.collect "out/$1"/*/ # 75: the sweep was stopped, and jobs are left
+    [ $? = 75 ] || python -m scripts.collect ${beside:+--beside $beside} "out/$1"/*/ # 75: stopped, and jobs are left
 }
 
 longest() { # NAME WORDS ...
@@ -42,6 +42,7 @@ fp8() { both_precisions 124m; }
 fp8_350m() { both_precisions 350m model=gpt2_350m train.batch_size=32; }
 fp8_1558m() { both_precisions 1558m model=gpt2_1558m train.batch_size=16; }
 both_precisions() { # NAME WORDS ...
+    local beside=h200-fp8
     sweep "fp8-$1" $short "${@:2}" attn=flash precision=bf16,fp8 kernels=compile,triton
     sweep "fp8-$1-torchao" $short "${@:2}" attn=flash precision=fp8 kernels=compile,triton,torchao kernels.compile=true \
         kernels.fp8='[linear,mlp]' # torchao has no loss
