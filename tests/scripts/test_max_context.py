@@ -89,9 +89,9 @@ def test_a_stopped_search_continues_when_it_runs_again_in_its_folder(called, mon
 
 @pytest.mark.exhaustive
 def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch, tmp_path):
-    """The limit is 0.15 GiB. keep=true appends the row to results/, and the table is printed last."""
+    """The limit is 0.1 GiB. keep=true appends the row to results/, and the table is printed last."""
     monkeypatch.setattr(lab_rows, "RESULTS", tmp_path / "results")
-    choice = "model=tiny", "attn=eager", "precision=fp32", "device=cpu", "memory_gib=0.15", "mode=train"
+    choice = "model=tiny", "attn=eager", "precision=fp32", "device=cpu", "memory_gib=0.1", "mode=train"
     code, out, err = called("max_context.py", max_context.main, *choice, "keep=true", f"out_dir={tmp_path / 'run'}")
     assert (code, err) == (0, "")
     row = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -102,7 +102,7 @@ def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch,
     assert longest == pytest.approx(row["context/train/predicted"], rel=0.1)
     status = {attempt["T"]: attempt["status"] for attempt in attempts}
     assert (status[longest], status[length_of(index_of(longest) + 1)]) == ("ok", "oom")
-    assert row["context/train/prediction"]["peak_gib"] == pytest.approx(0.15, rel=0.1)
+    assert row["context/train/prediction"]["peak_gib"] == pytest.approx(0.1, rel=0.1)
     assert row["context/train/prediction_error"] == pytest.approx(0, abs=0.1)
     assert f"| **{longest:,}** " in out.splitlines()[-3]
     assert len([line for line in out.splitlines() if line.startswith("train    T")]) == len(attempts)
