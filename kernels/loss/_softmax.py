@@ -9,8 +9,8 @@ of 124M training steps show 4.7 ms. On Hopper _gluon.py keeps the row in shared 
 3.3 ms.
 
 In fp8 the matmuls need the gradient by rows and by columns, so dlogits_fp8_kernel writes tiles. cross_entropy_kernel
-first writes each row's loss and shift; from the shift any tile can be computed. In bf16 they move 6 bytes a logit; one
-pass in place would move 4.
+first writes each row's loss and shift; from the shift any tile can be computed. Together they move 6 bytes a logit, and
+take 5.1 ms in a step of 124M; one pass in place would move 4.
 """
 
 import triton
