@@ -249,6 +249,9 @@ def matching_files(pattern: str) -> list[Path]:
         raise DataError(f"data.path={pattern}: {unknown[0].name} does not end with one of {suffixes}")
     if not files:
         raise DataError(f"data.path={pattern}: no file in it ends with one of {suffixes}")
+    if not any(size for _, size, _ in file_stamps(files)):
+        names = f"{files[0].name} is empty" if len(files) == 1 else f"all {len(files)} files in it are empty"
+        raise DataError(f"data.path={pattern}: {names}, so there is no text: choose other files")
     return files
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from data.errors import one_line
@@ -45,7 +44,10 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
     if format == "hf":
         config, tensors = to_hugging_face(source)
         text = json.dumps(config, indent=2) + "\n"
-        writers = [lambda path: save_file(tensors, path, metadata={"format": "pt"}), lambda path: path.write_text(text)]
+        writers = [
+            lambda path: checkpoint.save_tensors(tensors, path, {"format": "pt"}),
+            lambda path: path.write_text(text),
+        ]
     else:
         manifest, training = {}, {}
         if source.checkpoint:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -75,6 +75,14 @@ def write_manifest(folder: Path, facts: dict) -> None:
     (folder / MANIFEST).write_text(json.dumps({"version": 1, **facts, "files": files}, indent=1) + "\n")
     fsync(folder / MANIFEST)
     fsync(folder)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the mode that every new file gets; safetensors itself gives it 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 def fsync(path: Path) -> None:

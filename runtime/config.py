@@ -80,6 +80,8 @@ def cli(
                     if parsed or os.environ.get("RANK", "0") == "0":
                         print(f"error: {error}", file=sys.stderr)
 
+            # Hydra accepts -m only before the overrides
+            sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
             os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
             compat.shorten_argparse_errors()
             try:

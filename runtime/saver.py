@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from runtime.checkpoint import (
     flatten,
     fsync,
     read_manifest,
+    save_tensors,
     step_number,
     write_manifest,
 )
@@ -192,7 +192,7 @@ class Checkpoints:
                 ready.synchronize()
             temporary.mkdir(parents=True, exist_ok=True)
             if state:
-                save_file(state.pop("model"), temporary / WEIGHTS)
+                save_tensors(state.pop("model"), temporary / WEIGHTS)
             torch.save({**state, **rest}, temporary / TRAINING)
             write_manifest(temporary, facts)
             discard(final)  # it exists if it was damaged and the run resumed before it

@@ -108,7 +108,7 @@ generation_drafts() { # a model of Python's standard library continues a file of
         temperature=0 proof=true kernels.decode=blocks,triton generate.speculate=null,ngram
 }
 generate() { # NAME WORDS ...
-    python -m scripts.generate "${@:2}" precision=bf16 out_dir="out/$1" # -m is accepted only before the words
+    python -m scripts.generate "${@:2}" precision=bf16 out_dir="out/$1"
     [ $? = 75 ] || python -m scripts.collect "out/$1"/*/
 }
 context_generate_eager() { longest generate-eager kernels=eager mode=generate; }

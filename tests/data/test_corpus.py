@@ -111,11 +111,16 @@ def test_few_files_are_split_by_position(tmp_path):
         ({"a": 1}, "data=text needs data.path"),
         ("nowhere", "data.path=nowhere: no such file or folder"),
         ("{docs}/image.png", r"image.png does not end with one of .txt, .md, .py, .jsonl, .jsonl.gz, .parquet"),
+        ("{docs}/blank", "data.path=.*/blank: all 2 files in it are empty, so there is no text: choose other files"),
+        ("{docs}/blank/a.txt", "data.path=.*/blank/a.txt: a.txt is empty, so there is no text: choose other files"),
         ("{docs}/empty", "no file in it ends with one of .txt, .md, .py, .jsonl, .jsonl.gz, .parquet"),
     ],
 )
 def test_a_path_without_text_is_an_error(folder, path, message):
     (folder / "empty").mkdir()
+    (folder / "blank").mkdir()
+    for name in ("a.txt", "b.md"):
+        (folder / "blank" / name).touch()
     with pytest.raises(DataError, match=message):
         text_source(path.format(docs=folder) if isinstance(path, str) else path)
 

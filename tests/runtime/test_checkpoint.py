@@ -23,6 +23,7 @@ from runtime.checkpoint import (
     newest_valid,
     read_manifest,
     read_weights,
+    save_tensors,
     verify,
 )
 from runtime.config import UserError
@@ -86,6 +87,12 @@ def test_load_returns_what_was_saved(tmp_path):
         for name, tensor in tensors.items():
             assert torch.equal(state[group][name], tensor)
     assert all(torch.equal(tensor, random_tensors(7)["model"][name]) for name, tensor in read_weights(folder).items())
+
+
+def test_a_file_of_tensors_has_the_mode_of_other_new_files(tmp_path):
+    save_tensors({"x": torch.ones(2)}, tmp_path / "x.safetensors")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "x.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_checkpoint_is_unchanged_when_the_tensors_change_before_it_is_written(tmp_path):

@@ -127,6 +127,12 @@ def test_the_program_prints_the_error_only(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sweep_may_be_asked_for_after_the_overrides(hotswap):
+    code, out, _ = hotswap("+experiment=smoke", "train.max_steps=nothing,else", "-m")
+    assert code == 1
+    assert out.startswith("sweep    2 jobs")
+
+
 def test_help_shows_groups_backends_and_keys(hotswap):
     code, out, _ = hotswap("--help")
     assert code == 0
