@@ -10,11 +10,11 @@ are powers of two, so that they round nothing:
 
     x       4: inputs of linear layers follow a norm, an attention or GELU, so they are around 1; up to 112
     weight  the largest at which its largest element fits
-    dy      64 times its rows, rounded up to a power of two, because the loss is a mean over them; up to 448 / rows.
-            In a tiny model, dy times rows had a deviation of 2e-4 to 0.15. Logits: see kernels/loss/__init__.py
+    dy      64 times its rows, rounded up to a power of two, because the loss is a mean over them; up to at least 448 /
+            rows. In a tiny model, dy times rows had a deviation of 2e-4 to 0.15. Logits: see kernels/loss/__init__.py
 
-The projection of attention computes dweight in the dtype of x, because there fp8 gains nothing: 739 TFLOP/s instead of
-680 for the product of 65,536 x 768 with itself, less two passes that store operands by columns (kernels/linear).
+The projection of attention computes dweight in the dtype of x, because fp8 gains nothing there: 739 TFLOP/s instead of
+680 for (768 x 65,536) x (65,536 x 768), for which x and dy would have to be stored by columns, too.
 
 The scales of x and dy are fixed, so they need neither a pass over the tensor nor a state. The scale of a weight needs
 one pass. A number beyond the range becomes the largest one. Infinity becomes NaN, so a diverged step is still noticed.

@@ -38,7 +38,7 @@ ROUND_E4M3, ROUND_E5M2 = (tl.constexpr(ROUND % (name, name)) for name in ("e4m3"
 
 @triton.jit
 def scaled(x, scale):
-    """Return x times scale, with NaN for infinities, which to_fp8() and to_words() would make finite."""
+    """Return x times scale. Infinities become NaN; to_fp8() and to_words() alone would saturate them."""
     return tl.where(tl.abs(x) < float("inf"), x * scale, float("nan"))
 
 
@@ -63,7 +63,7 @@ def to_fp8(x, dtype: tl.constexpr):
 def to_words(x0, x1, x2, x3, dtype: tl.constexpr):
     """Round four matrices to fp8, and return a matrix of words. The bytes of a word are from x0, x1, x2 and x3.
 
-    It is called impure, or Triton would compute x0 to x3 twice, once in each of the layouts in which they are stored.
+    The assembly is marked impure, or Triton would compute x0 to x3 twice, once for each layout in which they are stored.
     """
     if INTERPRETED:
         words = to_fp8(x0, dtype).to(tl.uint8, bitcast=True).to(tl.uint32)
@@ -79,7 +79,7 @@ def to_words(x0, x1, x2, x3, dtype: tl.constexpr):
 
 @triton.jit
 def tile_of_program(N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr):
-    """Return which row of tiles of an (N, C) matrix this program has, its groups of four rows, and its columns.
+    """Return the program's row of tiles in an (N, C) matrix, its groups of four rows, and its columns.
 
     The order goes GROUP tiles down before one tile to the right. So the programs that run at the same time access long
     pieces of rows in one layout, and of columns in the other.
@@ -88,8 +88,8 @@ def tile_of_program(N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: t
     band, within = tl.program_id(0) // (GROUP * tiles_c), tl.program_id(0) % (GROUP * tiles_c)
     height = min(tiles_n - band * GROUP, GROUP)
     tile_n = band * GROUP + within % height
-    fours = tile_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    return tile_n, fours, within // height * BLOCK_C + tl.arange(0, BLOCK_C)
+    quads = tile_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    return tile_n, quads, within // height * BLOCK_C + tl.arange(0, BLOCK_C)
 
 
 @triton.jit
@@ -111,16 +111,16 @@ def store_rows(x, rows_ptr, n, c, N, C):
 
 
 @triton.jit
-def store_columns(x0, x1, x2, x3, columns_ptr, fours, c, N, C):
-    """Round rows 4 fours, 4 fours + 1, 4 fours + 2 and 4 fours + 3 to fp8, and store columns c by columns.
+def store_columns(x0, x1, x2, x3, columns_ptr, quads, c, N, C):
+    """Round rows 4 quads, 4 quads + 1, 4 quads + 2 and 4 quads + 3 to fp8, and store columns c by columns.
 
     Columns end with zeros up to a multiple of 16.
     """
     height = tl.cdiv(N, MULTIPLE) * (MULTIPLE // 4)  # in words
     words = to_words(x0, x1, x2, x3, columns_ptr.dtype.element_ty)
     words_ptr = columns_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    offsets = c.to(tl.int64)[:, None] * height + fours[None, :]
-    tl.store(words_ptr + offsets, tl.trans(words), (c < C)[:, None] & (fours < height)[None, :])
+    offsets = c.to(tl.int64)[:, None] * height + quads[None, :]
+    tl.store(words_ptr + offsets, tl.trans(words), (c < C)[:, None] & (quads < height)[None, :])
 
 
 @triton.jit
@@ -145,8 +145,8 @@ def _quantize_kernel(
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    tile_n, fours, c = tile_of_program(N, C, BLOCK_N, BLOCK_C, GROUP)
-    n = 4 * fours
+    tile_n, quads, c = tile_of_program(N, C, BLOCK_N, BLOCK_C, GROUP)
+    n = 4 * quads
     x0, x1 = load_rows(x_ptr, n, c, N, C, 0.0), load_rows(x_ptr, n + 1, c, N, C, 0.0)
     x2, x3 = load_rows(x_ptr, n + 2, c, N, C, 0.0), load_rows(x_ptr, n + 3, c, N, C, 0.0)
     if sums_ptr is not None:
@@ -163,7 +163,7 @@ def _quantize_kernel(
     store_rows(x2, rows_ptr, n + 2, c, N, C)
     store_rows(x3, rows_ptr, n + 3, c, N, C)
     if columns_ptr is not None:
-        store_columns(x0, x1, x2, x3, columns_ptr, fours, c, N, C)
+        store_columns(x0, x1, x2, x3, columns_ptr, quads, c, N, C)
 
 
 def default_launch() -> dict:
@@ -192,7 +192,7 @@ def unit_of(scale: float, device: torch.device) -> Tensor:
 
 
 def dy_scale(N: int) -> float:
-    """Return the scale of a gradient of N rows, by the rule of kernels/fp8.py."""
+    """Return the scale of a gradient of N rows: gradient_scale() of kernels/fp8.py for a number on the host."""
     return DY_SCALE * triton.next_power_of_2(max(1, N))
 
 
@@ -212,7 +212,7 @@ def quantize(
     """Return x (N, C), contiguous, in fp8 by rows and by columns, and the sum of its rows (C,) in x's dtype.
 
     `unit` is 1 / scale, a scalar in fp32 on the device. `largest` is a weight's largest absolute value, a scalar in
-    fp32. If it is given, the kernel writes `unit`. Without `columns` or `sums`, the tensor that they name is empty.
+    fp32. If it is given, the kernel writes `unit`. Without `columns` or `sums`, that output is empty.
     """
     (N, C), (tiles_n, programs, launch) = x.shape, tiles("quantize", x)
     by_rows, by_columns = empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)

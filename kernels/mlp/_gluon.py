@@ -74,7 +74,10 @@ def _gelu_over_h(h):
 
 @gluon.jit
 def _to_fp8(x, dtype: gl.constexpr):
-    """Round x from fp32 to fp8. Infinity becomes the largest number, unless the caller adds 0 x, which makes it NaN."""
+    """Round x from fp32 to fp8.
+
+    Infinity becomes the largest number, unless the caller adds 0 * x, which makes it NaN.
+    """
     if dtype == gl.float8e4nv:
         out = gl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
     else:
@@ -156,8 +159,8 @@ def _consume(
     STAGES: gl.constexpr = xs.shape[0]
     SLICES: gl.constexpr = BLOCK_F // SLICE
     BUFFERS: gl.constexpr = a_out.shape[0] // 2  # slices of each output that may wait to be stored
-    OUTPUTS: gl.constexpr = 3 if BACKWARD and xs.dtype.primitive_bitwidth == 8 else 2
     FP8: gl.constexpr = xs.dtype.primitive_bitwidth == 8
+    OUTPUTS: gl.constexpr = 3 if BACKWARD and FP8 else 2
     tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F, 32 if FP8 else 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_F // 2, 16])
     slice_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
@@ -212,21 +215,21 @@ def _consume(
                 s = _gelu_over_h(h_rounded)
                 gelu = h_rounded * s
                 derivative = s + (gelu - gelu * s) * (h_rounded * h_rounded * (3 * K0 * K1) + K0)
-                unrounded = product * derivative
+                value = product * derivative
             else:
-                unrounded = product
+                value = product
                 if b_ptr is not None:
-                    unrounded += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
+                    value += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
             if BACKWARD and FP8:
-                result = _to_fp8(unrounded + 0.0 * unrounded, dh.dtype)
+                result = _to_fp8(value + 0.0 * value, dh.dtype)
             else:
-                result = unrounded.to(h.dtype)
-                unrounded = result.to(gl.float32)
+                result = value.to(h.dtype)
+                value = result.to(gl.float32)
             if not BACKWARD:
-                gelu = unrounded * _gelu_over_h(unrounded)
+                gelu = value * _gelu_over_h(value)
             if FP8:
                 scaled = gelu * A_SCALE
-                if not BACKWARD:  # its NaN is enough: the loss is then NaN, and the step is refused
+                if not BACKWARD:  # the forward's NaN is enough: the loss is then NaN, and the step is refused
                     scaled += 0.0 * gelu
                 a_slice = _to_fp8(scaled, a.dtype)
             else:
@@ -248,7 +251,7 @@ def _consume(
             else:
                 store(a, [n, f + i * SLICE], a_out.index(buffer))
             if partial_ptr is not None:
-                sums = gl.sum(unrounded, 0)
+                sums = gl.sum(value, 0)
                 if FP8:
                     sums *= x_unit
                 gl.store(partial_ptr + tile_n.to(gl.int64) * F + columns, sums, columns < F)
@@ -332,7 +335,8 @@ def default_launch(fp8: bool = False) -> dict:
     """Return the default launch parameters.
 
     They need 224 of the 227 KB of shared memory: STAGES slots of 32 KB, and for each consumer OUTS slices of 8 KB that
-    wait to be stored; half of these slices are of a. In fp8 some slices are smaller.
+    wait to be stored; half of these slices are of a. In fp8 they need 48 KB for slices: the forward has slices of 8 KB
+    and of 4 KB, and the backward has three outputs with slices of 4 KB.
     """
     size = {"BLOCK_N": 128, "BLOCK_F": 128, "BLOCK_C": 128 if fp8 else 64}
     return size | {"GROUP": 8, "SLICE": 32, "OUTS": 4, "STAGES": 5}
