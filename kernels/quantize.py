@@ -63,7 +63,7 @@ def to_fp8(x, dtype: tl.constexpr):
 def to_words(x0, x1, x2, x3, dtype: tl.constexpr):
     """Round four matrices to fp8, and return a matrix of words. The bytes of a word are from x0, x1, x2 and x3.
 
-    The assembly is marked impure, or Triton would compute x0 to x3 twice, once for each layout in which they are stored.
+    The assembly is marked impure, or Triton would compute x0 to x3 twice, once for each layout of the output.
     """
     if INTERPRETED:
         words = to_fp8(x0, dtype).to(tl.uint8, bitcast=True).to(tl.uint32)
