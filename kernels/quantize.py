@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.fp8 import DY_SCALE, E4M3
+from kernels.tiles import place
 from kernels.tuned import launch_parameters
 
 MULTIPLE = tl.constexpr(16)  # a row of an operand must be a multiple of 16 bytes
@@ -79,17 +80,10 @@ def to_words(x0, x1, x2, x3, dtype: tl.constexpr):
 
 @triton.jit
 def tile_of_program(N, C, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr):
-    """Return the program's row of tiles in an (N, C) matrix, its groups of four rows, and its columns.
-
-    The order goes GROUP tiles down before one tile to the right. So the programs that run at the same time access long
-    pieces of rows in one layout, and of columns in the other.
-    """
-    tiles_n, tiles_c = tl.cdiv(N, BLOCK_N), tl.cdiv(C, BLOCK_C)
-    band, within = tl.program_id(0) // (GROUP * tiles_c), tl.program_id(0) % (GROUP * tiles_c)
-    height = min(tiles_n - band * GROUP, GROUP)
-    tile_n = band * GROUP + within % height
+    """Return the program's row of tiles in an (N, C) matrix, its groups of four rows, and its columns."""
+    tile_n, tile_c = place(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(C, BLOCK_C), GROUP)
     quads = tile_n * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
-    return tile_n, quads, within // height * BLOCK_C + tl.arange(0, BLOCK_C)
+    return tile_n, quads, tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
 
 
 @triton.jit
@@ -100,19 +94,27 @@ def load_rows(x_ptr, n, c, N, C, other):
 
 
 @triton.jit
-def store_rows(x, rows_ptr, n, c, N, C):
-    """Round rows n and columns c of an (N, C) matrix to fp8, and store them by rows.
-
-    Rows end with zeros up to a multiple of 16.
-    """
+def _store_row(x, rows_ptr, n, c, N, C):
     width = tl.cdiv(C, MULTIPLE) * MULTIPLE
     mask = (n < N)[:, None] & (c < width)[None, :]
     tl.store(rows_ptr + n.to(tl.int64)[:, None] * width + c[None, :], to_fp8(x, rows_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
+def store_rows(x0, x1, x2, x3, rows_ptr, quads, c, N, C):
+    """Round rows 4 quads, 4 quads + 1, 4 quads + 2 and 4 quads + 3 to fp8, and store columns c of them by rows.
+
+    Rows end with zeros up to a multiple of 16.
+    """
+    _store_row(x0, rows_ptr, 4 * quads, c, N, C)
+    _store_row(x1, rows_ptr, 4 * quads + 1, c, N, C)
+    _store_row(x2, rows_ptr, 4 * quads + 2, c, N, C)
+    _store_row(x3, rows_ptr, 4 * quads + 3, c, N, C)
+
+
+@triton.jit
 def store_columns(x0, x1, x2, x3, columns_ptr, quads, c, N, C):
-    """Round rows 4 quads, 4 quads + 1, 4 quads + 2 and 4 quads + 3 to fp8, and store columns c by columns.
+    """Round the rows of store_rows() to fp8, and store columns c of them by columns.
 
     Columns end with zeros up to a multiple of 16.
     """
@@ -158,10 +160,7 @@ def _quantize_kernel(
         if tl.program_id(0) == 0:
             tl.store(unit_ptr, tl.div_rn(1.0, scale))
     x0, x1, x2, x3 = scaled(x0, scale), scaled(x1, scale), scaled(x2, scale), scaled(x3, scale)
-    store_rows(x0, rows_ptr, n, c, N, C)
-    store_rows(x1, rows_ptr, n + 1, c, N, C)
-    store_rows(x2, rows_ptr, n + 2, c, N, C)
-    store_rows(x3, rows_ptr, n + 3, c, N, C)
+    store_rows(x0, x1, x2, x3, rows_ptr, quads, c, N, C)
     if columns_ptr is not None:
         store_columns(x0, x1, x2, x3, columns_ptr, quads, c, N, C)
 

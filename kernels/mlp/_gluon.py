@@ -47,6 +47,7 @@ from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper import barrier, load, reinterpret, store, tma_descriptor
 from kernels.quantize import ROUND_E4M3, ROUND_E5M2
+from kernels.tiles import place
 
 K0 = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = gl.constexpr(0.044715)
@@ -86,18 +87,6 @@ def _to_fp8(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, N, F, BLOCK_N: gl.constexpr, BLOCK_F: gl.constexpr, GROUP: gl.constexpr):
-    """Return which row of tiles a tile is in, and the tile's first column in (N, F).
-
-    The order goes GROUP tiles down before one tile to the right, so that programs share operands in the L2.
-    """
-    tiles_n, tiles_f = gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F)
-    band, within = tile // (GROUP * tiles_f), tile % (GROUP * tiles_f)
-    height = gl.minimum(tiles_n - band * GROUP, GROUP)
-    return band * GROUP + within % height, within // height * BLOCK_F
-
-
-@gluon.jit
 def _slices(tile, COUNT: gl.constexpr, layout: gl.constexpr):
     """Split a tile's columns into COUNT parts, each in the layout of a wgmma of its size. No data moves."""
     parts = (tile,)
@@ -125,8 +114,8 @@ def _produce(
     steps = gl.cdiv(C, BLOCK_C)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), gl.num_programs(0)):
-        tile_n, f = _place(tile, N, F, BLOCK_N, BLOCK_F, GROUP)
-        n = tile_n * BLOCK_N
+        tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
+        n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         for step in range(steps + BACKWARD):  # in the backward, one more step loads h
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), BYTES)
@@ -175,8 +164,8 @@ def _consume(
     parity = 0  # 1 if this consumer has computed an odd number of tiles
     first = gl.program_id(0) + CONSUMER * programs
     for tile in range(first, gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), 2 * programs):
-        tile_n, f = _place(tile, N, F, BLOCK_N, BLOCK_F, GROUP)
-        n = tile_n * BLOCK_N
+        tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
+        n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         stage, phase, last = position % STAGES, position // STAGES & 1, 0
         total = gl.zeros((BLOCK_N, BLOCK_F), gl.float32, tile_layout)
         # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
@@ -354,7 +343,7 @@ def launch_kernel(
 ) -> None:
     """Run the kernel, backward if dh is given and otherwise forward: see launch_kernel() in triton.py.
 
-    In fp8 x_scale is the scale of x, and in the backward, where x is dy, also that of dh. w_unit is 1 / the scale of w.
+    In fp8, x_scale is the scale of x, and w_unit is 1 / the scale of w. In the backward x is dy, and dh gets its scale.
     """
     (N, C), F, backward, fp8 = x.shape, h.shape[1], dh is not None, w_unit is not None
     n, f, c, columns = launch["BLOCK_N"], launch["BLOCK_F"], launch["BLOCK_C"], launch["SLICE"]

@@ -23,7 +23,7 @@ the matmul is long enough to hide the stores. But this kernel does not hide them
 its epilogue. On Hopper, in 16-bit dtypes and for widths that are multiples of 8, the kernel of _gluon.py runs instead,
 which hides them. At N = 65,536 and C = 768 its forward and backward take 1.1 to 1.2 ms together (receipts of 124M
 training steps on an H200), and at 777 TFLOP/s the two matmuls alone would take 0.8 ms. The kernel below is easier to
-read, so read it first. With fp8, the MLP is that of _fp8.py.
+read, so read it first. With fp8, _fp8.py computes the MLP.
 """
 
 import torch
@@ -37,6 +37,7 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.mlp import _fp8, _gluon
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import candidates as quantize_candidates
+from kernels.tiles import place
 from kernels.tuned import launch_parameters
 
 PARAMETERS = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
@@ -72,12 +73,9 @@ def _mlp_kernel(
     dtype = h_ptr.dtype.element_ty
     tiles_n, tiles_f = tl.cdiv(N, BLOCK_N), tl.cdiv(F, BLOCK_F)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_f, tl.num_programs(0), flatten=True):
-        # go GROUP tiles down before one tile to the right, so that 132 programs read few rows of x and few rows of w
-        band = tile // (GROUP * tiles_f)
-        height = min(tiles_n - band * GROUP, GROUP)
-        tile_n = band * GROUP + (tile % (GROUP * tiles_f)) % height
+        tile_n, tile_f = place(tile, tiles_n, tiles_f, GROUP)
         n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]  # int64: N F can exceed 2^31
-        f = (tile % (GROUP * tiles_f)) // height * BLOCK_F + tl.arange(0, BLOCK_F)
+        f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
         total = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
         for start in range(0, C, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)

@@ -89,8 +89,8 @@ def optional_arguments(inputs: dict) -> list[str]:
 def random_gradients(results: tuple[Tensor, ...], inputs: dict) -> list[Tensor]:
     """Return a random gradient of each output.
 
-    In fp8 it is that of a mean over the rows, as in training, or it would saturate. A scalar (the loss) gets 1, because
-    some backends round gradients to fp8 in the forward.
+    In fp8 it has the size of a gradient of a mean over the rows, as in training; a larger one would saturate. A scalar
+    (the loss) gets 1, because some backends round gradients to fp8 in the forward.
     """
     if not inputs.get("fp8"):
         return [torch.randn_like(out) for out in results]

@@ -115,7 +115,7 @@ def test_pad_adds_zeros():
 @pytest.mark.parametrize("sizes", [(64, 128, 48), (1, 768, 768), (33, 65, 7), (4096, 768, 3072)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_of_a_gpu_equals_the_emulation(sizes, bias):
-    """With fast accumulation a tensor core adds 32 products at a time to a sum of which it keeps 14 bits."""
+    """With fast accumulation, a tensor core adds 32 products at a time to a sum. It keeps 14 bits of the sum."""
     (M, K, N), draw = sizes, torch.Generator().manual_seed(4)
     a, b = (torch.randn(rows, K, generator=draw).to(dtype) for rows, dtype in ((M, E5M2), (N, E4M3)))
     c = torch.randn(N, generator=draw).to(torch.bfloat16) if bias else None
