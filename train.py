@@ -15,9 +15,9 @@ from kernels import registry
 from lab import proof
 from lab.recipe import Recipe
 from lab.sweep.launcher import SweepConfig, register_sweeps
-from model import cost, generate, optim, parallel, pretrained
-from model.gpt import GPT, PRECISIONS, GPTConfig
-from model.step import check_finite, evaluate, train_step
+from model import capture, cost, generate, optim, parallel, pretrained
+from model.gpt import PRECISIONS, GPTConfig
+from model.step import check_finite, evaluate
 from runtime import checkpoint, compiling, console, resume, schedule, trackers
 from runtime import device as machine
 from runtime.config import check, cli
@@ -71,8 +71,7 @@ class Job:
     batches: loader.Loader  # step -> its micro-batches
     held_out: loader.Windows | None  # for evaluation
     ceiling: machine.Ceiling  # the peak FLOP/s of the device
-    model: GPT
-    optimizer: optim.Optimizer
+    step: capture.StepRunner  # with the model and the optimizer
     references: list[proof.FirstSteps]  # empty: without parity
     recorder: proof.Recorder | None  # of the first steps, for parity
 
@@ -88,7 +87,7 @@ def begin(job: Job, resume_from: Path | None) -> tuple[Checkpoints, Meter]:
     folder = run.folder / "checkpoints"
     checkpoints = Checkpoints(folder, t.keep_checkpoints, t.sharded_checkpoints, ranks, device, steps_before)
     if t.checkpoint_every:
-        checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.model.named_parameters()})
+        checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.step.model.named_parameters()})
     if ranks.is_main:
         print(console.header(run.row, *cost.describe(job.recipe.model, t.block_size), job.dataset.summary, run.folder))
     return checkpoints, Meter(device, t.tokens_per_step, job.ceiling, ranks, steps_before, seconds_before)
@@ -96,14 +95,14 @@ def begin(job: Job, resume_from: Path | None) -> tuple[Checkpoints, Meter]:
 
 def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) -> schedule.Due:
     """Step, log, evaluate and save, until the run ends. Returns what was due after the last step."""
-    t, device, ranks, run, model, optimizer = job.train, job.device, job.ranks, job.run, job.model, job.optimizer
+    t, device, ranks, run, optimizer = job.train, job.device, job.ranks, job.run, job.step.optimizer
     first_step = meter.steps_before + 1
     signals.looping = True
     with checkpoints, meter.power, console.progress_bar(t.max_steps, meter.steps_before) as bar:
         for step, (batches, data_wait) in enumerate(loader.prefetch(job.batches, first_step, device), first_step):
             [last_step] = ranks.max_over_ranks(schedule.predict_last_step(t, step, meter))
             lr = optim.learning_rate(job.recipe.optim, step, last_step)
-            loss, norm = train_step(model, optimizer, batches, lr)
+            loss, norm = job.step(batches, lr)
             meter.data_wait += data_wait
             if job.recorder:
                 job.recorder.add_loss(loss)
@@ -121,7 +120,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
                 figures = {key: value for key, value in figures.items() if not key.startswith("perf/")}
             is_best = False
             if due.evaluate:
-                val_loss = evaluate(model, job.held_out, t.batch_size, t.eval_samples, device, ranks)
+                val_loss = evaluate(job.step.model, job.held_out, t.batch_size, t.eval_samples, device, ranks)
                 bar.write(console.val_line(step, t.max_steps, val_loss))
                 figures["val/loss"], is_best = val_loss, val_loss < checkpoints.best
             if due.save or (is_best and t.checkpoint_every):
@@ -131,15 +130,15 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
             run.log(step, figures)
             if due.end:
                 break
-        run.row |= {"steps": step, **figures, **meter.result(), **checkpoints.close()}
+        run.row |= {"steps": step, **figures, **job.step.figures, **meter.result(), **checkpoints.close()}
     return due
 
 
 def save(job: Job, checkpoints: Checkpoints, step: int, elapsed: float, val_loss: float | None) -> float:
     """Start to save a checkpoint with all that restore() needs. Returns the seconds that the loop had to wait."""
     facts = {"val_loss": val_loss, "elapsed": elapsed, "config": job.config, "data": job.dataset.fingerprint}
-    rest = {"updates": job.optimizer.updates, "random": job.ranks.gather(checkpoint.random_state(job.device))}
-    pause, job.optimizer.being_copied = checkpoints.save(step, job.optimizer.state(), rest, facts)
+    rest = {"updates": job.step.optimizer.updates, "random": job.ranks.gather(checkpoint.random_state(job.device))}
+    pause, job.step.optimizer.being_copied = checkpoints.save(step, job.step.optimizer.state(), rest, facts)
     return pause
 
 
@@ -147,8 +146,8 @@ def restore(job: Job, path: Path) -> tuple[int, float]:
     """Load a checkpoint: (its steps, the seconds that they took). Raises UserError if it is of another run."""
     saved = checkpoint.read_manifest(path)
     resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, may_differ=pretrained.TRAINING)
-    rest = checkpoint.load_state(path, job.optimizer.state())
-    job.optimizer.load(saved["step"], rest["updates"])
+    rest = checkpoint.load_state(path, job.step.optimizer.state())
+    job.step.optimizer.load(saved["step"], rest["updates"])
     if job.ranks.rank < len(rest["random"]):  # a rank that the saved job did not have keeps its own random state
         checkpoint.restore_random_state(rest["random"][job.ranks.rank], job.device)
     return saved["step"], saved["elapsed"]
@@ -157,7 +156,7 @@ def restore(job: Job, path: Path) -> tuple[int, float]:
 def write_sample(job: Job) -> None:
     """Print some generated text, and keep it as sample.txt."""
     try:
-        text = generate.sample_text(job.model, job.dataset.tokenizer, job.train.sample_tokens, job.recipe.seed)
+        text = generate.sample_text(job.step.model, job.dataset.tokenizer, job.train.sample_tokens, job.recipe.seed)
     except registry.Unavailable as reason:
         print(f"sample   none: {reason}")
         return
@@ -181,7 +180,7 @@ def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
     if needs_proof:
         batches = [tuple(tensor.to(job.device) for tensor in batch) for batch in job.batches(row["steps"] + 1)]
         first_steps = job.recorder.steps if job.recorder else {}
-        proof.prove(row, job.recipe, job.train, job.model, job.optimizer, batches, first_steps, job.references)
+        proof.prove(row, job.recipe, job.train, job.step, batches, first_steps, job.references)
         run.record("ok")
 
 
@@ -237,9 +236,10 @@ def main(cfg: Config) -> None:
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
             optimizer = optim.Optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
+            step = capture.StepRunner(model, optimizer, t.cuda_graph)
+            parts = dataset, batches, held_out, ceiling, step, references
             recorder = proof.Recorder(optimizer) if references else None
-            parts = dataset, batches, held_out, ceiling, model, optimizer, references, recorder
-            job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts)
+            job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
             checkpoints, meter = begin(job, resume_from)
             due = train(job, checkpoints, meter, signals)
             finish(job, due, signals)

@@ -200,7 +200,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.loss = config, ops.loss
-        self.run_block = BlockRunner(config.checkpointing, config.keep_attention, ops.attention)
+        self.run_block = BlockRunner(config.checkpointing, config.keep_attention, ops.attention, config.dropout)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also lm_head (Press and Wolf 2017)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.drop = dropout(config)

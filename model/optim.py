@@ -82,6 +82,11 @@ class Optimizer:
         if self.has_masters or self.sharded:
             copies = [local(weight).detach().to(torch.float32, copy=self.has_masters) for weight in self.weights]
             self.masters = [copy.requires_grad_() for copy in copies]
+        device = self.masters[0].device
+        # These four are on the device, so that a CUDA graph can contain a step
+        self.lr = torch.zeros((), device=device)
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # calls of step(), refused steps included
+        self.refused, self.first_refused = torch.zeros_like(self.steps), torch.zeros_like(self.steps)
         self.adamw = torch.optim.AdamW(
             [
                 {"params": [w for w in self.masters if w.dim() >= 2], "weight_decay": config.weight_decay},
@@ -89,10 +94,10 @@ class Optimizer:
             ],
             betas=(config.beta1, config.beta2),
             fused=True,
+            capturable=device.type == "cuda",
         )
-        device = self.masters[0].device
-        self.steps = 0  # calls of step(), refused steps included
-        self.refused, self.first_refused = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        for group in self.adamw.param_groups:
+            group["lr"] = self.lr  # not an argument of AdamW(), which would read its value
         self.being_copied: torch.cuda.Event | None = None  # the next update waits until a checkpoint is copied
         self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
 
@@ -113,11 +118,11 @@ class Optimizer:
             weight.grad = None
 
     @torch.no_grad()
-    def step(self, lr: float, loss: Tensor) -> Tensor:
+    def step(self, lr: float | Tensor, loss: Tensor) -> Tensor:
         """Average the gradients over the ranks, clip them, update the weights, and clear the gradients.
 
-        `loss` is the loss of the step, the same on every rank. If it is not finite, the step is refused. Returns the
-        norm of the gradients before clipping, on the device.
+        `lr` is a number, or a scalar on the device. `loss` is the loss of the step, the same on every rank. If it is
+        not finite, the step is refused. Returns the norm of the gradients before clipping, on the device.
         """
         self.steps += 1
         gradients = [master.grad for master in self.masters]
@@ -135,18 +140,21 @@ class Optimizer:
         refuse = ~(norm.isfinite() & loss.isfinite())
         if self.stop:
             refuse |= self.first_refused > 0
-        self.first_refused.masked_fill_(refuse & (self.first_refused == 0), self.steps)
+        self.first_refused += torch.where(refuse & (self.first_refused == 0), self.steps, 0)
         self.refused += refuse
         self.adamw.found_inf = refuse.float()
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        if self.being_copied:
-            torch.cuda.current_stream().wait_event(self.being_copied)
-            self.being_copied = None
+        self.lr.fill_(lr)
+        self.wait_until_copied()
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self._round_weights()
         return norm
+
+    def wait_until_copied(self) -> None:
+        """Let the device wait until the last checkpoint has copied the weights and moments."""
+        if self.being_copied:
+            torch.cuda.current_stream().wait_event(self.being_copied)
+            self.being_copied = None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the groups "model", "exp_avg" and "exp_avg_sq" for checkpoints, each of them name -> fp32 tensor.
@@ -170,7 +178,7 @@ class Optimizer:
     @torch.no_grad()
     def load(self, steps: int, updates: int) -> None:
         """Continue after so many steps and updates. Copy the weights and moments into the tensors of state() first."""
-        self.steps = steps
+        self.steps.fill_(steps)
         self.refused.fill_(steps - updates)
         for master in self.masters:
             state = self.adamw.state[master]

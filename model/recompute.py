@@ -20,12 +20,13 @@ from kernels.registry import checkpointed_operators
 class BlockRunner:
     """Calls a block: block(x, residual, **rest). If gradients are on, it uses a checkpoint as the config says."""
 
-    def __init__(self, checkpointing: str, keep_attention: bool, attention: Callable):
+    def __init__(self, checkpointing: str, keep_attention: bool, attention: Callable, dropout: float):
         self.checkpointing = checkpointing  # none | block | host
-        self.options = {}
+        # Without dropout a block draws no random numbers. A CUDA graph cannot contain a copy of their state
+        self.options = {"preserve_rng_state": dropout > 0}
         if keep_attention:
             policy = partial(save_or_recompute, checkpointed_operators(attention))
-            self.options = {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+            self.options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     def __call__(self, block: nn.Module, x: Tensor, residual: Tensor | None, **rest) -> tuple[Tensor, Tensor]:
         if self.checkpointing == "none" or not torch.is_grad_enabled():

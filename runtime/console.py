@@ -91,7 +91,7 @@ def power_line(row: dict) -> str:
 
 
 def summary(row: dict) -> str:
-    """Return the speed of a training run in two lines, and a third one if the GPU's power is known."""
+    """Return the speed of a training run in three lines, and a fourth one if the GPU's power is known."""
     if row["perf/tokens_per_sec"] is None:
         return f"speed    not measured: the first {WARMUP} steps are warm-up, and the run had no other steps"
     spread = f"p20 {row['perf/tokens_per_sec/p20']:,.0f}, p80 {row['perf/tokens_per_sec/p80']:,.0f}"
@@ -103,5 +103,6 @@ def summary(row: dict) -> str:
         f"({row['perf/data_wait_ms']:.2f} ms for data); {share}\n"
         f"start    {row['perf/first_step_s']:.1f} s for the first step, {row['perf/compile_s']:.1f} s of it to compile "
         f"and start; {row['perf/warmup_s']:.1f} s for all {WARMUP} warm-up steps; "
-        f"{row['perf/recompiles']} recompilations{power_line(row)}"
+        f"{row['perf/recompiles']} recompilations\n"
+        f"graph    {row['cuda_graph']}{power_line(row)}"
     )

@@ -34,6 +34,7 @@ class TrainConfig:
     resume: str | None  # auto | a run's folder | a checkpoint
     stop_after: int | None  # steps after which this process writes a checkpoint and ends; the schedule does not change
     on_nonfinite: str  # stop | skip
+    cuda_graph: bool | None  # replay steps from a CUDA graph; None: where it is possible
 
     def __post_init__(self):
         may_be_zero = {"eval_every", "sample_tokens", "checkpoint_every"}

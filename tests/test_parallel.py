@@ -155,13 +155,14 @@ FAILING = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
 import train
+from model import capture
 from runtime.config import UserError
-step = train.train_step
+step = capture.train_step
 def failing(model, optimizer, batches, lr):
     if optimizer.ranks.rank == 1 and optimizer.steps == 4:
         {fault}
     return step(model, optimizer, batches, lr)
-train.train_step = failing
+capture.train_step = failing
 train.main()
 """
 

@@ -17,10 +17,9 @@ import yaml
 from safetensors.torch import load_file
 
 import data
-import train
 from data.loader import Loader, Windows
 from kernels.registry import OPS, impls, unavailable
-from model import generate
+from model import capture, generate
 from runtime.checkpoint import checkpoint_folders, newest_valid, verify
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
@@ -148,7 +147,7 @@ def test_the_second_ctrl_c_ends_at_once(hotswap, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(train, "train_step", twice)
+    monkeypatch.setattr(capture, "train_step", twice)
     assert hotswap(*QUICK)[0] == 130
     assert row()["status"] == "stopped: SIGINT twice"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -386,19 +385,19 @@ def test_a_folder_is_locked_by_its_run(hotswap, tmp_path):
 
 def test_a_disk_that_is_full_from_step_5_on(hotswap, monkeypatch):
     """No file may grow beyond 20 kB. A checkpoint then fails with a warning, and the last one with an error."""
-    step, before = train.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
+    step, before = capture.train_step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def filling(model, optimizer, batches, lr):
         if optimizer.steps == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
         return step(model, optimizer, batches, lr)
 
-    monkeypatch.setattr(train, "train_step", filling)
+    monkeypatch.setattr(capture, "train_step", filling)
     try:
         code, out, err = hotswap(*BASE, "train.checkpoint_every=3", "train.max_steps=9")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        monkeypatch.setattr(train, "train_step", step)
+        monkeypatch.setattr(capture, "train_step", step)
     assert err.count("\n") == 2, err
     first, last = err.splitlines()
     assert first.startswith("warning: run/checkpoints/step-000006 could not be written: ")
@@ -420,18 +419,18 @@ def test_a_folder_that_cannot_be_written(hotswap):
 
 def poison(monkeypatch, *bad):
     """Make a gradient of each of these steps NaN."""
-    step = train.train_step
+    step = capture.train_step
 
     def poisoned(model, optimizer, batches, lr):
         handle = None
-        if optimizer.steps + 1 in bad:
+        if int(optimizer.steps) + 1 in bad:
             handle = model.ln_f.weight.register_hook(lambda gradient: gradient * math.nan)
         figures = step(model, optimizer, batches, lr)
         if handle:
             handle.remove()
         return figures
 
-    monkeypatch.setattr(train, "train_step", poisoned)
+    monkeypatch.setattr(capture, "train_step", poisoned)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(hotswap, monkeypatch):
@@ -491,7 +490,7 @@ def test_a_too_high_learning_rate_stops_the_run(hotswap):
 
 
 def test_a_shard_that_changes_during_a_run_is_an_error(hotswap, monkeypatch):
-    step = train.train_step
+    step = capture.train_step
 
     def changing(model, optimizer, batches, lr):
         if optimizer.steps == 3:
@@ -499,7 +498,7 @@ def test_a_shard_that_changes_during_a_run_is_an_error(hotswap, monkeypatch):
             os.utime(path, (0, 0))
         return step(model, optimizer, batches, lr)
 
-    monkeypatch.setattr(train, "train_step", changing)
+    monkeypatch.setattr(capture, "train_step", changing)
     code, _, err = hotswap(*QUICK)
     assert code == 1
     assert re.match(r"error: .*/train/000000.bin has changed|error: .* changed while it was being read", err)

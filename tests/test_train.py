@@ -26,6 +26,7 @@ from data.loader import Loader, Windows, prefetch
 from kernels import registry
 from lab.proof import memory
 from lab.recipe import Recipe
+from model import capture
 from model.optim import Optimizer
 from model.step import evaluate, train_step
 from runtime.config import parse
@@ -73,7 +74,7 @@ def losses(hotswap, *overrides):
 
 def set_clock(monkeypatch, seconds):
     """Replace the clock of the run: each training step takes `seconds`, and everything else takes no time."""
-    clock, step = SimpleNamespace(now=0.0), train.train_step
+    clock, step = SimpleNamespace(now=0.0), train_step
     clock.perf_counter = lambda: clock.now
 
     def timed_step(*arguments):
@@ -81,7 +82,7 @@ def set_clock(monkeypatch, seconds):
         return step(*arguments)
 
     monkeypatch.setattr("runtime.meter.time", clock)
-    monkeypatch.setattr(train, "train_step", timed_step)
+    monkeypatch.setattr(capture, "train_step", timed_step)
 
 
 SMOKE = "train.max_steps=30", "train.max_minutes=null", "train.eval_every=15", "train.log_every=5"
@@ -309,7 +310,7 @@ def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
             "CUDA out of memory. Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB. See ..."
         )
 
-    monkeypatch.setattr(train, "train_step", full)
+    monkeypatch.setattr(capture, "train_step", full)
     code, _, err = hotswap(*QUICK)
     assert code == 1
     assert err.startswith("error: out of GPU memory with train.batch_size=4 x train.block_size=128, eager-sdpa-fp32: ")
@@ -397,7 +398,7 @@ def test_an_interrupted_run_has_a_row(hotswap, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "train_step", interrupt)
+    monkeypatch.setattr(capture, "train_step", interrupt)
     code, _, err = hotswap(*QUICK)
     assert (code, err) == (130, "interrupted\n")
     assert row()["status"] == "failed: KeyboardInterrupt"

@@ -1,7 +1,5 @@
 """The proof that the row of a run has with proof=true: parity, a receipt, and the parts of the memory."""
 
-import torch
-
 from data.loader import Batch
 from kernels.registry import expected_kernels, family_patterns, impl_by_op
 from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
@@ -9,9 +7,7 @@ from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong  # noqa: F40
 from lab.proof.receipt import missing_kernel, profile_step
 from lab.proof.references import make_references  # noqa: F401
 from lab.recipe import Recipe
-from model.gpt import GPT
-from model.optim import Optimizer
-from model.step import train_step
+from model.capture import StepRunner
 from runtime.config import UserError
 from runtime.schedule import TrainConfig
 
@@ -28,46 +24,45 @@ def prove(
     row: dict,
     recipe: Recipe,
     train: TrainConfig,
-    model: GPT,
-    optimizer: Optimizer,
+    step: StepRunner,
     batches: list[Batch],
     first_steps: FirstSteps,
     references: list[FirstSteps],
 ) -> None:
-    """Put the proof of a finished run into its row.
+    """Put the proof of a finished run into its row. It frees the CUDA graph of `step`.
 
     `batches` are the batches of one more step, on the model's device. `references` are the first steps of eager PyTorch
     in fp32 and in the run's precision, or empty. Raises Wrong if the run did not do what its row says.
     """
-    device = model.wte.weight.device
+    device = step.device
     if references:
         row["parity"] = judge(first_steps, *references)
+    row["receipt"] = make_receipt(row, recipe, step, batches)
     row["memory"] = {"predicted": None, "measured": None}
-    if optimizer.ranks.single:
+    if step.optimizer.ranks.single:
         micro_steps = train.tokens_per_step // (train.batch_size * train.block_size)
         row["memory"]["predicted"] = predict_step(recipe, train.batch_size, train.block_size, micro_steps, device)
         if device.type == "cuda":
-            row["memory"]["measured"] = measure_step(model, optimizer, batches[0], row["mem/peak_allocated_gib"])
-    row["receipt"] = make_receipt(row, recipe, model, optimizer, batches, device)
+            step.release()
+            peak = row["mem/peak_allocated_gib"]
+            row["memory"]["measured"] = measure_step(step.model, step.optimizer, batches[0], peak)
     print(proof_lines(row))
     if reason := why_wrong(row["parity"]) or row["receipt"]["wrong"]:
         raise Wrong(reason)
 
 
-def make_receipt(
-    row: dict, recipe: Recipe, model: GPT, optimizer: Optimizer, batches: list[Batch], device: torch.device
-) -> dict:
+def make_receipt(row: dict, recipe: Recipe, step: StepRunner, batches: list[Batch]) -> dict:
     """Profile one more step, and return its kernels.
 
     `wrong` names an op that did not run as the row says. `unchecked` lists the ops whose backends name no kernels.
     """
     impls = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if op in row["kernels"]}
-    step = profile_step(lambda: train_step(model, optimizer, batches, 0.0), device, family_patterns(impls))
+    receipt = profile_step(lambda: step(batches, 0.0), step.device, family_patterns(impls))
     claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}
-    wrong = missing_kernel(step, claims)
+    wrong = missing_kernel(receipt, claims)
     unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
-    step["kernels"] = step["kernels"][:RECEIPT_KERNELS]
-    return {"step_ms": row.get("perf/step_ms"), **step, "wrong": wrong, "unchecked": unchecked}
+    receipt["kernels"] = receipt["kernels"][:RECEIPT_KERNELS]
+    return {"step_ms": row.get("perf/step_ms"), **receipt, "wrong": wrong, "unchecked": unchecked}
 
 
 def proof_lines(row: dict) -> str:

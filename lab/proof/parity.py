@@ -50,7 +50,7 @@ class Recorder:
 
     def add_loss(self, loss: Tensor) -> None:
         if len(self.losses) < STEPS:
-            self.losses.append(loss)
+            self.losses.append(loss.clone())  # a step from a CUDA graph overwrites the loss before it
 
     @property
     def steps(self) -> FirstSteps:

@@ -112,7 +112,8 @@ def test_a_step_that_is_not_finite_changes_nothing():
     weights, optimizer = five_steps_with_a_nan(stop=False)
     assert same(weights[1], weights[2])
     assert not same(weights[2], weights[3])
-    assert (int(optimizer.refused), int(optimizer.first_refused), optimizer.steps, optimizer.updates) == (1, 3, 5, 4)
+    counters = optimizer.refused, optimizer.first_refused, optimizer.steps
+    assert (*map(int, counters), optimizer.updates) == (1, 3, 5, 4)
     net = model()
     without = Optimizer(net, OptimConfig(**ADAMW))
     for step in (1, 2, 4, 5):
@@ -159,7 +160,7 @@ def test_an_optimizer_with_copied_state_makes_the_same_steps(dtype):
         step(nets[0], first, number)
         step(nets[1], second, number)
     assert same(nets[0].parameters(), nets[1].parameters())
-    assert (second.steps, second.updates) == (6, 6)
+    assert (int(second.steps), second.updates) == (6, 6)
 
 
 def test_the_schedule_of_the_learning_rate():

@@ -109,16 +109,16 @@ def kill_wandb_process():
 
 
 def test_the_run_continues_without_wandb_when_its_process_is_killed(hotswap, tmp_path, monkeypatch):
-    import train
+    from model import capture
 
-    step = train.train_step
+    step = capture.train_step
 
     def kill_after_step_3(model, optimizer, batches, lr):
         if optimizer.steps == 3:
             kill_wandb_process()
         return step(model, optimizer, batches, lr)
 
-    monkeypatch.setattr(train, "train_step", kill_after_step_3)
+    monkeypatch.setattr(capture, "train_step", kill_after_step_3)
     code, _, err = hotswap(*SMALL)
     assert code == 0
     assert err.startswith("warning: W&B failed (")
@@ -137,7 +137,7 @@ def test_a_resumed_run_is_the_same_run_in_wandb(hotswap, tmp_path):
 
 
 def test_a_failed_run_has_its_status_and_exit_code_in_wandb(hotswap, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.train_step", lambda *_: 1 / 0)
+    monkeypatch.setattr("model.capture.train_step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hotswap(*SMALL)
     run = json.loads(inspect(tmp_path / "run", "--summary"))

@@ -1,0 +1,124 @@
+"""Training steps that are replayed from a CUDA graph.
+
+A step of GPT-2 124M is some 1,000 kernels. Launching them takes the host 30 to 80 ms, and with 16 sequences or fewer
+the GPU waits for it. A CUDA graph launches all of them with one call: forward, backward, clipping and AdamW. The graph
+contains no value of the host. The batch and the learning rate are tensors, which each call fills.
+
+The memory of a graph belongs to the graph. It is as much as the peak of an uncaptured step.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from data.loader import Batch
+from model.gpt import GPT, GPTConfig
+from model.optim import Optimizer
+from model.step import train_step
+from runtime.compat import copy_tensors
+from runtime.config import UserError, check
+
+UNCAPTURED = 2  # steps: the first compiles kernels and allocates the optimizer's state, the second is watched
+LARGEST_SHARE = 0.8  # of the GPU's memory: an evaluation cannot use the graph's
+
+
+class StepRunner:
+    """step(batches, lr) makes one optimizer step, as train_step() does: (mean loss, gradient norm) on the device.
+
+    From the third call on it replays a CUDA graph, and the next call overwrites the two results. `why_not` is the
+    reason if it does not, and None otherwise. `wanted` is the config's train.cuda_graph: false never captures, null
+    captures where that is possible, and true raises UserError where it is not. All calls take batches of one shape.
+    """
+
+    def __init__(self, model: GPT, optimizer: Optimizer, wanted: bool | None):
+        self.model, self.optimizer, self.wanted = model, optimizer, wanted
+        self.device = optimizer.masters[0].device
+        self.calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.why_not: str | None = None
+        single = optimizer.ranks.single
+        self._refuse("train.cuda_graph=false" if wanted is False else reason_against(model.config, self.device, single))
+
+    def __call__(self, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        if self.calls == UNCAPTURED and not self.why_not:
+            with watch_for_syncs() as syncs:
+                results = train_step(self.model, self.optimizer, batches, lr)
+            self._refuse(syncs[0] if syncs else too_large(self.device))
+            return results
+        if self.why_not or self.calls < UNCAPTURED:
+            return train_step(self.model, self.optimizer, batches, lr)
+        if self.graph is None:
+            self.lr = torch.zeros((), device=self.device)
+            self.batches = [tuple(map(torch.empty_like, batch)) for batch in batches]
+        self.lr.fill_(lr)
+        copy_tensors([t for batch in self.batches for t in batch], [t for batch in batches for t in batch])
+        self.optimizer.wait_until_copied()
+        if self.graph is None:
+            self._capture()
+        self.graph.replay()
+        return self.results
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """The row's figure: whether steps were captured, and why not."""
+        return {"cuda_graph": "captured" if self.graph else self.why_not or "the run was too short"}
+
+    def release(self) -> None:
+        """Free the graph and its memory. Later calls are not captured."""
+        self.graph = self.results = self.batches = None
+        self.why_not = self.why_not or "released"
+
+    def _refuse(self, reason: str | None) -> None:
+        check(not (self.wanted and reason), f"train.cuda_graph=true is impossible: {reason}; pass null or false")
+        self.why_not = reason
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Only this thread's calls are restricted: the loader's thread allocates pinned memory
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.results = train_step(self.model, self.optimizer, self.batches, self.lr)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"a CUDA graph cannot contain this step: {reason}; pass train.cuda_graph=false") from error
+        self.graph = graph
+
+
+def reason_against(config: GPTConfig, device: torch.device, single: bool) -> str | None:
+    """Return why a step of this model cannot be captured; None if it may be. `single`: one process trains."""
+    if device.type != "cuda":
+        return "it needs an NVIDIA GPU"
+    if not single:
+        return "several processes train together"
+    if config.checkpointing == "host":
+        return "model.checkpointing=host allocates host memory in each step"
+    if config.checkpointing == "block" and config.dropout:
+        return "model.checkpointing=block with model.dropout reads the state of the random numbers in each step"
+    return None
+
+
+def too_large(device: torch.device) -> str | None:
+    """Return a reason against capturing if the steps so far took so much memory that an evaluation may not fit."""
+    share = torch.cuda.max_memory_allocated(device) / torch.cuda.get_device_properties(device).total_memory
+    if share <= LARGEST_SHARE:
+        return None
+    return f"a step takes {share:.0%} of the GPU's memory, and a graph would keep it (limit {LARGEST_SHARE:.0%})"
+
+
+@contextmanager
+def watch_for_syncs() -> Iterator[list[str]]:
+    """Yield a list. When the context ends, it has a line for each place where the host waited for the GPU."""
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    syncs = (warning for warning in caught if "called a synchronizing" in str(warning.message))
+    found += [f"{sync.filename}:{sync.lineno} waits for the GPU" for sync in syncs]
