@@ -201,6 +201,11 @@ inline u16 round_to_bf16(float x) {
   return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 inline u32 select_bits(u32 bits, u32 mask, u32 other) { return (bits & mask) | other; }
+inline float e4m3_to_float(u8 bits) {
+  float magnitude = __uint_as_float((bits & 0x7Fu) << 20) * 0x1p120f;  // the biases of the exponents are 7 and 127
+  if ((bits & 0x7F) == 0x7F) magnitude = __uint_as_float(0x7FC00000);
+  return bits & 0x80 ? -magnitude : magnitude;
+}
 inline u32 subtract_pairs(u32 a, u32 b) {
   const float low = __uint_as_float(a << 16) - __uint_as_float(b << 16);
   const float high = __uint_as_float(a & 0xFFFF0000u) - __uint_as_float(b & 0xFFFF0000u);

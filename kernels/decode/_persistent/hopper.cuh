@@ -65,6 +65,14 @@ __device__ __forceinline__ unsigned select_bits(unsigned bits, unsigned mask, un
   return selected;
 }
 
+__device__ __forceinline__ float e4m3_to_float(unsigned char bits) {
+  float x;  // through fp16, which has all numbers of e4m3; --ftz would make a subnormal of fp32 zero
+  asm("{ .reg .b32 both; .reg .b16 low, high;\n"
+      "  cvt.rn.f16x2.e4m3x2 both, %1; mov.b32 {low, high}, both; cvt.f32.f16 %0, low; }"
+      : "=f"(x) : "h"((unsigned short)bits));
+  return x;
+}
+
 __device__ __forceinline__ unsigned subtract_pairs(unsigned a, unsigned b) {  // of two numbers in bf16
   unsigned difference;
   asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));

@@ -9,11 +9,7 @@ template <class A, class B> struct Choice<false, A, B> { typedef B Type; };
 
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(bf16 x) { return __uint_as_float((u32)x.bits << 16); }
-DEVICE float to_float(e4m3 x) {
-  float magnitude = __uint_as_float((x.bits & 0x7Fu) << 20) * 0x1p120f;  // the biases of the exponents are 7 and 127
-  if ((x.bits & 0x7F) == 0x7F) magnitude = __uint_as_float(0x7FC00000);
-  return x.bits & 0x80 ? -magnitude : magnitude;
-}
+DEVICE float to_float(e4m3 x) { return e4m3_to_float(x.bits); }
 
 template <class V> DEVICE V convert(float x);
 template <> DEVICE float convert<float>(float x) { return x; }
