@@ -17,7 +17,7 @@ from lab.recipe import Recipe
 from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import capture, cost, generate, optim, parallel, pretrained
 from model.gpt import PRECISIONS, GPTConfig
-from model.step import check_finite, evaluate
+from model.step import check_finite, evaluate, make_optimizer
 from runtime import checkpoint, compiling, console, resume, schedule, trackers
 from runtime import device as machine
 from runtime.config import check, cli
@@ -235,7 +235,7 @@ def main(cfg: Config) -> None:
             machine.reset_peak_memory(device)
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
-            optimizer = optim.Optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
+            optimizer = make_optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
             step = capture.StepRunner(model, optimizer, t.cuda_graph)
             parts = dataset, batches, held_out, ceiling, step, references
             recorder = proof.Recorder(optimizer) if references else None

@@ -35,7 +35,7 @@ class StepRunner:
 
     def __init__(self, model: GPT, optimizer: Optimizer, wanted: bool | None):
         self.model, self.optimizer, self.wanted = model, optimizer, wanted
-        self.device = optimizer.masters[0].device
+        self.device = optimizer.lr.device
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.why_not: str | None = None

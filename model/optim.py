@@ -1,6 +1,7 @@
 """AdamW over fp32 weights, whatever dtype the model stores; gradient clipping; a schedule of warm-up and cosine."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class OptimConfig:
     beta1: float
     beta2: float
     grad_clip: float  # the largest norm of all gradients together; 0: no limit
+    impl: str | None = None  # torch | triton; None: triton where it runs
 
     def __post_init__(self):
         for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
@@ -36,6 +38,7 @@ class OptimConfig:
             self.min_lr <= self.learning_rate,
             f"optim.min_lr={self.min_lr} is above optim.learning_rate={self.learning_rate}, and the rate only falls",
         )
+        check(self.impl in (None, "torch", "triton"), f"optim.impl={self.impl}: choose torch, triton or null")
 
 
 def learning_rate(config: OptimConfig, step: int, last: float) -> float:
@@ -46,17 +49,113 @@ def learning_rate(config: OptimConfig, step: int, last: float) -> float:
     return config.min_lr + (config.learning_rate - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class Optimizer:
-    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused.
+class Optimizer(ABC):
+    """Averages the gradients over the ranks, clips them, and makes AdamW's updates of fp32 weights.
 
     A bf16 weight has an fp32 master here. The master sums the gradients of the micro-steps, and after the update the
     weight is the rounded master. A bf16 weight alone would lose every change below 2^-9 of its size. If FSDP shards a
     weight, this rank updates its own rows.
 
-    A step whose loss or gradient norm is not finite changes nothing: the step is refused. As with a GradScaler, the
-    fused kernel reads a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is
-    the number of the first refused step (0: none). With `stop`, all steps after it are refused too, until the host sets
-    first_refused to 0.
+    A step whose loss or gradient norm is not finite changes nothing: the step is refused. The kernels of the update
+    read a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is the number of
+    the first refused step (0: none). With `stop`, all steps after it are refused too, until the host sets first_refused
+    to 0.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks | None, stop: bool):
+        self.names = [name for name, _ in model.named_parameters()]
+        self.weights = list(model.parameters())
+        self.ranks, self.stop = ranks or Ranks(), stop
+        # The counters and lr are on the device, so that a CUDA graph can contain a step
+        device = local(self.weights[0]).device
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # calls of step(), refused steps included
+        self.refused, self.first_refused = torch.zeros_like(self.steps), torch.zeros_like(self.steps)
+        self.lr = torch.zeros((), device=device)
+        self.being_copied: torch.cuda.Event | None = None  # the next update waits until a checkpoint is copied
+        self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
+
+    @torch.no_grad()
+    def step(self, lr: float | Tensor, loss: Tensor) -> Tensor:
+        """Average the gradients over the ranks, clip them, update the weights, and clear the gradients.
+
+        `lr` is a number, or a scalar on the device. `loss` is the loss of the step, the same on every rank. If it is
+        not finite, the step is refused. Returns the norm of the gradients before clipping, on the device.
+        """
+        self.steps += 1
+        self.lr.fill_(lr)
+        norm = self.average_gradients()
+        if self.observer:
+            for name, gradient in zip(self.names, self.gradients, strict=True):
+                self.observer(name, gradient)
+            self.observer = None
+        refuse = ~(norm.isfinite() & loss.isfinite())
+        if self.stop:
+            refuse |= self.first_refused > 0
+        self.first_refused += torch.where(refuse & (self.first_refused == 0), self.steps, 0)
+        self.refused += refuse
+        self.wait_until_copied()
+        self.update(norm, refuse)
+        self.clear_gradients()
+        return norm
+
+    def wait_until_copied(self) -> None:
+        """Let the device wait until the last checkpoint has copied the weights and moments."""
+        if self.being_copied:
+            torch.cuda.current_stream().wait_event(self.being_copied)
+            self.being_copied = None
+
+    @torch.no_grad()
+    def load(self, steps: int, updates: int) -> None:
+        """Continue after so many steps and updates. Copy the weights and moments into the tensors of state() first."""
+        self.steps.fill_(steps)
+        self.refused.fill_(steps - updates)
+        self.set_updates(updates)
+        self.round_weights()
+
+    @abstractmethod
+    def accumulate(self) -> None:
+        """Call this after each backward(). It moves the gradients here, where they are summed in fp32."""
+
+    @property
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """The summed gradients, in the order of the weights."""
+
+    @abstractmethod
+    def average_gradients(self) -> Tensor:
+        """Average the gradients over the ranks. Return their norm, fp32 on the device."""
+
+    @abstractmethod
+    def update(self, norm: Tensor, refuse: Tensor) -> None:
+        """Clip the gradients, whose norm is given, and update the weights, unless `refuse` is true."""
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Free the gradients."""
+
+    @abstractmethod
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Return the groups "model", "exp_avg" and "exp_avg_sq" for checkpoints, each of them name -> fp32 tensor.
+
+        The tensors are the optimizer's own. They are DTensors if FSDP shards the model.
+        """
+
+    @property
+    @abstractmethod
+    def updates(self) -> int:
+        """The number of updates of AdamW, which excludes refused steps. Synchronises."""
+
+    @abstractmethod
+    def set_updates(self, updates: int) -> None:
+        """Set the number of updates of AdamW."""
+
+    @abstractmethod
+    def round_weights(self) -> None:
+        """Copy the masters, if there are any, into the weights, which rounds them."""
+
+
+class TorchAdamW(Optimizer):
+    """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused.
 
     With `rounded`, a lower dtype, fp32 weights are rounded to that dtype after each update (for lab/proof's reference).
     """
@@ -69,9 +168,8 @@ class Optimizer:
         stop: bool = True,
         rounded: torch.dtype = torch.float32,
     ):
-        self.names = [name for name, _ in model.named_parameters()]
-        self.weights = list(model.parameters())
-        self.ranks, self.stop, self.grad_clip = ranks or Ranks(), stop, config.grad_clip
+        super().__init__(model, ranks, stop)
+        self.grad_clip = config.grad_clip
         self.sharded = isinstance(self.weights[0], DTensor)
         self.rounded = rounded if rounded != torch.float32 else None
         self.has_masters = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)
@@ -82,11 +180,6 @@ class Optimizer:
         if self.has_masters or self.sharded:
             copies = [local(weight).detach().to(torch.float32, copy=self.has_masters) for weight in self.weights]
             self.masters = [copy.requires_grad_() for copy in copies]
-        device = self.masters[0].device
-        # These four are on the device, so that a CUDA graph can contain a step
-        self.lr = torch.zeros((), device=device)
-        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # calls of step(), refused steps included
-        self.refused, self.first_refused = torch.zeros_like(self.steps), torch.zeros_like(self.steps)
         self.adamw = torch.optim.AdamW(
             [
                 {"params": [w for w in self.masters if w.dim() >= 2], "weight_decay": config.weight_decay},
@@ -94,16 +187,13 @@ class Optimizer:
             ],
             betas=(config.beta1, config.beta2),
             fused=True,
-            capturable=device.type == "cuda",
+            capturable=self.lr.is_cuda,
         )
         for group in self.adamw.param_groups:
             group["lr"] = self.lr  # not an argument of AdamW(), which would read its value
-        self.being_copied: torch.cuda.Event | None = None  # the next update waits until a checkpoint is copied
-        self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Call this after each backward(). It moves the gradients to the masters, so that they are summed in fp32."""
         if self.masters is self.weights:
             return
         gradients = [local(weight.grad) for weight in self.weights]
@@ -117,50 +207,27 @@ class Optimizer:
         for weight in self.weights:
             weight.grad = None
 
-    @torch.no_grad()
-    def step(self, lr: float | Tensor, loss: Tensor) -> Tensor:
-        """Average the gradients over the ranks, clip them, update the weights, and clear the gradients.
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters]
 
-        `lr` is a number, or a scalar on the device. `loss` is the loss of the step, the same on every rank. If it is
-        not finite, the step is refused. Returns the norm of the gradients before clipping, on the device.
-        """
-        self.steps += 1
-        gradients = [master.grad for master in self.masters]
+    def average_gradients(self) -> Tensor:
         if self.sharded:  # FSDP has already averaged the gradients
-            norm = self.ranks.sum(nn.utils.get_total_norm(gradients).square()).sqrt()
-        else:
-            self.ranks.average(gradients)
-            norm = nn.utils.get_total_norm(gradients)
-        if self.observer:
-            for name, gradient in zip(self.names, gradients, strict=True):
-                self.observer(name, gradient)
-            self.observer = None
+            return self.ranks.sum(nn.utils.get_total_norm(self.gradients).square()).sqrt()
+        self.ranks.average(self.gradients)
+        return nn.utils.get_total_norm(self.gradients)
+
+    def update(self, norm: Tensor, refuse: Tensor) -> None:
         if self.grad_clip:
             nn.utils.clip_grads_with_norm_(self.masters, self.grad_clip, norm)
-        refuse = ~(norm.isfinite() & loss.isfinite())
-        if self.stop:
-            refuse |= self.first_refused > 0
-        self.first_refused += torch.where(refuse & (self.first_refused == 0), self.steps, 0)
-        self.refused += refuse
-        self.adamw.found_inf = refuse.float()
-        self.lr.fill_(lr)
-        self.wait_until_copied()
+        self.adamw.found_inf = refuse.float()  # as a GradScaler does
         self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
-        self._round_weights()
-        return norm
+        self.round_weights()
 
-    def wait_until_copied(self) -> None:
-        """Let the device wait until the last checkpoint has copied the weights and moments."""
-        if self.being_copied:
-            torch.cuda.current_stream().wait_event(self.being_copied)
-            self.being_copied = None
+    def clear_gradients(self) -> None:
+        self.adamw.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the groups "model", "exp_avg" and "exp_avg_sq" for checkpoints, each of them name -> fp32 tensor.
-
-        The tensors are the optimizer's own. They are DTensors if FSDP shards the model.
-        """
         if not self.adamw.state:  # before the first step, AdamW has no moments
             self.load(0, 0)
         moments = ("exp_avg", "exp_avg_sq")
@@ -172,23 +239,16 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """The number of updates of AdamW, which excludes refused steps. Synchronises."""
         return int(self.adamw.state[self.masters[0]]["step"])
 
-    @torch.no_grad()
-    def load(self, steps: int, updates: int) -> None:
-        """Continue after so many steps and updates. Copy the weights and moments into the tensors of state() first."""
-        self.steps.fill_(steps)
-        self.refused.fill_(steps - updates)
+    def set_updates(self, updates: int) -> None:
         for master in self.masters:
             state = self.adamw.state[master]
             state["step"] = torch.full((), float(updates), device=master.device)
             for key in ("exp_avg", "exp_avg_sq"):
                 state.setdefault(key, torch.zeros_like(master))
-        self._round_weights()
 
-    def _round_weights(self) -> None:
-        """Copy the masters into the weights, which rounds them."""
+    def round_weights(self) -> None:
         if self.has_masters:
             masters = [master.to(self.rounded) for master in self.masters] if self.rounded else self.masters
             copy_tensors([local(weight) for weight in self.weights], masters)

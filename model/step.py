@@ -1,19 +1,21 @@
-"""Build the model, make one optimizer step, evaluate.
+"""Build the model and its optimizer, make one optimizer step, evaluate.
 
 train.py, the scripts and lab/ all import these functions, so what they measure is what trains.
 """
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, Loader, Windows, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
 from model.gpt import GPT, PRECISIONS, GPTConfig
-from model.optim import Optimizer
+from model.optim import OptimConfig, Optimizer, TorchAdamW
 from model.pretrained import load_weights
 from model.sources import Pretrained
 from runtime.config import check
@@ -65,6 +67,37 @@ def build(
     if weights:
         load_weights(model, weights)
     return model
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, stop: bool = True) -> Optimizer:
+    """Return the optimizer that config.impl names. By default it is FusedAdamW for bf16 weights on a GPU.
+
+    Raises UserError if the named one cannot run here.
+    """
+    weight = next(model.parameters())
+    reason = fused_unavailable(weight)
+    check(
+        config.impl != "triton" or not reason,
+        f"optim.impl=triton cannot run here: {reason}; or choose optim.impl=torch",
+    )
+    if reason or config.impl == "torch" or (config.impl is None and not weight.is_cuda):
+        return TorchAdamW(model, config, ranks, stop)
+    from model.fused_adamw import FusedAdamW  # needs Triton
+
+    return FusedAdamW(model, config, ranks, stop)
+
+
+def fused_unavailable(weight: Tensor) -> str | None:
+    """Return why FusedAdamW cannot update a model with such weights, or None if it can."""
+    if isinstance(weight, DTensor):
+        return "parallel=fsdp shards the weights"
+    if weight.dtype == torch.float32:
+        return "it rounds fp32 masters to the model's weights, and these are fp32: choose precision=bf16 or fp8"
+    if not find_spec("triton"):
+        return "it needs Triton: pip install triton"
+    from kernels.gpu import triton_unavailable
+
+    return triton_unavailable(weight.device)
 
 
 def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:

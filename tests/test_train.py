@@ -27,8 +27,7 @@ from kernels import registry
 from lab.proof import memory
 from lab.recipe import Recipe
 from model import capture
-from model.optim import Optimizer
-from model.step import evaluate, train_step
+from model.step import evaluate, make_optimizer, train_step
 from runtime.config import parse
 from runtime.meter import Meter
 from runtime.schedule import predict_last_step
@@ -449,7 +448,7 @@ def test_nothing_waits_for_the_gpu_between_logged_steps(tmp_path):
     cfg = config(*QUICK, "device=cuda", "precision=bf16", f"data.cache={tmp_path}", "train.batch_size=2")
     device = torch.device("cuda")
     model = recipe(cfg).build(device)
-    optimizer = Optimizer(model, cfg.optim)
+    optimizer = make_optimizer(model, cfg.optim)
     windows = Windows(open_dataset(cfg.data).train, cfg.train.block_size, "training")
     batches = prefetch(Loader(windows, 2, 512, seed=1), 1, device)
     train_step(model, optimizer, next(batches)[0], 1e-3)

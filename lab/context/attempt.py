@@ -23,7 +23,7 @@ from model.decoder import CHUNK, Decoder
 from model.generate import stream
 from model.gpt import GPT
 from model.optim import Optimizer
-from model.step import train_step
+from model.step import make_optimizer, train_step
 from runtime.config import check
 from runtime.device import GIB, OutOfMemory, explain_out_of_memory, process_peaks, reset_peak_memory
 from runtime.timing import synchronize
@@ -46,7 +46,7 @@ def build_trainer(recipe: Recipe, length: int, device: torch.device) -> tuple[GP
     if recipe.kernels.compile:
         model.compile(fullgraph=True)
     batch = torch.randint(recipe.model.vocab_size, (2, 1, length), device=device).unbind()
-    return model, Optimizer(model, recipe.optim), batch
+    return model, make_optimizer(model, recipe.optim), batch
 
 
 def build_decoder(

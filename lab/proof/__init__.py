@@ -45,7 +45,7 @@ def prove(
         if device.type == "cuda":
             step.release()
             peak = row["mem/peak_allocated_gib"]
-            row["memory"]["measured"] = measure_step(step.model, step.optimizer, batches[0], peak)
+            row["memory"]["measured"] = measure_step(step.model, step.optimizer, batches, peak)
     print(proof_lines(row))
     if reason := why_wrong(row["parity"]) or row["receipt"]["wrong"]:
         raise Wrong(reason)

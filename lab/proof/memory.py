@@ -29,7 +29,7 @@ from lab import compat
 from lab.recipe import Recipe
 from model.gpt import GPT
 from model.optim import Optimizer
-from model.step import train_step
+from model.step import make_optimizer, train_step
 from runtime.device import GIB, OutOfMemory
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
@@ -100,9 +100,10 @@ def split_peak(
     """
     optimizer.state()  # creates the moments, which exist from the first step on
     before = usage.now
-    parts = {"weights": tensor_bytes(model.parameters()), "gradients": tensor_bytes(optimizer.masters)}
+    parts = {"weights": tensor_bytes(model.parameters()), "gradients": 0}
     parts["optimizer"] = before - parts["weights"] - tensor_bytes(batch)
     model.register_forward_hook(lambda *_: parts.update(activations=usage.now - before))
+    optimizer.observer = lambda _, gradient: parts.update(gradients=parts["gradients"] + gradient.nbytes)
     step()
     return parts | {"peak": usage.peak}
 
@@ -117,7 +118,7 @@ def predict_step(
     recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
     with simulate(device) as usage:
         model = recipe.build(device)
-        optimizer = Optimizer(model, recipe.optim)
+        optimizer = make_optimizer(model, recipe.optim)
         batch = torch.zeros(2, batch_size, block_size, dtype=torch.int64, device=device).unbind()
         if recipe.documents:
             batch = *batch, torch.zeros(batch_size, block_size, dtype=torch.int32, device=device)
@@ -131,23 +132,24 @@ def predict_step(
     return in_gib(parts)
 
 
-def measure_step(model: GPT, optimizer: Optimizer, batch: Batch, peak_gib: float) -> dict[str, float]:
-    """Measure the GiB of a training step on a GPU by part, in one more forward and backward without an update.
+def measure_step(model: GPT, optimizer: Optimizer, batches: list[Batch], peak_gib: float) -> dict[str, float]:
+    """Measure the GiB of a training step on a GPU by part, in forward and backward of at most two micro-batches.
 
     `peak_gib` is the peak of the run.
     """
     parts = {"weights": tensor_bytes(model.parameters())}
-    state = [tensor for tensors in optimizer.adamw.state.values() for tensor in tensors.values()]
-    if optimizer.masters is not optimizer.weights:
-        state += optimizer.masters
-    parts["optimizer"] = tensor_bytes(state)
-    before = torch.cuda.memory_allocated()
-    loss = model(*batch)
-    parts["activations"] = torch.cuda.memory_allocated() - before
-    loss.backward()
-    optimizer.accumulate()
-    parts["gradients"] = tensor_bytes(master.grad for master in optimizer.masters)
-    optimizer.adamw.zero_grad(set_to_none=True)
+    state = optimizer.state()
+    if model.wte.weight.dtype == torch.float32:
+        del state["model"]  # the optimizer updates the weights themselves
+    parts["optimizer"] = sum(tensor_bytes(group.values()) for group in state.values())
+    for batch in batches[:2]:  # the second one adds to the gradients of the first
+        before = torch.cuda.memory_allocated()
+        loss = model(*batch)
+        parts["activations"] = torch.cuda.memory_allocated() - before
+        loss.backward()
+        optimizer.accumulate()
+    parts["gradients"] = tensor_bytes(optimizer.gradients)
+    optimizer.clear_gradients()
     return in_gib(parts | {"peak": peak_gib * GIB})
 
 

@@ -24,7 +24,7 @@ from kernels.registry import AttnConfig, KernelsConfig
 from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe
 from model.gpt import PRECISIONS
-from model.optim import Optimizer, learning_rate
+from model.optim import TorchAdamW, learning_rate
 from model.pretrained import read_pretrained
 from model.step import train_step
 from runtime.device import device_name, select_device
@@ -184,7 +184,7 @@ def write_reference(
     windows, _ = open_splits(dataset, train.block_size, recipe.documents)
     loader = Loader(windows, train.batch_size, train.tokens_per_step, recipe.seed)
     model = recipe.build(device, read_pretrained(init_from) if init_from else None)
-    optimizer = Optimizer(model, recipe.optim, rounded=weight_dtype if recipe.precision == "fp32" else torch.float32)
+    optimizer = TorchAdamW(model, recipe.optim, rounded=weight_dtype if recipe.precision == "fp32" else torch.float32)
     recorder = Recorder(optimizer)
     for step in range(1, min(STEPS, train.max_steps) + 1):
         batches = [tuple(tensor.to(device) for tensor in batch) for batch in loader(step)]

@@ -14,8 +14,8 @@ from kernels.registry import AttnConfig, KernelsConfig
 from lab.compat import tree_leaves
 from model import capture
 from model.gpt import GPTConfig
-from model.optim import OptimConfig, Optimizer
-from model.step import build, train_step
+from model.optim import OptimConfig
+from model.step import build, make_optimizer, train_step
 from runtime.config import UserError
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 64, "pos": "learned", "bias": True}
@@ -68,7 +68,7 @@ def recorded_graphs(monkeypatch):
 def trainer(device=CPU, kernels=None, attn="sdpa", precision="fp32", **changes):
     config = GPTConfig(**SHAPE | {"dropout": 0.0} | changes)
     model = build(config, kernels or KernelsConfig(), AttnConfig(attn), precision, device, seed=1)
-    return model, Optimizer(model, OptimConfig(**ADAMW, grad_clip=0.5))
+    return model, make_optimizer(model, OptimConfig(**ADAMW, grad_clip=0.5))
 
 
 def batches_of(step, micro_steps, device=CPU):

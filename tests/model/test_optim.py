@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from model.optim import OptimConfig, Optimizer, learning_rate
+from model.fused_adamw import FusedAdamW
+from model.optim import OptimConfig, TorchAdamW, learning_rate
+from model.step import make_optimizer
 from runtime.config import UserError
 
 ADAMW = {
@@ -21,6 +23,7 @@ ADAMW = {
 }
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # with a GPU, Triton's interpreter is off
 LOSS = torch.tensor(1.0)  # finite
 
 
@@ -50,7 +53,7 @@ def by_hand(weights, gradients, state, step, lr, config):
 def test_a_step_is_adamw_with_decay_of_matrices_only():
     """Weights and gradient norms of 5 steps equal those computed by hand."""
     net, config = model(), OptimConfig(**ADAMW)
-    optimizer, state = Optimizer(net, config), {}
+    optimizer, state = TorchAdamW(net, config), {}
     expected = [w.detach().double().clone() for w in net.parameters()]
     for step in range(1, 6):
         (net(batch(step)).square().sum() * 10).backward()
@@ -67,7 +70,7 @@ def test_bf16_weights_have_fp32_masters():
     """1000 steps of 1e-5 move a weight of 1 by 1e-2. A bf16 weight without a master would lose each of them."""
     net = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
     nn.init.ones_(net.weight)
-    optimizer = Optimizer(net, OptimConfig(**ADAMW | {"weight_decay": 0.0, "grad_clip": 0.0}))
+    optimizer = TorchAdamW(net, OptimConfig(**ADAMW | {"weight_decay": 0.0, "grad_clip": 0.0}))
     for _ in range(1000):
         net.weight.grad = torch.ones_like(net.weight)
         optimizer.accumulate()
@@ -80,7 +83,7 @@ def test_bf16_weights_have_fp32_masters():
 def test_bf16_gradients_add_up_in_fp32():
     """257 gradients of 1 have the sum 257. In bf16 the sum would stop at 256."""
     net = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
-    optimizer = Optimizer(net, OptimConfig(**ADAMW))
+    optimizer = TorchAdamW(net, OptimConfig(**ADAMW))
     for _ in range(257):
         net.weight.grad = torch.ones_like(net.weight)
         optimizer.accumulate()
@@ -92,7 +95,7 @@ def test_bf16_gradients_add_up_in_fp32():
 def five_steps_with_a_nan(stop):
     """The weights after each of five steps, and the optimizer. The third step has a NaN among its gradients."""
     net = model()
-    optimizer, weights = Optimizer(net, OptimConfig(**ADAMW), stop=stop), []
+    optimizer, weights = TorchAdamW(net, OptimConfig(**ADAMW), stop=stop), []
     for step in range(1, 6):
         net(batch(step)).square().sum().backward()
         if step == 3:
@@ -115,7 +118,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     counters = optimizer.refused, optimizer.first_refused, optimizer.steps
     assert (*map(int, counters), optimizer.updates) == (1, 3, 5, 4)
     net = model()
-    without = Optimizer(net, OptimConfig(**ADAMW))
+    without = TorchAdamW(net, OptimConfig(**ADAMW))
     for step in (1, 2, 4, 5):
         net(batch(step)).square().sum().backward()
         without.step(1e-2, LOSS)
@@ -130,7 +133,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 def test_a_loss_that_is_not_finite_is_refused(loss):
     net = model()
     before = [w.detach().clone() for w in net.parameters()]
-    optimizer = Optimizer(net, OptimConfig(**ADAMW))
+    optimizer = TorchAdamW(net, OptimConfig(**ADAMW))
     net(batch(1)).square().sum().backward()
     optimizer.step(1e-2, torch.tensor(loss))
     assert same(before, net.parameters())
@@ -141,7 +144,7 @@ def test_a_loss_that_is_not_finite_is_refused(loss):
 def test_an_optimizer_with_copied_state_makes_the_same_steps(dtype):
     """After 3 steps the state is copied into another optimizer. 3 more steps of both give bit-equal weights."""
     nets = [model(dtype), model(dtype)]
-    first, second = (Optimizer(net, OptimConfig(**ADAMW)) for net in nets)
+    first, second = (TorchAdamW(net, OptimConfig(**ADAMW)) for net in nets)
 
     def step(net, optimizer, number):
         net(batch(number).to(dtype)).square().sum().backward()
@@ -161,6 +164,75 @@ def test_an_optimizer_with_copied_state_makes_the_same_steps(dtype):
         step(nets[1], second, number)
     assert same(nets[0].parameters(), nets[1].parameters())
     assert (int(second.steps), second.updates) == (6, 6)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("stop", [True, False])
+def test_fused_adamw_makes_the_steps_of_torch_adamw(micro_steps, stop):
+    """Weights, masters, moments, norms and counters of five steps, the third of which is refused.
+
+    Weights in fp16, as the interpreter lacks bf16. The norms sum in another order: 2^-20 of their size. Masters and
+    moments are then off by as much, and so is a weight of fp16 by at most one unit, 2^-10.
+    """
+    nets = [model(torch.float16).to(DEVICE) for _ in range(2)]
+    config = OptimConfig(**ADAMW)
+    torch_adamw, fused = TorchAdamW(nets[0], config, stop=stop), FusedAdamW(nets[1], config, stop=stop)
+    assert all(weight.data_ptr() % 128 == fused.weight.data_ptr() % 128 for weight in nets[1].parameters())
+    for step in range(1, 6):
+        norms = []
+        for net, optimizer in zip(nets, (torch_adamw, fused), strict=True):
+            for micro_step in range(micro_steps):
+                net(batch(10 * step + micro_step).to(DEVICE, torch.float16)).square().sum().backward()
+                if step == 3 and micro_step == 0:
+                    net[0].weight.grad[0, 0] = math.nan
+                optimizer.accumulate()
+                assert all(weight.grad is None for weight in net.parameters())
+            norms.append(optimizer.step(1e-2, LOSS.to(DEVICE)))
+        torch.testing.assert_close(*norms, rtol=2**-20, atol=0, equal_nan=True)
+        nets[0].load_state_dict(nets[1].state_dict())  # otherwise the next gradients differ by a unit of fp16
+    for group, tensors in torch_adamw.state().items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(fused.state()[group][name], tensor, rtol=2**-16, atol=2**-24)
+    for name in ("steps", "refused", "first_refused", "updates"):
+        assert int(getattr(fused, name)) == int(getattr(torch_adamw, name)), name
+
+
+def test_fused_adamw_continues_from_the_state_of_torch_adamw():
+    """A checkpoint of one is a checkpoint of the other: after loading, both make the same step."""
+    nets = [model(torch.float16).to(DEVICE) for _ in range(2)]
+    first, second = TorchAdamW(nets[0], OptimConfig(**ADAMW)), FusedAdamW(nets[1], OptimConfig(**ADAMW))
+    for step in range(1, 4):
+        nets[0](batch(step).to(DEVICE, torch.float16)).square().sum().backward()
+        first.accumulate()
+        first.step(1e-2, LOSS.to(DEVICE))
+    for group, tensors in second.state().items():
+        for name, tensor in tensors.items():
+            tensor.copy_(first.state()[group][name])
+    second.load(int(first.steps), first.updates)
+    assert same(nets[0].parameters(), nets[1].parameters())
+    for net, optimizer in zip(nets, (first, second), strict=True):
+        net(batch(4).to(DEVICE, torch.float16)).square().sum().backward()
+        optimizer.accumulate()
+        optimizer.step(1e-2, LOSS.to(DEVICE))
+    for name, tensor in first.state()["model"].items():
+        torch.testing.assert_close(second.state()["model"][name], tensor, rtol=2**-16, atol=2**-24)
+
+
+def test_the_choice_of_the_optimizer(monkeypatch):
+    """On a CPU it is PyTorch's by default. optim.impl=triton says why it cannot run."""
+    config = OptimConfig(**ADAMW)
+    assert isinstance(make_optimizer(model(torch.bfloat16), config), TorchAdamW)
+    config.impl = "triton"
+    assert isinstance(make_optimizer(model(torch.float16).to(DEVICE), config), FusedAdamW)
+    with pytest.raises(
+        UserError, match=r"optim\.impl=triton cannot run here: .* these are fp32: choose precision=bf16"
+    ):
+        make_optimizer(model(), config)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match="it needs an NVIDIA GPU"):
+        make_optimizer(model(torch.bfloat16), config)
+    with pytest.raises(UserError, match=r"optim\.impl=apex: choose torch, triton or null"):
+        OptimConfig(**ADAMW, impl="apex")
 
 
 def test_the_schedule_of_the_learning_rate():

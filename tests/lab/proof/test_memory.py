@@ -94,9 +94,10 @@ def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tm
         train_step(model, optimizer, [batch], 1e-3)
 
     work()  # the first call makes allocations that later calls do not repeat
-    random_state = 5056 if cfg.model.checkpointing == "block" else 0  # a checkpoint saves it
+    # The op mlp calls sum_rows(), which runs 8 programs. The interpreter keeps their sums until the op ends
+    bias_sums = 4 * 8 * cfg.model.n_embd if cfg.kernels.mlp == "triton" else 0
     error = allocated_peak(work, tmp_path / "trace.json") - predict_bytes(cfg, length)["peak"]
-    assert 0 <= error <= 64 + random_state  # 64 bytes of scalars
+    assert 0 <= error <= 64 + bias_sums  # 64 bytes of scalars
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
