@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.fp8 import DY_SCALE, E4M3
+from kernels.sums import add_partial_sums
 from kernels.tiles import place
 from kernels.tuned import launch_parameters
 
@@ -217,7 +218,7 @@ def quantize(
     by_rows, by_columns = empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)
     partial = torch.empty(tiles_n, C, dtype=torch.float32, device=x.device) if sums else None
     _quantize_kernel[(programs,)](x, largest, unit, by_rows, by_columns if columns else None, partial, N, C, **launch)
-    return by_rows, by_columns, partial.sum(0).to(x.dtype) if sums else x.new_empty(0)
+    return by_rows, by_columns, add_partial_sums(partial, x.dtype) if sums else x.new_empty(0)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

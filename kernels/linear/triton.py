@@ -1,4 +1,6 @@
-"""One matmul of cuBLAS with its bias, like eager. With fp8, one pass rounds each operand for all of its products.
+"""The matmuls of cuBLAS, like eager, and the bias's gradient from a kernel of its own (kernels/sums.py).
+
+With fp8, one pass rounds each operand for all of its products:
 
     forward   pass     x and W to e4m3, by rows and by columns       (kernels/quantize.py)
               cuBLAS   y = x W^T + b
@@ -22,13 +24,16 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
 from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of
+from kernels.sums import sum_rows
 
-RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",)}
-FAMILY = "^_quantize_kernel"  # also when the MLP or the loss rounds
+RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("_sum_rows_kernel|::sum_rows",)}
+FAMILY = "^_quantize_kernel|_sum_rows_kernel"  # also when the MLP or the loss rounds, or the MLP sums
 
 
-def detail(x, fp8=False, **rest) -> str:
-    return f"{triton_detail(x=x)}, fp8" if fp8 else f"torch {torch.__version__}"
+def detail(x, bias=None, fp8=False, **rest) -> str:
+    if fp8:
+        return f"{triton_detail(x=x)}, fp8"
+    return f"torch {torch.__version__}" if bias is None else triton_detail(x=x)
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
@@ -94,9 +99,27 @@ linear_bwd = bypass_dispatcher(linear_bwd)
 linear_fwd = bypass_dispatcher(linear_fwd, _backward, _setup_context)
 
 
-def linear(x, weight, bias, fp8=False):
-    if not fp8:
+class LinearWithBias(torch.autograd.Function):
+    """F.linear(x, weight, bias), whose backward sums the rows of dy with sum_rows()."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dy_rows = dy.reshape(-1, dy.shape[-1]).contiguous()
+        return dy @ weight, dy_rows.T @ x.reshape(-1, x.shape[-1]), sum_rows(dy_rows)
+
+
+def linear(x, weight, bias, fp8=False):
+    if not fp8 and bias is None:
+        return F.linear(x, weight)
+    if not fp8:
+        check_dtypes("linear", x, weight)
+        return LinearWithBias.apply(x, weight, bias)
     check_dtypes("linear", x, weight, fp8=True)
     y, *_ = linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), bias)
     return y.view(*x.shape[:-1], len(weight))

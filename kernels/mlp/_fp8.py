@@ -35,6 +35,7 @@ from kernels.quantize import (
     tiles,
     unit_of,
 )
+from kernels.sums import add_partial_sums
 from kernels.tuned import launch_parameters
 
 
@@ -129,7 +130,7 @@ def proj_and_gelu_backward(
             partial = torch.empty(tiles_n, F, dtype=torch.float32, device=device)
         outputs = a, dh, dh_columns, partial
         _gelu_fp8_kernel[(programs,)](h, da, unit, *outputs, N, F, SCALE=X_SCALE, BACKWARD=True, **parameters)
-    return a, dh, dh_columns, partial.sum(0).to(h.dtype) if sums else h.new_empty(0)
+    return a, dh, dh_columns, add_partial_sums(partial, h.dtype) if sums else h.new_empty(0)
 
 
 @torch.library.custom_op("hotswap::mlp_fp8_fwd", mutates_args=())

@@ -37,6 +37,7 @@ from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.mlp import _fp8, _gluon
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import candidates as quantize_candidates
+from kernels.sums import add_partial_sums, sum_rows
 from kernels.tiles import place
 from kernels.tuned import launch_parameters
 
@@ -202,8 +203,8 @@ def mlp_bwd(
         partial = torch.empty(tiles, F, dtype=torch.float32, device=x.device)
     launch_kernel(dy, w_proj, None, h, a, dh=dh, partial=partial)
     if b_fc is not None:
-        db_fc = partial.sum(0).to(x.dtype)
-    db_proj = dy.sum(0) if has_b_proj else x.new_empty(0)
+        db_fc = add_partial_sums(partial, x.dtype)
+    db_proj = sum_rows(dy) if has_b_proj else x.new_empty(0)
     return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, db_proj
 
 

@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import KernelInterface
 
+from kernels import adamw, quantize, sums
 from kernels import decode as decode_contract
-from kernels import quantize
 from kernels.attention import _gluon_backward
 from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles
@@ -106,6 +106,7 @@ def main(capability: int) -> None:
     compile_kernel(
         "loss", loss.cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
     )
+    compile_sums_and_adamw(capability)
     if capability == 90:
         threads = {"num_warps": loss_gluon.WARPS.value, "maxnreg": 64}
         kernel = loss_gluon._cross_entropy_gluon_kernel
@@ -177,6 +178,19 @@ def compile_gluon_mlp(backward: bool, fp8: bool) -> None:
     )
     assert "wgmma" in ptx
     assert "setmaxnreg" in ptx
+
+
+def compile_sums_and_adamw(capability: int) -> None:
+    """Compile the sums of rows and AdamW. A thread moves 16 bytes of a tensor at once."""
+    rows = compile_kernel("sum of rows", sums._sum_rows_kernel, capability, {"out_ptr": "*fp32"}, **sums.ROWS)
+    types = {"x_ptr": "*fp32"}
+    partial = compile_kernel("sum of partial sums", sums._sum_rows_kernel, capability, types, **sums.PARTIAL)
+    fp32 = ("master_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "lr_ptr", "scale_ptr", "corrections_ptr")
+    types = dict.fromkeys(fp32, "*fp32") | {"refuse_ptr": "*i1"}
+    types |= dict.fromkeys(("beta1", "beta2", "one_minus_beta1", "one_minus_beta2", "eps", "weight_decay"), "fp32")
+    update = compile_kernel("adamw", adamw._adamw_kernel, capability, types, BLOCK=adamw.BLOCK, num_warps=4)
+    assert all("ld.global.v4" in ptx for ptx in (rows, partial, update))
+    assert "st.global.v4" in update
 
 
 def compile_fp8() -> None:

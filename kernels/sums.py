@@ -1,0 +1,65 @@
+"""The sum of the rows of a matrix: the gradient of a bias. It reads the matrix once, at the speed of a copy.
+
+A program sums some of the rows for a few columns. The same kernel then adds these partial sums, in a fixed order, so
+every run gives the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import multiprocessors
+
+ROWS = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4}  # 128 bytes of a row in bf16: a cache line
+PARTIAL = {"BLOCK_N": 512, "BLOCK_C": 8, "num_warps": 4}  # few columns and many rows: all loads are under way at once
+PROGRAMS = 8  # for each multiprocessor
+
+
+@triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
+def _sum_rows_kernel(
+    x_ptr,  # (N, C)
+    out_ptr,  # (programs along N, C)
+    N,
+    C,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N).to(tl.int64)
+        total += tl.load(x_ptr + n[:, None] * C + c[None, :], (n < N)[:, None] & (c < C)[None, :], other=0.0)
+    sums = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.program_id(1) * C + c, sums, c < C)
+
+
+def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the rows of `partial` (N, C) fp32, contiguous, with few rows: (C,) in `dtype`.
+
+    PyTorch's sum takes 20 us for 512 rows of 3072 on an H200, and a copy of them would take 2.
+    """
+    N, C = partial.shape
+    out = torch.empty(C, dtype=dtype, device=partial.device)
+    _sum_rows_kernel[(triton.cdiv(C, PARTIAL["BLOCK_C"]), 1)](partial, out, N, C, **PARTIAL)
+    return out
+
+
+@torch.library.custom_op("hotswap::sum_rows", mutates_args=())
+def sum_rows(x: Tensor) -> Tensor:
+    """Return the sum of the rows of x (N, C), contiguous: (C,) in x's dtype. Sums in fp32."""
+    N, C = x.shape
+    blocks = triton.cdiv(C, ROWS["BLOCK_C"])
+    programs = max(1, min(triton.cdiv(N, ROWS["BLOCK_N"]), PROGRAMS * multiprocessors(x.device) // blocks))
+    partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
+    _sum_rows_kernel[(blocks, programs)](x, partial, N, C, **ROWS)
+    return add_partial_sums(partial, x.dtype)
+
+
+@sum_rows.register_fake
+def _(x):
+    return x.new_empty(x.shape[1])
+
+
+sum_rows = bypass_dispatcher(sum_rows)
