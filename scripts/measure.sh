@@ -48,6 +48,14 @@ both_precisions() { # NAME WORDS ...
         kernels.fp8='[linear,mlp]' # torchao has no loss
 }
 
+# Steps of 16 and of 4 sequences, replayed from a CUDA graph and not
+small_steps() {
+    for size in 16 4; do
+        sweep "small-$size" $short attn=flash train.batch_size=$size train.tokens_per_step=$((1024 * size)) \
+            kernels=triton,compile train.cuda_graph=true,false
+    done
+}
+
 # Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes about 8
 # minutes. A stopped group resumes
 fp8_curves() {
