@@ -2,8 +2,8 @@
 
 All tensors are flat and have the same length: the weights of a model one after another. A step reads the gradient, the
 fp32 master weight and two moments, and writes the three, and the weight in its lower dtype. In bf16 these are 28 bytes
-a weight. PyTorch's fused AdamW needs gradients in fp32, and clipping and rounding are passes of their own: with them a
-step moves 46 bytes a weight.
+a weight. PyTorch's fused AdamW needs gradients in fp32, and clipping and rounding are passes of their own: together 42
+bytes a weight.
 """
 
 import torch
@@ -16,7 +16,7 @@ from kernels.direct import bypass_dispatcher
 BLOCK = 1024  # elements of a program: 8 for each thread
 
 
-@triton.jit(do_not_specialize=["decayed"])
+@triton.jit
 def _adamw_kernel(
     master_ptr,  # (n,) fp32
     exp_avg_ptr,  # (n,) fp32
@@ -30,13 +30,13 @@ def _adamw_kernel(
     decayed,
     beta1,
     beta2,
-    one_minus_beta1,  # 1 - 0.999 in fp32 would be off by 5e-5
-    one_minus_beta2,
+    one_minus_beta1,
+    one_minus_beta2,  # for 0.999, a difference in fp32 would be off by 1e-5 of itself
     eps,
     weight_decay,
     BLOCK: tl.constexpr,
 ):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # no mask, or the loads would not be of 16 bytes
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # no mask, so that each load is 16 bytes
     if not tl.load(refuse_ptr):
         lr, scale = tl.load(lr_ptr), tl.load(scale_ptr)
         correction1, correction2 = tl.load(corrections_ptr), tl.load(corrections_ptr + 1)

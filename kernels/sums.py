@@ -1,7 +1,7 @@
 """The sum of the rows of a matrix: the gradient of a bias. It reads the matrix once, at the speed of a copy.
 
-A program sums some of the rows for a few columns. The same kernel then adds these partial sums, in a fixed order, so
-every run gives the same bits.
+A program sums some of the rows for a few columns. The same kernel then adds these partial sums, in a fixed order. So
+two runs on one kind of GPU give the same bits.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kernels.direct import bypass_dispatcher
 from kernels.gpu import multiprocessors
 
 ROWS = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4}  # 128 bytes of a row in bf16: a cache line
-PARTIAL = {"BLOCK_N": 512, "BLOCK_C": 8, "num_warps": 4}  # few columns and many rows: all loads are under way at once
+PARTIAL = {"BLOCK_N": 512, "BLOCK_C": 8, "num_warps": 4}  # so that all loads are in flight
 PROGRAMS = 8  # for each multiprocessor
 
 

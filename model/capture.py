@@ -1,10 +1,11 @@
 """Training steps that are replayed from a CUDA graph.
 
 A step of GPT-2 124M is some 1,000 kernels. Launching them takes the host 30 to 80 ms, and with 16 sequences or fewer
-the GPU waits for it. A CUDA graph launches all of them with one call: forward, backward, clipping and AdamW. The graph
-contains no value of the host. The batch and the learning rate are tensors, which each call fills.
+the GPU waits for it. A CUDA graph launches all of them with one call: forward, backward, clipping and AdamW. A number
+of the host would keep its value in all replays. So everything that changes is on the device: the batch and the learning
+rate, which each call fills, and the optimizer's counters.
 
-The memory of a graph belongs to the graph. It is as much as the peak of an uncaptured step.
+A graph keeps the memory that a step needs besides weights and optimizer state. An evaluation cannot use it.
 """
 
 import warnings
@@ -21,16 +22,17 @@ from model.step import train_step
 from runtime.compat import copy_tensors
 from runtime.config import UserError, check
 
-UNCAPTURED = 2  # steps: the first compiles kernels and allocates the optimizer's state, the second is watched
-LARGEST_SHARE = 0.8  # of the GPU's memory: an evaluation cannot use the graph's
+UNCAPTURED_STEPS = 2  # the first compiles kernels and allocates moments; the second is checked for synchronisations
+MAX_MEMORY_SHARE = 0.8  # of the GPU: a larger step is not captured, because an evaluation needs memory of its own
 
 
 class StepRunner:
     """step(batches, lr) makes one optimizer step, as train_step() does: (mean loss, gradient norm) on the device.
 
-    From the third call on it replays a CUDA graph, and the next call overwrites the two results. `why_not` is the
-    reason if it does not, and None otherwise. `wanted` is the config's train.cuda_graph: false never captures, null
-    captures where that is possible, and true raises UserError where it is not. All calls take batches of one shape.
+    From the third call on it replays a CUDA graph, and the next call overwrites the two results. `why_not` says why
+    steps are not captured; it is None while they are or may still be. `wanted` is the config's train.cuda_graph: false
+    never captures, null captures unless there is a reason against it, and true then raises UserError. All calls take
+    batches of one shape. Raises UserError if the capture fails.
     """
 
     def __init__(self, model: GPT, optimizer: Optimizer, wanted: bool | None):
@@ -40,16 +42,17 @@ class StepRunner:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.why_not: str | None = None
         single = optimizer.ranks.single
-        self._refuse("train.cuda_graph=false" if wanted is False else reason_against(model.config, self.device, single))
+        reason = "train.cuda_graph=false" if wanted is False else reason_against(model.config, self.device, single)
+        self._set_why_not(reason)
 
     def __call__(self, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
         self.calls += 1
-        if self.calls == UNCAPTURED and not self.why_not:
+        if self.calls == UNCAPTURED_STEPS and not self.why_not:
             with watch_for_syncs() as syncs:
                 results = train_step(self.model, self.optimizer, batches, lr)
-            self._refuse(syncs[0] if syncs else too_large(self.device))
+            self._set_why_not(syncs[0] if syncs else reason_against_size(self.device))
             return results
-        if self.why_not or self.calls < UNCAPTURED:
+        if self.why_not or self.calls < UNCAPTURED_STEPS:
             return train_step(self.model, self.optimizer, batches, lr)
         if self.graph is None:
             self.lr = torch.zeros((), device=self.device)
@@ -72,7 +75,7 @@ class StepRunner:
         self.graph = self.results = self.batches = None
         self.why_not = self.why_not or "released"
 
-    def _refuse(self, reason: str | None) -> None:
+    def _set_why_not(self, reason: str | None) -> None:
         check(not (self.wanted and reason), f"train.cuda_graph=true is impossible: {reason}; pass null or false")
         self.why_not = reason
 
@@ -82,8 +85,10 @@ class StepRunner:
             # Only this thread's calls are restricted: the loader's thread allocates pinned memory
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.results = train_step(self.model, self.optimizer, self.batches, self.lr)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # raised at the end of the capture; its context is what ended the capture
+            reason = str(error.__context__ or error).partition("\n")[0]
             raise UserError(f"a CUDA graph cannot contain this step: {reason}; pass train.cuda_graph=false") from error
         self.graph = graph
 
@@ -101,12 +106,12 @@ def reason_against(config: GPTConfig, device: torch.device, single: bool) -> str
     return None
 
 
-def too_large(device: torch.device) -> str | None:
+def reason_against_size(device: torch.device) -> str | None:
     """Return a reason against capturing if the steps so far took so much memory that an evaluation may not fit."""
     share = torch.cuda.max_memory_allocated(device) / torch.cuda.get_device_properties(device).total_memory
-    if share <= LARGEST_SHARE:
+    if share <= MAX_MEMORY_SHARE:
         return None
-    return f"a step takes {share:.0%} of the GPU's memory, and a graph would keep it (limit {LARGEST_SHARE:.0%})"
+    return f"a step takes {share:.0%} of the GPU's memory, and a graph would keep it (limit {MAX_MEMORY_SHARE:.0%})"
 
 
 @contextmanager

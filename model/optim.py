@@ -24,7 +24,7 @@ class OptimConfig:
     beta1: float
     beta2: float
     grad_clip: float  # the largest norm of all gradients together; 0: no limit
-    impl: str | None = None  # torch | triton; None: triton where it runs
+    impl: str | None = None  # torch | triton; None: triton for bf16 weights on a GPU, without FSDP
 
     def __post_init__(self):
         for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
@@ -71,7 +71,7 @@ class Optimizer(ABC):
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # calls of step(), refused steps included
         self.refused, self.first_refused = torch.zeros_like(self.steps), torch.zeros_like(self.steps)
         self.lr = torch.zeros((), device=device)
-        self.being_copied: torch.cuda.Event | None = None  # the next update waits until a checkpoint is copied
+        self.being_copied: torch.cuda.Event | None = None  # the next update, or the next captured step, waits for it
         self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
 
     @torch.no_grad()
@@ -114,7 +114,10 @@ class Optimizer(ABC):
 
     @abstractmethod
     def accumulate(self) -> None:
-        """Call this after each backward(). It moves the gradients here, where they are summed in fp32."""
+        """Call this after each backward(). It moves the gradients here, where they are summed in fp32.
+
+        Every weight must have a gradient.
+        """
 
     @property
     @abstractmethod

@@ -78,7 +78,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = 
     reason = fused_unavailable(weight)
     check(
         config.impl != "triton" or not reason,
-        f"optim.impl=triton cannot run here: {reason}; or choose optim.impl=torch",
+        f"optim.impl=triton cannot run here: {reason}; choose optim.impl=torch",
     )
     if reason or config.impl == "torch" or (config.impl is None and not weight.is_cuda):
         return TorchAdamW(model, config, ranks, stop)
@@ -90,7 +90,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = 
 def fused_unavailable(weight: Tensor) -> str | None:
     """Return why FusedAdamW cannot update a model with such weights, or None if it can."""
     if isinstance(weight, DTensor):
-        return "parallel=fsdp shards the weights"
+        return "it does not support sharded weights (parallel=fsdp)"
     if weight.dtype == torch.float32:
         return "it rounds fp32 masters to the model's weights, and these are fp32: choose precision=bf16 or fp8"
     if not find_spec("triton"):
@@ -100,7 +100,7 @@ def fused_unavailable(weight: Tensor) -> str | None:
     return triton_unavailable(weight.device)
 
 
-def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
+def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float | Tensor) -> tuple[Tensor, Tensor]:
     """Make one optimizer step over the micro-batches of this rank: (mean loss, gradient norm) over all ranks.
 
     Both are scalars on the device. Nothing here waits for the device.

@@ -111,7 +111,7 @@ class LinearWithBias(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy_rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-        return dy @ weight, dy_rows.T @ x.reshape(-1, x.shape[-1]), sum_rows(dy_rows)
+        return (dy_rows @ weight).view_as(x), dy_rows.T @ x.reshape(-1, x.shape[-1]), sum_rows(dy_rows)
 
 
 def linear(x, weight, bias, fp8=False):

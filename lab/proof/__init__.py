@@ -56,6 +56,8 @@ def make_receipt(row: dict, recipe: Recipe, step: StepRunner, batches: list[Batc
 
     `wrong` names an op that did not run as the row says. `unchecked` lists the ops whose backends name no kernels.
     """
+    if step.graph is None:
+        step.release()  # a capture cannot be profiled
     impls = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if op in row["kernels"]}
     receipt = profile_step(lambda: step(batches, 0.0), step.device, family_patterns(impls))
     claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}

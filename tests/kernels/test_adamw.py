@@ -11,7 +11,7 @@ SIZE, DECAYED = 3 * BLOCK, 3008
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_three_steps_equal_adamw_in_float64(dtype):
-    """Steps 1 and 3 of three: step 2 is refused and changes nothing. fp32 leaves a few units of 2^-24 a step."""
+    """The second of three steps is refused, and changes nothing."""
     if dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("Triton's interpreter rounds to bf16 wrongly")
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def test_three_steps_equal_adamw_in_float64(dtype):
         for half, part in zip(halves, (gradient[:DECAYED], gradient[DECAYED:]), strict=True):
             half.grad = part.double() * 0.25
         reference.step()
-        # an update is 1e-2, and its error a few roundings of 2^-24; the weight has one rounding of its own size
+        # rtol: each update rounds the master once. atol: an update of up to 1e-2 is off by a few units of 2^-24
         exact = torch.cat([half.detach() for half in halves])
         torch.testing.assert_close(master.double(), exact, rtol=updates * 2**-23, atol=updates * 1e-2 * 2**-20)
         assert torch.equal(weight, master.to(dtype))
