@@ -38,10 +38,12 @@ class DataConfig:
     val_fraction: float  # the share of documents for validation; 1: all documents, for evaluation only
     prepare: str  # auto: open_dataset() writes the shards on the first use | by_hand: only scripts.prepare does
     cache: str  # the folder for token shards
+    encoding_errors: str = "strict"  # strict | replace | skip: text files that are not UTF-8
     mask_documents: bool = False  # true: attention does not cross the end of a document
 
     def __post_init__(self):
         choices = {"source": (*SOURCES, "nanogpt"), "tokenizer": TOKENIZERS, "prepare": ("auto", "by_hand")}
+        choices["encoding_errors"] = "strict", "replace", "skip"
         for key, names in choices.items():
             if getattr(self, key) not in names:
                 raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(names)}")
@@ -119,7 +121,8 @@ def source_and_folder(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source,
 
     The folder's name ends with 12 hex digits of a hash. The hash covers everything that can change the tokens.
     """
-    source = SOURCES[config.source](config.path, config.subset, config.column, config.val_fraction)
+    options = config.path, config.subset, config.column, config.val_fraction, config.encoding_errors
+    source = SOURCES[config.source](*options)
     identity = json.dumps([source.identity, tokenizer.name, config.val_fraction])
     identity_hash = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return source, Path(config.cache) / f"{config.name}-{tokenizer.name}-{identity_hash}"

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import sys
 import sysconfig
 import zlib
 from abc import ABC, abstractmethod
@@ -55,13 +56,16 @@ class Source(ABC):
 class Files(Source):
     """Local files, in the order of their names. Raises DataError if a file cannot be read."""
 
-    def __init__(self, files: Iterable[Path], column: str, val_fraction: float):
+    def __init__(self, files: Iterable[Path], column: str, val_fraction: float, encoding_errors: str = "strict"):
         self.files, self.column, self.val_fraction = sorted(files), column, val_fraction
+        self.encoding_errors = encoding_errors  # strict | replace | skip: what to do with a file that is not UTF-8
         suffixes = [known_suffix(file) for file in self.files]
         self.split_by_hash = sum(suffix in TEXT_SUFFIXES for suffix in suffixes) >= FILES_TO_SPLIT_BY_HASH
         self.identity = file_stamps(self.files)
         if any(suffix in ROW_SUFFIXES for suffix in suffixes):
             self.identity.append(column)
+        if encoding_errors != "strict":
+            self.identity.append(encoding_errors)
 
     def documents(self, position: list[int] | None = None) -> Iterator[tuple[str, str]]:
         first_file, documents_read = position or (0, 0)
@@ -85,7 +89,9 @@ class Files(Source):
             for text in read_rows(file, self.column):
                 yield split_of(text, self.val_fraction), text
             return
-        text = read_text(file)
+        text = read_text(file, self.encoding_errors)
+        if text is None:
+            return
         if self.split_by_hash:
             yield split_of(text, self.val_fraction), text
             return
@@ -101,12 +107,22 @@ def split_of(text: str, val_fraction: float) -> str:
     return "val" if first_64_bits < val_fraction * 2**64 else "train"
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file. Raises DataError if it is not UTF-8 or cannot be read."""
+def read_text(path: Path, encoding_errors: str = "strict") -> str | None:
+    """Return the text of a UTF-8 file. Raises DataError if it cannot be read, or if it is not UTF-8.
+
+    With encoding_errors="replace", U+FFFD takes the place of what is not UTF-8. With "skip" such a file is None, and a
+    warning names it.
+    """
     try:
-        return path.read_text(encoding="utf-8-sig")  # -sig removes a byte order mark, which is not text
+        # utf-8-sig removes a byte order mark, which is not text
+        return path.read_text(encoding="utf-8-sig", errors="replace" if encoding_errors == "replace" else "strict")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text (byte {error.start}): convert the file or leave it out") from None
+        what = f"{path} is not UTF-8 text (byte {error.start})"
+        if encoding_errors == "strict":
+            remedy = "convert the file, leave it out, or pass data.encoding_errors=replace or skip"
+            raise DataError(f"{what}: {remedy}") from None
+        print(f"warning: {what}, and is skipped", file=sys.stderr)
+        return None
     except OSError as error:
         raise read_error(path, error) from None
 
@@ -192,7 +208,13 @@ def file_stamps(files: list[Path]) -> list:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def stdlib_source(path: None = None, subset: None = None, column: str = "text", val_fraction: float = 0.1) -> Files:
+def stdlib_source(
+    path: None = None,
+    subset: None = None,
+    column: str = "text",
+    val_fraction: float = 0.1,
+    encoding_errors: str = "strict",
+) -> Files:
     """Return the source code of Python's standard library without its tests: about 12 MB on every machine.
 
     All entries of data.SOURCES have the same parameters. Here `subset` and `column` have no effect. Raises DataError if
@@ -208,11 +230,15 @@ def stdlib_source(path: None = None, subset: None = None, column: str = "text", 
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"data=stdlib: no .py files in {root}; choose data=text data.path=...")
-    return Files(files, column, val_fraction)
+    return Files(files, column, val_fraction, encoding_errors)
 
 
 def text_source(
-    path: str | list[str] | None, subset: None = None, column: str = "text", val_fraction: float = 0.1
+    path: str | list[str] | None,
+    subset: None = None,
+    column: str = "text",
+    val_fraction: float = 0.1,
+    encoding_errors: str = "strict",
 ) -> Files:
     """Return the text files that data.path names: a file, a folder, a glob, or a list of them.
 
@@ -225,7 +251,7 @@ def text_source(
     unique_files = {}  # target -> first name: if two links lead to one file, the file counts once
     for file in sorted(files):
         unique_files.setdefault(file.resolve(), file)
-    return Files(unique_files.values(), column, val_fraction)
+    return Files(unique_files.values(), column, val_fraction, encoding_errors)
 
 
 def matching_files(pattern: str) -> list[Path]:

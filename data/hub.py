@@ -15,12 +15,20 @@ from data.tokenizer import is_reachable
 class Hub(Source):
     """The split `train` of the data set `path` (owner/name, or a local folder).
 
-    `column` holds the text. A row whose text is null is not a document. The constructor uses no network. It raises
-    DataError if there is no `path`. documents() uses the network. It raises DataError if there is no network, if the
-    data set, the subset or the column does not exist, if `datasets` is not installed, or if the stream stops early.
+    `column` holds the text. A row whose text is null is not a document. `encoding_errors` has no effect. The
+    constructor uses no network. It raises DataError if there is no `path`. documents() uses the network. It raises
+    DataError if there is no network, if the data set, the subset or the column does not exist, if `datasets` is not
+    installed, or if the stream stops early.
     """
 
-    def __init__(self, path: str | None, subset: str | None = None, column: str = "text", val_fraction: float = 0.1):
+    def __init__(
+        self,
+        path: str | None,
+        subset: str | None = None,
+        column: str = "text",
+        val_fraction: float = 0.1,
+        encoding_errors: str = "strict",
+    ):
         if not path or not isinstance(path, str):
             raise DataError("data=hub needs data.path=owner/name, the name of the data set on the Hugging Face hub")
         folder = local_path(path)

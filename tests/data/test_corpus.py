@@ -125,6 +125,19 @@ def test_a_path_without_text_is_an_error(folder, path, message):
         text_source(path.format(docs=folder) if isinstance(path, str) else path)
 
 
+def test_files_that_are_not_utf8_can_be_repaired_or_skipped(tmp_path, capsys):
+    """data.encoding_errors=replace keeps the rest of the file. skip names the file in a warning."""
+    (tmp_path / "a.txt").write_bytes(b"\xe9t\xe9")
+    (tmp_path / "b.txt").write_text("summer")
+    texts = {}
+    for errors in ("replace", "skip"):
+        source = text_source(str(tmp_path), val_fraction=1, encoding_errors=errors)
+        texts[errors] = [text for _, text in source.documents()]
+        assert source.identity[-1] == errors  # other tokens, so another folder of shards
+    assert texts == {"replace": ["\ufffdt\ufffd", "summer"], "skip": ["summer"]}
+    assert capsys.readouterr().err == f"warning: {tmp_path / 'a.txt'} is not UTF-8 text (byte 0), and is skipped\n"
+
+
 def test_the_error_names_a_file_that_is_not_utf8(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 0\)"):
