@@ -33,3 +33,8 @@ def write_rows(rows: list[dict], name: str, folder: Path, keep: bool) -> list[Pa
     if keep:
         files.append(keep_rows(rows, name))
     return files
+
+
+def curve_file(folder: Path, row: dict) -> Path:
+    """Return the file for the losses of this row's run in a folder of results/. Each seed has its own."""
+    return folder / "curves" / f"{row['name']}-seed{row['config']['seed']}.jsonl"

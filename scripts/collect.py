@@ -5,8 +5,8 @@ scripts.max_context to context.jsonl. A run on one H200 goes to results/h200, an
 stays as the run wrote it, whatever its status. A row that the file already has is not appended again. It skips a folder
 without a row for results/, such as an interrupted job's, and then exits with status 1.
 
---curves also writes a run's losses to results/<device>/curves/<name>.jsonl. --beside h200x4 puts the row of a run on
-fewer GPUs into that folder, for comparison.
+--curves also writes a run's losses to results/<device>/curves/<name>-seed<seed>.jsonl. --beside h200x4 puts the row of
+a run on fewer GPUs into that folder, for comparison.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     if curves:
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
-        curve_path = folder / "curves" / f"{row['name']}.jsonl"
+        curve_path = rows.curve_file(folder, row)
         curve_path.unlink(missing_ok=True)
         rows.append_rows(curve_path, losses)
     return path

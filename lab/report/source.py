@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, prompt_tokens
+from lab.rows import curve_file
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
 from runtime.config import UserError, check
@@ -145,7 +146,7 @@ def read_losses(path: Path) -> dict[int, float]:
 
 def read_curve(folder: Path, row: dict) -> dict[int, float]:
     """Return the losses in curves/; empty if their last step is not the row's, because they are of another run."""
-    losses = read_losses(folder / "curves" / f"{row['name']}.jsonl")
+    losses = read_losses(curve_file(folder, row))
     return losses if max(losses, default=0) == row.get("steps") else {}
 
 

@@ -233,13 +233,13 @@ def environment(device: str) -> str:
 
 
 def curves(device: str) -> dict[str, dict[int, float]]:
-    """Return the losses of the runs in curves/: name of the run -> step -> training loss, oldest run first."""
+    """Return the losses of the runs in curves/: name of the file -> step -> training loss, oldest run first."""
     losses = {}
-    for name in (row["name"] for row in results.read_rows(device)):
-        path = results.RESULTS / device / "curves" / f"{name}.jsonl"
+    for row in results.read_rows(device):
+        path = results.curve_file(results.RESULTS / device, row)
         if path.exists():
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            losses[name] = {line["step"]: line["train/loss"] for line in lines}
+            losses[path.stem] = {line["step"]: line["train/loss"] for line in lines}
     return losses
 
 

@@ -14,7 +14,7 @@ from scripts import collect, report
 from tests.lab.report.sample_rows import write_sweep
 
 
-def write_run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", impl="eager", compile=False):
+def write_run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", impl="eager", compile=False, seed=1):
     """Write the folder of a finished run, with the files of train.py, and return it."""
     row = {
         "name": folder.name,
@@ -22,6 +22,7 @@ def write_run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", 
         "parameters": 124_475_904,
         "measured_peak_flops": 8e14,
         "config": {
+            "seed": seed,
             "precision": "amp",
             "kernels": {"norm": impl, "mlp": "eager", "loss": "eager", "compile": compile},
             "attn": {"impl": "sdpa"},
@@ -124,9 +125,11 @@ def test_several_gpus_are_compared_with_one(results, tmp_path):
 
 
 def test_curves_are_compared_and_drawn(results, tmp_path):
-    collect_run(write_run(tmp_path / "a", losses=(5.0, 4.0, 3.0)), curves=True)
-    collect_run(write_run(tmp_path / "b", losses=(5.0, 4.25, 2.5)), curves=True)
-    sentence = "Over 3 steps, the losses of `a` and `b` differ by 0.2500 in the mean and by 0.5000 at most."
+    """Two runs of one name with other seeds have a curve each."""
+    for seed, losses in ((1, (5.0, 4.0, 3.0)), (2, (5.0, 4.25, 2.5))):
+        (tmp_path / str(seed)).mkdir()
+        collect_run(write_run(tmp_path / str(seed) / "a", losses=losses, seed=seed), curves=True)
+    sentence = "Over 3 steps, the losses of `a-seed1` and `a-seed2` differ by 0.2500 in the mean and by 0.5000 at most."
     assert sentence in tables.agreement("h200")
     path = figures.curves_plot(tables.curves("h200"), tmp_path / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")
