@@ -184,7 +184,8 @@ def compile_sums_and_adamw(capability: int) -> None:
     """Compile the sums of rows and AdamW. A thread moves 16 bytes of a tensor at once."""
     rows = compile_kernel("sum of rows", sums._sum_rows_kernel, capability, {"out_ptr": "*fp32"}, **sums.ROWS)
     types = {"x_ptr": "*fp32"}
-    partial = compile_kernel("sum of partial sums", sums._sum_rows_kernel, capability, types, **sums.PARTIAL)
+    launch = sums.partial_launch(512)
+    partial = compile_kernel("sum of partial sums", sums._sum_rows_kernel, capability, types, **launch)
     fp32 = ("master_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "lr_ptr", "scale_ptr", "corrections_ptr")
     types = dict.fromkeys(fp32, "*fp32") | {"refuse_ptr": "*i1"}
     types |= dict.fromkeys(("beta1", "beta2", "one_minus_beta1", "one_minus_beta2", "eps", "weight_decay"), "fp32")
