@@ -42,8 +42,12 @@ class DataConfig:
     mask_documents: bool = False  # true: attention does not cross the end of a document
 
     def __post_init__(self):
-        choices = {"source": (*SOURCES, "nanogpt"), "tokenizer": TOKENIZERS, "prepare": ("auto", "by_hand")}
-        choices["encoding_errors"] = "strict", "replace", "skip"
+        choices = {
+            "source": (*SOURCES, "nanogpt"),
+            "tokenizer": TOKENIZERS,
+            "prepare": ("auto", "by_hand"),
+            "encoding_errors": ("strict", "replace", "skip"),
+        }
         for key, names in choices.items():
             if getattr(self, key) not in names:
                 raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(names)}")

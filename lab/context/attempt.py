@@ -74,8 +74,8 @@ def train(recipe: Recipe, length: int, device: torch.device) -> dict[str, float]
 def generate(recipe: Recipe, length: int, device: torch.device, kept: int = 0) -> dict[str, float]:
     """Prefill `length` tokens and generate NEW_TOKENS, after a warm-up of both.
 
-    The first `kept` tokens count as cached. With `kept`, the prefill has no warm-up, because its time is not that of
-    the whole prompt. Return `seconds` to the last new token, and `prefill_s` to the first.
+    The first `kept` tokens count as cached. With `kept`, the prefill has no warm-up, because its time says nothing
+    about the whole prompt. Return `seconds` to the last new token, and `prefill_s` to the first.
     """
     decoder, idx = build_decoder(recipe, length, device)
     decoder.warm_up(length, NEW_TOKENS)

@@ -289,7 +289,7 @@ def test_captured_prefills_are_padded_and_give_the_same_tokens(sampling):
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_for_a_launch_of_several_tokens(monkeypatch):
-    """step() returns before the launch is complete. The text equals that of decode=blocks."""
+    """step() returns before the launch is complete. The text is the same as with decode=blocks."""
     monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
     idx, lengths = ragged()
     decoder = Decoder(varied_gpt().cuda(), 4, 20, SAMPLED, decode="persistent")

@@ -74,7 +74,7 @@ def test_greedy_tokens_over_the_cache_are_those_of_full_forwards(pos, attn, buck
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("pos", "attn"), POSITIONS)
 def test_logits_over_the_cache_are_those_of_full_forwards(pos, attn, dtype, buckets, monkeypatch):
-    """Compared with float64, the error is at most twice that of a full forward in this dtype, at every length."""
+    """At every length, the error against float64 is at most twice the error of a full forward in this dtype."""
     config = replace(SMALL, pos=pos)
     model = gpt(config, attn=attn)
     exact = gpt(config).double()
@@ -206,7 +206,7 @@ def test_a_compiled_step_calls_no_addmm_for_one_row_and_copies_no_cache(tmp_path
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_addmm_of_one_row_is_as_accurate_as_addmm(dtype):
-    """Compared with float64, its error is at most twice that of addmm. For two rows it returns NotImplemented."""
+    """Its error against float64 is at most twice the error of addmm. For two rows it returns NotImplemented."""
     draw = torch.Generator().manual_seed(0)
     bias, x, weight = (torch.randn(*size, generator=draw).to(dtype) for size in ((96,), (1, 769), (769, 96)))
     exact = torch.addmm(bias.double(), x.double(), weight.double())

@@ -111,7 +111,7 @@ def same(a, b):
 
 
 def test_a_step_that_is_not_finite_changes_nothing():
-    """Without `stop`, the weights are those of a run without this step. With `stop`, no later step changes a weight."""
+    """Without `stop`, the run ends as one without this step. With `stop`, no later step changes a weight."""
     weights, optimizer = five_steps_with_a_nan(stop=False)
     assert same(weights[1], weights[2])
     assert not same(weights[2], weights[3])

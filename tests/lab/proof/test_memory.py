@@ -176,7 +176,7 @@ def test_predicted_peak_of_generation_is_weights_cache_and_a_prefill():
 
 
 def test_prediction_of_a_long_prompt_simulates_only_its_last_chunks(monkeypatch):
-    """Their peak equals that of all 7 chunks. A longer prompt takes no more forwards."""
+    """The peak is the same as with all 7 chunks. A longer prompt takes no more forwards."""
     monkeypatch.setattr(decoder, "CHUNK", 512)
     cfg = config("mode=generate", "precision=bf16")
     whole = predict_bytes(cfg, 6 * 512 + 100)
