@@ -98,11 +98,12 @@ def summary(row: dict) -> str:
     share = f"{100 * row['perf/mfu_measured_peak']:.1f}% of the measured matmul"
     if row["perf/mfu"] is not None:
         share = f"mfu {100 * row['perf/mfu']:.1f}%, {share}"
+    graph = row["cuda_graph"] if row["cuda_graph"] == "captured" else f"none: {row['cuda_graph']}"
     return (
         f"speed    {row['perf/tokens_per_sec']:,.0f} tok/s median ({spread}), {row['perf/step_ms']:.2f} ms a step "
         f"({row['perf/data_wait_ms']:.2f} ms for data); {share}\n"
         f"start    {row['perf/first_step_s']:.1f} s for the first step, {row['perf/compile_s']:.1f} s of it to compile "
         f"and start; {row['perf/warmup_s']:.1f} s for all {WARMUP} warm-up steps; "
         f"{row['perf/recompiles']} recompilations\n"
-        f"graph    {row['cuda_graph']}{power_line(row)}"
+        f"graph    {graph}{power_line(row)}"
     )
