@@ -158,7 +158,7 @@ def linear_cross_entropy_fp8(
     dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients else x.new_empty(0)
     for start in range(0, N, chunk):
         tokens = slice(start, start + chunk)
-        logits = product(x_rows[tokens], weight_rows, (x_unit, weight_unit), x.dtype)
+        logits = product(x_rows[tokens], weight_rows, (x_unit, weight_unit), x.dtype, fast=False)
         cross_entropy_(logits, targets[tokens], losses[tokens], count, ignore_index, False, shifts[tokens])
         if not gradients:
             continue
