@@ -115,7 +115,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
             figures |= {"tokens": step * t.tokens_per_step, "train/loss": loss.item(), "train/lr": lr}
             figures |= {"train/grad_norm": norm.item(), "train/refused_steps": int(optimizer.refused)}
             bar.write(console.step_line(step, t.max_steps, figures, meter.is_warmup(step)))
-            check_finite(optimizer, job.batches, run.folder, t.on_nonfinite)
+            check_finite(job.step.model, optimizer, job.batches, run.folder, t.on_nonfinite)
             if meter.is_warmup(step):  # its speed is printed, but not recorded
                 figures = {key: value for key, value in figures.items() if not key.startswith("perf/")}
             is_best = False

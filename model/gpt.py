@@ -127,7 +127,11 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.norm(x, residual, cast(self.weight, self.dtype), cast(self.bias, self.dtype))
+        return self.norm(x, residual, *self.parameters_in_dtype())
+
+    def parameters_in_dtype(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias in the compute dtype."""
+        return cast(self.weight, self.dtype), cast(self.bias, self.dtype)
 
 
 class Attention(nn.Module):

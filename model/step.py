@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, Loader, Windows, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
-from model.gpt import GPT, PRECISIONS, GPTConfig
+from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm
 from model.optim import OptimConfig, Optimizer, TorchAdamW
 from model.pretrained import load_weights
 from model.sources import Pretrained
@@ -134,10 +134,10 @@ def evaluate(
     return ranks.sum(total).item() / len(batches)
 
 
-def check_finite(optimizer: Optimizer, batches: Loader, folder: Path, on_nonfinite: str) -> None:
+def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, on_nonfinite: str) -> None:
     """If the optimizer has refused a step, write its batch to `folder`, and print a warning. Synchronises.
 
-    If on_nonfinite is "stop", it raises UserError instead of the warning.
+    If on_nonfinite is "stop", it raises UserError instead of the warning. If the model's norm says why, so do both.
     """
     step, ranks = int(optimizer.first_refused), optimizer.ranks
     if not step:
@@ -152,10 +152,24 @@ def check_finite(optimizer: Optimizer, batches: Loader, folder: Path, on_nonfini
         except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
             where = f"its batch cannot be written to {path}"
     what = f"loss or gradient norm of step {step} is not finite"
-    check(
-        on_nonfinite == "skip",
-        f"the run has diverged: {what}, and its update was not made ({where}); lower optim.learning_rate, or pass over "
-        "such steps with train.on_nonfinite=skip",
-    )
+    reason = why_nan(model)
+    stopped = f"{what}, and its update was not made ({where})"
+    if reason:
+        stopped += f": {reason}"
+    else:
+        stopped = f"the run has diverged: {stopped}; lower optim.learning_rate, or pass over such steps with "
+        stopped += "train.on_nonfinite=skip"
+    check(on_nonfinite == "skip", stopped)
     if ranks.is_main:
-        print(f"warning: {what}; skipped ({int(optimizer.refused)} so far); {where}", file=sys.stderr)
+        refused = f"{what}; skipped ({int(optimizer.refused)} so far); {where}"
+        print(f"warning: {refused}" + (f": {reason}" if reason else ""), file=sys.stderr)
+
+
+def why_nan(model: GPT) -> str | None:
+    """Return why the gradients of a norm are NaN, with the norm's name, if its backend can say that. Synchronises."""
+    for name, module in model.named_modules():
+        if isinstance(module, LayerNorm) and hasattr(backend := sys.modules[module.norm.__module__], "why_nan"):
+            parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters_in_dtype())
+            if reason := backend.why_nan(*parameters):
+                return f"in {name}, {reason}"
+    return None

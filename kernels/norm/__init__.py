@@ -10,6 +10,9 @@ The addition and the LayerNorm are one op because they read the same rows.
     bias          (C,)      or None
     y             (..., C)  LayerNorm(residual + x), in the dtype of weight, which is the compute dtype
     new_residual  (..., C)  residual + x, in the dtype of residual; x if residual is None
+
+A backend whose gradients would be imprecise for some weights returns NaN instead. Then it has why_nan(weight, bias),
+which returns the reason, for the user, or None.
 """
 
 import torch
@@ -41,6 +44,7 @@ CASES = {
     "fp32_residual": {"shape": (2, 9, 768), "residual_dtype": torch.float32},
     "fp32_embedding": {"shape": (2, 9, 768), "residual": False, "residual_dtype": torch.float32},
     "non_contiguous": {"shape": (6, 10, 768), "contiguous": False},
+    "small_weights": {"shape": (2, 9, 64), "around": 0.0},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
@@ -65,9 +69,19 @@ def reference(x, residual, weight, bias, eps=1e-5):
 
 
 def inputs(
-    shape, *, residual=True, bias=True, mean=0.0, residual_dtype=None, contiguous=True, dtype, device="cpu", seed=0
+    shape,
+    *,
+    residual=True,
+    bias=True,
+    mean=0.0,
+    around=1.0,
+    residual_dtype=None,
+    contiguous=True,
+    dtype,
+    device="cpu",
+    seed=0,
 ):
-    """Return random arguments of norm(), as a dict.
+    """Return random arguments of norm(), as a dict. Weights are `around` some number. Biases are smaller than they.
 
     `residual_dtype`, by default `dtype`, is the dtype of residual, or of x if residual=False. If it is narrower than
     `dtype`, it is widened.
@@ -83,11 +97,12 @@ def inputs(
         wide = randn(*shape[:-1], shape[-1] + padding, dtype=dtype) + mean
         return wide[..., : shape[-1]]
 
+    weight = around + 0.1 * randn(shape[-1])
     tensors = {
         "x": activations(dtype if residual else residual_dtype),
         "residual": activations(residual_dtype) if residual else None,
-        "weight": 1 + 0.1 * randn(shape[-1]),
-        "bias": 0.1 * randn(shape[-1]) if bias else None,
+        "weight": weight,
+        "bias": 0.1 * randn(shape[-1]) * weight if bias else None,
     }
     return {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
 

@@ -106,13 +106,15 @@ def _norm_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_DRESIDUAL: tl.constexpr,  # dx and dresidual differ in dtype, so both are written
     FROM_Y: tl.constexpr,  # xhat = (y - bias) / weight: see triton_recompute.py
+    MAX_RATIO: tl.constexpr,  # with FROM_Y, columns with a larger |bias / weight| give NaN
 ):
     columns = tl.arange(0, BLOCK_C)
     in_row = columns < C
     weight = tl.load(weight_ptr + columns, in_row, other=0.0).to(tl.float32)
     if FROM_Y:
         bias = tl.load(bias_ptr + columns, in_row, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros_like(weight)
-        inverse = 1.0 / tl.where(weight == 0.0, 1.0, weight)
+        precise = (weight != 0.0) & (tl.abs(bias) <= MAX_RATIO * tl.abs(weight))
+        inverse = tl.where(precise, 1.0 / tl.where(weight == 0.0, 1.0, weight), float("nan"))
     dweight = tl.zeros((BLOCK_C,), tl.float32)
     dbias = tl.zeros((BLOCK_C,), tl.float32)
     for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
@@ -166,6 +168,11 @@ def _column_sum_kernel(
             total += tl.load(partial_ptr + (i * programs + rows[:, None]) * C + columns[None, :], mask, other=0.0)
         target = dbias_ptr if i == 1 else dweight_ptr
         tl.store(target + columns, tl.sum(total, 0).to(target.dtype.element_ty), columns < C)
+
+
+def max_ratio(dtype: torch.dtype) -> float:
+    """Return the largest |bias / weight| at which xhat can be recomputed from y in `dtype`."""
+    return 1024.0 if dtype == torch.float32 else 16.0
 
 
 def forward_launch(C: int, program_elements: int = 4096, thread_elements: int = 16) -> dict[str, int]:
@@ -291,6 +298,7 @@ def norm_bwd(
         HAS_BIAS=has_bias,
         HAS_DRESIDUAL=x_dtype != stream_dtype,
         FROM_Y=mean is None,
+        MAX_RATIO=max_ratio(weight.dtype),
         **launch,
     )
     _column_sum_kernel[(triton.cdiv(C, 16),)](partial, dweight, dbias, programs, C, has_bias, ROWS=64, COLUMNS=16)

@@ -131,7 +131,7 @@ def test_product_of_a_gpu_equals_the_emulation(sizes, bias):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("K, fast", [(65536, True), (768, False)])
+@pytest.mark.parametrize(("K", "fast"), [(65536, True), (768, False)])
 def test_a_gpu_does_not_cut_off_long_sums_and_logits(K, fast):
     """All products are positive. Fast accumulation would lose 4% of 65,536 of them; of 512, at most 2^-9."""
     draw = torch.Generator().manual_seed(4)

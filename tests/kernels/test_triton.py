@@ -15,8 +15,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.registry import Unavailable, contract, load
+from kernels.check import exact_results
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, contract, load
 from kernels.tuned import override_tables
+from model.gpt import GPTConfig
+from model.step import build, why_nan
 from tests.kernels.test_backends import assert_as_good_as_eager, outputs_and_gradients
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +61,41 @@ def test_tensors_that_norm_saves(impl, residual):
         assert numbers_per_row == [1]
     else:
         assert numbers_per_row == ([1, 1, 24] if residual else [1, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("weight", "ratio", "nan"), [(2**-10, 1.0, False), (-(2**-10), 1.01, True), (0.0, 1.0, True)])
+def test_norm_recompute_refuses_imprecise_gradients(dtype, weight, ratio, nan):
+    """`ratio` is the |bias / weight| of a column, divided by the largest that the dtype allows."""
+    from kernels.norm import triton_recompute
+
+    limit = 1024 if dtype == torch.float32 else 16
+    inputs = contract("norm").inputs((9, 64), dtype=dtype, device=DEVICE)
+    with torch.no_grad():
+        inputs["weight"][5], inputs["bias"][5] = weight, weight * limit * ratio
+    reason = triton_recompute.why_nan(inputs["weight"], inputs["bias"])
+    results = outputs_and_gradients(load("norm", "triton_recompute", DEVICE), inputs)
+    assert results["d_x"].isnan().all() == results["d_weight"][5].isnan() == nan
+    assert results["out0"].isfinite().all()
+    assert results["d_bias"].isfinite().all()
+    assert (reason is not None) == nan
+    if nan:
+        assert reason.startswith("1 of 64 weights")
+    else:  # rounding y moves xhat by up to eps / 2 of |xhat| + |bias / weight|; |xhat| and |dy| are below 5
+        error = (
+            results["d_weight"][5].double() - exact_results("norm", "triton_recompute", inputs)["d_weight"][5]
+        ).abs()
+        assert error <= torch.finfo(dtype).eps / 2 * (9 * 5 * (5 + limit) + 9 * 5 * 5)
+
+
+def test_a_model_knows_which_norm_has_nan():
+    config = GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=8, vocab_size=32, pos="rope", bias=True, dropout=0.0)
+    kernels = KernelsConfig(norm="triton_recompute")
+    model = build(config, kernels, AttnConfig("eager"), "amp", DEVICE, seed=1)
+    assert why_nan(model) is None
+    with torch.no_grad():
+        model.h[0].ln_2.weight[3] = 0
+    assert why_nan(model).startswith("in h.0.ln_2, 1 of 16 weights are 0 or less than 1/16 of their bias")
 
 
 @pytest.mark.parametrize("bias", [True, False])
