@@ -118,17 +118,18 @@ def test_only_a_gpu_with_a_known_name_has_mfu(monkeypatch, name, tflops):
     assert all(peak > 1e13 for peak in BF16_PEAK.values())
 
 
-def test_measured_flops_and_bandwidth_follow_from_the_seconds_of_a_matmul_and_a_copy(monkeypatch):
-    """Each takes 0.5 s here. A matmul of 1024^3 is 2 x 2^30 FLOP, and a copy of 128 MiB reads and writes 2^27 bytes."""
+@pytest.mark.parametrize(("seconds", "size"), [(2**-10, 1024), (2**-1, 256)])
+def test_measured_flops_and_bandwidth_follow_from_the_seconds_of_a_matmul_and_a_copy(monkeypatch, seconds, size):
+    """A matmul of n^3 is 2 n^3 FLOP, and a copy of 128 MiB reads and writes 2^27 bytes each. All take as long here."""
     results = []
 
-    def half_a_second(work, device):
+    def timed(work, device):
         results.append(work())
-        return 0.5
+        return seconds
 
-    monkeypatch.setattr(timing, "median_seconds", half_a_second)
-    assert timing.measured_flops(CPU, torch.bfloat16) == 2**32
-    assert timing.measured_bandwidth(CPU) == 2**29
-    product, copy = results
-    assert (product.shape, product.dtype) == ((1024, 1024), torch.bfloat16)
+    monkeypatch.setattr(timing, "median_seconds", timed)
+    assert timing.measured_flops(CPU, torch.bfloat16) == 2 * size**3 / seconds
+    assert timing.measured_bandwidth(CPU) == 2**28 / seconds
+    *_, product, copy = results
+    assert (product.shape, product.dtype) == ((size, size), torch.bfloat16)
     assert (copy.nbytes, bool((copy == 1).all())) == (2**27, True)
