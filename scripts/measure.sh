@@ -60,7 +60,7 @@ small_steps() {
 # Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes 6 to 9
 # minutes on one GPU. A stopped group resumes
 fp8_curves() {
-    local packages; packages="$(python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"
+    local packages="$(dirname "$(command -v python)")/../lib/python3*/site-packages"
     local corpus=(data=text data.path="$packages/**/*.py" data.tokenizer=gpt2 data.encoding_errors=skip)
     python -m scripts.prepare "${corpus[@]}" || return
     python train.py -m "${corpus[@]}" kernels=triton attn=flash precision=bf16,fp8 seed=1,2,3 train.max_steps=4600 \
