@@ -137,7 +137,8 @@ def evaluate(
 def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, on_nonfinite: str) -> None:
     """If the optimizer has refused a step, write its batch to `folder`, and print a warning. Synchronises.
 
-    If on_nonfinite is "stop", it raises UserError instead of the warning. If the model's norm says why, so do both.
+    It raises UserError instead of the warning if on_nonfinite is "stop", or if why_nan() has a reason: then all later
+    steps would be refused, too.
     """
     step, ranks = int(optimizer.first_refused), optimizer.ranks
     if not step:
@@ -153,23 +154,23 @@ def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path
             where = f"its batch cannot be written to {path}"
     what = f"loss or gradient norm of step {step} is not finite"
     reason = why_nan(model)
-    stopped = f"{what}, and its update was not made ({where})"
-    if reason:
-        stopped += f": {reason}"
-    else:
-        stopped = f"the run has diverged: {stopped}; lower optim.learning_rate, or pass over such steps with "
-        stopped += "train.on_nonfinite=skip"
-    check(on_nonfinite == "skip", stopped)
+    check(not reason, f"{what}, and its update was not made ({where}): {reason}")
+    check(
+        on_nonfinite == "skip",
+        f"the run has diverged: {what}, and its update was not made ({where}); lower optim.learning_rate, or pass over "
+        "such steps with train.on_nonfinite=skip",
+    )
     if ranks.is_main:
-        refused = f"{what}; skipped ({int(optimizer.refused)} so far); {where}"
-        print(f"warning: {refused}" + (f": {reason}" if reason else ""), file=sys.stderr)
+        print(f"warning: {what}; skipped ({int(optimizer.refused)} so far); {where}", file=sys.stderr)
 
 
 def why_nan(model: GPT) -> str | None:
     """Return why the gradients of a norm are NaN, with the norm's name, if its backend can say that. Synchronises."""
     for name, module in model.named_modules():
-        if isinstance(module, LayerNorm) and hasattr(backend := sys.modules[module.norm.__module__], "why_nan"):
-            parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters_in_dtype())
-            if reason := backend.why_nan(*parameters):
-                return f"in {name}, {reason}"
+        if not isinstance(module, LayerNorm):
+            continue
+        explain = getattr(sys.modules[module.norm.__module__], "why_nan", lambda *_: None)
+        parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters_in_dtype())
+        if reason := explain(*parameters):
+            return f"in {name}, {reason}"
     return None

@@ -16,10 +16,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matmul of random numbers on this device: 8192^3 on a GPU, 1024^3 on a CPU.
+    """Return the FLOP/s of a matmul of random numbers on this device.
 
-    On a CPU that takes more than 10 ms for 256^3, it is that of 256^3. In bf16 a CPU without AVX-512 takes 60 ms for
-    it, and would take 4 s for 1024^3.
+    The matmul is 8192^3 on a GPU, and 1024^3 on a CPU. On a CPU that needs more than 10 ms for 256^3, it is 256^3:
+    without AVX-512, bf16 takes 60 ms for 256^3, and would take 4 s for 1024^3.
     """
 
     def seconds(size: int) -> float:

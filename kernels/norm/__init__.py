@@ -11,8 +11,8 @@ The addition and the LayerNorm are one op because they read the same rows.
     y             (..., C)  LayerNorm(residual + x), in the dtype of weight, which is the compute dtype
     new_residual  (..., C)  residual + x, in the dtype of residual; x if residual is None
 
-A backend whose gradients would be imprecise for some weights returns NaN instead. Then it has why_nan(weight, bias),
-which returns the reason, for the user, or None.
+A backend may return NaN gradients for parameters for which they would be imprecise. Such a backend has
+why_nan(weight, bias), which returns the reason as text for the user, or None.
 """
 
 import torch
@@ -26,7 +26,7 @@ SHAPES = {
     "1558m-fp32-residual": {"shape": (131072, 1600), "residual_dtype": torch.float32},
 }
 
-# The shapes that break kernels: widths that are not a power of two, few rows, a mean far from zero, memory layouts
+# What breaks kernels: widths that are not a power of two, few rows, means far from zero, layouts, weights near zero
 CASES = {
     "768": {"shape": (2, 16, 768)},
     "1600": {"shape": (3, 1600)},
@@ -81,7 +81,7 @@ def inputs(
     device="cpu",
     seed=0,
 ):
-    """Return random arguments of norm(), as a dict. Weights are `around` some number. Biases are smaller than they.
+    """Return random arguments of norm(), as a dict. Weights have mean `around` and deviation 0.1; biases are a tenth.
 
     `residual_dtype`, by default `dtype`, is the dtype of residual, or of x if residual=False. If it is narrower than
     `dtype`, it is widened.

@@ -9,10 +9,10 @@ From y the backward can recompute xhat:
 Besides y, the backward needs only rstd, 4 bytes a row. The method is the invertible LayerNorm of NVIDIA's apex
 (memory_efficient=True). At 124M, with 25 norms, it saves 77 KB a token for an fp32 stream, and 38 KB for a bf16 stream.
 
-The price is rounding. y is in the compute dtype, so in bf16 xhat is off by up to 2^-9 of y / weight, which is xhat +
-bias / weight. If a column's |bias / weight| is above 16 (in fp32: 1024), or its weight is 0, then its dweight and all
-of dx are NaN. So the optimizer refuses the step, and why_nan() gives the reason. At 16, the error of xhat in bf16 is
-about 0.03. The bytes are as many as with triton.py, because the same kernels run.
+The price is rounding. In bf16, rounding moves y by up to 2^-8 of y, and so xhat by up to 2^-8 of |y / weight|, where
+y / weight = xhat + bias / weight. At |bias / weight| = 16 this is up to about 0.06. If a column has a larger ratio (in
+fp32: above 1024), or its weight is 0, then its dweight and all of dx are NaN. So the optimizer refuses the step, and
+why_nan() gives the reason. The bytes are as many as with triton.py, because the same kernels run.
 """
 
 import torch
@@ -42,14 +42,14 @@ norm_recompute = bypass_dispatcher(norm_recompute, backward, _setup_context)
 
 
 def why_nan(weight: Tensor, bias: Tensor | None) -> str | None:
-    """Return why a norm with these parameters has NaN in its gradients, or None if it has not. Synchronises."""
+    """Return why these parameters make gradients NaN. Return None if they do not. Synchronises."""
     limit, bias = max_ratio(weight.dtype), torch.zeros_like(weight) if bias is None else bias
     count = int(((weight == 0) | ~(bias.abs() <= limit * weight.abs())).sum())
     if not count:
         return None
     return (
-        f"{count} of {len(weight)} weights are 0 or less than 1/{limit:g} of their bias, and norm=triton_recompute "
-        "divides by them; choose kernels.norm=triton"
+        f"norm=triton_recompute divides by the weights, and {count} of {len(weight)} are too small: 0, or |weight| < "
+        f"|bias| / {limit:g}; choose kernels.norm=triton"
     )
 
 

@@ -131,9 +131,9 @@ def test_product_of_a_gpu_equals_the_emulation(sizes, bias):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("K", "fast"), [(65536, True), (768, False)])
-def test_a_gpu_does_not_cut_off_long_sums_and_logits(K, fast):
-    """All products are positive. Fast accumulation would lose 4% of 65,536 of them; of 512, at most 2^-9."""
+@pytest.mark.parametrize(("K", "fast"), [(65536, True), (4096, False)])
+def test_a_gpu_does_not_cut_off_sums_without_fast_accumulation(K, fast):
+    """All products are positive. By a model of 14 bits, fast accumulation loses 4% of 65,536 and 0.27% of 4096."""
     draw = torch.Generator().manual_seed(4)
     a, b = (torch.rand(16, K, generator=draw).to(E4M3) for _ in range(2))
     one = torch.ones(())

@@ -120,7 +120,7 @@ def test_only_a_gpu_with_a_known_name_has_mfu(monkeypatch, name, tflops):
 
 @pytest.mark.parametrize(("seconds", "size"), [(2**-10, 1024), (2**-1, 256)])
 def test_measured_flops_and_bandwidth_follow_from_the_seconds_of_a_matmul_and_a_copy(monkeypatch, seconds, size):
-    """A matmul of n^3 is 2 n^3 FLOP, and a copy of 128 MiB reads and writes 2^27 bytes each. All take as long here."""
+    """A matmul of n^3 is 2 n^3 FLOP, and a copy reads and writes 2^27 bytes. Here each call takes `seconds`."""
     results = []
 
     def timed(work, device):
