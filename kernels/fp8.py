@@ -20,7 +20,9 @@ With fast accumulation, a Hopper tensor core adds 32 products at a time to a sum
 So long sums become too small. At 124M a weight's gradient is a sum over 65,536 tokens: the gradient of QKV's weight had
 0.67 of its size, and the mean loss of steps 81 to 120 was 0.09 above bf16's. Without fast accumulation, the tensor core
 computes short sums, which are added in fp32. So product() uses fast accumulation only for sums of up to 4096 products.
-The logits never use it, because their error goes into every gradient.
+The logits never use it, because their error goes into every gradient: where fast logits remained, the gradient was off
+by 0.095 of its norm, and by 0.090 with only the loss in fp8. On an H100 a step took 90.2 ms with fast accumulation in
+all sums, 91.6 with it in sums of up to 4096, and 93.2 without it.
 
 The scales of x and dy are fixed, so they need neither a pass over the tensor nor a state. The scale of a weight needs
 one pass. A number beyond the range becomes the largest one. Infinity becomes NaN, so a diverged step is still noticed.

@@ -81,10 +81,10 @@ def inputs(
     device="cpu",
     seed=0,
 ):
-    """Return random arguments of norm(), as a dict. Weights have mean `around` and deviation 0.1; biases are a tenth.
+    """Return random arguments of norm(), as a dict. A bias is about a tenth of its weight.
 
-    `residual_dtype`, by default `dtype`, is the dtype of residual, or of x if residual=False. If it is narrower than
-    `dtype`, it is widened.
+    Weights have mean `around` and deviation 0.1. `residual_dtype`, by default `dtype`, is the dtype of residual, or of
+    x if residual=False. If it is narrower than `dtype`, it is widened.
     """
     generator = torch.Generator(device).manual_seed(seed)
     residual_dtype = torch.promote_types(residual_dtype or dtype, dtype)

@@ -85,10 +85,10 @@ def _add(a, b, c, d):
 def _norm_bwd_kernel(
     dy_ptr,  # (N, C)
     dstream_ptr,  # (N, C), read only with HAS_DSTREAM
-    saved_ptr,  # (N, C) the stream; with FROM_Y the forward's y
+    saved_ptr,  # (N, C) the stream; with MAX_RATIO the forward's y
     weight_ptr,  # (C,)
-    bias_ptr,  # (C,), read only with FROM_Y and HAS_BIAS
-    mean_ptr,  # (N,) fp32, not read with FROM_Y
+    bias_ptr,  # (C,), read only with MAX_RATIO and HAS_BIAS
+    mean_ptr,  # (N,) fp32, not read with MAX_RATIO
     rstd_ptr,  # (N,) fp32
     dx_ptr,  # (N, C)
     dresidual_ptr,  # (N, C), written only with HAS_DRESIDUAL
@@ -105,16 +105,15 @@ def _norm_bwd_kernel(
     HAS_DSTREAM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_DRESIDUAL: tl.constexpr,  # dx and dresidual differ in dtype, so both are written
-    FROM_Y: tl.constexpr,  # xhat = (y - bias) / weight: see triton_recompute.py
-    MAX_RATIO: tl.constexpr,  # with FROM_Y, columns with a larger |bias / weight| give NaN
+    MAX_RATIO: tl.constexpr,  # of |bias / weight|, for xhat = (y - bias) / weight: see triton_recompute.py; or None
 ):
     columns = tl.arange(0, BLOCK_C)
     in_row = columns < C
     weight = tl.load(weight_ptr + columns, in_row, other=0.0).to(tl.float32)
-    if FROM_Y:
+    if MAX_RATIO is not None:
         bias = tl.load(bias_ptr + columns, in_row, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros_like(weight)
         precise = (weight != 0.0) & (tl.abs(bias) <= MAX_RATIO * tl.abs(weight))
-        inverse = tl.where(precise, 1.0 / tl.where(weight == 0.0, 1.0, weight), float("nan"))
+        inverse = 1.0 / tl.where(precise, weight, float("nan"))
     dweight = tl.zeros((BLOCK_C,), tl.float32)
     dbias = tl.zeros((BLOCK_C,), tl.float32)
     for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
@@ -126,7 +125,7 @@ def _norm_bwd_kernel(
         rstd = tl.load(rstd_ptr + rows, rows < N, other=0.0)[:, None]
         if HAS_DSTREAM:
             dstream = tl.load(dstream_ptr + rows[:, None] * dstream_stride + columns[None, :], mask, other=0.0)
-        if FROM_Y:
+        if MAX_RATIO is not None:
             xhat = (saved - bias[None, :]) * inverse[None, :]
         else:
             xhat = (saved - tl.load(mean_ptr + rows, rows < N, other=0.0)[:, None]) * rstd
@@ -297,8 +296,7 @@ def norm_bwd(
         HAS_DSTREAM=dstream is not None,
         HAS_BIAS=has_bias,
         HAS_DRESIDUAL=x_dtype != stream_dtype,
-        FROM_Y=mean is None,
-        MAX_RATIO=max_ratio(weight.dtype),
+        MAX_RATIO=max_ratio(weight.dtype) if mean is None else None,
         **launch,
     )
     _column_sum_kernel[(triton.cdiv(C, 16),)](partial, dweight, dbias, programs, C, has_bias, ROWS=64, COLUMNS=16)

@@ -89,10 +89,10 @@ def main(capability: int) -> None:
                 f"norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
             )
             launch |= norm.backward_launch(C)
-            launch |= {"HAS_DSTREAM": True, "HAS_DRESIDUAL": residual == "*fp32", "FROM_Y": False, "MAX_RATIO": 16.0}
+            launch |= {"HAS_DSTREAM": True, "HAS_DRESIDUAL": residual == "*fp32", "MAX_RATIO": None}
             launch.pop("programs")
             backward = compile_kernel(f"norm backward {name}", norm._norm_bwd_kernel, capability, types, **launch)
-            launch["FROM_Y"] = True
+            launch["MAX_RATIO"] = 16.0
             compile_kernel(
                 f"norm backward from y {name}",
                 norm._norm_bwd_kernel,

@@ -42,7 +42,7 @@ def logits(weights, config=SMALL):
 
 
 def near(got, exact, rounded):
-    """Whether the error against a float64 reference is at most twice that of the reference in float32."""
+    """Return whether `got` is as near to `exact`, in float64, as twice the error of `rounded`, in float32, allows."""
     eps = torch.finfo(torch.float32).eps * exact.abs().max()
     return (got - exact).abs().max() <= 2 * (rounded - exact).abs().max() + 2 * eps
 
@@ -67,7 +67,7 @@ def rewrite(folder, tensors=lambda held: held, **config):
 
 
 def test_a_hugging_face_folder(folder):
-    """The weights are bit-equal, and the logits are those of GPT2LMHeadModel.from_pretrained."""
+    """Weights are bit-equal to those that GPT2LMHeadModel.from_pretrained() loads. Logits agree."""
     from transformers import GPT2LMHeadModel
 
     found = read_pretrained(str(folder))
@@ -84,7 +84,7 @@ def test_a_hugging_face_folder(folder):
     [(257, "bytes"), (320, "bytes"), (321, None), (50256, None), (50257, "gpt2"), (50304, "gpt2"), (50305, None)],
 )
 def test_the_tokenizer_follows_from_the_size_of_the_vocabulary(tmp_path, ids, tokenizer):
-    """The size is that of a tokenizer, or padded to a multiple of 64. For other sizes the user must name one."""
+    """A size names a tokenizer if it is its number of ids, padded to a multiple of 64 or not. Other sizes name none."""
     config = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": ids}
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = read_shape(str(tmp_path))

@@ -8,7 +8,7 @@ from model.text import Text
 
 
 class Pieces(Bytes):
-    """A tokenizer whose tokens have several bytes, as those of GPT-2: id i is PIECES[i]."""
+    """A tokenizer with tokens of several bytes, like GPT-2. Id i stands for PIECES[i]."""
 
     PIECES = (
         b"ab",

@@ -25,7 +25,7 @@ def test_help_has_a_command_to_copy_and_short_lines(called, name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_prints_one_line_and_no_traceback(called, monkeypatch, name):
-    """Ctrl-C arrives in a function that every command calls first. The exit code is the one that a shell gives."""
+    """Ctrl-C interrupts the first function of the command. The exit code is 130, as in a shell."""
 
     def interrupt():
         raise KeyboardInterrupt

@@ -65,7 +65,7 @@ def test_a_stopped_sweep_continues_when_its_command_runs_again(called, monkeypat
 
 
 def test_a_stopped_search_continues_when_it_runs_again_in_its_folder(called, monkeypatch, tmp_path):
-    """No length is tried twice, and the row equals that of a search without interruption."""
+    """It tries no length twice. Its row equals the row of a search that was not stopped."""
     rows = {}
     for name, stops in (("whole", [None]), ("parts", [3, 9, 20, 25, None])):
         machine = Machine(predicted=2**15)
