@@ -60,12 +60,13 @@ small_steps() {
 # Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes 7 to 10
 # minutes on one GPU
 fp8_curves() {
-    local packages="$(dirname "$(command -v python)")/../lib/python3*/site-packages"
-    local corpus=(data=text data.path="$packages/**/*.py" data.tokenizer=gpt2 data.encoding_errors=skip)
+    local packages=("$(dirname "$(command -v python)")"/../lib/python3*/site-packages)
+    mkdir -p out && ln -sfn "${packages[0]}" out/packages
+    local corpus=(data=text 'data.path=out/packages/**/*.py' data.tokenizer=gpt2 data.encoding_errors=skip)
     python -m scripts.prepare "${corpus[@]}" || return
     python train.py -m "${corpus[@]}" kernels=triton attn=flash seed=1,2,3 precision=bf16,fp8 train.max_steps=4600 \
         train.eval_batches=20 train.sample_tokens=0 train.checkpoint_every=0 out_dir=out/fp8-curves
-    [ $? = 75 ] || python -m scripts.collect --beside h200-fp8 --curves out/fp8-curves/*/
+    [ $? = 75 ] || python -m scripts.collect --beside fp8-curves --curves out/fp8-curves/*/
 }
 
 # Training with the default batch size; and attn=auto, after measuring its table on this GPU

@@ -5,6 +5,7 @@ from pathlib import Path
 from lab.report.choices import Choice
 from lab.report.colours import CHOICE_COLOURS, GREY, text_colour
 from lab.report.describe import batch_cell, newest_attention, newest_kernels
+from lab.report.loss_curves import Curve, with_reference
 
 ATTENTION_UNITS = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
 
@@ -66,20 +67,25 @@ def roofline(rows: list[dict], path: Path) -> Path:
     return save(figure, path)
 
 
-def curves_plot(runs: dict[str, dict[int, float]], path: Path) -> Path:
-    """Draw the losses of each run, and below them the difference from the first run. `runs` is name -> step -> loss."""
-    (first, reference), *_ = runs.items()
-    figure, (above, below) = subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 1])
-    for name, losses in runs.items():
-        steps = sorted(losses)
-        above.plot(steps, [losses[s] for s in steps], label=name, linewidth=1)
-        if name != first:
-            below.plot(steps, [losses[s] - reference[s] for s in steps], label=f"{name} - {first}", linewidth=1)
-    above.set_ylabel("training loss")
-    below.set_ylabel("difference")
+def curves_plot(runs: list[Curve], path: Path) -> Path:
+    """Draw the losses of each run, and below them the differences from the first run of the same seed.
+
+    A choice has a colour, and a seed has a style of line.
+    """
+    figure, (above, below) = subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 2])
+    choices, seeds = (list(dict.fromkeys(part)) for part in zip(*((run.choice, run.seed) for run in runs), strict=True))
+    for run, first in with_reference(runs):
+        steps = sorted(run.losses.keys() & first.losses.keys())
+        style = {"color": CHOICE_COLOURS[choices.index(run.choice)], "linewidth": 1}
+        style |= {"linestyle": ["-", "--", ":", "-."][seeds.index(run.seed) % 4], "label": run.name}
+        above.plot(steps, [run.losses[step] for step in steps], **style)
+        if run is not first:
+            below.plot(steps, [run.losses[step] - first.losses[step] for step in steps], **style)
+    above.set_ylabel("validation loss" if runs[0].losses is runs[0].validation else "training loss")
+    below.set_ylabel("above the first of its seed")
+    below.axhline(0, color=GREY, linewidth=0.5)
     below.set_xlabel("step")
-    above.legend()
-    below.legend()
+    above.legend(fontsize=8)
     return save(figure, path)
 
 

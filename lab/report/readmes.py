@@ -12,6 +12,7 @@ from lab.report import tables
 from lab.report.figures import attention_plot, curves_plot, headline_plot, roofline
 from lab.report.generation_table import generation
 from lab.report.headline import headline
+from lab.report.loss_curves import agreement, curves, long_runs
 from lab.report.max_context_table import max_context
 from lab.report.source import read_source
 
@@ -27,7 +28,8 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "max_context": max_context,
     "support": tables.support_tables,
     "environment": tables.environment,
-    "agreement": tables.agreement,
+    "agreement": agreement,
+    "long_runs": long_runs,
     "same": tables.same_norm_sweep,
     "ops": tables.ops,
 }
@@ -65,4 +67,4 @@ def draw_results() -> Iterator[Path]:
     for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):
         yield attention_plot(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
     for folder in sorted(rows.RESULTS.glob("*/curves")):
-        yield curves_plot(tables.curves(folder.parent.name), folder.with_name("curves.png"))
+        yield curves_plot(curves(folder.parent.name), folder.with_name("curves.png"))

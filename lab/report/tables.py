@@ -232,32 +232,6 @@ def environment(device: str) -> str:
     )
 
 
-def curves(device: str) -> dict[str, dict[int, float]]:
-    """Return the losses of the runs in curves/: name of the file -> step -> training loss, oldest run first."""
-    losses = {}
-    for row in results.read_rows(device):
-        path = results.curve_file(results.RESULTS / device, row)
-        if path.exists():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            losses[path.stem] = {line["step"]: line["train/loss"] for line in lines}
-    return losses
-
-
-def agreement(device: str) -> str:
-    """Return a sentence for each loss curve after the first: how much it differs from the first."""
-    (first, base), *others = curves(device).items()
-    sentences = []
-    for name, losses in others:
-        steps = sorted(base.keys() & losses.keys())
-        gaps = [abs(base[step] - losses[step]) for step in steps]
-        sentences.append(
-            f"Over {len(gaps)} steps, the losses of `{first}` and `{name}` differ by {sum(gaps) / len(gaps):.4f} in "
-            f"the mean and by {max(gaps):.4f} at most. The last losses are {base[steps[-1]]:.4f} and "
-            f"{losses[steps[-1]]:.4f}."
-        )
-    return "\n".join(sentences) or "There is only one loss curve."
-
-
 def ops(_: str) -> str:
     """Return the table of ops and their backends, which are the folders and files in kernels/."""
     lines = [[op, contract(op).__doc__.partition("\n")[0].partition(": ")[2], ", ".join(impls(op))] for op in OPS]

@@ -6,7 +6,7 @@ import pytest
 
 from kernels import tuned
 from lab import rows
-from lab.report import figures, readmes, tables
+from lab.report import figures, loss_curves, readmes, tables
 from lab.report.readmes import fill
 from lab.report.source import read_source
 from runtime.run import read_row
@@ -130,9 +130,36 @@ def test_curves_are_compared_and_drawn(results, tmp_path):
         (tmp_path / str(seed)).mkdir()
         collect_run(write_run(tmp_path / str(seed) / "a", losses=losses, seed=seed), curves=True)
     sentence = "Over 3 steps, the losses of `a-seed1` and `a-seed2` differ by 0.2500 in the mean and by 0.5000 at most."
-    assert sentence in tables.agreement("h200")
-    path = figures.curves_plot(tables.curves("h200"), tmp_path / "curves.png")
+    assert sentence in loss_curves.agreement("h200")
+    path = figures.curves_plot(loss_curves.curves("h200"), tmp_path / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_run_stands_beside_the_first_run_of_its_seed(results, tmp_path):
+    """`b` has steps of half the time, and ends at a loss that `a` reaches in the middle of its last 100 steps.
+
+    So `a` takes 250 steps to this loss, and `b` takes 300 of half the time: `b` is 250 / 150 = 1.67 times as fast.
+    """
+    for name, seed, step_ms, losses in (
+        ("a", 1, 100.0, (4.0, 3.0, 2.0)),
+        ("b", 1, 50.0, (4.5, 3.5, 2.5)),
+        ("a", 2, 100.0, (4.0, 3.0, 2.0)),
+        ("b", 2, 50.0, (4.5, 2.5, 1.5)),  # reaches 2.0, where a ends, after 250 steps: 300 / 125
+    ):
+        (tmp_path / f"{seed}").mkdir(exist_ok=True)
+        folder = write_run(tmp_path / f"{seed}" / name, impl={"a": "eager", "b": "triton"}[name], seed=seed)
+        write_row(folder, read_row(folder) | {"perf/step_ms": step_ms})
+        lines = [{"step": 100 * i, "train/loss": 0.0, "val/loss": loss} for i, loss in enumerate(losses, 1)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        collect_run(folder, curves=True)
+    assert cells(loss_curves.long_runs("h200")) == [
+        ["amp", "eager", "1", "2.0000", "", "500,000", ""],
+        ["amp", "eager+triton", "1", "2.5000", "+0.5000", "500,000", "1.67x"],
+        ["amp", "eager", "2", "2.0000", "", "500,000", ""],
+        ["amp", "eager+triton", "2", "1.5000", "-0.5000", "500,000", "2.40x"],
+        ["amp", "eager", "mean", "**2.0000** (sd 0.0000)", "", "", ""],
+        ["amp", "eager+triton", "mean", "**2.0000** (sd 0.7071)", "**+0.0000** (sd 0.7071)", "", "2.03x"],
+    ]
 
 
 def test_rows_of_a_cpu_and_of_a_short_run_are_shown(results, tmp_path):

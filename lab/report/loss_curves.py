@@ -1,0 +1,110 @@
+"""The runs of a folder in results/ with a loss curve: do they train alike, and how fast do they reach a loss?"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, stdev
+
+from lab import rows as results
+from lab.report.describe import kernels_cell
+from lab.report.tables import markdown_table
+from lab.sweep.table import speed_cell
+
+CURVE = 10  # evaluations; with fewer, a figure shows the training losses
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run with its losses: step -> loss."""
+
+    row: dict
+    name: str
+    training: dict[int, float]
+    validation: dict[int, float]
+
+    @property
+    def seed(self) -> int:
+        return self.row["config"]["seed"]
+
+    @property
+    def choice(self) -> tuple[str, str]:
+        return self.row["config"]["precision"], kernels_cell(self.row)
+
+    @property
+    def last(self) -> float:
+        return self.validation[max(self.validation)]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The losses of a figure."""
+        return self.validation if len(self.validation) >= CURVE else self.training
+
+    def minutes_to(self, loss: float) -> float:
+        """Return the time of the steps until the validation loss is `loss`, which the run must reach.
+
+        Between two evaluations the loss counts as a straight line.
+        """
+        for (start, high), (end, low) in pairwise(sorted(self.validation.items())):
+            if low <= loss:
+                step = end - (end - start) * (loss - low) / (high - low)
+                return step * self.row["perf/step_ms"] / 60_000
+        raise ValueError(f"{self.name} has no validation loss of {loss}")
+
+
+def curves(device: str) -> list[Curve]:
+    """Return the runs that have a file in curves/, oldest first. If several runs had one name, it is the last."""
+    found = {}
+    for row in results.read_rows(device):
+        path = results.curve_file(results.RESULTS / device, row)
+        if path.exists():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            losses = [{line["step"]: line[key] for line in lines if key in line} for key in ("train/loss", "val/loss")]
+            found[path.stem] = Curve(row, path.stem, *losses)
+    return [*found.values()]
+
+
+def with_reference(runs: list[Curve]) -> list[tuple[Curve, Curve]]:
+    """Return each run with the first run of its seed, which may be itself."""
+    return [(run, next(first for first in runs if first.seed == run.seed)) for run in runs]
+
+
+def agreement(device: str) -> str:
+    """Return a sentence for each loss curve after the first: how much its training losses differ from the first's."""
+    first, *others = curves(device)
+    sentences = []
+    for run in others:
+        steps = sorted(first.training.keys() & run.training.keys())
+        gaps = [abs(first.training[step] - run.training[step]) for step in steps]
+        sentences.append(
+            f"Over {len(gaps)} steps, the losses of `{first.name}` and `{run.name}` differ by {mean(gaps):.4f} in "
+            f"the mean and by {max(gaps):.4f} at most. The last losses are {first.training[steps[-1]]:.4f} and "
+            f"{run.training[steps[-1]]:.4f}."
+        )
+    return "\n".join(sentences) or "There is only one loss curve."
+
+
+def spread(figures: Sequence[float], form: str) -> str:
+    """Return "**0.9697** (sd 0.0019)": the mean, and the standard deviation if there are several figures."""
+    return f"**{mean(figures):{form}}**" + (f" (sd {stdev(figures):.4f})" if len(figures) > 1 else "")
+
+
+def long_runs(device: str) -> str:
+    """Return the table of the last validation losses: each run beside the first run of its seed, then the means.
+
+    `to the same loss` is how many times as fast as the first run it reaches the higher of their two last losses.
+    """
+    head = ["precision", "kernels", "seed", "last validation loss", "above the first", "tokens/s"]
+    choices: dict[tuple[str, str], list[tuple]] = {}
+    lines = []
+    for run, first in with_reference(curves(device)):
+        gap, loss = run.last - first.last, max(run.last, first.last)
+        faster = first.minutes_to(loss) / run.minutes_to(loss)
+        choices.setdefault(run.choice, []).append((run.last, gap, faster))
+        compared = ["", ""] if run is first else [f"{gap:+.4f}", f"{faster:.2f}x"]
+        lines.append([*run.choice, str(run.seed), f"{run.last:.4f}", compared[0], speed_cell(run.row), compared[1]])
+    for choice, figures in choices.items():
+        losses, gaps, speeds = zip(*figures, strict=True)
+        compared = [spread(gaps, "+.4f"), f"{mean(speeds):.2f}x"] if any(gaps) else ["", ""]
+        lines.append([*choice, "mean", spread(losses, ".4f"), compared[0], "", compared[1]])
+    return markdown_table([*head, "to the same loss"], lines)
