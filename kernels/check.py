@@ -9,11 +9,15 @@ from the error of eager itself in that dtype. In fp8, reference() rounds the ope
 OWN_SCALES rounds the operands differently. Both errors are then differences from reference() without fp8.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from kernels.compat import FakeTensor
 from kernels.registry import backend, contract
 
 
@@ -50,6 +54,26 @@ def outputs_and_gradients(
         output_grads.append(grad.expand(out.shape) if out.dim() else torch.full_like(out, 2))
     input_grads = torch.autograd.grad(outputs, list(leaves.values()), output_grads, allow_unused=True)
     return results | {f"d_{name}": grad for name, grad in zip(leaves, input_grads, strict=True) if grad is not None}
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within this context torch.empty and similar functions return NaN. So an element that no kernel writes shows."""
+
+    def poisoned(make: Callable) -> Callable:
+        @functools.wraps(make)
+        def make_nan(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            fillable = tensor.is_floating_point() and not isinstance(tensor, FakeTensor)
+            return tensor.fill_(float("nan")) if fillable else tensor
+
+        return make_nan
+
+    makers = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
+    with ExitStack() as stack:
+        for owner, name in makers:
+            stack.enter_context(patch.object(owner, name, poisoned(getattr(owner, name))))
+        yield
 
 
 def exact_results(op: str, impl: str, inputs: dict, expand: bool = False) -> dict[str, Tensor]:

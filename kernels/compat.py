@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401  there is no public name for it
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401  there are no public names
 from torch.autograd import profiler
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # noqa: F401  there is no public name for it

@@ -2,8 +2,34 @@
 
 import torch
 
-from kernels.registry import AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
+from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
 from model.gpt import PRECISIONS, GPTConfig
+
+
+def call_shapes(
+    config: GPTConfig, precision: str, shape: tuple[int, int], keys: int | None = None, documents: bool = False
+) -> dict[str, dict]:
+    """Return op -> the arguments of its contract's inputs(), for the call that the model makes. It may call fewer ops.
+
+    The tokens have `shape`, (B, T). With `keys`, a decoding step of one token reads `keys` keys. With `documents`,
+    attention stays inside documents.
+    """
+    sizes = {
+        "batch": shape[0],
+        "length": 1 if keys else shape[1],
+        "n_embd": config.n_embd,
+        "n_head": config.n_head,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "window": None if keys else config.window,  # the cache has no other keys
+        "learned_positions": config.pos == "learned",
+        "residual_dtype": PRECISIONS[precision][0],
+        "documents": documents,
+        "keys": keys,
+    }
+    calls = {op: contract(op).in_model(**sizes) for op in OPS if hasattr(contract(op), "in_model")}
+    return {op: arguments for op, arguments in calls.items() if arguments is not None}
 
 
 def executed_kernels(
@@ -21,32 +47,14 @@ def executed_kernels(
     With `keys`, describe a decoding step that reads `keys` keys, after a prefill of `shape`. If the decoder is not
     blocks, only the prefill runs the ops besides decode. With `documents`, attention stays inside documents.
     """
-    if keys and kernels.decode == "blocks":
-        shape = shape[0], 1
-    residual_dtype, dtype = PRECISIONS[precision]
-    sizes = {
-        "batch": shape[0],
-        "length": shape[1],
-        "n_embd": config.n_embd,
-        "n_head": config.n_head,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "window": None if keys and kernels.decode == "blocks" else config.window,  # the cache has no other keys
-        "learned_positions": config.pos == "learned",
-        "residual_dtype": residual_dtype,
-        "documents": documents,
-        "keys": keys if keys and kernels.decode == "blocks" else None,
-    }
-    descriptions = {}
-    for op, impl in impl_by_op(kernels, attn).items():
-        in_model = getattr(contract(op), "in_model", None)
-        arguments = in_model(**sizes) if in_model else None
-        if arguments is not None:
-            version = attn.version if op == "attention" else None
-            if precision == "fp8" and runs_in_fp8(op, kernels):
-                arguments["fp8"] = True
-            descriptions[op] = describe(op, impl, version, **arguments, dtype=dtype, device=device)
+    keys_of_blocks = keys if kernels.decode == "blocks" else None
+    impls, descriptions = impl_by_op(kernels, attn), {}
+    for op, arguments in call_shapes(config, precision, shape, keys_of_blocks, documents).items():
+        version = attn.version if op == "attention" else None
+        if precision == "fp8" and runs_in_fp8(op, kernels):
+            arguments["fp8"] = True
+        dtype = PRECISIONS[precision][1]
+        descriptions[op] = describe(op, impls[op], version, **arguments, dtype=dtype, device=device)
     if keys:
         descriptions.pop("loss", None)
         descriptions["decode"] = describe("decode", kernels.decode)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.registry import KernelError, impls
+from kernels.registry import KernelError, contract, impls
 from lab.bench.op import DTYPES, OpConfig, as_list, measure, table
 from lab.report.figures import roofline
 from lab.rows import write_rows
@@ -49,7 +49,8 @@ def main(cfg: Config) -> None:
         start = time.perf_counter()
         torch.compiler.reset()
         with explain_out_of_memory(f"op={cfg.op} shape={name}", "the size: choose a smaller shape"):
-            new_rows, reasons = measure(cfg.op, name, cfg.impl, cfg.dtype, cfg.rounds, device)
+            shape = (contract(cfg.op).SHAPES | contract(cfg.op).CASES)[name]
+            new_rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device)
         for impl, reason in reasons.items():
             tqdm.write(f"{name:<12} without {impl}: {reason}", file=sys.stdout)
         new_rows = [{**row, "ceiling/tb_per_s": copy, "ceiling/tflops": matmul, "env": env} for row in new_rows]

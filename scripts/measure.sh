@@ -125,6 +125,13 @@ context_generate_fp8() {
     longest generate-fp8 kernels=triton attn=triton model.pos=rope mode=generate generate.kv=fp8
 }
 
+# The verdicts on our kernels against torch.compile. An op takes about five minutes
+judged() {
+    for claim in "norm impl=triton" "mlp impl=triton" "loss impl=triton" "attention impl=flash against=sdpa"; do
+        python -m scripts.judge op=$claim keep=true -- $text train.max_steps=25
+    done
+}
+
 # The same norm under two names, which must be a tie, and a norm that sleeps 0.3 ms a call: its step is 5% longer
 same() {
     local copy=out/same.copy

@@ -251,11 +251,13 @@ def prepare_contestants(
 
 
 def measure(
-    op: str, shape_name: str, names: list[str], dtype_name: str, rounds: int, device: torch.device
+    op: str, shape_name: str, shape: dict, names: list[str], dtype_name: str, rounds: int, device: torch.device
 ) -> tuple[list[dict], dict[str, str]]:
-    """Return (the rows of one shape, name -> why the backend cannot take this shape)."""
+    """Return (the rows of one shape, name -> why the backend cannot take this shape).
+
+    `shape` has the arguments of the contract's inputs().
+    """
     module, dtype = contract(op), DTYPES[dtype_name]
-    shape = (module.SHAPES | module.CASES)[shape_name]
     inputs = module.inputs(**shape, dtype=dtype, device=device)
     functions, facts, douts, reasons = prepare_contestants(op, names, shape, inputs, dtype, device)
     works = floors(module, shape, dtype, device)

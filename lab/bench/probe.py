@@ -10,8 +10,8 @@ import signal
 import tempfile
 import textwrap
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.check import broken_rule, exact_results, outputs_and_gradients
+from kernels.check import broken_rule, exact_results, outputs_and_gradients, poisoned_memory
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
 from lab.bench.op import optional_arguments
@@ -41,6 +41,7 @@ class Probe(NamedTuple):
     dtype: torch.dtype
     backward: bool = True
     compiled: bool = False  # under torch.compile, in one graph
+    strict: bool = False  # also with NaN in new memory, and with the same bits in a second call
 
 
 Columns = dict[str, dict[str, Probe]]  # column of the table -> value -> probe
@@ -56,6 +57,14 @@ def first_probe(op: str, impl: str, device: torch.device) -> Columns:
     dtype = "bf16" if device.type == "cuda" else "fp32"
     case, shape = next(iter(contract(op).CASES.items()))
     return {dtype: {case: Probe(op, impl, shape, PROBE_DTYPES[dtype])}}
+
+
+def case_probes(op: str, impl: str, dtype: torch.dtype) -> dict[str, Probe]:
+    """Return a strict probe for each of the op's cases, and one of the first case under torch.compile."""
+    cases = contract(op).CASES
+    probes = {case: Probe(op, impl, shape, dtype, strict=True) for case, shape in cases.items()}
+    first = next(iter(cases))
+    return probes | {f"{first} compiled": probes[first]._replace(compiled=True, strict=False)}
 
 
 def matrix_probes(op: str, impl: str, device: torch.device) -> Columns:
@@ -88,21 +97,38 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     inputs = module.inputs(**shape)
     if not probe.backward:
         inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    before = {name: value.detach().clone() for name, value in inputs.items() if isinstance(value, Tensor)}
     try:
         function = load(op, impl, device, needs=optional_arguments(inputs))
-        results = outputs_and_gradients(function, inputs)
+        with poisoned_memory() if probe.strict else nullcontext():
+            results = outputs_and_gradients(function, inputs)
     except Unavailable as reason:
         return f"unavailable: {reason}"
+    written = [name for name, value in before.items() if not torch.equal(value, inputs[name])]
+    if written:
+        return f"wrong: it writes to its input {written[0]}"
     if probe.compiled:
         results = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
     truth = exact_results(op, impl, inputs)
-    reason = broken_rule(results, outputs_and_gradients(load(op, "eager", device), inputs), truth, inputs, probe.dtype)
+    eager = outputs_and_gradients(load(op, "eager", device), inputs)
+    reason = broken_rule(results, eager, truth, inputs, probe.dtype)
+    if probe.strict:
+        reason = reason or changed_bits(probe, function, inputs, results)
     if impl == "eager":  # eager is compared with itself above, so it must also equal reference() in float64
         exact = outputs_and_gradients(function, inputs, dtype=torch.float64)
         reason = reason or broken_rule(exact, truth, truth, inputs, torch.float64)
     if reason:
         return f"wrong: {reason}"
     return f"ok: {describe(op, impl, **shape).removeprefix(f'{impl} (').removesuffix(')')}"
+
+
+def changed_bits(probe: Probe, function: Callable, inputs: dict, results: dict[str, Tensor]) -> str | None:
+    """Return which results of another call have other bits; None if none has, or if the backend says that they may."""
+    if not getattr(backend(probe.op, probe.impl), "deterministic", True):
+        return None
+    again = outputs_and_gradients(function, inputs)
+    changed = [name for name, result in results.items() if not torch.equal(result, again[name])]
+    return f"two calls give other bits in {', '.join(changed)}; `deterministic = False` allows it" if changed else None
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ def test_row_has_the_times_the_rates_and_the_share_of_the_floor(op, monkeypatch)
 
     monkeypatch.setattr(bench, "time_in_turns", fake_times)
     case = SMALL.get(op, next(iter(contract(op).CASES)))
-    [row], reasons = bench.measure(op, case, ["eager"], "float32", 3, CPU)
+    [row], reasons = bench.measure(op, case, contract(op).CASES[case], ["eager"], "float32", 3, CPU)
     module = contract(op)
     cost = module.cost(**module.CASES[case], dtype=torch.float32)
     assert reasons == {}
@@ -71,11 +71,12 @@ def test_backend_without_an_argument_of_the_shape_is_left_out(monkeypatch):
 
     functions = {"triton_naive": fail, "eager": load("attention", "eager", CPU)}
     monkeypatch.setattr(bench, "contestants", lambda *_: dict(functions))
-    rows, reasons = bench.measure("attention", "window", [], "float32", 3, CPU)
+    window = contract("attention").CASES["window"]
+    rows, reasons = bench.measure("attention", "window", window, [], "float32", 3, CPU)
     assert [row["impl"] for row in rows] == ["eager"]
     assert reasons["triton_naive"].startswith("attention=triton_naive cannot run")
     with pytest.raises(Unavailable, match="triton_naive"):
-        bench.measure("attention", "window", ["triton_naive", "eager"], "float32", 3, CPU)
+        bench.measure("attention", "window", window, ["triton_naive", "eager"], "float32", 3, CPU)
 
 
 @pytest.mark.parametrize("op", ["mlp", "loss"])

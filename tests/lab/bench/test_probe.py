@@ -57,6 +57,45 @@ def test_a_backend_that_refuses_is_unavailable(monkeypatch):
     assert re.match(r"unavailable: attention=eager cannot run this: .* takes no window .*: choose attn=", status)
 
 
+def writes_its_input(right):
+    def norm(x, *rest, **more):
+        results = right(x, *rest, **more)
+        x.detach().zero_()
+        return results
+
+    return norm
+
+
+def gives_other_bits(right):
+    calls = iter(range(10))
+    return lambda x, *rest, **more: right(x * (1 + 1e-7 * next(calls)), *rest, **more)
+
+
+def leaves_an_element(right):
+    """The last element of y is what the memory held, which is usually 0 in a new process."""
+
+    def norm(x, *rest, **more):
+        y, residual = right(x, *rest, **more)
+        return torch.cat([y.flatten()[:-1], torch.empty(1)]).view_as(y), residual
+
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("break_norm", "status"),
+    [
+        (writes_its_input, "wrong: it writes to its input x"),
+        (gives_other_bits, "wrong: two calls give other bits in out0"),
+        (leaves_an_element, "wrong: out0: error nan"),
+    ],
+)
+def test_a_strict_probe_sees_what_numbers_alone_do_not_show(break_norm, status, monkeypatch):
+    module = backend("norm", "eager")
+    assert probe_status(NORM._replace(strict=True), CPU).startswith("ok: ")
+    monkeypatch.setattr(module, "norm", break_norm(module.norm))
+    assert probe_status(NORM._replace(strict=True), CPU).startswith(status)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_the_matrix_has_every_size(op):
     columns = matrix_probes(op, "eager", torch.device("cuda"))

@@ -1,19 +1,10 @@
-"""Fixtures: a folder of rows, and a real browser that opens a report."""
+"""A real browser that opens a report."""
 
 import shutil
 
 import pytest
 
-from lab import rows
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-@pytest.fixture
-def results(monkeypatch, tmp_path):
-    """A results/ folder that does not exist yet."""
-    monkeypatch.setattr(rows, "RESULTS", tmp_path / "results")
-    return tmp_path / "results"
 
 
 @pytest.fixture(scope="session")

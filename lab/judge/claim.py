@@ -1,0 +1,104 @@
+"""A claim, the evidence for it, and the verdict.
+
+The evidence is the answers of strict probes (lab/bench/probe.py), the rows of a sweep that trains with both backends in
+turns, and a benchmark of the op alone, at the shape that it has in this training.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kernels.registry import OPS, check_name, config_key
+from lab.bench.op import DTYPES, measure
+from lab.bench.probe import PROBE_DTYPES, case_probes, first_word, run_probes
+from model.executed import call_shapes
+from model.gpt import PRECISIONS, GPTConfig
+from runtime.config import check
+from runtime.run import read_row
+
+# The exit code of scripts.judge. 1 is an error, as in every command
+EXIT_CODES = {"faster": 0, "tie": 2, "slower": 3, "wrong": 4}
+ON_GPU = ["+experiment=throughput", "precision=bf16"]
+ON_CPU = ["+experiment=throughput", "precision=fp32", "device=cpu", "model=tiny", "train.batch_size=16"]
+ON_CPU += ["train.tokens_per_step=4096", "train.max_steps=40", "train.log_every=2"]
+
+
+class Claim(NamedTuple):
+    """`impl` is compared with `against`, a backend or "compile": eager under torch.compile, in a compiled model."""
+
+    op: str
+    impl: str
+    against: str
+
+    @property
+    def backends(self) -> tuple[str, str]:
+        """The values of the op's key in the two jobs: (`against`, `impl`)."""
+        return ("eager" if self.against == "compile" else self.against), self.impl
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.impl} against {self.against}"
+
+
+def check_claim(claim: Claim) -> None:
+    """Raise UserError or KernelError if there is nothing to compare."""
+    op, impl, against = claim
+    check(op != "decode", "op=decode: python -m scripts.race compares decoders")
+    check(op in OPS, f"op={op}: choose {', '.join(OPS)}")
+    check(impl is not None, f"impl is missing: name the backend of {op} to judge")
+    for key, name in (("impl", impl), ("against", claim.backends[0])):
+        check_name(op, name, key)
+    check(impl != claim.backends[0], f"impl={impl} against={against}: name two different backends")
+
+
+def probe_cases(claim: Claim, device: torch.device, limit: float) -> dict[str, str]:
+    """Return {"fp32 768": status of the backend, ...}: every case of the op in fp32 and in bf16.
+
+    `limit` is the time of one answer, in seconds.
+    """
+    groups = {name: case_probes(claim.op, claim.impl, PROBE_DTYPES[name]) for name in ("fp32", "bf16")}
+    answers = run_probes([list(probes.values()) for probes in groups.values()], device, limit)
+    return {
+        f"{dtype} {case}": status
+        for (dtype, probes), statuses in zip(groups.items(), answers, strict=True)
+        for case, status in zip(probes, statuses, strict=True)
+    }
+
+
+def wrong_answers(statuses: dict[str, str]) -> list[str]:
+    """Return "case: status" of the answers that are wrong or failed."""
+    return [f"{case}: {status}" for case, status in statuses.items() if first_word(status) in ("wrong", "failed")]
+
+
+def training_words(claim: Claim, device: torch.device, repeats: int, words: list[str]) -> list[str]:
+    """Return the arguments of train.py: a sweep over the two backends, in the order A B B A. `words` may override.
+
+    The other ops are the same in both: under torch.compile, or Triton on a GPU and eager on a CPU.
+    """
+    others = "compile" if claim.against == "compile" else "triton" if device.type == "cuda" else "eager"
+    key = "attn" if claim.op == "attention" else config_key(claim.op)
+    settings = ON_GPU if device.type == "cuda" else ON_CPU
+    chosen = f"{key}={','.join(claim.backends)}"
+    return ["-m", *settings, f"kernels={others}", f"sweep.repeats={repeats}", *words, chosen]
+
+
+def read_training(claim: Claim, folder: Path) -> dict[str, list[dict]]:
+    """Return {against: rows, impl: rows} of the sweep in this folder, in the order in which they ran."""
+    rows = sorted(filter(None, map(read_row, folder.iterdir())), key=lambda row: row.get("started", ""))
+    values = dict(zip(claim.backends, (claim.against, claim.impl), strict=True))
+    runs: dict[str, list[dict]] = {claim.against: [], claim.impl: []}
+    for row in rows:
+        if "config" in row:
+            config = row["config"]
+            value = config["attn"]["impl"] if claim.op == "attention" else config["kernels"][claim.op]
+            runs[values[value]].append(row)
+    return runs
+
+
+def measure_alone(claim: Claim, row: dict, rounds: int, device: torch.device) -> list[dict]:
+    """Return the benchmark's rows of both backends, at the shape and dtype of the training run with this row."""
+    config = row["config"]
+    train, model, dtype = config["train"], GPTConfig(**config["model"]), PRECISIONS[config["precision"]][1]
+    shape = call_shapes(model, config["precision"], (train["batch_size"], train["block_size"]))[claim.op]
+    [dtype_name] = [name for name, value in DTYPES.items() if value == dtype]
+    return measure(claim.op, "training", shape, [claim.against, claim.impl], dtype_name, rounds, device)[0]

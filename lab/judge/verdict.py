@@ -1,0 +1,166 @@
+"""The verdict on a claim: a row that holds all evidence, and the page and the picture that are made from the row."""
+
+import statistics
+from collections import Counter
+from pathlib import Path
+
+from lab.bench.probe import first_word
+from lab.judge.claim import Claim, wrong_answers
+from lab.report.colours import CHOICE_COLOURS, GREY
+from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_size
+from lab.report.figures import save, subplots
+from lab.report.tables import markdown_table, peak_gib, shown_run
+from lab.rows import read_rows
+from lab.sweep.compare import Ratio, ratio
+from lab.sweep.table import speed
+
+ALONE = ("both/ms", "both/ms/p20", "both/ms/p80", "both/of_floor", "extra_gib", "error/out", "error/gradients")
+
+
+def judge_claim(claim: Claim, statuses: dict[str, str], runs: dict[str, list[dict]], alone: list[dict]) -> dict:
+    """Return the row of a verdict. `runs` and `alone` are empty if the backend is wrong."""
+    row = {**claim._asdict(), "verdict": "wrong", "reason": None, "cases": statuses}
+    wrong = wrong_answers(statuses)
+    wrong += [run["status"] for run in runs.get(claim.impl, []) if first_word(run["status"]) == "wrong"]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        return row | {"reason": f"{wrong[0]}{more}"}
+    row["alone"] = {bench["impl"]: {key: bench[key] for key in ALONE} for bench in alone}
+    row["training"] = {name: training_figures(rows) for name, rows in runs.items()}
+    row["baseline"] = settings(runs[claim.against][0])
+    compared = ratio(runs[claim.impl], runs[claim.against])
+    if compared is None:
+        statuses = [run["status"] for rows in runs.values() for run in rows if run["status"] != "ok"]
+        return row | {"verdict": "none", "reason": statuses[0] if statuses else "the runs are too short to compare"}
+    return row | {"verdict": compared.verdict, "ratio": compared._asdict()}
+
+
+def training_figures(rows: list[dict]) -> dict:
+    """Return the figures of a backend's runs: those of the run with the median speed."""
+    run = shown_run(rows)
+    if not speed(run):
+        return {"status": run["status"]}
+    parity = run.get("parity") or {}
+    figures = {key: parity.get(key) for key in ("loss_error", "loss_bound", "gradient_error", "gradient_bound")}
+    return figures | {
+        "status": run["status"],
+        "tokens_per_sec": statistics.median(speed(row) for row in rows if speed(row)),
+        "peak_gib": peak_gib(run),
+        "loss": run.get("train/loss"),
+        "steps": run["steps"],
+    }
+
+
+def settings(run: dict) -> str:
+    """Return what a run trained, such as "124M, bf16, 64 x 1024 tokens, triton, attention flash"."""
+    config = run["config"]
+    model = f"{model_size(run)}, {config['precision']}, {batch_cell(run)} tokens"
+    return f"{model}, {kernels_name(config['kernels'])}, attention {attention_name(config['attn'])}"
+
+
+def alone_verdict(row: dict) -> str:
+    """Return how fast the op is alone, over the other backend. Times whose p20 to p80 overlap are a tie."""
+    mine, other = (row["alone"][row[side]] for side in ("impl", "against"))
+    if mine["both/ms/p80"] < other["both/ms/p20"] or mine["both/ms/p20"] > other["both/ms/p80"]:
+        return f"{other['both/ms'] / mine['both/ms']:.3f}x"
+    return "tie"
+
+
+def sentence(row: dict) -> str:
+    """Return the verdict in one sentence."""
+    name = f"{row['op']}={row['impl']}"
+    if row["verdict"] == "wrong":
+        return f"{name} is wrong: {row['reason']}"
+    if row["verdict"] == "none":
+        return f"{name} is right, but its speed in training was not measured: {row['reason']}"
+    return (
+        f"{name} is right. Training with it instead of {row['against']}: {Ratio(**row['ratio'])}. Alone: "
+        f"{alone_verdict(row)}"
+    )
+
+
+def page(row: dict) -> str:
+    """Return the page in Markdown: the sentence, a table of both backends, the cases, and the command."""
+    counts = Counter(map(first_word, row["cases"].values()))
+    skipped = sorted({status for status in row["cases"].values() if first_word(status) == "unavailable"})
+    lines = [f"# {row['op']}: {row['impl']} against {row['against']}", "", f"**{sentence(row)}**", ""]
+    if "training" in row:
+        lines += [figures_table(row), "", f"The baseline is {row['baseline']}. {runs_note(row)}", ""]
+    lines.append(
+        f"Cases of the contract against float64, with gradients, NaN in new memory and repeated calls: "
+        f"{', '.join(f'{count} {word}' for word, count in counts.items())}."
+    )
+    lines += [
+        f"- {case}: {status}" for case, status in row["cases"].items() if first_word(status) in ("wrong", "failed")
+    ]
+    lines += [f"- {status}" for status in skipped]
+    env = row["env"]
+    lines += ["", f"{env['device']}, torch {env['torch']}, triton {env['triton']}, commit {env['git_commit']}", ""]
+    return "\n".join([*lines, f"    {row['command']}", ""])
+
+
+def figures_table(row: dict) -> str:
+    sides = [(row["training"][name], row["alone"].get(name, {})) for name in (row["impl"], row["against"])]
+    lines = [
+        ["tokens/s in training", "{:,.0f}", [training.get("tokens_per_sec") for training, _ in sides]],
+        ["peak GiB in training", "{:.2f}", [training.get("peak_gib") for training, _ in sides]],
+        ["last loss", "{:.4f}", [training.get("loss") for training, _ in sides]],
+        ["error of the losses", "{:.1e}", [training.get("loss_error") for training, _ in sides]],
+        ["its bound", "{:.1e}", [training.get("loss_bound") for training, _ in sides]],
+        ["error of the gradient", "{:.1e}", [training.get("gradient_error") for training, _ in sides]],
+        ["its bound", "{:.1e}", [training.get("gradient_bound") for training, _ in sides]],
+        ["ms alone, forward and backward", "{:.3f}", [alone.get("both/ms") for _, alone in sides]],
+        ["of the floor", "{:.1%}", [alone.get("both/of_floor") for _, alone in sides]],
+        ["extra GiB alone", "{:.2f}", [alone.get("extra_gib") for _, alone in sides]],
+    ]
+    cells = [
+        [name, *("" if value is None else form.format(value) for value in values)]
+        for name, form, values in lines
+        if any(value is not None for value in values)
+    ]
+    return markdown_table(["", row["impl"], row["against"]], cells)
+
+
+def runs_note(row: dict) -> str:
+    if "ratio" not in row:
+        return ""
+    runs, steps = row["ratio"]["runs"], row["training"][row["impl"]]["steps"]
+    return f"{runs} runs of {steps} steps each, in turns; the errors are against eager PyTorch in fp32."
+
+
+def judgements(device: str) -> str:
+    """Return the table of the verdicts in results/<device>/judge.jsonl, the newest first."""
+    rows = read_rows(device, "judge")[::-1]
+    if not rows:
+        return "No verdicts yet: `python -m scripts.judge op=norm impl=triton keep=true`."
+    lines = []
+    for row in rows:
+        training = str(Ratio(**row["ratio"])) if "ratio" in row else row["reason"]
+        alone = alone_verdict(row) if "alone" in row else ""
+        lines.append([row["op"], row["impl"], row["against"], row["verdict"], training, alone, commit(row)])
+    return markdown_table(["op", "backend", "against", "verdict", "in training", "alone", "commit"], lines)
+
+
+def card(row: dict, path: Path) -> Path:
+    """Draw the speed alone and in training, over the other backend's.
+
+    The bar in training is the 95% interval. The bar alone reaches from the slowest to the fastest ratio of p20 and p80.
+    """
+    compared, mine, other = row["ratio"], *(row["alone"][row[side]] for side in ("impl", "against"))
+    quantiles = ("", ""), ("/p20", "/p80"), ("/p80", "/p20")  # of the median, of the lowest and of the highest ratio
+    alone = [other[f"both/ms{theirs}"] / mine[f"both/ms{ours}"] for theirs, ours in quantiles]
+    bars = [("alone", *alone), ("in training", compared["value"], compared["low"], compared["high"])]
+    figure, axes = subplots(figsize=(8, 2.6))
+    for y, (name, value, low, high) in enumerate(bars):
+        colour = GREY if low <= 1 <= high else CHOICE_COLOURS[2 if low > 1 else 3]
+        axes.errorbar(value, y, xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=4)
+        axes.annotate(f"{name}: {value:.3f}x ({low:.3f} to {high:.3f})", (value, y), (0, 8), textcoords="offset points")
+    axes.axvline(1, color=GREY, linewidth=1)
+    values = [1.0, *(value for _, value, _, _ in bars)]
+    axes.set_xlim(min(values) / 1.25, max(values) * 1.25)  # a wide interval runs over the edge
+    axes.set(yticks=[], ylim=(-0.6, len(bars) - 0.2), xlabel=f"speed of {row['impl']} / speed of {row['against']}")
+    axes.set_title(
+        f"{row['op']}={row['impl']}: {row['verdict']}. The baseline: {row['baseline']}", loc="left", fontsize=10
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return save(figure, path)

@@ -1,0 +1,105 @@
+"""Settle a claim: `python -m scripts.judge op=norm impl=mine against=triton`.
+
+Is the backend right, in every case of its contract? Does training with it run faster than with the other backend? What
+does it change in memory and losses? The answer is one page, and the exit code.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from kernels.registry import KernelError
+from lab.judge.claim import (
+    EXIT_CODES,
+    Claim,
+    check_claim,
+    measure_alone,
+    probe_cases,
+    read_training,
+    training_words,
+    wrong_answers,
+)
+from lab.judge.verdict import card, judge_claim, page
+from lab.rows import write_rows
+from runtime.config import UserError, check, cli, command_line, quote_exactly, quote_override
+from runtime.device import environment, select_device
+from runtime.run import make_folder
+from runtime.signals import STOPPED
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Config:
+    op: str
+    impl: str | None
+    against: str
+    training: list[str]
+    repeats: int
+    rounds: int
+    limit: float
+    device: str
+    keep: bool
+    out_dir: str | None
+
+    def __post_init__(self):
+        check_claim(Claim(self.op, self.impl, self.against))
+        check(self.repeats >= 1, f"repeats={self.repeats}: it must be at least 1")
+        check(self.rounds >= 1, f"rounds={self.rounds}: it must be at least 1")
+        check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
+
+
+@cli(Config, configs=ROOT / "configs", name="judge", errors=(KernelError,))
+def main(cfg: Config) -> None:
+    claim, device = Claim(cfg.op, cfg.impl, cfg.against), select_device(cfg.device)
+    folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
+    command = shlex.join(word for word in shlex.split(command_line()) if not word.startswith("out_dir="))
+    about = {"command": command, "env": environment(device)}
+    print(f"judge    {claim}, on {about['env']['device']}", flush=True)
+    statuses = probe_cases(claim, device, cfg.limit)
+    check(
+        not all(status.startswith("unavailable") for status in statuses.values()),
+        f"{cfg.op}={cfg.impl} runs no case here: {next(iter(statuses.values()))}",
+    )
+    runs, alone = {}, []
+    if not wrong_answers(statuses):
+        print(f"right    in {sum(status.startswith('ok') for status in statuses.values())} cases", flush=True)
+        train(training_words(claim, device, cfg.repeats, cfg.training), folder)
+        runs = read_training(claim, folder)
+        check(all(runs.values()), f"the training left no rows of both backends in {folder}: its messages are above")
+        alone = measure_alone(claim, runs[claim.impl][0], cfg.rounds, device)
+    row = {**judge_claim(claim, statuses, runs, alone), "date": time.strftime("%Y-%m-%d"), **about}
+    files = write_rows([row], "judge.jsonl", folder, cfg.keep)
+    (folder / "judge.md").write_text(page(row))
+    files.append(folder / "judge.md")
+    if "ratio" in row and find_spec("matplotlib"):
+        files.append(card(row, folder / "judge.png"))
+    print(f"\n{page(row)}\ndone     {', '.join(map(str, files))}", flush=True)
+    if row["verdict"] not in EXIT_CODES:
+        raise UserError(f"no verdict: {row['reason']}")
+    sys.exit(EXIT_CODES[row["verdict"]])
+
+
+def train(words: list[str], folder: Path) -> None:
+    """Run train.py, which prints its progress. Exits with 75 if a signal stopped it."""
+    program = [sys.executable, str(ROOT / "train.py")]
+    code = subprocess.run([*program, *words, f"out_dir={quote_override(str(folder))}"]).returncode
+    if code == STOPPED:
+        sys.exit(STOPPED)
+
+
+def main_with_training() -> None:
+    """Call main() with the arguments after `--` as the value of `training`."""
+    if "--" in sys.argv:
+        split = sys.argv.index("--")
+        words = ",".join(map(quote_exactly, sys.argv[split + 1 :]))
+        sys.argv[split:] = [f"training=[{words}]"]
+    main()
+
+
+if __name__ == "__main__":
+    main_with_training()

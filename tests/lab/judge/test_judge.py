@@ -1,0 +1,157 @@
+"""The verdict from rows, and the training that the rows come from."""
+
+import pytest
+import torch
+
+from kernels.registry import KernelError
+from lab.judge import claim as claims
+from lab.judge.claim import Claim, check_claim, probe_cases, training_words, wrong_answers
+from lab.judge.verdict import card, judge_claim, judgements, page
+from lab.rows import append_rows
+from runtime.config import UserError
+
+CPU = torch.device("cpu")
+CLAIM = Claim("norm", "triton", "eager")
+ENV = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "git_commit": "5918f41a4eb37d063a8"}
+CASES = {"fp32 768": "ok: torch", "bf16 768": "unavailable: it needs a GPU"}
+
+
+def run(impl, ms, status="ok"):
+    """A row of train.py whose five intervals take `ms` milliseconds a step, give or take 0.1%."""
+    row = {
+        "status": status,
+        "parameters": 124_475_904,
+        "config": {
+            "precision": "bf16",
+            "kernels": {"norm": impl, "mlp": "triton", "loss": "triton", "compile": False},
+            "attn": {"impl": "flash", "version": None},
+            "train": {"batch_size": 64, "block_size": 1024},
+        },
+        "env": ENV | {"gpu": "0"},
+        "steps": 60,
+    }
+    if status == "ok":
+        row |= {"perf/laps_s": [ms / 1e3 * (1 + 0.0005 * i) for i in range(-2, 3)], "train/loss": 7.6}
+        row |= {"perf/tokens_per_sec": 65_536e3 / ms, "mem/peak_allocated_gib": 16.3}
+        row |= {"parity": {"ok": True, "loss_error": 1e-3, "loss_bound": 2e-3}}
+    return row
+
+
+def bench(impl, ms):
+    figures = {"both/ms": ms, "both/ms/p20": 0.99 * ms, "both/ms/p80": 1.01 * ms, "both/of_floor": 0.9}
+    return {"impl": impl, **figures, "extra_gib": None, "error/out": 1e-7, "error/gradients": 1e-7}
+
+
+def verdict_of(ms, alone_ms=1.0, base_ms=100.0):
+    """The verdict on a norm whose step takes `ms`, against one whose step takes `base_ms`. Three runs of each."""
+    runs = {"eager": [run("eager", base_ms)] * 3, "triton": [run("triton", ms)] * 3}
+    row = judge_claim(CLAIM, CASES, runs, [bench("triton", alone_ms), bench("eager", 1.0)])
+    return row | {"command": "python -m scripts.judge op=norm impl=triton", "env": ENV}
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(90, "faster"), (99.9, "tie"), (100.1, "tie"), (110, "slower")])
+def test_the_verdict_is_that_of_the_training(ms, verdict, tmp_path):
+    """Alone the op is twice as slow, which does not count. A difference of 0.1% is below what a comparison resolves."""
+    row = verdict_of(ms, alone_ms=2.0)
+    assert row["verdict"] == verdict
+    assert row["ratio"]["value"] == pytest.approx(100 / ms)
+    text = page(row)
+    ratio = "tie" if verdict == "tie" else f"{100 / ms:.3f}x"
+    assert f"**norm=triton is right. Training with it instead of eager: {ratio} (" in text
+    assert "Alone: 0.500x**" in text
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert ["tokens/s in training", f"{65_536e3 / ms:,.0f}", "655,360"] in cells
+    assert ["error of the losses", "1.0e-03", "1.0e-03"] in cells
+    assert "The baseline is 124M, bf16, 64 x 1024 tokens, triton, norm eager, attention flash. 3 runs of 60" in text
+    assert "1 ok, 1 unavailable" in text
+    assert "- unavailable: it needs a GPU\n" in text
+    assert card(row, tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_times_alone_that_overlap_are_a_tie():
+    assert "Alone: tie**" in page(verdict_of(90, alone_ms=1.015))
+
+
+def test_a_wrong_case_is_the_verdict_and_no_speed_is_shown():
+    statuses = CASES | {"fp32 769": "wrong: out0: error 1", "fp32 narrow": "failed: exit code 1"}
+    row = judge_claim(CLAIM, statuses, {}, []) | {"command": "judge", "env": ENV}
+    assert (row["verdict"], wrong_answers(statuses)) == (
+        "wrong",
+        ["fp32 769: wrong: out0: error 1", "fp32 narrow: failed: exit code 1"],
+    )
+    text = page(row)
+    assert "**norm=triton is wrong: fp32 769: wrong: out0: error 1 (and 1 more)**" in text
+    assert "- fp32 narrow: failed: exit code 1\n" in text
+    assert "tokens/s" not in text
+
+
+def test_wrong_losses_in_training_are_the_verdict_too():
+    runs = {"eager": [run("eager", 100)], "triton": [run("triton", 90, "wrong: the losses are off")]}
+    row = judge_claim(CLAIM, CASES, runs, [bench("triton", 1), bench("eager", 1)])
+    assert (row["verdict"], row["reason"]) == ("wrong", "wrong: the losses are off")
+
+
+def test_a_run_without_a_speed_gives_no_verdict():
+    runs = {"eager": [run("eager", 100)], "triton": [run("triton", 90, "oom")]}
+    row = judge_claim(CLAIM, CASES, runs, [bench("triton", 1), bench("eager", 1)])
+    assert (row["verdict"], row["reason"]) == ("none", "oom")
+
+
+def test_verdicts_become_a_table(results):
+    append_rows(results / "h200" / "judge.jsonl", [verdict_of(90), verdict_of(110)])
+    *_, newest, oldest = judgements("h200").splitlines()
+    assert [cell.strip() for cell in newest.split("|")[1:5]] == ["norm", "triton", "eager", "slower"]
+    assert [cell.strip() for cell in oldest.split("|")[4:8]] == [
+        "faster",
+        f"{10 / 9:.3f}x ({row_interval(90)})",
+        "tie",
+        "5918f41",
+    ]
+
+
+def row_interval(ms):
+    ratio = verdict_of(ms)["ratio"]
+    return f"{ratio['low']:.3f} to {ratio['high']:.3f}"
+
+
+def test_training_swaps_one_op_and_nothing_else():
+    gpu = torch.device("cuda")
+    words = training_words(CLAIM, gpu, 3, ["model=gpt2_350m"])
+    assert words[-3:] == ["sweep.repeats=3", "model=gpt2_350m", "kernels.norm=eager,triton"]
+    assert "kernels=triton" in words
+    assert "kernels=eager" in training_words(CLAIM, CPU, 3, [])
+    compiled = training_words(CLAIM._replace(against="compile"), gpu, 3, [])
+    assert (compiled[-1], "kernels=compile" in compiled) == ("kernels.norm=eager,triton", True)
+    assert training_words(Claim("attention", "triton", "flash"), gpu, 3, [])[-1] == "attn=flash,triton"
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        (Claim("decode", "triton", "blocks"), "op=decode: python -m scripts.race compares decoders"),
+        (Claim("nrom", "triton", "eager"), "op=nrom: choose norm, linear"),
+        (Claim("norm", None, "eager"), "impl is missing: name the backend of norm to judge"),
+        (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are eager, "),
+        (Claim("norm", "triton", "none"), "against=none: no file kernels/norm/none.py"),
+        (Claim("norm", "eager", "compile"), "impl=eager against=compile: name two different backends"),
+    ],
+)
+def test_a_claim_without_two_backends_is_an_error(claim, message):
+    with pytest.raises((UserError, KernelError)) as error:
+        check_claim(claim)
+    assert str(error.value).startswith(message)
+
+
+def test_every_case_is_probed_in_fp32_and_bf16(monkeypatch):
+    groups = []
+
+    def answer(probes, device, limit):
+        groups.extend(probes)
+        return [["ok"] * len(group) for group in probes]
+
+    monkeypatch.setattr(claims, "run_probes", answer)
+    statuses = probe_cases(CLAIM, CPU, 60)
+    assert {group[0].dtype for group in groups} == {torch.float32, torch.bfloat16}
+    assert len(statuses) == sum(map(len, groups))
+    assert {"fp32 768", "bf16 small_weights", "bf16 768 compiled"} <= statuses.keys()
+    assert [probe.strict for probe in groups[0]].count(False) == 1  # the compiled one

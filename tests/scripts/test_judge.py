@@ -1,0 +1,72 @@
+"""`python -m scripts.judge`: the exit code is the verdict."""
+
+import json
+
+import pytest
+
+from scripts import judge as script
+from tests.lab.judge.test_judge import CASES, bench, run
+
+ARGUMENTS = "op=norm", "impl=triton", "against=eager", "device=cpu"
+
+
+@pytest.fixture
+def command(called, monkeypatch, tmp_path):
+    """Run the command with made-up evidence: command(ms of a step, statuses of the cases, arguments).
+
+    The baseline takes 100 ms a step. Returns (exit code, stdout, stderr, the arguments of train.py).
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def call(ms, statuses, *arguments):
+        trained = []
+
+        def train(words, folder):
+            trained.extend(words)
+            for impl, step_ms in (("eager", 100.0), ("triton", ms)):
+                (folder / impl).mkdir()
+                (folder / impl / "result.json").write_text(json.dumps(run(impl, step_ms)))
+
+        monkeypatch.setattr(script, "probe_cases", lambda *_: statuses)
+        monkeypatch.setattr(script, "train", train)
+        monkeypatch.setattr(script, "measure_alone", lambda *_: [bench("triton", 0.5), bench("eager", 1.0)])
+        return *called("judge.py", script.main_with_training, *ARGUMENTS, "out_dir=judged", *arguments), trained
+
+    return call
+
+
+@pytest.mark.parametrize(("ms", "code"), [(80, 0), (100, 2), (120, 3)])
+def test_the_exit_code_is_the_verdict(command, tmp_path, ms, code):
+    got, out, err, trained = command(ms, CASES, "--", "model=tiny", "train.max_steps=5")
+    assert (got, err) == (code, "")
+    assert trained[-3:] == ["model=tiny", "train.max_steps=5", "kernels.norm=eager,triton"]
+    folder = tmp_path / "judged"
+    assert (folder / "judge.md").read_text() in out
+    [row] = map(json.loads, (folder / "judge.jsonl").read_text().splitlines())
+    assert row["verdict"] == {0: "faster", 2: "tie", 3: "slower"}[code]
+    assert row["command"].startswith("python judge.py op=norm impl=triton against=eager device=cpu ")
+    assert "out_dir" not in row["command"]
+    assert (folder / "judge.png").exists()
+
+
+def test_a_wrong_backend_is_not_trained(command):
+    code, out, err, trained = command(80, CASES | {"fp32 769": "wrong: out0: error 1"})
+    assert (code, err, trained) == (4, "", [])
+    assert "**norm=triton is wrong: fp32 769: wrong: out0: error 1**" in out
+
+
+def test_a_backend_that_cannot_run_here_is_an_error(command):
+    code, _, err, trained = command(80, {"fp32 768": "unavailable: it needs an NVIDIA GPU"})
+    assert (code, trained) == (1, [])
+    assert err == "error: norm=triton runs no case here: unavailable: it needs an NVIDIA GPU\n"
+
+
+@pytest.mark.exhaustive
+def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
+    """Every part is real. The verdict is the machine's."""
+    monkeypatch.chdir(tmp_path)
+    arguments = "op=attention", "impl=math", "against=eager", "device=cpu", "repeats=1", "rounds=1", "out_dir=judged"
+    small = "train.batch_size=2", "train.tokens_per_step=256", "train.max_steps=22", "train.log_every=1", "proof=false"
+    code, out, err = called("judge.py", script.main_with_training, *arguments, "--", *small)
+    assert (code in (0, 2, 3), err) == (True, "")
+    assert "attention=math is right. Training with it instead of eager: " in out
