@@ -81,7 +81,7 @@ def check_script(name, words):
         check_train(words[words.index("--") + 1 :])
         words = words[: words.index("--")]
     if (ROOT / "configs" / f"{name}.yaml").exists():
-        words = ["impl=triton" if word == "impl=mine" else word for word in words]
+        words = ["impl=triton_recompute" if word == "impl=mine" else word for word in words]
         words = [word for word in words if not word.startswith("prompt=") and word not in ("--help", "-m")]
         words = [re.sub(r"^([\w.]+=)(?!\[)([^,]*),.*", r"\1\2", word) for word in words]  # the first job of a sweep
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
