@@ -3,6 +3,11 @@
 Read it from the top: the config, the parts of a run, the training loop, checkpoints, and main(), which connects them.
 """
 
+if __name__ == "__main__":  # before the other imports: --help needs no torch, whose import takes 3 s
+    from lab import commands
+
+    commands.answer_help("config")
+
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,24 +17,23 @@ from omegaconf import DictConfig
 import data
 from data import loader
 from kernels import registry
-from lab import proof
+from lab import commands, proof
 from lab.recipe import Recipe
-from lab.sweep.launcher import SweepConfig, register_sweeps
+from lab.sweep import launcher
 from model import capture, cost, generate, optim, parallel, pretrained
 from model.gpt import PRECISIONS, GPTConfig
 from model.step import check_finite, evaluate, make_optimizer
 from runtime import checkpoint, compiling, console, resume, schedule, trackers
 from runtime import device as machine
-from runtime.config import check, cli
+from runtime.config import check
 from runtime.meter import Meter
 from runtime.ranks import Ranks, join_ranks, rank_device
 from runtime.run import Run, open_run
 from runtime.saver import Checkpoints
 from runtime.signals import Signals
 
-ROOT = Path(__file__).resolve().parent
 LOWER = "train.batch_size (train.tokens_per_step stays), or choose a leaner kernel, a smaller model or precision=bf16"
-register_sweeps()  # for Hydra's -m and +sweep=NAME: see lab/sweep/launcher.py
+launcher.register_sweeps()  # for Hydra's -m and +sweep=NAME: see lab/sweep/launcher.py
 
 
 @dataclass
@@ -48,7 +52,7 @@ class Config:
     train: schedule.TrainConfig
     optim: optim.OptimConfig
     logger: trackers.LoggerConfig
-    sweep: SweepConfig
+    sweep: launcher.SweepConfig
 
     def __post_init__(self):
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
@@ -187,18 +191,10 @@ def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
 def complete_config(cfg: DictConfig) -> None:
     """Refuse sweep=wandb, and with init_from take the shape of the model from its source."""
     check("program" not in cfg.sweep, "sweep=wandb is W&B's: run `wandb sweep configs/sweep/wandb.yaml`")
-    pretrained.take_model_config(cfg, ROOT / "configs")
+    pretrained.take_model_config(cfg, commands.CONFIGS)
 
 
-@cli(
-    Config,
-    configs=ROOT / "configs",
-    name="config",
-    groups=registry.config_groups(),
-    resolvers=registry.backend_names(),
-    errors=(registry.KernelError, data.DataError),
-    complete=complete_config,
-)
+@commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
 def main(cfg: Config) -> None:
     t, device = cfg.train, machine.select_device(rank_device(cfg.device))
     choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"

@@ -1,8 +1,8 @@
-"""The ops and their backends: which exist, which of them the config chooses, and which function computes each op.
+"""The ops and their backends: which of them the config chooses, and which function computes each op.
 
 A folder is an op, a file in it is a backend, and the file's name is the value on the command line:
 `kernels/norm/mine.py` is `kernels.norm=mine`. Nothing else lists ops or backends: the config, the tests, the benchmark,
-the doctor and the report read them from here (tests/kernels/test_new_op.py).
+the doctor and the report read them from names.py and here (tests/kernels/test_new_op.py).
 
 The folder's `__init__.py` is the op's contract. It must define
 
@@ -24,7 +24,8 @@ and it may define
     GRADIENTS_IN_FORWARD = True    some backends compute the gradients in the forward, so the report gives only the
                         rate of forward and backward together
     TRAINS = False      the training step does not call the op, and the op has no gradients (decode)
-    DEFAULT             the backend that runs if the config names none; without DEFAULT it is eager
+    DEFAULT             the backend that runs if the config names none; without DEFAULT it is eager (names.py reads
+                        these two, which are literals, without importing the file)
 
 A backend is a file with the op's function. It may also define
 
@@ -53,24 +54,15 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from kernels import compat, fp8
+from kernels.names import ALL_OPS, OPS, KernelError, config_key, default_impl, impls, ops_with_a_choice
 
-ROOT = Path(__file__).parent
-FIRST = ("norm", "linear", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
-ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
-OPS = [op for op in ALL_OPS if getattr(importlib.import_module(f"kernels.{op}"), "TRAINS", True)]  # of a training step
 Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
-
-
-class KernelError(ValueError):
-    """The command line, a kernel's file or a table of launch parameters is wrong. The message is one line."""
 
 
 class Unavailable(KernelError):
@@ -79,20 +71,10 @@ class Unavailable(KernelError):
     status = "unavailable"  # the word in a result row
 
 
-def config_key(op: str) -> str:
-    """Return the config key that chooses the op's backend: "kernels.norm", "attn.impl"."""
-    return "attn.impl" if op == "attention" else f"kernels.{op}"
-
-
 def check_name(op: str, impl: str, key: str) -> None:
     """Raise KernelError if the op has no backend `impl`. The message names the config key `key`."""
     if impl not in impls(op):
         raise KernelError(f"{key}={impl}: no file kernels/{op}/{impl}.py; there are {', '.join(impls(op))}")
-
-
-def default_impl(op: str) -> str:
-    """Return the backend that runs if the config names none."""
-    return getattr(contract(op), "DEFAULT", "eager")
 
 
 def contract(op: str) -> ModuleType:
@@ -134,43 +116,6 @@ class AttnConfig:
         if self.version not in versions:
             remedy = f"choose {', '.join(versions)}, or null" if versions else f"attn={self.impl} has no versions"
             raise KernelError(f"attn.version={self.version}: {remedy}")
-
-
-def impls(op: str) -> list[str]:
-    """Return the names of the op's backends: the files in its folder."""
-    paths = (ROOT / op).glob("[!_]*.py")
-    return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
-
-
-def ops_with_a_choice() -> list[str]:
-    """Return the ops of a training step, without attention, that have several backends: a choice is named by these."""
-    return [op for op in OPS if op != "attention" and len(impls(op)) > 1]
-
-
-def config_groups() -> dict[str, dict]:
-    """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, an ablation.
-
-    `kernels=NAME` takes the backend NAME for every op that has one, and eager for the others. `kernels=compile` is
-    eager under torch.compile. The group `hydra/ablation` is for configs/sweep/ablation.yaml: a sweep that starts from
-    eager ops and swaps one op at a time.
-    """
-    per_op = {op: impls(op) for op in OPS if op != "attention"}
-    decoders = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
-    groups = {"kernels": {}, "attn": {name: {"impl": name} for name in impls("attention")}}
-    for name in sorted({name for names in per_op.values() for name in names}):
-        backends = {op: name if name in names else "eager" for op, names in per_op.items()}
-        groups["kernels"][name] = {**backends, **decoders, "compile": False, "check": True, "fp8": None}
-    groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
-    swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
-    swaps.append(f"attn={','.join(impls('attention'))}")
-    groups["hydra/ablation"] = {"ops": {"params": {config_key(op): "eager" for op in per_op}, "ablations": swaps}}
-    return groups
-
-
-def backend_names() -> dict[str, dict[str, str]]:
-    """Return what ${backends:OP} stands for in YAML (sweeps, --help). ${backends:table} has a line for each op."""
-    names = {op: ", ".join(impls(op)) for op in ALL_OPS}
-    return {"backends": {**names, "table": "\n".join(f"  {op:<10} {names[op]}" for op in ALL_OPS)}}
 
 
 def backend(op: str, impl: str) -> ModuleType:

@@ -19,8 +19,8 @@ from data.loader import Batch
 from model.gpt import GPT, GPTConfig
 from model.optim import Optimizer
 from model.step import train_step
-from runtime.compat import copy_tensors
 from runtime.config import UserError, check
+from runtime.torch_compat import copy_tensors
 
 UNCAPTURED_STEPS = 2  # the first compiles kernels and allocates moments; the second is checked for synchronisations
 MAX_MEMORY_SHARE = 0.8  # of the GPU: a larger step is not captured, because an evaluation needs memory of its own

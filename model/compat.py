@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def add_tensors(targets: list[Tensor], terms: list[Tensor]) -> None:
-    """Add each term to its target, which may have another dtype. See copy_tensors() in runtime/compat.py."""
+    """Add each term to its target, which may have another dtype. See copy_tensors() in runtime/torch_compat.py."""
     torch._foreach_add_(targets, terms)
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from model.compat import add_tensors
-from runtime.compat import copy_tensors
 from runtime.config import check
 from runtime.ranks import Ranks
+from runtime.torch_compat import copy_tensors
 
 
 @dataclass

@@ -5,6 +5,7 @@ no values. So the composed config is merged into a dataclass (OmegaConf's struct
 checks the values.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -60,9 +61,6 @@ def cli(
 
         @exit_at_interrupt()
         def program() -> None:
-            OmegaConf.register_new_resolver(
-                "commented_config", lambda *, _root_: commented_yaml(_root_, configs, name), replace=True
-            )
             jobs = failed = 0
 
             def job(cfg: DictConfig) -> None:  # hydra/launcher=basic calls this once for each job of a sweep
@@ -80,12 +78,8 @@ def cli(
                     if parsed or os.environ.get("RANK", "0") == "0":
                         print(f"error: {error}", file=sys.stderr)
 
-            # Hydra accepts -m only before the overrides
-            sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
-            compat.shorten_argparse_errors()
             try:
-                hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(job)()
+                run_hydra(configs, name, job)
             except Exception as error:
                 if jobs:
                     raise
@@ -97,6 +91,34 @@ def cli(
         return program
 
     return decorate
+
+
+def run_hydra(configs: Path, name: str, job: Callable[[DictConfig], None]) -> None:
+    """Compose `configs/name.yaml` and the command line, and call `job` with the config, or print what --help asks for.
+
+    Raises Hydra's errors.
+    """
+    OmegaConf.register_new_resolver(
+        "commented_config", lambda *, _root_: commented_yaml(_root_, configs, name), replace=True
+    )
+    # Hydra accepts -m only before the overrides
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
+    compat.shorten_argparse_errors()
+    hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(job)()
+
+
+def answer_help(configs: Path, name: str) -> None:
+    """If the command line asks for --help or a tab completion, print it and exit.
+
+    Does nothing if that fails: the program itself explains the error.
+    """
+    if not {"-h", "--help", "-sc", "--shell-completion"}.intersection(sys.argv):
+        return
+    compat.list_groups_quickly()
+    with contextlib.suppress(Exception):
+        run_hydra(configs, name, job=lambda cfg: None)
+        sys.exit()
 
 
 def register(configs: Path, groups: dict[str, dict], resolvers: dict[str, dict[str, str]]) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime import compat
+from runtime import torch_compat
 from runtime.config import UserError, check
 from runtime.signals import STOPPED, Stopped
 
@@ -94,7 +94,7 @@ class Ranks:
             dist.all_reduce(flat)
             flat /= self.world_size
             parts = flat.split([tensor.numel() for tensor in bucket])
-            compat.copy_tensors(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+            torch_compat.copy_tensors(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
 
     @contextmanager
     def print_on_rank0_only(self) -> Iterator[None]:

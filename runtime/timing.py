@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from runtime import compat
+from runtime import torch_compat
 
 
 def synchronize(device: torch.device) -> None:
@@ -106,7 +106,7 @@ def _time_calls(function: Callable[[], object], calls: int, device: torch.device
             function()
         return time.perf_counter() - start, True
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    compat.sleep_on_gpu(sleep)
+    torch_compat.sleep_on_gpu(sleep)
     start.record()
     for _ in range(calls):
         function()

@@ -9,23 +9,22 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from kernels.registry import KernelError, impls
+from kernels.registry import impls
 from lab.bench.attention import AttentionShape, measure, record_fastest
 from lab.bench.op import as_list, contestants
+from lab.commands import command
 from lab.report.figures import attention_plot
 from lab.report.tables import attention_table
 from lab.rows import write_rows
-from runtime.config import check, cli
+from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.run import make_folder
 
-ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 LONGEST = {"cuda": 65536, "cpu": 2048}
 
@@ -68,7 +67,7 @@ class Config:
         return AttentionShape(batch, self.heads, self.kv_heads, self.head_dim, self.window, self.documents, self.dtype)
 
 
-@cli(Config, configs=ROOT / "configs", name="bench_attention", errors=(KernelError,))
+@command(Config, "bench_attention")
 def main(cfg: Config) -> None:
     device, shape = select_device(cfg.device), cfg.shape
     folder = make_folder(cfg.out_dir, "bench-attention")

@@ -8,22 +8,20 @@ import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from kernels.registry import KernelError, contract, impls
+from kernels.registry import contract, impls
 from lab.bench.op import DTYPES, OpConfig, as_list, measure, table
+from lab.commands import command
 from lab.report.figures import roofline
 from lab.rows import write_rows
-from runtime.config import check, cli
+from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.timing import measured_bandwidth, measured_flops
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Config(OpConfig):
             check(name in choices, f"impl={name}: no such backend of {self.op}; choose {', '.join(choices)}")
 
 
-@cli(Config, configs=ROOT / "configs", name="bench_kernels", errors=(KernelError,))
+@command(Config, "bench_kernels")
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     folder = make_folder(cfg.out_dir, f"bench-{cfg.op}")

@@ -10,23 +10,22 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from kernels.registry import ALL_OPS, KernelError, impls
+from kernels.registry import ALL_OPS, impls
 from lab.bench.machine import describe_machine
 from lab.bench.op import as_list
 from lab.bench.probe import first_probe, first_word, matrix_probes, run_probes
 from lab.bench.support import tables
+from lab.commands import command
 from lab.rows import write_rows
-from runtime.config import check, cli
+from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.run import make_folder
 
-ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 100
 
 
@@ -75,7 +74,7 @@ def answer_line(op: str, impl: str, column: str, status: str) -> str:
     return wrap(f"{op:<10} {impl:<17} {verdict:<12} {text}", indent=42)
 
 
-@cli(Config, configs=ROOT / "configs", name="doctor", errors=(KernelError,))
+@command(Config, "doctor")
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     env = environment(device)

@@ -4,28 +4,26 @@ It reports the loss in nats a token, the perplexity, and bits per byte. lab/eval
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from data import DataError
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, backend_names, config_groups, label
+from data.errors import DataError
+from kernels.registry import AttnConfig, KernelsConfig, label
 from lab import evaluation
+from lab.commands import command
 from model import cost, pretrained
 from model.executed import executed_kernels
 from model.gpt import PRECISIONS
 from model.step import build
-from runtime.config import check, cli
+from runtime.config import check
 from runtime.console import model_header
 from runtime.device import environment, explain_out_of_memory, peak_memory, reset_peak_memory, select_device
 from runtime.ranks import Ranks
 from runtime.resume import choose_folder
 from runtime.run import Run
 from runtime.trackers import Tracker
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -50,14 +48,7 @@ class Config:
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
 
 
-@cli(
-    Config,
-    configs=ROOT / "configs",
-    name="evaluate",
-    groups=config_groups(),
-    resolvers=backend_names(),
-    errors=(KernelError, DataError),
-)
+@command(Config, "evaluate", errors=(DataError,))
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     source = pretrained.read_pretrained(cfg.checkpoint)

@@ -4,14 +4,12 @@ model/export.py defines the formats.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from lab.commands import command
 from model.export import FILES, check_exportable, check_free, export
 from model.pretrained import read_pretrained, read_shape
 from model.sources import local_path
-from runtime.config import check, cli
-
-ROOT = Path(__file__).resolve().parent.parent
+from runtime.config import check
 
 
 @dataclass
@@ -27,7 +25,7 @@ class Config:
         check(bool(self.path), "path is missing: pass the folder to write to")
 
 
-@cli(Config, configs=ROOT / "configs", name="export")
+@command(Config, "export")
 def main(cfg: Config) -> None:
     folder = local_path(cfg.path)
     check_free(folder, FILES[cfg.format])

@@ -8,13 +8,12 @@ gets the figures. Without a prompt on a terminal, the script asks for one prompt
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from data.errors import DataError
-from kernels.registry import KernelError, backend_names, config_groups
+from lab.commands import command
 from lab.generation import measure, prompts, writing
 from lab.generation.interactive import answer_prompts
 from lab.generation.recipe import GenerationKeys, GenerationRecipe, take_random_model
@@ -24,7 +23,7 @@ from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
 from model.generate import stream
-from runtime.config import UserError, check, cli, command_line
+from runtime.config import UserError, check, command_line
 from runtime.console import model_header, power_line
 from runtime.device import GIB, environment, explain_out_of_memory, reset_peak_memory, select_device
 from runtime.power import PowerMeter
@@ -34,7 +33,6 @@ from runtime.signals import Signals
 from runtime.timing import measured_bandwidth
 from runtime.trackers import LoggerConfig, make_tracker
 
-ROOT = Path(__file__).resolve().parent.parent
 register_sweeps()  # for Hydra's -m and +sweep=generate
 
 
@@ -68,15 +66,7 @@ class Config(GenerationKeys):
         return True
 
 
-@cli(
-    Config,
-    configs=ROOT / "configs",
-    name="generate",
-    groups=config_groups(),
-    resolvers=backend_names(),
-    errors=(KernelError, DataError),
-    complete=take_random_model,
-)
+@command(Config, "generate", errors=(DataError,), complete=take_random_model)
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     recipe = cfg.open_recipe()

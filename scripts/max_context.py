@@ -17,16 +17,14 @@ from omegaconf import OmegaConf
 
 from kernels.registry import (
     AttnConfig,
-    KernelError,
     KernelsConfig,
     backend,
-    backend_names,
-    config_groups,
     label,
     missing_argument,
 )
+from lab.commands import command
 from lab.context.attempt import MODES, WINDOW, memory_limits, predict, run_attempt, window_is_free
-from lab.context.prober import REFUSED, ROOT, Prober, ProbeResult
+from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.context.search import OCTAVE, Search, predict_longest
 from lab.recipe import Recipe
 from lab.report.max_context_table import max_context_table
@@ -35,7 +33,7 @@ from model import cost
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig
-from runtime.config import check, cli, command_line
+from runtime.config import check, command_line
 from runtime.device import environment, select_device
 from runtime.resume import choose_folder
 from runtime.run import Run, read_row
@@ -163,14 +161,7 @@ def search_modes(
         run.row |= Search(prober, recipe, mode, prediction, run, earlier).longest()
 
 
-@cli(
-    Config,
-    configs=ROOT / "configs",
-    name="max_context",
-    groups=config_groups(),
-    resolvers=backend_names(),
-    errors=(KernelError,),
-)
+@command(Config, "max_context")
 def main(cfg: Config) -> None:
     if cfg.probe:
         run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device, cfg.shortened)

@@ -8,14 +8,13 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from tqdm import tqdm
 
 from data import DataConfig, DataError, open_dataset, prepare, recorded_documents
-from runtime.config import check, cli
+from lab.commands import command
+from runtime.config import check
 
-ROOT = Path(__file__).resolve().parents[1]
 LINE_SECONDS = 10  # between two lines of progress, if there is no terminal for a bar
 
 
@@ -62,7 +61,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-@cli(Config, configs=ROOT / "configs", name="prepare", errors=(DataError,))
+@command(Config, "prepare", errors=(DataError,))
 def main(cfg: Config) -> None:
     workers, progress = cfg.workers or usable_cores(), Progress()
     try:

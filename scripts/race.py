@@ -7,22 +7,20 @@ end a table compares their speeds and texts, and a line names the winner.
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from data.errors import DataError
-from kernels.registry import KernelError, backend_names, config_groups, default_impl
+from kernels.registry import default_impl
+from lab.commands import command
 from lab.generation import prompts, race
 from lab.generation.race import Racer
 from lab.generation.recipe import GenerationKeys, take_random_model
 from lab.generation.replay import choose_seconds, replay
 from lab.generation.writing import show
 from lab.proof import Wrong
-from runtime.config import UserError, check, cli
+from runtime.config import UserError, check
 from runtime.device import device_name, select_device
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -41,15 +39,7 @@ class Config(GenerationKeys):
         check(seconds is None or 0 <= seconds < math.inf, f"replay={seconds}: it must be seconds, 0 for none, or null")
 
 
-@cli(
-    Config,
-    configs=ROOT / "configs",
-    name="race",
-    groups=config_groups(),
-    resolvers=backend_names(),
-    errors=(KernelError, DataError),
-    complete=take_random_model,
-)
+@command(Config, "race", errors=(DataError,), complete=take_random_model)
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     recipe = cfg.open_recipe()

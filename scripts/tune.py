@@ -5,19 +5,17 @@ Afterwards, every launch of such a kernel uses the stored parameters. lab/bench/
 
 import sys
 import time
-from pathlib import Path
 
-from kernels.registry import KernelError, backend, load
+from kernels.registry import backend, load
 from kernels.tuned import read_table, table_paths, write_table
 from lab.bench.op import OpConfig as Config
 from lab.bench.tune import UNFIT, fastest, table, tune_shape
-from runtime.config import check, cli
+from lab.commands import command
+from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-@cli(Config, configs=ROOT / "configs", name="tune", errors=(KernelError, *UNFIT))
+@command(Config, "tune", errors=UNFIT)
 def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     gpu = device.type == "cuda"

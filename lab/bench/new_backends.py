@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from kernels.registry import ROOT, AttnConfig, KernelError, KernelsConfig, impl_by_op
+from kernels.names import ROOT
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, impl_by_op
 from lab.bench.probe import first_probe, first_word, run_probes
 from runtime.device import device_name
 

@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
@@ -175,8 +174,5 @@ def print_table(jobs: list[SweepJob]) -> None:
 
 
 def register_sweeps() -> None:
-    """Add our sweeper and launcher to Hydra's choices: hydra/sweeper=hotswap, hydra/launcher=hotswap."""
+    """Let Hydra use our sweeper and launcher: hydra/sweeper=hotswap, hydra/launcher=hotswap (configs/hydra/)."""
     compat.register_hydra_plugins(sys.modules[__name__], Sweeper, Launcher)
-    for plugin, defaults in ((Sweeper, {"params": {}, "ablations": []}), (Launcher, {})):
-        node = {"_target_": f"{plugin.__module__}.{plugin.__name__}", **defaults}
-        ConfigStore.instance().store("hotswap", node, group=f"hydra/{plugin.__name__.lower()}")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import train
-from kernels.registry import OPS, config_groups, family_patterns, impls
+from kernels.names import OPS, config_groups, impls
+from kernels.registry import family_patterns
 from lab.bench import probe
 from lab.proof.receipt import family_of
 from lab.report.bench_panels import MARK_OF_OP

@@ -1,6 +1,7 @@
-"""Each function of runtime/compat.py works, and is still needed. A failure says what to change there."""
+"""Each function of compat.py and torch_compat.py works, and is still needed. A failure says what to change there."""
 
 import argparse
+import copy
 import importlib.util
 import sys
 from types import ModuleType
@@ -8,11 +9,12 @@ from types import ModuleType
 import hydra
 import pytest
 import torch
+from hydra._internal import config_repository
 from hydra.core.plugins import Plugins
 from hydra.plugins import launcher
 from omegaconf import OmegaConf
 
-from runtime import compat
+from runtime import compat, torch_compat
 
 
 def test_compile_counters_count_graphs_and_graph_breaks():
@@ -78,7 +80,7 @@ def public_names(module, part):
 def test_copy_tensors_copies_views_and_converts_dtypes():
     flat = torch.arange(7.0)
     targets = [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(2, 2)]
-    compat.copy_tensors(targets, [flat[:3], flat[3:].view(2, 2)])
+    torch_compat.copy_tensors(targets, [flat[:3], flat[3:].view(2, 2)])
     assert targets[0].tolist() == [0, 1, 2]
     assert targets[1].tolist() == [[3, 4], [5, 6]]
 
@@ -93,7 +95,7 @@ def test_sleep_on_gpu_keeps_the_gpu_busy_and_not_the_host():
     """An H200 sleeps 0.1 s. A slower GPU sleeps longer, and no GPU has twice the clock of an H200."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    compat.sleep_on_gpu(0.1)
+    torch_compat.sleep_on_gpu(0.1)
     end.record()
     assert not end.query(), "the host waited for the GPU, or the GPU did not sleep"
     end.synchronize()
@@ -180,3 +182,24 @@ def test_hydra_refuses_a_launcher_outside_of_hydra_plugins(registry):
     assert not accepted, "Hydra accepts plugins of any package: let register_hydra_plugins() only register them"
     with pytest.raises(RuntimeError, match="not the hydra_plugins package"):
         instantiate(ToyLauncher)
+
+
+class Sources:
+    """Stands for Hydra's list of the sources of configs. It counts its deep copies."""
+
+    def __init__(self):
+        self.deep_copies = 0
+
+    def __deepcopy__(self, memo):
+        self.deep_copies += 1
+        return self
+
+
+def test_hydra_copies_no_configs_to_list_a_group(monkeypatch):
+    monkeypatch.setattr(config_repository, "copy", copy)  # restored after the test
+    sources = Sources()
+    config_repository.CachingConfigRepository(sources)
+    assert sources.deep_copies == 1, "Hydra copies no configs to list a group: delete list_groups_quickly()"
+    compat.list_groups_quickly()
+    assert config_repository.CachingConfigRepository(sources).delegate is not sources
+    assert sources.deep_copies == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels.registry import config_groups, impls
+from kernels.names import config_groups, impls
 from runtime.config import quote_exactly
 
 ROOT = Path(__file__).parents[2]

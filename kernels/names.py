@@ -1,0 +1,75 @@
+"""The names of the ops and their backends, which are folders and files, and the choices that they are for the config.
+
+This file does not import torch, because --help needs it and has to be quick.
+"""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent
+FIRST = ("norm", "linear", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
+ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
+
+
+def constant(op: str, name: str, default: Any) -> Any:
+    """Return the value of `name` at the top level of the op's contract. Its file is read and not imported."""
+    for node in ast.parse((ROOT / op / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            return ast.literal_eval(node.value)
+    return default
+
+
+OPS = [op for op in ALL_OPS if constant(op, "TRAINS", True)]  # the ops of a training step
+
+
+class KernelError(ValueError):
+    """The command line, a kernel's file or a table of launch parameters is wrong. The message is one line."""
+
+
+def config_key(op: str) -> str:
+    """Return the config key that chooses the op's backend: "kernels.norm", "attn.impl"."""
+    return "attn.impl" if op == "attention" else f"kernels.{op}"
+
+
+def default_impl(op: str) -> str:
+    """Return the backend that runs if the config names none."""
+    return constant(op, "DEFAULT", "eager")
+
+
+def impls(op: str) -> list[str]:
+    """Return the names of the op's backends: the files in its folder."""
+    paths = (ROOT / op).glob("[!_]*.py")
+    return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
+
+
+def ops_with_a_choice() -> list[str]:
+    """Return the ops of a training step, without attention, that have several backends: a choice is named by these."""
+    return [op for op in OPS if op != "attention" and len(impls(op)) > 1]
+
+
+def config_groups() -> dict[str, dict]:
+    """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, an ablation.
+
+    `kernels=NAME` takes the backend NAME for every op that has one, and eager for the others. `kernels=compile` is
+    eager under torch.compile. The group `hydra/ablation` is for configs/sweep/ablation.yaml: a sweep that starts from
+    eager ops and swaps one op at a time.
+    """
+    per_op = {op: impls(op) for op in OPS if op != "attention"}
+    decoders = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
+    groups = {"kernels": {}, "attn": {name: {"impl": name} for name in impls("attention")}}
+    for name in sorted({name for names in per_op.values() for name in names}):
+        backends = {op: name if name in names else "eager" for op, names in per_op.items()}
+        groups["kernels"][name] = {**backends, **decoders, "compile": False, "check": True, "fp8": None}
+    groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
+    swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
+    swaps.append(f"attn={','.join(impls('attention'))}")
+    groups["hydra/ablation"] = {"ops": {"params": {config_key(op): "eager" for op in per_op}, "ablations": swaps}}
+    return groups
+
+
+def backend_names() -> dict[str, dict[str, str]]:
+    """Return what ${backends:OP} stands for in YAML (sweeps, --help). ${backends:table} has a line for each op."""
+    names = {op: ", ".join(impls(op)) for op in ALL_OPS}
+    return {"backends": {**names, "table": "\n".join(f"  {op:<10} {names[op]}" for op in ALL_OPS)}}

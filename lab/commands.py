@@ -1,0 +1,38 @@
+"""The command lines of the repo: runtime/config.py with the configs and the choices of kernels of this repo.
+
+This file does not import torch, because --help needs it and has to be quick.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from omegaconf import DictConfig
+
+from kernels.names import KernelError, backend_names, config_groups
+from runtime import config
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+T = TypeVar("T")
+
+
+def command(schema: type[T], name: str, errors: tuple = (), complete: Callable[[DictConfig], None] | None = None):
+    """Decorator: turn `main(cfg: schema)` into a program that reads `configs/name.yaml`. See runtime.config.cli()."""
+    return config.cli(
+        schema,
+        configs=CONFIGS,
+        name=name,
+        groups=config_groups(),
+        resolvers=backend_names(),
+        errors=(KernelError, *errors),
+        complete=complete,
+    )
+
+
+def answer_help(name: str) -> None:
+    """If the command line of `configs/name.yaml` asks for --help or a tab completion, print it and exit.
+
+    A program calls this before it imports torch, which takes 3 s.
+    """
+    config.register(CONFIGS, config_groups(), backend_names())
+    config.answer_help(CONFIGS, name)
