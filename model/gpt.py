@@ -19,6 +19,7 @@ from kernels.packed import split
 from kernels.registry import Ops
 from kernels.rope import rope_table, rotate
 from model.recompute import BlockRunner
+from model.vocabulary import padded
 from runtime.config import check
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
@@ -85,7 +86,7 @@ class GPTConfig:
         check(
             ids <= self.vocab_size,
             f"data.tokenizer={tokenizer} has {ids} ids, and model.vocab_size={self.vocab_size} is less: "
-            f"pass model.vocab_size={-(-ids // 64) * 64}",
+            f"pass model.vocab_size={padded(ids)}",
         )
 
     @property

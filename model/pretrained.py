@@ -20,6 +20,7 @@ from data.tokenizer import TOKENIZERS, Tokenizer
 from kernels.registry import OPS, Ops
 from model.gpt import GPT, GPTConfig
 from model.sources import TRAINING, Pretrained, open_source
+from model.vocabulary import take_vocabulary
 from runtime.config import UserError, check, command_line_values
 from runtime.resume import checkpoint_model_config
 
@@ -64,14 +65,17 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
 
 
 def take_model_config(cfg: DictConfig, configs: Path) -> None:
-    """With init_from, give the model in a composed config the shape of the source.
+    """Complete the model in a composed config: with init_from its shape, and vocab_size=null by the tokenizer.
 
-    A resumed run takes the shape from its checkpoint, because the source may be gone. Raises UserError if the command
-    line asks for another shape or another tokenizer.
+    The shape is the source's. A resumed run takes it from its checkpoint, because the source may be gone. Raises
+    UserError if the command line asks for another shape or another tokenizer.
     """
     if not cfg.init_from:
+        take_vocabulary(cfg, "data.tokenizer")
         return
     asked = command_line_values(cfg, "model", configs)
+    if asked.get("vocab_size", 0) is None:
+        del asked["vocab_size"]
     if saved := checkpoint_model_config(cfg.out_dir, cfg.train.resume):
         cfg.model.update({**saved, **asked})
         return

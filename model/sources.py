@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.errors import one_line
-from data.tokenizer import TOKENIZERS
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.gpt import GPTConfig
+from model.vocabulary import guess_tokenizer
 from runtime import checkpoint
 from runtime.config import UserError, check
 
@@ -178,11 +178,3 @@ def read_sizes(values: dict, their_names: dict[str, str], source: str) -> dict[s
         value = values.get(key)
         check(type(value) is int, f"{source} cannot be read: its {key} must be an integer, and is {value!r}")
     return {ours: values[theirs] for ours, theirs in their_names.items()}
-
-
-def guess_tokenizer(vocab_size: int) -> str | None:
-    """Return the tokenizer whose number of ids fits: gpt2 for 50,257 to 50,304, its size padded to a multiple of 64."""
-    for name, tokenizer in TOKENIZERS.items():
-        if tokenizer.n_vocab <= vocab_size <= -(-tokenizer.n_vocab // 64) * 64:
-            return name
-    return None

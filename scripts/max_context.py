@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from kernels.registry import (
     AttnConfig,
@@ -33,6 +33,7 @@ from model import cost
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig
+from model.vocabulary import take_vocabulary
 from runtime.config import check, command_line
 from runtime.device import environment, select_device
 from runtime.resume import choose_folder
@@ -161,7 +162,12 @@ def search_modes(
         run.row |= Search(prober, recipe, mode, prediction, run, earlier).longest()
 
 
-@command(Config, "max_context")
+def complete_config(cfg: DictConfig) -> None:
+    """Let model.vocab_size=null be the size for the tokenizer bytes: this command has no key that names another."""
+    take_vocabulary(cfg, "tokenizer")
+
+
+@command(Config, "max_context", complete=complete_config)
 def main(cfg: Config) -> None:
     if cfg.probe:
         run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device, cfg.shortened)

@@ -18,6 +18,7 @@ from model.gpt import PRECISIONS, GPTConfig
 from model.sources import Pretrained, random_source
 from model.step import build
 from model.text import Text, stop_ids
+from model.vocabulary import take_vocabulary
 from runtime.config import check, command_line_values
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -136,8 +137,12 @@ class GenerationKeys:
 
 
 def take_random_model(cfg: DictConfig) -> None:
-    """Remove the group `model` unless checkpoint=random. Raises UserError if the command line then sets it."""
+    """Remove the group `model` unless checkpoint=random. Raises UserError if the command line then sets it.
+
+    With checkpoint=random, model.vocab_size=null is the size for the tokenizer.
+    """
     if cfg.checkpoint == "random":
+        take_vocabulary(cfg, "tokenizer")
         return
     asked = command_line_values(cfg, "model", CONFIGS)
     check(not asked, f"model.{next(iter(asked), '')} is for checkpoint=random; this model's shape is its checkpoint's")
