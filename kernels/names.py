@@ -4,10 +4,10 @@ This file does not import torch, because --help needs it and has to be quick.
 """
 
 import ast
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent
+from kernels.lookup import ROOT, KernelError, impls  # noqa: F401  for those who import names
+
 FIRST = ("norm", "linear", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
 ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
@@ -24,10 +24,6 @@ def constant(op: str, name: str, default: Any) -> Any:
 OPS = [op for op in ALL_OPS if constant(op, "TRAINS", True)]  # the ops of a training step
 
 
-class KernelError(ValueError):
-    """The command line, a kernel's file or a table of launch parameters is wrong. The message is one line."""
-
-
 def config_key(op: str) -> str:
     """Return the config key that chooses the op's backend: "kernels.norm", "attn.impl"."""
     return "attn.impl" if op == "attention" else f"kernels.{op}"
@@ -36,12 +32,6 @@ def config_key(op: str) -> str:
 def default_impl(op: str) -> str:
     """Return the backend that runs if the config names none."""
     return constant(op, "DEFAULT", "eager")
-
-
-def impls(op: str) -> list[str]:
-    """Return the names of the op's backends: the files in its folder."""
-    paths = (ROOT / op).glob("[!_]*.py")
-    return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
 
 
 def ops_with_a_choice() -> list[str]:
@@ -53,12 +43,13 @@ def config_groups() -> dict[str, dict]:
     """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, an ablation.
 
     `kernels=NAME` takes the backend NAME for every op that has one, and eager for the others. `kernels=compile` is
-    eager under torch.compile. The group `hydra/ablation` is for configs/sweep/ablation.yaml: a sweep that starts from
-    eager ops and swaps one op at a time.
+    eager under torch.compile. The choice `*` of `attn` stands for paths and dotted names: see
+    runtime.config.store_named_choices(). The group `hydra/ablation` is for configs/sweep/ablation.yaml: a sweep that
+    starts from eager ops and swaps one op at a time.
     """
     per_op = {op: impls(op) for op in OPS if op != "attention"}
     decoders = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
-    groups = {"kernels": {}, "attn": {name: {"impl": name} for name in impls("attention")}}
+    groups = {"kernels": {}, "attn": {name: {"impl": name} for name in [*impls("attention"), "*"]}}
     for name in sorted({name for names in per_op.values() for name in names}):
         backends = {op: name if name in names else "eager" for op, names in per_op.items()}
         groups["kernels"][name] = {**backends, **decoders, "compile": False, "check": True, "fp8": None}

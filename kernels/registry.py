@@ -1,8 +1,9 @@
 """The ops and their backends: which of them the config chooses, and which function computes each op.
 
 A folder is an op, a file in it is a backend, and the file's name is the value on the command line:
-`kernels/norm/mine.py` is `kernels.norm=mine`. Nothing else lists ops or backends: the config, the tests, the benchmark,
-the doctor and the report read them from names.py and here (tests/kernels/test_new_op.py).
+`kernels/norm/mine.py` is `kernels.norm=mine`. A backend may also be a file or a module elsewhere (lookup.py). Nothing
+else lists ops or backends: the config, the tests, the benchmark, the doctor and the report read them from names.py and
+here (tests/kernels/test_new_op.py).
 
 The folder's `__init__.py` is the op's contract. It must define
 
@@ -44,7 +45,6 @@ A backend is a file with the op's function. It may also define
                            unavailable() and detail() then take version=NAME, which attn.version sets
 """
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -60,7 +60,8 @@ from typing import Any
 import torch
 
 from kernels import compat, fp8
-from kernels.names import ALL_OPS, OPS, KernelError, config_key, default_impl, impls, ops_with_a_choice
+from kernels.lookup import backend, check_name, impls, importable_backends, short_name, source_of  # noqa: F401
+from kernels.names import ALL_OPS, OPS, KernelError, config_key, default_impl, ops_with_a_choice
 
 Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
 
@@ -69,12 +70,6 @@ class Unavailable(KernelError):
     """The backend exists and cannot run here. The message says why, and what would make it run."""
 
     status = "unavailable"  # the word in a result row
-
-
-def check_name(op: str, impl: str, key: str) -> None:
-    """Raise KernelError if the op has no backend `impl`. The message names the config key `key`."""
-    if impl not in impls(op):
-        raise KernelError(f"{key}={impl}: no file kernels/{op}/{impl}.py; there are {', '.join(impls(op))}")
 
 
 def contract(op: str) -> ModuleType:
@@ -116,34 +111,6 @@ class AttnConfig:
         if self.version not in versions:
             remedy = f"choose {', '.join(versions)}, or null" if versions else f"attn={self.impl} has no versions"
             raise KernelError(f"attn.version={self.version}: {remedy}")
-
-
-def backend(op: str, impl: str) -> ModuleType:
-    """Return the backend's module. It can be imported on every device, also where the backend cannot run.
-
-    Raises KernelError if there is no such file, if it cannot be imported, or if it lacks the op's function.
-    """
-    check_name(op, impl, key=op)
-    name = f"kernels.{op}.{impl}"
-    try:
-        module = importlib.import_module(name)
-    except Exception as error:  # the file may be a user's, so any error is possible
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KernelError(
-            f"kernels/{op}/{impl}.py cannot be imported ({reason}): python -c 'import {name}' shows where"
-        ) from error
-    if not callable(getattr(module, op, None)):
-        raise KernelError(f"kernels/{op}/{impl}.py defines no function {op}(...); kernels/{op}/__init__.py shows it")
-    return module
-
-
-def importable_backends(op: str) -> dict[str, ModuleType]:
-    """Return {name: module} of the op's backends, without files that cannot be imported or lack the op's function."""
-    modules = {}
-    for impl in impls(op):
-        with contextlib.suppress(KernelError):
-            modules[impl] = backend(op, impl)
-    return modules
 
 
 def unavailable(op: str, impl: str, device: torch.device, version: str | None = None) -> str | None:
@@ -190,7 +157,7 @@ def missing_argument(function: Callable, argument: str, op: str = "attention") -
     functions = {impl: getattr(module, op) for impl, module in importable_backends(op).items()}
     able = [impl for impl, other in functions.items() if argument in inspect.signature(other).parameters]
     key = "attn" if op == "attention" else config_key(op)
-    return f"{function.__module__} takes no {argument} (kernels/{op}/__init__.py): choose {key}={', '.join(able)}"
+    return f"{source_of(function)} takes no {argument} (kernels/{op}/__init__.py): choose {key}={', '.join(able)}"
 
 
 def reads_fp8(attention: Callable) -> bool:
@@ -207,7 +174,7 @@ def checkpointed_operators(attention: Callable) -> Sequence[str]:
         return names
     able = [impl for impl, module in importable_backends("attention").items() if hasattr(module, "KEEPS")]
     raise Unavailable(
-        f"model.keep_attention=true: {attention.__module__} names no operator whose outputs could be kept (KEEPS, "
+        f"model.keep_attention=true: {source_of(attention)} names no operator whose outputs could be kept (KEEPS, "
         f"kernels/registry.py): choose attn={', '.join(able)}"
     )
 
@@ -308,7 +275,7 @@ def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:
 
 def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
     """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
-    backends = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in ops_with_a_choice()}
+    backends = {op: short_name(impl) for op, impl in impl_by_op(kernels, attn).items() if op in ops_with_a_choice()}
     if len(set(backends.values())) == 1:
         name = next(iter(backends.values()))
     else:
@@ -317,5 +284,5 @@ def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
         name = "compile" if name == "eager" else f"{name}+compile"
     if kernels.fp8 is not None:
         name += "+fp8" + "".join(f".{op}" for op in kernels.fp8)
-    attention = f"{attn.impl}.{attn.version}" if attn.version else attn.impl
-    return f"{name}-{attention}"
+    attention = short_name(attn.impl)
+    return f"{name}-{attention}.{attn.version}" if attn.version else f"{name}-{attention}"

@@ -19,6 +19,7 @@ from typing import TypeVar
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -50,7 +51,8 @@ def cli(
 ):
     """Decorator: turn `main(cfg: schema)` into a Hydra program that reads `configs/name.yaml`.
 
-    `groups` adds choices that have no YAML file: {"attn": {"mine": {"impl": "mine"}}}. `resolvers` adds texts to the
+    `groups` adds choices that have no YAML file: {"attn": {"mine": {"impl": "mine"}}}. The choice `*` stands for every
+    other choice on the command line with a dot in its name, such as attn=path/to/mine.py. `resolvers` adds texts to the
     YAML files: with {"backends": {"norm": "eager, triton"}}, ${backends:norm} becomes `eager, triton`. The program
     prints the message of a UserError after `error: ` and exits with 1; `errors` are more exceptions of this kind.
     `complete` may change the composed config before it is checked. After Ctrl-C the exit code is 130.
@@ -78,6 +80,7 @@ def cli(
                     if parsed or os.environ.get("RANK", "0") == "0":
                         print(f"error: {error}", file=sys.stderr)
 
+            store_named_choices(groups or {}, sys.argv[1:])
             try:
                 run_hydra(configs, name, job)
             except Exception as error:
@@ -125,10 +128,25 @@ def register(configs: Path, groups: dict[str, dict], resolvers: dict[str, dict[s
     """Let Hydra find the choices in `groups` that have no YAML file, and the texts in `resolvers`. See cli()."""
     for group, choices in groups.items():
         for choice, node in choices.items():
-            if not (configs / group / f"{choice}.yaml").exists():
+            if choice != "*" and not (configs / group / f"{choice}.yaml").exists():
                 ConfigStore.instance().store(group=group, name=choice, node=node)
     for resolver, texts in resolvers.items():
         OmegaConf.register_new_resolver(resolver, texts.__getitem__, replace=True)
+
+
+def store_named_choices(groups: dict[str, dict], words: list[str]) -> None:
+    """Let Hydra find the choices with a dot in `words`, in the groups that have the choice `*`. See cli()."""
+    for word in words:
+        group, _, value = word.partition("=")
+        if "*" not in groups.get(group, ()) or "." not in value:
+            continue
+        with contextlib.suppress(OverrideParseException):  # Hydra reads the word again, and then explains the error
+            override = OverridesParser.create().parse_override(word)
+            names = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
+            for name in (str(name).strip("'\"") for name in names):
+                folder, _, file = f"{group}/{name}".replace("//", "/").rpartition("/")
+                if "." in name:
+                    ConfigStore.instance().store(file, dict.fromkeys(groups[group]["*"], name), group=folder)
 
 
 def parse(cfg: DictConfig, schema: type[T]) -> T:
@@ -163,7 +181,7 @@ def explain_error(error: Exception, schema: type) -> str:
         return f"{match[2].lstrip('+')}: this group has no default choice; add a choice with a plus: {match[2]}"
     if match := re.match(r"Could not override '([^']+)'", message):
         return explain_key(match[1].split("@")[0], known)
-    if match := re.search(r"Could not find '([^']+)/([^'/]*)'", message):
+    if match := re.search(r"Could not find '((?:hydra/)?[^'/]+)/([^']*)'", message):
         options = re.search(r"Available options in '[^']+':\n((?:\t.*\n?)*)", message)
         choices = ", ".join(options[1].split()) if options else "no choices there"
         return f"{match[1]}={match[2]}: no such choice; {match[1]} is one of: {choices}"

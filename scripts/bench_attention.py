@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.registry import impls
+from kernels.registry import check_name
 from lab.bench.attention import AttentionShape, measure, record_fastest
 from lab.bench.op import as_list, contestants
 from lab.commands import command
@@ -50,9 +50,9 @@ class Config:
         check(self.rounds >= 1, f"rounds={self.rounds}: it must be at least 1")
         check(not (self.auto and self.impl), "auto=true compares all backends: leave impl out")
         self.impl = as_list(self.impl)
-        choices = [*impls("attention"), "compile"]
         for name in self.impl:
-            check(name in choices, f"impl={name}: no such backend of attention; choose {', '.join(choices)}")
+            if name != "compile":
+                check_name("attention", name, key="impl")
         check(
             isinstance(self.lengths, list | None),
             f"lengths={self.lengths}: it must be a list: lengths='[{self.lengths}]'",

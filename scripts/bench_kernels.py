@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.registry import contract, impls
+from kernels.registry import check_name, contract
 from lab.bench.op import DTYPES, OpConfig, as_list, measure, table
 from lab.commands import command
 from lab.report.figures import roofline
 from lab.rows import write_rows
-from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.timing import measured_bandwidth, measured_flops
@@ -32,9 +31,9 @@ class Config(OpConfig):
     def __post_init__(self):
         super().__post_init__()
         self.impl = as_list(self.impl)
-        choices = [*impls(self.op), "compile"]
         for name in self.impl:
-            check(name in choices, f"impl={name}: no such backend of {self.op}; choose {', '.join(choices)}")
+            if name != "compile":
+                check_name(self.op, name, key="impl")
 
 
 @command(Config, "bench_kernels")

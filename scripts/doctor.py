@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels.registry import ALL_OPS, impls
+from kernels.registry import ALL_OPS, check_name, impls
 from lab.bench.machine import describe_machine
 from lab.bench.op import as_list
 from lab.bench.probe import first_probe, first_word, matrix_probes, run_probes
@@ -32,6 +32,7 @@ COLUMNS = 100
 @dataclass
 class Config:
     op: Any
+    impl: Any
     matrix: bool
     device: str
     limit: float
@@ -42,6 +43,10 @@ class Config:
         self.op = as_list(self.op) or list(ALL_OPS)
         for op in self.op:
             check(op in ALL_OPS, f"op={op}: choose {', '.join(ALL_OPS)}")
+        self.impl = as_list(self.impl)
+        check(not self.impl or len(self.op) == 1, f"impl={','.join(self.impl)} needs one op: add op=NAME")
+        for name in self.impl:
+            check_name(self.op[0], name, key="impl")
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
         check(self.matrix or not self.keep, "keep=true stores the rows of a matrix: add --matrix")
 
@@ -50,13 +55,15 @@ def wrap(text: str, indent: int) -> str:
     return textwrap.fill(text, COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def examine_backends(ops: list[str], matrix: bool, device: torch.device, limit: float) -> Iterator[dict]:
-    """Yield {"op", "impl", "answers": {column: {value: status}}} for each backend.
+def examine_backends(
+    ops: list[str], names: list[str], matrix: bool, device: torch.device, limit: float
+) -> Iterator[dict]:
+    """Yield {"op", "impl", "answers": {column: {value: status}}} for each backend, or only for those in `names`.
 
     `limit` is the time of one answer, in seconds.
     """
     make_probes = matrix_probes if matrix else first_probe
-    columns = {(op, impl): make_probes(op, impl, device) for op in ops for impl in impls(op)}
+    columns = {(op, impl): make_probes(op, impl, device) for op in ops for impl in names or impls(op)}
     groups = [[probe for probes in by_column.values() for probe in probes.values()] for by_column in columns.values()]
     hide_bar = None if matrix else True  # None hides the bar unless stderr is a terminal
     results = tqdm(run_probes(groups, device, limit), total=len(groups), disable=hide_bar, leave=False)
@@ -84,7 +91,7 @@ def main(cfg: Config) -> None:
     if not cfg.matrix:
         print("\nop         backend           forward and backward, against reference() in float64", flush=True)
     rows, errors, counts = [], [], Counter()
-    for row in examine_backends(cfg.op, cfg.matrix, device, cfg.limit):
+    for row in examine_backends(cfg.op, cfg.impl, cfg.matrix, device, cfg.limit):
         rows.append({**row, "env": env})
         op, impl = row["op"], row["impl"]
         for column, statuses in row["answers"].items():

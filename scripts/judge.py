@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kernels.registry import KernelError
+from lab.commands import command
 from lab.judge.claim import (
     EXIT_CODES,
     Claim,
@@ -25,7 +25,7 @@ from lab.judge.claim import (
 )
 from lab.judge.verdict import card, judge_claim, page
 from lab.rows import write_rows
-from runtime.config import UserError, check, cli, command_line, quote_exactly, quote_override
+from runtime.config import UserError, check, command_line, quote_exactly, quote_override
 from runtime.device import environment, select_device
 from runtime.run import make_folder
 from runtime.signals import STOPPED
@@ -53,12 +53,12 @@ class Config:
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
 
 
-@cli(Config, configs=ROOT / "configs", name="judge", errors=(KernelError,))
+@command(Config, "judge")
 def main(cfg: Config) -> None:
     claim, device = Claim(cfg.op, cfg.impl, cfg.against), select_device(cfg.device)
     folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
-    command = shlex.join(word for word in shlex.split(command_line()) if not word.startswith("out_dir="))
-    about = {"command": command, "env": environment(device)}
+    words = shlex.join(word for word in shlex.split(command_line()) if not word.startswith("out_dir="))
+    about = {"command": words, "env": environment(device)}
     print(f"judge    {claim}, on {about['env']['device']}", flush=True)
     statuses = probe_cases(claim, device, cfg.limit)
     check(

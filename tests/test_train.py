@@ -193,6 +193,31 @@ def test_the_number_of_micro_steps_does_not_change_the_loss(hotswap):
         torch.testing.assert_close(losses(hotswap, f"train.batch_size={size}"), whole, rtol=1e-4, atol=0)
 
 
+def test_kernels_of_files_outside_the_repo_are_checked_and_train_as_eager(hotswap, tmp_path):
+    """Relative paths start at the current folder, also in the process of the check. The row has them as typed."""
+    (tmp_path / "my kernels").mkdir()
+    (tmp_path / "my kernels/plain.py").write_text("from kernels.attention import reference as attention\n")
+    (tmp_path / "plain.py").write_text("from kernels.norm import reference as norm\n")
+    eager = losses(hotswap, "attn=eager")
+    own = losses(hotswap, "attn='my kernels/plain.py'", "kernels.norm=./plain.py")
+    torch.testing.assert_close(own, eager, rtol=1e-4, atol=0)
+    version = f"(torch {torch.__version__})"
+    assert row("run1")["kernels"]["attention"] == f"my kernels/plain.py {version}"
+    assert row("run1")["kernels"]["norm"] == f"./plain.py {version}"
+    assert row("run1")["checks"] == dict.fromkeys(("norm", "attention"), f"ok: torch {torch.__version__}")
+
+
+def test_a_wrong_file_outside_the_repo_stops_the_run(hotswap, tmp_path):
+    (tmp_path / "wrong.py").write_text(
+        "from kernels.norm import reference\n\n\ndef norm(x, residual, weight, bias, eps=1e-5):\n"
+        "    return reference(x, residual, weight, bias, eps=0.3)\n"
+    )
+    code, _, err = hotswap(*QUICK, "kernels.norm=wrong.py")
+    assert code == 1
+    assert err.startswith("error: wrong.py breaks the contract of kernels/norm/__init__.py (wrong: out0: error ")
+    assert "python -m scripts.doctor op=norm impl=wrong.py tells more" in err
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("attn", sorted({*registry.impls("attention")} - {"eager"}))
 def test_every_attention_gives_the_losses_of_eager(hotswap, attn):

@@ -2,9 +2,9 @@
 
 It runs forward and backward at a small shape, in a process of its own, and must follow the rule of kernels/check.py. So
 a kernel with a wrong eps or a missing gradient stops the run before its first step, and one that crashes becomes an
-error in one line. The answer is stored in .cache/checks, by the text of the op's folder, the device and the version of
-PyTorch, unless the backend failed, because a time limit or a full memory may pass. The backends in SHIPPED are not
-checked, because tests/kernels tests them.
+error in one line. The answer is stored in .cache/checks, by the text of the op's folder and of the backend's folder,
+the device and the version of PyTorch, unless the backend failed, because a time limit or a full memory may pass. The
+backends in SHIPPED are not checked, because tests/kernels tests them.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.names import ROOT
+from kernels.lookup import ROOT, source, source_file
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, impl_by_op
 from lab.bench.probe import first_probe, first_word, run_probes
 from runtime.device import device_name
@@ -53,8 +53,8 @@ def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.d
     for op, status in statuses.items():
         if first_word(status) in ("wrong", "failed"):
             raise WrongKernel(
-                f"kernels/{op}/{chosen[op]}.py breaks the contract of kernels/{op}/__init__.py ({status}): "
-                f"python -m scripts.doctor op={op} tells more, and kernels.check=false trains with it"
+                f"{source(op, chosen[op])} breaks the contract of kernels/{op}/__init__.py ({status}): "
+                f"python -m scripts.doctor op={op} impl={chosen[op]} tells more, and kernels.check=false trains with it"
             )
     return statuses
 
@@ -62,6 +62,7 @@ def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.d
 def cache_key(op: str, impl: str, device: torch.device) -> str:
     """Return a hash of what decides the answer."""
     parts = [op, impl, device_name(device), torch.__version__]
-    files = sorted(path for folder in (ROOT, ROOT / op) for path in folder.glob("*.*") if path.is_file())
-    texts = [str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() for path in files]
+    files = {path for folder in (ROOT, ROOT / op) for path in folder.glob("*.*") if path.is_file()}
+    files |= {*source_file(op, impl).parent.glob("*.py")}
+    texts = [path.name.encode() + b"\0" + path.read_bytes() for path in sorted(files)]
     return hashlib.sha256(b"\0".join([json.dumps(parts).encode(), *texts])).hexdigest()[:32]

@@ -154,8 +154,8 @@ def decoder_status(probe: Probe, shape: dict) -> str:
     return f"wrong: {reason}" if reason else f"ok: {version}"
 
 
-def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, log: str) -> None:
-    """Send a status for each probe, until one fails. Runs in a process of its own.
+def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, log: str, folder: str) -> None:
+    """Send a status for each probe, until one fails. Runs in a process of its own, in `folder`.
 
     A failure ends the process, because after an illegal memory access every CUDA call fails. The file `log` gets what
     Python and C++ print.
@@ -163,6 +163,7 @@ def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, l
     with open(log, "w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    os.chdir(folder)  # the path of a backend may be relative
     torch.set_num_threads(1)
     compat.compile_without_workers()
     select_device(str(device))
@@ -187,7 +188,9 @@ class Worker:
         context.set_forkserver_preload(PRELOAD)
         self.count, self.log = len(probes), tempfile.NamedTemporaryFile()  # noqa: SIM115, closed in __exit__
         self.pipe, child_end = context.Pipe(duplex=False)
-        self.process = context.Process(target=send_statuses, args=(child_end, probes, device, self.log.name))
+        self.process = context.Process(
+            target=send_statuses, args=(child_end, probes, device, self.log.name, os.getcwd())
+        )
         self.process.start()
         child_end.close()
 

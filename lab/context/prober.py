@@ -57,8 +57,12 @@ class Prober:
     def run(self, minutes: float, **overrides: Any) -> ProbeResult:
         """Run the command with these overrides, for at most `minutes`."""
         words = [*self.command, *(f"{key}={value}" for key, value in overrides.items())]
+        # The child runs in the current folder, where relative paths on the command line start
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
+        }
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            child = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=err, start_new_session=True)
+            child = subprocess.Popen(words, env=environment, stdout=out, stderr=err, start_new_session=True)
             try:
                 code = child.wait(60 * minutes)
             except subprocess.TimeoutExpired:

@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig
 
 from data.tokenizer import Tokenizer
+from kernels.lookup import short_name
 from kernels.registry import AttnConfig, KernelsConfig, label
 from kernels.sampling import Sampling
 from model import cost, pretrained
@@ -42,7 +43,7 @@ class GenerationRecipe:
     def name(self) -> str:
         """For example 124M-eager-sdpa-blocks-bf16."""
         size = cost.parameters(self.source.config) / 1e6
-        return f"{size:.0f}M-{label(self.kernels, self.attn)}-{self.kernels.decode}-{self.precision}"
+        return f"{size:.0f}M-{label(self.kernels, self.attn)}-{short_name(self.kernels.decode)}-{self.precision}"
 
     @property
     def model_text(self) -> str:

@@ -197,10 +197,15 @@ def job_names(jobs: list[list[str]]) -> list[str]:
     names = []
     for number, words in enumerate(jobs, 1):
         varying = [word.lstrip("+~").partition("=") for word in words if 2 * counts[word] <= len(jobs)]
-        name = "-".join(f"{key.rpartition('.')[2]}.{value}" for key, _, value in varying) or "base"
+        name = "-".join(f"{key.rpartition('.')[2]}.{file_name(value)}" for key, _, value in varying) or "base"
         digits = len(str(len(jobs)))
         names.append(re.sub(r"[^\w.+-]+", "_", f"{number:0{digits}}-{name}")[:100])
     return names
+
+
+def file_name(value: str) -> str:
+    """Return the path of a Python file without its folders, except the last one; any other value as it is."""
+    return "/".join(value.split("/")[-2:]) if value.endswith(".py") else value
 
 
 def gpu_slots(device: str) -> list[str | None]:

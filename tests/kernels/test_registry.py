@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernels import lookup, registry
 from kernels import norm as norm_contract
-from kernels import registry
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load, resolve
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def broken_file(monkeypatch, tmp_path):
     """kernels/norm/ also has broken.py, which imports a package that does not exist."""
     (tmp_path / "broken.py").write_text("import no_such_package\n\n\ndef norm(x, **rest):\n    return x, x\n")
     monkeypatch.setattr("kernels.norm.__path__", [*norm_contract.__path__, str(tmp_path)])
-    monkeypatch.setattr(registry, "impls", lambda op: impls(op) + ["broken"] * (op == "norm"))
+    monkeypatch.setattr(lookup, "files", lambda op, files=lookup.files: files(op) + ["broken"] * (op == "norm"))
 
 
 def test_a_file_that_cannot_be_imported_is_named_and_breaks_no_other_choice(broken_file, capsys):

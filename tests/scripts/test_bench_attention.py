@@ -34,7 +34,7 @@ def test_the_command_writes_rows_and_prints_a_table(called, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("impl=mine", "impl=mine: no such backend of attention; choose "),
+        ("impl=mine", "impl=mine: no file kernels/attention/mine.py; there are "),
         ("lengths=[0]", "lengths=0: each must be an integer of at least 1"),
         ("lengths=[many]", "lengths=many: each must be an integer"),
         ("lengths=64", "lengths=64: it must be a list: lengths='[64]'"),

@@ -39,6 +39,14 @@ def test_the_machine_and_every_backend_are_listed(called):
     assert last_line.startswith(f"done     {len(impls('norm'))} answers of {len(impls('norm'))} backends: ")
 
 
+def test_a_file_outside_the_repo_is_examined_alone(called, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from kernels.norm import reference as norm\n")
+    code, out, err = called("doctor.py", doctor.main, "op=norm", "impl=mine.py", "device=cpu")
+    assert (code, err) == (0, "")
+    assert re.findall(r"^norm +(\S+) +(\w+)", out, re.MULTILINE) == [("mine.py", "ok")]
+
+
 # Backend -> the body of its norm()
 BODIES = {
     "wrong": "    y, stream = reference(x, residual, weight, bias, eps)\n    return 1.001 * y, stream\n",
@@ -107,6 +115,8 @@ def test_the_table_of_a_readme_equals_the_printed_one_when_the_matrix_is_kept(ca
     ("arguments", "message"),
     [
         (["op=gemm"], f"op=gemm: choose {', '.join(ALL_OPS)}"),
+        (["impl=eager"], "impl=eager needs one op: add op=NAME"),
+        (["op=norm", "impl=fast"], f"impl=fast: no file kernels/norm/fast.py; there are {', '.join(impls('norm'))}"),
         (["limit=0"], "limit=0: it must be more than 0 seconds"),
         (["keep=true"], "keep=true stores the rows of a matrix: add --matrix"),
         (["device=tpu"], "device=tpu: choose auto, cpu, cuda or cuda:N"),

@@ -70,7 +70,7 @@ def test_a_wrong_answer_is_an_error_each_time(monkeypatch, tmp_path):
             check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
         assert str(error.value) == (
             "kernels/norm/eager.py breaks the contract of kernels/norm/__init__.py (wrong: out0): "
-            "python -m scripts.doctor op=norm tells more, and kernels.check=false trains with it"
+            "python -m scripts.doctor op=norm impl=eager tells more, and kernels.check=false trains with it"
         )
 
 

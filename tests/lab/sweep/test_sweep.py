@@ -153,6 +153,11 @@ def test_each_repeat_of_all_jobs_takes_one_gpu(sweep, monkeypatch):
     assert read_rows()["3-seed.4.2"]["start"] < read_rows()["2-seed.5"]["end"]  # the GPUs work at the same time
 
 
+def test_the_folder_of_a_job_has_the_last_two_parts_of_a_path():
+    words = [["attn=sdpa", f"kernels.norm={impl}"] for impl in ("eager", "/a/very/long/one/mine.py", "two/mine.py")]
+    assert jobs.job_names(words) == ["1-norm.eager", "2-norm.one_mine.py", "3-norm.two_mine.py"]
+
+
 def test_zero_repeats_are_an_error(sweep):
     code, _, err = sweep("seed=4,3", "sweep.repeats=0")
     assert (code, err) == (1, "error: sweep.repeats=0: it must be at least 1\n")

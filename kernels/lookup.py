@@ -1,0 +1,158 @@
+"""Find a backend by its name on the command line, and import it.
+
+    mine                 kernels/OP/mine.py; or the entry point OP.mine of an installed package, in the group GROUP
+    path/to/mine.py      a file anywhere; a relative path starts at the current folder
+    some_package.module  a module that Python can import
+
+If a file and an entry point have the same name, the file is taken.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parent
+GROUP = "hotswap.kernels"
+_paths: dict[str, str] = {}  # name of a module that a path names -> the path, as the user wrote it
+
+
+class KernelError(ValueError):
+    """The command line, a kernel's file or a table of launch parameters is wrong. The message is one line."""
+
+
+def files(op: str) -> list[str]:
+    """Return the names of the op's files, which are the backends of this repo."""
+    paths = (ROOT / op).glob("[!_]*.py")
+    return sorted(path.stem for path in paths if path.is_file() and path.stem.isidentifier())
+
+
+@functools.cache
+def installed(op: str) -> dict[str, EntryPoint]:
+    """Return {name: entry point} of the backends in installed packages. `norm.fast` is the backend `fast` of norm."""
+    points = {point.name: point for point in entry_points(group=GROUP) if point.name.startswith(f"{op}.")}
+    return {name.removeprefix(f"{op}."): point for name, point in points.items() if name.count(".") == 1}
+
+
+def impls(op: str) -> list[str]:
+    """Return the names of the op's backends: the files in its folder, and the entry points of installed packages."""
+    return sorted({*files(op), *installed(op)})
+
+
+def is_path(impl: str) -> bool:
+    return impl.endswith(".py") or "/" in impl
+
+
+def short_name(impl: str) -> str:
+    """Return the name of a backend as a part of a folder's name: a path without its folders."""
+    return Path(impl).name if is_path(impl) else impl
+
+
+def check_name(op: str, impl: str, key: str) -> None:
+    """Raise KernelError if there is no backend `impl` of the op. The message names the config key `key`.
+
+    The packages around a module with a dotted name are imported.
+    """
+    if is_path(impl):
+        if not (impl.endswith(".py") and Path(impl).expanduser().is_file()):
+            raise KernelError(f"{key}={impl}: no file {impl} in {Path.cwd()}; the path of a backend ends in .py")
+    elif "." in impl:
+        try:
+            reason = None if importlib.util.find_spec(impl) else f"no module {impl}"
+        except Exception as error:  # of a package of the user
+            reason = one_line(error)
+        if reason:
+            raise KernelError(f"{key}={impl}: {reason}; install its package, or add its folder to PYTHONPATH")
+    elif impl not in impls(op):
+        raise KernelError(f"{key}={impl}: no file kernels/{op}/{impl}.py; there are {', '.join(impls(op))}")
+
+
+def module_name(op: str, impl: str) -> str:
+    """Return the name of the backend's module. The file of a path gets a name of its own, unless it is in this repo."""
+    if is_path(impl):
+        path = Path(impl).expanduser().resolve()
+        if path.parent == ROOT / op and path.stem in files(op):
+            return f"kernels.{op}.{path.stem}"
+        digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+        return re.sub(r"\W", "_", f"backend_{path.stem}_{digest}")
+    if "." in impl:
+        return impl
+    return f"kernels.{op}.{impl}" if impl in files(op) else installed(op)[impl].module
+
+
+def import_module(op: str, impl: str) -> ModuleType:
+    """Import the backend once, and return its module. Raises what its code raises."""
+    name = module_name(op, impl)
+    if not is_path(impl) or name.startswith("kernels."):
+        return importlib.import_module(name)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, source_file(op, impl))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        _paths[name] = impl
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def source(op: str, impl: str) -> str:
+    """Return what the user knows the backend's code by: kernels/norm/mine.py, path/to/mine.py or package.module."""
+    name = module_name(op, impl)
+    if is_path(impl):
+        return impl
+    return f"{name.replace('.', '/')}.py" if name == f"kernels.{op}.{impl}" else name
+
+
+def source_of(function: Callable) -> str:
+    """Return the name of the function's module, or the path that names it."""
+    return _paths.get(function.__module__, function.__module__)
+
+
+def source_file(op: str, impl: str) -> Path:
+    """Return the path of the backend's file, without importing it."""
+    if is_path(impl):
+        return Path(impl).expanduser().resolve()
+    return Path(importlib.util.find_spec(module_name(op, impl)).origin)
+
+
+def backend(op: str, impl: str) -> ModuleType:
+    """Return the backend's module. It can be imported on every device, also where the backend cannot run.
+
+    Raises KernelError if there is no such backend, if it cannot be imported, or if it lacks the op's function.
+    """
+    check_name(op, impl, key=op)
+    try:
+        module = import_module(op, impl)
+    except Exception as error:  # the file may be a user's, so any error is possible
+        name = module_name(op, impl)
+        code = f"import {name}"
+        if is_path(impl):
+            code = f'import runpy; runpy.run_path("{impl}")'
+        raise KernelError(
+            f"{source(op, impl)} cannot be imported ({one_line(error)}): python -c '{code}' shows where"
+        ) from error
+    if not callable(getattr(module, op, None)):
+        raise KernelError(f"{source(op, impl)} defines no function {op}(...); kernels/{op}/__init__.py shows it")
+    return module
+
+
+def importable_backends(op: str) -> dict[str, ModuleType]:
+    """Return {name: module} of the op's backends, without those that backend() refuses."""
+    modules = {}
+    for impl in impls(op):
+        with contextlib.suppress(KernelError):
+            modules[impl] = backend(op, impl)
+    return modules
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
