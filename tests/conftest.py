@@ -73,6 +73,20 @@ def pytest_xdist_auto_num_workers():
     return 1 if torch.cuda.is_available() else None
 
 
+def pytest_addoption(parser):
+    parser.addoption("--backend", action="append", default=[], metavar="OP=PATH", help="also test this backend")
+
+
+def pytest_configure(config):
+    """Let the tests find the backends of --backend among the files in kernels/OP."""
+    added = [word.partition("=")[::2] for word in config.getoption("--backend")]
+    if added:
+        from kernels import lookup
+
+        files = lookup.files
+        lookup.files = lambda op: files(op) + [path for name, path in added if name == op]
+
+
 def pytest_collection_modifyitems(items):
     """Skip the tests marked `gpu` if there is no GPU."""
     if not torch.cuda.is_available():

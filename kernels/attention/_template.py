@@ -1,0 +1,47 @@
+"""Attention, in plain PyTorch. Say here what the kernel does, why it is fast, and whose idea it is.
+
+    q        (B, Tq, H, D)    often a view of one packed tensor with k and v, so not contiguous
+    k, v     (B, Tk, Hkv, D)  H is a multiple of Hkv, and query head h reads key head h // (H / Hkv)
+    causal   True: a query sees no key after its position. The last query is at the last key: if Tq < Tk, the first
+             Tk - Tq keys are from before
+    scale    of the scores; None: 1 / sqrt(D)
+    lengths  (B,) int32, or None: only the first lengths[b] keys of sequence b exist, and the last query is at the last
+             of them. Generation passes it, because its cache has more rows than tokens. It asks for no gradient
+    window   int, or None: a query sees only the last `window` keys up to its position (model.window)
+    starts   (B, T) int32, or None: query t sees no key before starts[b, t], the first token of its document
+             (data.mask_documents=true)
+
+It returns (B, Tq, H, D). The contract is kernels/attention/__init__.py. A function without lengths, window or starts
+still trains; what needs the argument is then refused, with the reason: without lengths, generation.
+"""
+
+import math
+
+import torch
+
+# Your Triton kernel goes here; kernels/attention/triton_naive.py is an example.
+#   1. the kernels: functions with @triton.jit
+#   2. a launcher for the forward and one for the backward: each a torch.library.custom_op with a fake, which
+#      torch.compile needs; kernels.direct.bypass_dispatcher() connects them to autograd
+#   3. from kernels.gpu import triton_unavailable as unavailable, which says where Triton cannot run
+#   4. RUNS = ("name of a kernel",), which proof=true looks for in the profile of a step
+# Then call the launcher in attention().
+
+
+def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+    (_, queries, heads, width), keys = q.shape, k.shape[1]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
+    k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(width) if scale is None else scale)  # (B, H, Tq, Tk)
+
+    end = keys if lengths is None else lengths.view(-1, 1, 1, 1)  # the keys of each sequence
+    key = torch.arange(keys, device=q.device)
+    position = end - queries + torch.arange(queries, device=q.device).view(-1, 1)  # of each query
+    sees = key < end
+    if causal:
+        sees = sees & (key <= position)
+    if window is not None:
+        sees = sees & (key > position - window)
+    if starts is not None:
+        sees = sees & (key >= starts[:, None, :, None])
+    return (scores.masked_fill(~sees, -math.inf).softmax(-1) @ v).transpose(1, 2)

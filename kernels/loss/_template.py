@@ -1,0 +1,29 @@
+"""The LM head and its cross-entropy, in plain PyTorch. Say here what the kernel does, why it is fast, whose idea it is.
+
+    x             (..., C)  in the compute dtype
+    weight        (V, C)    in the compute dtype; the head, which is also the token embedding
+    targets       (...)     int64
+    ignore_index            positions with this target do not count
+
+It returns the mean loss of the positions that count, a scalar in fp32; 0 if there is none. Head and cross-entropy are
+one op so that a kernel need not store the logits (..., V). The contract, kernels/loss/__init__.py, also has the
+argument fp8; without it the kernel is refused for precision=fp8.
+"""
+
+import torch
+
+# Your Triton kernel goes here; kernels/loss/triton.py is an example.
+#   1. the kernels: functions with @triton.jit
+#   2. a launcher for the forward and one for the backward: each a torch.library.custom_op with a fake, which
+#      torch.compile needs; kernels.direct.bypass_dispatcher() connects them to autograd
+#   3. from kernels.gpu import triton_unavailable as unavailable, which says where Triton cannot run
+#   4. RUNS = ("name of a kernel",), which proof=true looks for in the profile of a step
+# Then call the launcher in loss().
+
+
+def loss(x, weight, targets, ignore_index=-1):
+    logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32)).flatten(0, -2)
+    counts = targets.flatten() != ignore_index
+    target_logits = logits.gather(-1, targets.flatten().where(counts, 0).unsqueeze(-1)).squeeze(-1)
+    losses = torch.logsumexp(logits, -1) - target_logits
+    return losses.where(counts, 0).sum() / counts.sum().clamp(min=1)

@@ -1,0 +1,77 @@
+"""Write a new kernel's file: `python -m scripts.new_kernel op=attention name=mine`.
+
+The file is the op's template, kernels/OP/_template.py: plain PyTorch that runs and is right, what the arguments mean,
+and the place of the Triton kernel. The command then prints how to test it.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from kernels.registry import ALL_OPS, OPS, KernelError
+from runtime.config import UserError, check, cli, quote_override
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_FREE = "compile"  # means torch.compile, where the name of a backend is expected
+
+
+@dataclass
+class Config:
+    op: str
+    name: str
+    path: str | None
+
+    def __post_init__(self):
+        check(self.op in ALL_OPS, f"op={self.op}: choose {', '.join(ALL_OPS)}")
+        is_name = self.name.isidentifier() and not self.name.startswith("_") and self.name != NOT_FREE
+        check(is_name, f"name={self.name}: it must be a name in Python without _ at its start, and not {NOT_FREE}")
+        check(self.template.exists(), f"op={self.op} has no template {self.template}: copy kernels/{self.op}/eager.py")
+
+    @property
+    def template(self) -> Path:
+        return ROOT / "kernels" / self.op / "_template.py"
+
+
+def write_file(file: Path, text: str) -> None:
+    """Write a new file, with its folders. Raises UserError if it exists or cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x") as target:
+            target.write(text)
+    except FileExistsError:
+        raise UserError(f"{file} exists: choose another name, or edit it") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}; choose another path") from None
+
+
+def commands(op: str, name: str, path: str | None) -> dict[str, str]:
+    """Return {command: what it does} for the new backend. With a path, it is not in the repo."""
+    impl = quote_override(path or name)
+    choice = shlex.quote(f"attn={impl}" if op == "attention" else f"kernels.{op}={impl}")
+    added = f" --backend {shlex.quote(f'{op}={path}')}" if path else ""
+    lines = {
+        f"python -m scripts.doctor op={op} {shlex.quote(f'impl={impl}')}": "does it run here, and is it right?",
+        f"python -m pytest tests/kernels{added} -k {name}": "every test of a backend",
+    }
+    if op in OPS:
+        lines[f"python train.py +experiment=smoke {choice}"] = "train with it, on a CPU"
+        bench = f"python -m scripts.bench_kernels op={op} {shlex.quote(f'impl=[eager,{impl}]')}"
+        lines[bench] = "its time beside eager's and the floor, on a GPU"
+    if op in ("attention", "decode"):
+        lines[f"python -m scripts.generate checkpoint=random model=tiny prompt_tokens=8 {choice}"] = "generate with it"
+    return lines
+
+
+@cli(Config, configs=ROOT / "configs", name="new_kernel", errors=(KernelError,))
+def main(cfg: Config) -> None:
+    folder = Path(cfg.path).expanduser() if cfg.path else cfg.template.parent
+    file = folder / f"{cfg.name}.py"
+    write_file(file, cfg.template.read_text())
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    print(f"wrote    {shown}: plain PyTorch that runs as it is; the place of your kernel is marked in it")
+    for command, purpose in commands(cfg.op, cfg.name, str(file) if cfg.path else None).items():
+        print(f"\n# {purpose}\n{command}")
+
+
+if __name__ == "__main__":
+    main()
