@@ -175,6 +175,10 @@ def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
     print(console.summary(row))
     if not due.finished:
         print(f"stopped  after step {row['steps']}; resume with: {resume.command(run.folder)}")
+    elif row["steps"] < (job.train.max_steps or 0):
+        print(
+            f"ended    after step {row['steps']} of {job.train.max_steps}, by train.max_minutes={job.train.max_minutes}"
+        )
     if due.interrupted:
         signals.stop(f"after step {row['steps']}")
     needs_proof = due.finished and "parity" in row

@@ -14,6 +14,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lab.report.readmes import fill
+from model.vocabulary import take_vocabulary
 from runtime.config import parse
 from tests.test_train import config
 
@@ -85,7 +86,9 @@ def check_script(name, words):
         words = [word for word in words if not word.startswith("prompt=") and word not in ("--help", "-m")]
         words = [re.sub(r"^([\w.]+=)(?!\[)([^,]*),.*", r"\1\2", word) for word in words]  # the first job of a sweep
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            parse(compose(name, overrides=words), module.Config)
+            cfg = compose(name, overrides=words)
+            take_vocabulary(cfg, "data.tokenizer")
+            parse(cfg, module.Config)
 
 
 def measure_groups():

@@ -28,6 +28,7 @@ from lab.proof import memory
 from lab.recipe import Recipe
 from model import capture
 from model.step import evaluate, make_optimizer, train_step
+from model.vocabulary import take_vocabulary
 from runtime.config import parse
 from runtime.meter import Meter
 from runtime.schedule import predict_last_step
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 # One layer and 512 tokens a step, without evaluations, samples and checkpoints
 QUICK = ("+experiment=smoke", "model.n_layer=1", "train.batch_size=4", "train.tokens_per_step=512", "train.log_every=1")
-QUICK += ("train.eval_every=0", "train.sample_tokens=0", "train.max_minutes=null", "out_dir=run")
+QUICK += ("train.eval_every=0", "train.sample_tokens=0", "out_dir=run")
 QUICK += ("train.checkpoint_every=0",)
 LINE = re.compile(
     r"^step (\d{5})/(\d{5}) \| loss \d+\.\d{4} \| norm \d+\.\d\d \| lr \d\.\d\de-\d\d \| \d+\.\d\d ms \| "
@@ -46,7 +47,9 @@ LINE = re.compile(
 
 def config(*overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return parse(compose("config", overrides=list(overrides)), train.Config)
+        cfg = compose("config", overrides=list(overrides))
+    take_vocabulary(cfg, "data.tokenizer")
+    return parse(cfg, train.Config)
 
 
 def recipe(cfg):
@@ -84,7 +87,7 @@ def set_clock(monkeypatch, seconds):
     monkeypatch.setattr(capture, "train_step", timed_step)
 
 
-SMOKE = "train.max_steps=30", "train.max_minutes=null", "train.eval_every=15", "train.log_every=5"
+SMOKE = "train.max_steps=30", "train.eval_every=15", "train.log_every=5"
 
 
 @pytest.mark.exhaustive
@@ -113,7 +116,7 @@ def test_smoke(hotswap):
     result = row(folder)
     assert result["status"] == "ok"
     assert result["steps"] == 30
-    assert result["tokens"] == 30 * 4096
+    assert result["tokens"] == 30 * 2048
     assert result["config"] == yaml.safe_load((folder / "config.yaml").read_text())
     assert result["config"]["train"]["max_steps"] == 30
     assert result["kernels"]["compile"] is False
@@ -301,6 +304,15 @@ def test_max_minutes_ends_a_run(hotswap, monkeypatch):
     assert code == 0
     assert (row()["status"], row()["steps"]) == ("ok", 6)
     assert re.search(r"^step 00001 \| loss", out, re.MULTILINE)  # the line names no last step
+    assert "ended  " not in out
+
+
+@pytest.mark.parametrize("steps", [6, 7])
+def test_a_run_says_that_max_minutes_ended_it_before_max_steps(hotswap, monkeypatch, steps):
+    set_clock(monkeypatch, seconds=1.0)
+    code, out, _ = hotswap(*QUICK, f"train.max_steps={steps}", "train.max_minutes=0.1")
+    assert (code, row()["status"], row()["steps"]) == (0, "ok", 6)
+    assert ("ended    after step 6 of 7, by train.max_minutes=0.1\n" in out) == (steps == 7)
 
 
 def test_the_last_step_is_predicted_from_the_speed(monkeypatch):

@@ -13,13 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 from kernels.compat import TorchDispatchMode
 from kernels.registry import unavailable
 from lab.context import attempt
+from lab.context.prober import ROOT
 from lab.proof.memory import simulate
 from model import decoder
 from model.gpt import PRECISIONS
 from model.step import train_step
+from model.vocabulary import take_vocabulary
 from runtime.config import parse
 from runtime.device import GIB
-from scripts.max_context import ROOT, Config
+from scripts.max_context import Config
 
 CPU = torch.device("cpu")
 TRITON = "kernels=triton", "model.n_layer=1"  # its interpreter is slow
@@ -29,7 +31,9 @@ LEAN = "kernels.norm=triton_recompute", "kernels.mlp=triton_recompute", "kernels
 def config(*overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         words = "model=tiny", "model.n_layer=2", "device=cpu", "mode=train", "memory_gib=1", *overrides
-        return parse(compose("max_context", overrides=list(words)), Config)
+        cfg = compose("max_context", overrides=list(words))
+    take_vocabulary(cfg, "tokenizer")
+    return parse(cfg, Config)
 
 
 def skip_if_unavailable(overrides):
