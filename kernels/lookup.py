@@ -75,22 +75,25 @@ def check_name(op: str, impl: str, key: str) -> None:
 
 
 def module_name(op: str, impl: str) -> str:
-    """Return the name of the backend's module. The file of a path gets a name of its own, unless it is in this repo."""
+    """Return the name of the backend's module. The file of a path gets a name of its own, unless it is in this repo.
+
+    __package__ is "kernels", or "hotswap.kernels" in the package that pip installs.
+    """
     if is_path(impl):
         path = Path(impl).expanduser().resolve()
         if path.parent == ROOT / op and path.stem in files(op):
-            return f"kernels.{op}.{path.stem}"
+            return f"{__package__}.{op}.{path.stem}"
         digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
         return re.sub(r"\W", "_", f"backend_{path.stem}_{digest}")
     if "." in impl:
         return impl
-    return f"kernels.{op}.{impl}" if impl in files(op) else installed(op)[impl].module
+    return f"{__package__}.{op}.{impl}" if impl in files(op) else installed(op)[impl].module
 
 
 def import_module(op: str, impl: str) -> ModuleType:
     """Import the backend once, and return its module. Raises what its code raises."""
     name = module_name(op, impl)
-    if not is_path(impl) or name.startswith("kernels."):
+    if not is_path(impl) or name.startswith(f"{__package__}."):
         return importlib.import_module(name)
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, source_file(op, impl))
@@ -109,7 +112,7 @@ def source(op: str, impl: str) -> str:
     name = module_name(op, impl)
     if is_path(impl):
         return impl
-    return f"{name.replace('.', '/')}.py" if name == f"kernels.{op}.{impl}" else name
+    return f"kernels/{op}/{impl}.py" if name == f"{__package__}.{op}.{impl}" else name
 
 
 def source_of(function: Callable) -> str:

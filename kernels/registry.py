@@ -74,7 +74,7 @@ class Unavailable(KernelError):
 
 def contract(op: str) -> ModuleType:
     """Return the op's module, which has reference(), inputs(), cost(), SHAPES, CASES and the rest."""
-    return importlib.import_module(f"kernels.{op}")
+    return importlib.import_module(f"{__package__}.{op}")
 
 
 @dataclass

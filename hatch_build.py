@@ -1,0 +1,13 @@
+"""Put the rooms inside the package `hotswap` when pip builds it; an editable install leaves them in the checkout."""
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDERS = ("configs", "data", "kernels", "model", "runtime")
+
+
+class CustomBuildHook(BuildHookInterface):
+    """hatchling calls initialize() before it writes a wheel. force-include in pyproject.toml is for both kinds."""
+
+    def initialize(self, version, build_data):
+        if version == "standard":
+            build_data["force_include"] |= {folder: f"hotswap/{folder}" for folder in FOLDERS}
