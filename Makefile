@@ -1,10 +1,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: smoke test test-all format clean
+.PHONY: smoke test test-all format lock clean
 
 smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 	$(BIN)/python train.py +experiment=smoke
+	@printf '%s\n' '' 'Try next, after: source .venv/bin/activate' \
+		'  python -m scripts.doctor                               # which kernels run here and give right results' \
+		'  python train.py -m +experiment=smoke attn=eager,sdpa   # swap a kernel, and compare' \
+		'  python train.py kernels=triton attn=triton             # GPT-2 124M, on an NVIDIA GPU'
 
 test: .venv/installed  ## lint, and the tests to run after a change: 4 minutes on two cores
 	$(BIN)/ruff check .
@@ -20,10 +24,17 @@ format: .venv/installed
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: hotswap needs Python 3.11 or newer; make PYTHON=python3.11")'
+	@echo "Installing PyTorch with its CUDA libraries, and the other packages of pyproject.toml, into .venv."
+	@echo "This happens once. It downloads about 3 GB and takes some four minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"  # the first pip with --group
-	$(BIN)/python -m pip install --quiet . --group dev
+	$(BIN)/python -m pip install --editable . --group dev
 	touch $@
+
+lock: .venv/installed  ## write requirements.lock: the newest versions that fit together, on every platform
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --all-extras --group dev --no-annotate \
+		--no-emit-index-url --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf .venv .cache out build *.egg-info

@@ -1,0 +1,206 @@
+"""What surrounds the code: the package that pip installs, the lock file, the container, the workflow, `make smoke`."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+import hotswap
+from hotswap.rooms import ROOMS, is_room
+from tests.test_readmes import check
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# A user's program, beside modules of its own that have the names of rooms
+PROGRAM = """
+import data, kernels, model, runtime
+import hotswap
+import torch
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+shape = {"vocab_size": 256, "n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 32}
+options = {"device": device, "precision": "fp32"}
+idx = torch.randint(256, (2, 16), device=device)
+
+gpt = hotswap.build("tiny", kernels={"norm": "triton"}, attn={"impl": "sdpa"}, **shape, **options)
+other = hotswap.build("tiny", kernels="eager", attn="math", **shape, **options)
+assert isinstance(gpt, hotswap.GPT)
+assert gpt.ln_f.norm.__module__ == "hotswap.kernels.norm.triton"
+loss, other_loss = gpt(idx, idx), other(idx, idx)
+loss.backward()
+other_loss.backward()
+torch.testing.assert_close(loss, other_loss, rtol=1e-4, atol=1e-5)
+torch.testing.assert_close(gpt.wte.weight.grad, other.wte.weight.grad, rtol=1e-3, atol=1e-5)
+
+torch.save({"model": gpt.state_dict(), "model_args": {**shape, "bias": True}}, "ckpt.pt")
+loaded = hotswap.load("ckpt.pt", attn="math", **options)
+torch.testing.assert_close(loaded(idx), gpt(idx), rtol=1e-4, atol=1e-5)
+assert hotswap.generate(loaded, idx, 3, n_vocab=256).shape == (2, 19)
+
+norm = hotswap.op("norm", "triton", device)
+x = torch.randn(2, 4, 8, device=device)
+y, residual = norm(x, None, torch.ones(8, device=device), torch.zeros(8, device=device))
+torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (8,)), rtol=1e-4, atol=1e-5)
+
+for room in data, kernels, model, runtime:
+    assert room.MINE
+print(hotswap.__file__)
+"""
+
+
+def build_wheel(folder, kind):
+    """Return the wheel that pip builds; `kind` is wheel:standard, or wheel:editable for `pip install -e`."""
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", folder]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    [path] = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(params=["checkout", "wheel"])
+def installed(request, tmp_path):
+    """The folder in which Python finds the package: the repo, or the contents of the wheel that pip builds."""
+    if request.param == "checkout":
+        return ROOT
+    build_wheel(tmp_path, "wheel:standard").extractall(tmp_path / "site")
+    return tmp_path / "site"
+
+
+def test_a_program_uses_the_package_beside_modules_with_the_names_of_rooms(installed, tmp_path):
+    """It builds, trains and loads a GPT, and calls an op. `import data` stays the program's own."""
+    folder = tmp_path / "program"
+    folder.mkdir()
+    for room in ROOMS:
+        (folder / f"{room}.py").write_text("MINE = True")
+    (folder / "program.py").write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(installed / "hotswap/__init__.py")
+
+
+def test_the_wheel_holds_one_package_with_every_file_of_the_rooms(tmp_path):
+    names = set(build_wheel(tmp_path, "wheel:standard").namelist())
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hotswap"}
+    for folder in (*ROOMS, "configs"):
+        files = [path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+        assert {f"hotswap/{file}" for file in files if "__pycache__" not in file.parts} <= names
+
+
+def test_an_editable_install_copies_no_file_of_the_package(tmp_path):
+    """A folder hotswap/ in site-packages would hide the checkout."""
+    names = build_wheel(tmp_path, "wheel:editable").namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "_editable_impl_hotswap.pth",
+        "_editable_impl_hotswap.py",
+        "hotswap",
+    }
+    assert not [name for name in names if name.startswith("hotswap/")]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hotswap.build("tinny"), "model=tinny: choose gpt2_124m"),
+        (lambda: hotswap.build("tiny", n_layers=3), "unknown key model.n_layers; did you mean model.n_layer?"),
+        (lambda: hotswap.build("tiny", kernels="tritn"), "kernels=tritn: choose eager"),
+        (
+            lambda: hotswap.build("tiny", kernels={"nrm": "eager"}),
+            "unknown key kernels.nrm; did you mean kernels.norm?",
+        ),
+        (lambda: hotswap.build("tiny", precision="fp23"), "precision=fp23: choose fp32"),
+        (lambda: hotswap.load("no/such/model", device="cpu", n_layer=3), "no/such/model"),
+        (lambda: hotswap.op("norms", "eager"), "op=norms: choose norm"),
+        (lambda: hotswap.op("norm", "mine"), "no file kernels/norm/mine.py"),
+    ],
+)
+def test_a_wrong_choice_raises_one_line(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_the_loader_renames_every_import_of_a_room():
+    """It renames `from kernels import ...`, so no file of a room says `import kernels`."""
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import)]
+            assert not [alias.name for node in nodes for alias in node.names if is_room(alias.name)], path
+
+
+def test_the_lock_file_pins_every_dependency_to_a_version_that_the_project_allows():
+    """`make lock` writes it. A line is NAME==VERSION, without hosts and paths, and may have a marker."""
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    pins = [Requirement(line) for line in lines]
+    assert all(len(pin.specifier) == 1 and next(iter(pin.specifier)).operator == "==" for pin in pins)
+    assert not [pin for pin in pins if pin.url]
+    versions = {}
+    for pin in pins:
+        versions.setdefault(canonicalize_name(pin.name), []).append(next(iter(pin.specifier)).version)
+    project = PROJECT["project"]
+    needed = [*project["dependencies"], *PROJECT["dependency-groups"]["dev"]]
+    for extra in project["optional-dependencies"].values():
+        needed += extra
+    for requirement in map(Requirement, needed):
+        for version in versions[canonicalize_name(requirement.name)]:
+            assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_the_container_is_made_from_files_and_targets_that_exist():
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
+    instructions = [line.split(maxsplit=1) for line in lines]
+    assert [name for name, _ in instructions] == ["FROM", "ENV", "WORKDIR", "COPY", "RUN", "CMD"]
+    values = dict(instructions)
+    python = re.fullmatch(r"python:(3\.\d+)-\w+", values["FROM"])[1]
+    assert SpecifierSet(PROJECT["project"]["requires-python"]).contains(python)
+    *sources, _ = values["COPY"].split()
+    assert all((ROOT / source).exists() for source in sources)
+    constraint, *install = shlex.split(values["RUN"])
+    assert (ROOT / constraint.removeprefix("PIP_CONSTRAINT=")).exists()
+    for program, target in (install, json.loads(values["CMD"])):
+        assert program == "make"
+        assert re.search(f"^{re.escape(target)}:", MAKEFILE, re.MULTILINE)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {f"{name}/" for name in ignored} <= set((ROOT / ".gitignore").read_text().split())
+    assert ".venv" in ignored  # the image makes its own
+
+
+def test_the_public_workflow_runs_what_ci_runs():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads the key `on` as true
+    [job] = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert (ROOT / job["env"]["PIP_CONSTRAINT"]).exists()
+
+
+def test_make_smoke_ends_with_three_valid_commands():
+    make = ["make", "--dry-run", "--old-file=.venv/installed", "smoke"]
+    recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = re.findall(r"'  python ([^'#]*?) *#", recipe)
+    assert len(commands) == 3
+    for command in commands:
+        check(shlex.split(command))
+
+
+def test_make_says_what_it_installs_before_it_does():
+    make = ["make", "--dry-run", "--assume-new=pyproject.toml", ".venv/installed"]
+    lines = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    said = next(number for number, line in enumerate(lines) if "about 3 GB" in line)
+    assert said < next(number for number, line in enumerate(lines) if "pip install" in line)
