@@ -185,10 +185,10 @@ def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
     run.record("stopped: before its proof" if needs_proof else "ok")  # a kill during the sample loses no figure
     if job.train.sample_tokens:
         write_sample(job)
+    schedule.check_overfit(job.train, due, row["steps"], row["train/loss"])
     if needs_proof:
         batches = [tuple(tensor.to(job.device) for tensor in batch) for batch in job.batches(row["steps"] + 1)]
-        first_steps = job.recorder.steps if job.recorder else {}
-        proof.prove(row, job.recipe, job.train, job.step, batches, first_steps, job.references)
+        proof.prove(row, job.recipe, job.train, job.step, batches, job.recorder, job.references)
         run.record("ok")
 
 
@@ -205,9 +205,8 @@ def main(cfg: Config) -> None:
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     compiling.reset()
     with Signals() as signals, join_ranks(device) as ranks:
-        name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}"
-        if not ranks.single:
-            name += f"-{cfg.parallel}{ranks.world_size}"
+        processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
+        name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
         if resume_from and schedule.is_finished(t, *checkpoint.progress(resume_from)):
             print(f"done     already: {resume_from} is of the run's last step")
@@ -226,7 +225,8 @@ def main(cfg: Config) -> None:
             dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(cfg.data))
             cfg.model.check_vocabulary(cfg.data.tokenizer, dataset.tokenizer.n_vocab)
             windows, held_out = loader.open_splits(dataset, t.block_size, recipe.documents, t.eval_every > 0)
-            batches = loader.Loader(windows, t.batch_size, t.tokens_per_step, cfg.seed, ranks.rank, ranks.world_size)
+            order = cfg.seed, ranks.rank, ranks.world_size, t.overfit
+            batches = loader.Loader(windows, t.batch_size, t.tokens_per_step, *order)
             references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
             if cfg.proof:
                 references, run.row["parity"] = proof.make_references(recipe, t, *sources, dataset, device, ranks)
@@ -236,12 +236,10 @@ def main(cfg: Config) -> None:
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
             optimizer = make_optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
-            step = capture.StepRunner(model, optimizer, t.cuda_graph)
-            parts = dataset, batches, held_out, ceiling, step, references
+            parts = dataset, batches, held_out, ceiling, capture.StepRunner(model, optimizer, t.cuda_graph), references
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
-            checkpoints, meter = begin(job, resume_from)
-            due = train(job, checkpoints, meter, signals)
+            due = train(job, *begin(job, resume_from), signals)
             finish(job, due, signals)
         print(f"done     {run.folder / 'result.json'}")
 

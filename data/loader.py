@@ -82,17 +82,27 @@ class Windows:
 class Loader:
     """The training batches of one rank. `loader(step)` returns the micro-batches of an optimizer step.
 
-    Steps are counted from 1. `tokens_per_step` counts the tokens of all ranks.
+    Steps are counted from 1. `tokens_per_step` counts the tokens of all ranks. With `overfit`, every step gets the
+    micro-batches of step 1.
     """
 
     def __init__(
-        self, windows: Windows, batch_size: int, tokens_per_step: int, seed: int, rank: int = 0, world_size: int = 1
+        self,
+        windows: Windows,
+        batch_size: int,
+        tokens_per_step: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        overfit: bool = False,
     ):
         self.windows, self.batch_size, self.seed = windows, batch_size, seed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.overfit = rank, world_size, overfit
         self.samples_per_step = tokens_per_step // windows.block_size
 
     def __call__(self, step: int) -> list[Batch]:
+        if self.overfit:
+            step = 1
         positions = range((step - 1) * self.samples_per_step, step * self.samples_per_step)
         samples = np.array([self.sample_at(position) for position in positions])
         samples = samples.reshape(-1, self.world_size, self.batch_size)  # (micro-batches, ranks, samples)

@@ -98,8 +98,8 @@ def check_same_run(
         pairs[f"data.{key}"] = value, manifest["data"].get(key)
     for key in ("block_size", "tokens_per_step"):
         pairs[f"train.{key}"] = config["train"][key], saved_config["train"][key]
-    masks, saved_masks = (group.get("mask_documents", False) for group in (config["data"], saved_config["data"]))
-    pairs["data.mask_documents"] = masks, saved_masks
+    for group, key in (("data", "mask_documents"), ("train", "overfit")):  # old checkpoints have neither
+        pairs[f"{group}.{key}"] = config[group].get(key, False), saved_config[group].get(key, False)
     pairs["seed"] = config["seed"], saved_config["seed"]
     differences = [f"{key}={now} (checkpoint: {then})" for key, (now, then) in pairs.items() if now != then]
     if differences:

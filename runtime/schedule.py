@@ -13,6 +13,7 @@ from runtime.ranks import world_size
 # The most tokens of a micro-step by default. On an H200, 65,536 tokens of GPT-2 124M take 115 ms, and the host takes 33
 # to 45 ms to launch their kernels. On a CPU 65,536 tokens would take 53 GiB of memory, and 4,096 tokens take 5 GiB
 DEFAULT_TOKENS = {"cuda": 65536, "cpu": 4096}
+OVERFIT_LOSS = 0.1  # nats a token: a model that knows its only batch by heart is below it
 
 
 @dataclass
@@ -35,6 +36,7 @@ class TrainConfig:
     stop_after: int | None  # steps after which this process writes a checkpoint and ends; the schedule does not change
     on_nonfinite: str  # stop | skip
     cuda_graph: bool | None  # replay steps from a CUDA graph; None: where it is possible
+    overfit: bool  # every step trains on the batch of step 1
 
     def __post_init__(self):
         may_be_zero = {"eval_every", "sample_tokens", "checkpoint_every"}
@@ -117,3 +119,16 @@ def predict_last_step(t: TrainConfig, step: int, meter: Meter) -> float:
 def is_finished(t: TrainConfig, step: int, seconds: float) -> bool:
     """Whether a run is complete after `step` steps, which took `seconds`."""
     return (t.max_steps or math.inf) <= step or seconds >= 60 * (t.max_minutes or math.inf)
+
+
+def check_overfit(t: TrainConfig, due: Due, step: int, loss: float) -> None:
+    """At the end of a run with train.overfit, print that the last loss is near zero, or raise UserError."""
+    if not (t.overfit and due.finished):
+        return
+    check(
+        loss < OVERFIT_LOSS,
+        f"train.overfit=true: after {step} steps the loss of the only batch is {loss:.3g}, not below {OVERFIT_LOSS}; "
+        "take more steps or fewer tokens (train.max_steps, train.tokens_per_step), and no dropout; if the loss stays, "
+        "look for a wrong kernel: python -m scripts.doctor",
+    )
+    print(f"overfit  the loss of the only batch is {loss:.3g}, below {OVERFIT_LOSS}")

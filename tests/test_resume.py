@@ -207,6 +207,7 @@ def test_stop_after_counts_the_steps_of_a_process(hotswap):
         ("model.pos=rope", "model.pos=rope (checkpoint: learned)"),
         ("seed=7", "seed=7 (checkpoint: 1337)"),
         ("train.tokens_per_step=1024", "train.tokens_per_step=1024 (checkpoint: 512)"),
+        ("train.overfit=true", "train.overfit=True (checkpoint: False)"),
         ("data=text", "data.name=text (checkpoint: stdlib)"),
     ],
 )

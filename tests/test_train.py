@@ -31,7 +31,7 @@ from model.step import evaluate, make_optimizer, train_step
 from model.vocabulary import take_vocabulary
 from runtime.config import parse
 from runtime.meter import Meter
-from runtime.schedule import predict_last_step
+from runtime.schedule import OVERFIT_LOSS, predict_last_step
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -187,6 +187,18 @@ def test_the_same_seed_gives_the_same_losses(hotswap):
     first, again, other = (losses(hotswap, "model.dropout=0.1", f"seed={seed}") for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_overfit_drives_the_loss_of_one_batch_to_near_zero(hotswap):
+    """After too few steps the run fails, and says what to do."""
+    code, out, err = hotswap("+experiment=overfit", "model.n_layer=2", "train.max_steps=60", "out_dir=run")
+    assert (code, err) == (0, "")
+    assert "overfit  the loss of the only batch is 0.0" in out
+    assert row()["train/loss"] < OVERFIT_LOSS
+    code, _, err = hotswap("+experiment=overfit", "model.n_layer=2", "train.max_steps=4", "out_dir=short")
+    assert code == 1
+    assert err.startswith("error: train.overfit=true: after 4 steps the loss of the only batch is 4.")
+    assert row("short")["status"].startswith("failed: train.overfit=true: after 4 steps")
 
 
 def test_the_number_of_micro_steps_does_not_change_the_loss(hotswap):

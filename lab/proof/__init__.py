@@ -3,7 +3,7 @@
 from data.loader import Batch
 from kernels.registry import expected_kernels, family_patterns, impl_by_op
 from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
-from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong  # noqa: F401
+from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong
 from lab.proof.receipt import missing_kernel, profile_step
 from lab.proof.references import make_references  # noqa: F401
 from lab.recipe import Recipe
@@ -26,17 +26,18 @@ def prove(
     train: TrainConfig,
     step: StepRunner,
     batches: list[Batch],
-    first_steps: FirstSteps,
+    recorder: Recorder | None,
     references: list[FirstSteps],
 ) -> None:
     """Put the proof of a finished run into its row. It frees the CUDA graph of `step`.
 
-    `batches` are the batches of one more step, on the model's device. `references` are the first steps of eager PyTorch
-    in fp32 and in the run's precision, or empty. Raises Wrong if the run did not do what its row says.
+    `batches` are the batches of one more step, on the model's device. `recorder` has the first steps of the run.
+    `references` are the first steps of eager PyTorch in fp32 and in the run's precision, or empty. Raises Wrong if the
+    run did not do what its row says.
     """
     device = step.device
     if references:
-        row["parity"] = judge(first_steps, *references)
+        row["parity"] = judge(recorder.steps, *references)
     row["receipt"] = make_receipt(row, recipe, step, batches)
     row["memory"] = {"predicted": None, "measured": None}
     if step.optimizer.ranks.single:

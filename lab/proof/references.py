@@ -90,7 +90,7 @@ def read_or_make_references(
     """
     batch_size = reference_batch_size(train)
     facts = [asdict(recipe.model), asdict(recipe.optim), recipe.documents, recipe.seed, batch_size, train.block_size]
-    facts += [train.tokens_per_step, train.max_steps, init_files(init_from), dataset.fingerprint]
+    facts += [train.tokens_per_step, train.max_steps, train.overfit, init_files(init_from), dataset.fingerprint]
     facts += [device_name(device), torch.__version__]
     sources = [file for pattern in SOURCES for file in ROOT.glob(pattern)]
     weight_dtype = PRECISIONS[recipe.precision][0]
@@ -182,7 +182,7 @@ def write_reference(
     select_device(str(device))
     dataset = open_dataset(data)
     windows, _ = open_splits(dataset, train.block_size, recipe.documents)
-    loader = Loader(windows, train.batch_size, train.tokens_per_step, recipe.seed)
+    loader = Loader(windows, train.batch_size, train.tokens_per_step, recipe.seed, overfit=train.overfit)
     model = recipe.build(device, read_pretrained(init_from) if init_from else None)
     optimizer = TorchAdamW(model, recipe.optim, rounded=weight_dtype if recipe.precision == "fp32" else torch.float32)
     recorder = Recorder(optimizer)

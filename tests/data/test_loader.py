@@ -75,6 +75,11 @@ def test_batches_are_a_pure_function_of_seed_and_step(windows):
     assert len(orders) == 5
 
 
+def test_overfit_gives_every_step_the_batches_of_step_1(windows):
+    loader, usual = Loader(windows, 2, 4 * T, seed=1, overfit=True), Loader(windows, 2, 4 * T, seed=1)
+    assert first_ids(loader(1)) == first_ids(loader(7)) == first_ids(usual(1)) != first_ids(usual(7))
+
+
 @pytest.mark.parametrize(("batch_size", "world_size"), [(12, 1), (1, 1), (3, 2), (2, 3), (1, 4)])
 def test_a_step_has_the_same_samples_however_it_is_divided(windows, batch_size, world_size):
     undivided = first_ids(Loader(windows, 12, 12 * T, seed=1)(2))
