@@ -45,6 +45,7 @@ class Config:
     precision: str  # fp32 | amp | bf16 | fp8
     parallel: str  # ddp | fsdp, if torchrun starts several processes
     proof: bool  # compare with eager fp32, and profile a step: see lab/proof
+    profile: bool  # write a trace and a memory snapshot of three steps
     kernels: registry.KernelsConfig
     attn: registry.AttnConfig
     model: GPTConfig
@@ -164,8 +165,7 @@ def write_sample(job: Job) -> None:
     except registry.Unavailable as reason:
         print(f"sample   none: {reason}")
         return
-    if job.ranks.is_main:
-        (job.run.folder / "sample.txt").write_text(text, encoding="utf-8")
+    job.run.write_sample(text)
     print(f"sample   {text!r}")
 
 
@@ -186,8 +186,10 @@ def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
     if job.train.sample_tokens:
         write_sample(job)
     schedule.check_overfit(job.train, due, row["steps"], row["train/loss"])
+    batches = [tuple(tensor.to(job.device) for tensor in batch) for batch in job.batches(row["steps"] + 1)]
+    if job.config["profile"]:
+        proof.write_profile(job.step, batches, run.folder)
     if needs_proof:
-        batches = [tuple(tensor.to(job.device) for tensor in batch) for batch in job.batches(row["steps"] + 1)]
         proof.prove(row, job.recipe, job.train, job.step, batches, job.recorder, job.references)
         run.record("ok")
 

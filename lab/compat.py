@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from unittest.mock import patch
 
+import torch
 from torch._library.custom_ops import OPDEFS
 from torch.utils._pytree import tree_leaves  # noqa: F401  torch.utils has no public name for it
 
@@ -67,3 +69,18 @@ def uses_triton(function: Callable) -> bool:
     helpers = [value for value in imported if re.fullmatch(r"kernels\.\w+", getattr(value, "__module__", None) or "")]
     modules = [function.__globals__, *(getattr(helper, "__globals__", {}) for helper in helpers)]
     return any(isinstance(value, KernelInterface) for module in modules for value in module.values())
+
+
+@contextmanager
+def record_memory(path: Path | None) -> Iterator[None]:
+    """Write a snapshot of the CUDA allocator to `path`: what it holds, and each allocation within this context.
+
+    Each allocation has its Python stack. PyTorch documents both functions, but they have no public names.
+    """
+    torch.cuda.memory._record_memory_history(stacks="python")
+    try:
+        yield
+        if path:
+            torch.cuda.memory._dump_snapshot(str(path))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -96,6 +96,11 @@ class Run:
             ) from None
         self.tracker.log(step, figures)
 
+    def write_sample(self, text: str) -> None:
+        """Write a text that the model generated to sample.txt, and pass it to the tracker."""
+        (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+        self.tracker.log_table("sample", ["text"], [[text]])
+
     def __enter__(self) -> "Run":
         return self
 
@@ -133,6 +138,9 @@ class SilentRun(Run):
         self.row.update(facts)
 
     def log(self, step: int, figures: dict) -> None:
+        """Do nothing."""
+
+    def write_sample(self, text: str) -> None:
         """Do nothing."""
 
     def close(self, status: str) -> None:
