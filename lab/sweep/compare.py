@@ -10,8 +10,8 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 DRAWS = 1000  # samples that the bootstrap draws
 RESOLUTION = 0.005  # a difference below 0.5% is a tie: on another machine, the other choice may be faster
@@ -113,10 +113,16 @@ def differences(row: dict, base: dict) -> list[str]:
 
 
 def value_differences(key: str, value, base) -> list[str]:
+    return [f"{name}: {now}, baseline {then}" for name, now, then in differing_values(key, value, base)]
+
+
+def differing_values(key: str, value, base) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, value, base value) for each difference of two values, which may be dicts of dicts."""
     if isinstance(value, dict) and isinstance(base, dict):
-        keys = sorted(value | base)
-        return [line for k in keys for line in value_differences(f"{key}.{k}", value.get(k), base.get(k))]
-    return [] if value == base else [f"{key}: {value}, baseline {base}"]
+        for k in sorted(value | base):
+            yield from differing_values(f"{key}.{k}", value.get(k), base.get(k))
+    elif value != base:
+        yield key, value, base
 
 
 def pair_runs(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:

@@ -1,0 +1,167 @@
+"""Run a kept row again on this machine: `python -m scripts.reproduce results/h200/train.jsonl 12`.
+
+ROWS is a file of rows in results/, or the folder of a run. ROW names one row of a file: its line, or a part of its
+command, name or commit that no other row has. The row's command runs again in a new folder. Then a line each says
+whether the speed lands in the row's interval (p20 to p80 of its steps), how far the losses are apart, and what differs
+in the environment, in the kernels that ran and in the config.
+
+The exit code is 0 if the speed lands in the interval, and 1 if it does not, or if the command failed.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from lab.report.choices import rerun_command
+from lab.sweep.compare import differing_values, settings
+from lab.sweep.table import speed, speed_key
+from runtime import compat
+from runtime.config import UserError, check, quote_override
+from runtime.run import make_folder, read_row
+from runtime.signals import exit_at_interrupt
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN_ENVIRONMENT = {"gpu"}  # the identity of one GPU, which no other machine has
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Return the rows of a file, or the only row of a run's folder. Raises UserError if there are none."""
+    if path.is_dir():
+        row = read_row(path)
+        check(row is not None, f"{path} has no row: it is not the folder of a run with a result.json")
+        return [row]
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); pass a file of results/ or the folder of a run") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            rows.append(None)
+        check(isinstance(rows[-1], dict), f"{path}: line {number} is not a row (a JSON object)")
+    check(bool(rows), f"{path} is empty")
+    return rows
+
+
+def choose_row(rows: list[dict], name: str | None, path: Path) -> tuple[int, dict]:
+    """Return (the line, the row) that `name` names: a line, or a part of the command, the name or the commit.
+
+    Raises UserError if no row or several rows have this name.
+    """
+    how = f"name one by its line (1 to {len(rows)}), or by a part of its command, name or commit"
+    if name is None:
+        check(len(rows) == 1, f"{path} has {len(rows)} rows: {how}")
+        return 1, rows[0]
+    if name.isdecimal() and 1 <= int(name) <= len(rows):
+        return int(name), rows[int(name) - 1]
+
+    def texts(row: dict) -> list:
+        return [row.get("command"), row.get("name"), row.get("env", {}).get("git_commit")]
+
+    found = [line for line, row in enumerate(rows, 1) if any(name in text for text in texts(row) if text)]
+    check(bool(found), f"{path} has no row {name}: {how}")
+    lines = ", ".join(map(str, found[:10])) + (", ..." if len(found) > 10 else "")
+    check(len(found) == 1, f"{len(found)} rows of {path} match {name}: pass one of the lines {lines}")
+    return found[0], rows[found[0] - 1]
+
+
+def reproduction_command(row: dict, folder: Path) -> list[str]:
+    """Return the words of the row's command, with this Python and a folder of its own.
+
+    Raises UserError if it is not the command of a training or a generation.
+    """
+    words, launcher = shlex.split(rerun_command(row)), []
+    if words[:1] == ["torchrun"]:  # --standalone --nproc_per_node=N
+        launcher, words = ["-m", "torch.distributed.run", *words[1:3]], words[2:]
+    program, arguments = words[1:2], words[2:]
+    if words[1:3] == ["-m", "scripts.generate"]:
+        program, arguments = words[1:3], words[3:]
+    else:
+        known = bool(program) and Path(program[0]).name == "train.py"
+        check(known, f"the row's command is neither train.py nor scripts.generate: {row['command']}")
+        program = [str(ROOT / "train.py")]
+    return [sys.executable, *launcher, *program, *arguments, f"out_dir={quote_override(str(folder))}"]
+
+
+def speed_line(row: dict, kept: dict) -> tuple[str, bool]:
+    """Return a line about the speed, and whether it lies in the interval of the kept row."""
+    low, high = (kept[f"{speed_key(kept)}/{quantile}"] for quantile in ("p20", "p80"))
+    now, then = speed(row), speed(kept)
+    place = "in" if low <= now <= high else "below" if now < low else "above"
+    interval = f"{place} the row's interval {low:,.0f} to {high:,.0f}"
+    line = f"speed    {now:,.0f} tok/s, {interval}: {now / then:.3f}x of its median {then:,.0f}"
+    return line, low <= now <= high
+
+
+def loss_line(row: dict, kept: dict) -> str | None:
+    """Return a line about the training losses; None for a generation, which has none."""
+    now, then = row.get("train/loss"), kept.get("train/loss")
+    if now is None or then is None:
+        return None
+    if now == then:
+        return f"loss     {now:.6g}, equal to the row's"
+    return f"loss     {now:.6g}, the row's is {then:.6g}: {abs(now - then) / then:.1e} of it apart"
+
+
+def difference_lines(row: dict, kept: dict) -> list[str]:
+    """Return a line for each difference of the environments, of the kernels that ran, and of the configs."""
+    parts = {
+        "": (row["env"], kept.get("env", {})),
+        "kernels.": (row["kernels"], kept.get("kernels", {})),
+        "config.": (settings(row), settings(kept)),
+    }
+    lines = []
+    for prefix, (here, there) in parts.items():
+        for key in (key for key in here | there if key not in OWN_ENVIRONMENT):
+            for name, now, then in differing_values(key, here.get(key), there.get(key)):
+                lines.append(f"differs  {prefix}{name}: {now} here, {then} in the row")
+    return lines or ["same     device, versions, commit, kernels and config"]
+
+
+def reproduce(path: Path, name: str | None, out_dir: str | None) -> bool:
+    """Run the row again and print the comparison. Return whether its speed lies in the row's interval."""
+    line, kept = choose_row(read_rows(path), name, path)
+    where = f"{path}" if path.is_dir() else f"{path}, line {line}"
+    check("command" in kept and "config" in kept, f"{where}: this row has no command; runs and generations have one")
+    measured = kept.get("status") == "ok" and f"{speed_key(kept)}/p20" in kept
+    check(measured, f"{where}: this row has no speed with an interval (its status: {kept.get('status')})")
+    reproduction_command(kept, Path("out"))  # refuses before it makes a folder
+    folder = make_folder(out_dir, f"reproduce-{kept['name']}")
+    print(f"row      {where}: {kept['name']}, started {kept['started']}")
+    print(f"command  {kept['command']}\n", flush=True)
+    code = subprocess.run(reproduction_command(kept, folder), stdin=subprocess.DEVNULL).returncode
+    row = read_row(folder)
+    check(code == 0 and row is not None, f"{where}: its command failed here with exit code {code}; see its lines above")
+    check(speed(row) is not None, f"{where}: its command was too short here to measure a speed")
+    line, lands = speed_line(row, kept)
+    print("\n" + "\n".join(filter(None, [line, loss_line(row, kept), *difference_lines(row, kept)])))
+    print(f"done     {folder / 'result.json'}")
+    return lands
+
+
+@exit_at_interrupt()
+def main() -> None:
+    compat.shorten_argparse_errors()
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("rows", type=Path, metavar="ROWS", help="a file of rows, or the folder of a run")
+    parser.add_argument("row", nargs="?", metavar="ROW", help="a line, or a part of command, name or commit")
+    parser.add_argument("--out_dir", metavar="FOLDER", help="the folder of the new run; default: a new one in out/")
+    arguments = parser.parse_args()
+    try:
+        lands = reproduce(arguments.rows, arguments.row, arguments.out_dir)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(0 if lands else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""`python -m scripts.reproduce` as a command."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scripts import reproduce
+from tests.test_train import QUICK
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(called, monkeypatch, tmp_path):
+    """Run the command in this process: command("run") -> (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: called("reproduce.py", reproduce.main, *arguments)
+
+
+def kept_row(**changes):
+    """A row of a training of 1,000 tokens/s."""
+    row = {"name": "1M", "status": "ok", "started": "2026-11-20", "command": "python train.py seed=2 out_dir=out/a"}
+    row |= {"config": {"seed": 2, "out_dir": "out/a"}, "kernels": {"norm": "eager"}, "train/loss": 2.0}
+    row |= {"perf/tokens_per_sec": 1000, "perf/tokens_per_sec/p20": 900, "perf/tokens_per_sec/p80": 1100}
+    return row | {"env": {"device": "NVIDIA H200", "gpu": "GPU-1", "torch": "2.13", "git_commit": "abc123"}} | changes
+
+
+def write_rows(*rows):
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def fake_run(monkeypatch, code=0, **changes):
+    """Replace the process of the row's command: it leaves a row with these changes. Return the list of commands."""
+    commands = []
+
+    def run(words, stdin):
+        commands.append(words)
+        if code == 0:
+            Path(words[-1].removeprefix("out_dir="), "result.json").write_text(json.dumps(kept_row(**changes)))
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(reproduce.subprocess, "run", run)
+    return commands
+
+
+def test_a_run_is_run_again_and_compared(command, hotswap, monkeypatch):
+    """The real command: its losses are equal, and its speed is compared with an interval that contains every speed."""
+    monkeypatch.setenv("HOTSWAP_COMMIT", "abc")
+    assert hotswap(*QUICK, "train.max_steps=5")[0] == 0
+    row = json.loads(Path("run/result.json").read_text())
+    row |= {"perf/tokens_per_sec/p20": 1, "perf/tokens_per_sec/p80": 1e9}
+    row["command"] = row["command"].replace(sys.argv[0], "train.py")
+    Path("run/result.json").write_text(json.dumps(row))
+    code, out, err = command("run")
+    assert (code, err) == (0, "")
+    assert re.search(r"^speed    [\d,]+ tok/s, in the row's interval 1 to 1,000,000,000: ", out, re.MULTILINE)
+    assert f"loss     {row['train/loss']:.6g}, equal to the row's\n" in out
+    assert "same     device, versions, commit, kernels and config\n" in out
+    [folder] = Path("out").iterdir()
+    assert out.endswith(f"done     {folder}/result.json\n")
+
+
+@pytest.mark.parametrize(
+    ("speed", "code", "words"),
+    [(900, 0, "in"), (1100, 0, "in"), (800, 1, "below"), (1200, 1, "above")],
+)
+def test_the_speed_is_in_the_interval_or_outside(command, monkeypatch, speed, code, words):
+    write_rows(kept_row())
+    fake_run(monkeypatch, **{"perf/tokens_per_sec": speed})
+    result, out, err = command("rows.jsonl")
+    assert (result, err) == (code, "")
+    assert f"speed    {speed:,} tok/s, {words} the row's interval 900 to 1,100: {speed / 1000:.3f}x of" in out
+
+
+def test_what_differs_is_named(command, monkeypatch):
+    """Two GPUs of one kind differ in their uuid, and two runs in their folder: neither is a difference."""
+    env = {"device": "NVIDIA H100", "gpu": "GPU-2", "torch": "2.13", "git_commit": "def456"}
+    write_rows(kept_row())
+    config = {"seed": 2, "out_dir": "out/b", "model": {"n_layer": 2}}
+    fake_run(monkeypatch, env=env, config=config, kernels={"norm": "triton"}, **{"train/loss": 2.1})
+    lines = command("rows.jsonl")[1].splitlines()
+    assert [line for line in lines if line.startswith(("differs", "loss"))] == [
+        "loss     2.1, the row's is 2: 5.0e-02 of it apart",
+        "differs  device: NVIDIA H100 here, NVIDIA H200 in the row",
+        "differs  git_commit: def456 here, abc123 in the row",
+        "differs  kernels.norm: triton here, eager in the row",
+        "differs  config.model: {'n_layer': 2} here, None in the row",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("python train.py a=1 out_dir=x train.resume=auto", [str(ROOT / "train.py"), "a=1"]),
+        ("python /work/train.py 'a=[1, 2]'", [str(ROOT / "train.py"), "a=[1, 2]"]),
+        ("python -m scripts.generate prompt=", ["-m", "scripts.generate", "prompt="]),
+        (
+            "torchrun --standalone --nproc_per_node=2 train.py a=1",
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), "a=1"],
+        ),
+    ],
+)
+def test_a_command_gets_this_python_and_a_folder_of_its_own(text, expected):
+    assert reproduce.reproduction_command({"command": text}, Path("new")) == [sys.executable, *expected, "out_dir=new"]
+
+
+def test_a_row_is_named_by_its_line_or_a_part_of_its_command_name_or_commit(command, monkeypatch):
+    other = kept_row(command="python train.py seed=3", name="2M", env={"git_commit": "fed654"})
+    write_rows(kept_row(), other)
+    commands = fake_run(monkeypatch)
+    for name in ("2", "seed=3", "2M", "fed65"):
+        command("rows.jsonl", name)
+        assert commands.pop()[2] == "seed=3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "nothing cannot be read ("),
+        (["."], ". has no row: it is not the folder of a run with a result.json"),
+        (["empty"], "empty is empty"),
+        (["bad"], "bad: line 2 is not a row (a JSON object)"),
+        (["rows.jsonl"], "rows.jsonl has 4 rows: name one by its line (1 to 4), or by a part of its command"),
+        (["rows.jsonl", "9"], "rows.jsonl has no row 9: name one by its line (1 to 4)"),
+        (["rows.jsonl", "seed=2"], "3 rows of rows.jsonl match seed=2: pass one of the lines 1, 2, 3"),
+        (["rows.jsonl", "2"], "rows.jsonl, line 2: this row has no speed with an interval (its status: oom)"),
+        (["rows.jsonl", "3"], "rows.jsonl, line 3: this row has no command; runs and generations have one"),
+        (["rows.jsonl", "4"], "the row's command is neither train.py nor scripts.generate: rm -r x"),
+        (["rows.jsonl", "1"], "rows.jsonl, line 1: its command failed here with exit code 3; see its lines above"),
+    ],
+)
+def test_a_mistake_is_one_line(command, monkeypatch, arguments, message):
+    fake_run(monkeypatch, code=3)
+    without_config = {key: value for key, value in kept_row().items() if key != "config"}
+    write_rows(kept_row(), kept_row(status="oom"), without_config, kept_row(command="rm -r x"))
+    Path("empty").touch()
+    Path("bad").write_text("{}\n[1]\n")
+    code, _, err = command(*arguments)
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(f"error: {message}")
