@@ -111,9 +111,13 @@ class Run:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row."""
         if self.has_begun or not self.result.exists():
             self.record(status)
+            if not self.has_begun:  # the tracker gets a run that could not be built, too, with its status
+                self.tracker.start(self.folder, self.row)
         with contextlib.suppress(OSError):  # a line that could not be written is still in the buffer
             self.metrics.close()
         self.tracker.finish(self.row)
+        if line := self.tracker.view_line(self.folder):
+            print(line)
         self.lock.close()
 
     def record(self, status: str) -> None:

@@ -4,7 +4,9 @@ A run's own files are complete without a tracker.
 """
 
 import contextlib
+import json
 import re
+import shlex
 import sys
 import uuid
 from collections.abc import Iterator
@@ -21,13 +23,17 @@ INIT_SECONDS = 20  # if W&B has not answered after this time, the run continues 
 class LoggerConfig:
     """The keys of the config group `logger`."""
 
-    name: str  # none | wandb
+    name: str  # none | wandb | tensorboard
     mode: str  # offline | online
     project: str
-    group: str | None  # the name of a group of runs in W&B
+    entity: str | None  # the user or team that owns the project; None: the user's default
+    group: str | None  # the name of a group of runs
+    job_type: str | None
+    tags: list[str]
+    notes: str | None
 
     def __post_init__(self):
-        check(self.name in TRACKERS, f"logger.name={self.name}: choose {' or '.join(TRACKERS)}")
+        check(self.name in TRACKERS, f"logger.name={self.name}: choose {', '.join(TRACKERS)}")
         check(self.mode in ("offline", "online"), f"logger.mode={self.mode}: choose offline or online")
         check(
             re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
@@ -42,7 +48,7 @@ class Tracker:
         self.config = config
 
     def start(self, folder: Path, row: dict) -> None:
-        """Begin a run. `row` has its name, config, kernels and env."""
+        """Begin a run. `row` has its name and config, and, if the run could be built, its kernels and env."""
 
     def log(self, step: int, figures: dict) -> None:
         """Receive the figures of one logged step."""
@@ -52,6 +58,9 @@ class Tracker:
 
     def finish(self, row: dict) -> None:
         """End a run that has succeeded or failed. `row` is the result row."""
+
+    def view_line(self, folder: Path) -> str | None:
+        """Return the line that says how to see the run in `folder`, or the runs in `FOLDER/*`; None without advice."""
 
 
 class Wandb(Tracker):
@@ -66,8 +75,9 @@ class Wandb(Tracker):
         self.run = None
 
     def start(self, folder: Path, row: dict) -> None:
-        config = {**row["config"], "executed": row["kernels"], "env": row["env"]}
-        self.run = start_wandb_run(self.config, folder, "the run", name=row["name"], id=wandb_id(folder), config=config)
+        config = {**row.get("config", {}), "executed": row.get("kernels"), "env": row.get("env")}
+        settings = {"name": row["name"], "id": wandb_id(folder), "config": config, "job_type": self.config.job_type}
+        self.run = start_wandb_run(self.config, folder, "the run", **settings)
         if self.run is None:
             return
         # A metric has one x axis in W&B: by default the step. Throughput over tokens therefore needs a second name
@@ -94,6 +104,13 @@ class Wandb(Tracker):
             if self.run is not None:
                 self.run.summary.update({key: value for key, value in row.items() if key != "config"})
                 self.run.finish(exit_code=0 if row["status"] == "ok" else 1)
+
+    def view_line(self, folder: Path) -> str | None:
+        runs = "wandb/offline-run-*"
+        if not list(folder.parent.glob(f"{folder.name}/{runs}")):
+            return None
+        name = "*" if folder.name == "*" else shlex.quote(folder.name)
+        return f"wandb    offline; to upload: wandb sync {shlex.quote(str(folder.parent))}/{name}/{runs}"
 
     @contextlib.contextmanager
     def _warn_of_failure(self) -> Iterator[None]:
@@ -133,7 +150,10 @@ def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | Non
             return wandb.init(
                 mode=mode,
                 project=logger.project,
+                entity=logger.entity,
                 group=logger.group,
+                tags=logger.tags,
+                notes=logger.notes,
                 id=id if mode == logger.mode else None,
                 resume="allow",
                 dir=str(folder.resolve()),  # W&B's process may have another working directory
@@ -176,9 +196,61 @@ def wandb_id(folder: Path) -> str:
     return path.read_text()
 
 
-TRACKERS = {"none": Tracker, "wandb": Wandb}
+class TensorBoard(Tracker):
+    """`logger=tensorboard`: files of events in the run's folder, for TensorBoard."""
+
+    def __init__(self, config: LoggerConfig):
+        super().__init__(config)
+        needed = "logger=tensorboard needs TensorBoard: pip install tensorboard; or choose logger=none"
+        check(find_spec("tensorboard") is not None, needed)
+        self.writer = None
+
+    def start(self, folder: Path, row: dict) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        last = last_step(folder / "metrics.jsonl")
+        # A resumed run logs the steps after its checkpoint again, so TensorBoard drops their first figures
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1 if last else None)
+
+    def log(self, step: int, figures: dict) -> None:
+        for key, value in figures.items():
+            if isinstance(value, int | float):
+                self.writer.add_scalar(key, value, step)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        lines = [columns, ["---"] * len(columns), *([str(cell).replace("\n", "<br>") for cell in row] for row in rows)]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+    def finish(self, row: dict) -> None:
+        if self.writer is None:
+            return
+        with contextlib.suppress(OSError):  # of a full disk, on which metrics.jsonl has already failed
+            for key in ("status", "command"):
+                self.writer.add_text(key, row[key])
+            self.log_table("row", ["key", "value"], [[key, value] for key, value in row.items()])
+            self.writer.close()
+
+    def view_line(self, folder: Path) -> str | None:
+        folder = folder.parent if folder.name == "*" else folder
+        return f"board    tensorboard --logdir {shlex.quote(str(folder))}"
+
+
+def last_step(metrics: Path) -> int | None:
+    """Return the step of the last line of a metrics.jsonl; None if it has none."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    return json.loads(lines[-1])["step"] if lines else None
+
+
+TRACKERS = {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def make_tracker(config: LoggerConfig) -> Tracker:
     """Return the tracker that logger.name chooses. Raises UserError if its package is not installed."""
     return TRACKERS[config.name](config)
+
+
+def track_ended_run(config: LoggerConfig, folder: Path, row: dict) -> None:
+    """Send the row of a run that ended before it could do so itself."""
+    tracker = make_tracker(config)
+    tracker.start(folder, row)
+    tracker.finish(row)

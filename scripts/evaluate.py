@@ -23,7 +23,7 @@ from runtime.device import environment, explain_out_of_memory, peak_memory, rese
 from runtime.ranks import Ranks
 from runtime.resume import choose_folder
 from runtime.run import Run
-from runtime.trackers import Tracker
+from runtime.trackers import LoggerConfig, make_tracker
 
 
 @dataclass
@@ -39,6 +39,7 @@ class Config:
     precision: str
     kernels: KernelsConfig
     attn: AttnConfig
+    logger: LoggerConfig
 
     def __post_init__(self):
         check(bool(self.checkpoint), "checkpoint is missing: pass a run (out/RUN), a checkpoint, gpt2, or a folder")
@@ -59,7 +60,10 @@ def main(cfg: Config) -> None:
     shape = text.batch_size, text.windows.block_size
     torch.compiler.reset()  # with -m, all jobs run in this process, and Dynamo limits how often it compiles GPT.forward
     folder, _ = choose_folder(cfg.out_dir, None, name)  # only now, so that a mistake leaves no empty folder
-    with Run(folder, name, cfg, Tracker(None)) as run, explain_out_of_memory(name, "batch_size or block_size"):
+    with (
+        Run(folder, name, cfg, make_tracker(cfg.logger)) as run,
+        explain_out_of_memory(name, "batch_size or block_size"),
+    ):
         reset_peak_memory(device)
         groups = config, cfg.kernels, cfg.attn, cfg.precision
         model = build(*groups, device, weights=source, needs=["starts"] if documents else []).eval()

@@ -39,7 +39,7 @@ from runtime.device import environment, select_device
 from runtime.resume import choose_folder
 from runtime.run import Run, read_row
 from runtime.signals import Signals, Stopped
-from runtime.trackers import Tracker
+from runtime.trackers import LoggerConfig, make_tracker
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Config:
     model: GPTConfig
     generate: GenerateConfig
     optim: OptimConfig
+    logger: LoggerConfig
 
     def __post_init__(self):
         check(self.mode in (None, *MODES), f"mode={self.mode}: choose {', '.join(MODES)}, or null for both")
@@ -134,7 +135,7 @@ def choose_modes(mode: str | None, attn: AttnConfig, decode: str, precision: str
 
 def is_same_search(row: dict, config: dict) -> bool:
     """Return whether the row is from a search with this config, on any machine."""
-    return all(row["config"].get(key) == config[key] for key in config.keys() - {"out_dir", "keep"})
+    return all(row["config"].get(key) == config[key] for key in config.keys() - {"out_dir", "keep", "logger"})
 
 
 def earlier_attempts(folder: Path, config: dict, env: dict) -> list[dict]:
@@ -192,7 +193,7 @@ def main(cfg: Config) -> None:
         folder, _ = choose_folder(out_dir, None, name)
         earlier = earlier_attempts(folder, config, prediction.env)
         try:
-            with Run(folder, name, cfg, Tracker(None), resume=bool(earlier)) as run:
+            with Run(folder, name, cfg, make_tracker(cfg.logger), resume=bool(earlier)) as run:
                 facts = {"env": prediction.env, "memory_gib": prediction.limit_gib}
                 facts["parameters"] = cost.parameters(cfg.model)
                 facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))

@@ -11,7 +11,7 @@ import math
 import shlex
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -27,6 +27,7 @@ from runtime.config import check, parse, quote_override
 from runtime.ranks import world_size
 from runtime.run import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
+from runtime.trackers import LoggerConfig, make_tracker, track_ended_run
 
 EXACT = "prompt"  # scripts.generate quotes the value of this key for Hydra; the jobs get the value that the user typed
 
@@ -49,6 +50,7 @@ class LauncherConfig:
     out_dir: str | None  # the folder of the sweep
     device: str
     sweep: SweepConfig
+    logger: LoggerConfig
 
 
 class Sweeper(sweeper.Sweeper):
@@ -107,6 +109,7 @@ class Launcher(launcher.Launcher):
         """
         groups = {field.name: self.config[field.name] for field in fields(LauncherConfig)}
         cfg = parse(OmegaConf.create(groups), LauncherConfig)
+        tracker = make_tracker(cfg.logger)  # raises UserError if its package is missing, before any job starts
         folder = Path(cfg.out_dir or self.default_folder())
         repeats = cfg.sweep.repeats
         gpus = gpu_slots(cfg.device)
@@ -119,8 +122,12 @@ class Launcher(launcher.Launcher):
             signals.looping = True
             print(f"sweep    {len(jobs)} jobs, {sum(job.done for job in jobs)} of them done before; {pace}")
             print(f"folder   {folder}", flush=True)
+            left = [job for job in jobs if not job.done]
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
+            self.track_failures(left, replace(cfg.logger, group=cfg.logger.group or folder.name))
         print_table(jobs)
+        if line := tracker.view_line(folder / "*"):
+            print(line)
         if not all(job.done for job in jobs):
             words = [as_typed(word) for word in sys.argv[1:] if not word.startswith("out_dir=")]
             command = shlex.join(["python", *program(), *words, f"out_dir={quote_override(str(folder))}"])
@@ -147,6 +154,12 @@ class Launcher(launcher.Launcher):
         if logger.name == "none" or logger.group is not None:
             return []
         return [f"logger.group={quote_override(folder.name)}"]
+
+    def track_failures(self, jobs: list[SweepJob], logger: LoggerConfig) -> None:
+        """Send to the tracker the rows of jobs that wrote none, such as killed jobs: the sweep wrote these rows."""
+        for job in jobs:
+            if job.row and "config" not in job.row:
+                track_ended_run(logger, job.folder, job.row)
 
     def config_dirs(self) -> list[str]:
         """Return the --config-dir flags of this command. Its jobs need them too."""

@@ -1,7 +1,11 @@
-"""Runs with logger=wandb. The tests read the result with W&B's own command, `wandb leet inspect`."""
+"""Runs with logger=wandb and logger=tensorboard.
+
+The tests read the results with W&B's own command, `wandb leet inspect`, and with TensorBoard's own reader.
+"""
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from runtime.trackers import LoggerConfig, make_tracker, track_ended_run
 
 WANDB = str(Path(sys.executable).with_name("wandb"))
 SMALL = (
@@ -65,6 +71,82 @@ def test_an_offline_run_has_the_keys_of_the_row_and_the_metrics(hotswap, tmp_pat
     for key in LOGGED | {"perf_by_tokens/tokens_per_sec"}:
         assert key in text, f"{key} is in no logged line"
     assert any("perf_by_tokens" in json.dumps(record) for record in records if record["type"] == "metric")
+
+
+def test_an_offline_run_says_how_to_upload_it_and_has_its_labels_and_its_sample(hotswap, tmp_path):
+    labels = "logger.entity=me", "logger.job_type=check", "logger.tags=[a,b]", "logger.notes=why", "logger.group=mine"
+    code, out, err = hotswap(*SMALL, "train.max_steps=1", "train.sample_tokens=5", *labels)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-2] == "wandb    offline; to upload: wandb sync ./run/wandb/offline-run-*"
+    run = json.loads(inspect(tmp_path / "run", "--summary"))
+    assert (run["entity"], run["tags"], run["notes"]) == ("me", ["a", "b"], "why")
+    records = inspect(tmp_path / "run")
+    assert json.dumps("mine") in records
+    assert json.dumps("check") in records
+    [table] = (tmp_path / "run/wandb").glob("offline-run-*/files/media/table/sample_*.table.json")
+    assert json.loads(table.read_text())["data"] == [[(tmp_path / "run/sample.txt").read_text()]]
+
+
+def test_a_run_that_could_not_be_built_is_a_run_in_wandb_with_its_reason(hotswap, tmp_path, monkeypatch):
+    monkeypatch.setattr("kernels.attention.math.unavailable", lambda device: "it has a day off", raising=False)
+    code, out, err = hotswap(*SMALL, "attn=math")
+    assert (code, out) == (1, "wandb    offline; to upload: wandb sync ./run/wandb/offline-run-*\n")
+    assert err == "error: attention=math cannot run here: it has a day off\n"
+    run = json.loads(inspect(tmp_path / "run", "--summary"))
+    assert (run["exit_code"], run["config"]["attn"]["impl"]) == (1, "math")
+    assert run["summary"]["status"] == "unavailable: attention=math cannot run here: it has a day off"
+
+
+def test_a_job_that_left_no_row_is_a_run_in_wandb_with_the_reason(tmp_path):
+    """As of a killed job, whose row the sweep writes."""
+    row = {
+        "name": "1-kernels.mine",
+        "command": "python train.py",
+        "status": "failed: exit code -11 (Segmentation fault)",
+    }
+    config = LoggerConfig("wandb", "offline", "hotswap", None, "sweep", None, [], None)
+    track_ended_run(config, tmp_path, row)
+    run = json.loads(inspect(tmp_path, "--summary"))
+    assert (run["name"], run["exit_code"]) == ("1-kernels.mine", 1)
+    assert run["summary"]["status"] == row["status"]
+
+
+def test_the_line_about_a_sweep_quotes_its_folder(tmp_path):
+    (tmp_path / "a b/1-x/wandb/offline-run-1").mkdir(parents=True)
+    config = LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None)
+    tracker = make_tracker(config)
+    assert tracker.view_line(tmp_path / "a b/*") == (
+        f"wandb    offline; to upload: wandb sync '{tmp_path}/a b'/*/wandb/offline-run-*"
+    )
+    assert tracker.view_line(tmp_path / "none/*") is None
+
+
+def test_tensorboard_is_refused_in_one_line_if_it_is_missing(hotswap, monkeypatch):
+    monkeypatch.setattr("runtime.trackers.find_spec", lambda name: None)
+    line = "error: logger=tensorboard needs TensorBoard: pip install tensorboard; or choose logger=none\n"
+    assert hotswap(*SMALL, "logger=tensorboard") == (1, "", line)
+    assert hotswap(*SMALL, "logger=tensorboard", "-m", "seed=1,2")[2] == line
+    assert not Path("run").exists()
+
+
+def test_tensorboard_has_the_figures_the_sample_and_the_status(hotswap, tmp_path):
+    """A resumed run logs the steps after its checkpoint again. Each step then has one figure, the later one."""
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = *SMALL, "logger=tensorboard", "train.checkpoint_every=3", "train.sample_tokens=5"
+    assert hotswap(*board, "train.stop_after=4")[0] == 0
+    shutil.rmtree(tmp_path / "run/checkpoints/step-000004")
+    code, out, err = hotswap(*board, "train.resume=auto")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-2] == "board    tensorboard --logdir run"
+    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert losses == [(line["step"], pytest.approx(line["train/loss"])) for line in lines]
+    [status] = events.Tensors("status/text_summary")[-1].tensor_proto.string_val
+    assert status == b"ok"
+    assert "sample/text_summary" in events.Tags()["tensors"]
 
 
 def test_the_run_continues_offline_when_there_is_no_api_key(hotswap, tmp_path):

@@ -18,7 +18,7 @@ import yaml
 
 import train
 from kernels.registry import OPS, impl_by_op, impls
-from lab.sweep import jobs
+from lab.sweep import jobs, launcher
 from runtime.run import lock_folder
 from tests.test_train import QUICK, ROOT, config
 
@@ -102,6 +102,17 @@ def test_a_job_leaves_a_row_however_it_ends(sweep):
     assert " ".join(table[1]) == "8-seed.4 4,000 1.333x (1.327 to 1.340, 1 run) 3,400 to 4,600 50.0% 1.0 1.0 s 3.000"
     assert table[2][:4] == ["1-seed.3", "3,000", "2,400", "to"]
     assert [cells[0] for cells in table[3:]] == [f"{n}-seed.{8 + n}" for n in range(2, 8)]
+
+
+def test_the_rows_that_the_sweep_writes_go_to_the_tracker(sweep, monkeypatch):
+    """The other jobs send their rows themselves, and a continued sweep sends no row again."""
+    sent = []
+    monkeypatch.setattr(launcher, "track_ended_run", lambda logger, folder, row: sent.append((logger, folder, row)))
+    for _ in range(2):
+        assert sweep("seed=4,10,14", "logger=wandb")[0] == 1
+    [(logger, folder, row)] = sent
+    assert (logger.name, logger.group, folder) == ("wandb", "sweep", Path("sweep/2-seed.10"))
+    assert row["status"] == "failed: exit code -11 (Segmentation fault)"
 
 
 def test_table_has_no_ratios_if_the_first_job_has_no_speed(sweep):
