@@ -18,6 +18,7 @@ from hotswap.kernels import names, registry
 from hotswap.model import pretrained, step
 from hotswap.model.generate import generate
 from hotswap.model.gpt import GPT, PRECISIONS, GPTConfig
+from hotswap.model.vocabulary import take_vocabulary
 from hotswap.runtime.config import check, parse
 from hotswap.runtime.device import select_device
 
@@ -45,8 +46,9 @@ def build(
     files = {path.stem: path for path in sorted((rooms.ROOT / "configs/model").glob("*.yaml"))}
     check(model in files, f"model={model}: choose {', '.join(files)}")
     defaults = OmegaConf.load(rooms.ROOT / "configs/config.yaml").model
-    shape = OmegaConf.merge(defaults, OmegaConf.load(files[model]), fields)
-    return make(OmegaConf.to_container(shape), kernels, attn, precision, device, seed=seed)
+    cfg = OmegaConf.create({"model": OmegaConf.merge(defaults, OmegaConf.load(files[model]), fields)})
+    take_vocabulary(cfg, "data.tokenizer")  # no tokenizer is named, so a model without vocab_size has the ids of bytes
+    return make(OmegaConf.to_container(cfg.model), kernels, attn, precision, device, seed=seed)
 
 
 def load(source: str, *, kernels="eager", attn="sdpa", precision="amp", device="auto", **fields) -> GPT:
