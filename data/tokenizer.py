@@ -118,15 +118,19 @@ def split_into_pieces(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:
     yield text[start:]
 
 
-def gpt2_files_are_cached() -> bool:
-    """Return whether tiktoken's cache holds both of GPT-2's files with the right SHA-256."""
+def gpt2_files() -> list[Path]:
+    """Return the places of GPT-2's merges and vocabulary in tiktoken's cache, in the order of GPT2_FILES."""
     fallback = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", fallback)))
-    for url, sha256 in GPT2_FILES.items():
-        file = folder / hashlib.sha1(url.encode()).hexdigest()  # tiktoken's name for the file
-        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-            return False
-    return True
+    return [folder / hashlib.sha1(url.encode()).hexdigest() for url in GPT2_FILES]  # tiktoken's names for the files
+
+
+def gpt2_files_are_cached() -> bool:
+    """Return whether tiktoken's cache holds both of GPT-2's files with the right SHA-256."""
+    return all(
+        file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == sha256
+        for file, sha256 in zip(gpt2_files(), GPT2_FILES.values(), strict=True)
+    )
 
 
 def is_reachable(url: str, seconds: float = 1.0) -> bool:

@@ -1,6 +1,7 @@
 """Export a model to the files of transformers or nanoGPT.
 
 The format `hf` is config.json and model.safetensors, which transformers' GPT2LMHeadModel.from_pretrained(FOLDER) loads.
+It also has the files of the tokenizer, if one is known, for pipeline("text-generation", FOLDER).
 The format `nanogpt` is ckpt.pt, which nanoGPT's sample.py and init_from=resume load. It has AdamW's moments if the
 source is a checkpoint of ours that is not sharded. The weights are in fp32, bit-equal to the source's.
 """
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from data.errors import one_line
-from data.tokenizer import TOKENIZERS
+from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
 from model.download import CONFIG, WEIGHTS
 from model.pretrained import tensor_shapes
 from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
@@ -25,6 +27,8 @@ from runtime import checkpoint
 from runtime.config import UserError, check
 
 FILES = {"hf": (WEIGHTS, CONFIG), "nanogpt": ("ckpt.pt",)}  # format -> its files, in the order of writing
+EOT = "<|endoftext|>"
+TOKENIZER_FILES = "merges.txt", "vocab.json", "tokenizer_config.json"  # more files of hf, if the tokenizer is known
 
 
 def check_exportable(source: Pretrained, format: str) -> None:
@@ -39,6 +43,11 @@ def check_exportable(source: Pretrained, format: str) -> None:
     check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")
 
 
+def file_names(source: Pretrained, format: str) -> tuple[str, ...]:
+    """Return the names of the files that export() writes, in the order of writing."""
+    return FILES[format] + (TOKENIZER_FILES if format == "hf" and source.tokenizer else ())
+
+
 def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
     """Write the model's files into `folder`, and return their paths. Raises UserError if that fails."""
     if format == "hf":
@@ -48,6 +57,8 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
             lambda path: checkpoint.save_tensors(tensors, path, {"format": "pt"}),
             lambda path: path.write_text(text),
         ]
+        if source.tokenizer:
+            writers += [partial(Path.write_bytes, data=data) for data in tokenizer_files(source)]
     else:
         manifest, training = {}, {}
         if source.checkpoint:
@@ -55,8 +66,34 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
             training = torch.load(source.checkpoint / checkpoint.TRAINING, "cpu", weights_only=True, mmap=True)
         contents = to_nanogpt(source, manifest, training)
         writers = [lambda path: torch.save(contents, path)]
-    write_files(folder, dict(zip(FILES[format], writers, strict=True)))
-    return [folder / name for name in FILES[format]]
+    names = file_names(source, format)
+    write_files(folder, dict(zip(names, writers, strict=True)))
+    return [folder / name for name in names]
+
+
+def tokenizer_files(source: Pretrained) -> list[bytes]:
+    """Return the contents of TOKENIZER_FILES, of transformers' GPT2Tokenizer.
+
+    For gpt2, the first two are OpenAI's files, which tiktoken reads too. For bytes, the vocabulary has a character for
+    each byte, and there are no merges. Raises DataError if OpenAI's files are not cached and cannot be downloaded.
+    """
+    if source.tokenizer == "gpt2":
+        GPT2()  # fills tiktoken's cache
+        merges, vocabulary = (file.read_bytes() for file in gpt2_files())
+    else:
+        ids = {character: byte for byte, character in enumerate(byte_characters())}
+        merges, vocabulary = b"#version: 0.2\n", json.dumps({**ids, EOT: Bytes.eot}).encode()
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOT)
+    config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": source.model["block_size"], **special}
+    config |= {"add_prefix_space": False, "clean_up_tokenization_spaces": False}
+    return [merges, vocabulary, (json.dumps(config, indent=2) + "\n").encode()]
+
+
+def byte_characters() -> list[str]:
+    """Return the character for each byte in GPT-2's files: its own if Latin-1 prints it, otherwise one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def to_hugging_face(source: Pretrained) -> tuple[dict, dict[str, Tensor]]:

@@ -5,8 +5,9 @@ model/export.py defines the formats.
 
 from dataclasses import dataclass
 
+from data.errors import DataError
 from lab.commands import command
-from model.export import FILES, check_exportable, check_free, export
+from model.export import FILES, check_exportable, check_free, export, file_names
 from model.pretrained import read_pretrained, read_shape
 from model.sources import local_path
 from runtime.config import check
@@ -25,11 +26,13 @@ class Config:
         check(bool(self.path), "path is missing: pass the folder to write to")
 
 
-@command(Config, "export")
+@command(Config, "export", errors=(DataError,))
 def main(cfg: Config) -> None:
     folder = local_path(cfg.path)
     check_free(folder, FILES[cfg.format])
-    check_exportable(read_shape(cfg.checkpoint), cfg.format)
+    shape = read_shape(cfg.checkpoint)
+    check_free(folder, file_names(shape, cfg.format))
+    check_exportable(shape, cfg.format)
     source = read_pretrained(cfg.checkpoint)
     files = export(source, cfg.format, folder)
     millions = sum(weight.numel() for weight in source.weights.values()) / 1e6

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from data.tokenizer import TOKENIZERS, gpt2_files_are_cached
 from model.export import write_files
 from model.pretrained import read_pretrained
 from runtime.config import UserError
@@ -51,10 +52,17 @@ def test_transformers_gives_the_same_logits_for_an_exported_checkpoint(command):
     saved(Path("run"), gpt(replace(SMALL, vocab_size=320)))
     assert command("checkpoint=run", "path=a/b") == (
         0,
-        "run at step 20: 0.1M parameters in fp32 -> a/b/model.safetensors, a/b/config.json\n",
+        "run at step 20: 0.1M parameters in fp32 -> a/b/model.safetensors, a/b/config.json, a/b/merges.txt, "
+        "a/b/vocab.json, a/b/tokenizer_config.json\n",
         "",
     )
-    assert sorted(os.listdir("a/b")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir("a/b")) == [
+        "config.json",
+        "merges.txt",
+        "model.safetensors",
+        "tokenizer_config.json",
+        "vocab.json",
+    ]
     with safe_open("a/b/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # older versions of transformers refuse a file without it
     source = read_pretrained("a/b")
@@ -67,6 +75,41 @@ def test_transformers_gives_the_same_logits_for_an_exported_checkpoint(command):
         our_logits = logits(source.weights, replace(SMALL, vocab_size=320))
         fp32_logits = model.eval()(IDX).logits
         assert near(our_logits, model.double()(IDX).logits, fp32_logits)
+
+
+TEXTS = (
+    "def main():\n\treturn  'x'\n\n\n",
+    "Grüße, 世界! \U0001f642 it's 1,234.5",
+    "  two  spaces\r\n",
+    "".join(map(chr, range(1, 0x180))),
+)
+NO_GPT2 = pytest.mark.skipif(not gpt2_files_are_cached(), reason="GPT-2's files are not in TIKTOKEN_CACHE_DIR")
+
+
+@pytest.mark.parametrize(("name", "size"), [("bytes", 320), pytest.param("gpt2", 50304, marks=NO_GPT2)])
+def test_a_pipeline_of_transformers_opens_the_export_with_its_tokenizer(command, monkeypatch, name, size):
+    """The ids are ours, for gpt2 tiktoken's, and all files have the mode that umask decides."""
+    from transformers import AutoTokenizer, pipeline
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hugging_face(gpt(replace(SMALL, vocab_size=size))).save_pretrained("original")
+    assert command("checkpoint=original", "path=exported")[0] == 0
+    assert {path.stat().st_mode & 0o777 for path in Path("exported").iterdir()} == {0o666 & ~umask()}
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+    for text in TEXTS:
+        ids = tokenizer(text)["input_ids"]
+        assert ids == TOKENIZERS[name]().encode(text).tolist()
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id == TOKENIZERS[name].eot
+    [result] = pipeline("text-generation", "exported", device="cpu")("Hello", max_new_tokens=2, do_sample=False)
+    assert result["generated_text"].startswith("Hello")
+
+
+def umask():
+    """Return this process's umask, which can only be read by setting it."""
+    value = os.umask(0)
+    os.umask(value)
+    return value
 
 
 def test_a_file_of_transformers_has_the_same_tensors_when_it_is_exported_again(command):
