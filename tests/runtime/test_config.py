@@ -53,7 +53,7 @@ MISTAKES = [
     (["train.tokens_per_step=5000"], "train.tokens_per_step=5000 does not divide into micro-steps"),
     (["model.n_head=3"], "model.n_embd=128 is not a multiple of model.n_head=3"),
     (
-        ["train.block_size=256"],
+        ["train.block_size=256", "train.tokens_per_step=4096"],
         "train.block_size: a sequence of 256 is beyond the model's position table of model.block_size=128",
     ),
     (["device=tpu"], "device=tpu: choose auto, cpu, cuda or cuda:N"),
