@@ -6,7 +6,8 @@ from functools import partial
 
 from tabulate import tabulate
 
-from kernels.registry import OPS, contract, impls
+from kernels.lookup import files
+from kernels.registry import OPS, contract
 from lab import rows as results
 from lab.bench import support
 from lab.bench.op import UNITS
@@ -234,5 +235,5 @@ def environment(device: str) -> str:
 
 def ops(_: str) -> str:
     """Return the table of ops and their backends, which are the folders and files in kernels/."""
-    lines = [[op, contract(op).__doc__.partition("\n")[0].partition(": ")[2], ", ".join(impls(op))] for op in OPS]
+    lines = [[op, contract(op).__doc__.partition("\n")[0].partition(": ")[2], ", ".join(files(op))] for op in OPS]
     return markdown_table(["op", "what it computes", "backends"], lines)
