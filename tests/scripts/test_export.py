@@ -300,5 +300,5 @@ def test_the_error_names_the_hub_when_it_cannot_be_reached(tmp_path):
 def test_help_shows_every_key_with_its_comment():
     process = subprocess.run([*COMMAND, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0
-    line = "format: hf                          # hf (config.json, model.safetensors) | nanogpt (ckpt.pt)"
+    line = "format: hf                          # hf (weights, config, tokenizer of transformers) | nanogpt (ckpt.pt)"
     assert line in process.stdout
