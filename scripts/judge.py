@@ -57,8 +57,9 @@ class Config:
 def main(cfg: Config) -> None:
     claim, device = Claim(cfg.op, cfg.impl, cfg.against), select_device(cfg.device)
     folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
-    words = shlex.join(word for word in shlex.split(command_line()) if not word.startswith("out_dir="))
-    about = {"command": words, "env": environment(device)}
+    words = [word for word in shlex.split(command_line()) if not word.startswith(("out_dir=", "training="))]
+    words += ["--", *cfg.training] if cfg.training else []
+    about = {"command": shlex.join(words), "env": environment(device)}
     print(f"judge    {claim}, on {about['env']['device']}", flush=True)
     statuses = probe_cases(claim, device, cfg.limit)
     check(

@@ -125,7 +125,8 @@ def runs_note(row: dict) -> str:
     if "ratio" not in row:
         return ""
     runs, steps = row["ratio"]["runs"], row["training"][row["impl"]]["steps"]
-    return f"{runs} runs of {steps} steps each, in turns; the errors are against eager PyTorch in fp32."
+    each = "1 run" if runs == 1 else f"{runs} runs in turns"
+    return f"Each side has {each}, of {steps} steps. The errors are against eager PyTorch in fp32."
 
 
 def judgements(device: str) -> str:

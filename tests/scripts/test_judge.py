@@ -44,8 +44,8 @@ def test_the_exit_code_is_the_verdict(command, tmp_path, ms, code):
     assert (folder / "judge.md").read_text() in out
     [row] = map(json.loads, (folder / "judge.jsonl").read_text().splitlines())
     assert row["verdict"] == {0: "faster", 2: "tie", 3: "slower"}[code]
-    assert row["command"].startswith("python judge.py op=norm impl=triton against=eager device=cpu ")
-    assert "out_dir" not in row["command"]
+    words = "op=norm impl=triton against=eager device=cpu -- model=tiny train.max_steps=5"
+    assert row["command"] == f"python judge.py {words}"
     assert (folder / "judge.png").exists()
 
 

@@ -62,7 +62,10 @@ def test_the_verdict_is_that_of_the_training(ms, verdict, tmp_path):
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert ["tokens/s in training", f"{65_536e3 / ms:,.0f}", "655,360"] in cells
     assert ["error of the losses", "1.0e-03", "1.0e-03"] in cells
-    assert "The baseline is 124M, bf16, 64 x 1024 tokens, triton, norm eager, attention flash. 3 runs of 60" in text
+    assert (
+        "The baseline is 124M, bf16, 64 x 1024 tokens, triton, norm eager, attention flash. Each side has 3 runs"
+        in text
+    )
     assert "1 ok, 1 unavailable" in text
     assert "- unavailable: it needs a GPU\n" in text
     assert card(row, tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
