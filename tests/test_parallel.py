@@ -141,7 +141,7 @@ def test_a_sweep_needs_a_single_process(tmp_path):
 @pytest.mark.exhaustive
 def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
     """The figures equal those of one process within bf16's rounding, and checkpoints are fp32. Blocks are compiled."""
-    settings = *BASE, "precision=bf16", "train.sample_tokens=0", "train.eval_every=0"
+    settings = *BASE, "precision=bf16", "train.sample_tokens=0", "train.eval_every=0", "model.n_embd=64"
     assert hotswap(*settings, "out_dir=alone")[0] == 0
     code, _, err = torchrun(tmp_path, *settings, "parallel=fsdp", "kernels=compile")
     assert code == 0, err
