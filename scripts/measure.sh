@@ -125,7 +125,7 @@ context_generate_fp8() {
     longest generate-fp8 kernels=triton attn=triton model.pos=rope mode=generate generate.kv=fp8
 }
 
-# The verdicts on our kernels against torch.compile. An op takes about five minutes
+# Verdicts on our kernels against torch.compile, and on FlashAttention against sdpa. Each takes about five minutes
 judged() {
     for claim in "norm impl=triton" "mlp impl=triton" "loss impl=triton" "attention impl=flash against=sdpa"; do
         python -m scripts.judge op=$claim keep=true -- $text train.max_steps=25

@@ -14,7 +14,7 @@ from lab.bench.op import DTYPES, measure
 from lab.bench.probe import PROBE_DTYPES, case_probes, first_word, run_probes
 from model.executed import call_shapes
 from model.gpt import PRECISIONS, GPTConfig
-from runtime.config import check
+from runtime.config import check, quote_override
 from runtime.run import read_row
 
 # The exit code of scripts.judge. 1 is an error, as in every command
@@ -48,7 +48,8 @@ def check_claim(claim: Claim) -> None:
     check(impl is not None, f"impl is missing: name the backend of {op} to judge")
     for key, name in (("impl", impl), ("against", claim.backends[0])):
         check_name(op, name, key)
-    check(impl != claim.backends[0], f"impl={impl} against={against}: name two different backends")
+    remedy = "eager is already its baseline" if against == "compile" else "name two different backends"
+    check(impl != claim.backends[0], f"impl={impl} against={against}: {remedy}")
 
 
 def probe_cases(claim: Claim, device: torch.device, limit: float) -> dict[str, str]:
@@ -73,12 +74,14 @@ def wrong_answers(statuses: dict[str, str]) -> list[str]:
 def training_words(claim: Claim, device: torch.device, repeats: int, words: list[str]) -> list[str]:
     """Return the arguments of train.py: a sweep over the two backends, in the order A B B A. `words` may override.
 
-    The other ops are the same in both: under torch.compile, or Triton on a GPU and eager on a CPU.
+    Both runs use kernels=triton on a GPU and kernels=eager on a CPU, or kernels=compile with against="compile".
     """
     others = "compile" if claim.against == "compile" else "triton" if device.type == "cuda" else "eager"
     key = "attn" if claim.op == "attention" else config_key(claim.op)
     settings = ON_GPU if device.type == "cuda" else ON_CPU
-    chosen = f"{key}={','.join(claim.backends)}"
+    chosen = f"{key}={','.join(map(quote_override, claim.backends))}"
+    if device.index:
+        settings = [*settings, f"device={device}"]
     return ["-m", *settings, f"kernels={others}", f"sweep.repeats={repeats}", *words, chosen]
 
 
@@ -91,6 +94,7 @@ def read_training(claim: Claim, folder: Path) -> dict[str, list[dict]]:
         if "config" in row:
             config = row["config"]
             value = config["attn"]["impl"] if claim.op == "attention" else config["kernels"][claim.op]
+            check(value in values, f"out_dir={folder} has the runs of another claim: choose another folder")
             runs[values[value]].append(row)
     return runs
 

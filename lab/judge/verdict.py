@@ -72,7 +72,7 @@ def sentence(row: dict) -> str:
     if row["verdict"] == "wrong":
         return f"{name} is wrong: {row['reason']}"
     if row["verdict"] == "none":
-        return f"{name} is right, but its speed in training was not measured: {row['reason']}"
+        return f"{name} passes every case, but the training gave no ratio of speeds: {row['reason']}"
     return (
         f"{name} is right. Training with it instead of {row['against']}: {Ratio(**row['ratio'])}. Alone: "
         f"{alone_verdict(row)}"

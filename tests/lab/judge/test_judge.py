@@ -136,7 +136,8 @@ def test_training_swaps_one_op_and_nothing_else():
         (Claim("norm", None, "eager"), "impl is missing: name the backend of norm to judge"),
         (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are eager, "),
         (Claim("norm", "triton", "none"), "against=none: no file kernels/norm/none.py"),
-        (Claim("norm", "eager", "compile"), "impl=eager against=compile: name two different backends"),
+        (Claim("norm", "eager", "compile"), "impl=eager against=compile: eager is already its baseline"),
+        (Claim("norm", "eager", "eager"), "impl=eager against=eager: name two different backends"),
     ],
 )
 def test_a_claim_without_two_backends_is_an_error(claim, message):
