@@ -236,9 +236,11 @@ class TensorBoard(Tracker):
 
 
 def last_step(metrics: Path) -> int | None:
-    """Return the step of the last line of a metrics.jsonl; None if it has none."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return json.loads(lines[-1])["step"] if lines else None
+    """Return the step of the last complete line of a metrics.jsonl; None if it has none."""
+    for line in reversed(metrics.read_bytes().splitlines() if metrics.exists() else []):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may leave an incomplete line
+            return json.loads(line)["step"]
+    return None
 
 
 TRACKERS = {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
