@@ -54,8 +54,9 @@ def build(
 def load(source: str, *, kernels="eager", attn="sdpa", precision="amp", device="auto", **fields) -> GPT:
     """Return the GPT of a run (out/RUN), a checkpoint, a Hugging Face GPT-2 ("gpt2") or nanoGPT's ckpt.pt.
 
-    The weights have any choice of kernels. `fields` may change dropout, checkpointing and window, and shorten
-    block_size. The other arguments are those of build(). Raises ValueError also if the source cannot be read.
+    Any weights run under any choice of kernels. `fields` may change dropout, checkpointing and window, and shorten
+    block_size. build() describes the other arguments. Raises ValueError as build() does, and if the source cannot be
+    read.
     """
     weights = pretrained.read_pretrained(str(source))
     shape = {"dropout": 0.0, **pretrained.fit_config(weights, fields)}
@@ -63,7 +64,7 @@ def load(source: str, *, kernels="eager", attn="sdpa", precision="amp", device="
 
 
 def make(shape: dict, kernels, attn, precision: str, device: str, **options) -> GPT:
-    """Check the choices, build the model, and compile it if the kernels say so."""
+    """Check the choices, build the model, and compile it if kernels.compile is true."""
     presets = names.config_groups()
     groups = {"kernels": kernels, "attn": attn}
     for group, value in groups.items():
@@ -81,7 +82,8 @@ def make(shape: dict, kernels, attn, precision: str, device: str, **options) -> 
 def op(name: str, impl: str, device: str = "auto") -> Callable:
     """Return the function of a backend: op("norm", "triton") is norm() of kernels/norm/triton.py.
 
-    kernels/NAME/__init__.py gives its arguments. Raises ValueError if it does not exist or cannot run on `device`.
+    kernels/NAME/__init__.py gives its arguments. Raises ValueError if the backend does not exist, or cannot run on
+    `device`.
     """
     check(name in registry.ALL_OPS, f"op={name}: choose {', '.join(registry.ALL_OPS)}")
     return registry.load(name, impl, select_device(device))

@@ -21,7 +21,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).parent
 GROUP = "hotswap.kernels"
-_paths: dict[str, str] = {}  # name of a module that a path names -> the path, as the user wrote it
+_paths: dict[str, str] = {}  # module -> the path that it was loaded from, as the user wrote it
 
 
 class KernelError(ValueError):
@@ -66,7 +66,7 @@ def check_name(op: str, impl: str, key: str) -> None:
     elif "." in impl:
         try:
             reason = None if importlib.util.find_spec(impl) else f"no module {impl}"
-        except Exception as error:  # of a package of the user
+        except Exception as error:  # the user's package may raise any error
             reason = one_line(error)
         if reason:
             raise KernelError(f"{key}={impl}: {reason}; install its package, or add its folder to PYTHONPATH")
@@ -75,7 +75,7 @@ def check_name(op: str, impl: str, key: str) -> None:
 
 
 def module_name(op: str, impl: str) -> str:
-    """Return the name of the backend's module. The file of a path gets a name of its own, unless it is in this repo.
+    """Return the name of the backend's module. A file outside this repo gets a unique name.
 
     __package__ is "kernels", or "hotswap.kernels" in the package that pip installs.
     """
@@ -108,7 +108,7 @@ def import_module(op: str, impl: str) -> ModuleType:
 
 
 def source(op: str, impl: str) -> str:
-    """Return what the user knows the backend's code by: kernels/norm/mine.py, path/to/mine.py or package.module."""
+    """Return where the backend is, as the user writes it: kernels/norm/mine.py, path/to/mine.py or package.module."""
     name = module_name(op, impl)
     if is_path(impl):
         return impl
@@ -116,7 +116,7 @@ def source(op: str, impl: str) -> str:
 
 
 def source_of(function: Callable) -> str:
-    """Return the name of the function's module, or the path that names it."""
+    """Return the name of the function's module, or, if the user gave a path, this path."""
     return _paths.get(function.__module__, function.__module__)
 
 
@@ -149,7 +149,7 @@ def backend(op: str, impl: str) -> ModuleType:
 
 
 def importable_backends(op: str) -> dict[str, ModuleType]:
-    """Return {name: module} of the op's backends, without those that backend() refuses."""
+    """Return {name: module} of the op's backends. It leaves out a backend for which backend() raises KernelError."""
     modules = {}
     for impl in impls(op):
         with contextlib.suppress(KernelError):

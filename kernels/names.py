@@ -1,4 +1,4 @@
-"""The names of the ops and their backends, which are folders and files, and the choices that they are for the config.
+"""The ops and their backends, and the choices that the config makes from their names.
 
 This file does not import torch, because --help needs it and has to be quick.
 """
@@ -29,13 +29,18 @@ def config_key(op: str) -> str:
     return "attn.impl" if op == "attention" else f"kernels.{op}"
 
 
+def override_key(op: str) -> str:
+    """Return the key that chooses the op's backend on the command line: "kernels.norm", "attn"."""
+    return "attn" if op == "attention" else config_key(op)
+
+
 def default_impl(op: str) -> str:
     """Return the backend that runs if the config names none."""
     return constant(op, "DEFAULT", "eager")
 
 
 def ops_with_a_choice() -> list[str]:
-    """Return the ops of a training step, without attention, that have several backends: a choice is named by these."""
+    """Return the ops of a training step, without attention, that have several backends. A run's name lists these."""
     return [op for op in OPS if op != "attention" and len(impls(op)) > 1]
 
 

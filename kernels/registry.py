@@ -61,7 +61,7 @@ import torch
 
 from kernels import compat, fp8
 from kernels.lookup import backend, check_name, impls, importable_backends, short_name, source_of  # noqa: F401
-from kernels.names import ALL_OPS, OPS, KernelError, config_key, default_impl, ops_with_a_choice
+from kernels.names import ALL_OPS, OPS, KernelError, config_key, default_impl, ops_with_a_choice, override_key
 
 Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
 
@@ -156,7 +156,7 @@ def missing_argument(function: Callable, argument: str, op: str = "attention") -
         return None
     functions = {impl: getattr(module, op) for impl, module in importable_backends(op).items()}
     able = [impl for impl, other in functions.items() if argument in inspect.signature(other).parameters]
-    key = "attn" if op == "attention" else config_key(op)
+    key = override_key(op)
     return f"{source_of(function)} takes no {argument} (kernels/{op}/__init__.py): choose {key}={', '.join(able)}"
 
 

@@ -65,16 +65,17 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
 
 
 def take_model_config(cfg: DictConfig, configs: Path) -> None:
-    """Complete the model in a composed config: with init_from its shape, and vocab_size=null by the tokenizer.
+    """Complete the group `model` of a composed config.
 
-    The shape is the source's. A resumed run takes it from its checkpoint, because the source may be gone. Raises
-    UserError if the command line asks for another shape or another tokenizer.
+    With init_from it takes the shape from the source, or, for a resumed run, from the checkpoint, because the source
+    may be gone. Otherwise it replaces vocab_size=null by the tokenizer's size. Raises UserError if the command line
+    asks for another shape or another tokenizer.
     """
     if not cfg.init_from:
         take_vocabulary(cfg, "data.tokenizer")
         return
     asked = command_line_values(cfg, "model", configs)
-    if asked.get("vocab_size", 0) is None:
+    if "vocab_size" in asked and asked["vocab_size"] is None:
         del asked["vocab_size"]
     if saved := checkpoint_model_config(cfg.out_dir, cfg.train.resume):
         cfg.model.update({**saved, **asked})

@@ -17,7 +17,7 @@ def take_vocabulary(cfg: DictConfig, key: str) -> None:
     Raises UserError if there is no such tokenizer.
     """
     model, tokenizer = cfg.get("model"), OmegaConf.select(cfg, key) or "bytes"
-    if not model or model.get("vocab_size", 0) is not None:
+    if not model or "vocab_size" not in model or model.vocab_size is not None:
         return
     check(tokenizer in TOKENIZERS, f"{key}={tokenizer}: choose {' or '.join(TOKENIZERS)}")
     model.vocab_size = padded(TOKENIZERS[tokenizer].n_vocab)

@@ -1,4 +1,4 @@
-"""The private parts of other libraries that this room uses, and why. Those of PyTorch's tensors: torch_compat.py.
+"""The private parts of other libraries that this room uses, and why. torch_compat.py has those of PyTorch.
 
 This file does not import torch, because --help needs it and has to be quick. Checked with torch 2.11 and 2.13, triton
 3.6 and 3.9, hydra-core 1.3. tests/runtime/test_compat.py fails if one of them changes, or is no longer needed.
@@ -61,7 +61,7 @@ def register_hydra_plugins(module: ModuleType, *plugins: type) -> None:
 def list_groups_quickly() -> None:
     """Let Hydra copy the list of its sources, and not all configs in them, each time that it lists a group.
 
-    For --help it lists 100 groups, and the copies take half of the time (hydra-core 1.3). The copies are so that
-    setting the list in one of them does not change the others.
+    For --help it lists 100 groups, and the copies take half of the time (hydra-core 1.3). Hydra copies so that a
+    change of the list in one copy does not change the others, and a shallow copy is enough for that.
     """
     config_repository.copy = SimpleNamespace(deepcopy=copy.copy)

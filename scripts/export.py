@@ -29,7 +29,7 @@ class Config:
 @command(Config, "export", errors=(DataError,))
 def main(cfg: Config) -> None:
     folder = local_path(cfg.path)
-    check_free(folder, FILES[cfg.format])
+    check_free(folder, FILES[cfg.format])  # before the source, whose reading may take a download
     shape = read_shape(cfg.checkpoint)
     check_free(folder, file_names(shape, cfg.format))
     check_exportable(shape, cfg.format)

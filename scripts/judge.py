@@ -16,14 +16,14 @@ from lab.commands import command
 from lab.judge.claim import (
     EXIT_CODES,
     Claim,
+    benchmark_op,
     check_claim,
-    measure_alone,
     probe_cases,
     read_training,
     training_words,
     wrong_answers,
 )
-from lab.judge.verdict import card, judge_claim, page
+from lab.judge.verdict import judge_claim, page, speed_figure
 from lab.rows import write_rows
 from runtime.config import UserError, check, command_line, quote_exactly, quote_override
 from runtime.device import environment, select_device
@@ -66,19 +66,19 @@ def main(cfg: Config) -> None:
         not all(status.startswith("unavailable") for status in statuses.values()),
         f"{cfg.op}={cfg.impl} runs no case here: {next(iter(statuses.values()))}",
     )
-    runs, alone = {}, []
+    runs, benchmark = {}, []
     if not wrong_answers(statuses):
         print(f"right    in {sum(status.startswith('ok') for status in statuses.values())} cases", flush=True)
         train(training_words(claim, device, cfg.repeats, cfg.training), folder)
         runs = read_training(claim, folder)
         check(all(runs.values()), f"the training left no rows of both backends in {folder}: its messages are above")
-        alone = measure_alone(claim, runs[claim.impl][0], cfg.rounds, device)
-    row = {**judge_claim(claim, statuses, runs, alone), "date": time.strftime("%Y-%m-%d"), **about}
+        benchmark = benchmark_op(claim, runs[claim.impl][0], cfg.rounds, device)
+    row = {**judge_claim(claim, statuses, runs, benchmark), "date": time.strftime("%Y-%m-%d"), **about}
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
     (folder / "judge.md").write_text(page(row))
     files.append(folder / "judge.md")
     if "ratio" in row and find_spec("matplotlib"):
-        files.append(card(row, folder / "judge.png"))
+        files.append(speed_figure(row, folder / "judge.png"))
     print(f"\n{page(row)}\ndone     {', '.join(map(str, files))}", flush=True)
     if row["verdict"] not in EXIT_CODES:
         raise UserError(f"no verdict: {row['reason']}")

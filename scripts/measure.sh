@@ -126,7 +126,7 @@ context_generate_fp8() {
 }
 
 # Verdicts on our kernels against torch.compile, and on FlashAttention against sdpa. Each takes about five minutes
-judged() {
+verdicts() {
     for claim in "norm impl=triton" "mlp impl=triton" "loss impl=triton" "attention impl=flash against=sdpa"; do
         python -m scripts.judge op=$claim keep=true -- $text train.max_steps=25
     done

@@ -8,8 +8,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.registry import ALL_OPS, OPS, KernelError
-from runtime.config import UserError, check, cli, quote_override
+from kernels.names import ALL_OPS, OPS, override_key
+from lab.commands import command
+from runtime.config import UserError, check, quote_override
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_FREE = "compile"  # means torch.compile, where the name of a backend is expected
@@ -47,7 +48,7 @@ def write_file(file: Path, text: str) -> None:
 def commands(op: str, name: str, path: str | None) -> dict[str, str]:
     """Return {command: what it does} for the new backend. With a path, it is not in the repo."""
     impl = quote_override(path or name)
-    choice = shlex.quote(f"attn={impl}" if op == "attention" else f"kernels.{op}={impl}")
+    choice = shlex.quote(f"{override_key(op)}={impl}")
     added = f" --backend {shlex.quote(f'{op}={path}')}" if path else ""
     lines = {
         f"python -m scripts.doctor op={op} {shlex.quote(f'impl={impl}')}": "does it run here, and is it right?",
@@ -62,15 +63,15 @@ def commands(op: str, name: str, path: str | None) -> dict[str, str]:
     return lines
 
 
-@cli(Config, configs=ROOT / "configs", name="new_kernel", errors=(KernelError,))
+@command(Config, "new_kernel")
 def main(cfg: Config) -> None:
     folder = Path(cfg.path).expanduser() if cfg.path else cfg.template.parent
     file = folder / f"{cfg.name}.py"
     write_file(file, cfg.template.read_text())
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     print(f"wrote    {shown}: plain PyTorch that runs as it is; the place of your kernel is marked in it")
-    for command, purpose in commands(cfg.op, cfg.name, str(file) if cfg.path else None).items():
-        print(f"\n# {purpose}\n{command}")
+    for line, purpose in commands(cfg.op, cfg.name, str(file) if cfg.path else None).items():
+        print(f"\n# {purpose}\n{line}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 ROWS is a file of rows in results/, or the folder of a run. ROW names one row of a file: its line, or a part of its
 command, name or commit that no other row has. The row's command runs again in a new folder. Then a line each says
-whether the speed lands in the row's interval (p20 to p80 of its steps), how far the losses are apart, and what differs
-in the environment, in the kernels that ran and in the config.
+whether the speed lies in the row's interval (p20 to p80 of its steps), how far the last training losses differ, and
+what differs in the environment, in the kernels that ran and in the config.
 
-The exit code is 0 if the speed lands in the interval, and 1 if it does not, or if the command failed.
+The exit code is 0 if the speed lies in the interval, and 1 if it does not, or if the command failed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OWN_ENVIRONMENT = {"gpu"}  # the identity of one GPU, which no other machine has
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_source(path: Path) -> list[dict]:
     """Return the rows of a file, or the only row of a run's folder. Raises UserError if there are none."""
     if path.is_dir():
         row = read_row(path)
@@ -99,7 +99,7 @@ def speed_line(row: dict, kept: dict) -> tuple[str, bool]:
 
 
 def loss_line(row: dict, kept: dict) -> str | None:
-    """Return a line about the training losses; None for a generation, which has none."""
+    """Return a line about the last training losses; None for a generation, which has none."""
     now, then = row.get("train/loss"), kept.get("train/loss")
     if now is None or then is None:
         return None
@@ -125,7 +125,7 @@ def difference_lines(row: dict, kept: dict) -> list[str]:
 
 def reproduce(path: Path, name: str | None, out_dir: str | None) -> bool:
     """Run the row again and print the comparison. Return whether its speed lies in the row's interval."""
-    line, kept = choose_row(read_rows(path), name, path)
+    line, kept = choose_row(read_source(path), name, path)
     where = f"{path}" if path.is_dir() else f"{path}, line {line}"
     check("command" in kept and "config" in kept, f"{where}: this row has no command; runs and generations have one")
     measured = kept.get("status") == "ok" and f"{speed_key(kept)}/p20" in kept
@@ -138,10 +138,10 @@ def reproduce(path: Path, name: str | None, out_dir: str | None) -> bool:
     row = read_row(folder)
     check(code == 0 and row is not None, f"{where}: its command failed here with exit code {code}; see its lines above")
     check(speed(row) is not None, f"{where}: its command was too short here to measure a speed")
-    line, lands = speed_line(row, kept)
+    line, in_interval = speed_line(row, kept)
     print("\n" + "\n".join(filter(None, [line, loss_line(row, kept), *difference_lines(row, kept)])))
     print(f"done     {folder / 'result.json'}")
-    return lands
+    return in_interval
 
 
 @exit_at_interrupt()
@@ -157,10 +157,10 @@ def main() -> None:
     parser.add_argument("--out_dir", metavar="FOLDER", help="the folder of the new run; default: a new one in out/")
     arguments = parser.parse_args()
     try:
-        lands = reproduce(arguments.rows, arguments.row, arguments.out_dir)
+        in_interval = reproduce(arguments.rows, arguments.row, arguments.out_dir)
     except UserError as error:
         sys.exit(f"error: {error}")
-    sys.exit(0 if lands else 1)
+    sys.exit(0 if in_interval else 1)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 It runs forward and backward at a small shape, in a process of its own, and must follow the rule of kernels/check.py. So
 a kernel with a wrong eps or a missing gradient stops the run before its first step, and one that crashes becomes an
-error in one line. The answer is stored in .cache/checks, by the text of the op's folder and of the backend's folder,
-the device and the version of PyTorch, unless the backend failed, because a time limit or a full memory may pass. The
-backends in SHIPPED are not checked, because tests/kernels tests them.
+error in one line. The status is stored in .cache/checks. Its key is a hash of the files in kernels/, in the op's folder
+and in the backend's folder, of the device and of PyTorch's version. A failure is not stored, because a time limit or a
+full memory may pass. The backends in SHIPPED are not checked, because tests/kernels tests them.
 """
 
 import hashlib

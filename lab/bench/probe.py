@@ -123,7 +123,7 @@ def probe_status(probe: Probe, device: torch.device) -> str:
 
 
 def changed_bits(probe: Probe, function: Callable, inputs: dict, results: dict[str, Tensor]) -> str | None:
-    """Return which results of another call have other bits; None if none has, or if the backend says that they may."""
+    """Name the results whose bits differ in a second call; None if they agree, or with `deterministic = False`."""
     if not getattr(backend(probe.op, probe.impl), "deterministic", True):
         return None
     again = outputs_and_gradients(function, inputs)

@@ -1,7 +1,7 @@
 """A claim, the evidence for it, and the verdict.
 
 The evidence is the answers of strict probes (lab/bench/probe.py), the rows of a sweep that trains with both backends in
-turns, and a benchmark of the op alone, at the shape that it has in this training.
+turns, and a benchmark of the op, at the shape that it has in this training.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.registry import OPS, check_name, config_key
+from kernels.registry import OPS, check_name, override_key
 from lab.bench.op import DTYPES, measure
 from lab.bench.probe import PROBE_DTYPES, case_probes, first_word, run_probes
 from model.executed import call_shapes
@@ -25,7 +25,7 @@ ON_CPU += ["train.tokens_per_step=4096", "train.max_steps=40", "train.log_every=
 
 
 class Claim(NamedTuple):
-    """`impl` is compared with `against`, a backend or "compile": eager under torch.compile, in a compiled model."""
+    """`impl` is compared with `against`. With against="compile" both models are compiled, and the other op is eager."""
 
     op: str
     impl: str
@@ -77,9 +77,8 @@ def training_words(claim: Claim, device: torch.device, repeats: int, words: list
     Both runs use kernels=triton on a GPU and kernels=eager on a CPU, or kernels=compile with against="compile".
     """
     others = "compile" if claim.against == "compile" else "triton" if device.type == "cuda" else "eager"
-    key = "attn" if claim.op == "attention" else config_key(claim.op)
     settings = ON_GPU if device.type == "cuda" else ON_CPU
-    chosen = f"{key}={','.join(map(quote_override, claim.backends))}"
+    chosen = f"{override_key(claim.op)}={','.join(map(quote_override, claim.backends))}"
     if device.index:
         settings = [*settings, f"device={device}"]
     return ["-m", *settings, f"kernels={others}", f"sweep.repeats={repeats}", *words, chosen]
@@ -99,7 +98,7 @@ def read_training(claim: Claim, folder: Path) -> dict[str, list[dict]]:
     return runs
 
 
-def measure_alone(claim: Claim, row: dict, rounds: int, device: torch.device) -> list[dict]:
+def benchmark_op(claim: Claim, row: dict, rounds: int, device: torch.device) -> list[dict]:
     """Return the benchmark's rows of both backends, at the shape and dtype of the training run with this row."""
     config = row["config"]
     train, model, dtype = config["train"], GPTConfig(**config["model"]), PRECISIONS[config["precision"]][1]

@@ -14,29 +14,31 @@ from lab.rows import read_rows
 from lab.sweep.compare import Ratio, ratio
 from lab.sweep.table import speed
 
-ALONE = ("both/ms", "both/ms/p20", "both/ms/p80", "both/of_floor", "extra_gib", "error/out", "error/gradients")
+BENCHMARK = ("both/ms", "both/ms/p20", "both/ms/p80", "both/of_floor", "extra_gib", "error/out", "error/gradients")
+
+FASTER, SLOWER = CHOICE_COLOURS[2:4]  # green, red
 
 
-def judge_claim(claim: Claim, statuses: dict[str, str], runs: dict[str, list[dict]], alone: list[dict]) -> dict:
-    """Return the row of a verdict. `runs` and `alone` are empty if the backend is wrong."""
+def judge_claim(claim: Claim, statuses: dict[str, str], runs: dict[str, list[dict]], benchmark: list[dict]) -> dict:
+    """Return the row of a verdict. `runs` and `benchmark` are empty if the backend is wrong."""
     row = {**claim._asdict(), "verdict": "wrong", "reason": None, "cases": statuses}
     wrong = wrong_answers(statuses)
     wrong += [run["status"] for run in runs.get(claim.impl, []) if first_word(run["status"]) == "wrong"]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         return row | {"reason": f"{wrong[0]}{more}"}
-    row["alone"] = {bench["impl"]: {key: bench[key] for key in ALONE} for bench in alone}
+    row["benchmark"] = {bench["impl"]: {key: bench[key] for key in BENCHMARK} for bench in benchmark}
     row["training"] = {name: training_figures(rows) for name, rows in runs.items()}
-    row["baseline"] = settings(runs[claim.against][0])
+    row["baseline"] = training_text(runs[claim.against][0])
     compared = ratio(runs[claim.impl], runs[claim.against])
     if compared is None:
-        statuses = [run["status"] for rows in runs.values() for run in rows if run["status"] != "ok"]
-        return row | {"verdict": "none", "reason": statuses[0] if statuses else "the runs are too short to compare"}
+        reasons = [run["status"] for rows in runs.values() for run in rows if run["status"] != "ok"]
+        return row | {"verdict": "none", "reason": reasons[0] if reasons else "the runs are too short to compare"}
     return row | {"verdict": compared.verdict, "ratio": compared._asdict()}
 
 
 def training_figures(rows: list[dict]) -> dict:
-    """Return the figures of a backend's runs: those of the run with the median speed."""
+    """Return the figures of the run with the median speed."""
     run = shown_run(rows)
     if not speed(run):
         return {"status": run["status"]}
@@ -51,22 +53,22 @@ def training_figures(rows: list[dict]) -> dict:
     }
 
 
-def settings(run: dict) -> str:
+def training_text(run: dict) -> str:
     """Return what a run trained, such as "124M, bf16, 64 x 1024 tokens, triton, attention flash"."""
     config = run["config"]
     model = f"{model_size(run)}, {config['precision']}, {batch_cell(run)} tokens"
     return f"{model}, {kernels_name(config['kernels'])}, attention {attention_name(config['attn'])}"
 
 
-def alone_verdict(row: dict) -> str:
-    """Return how fast the op is alone, over the other backend. Times whose p20 to p80 overlap are a tie."""
-    mine, other = (row["alone"][row[side]] for side in ("impl", "against"))
+def benchmark_ratio(row: dict) -> str:
+    """Return the op's speed over the other backend's, in the benchmark; "tie" if the times overlap in p20 to p80."""
+    mine, other = (row["benchmark"][row[side]] for side in ("impl", "against"))
     if mine["both/ms/p80"] < other["both/ms/p20"] or mine["both/ms/p20"] > other["both/ms/p80"]:
         return f"{other['both/ms'] / mine['both/ms']:.3f}x"
     return "tie"
 
 
-def sentence(row: dict) -> str:
+def verdict_sentence(row: dict) -> str:
     """Return the verdict in one sentence."""
     name = f"{row['op']}={row['impl']}"
     if row["verdict"] == "wrong":
@@ -75,7 +77,7 @@ def sentence(row: dict) -> str:
         return f"{name} passes every case, but the training gave no ratio of speeds: {row['reason']}"
     return (
         f"{name} is right. Training with it instead of {row['against']}: {Ratio(**row['ratio'])}. Alone: "
-        f"{alone_verdict(row)}"
+        f"{benchmark_ratio(row)}"
     )
 
 
@@ -83,7 +85,7 @@ def page(row: dict) -> str:
     """Return the page in Markdown: the sentence, a table of both backends, the cases, and the command."""
     counts = Counter(map(first_word, row["cases"].values()))
     skipped = sorted({status for status in row["cases"].values() if first_word(status) == "unavailable"})
-    lines = [f"# {row['op']}: {row['impl']} against {row['against']}", "", f"**{sentence(row)}**", ""]
+    lines = [f"# {row['op']}: {row['impl']} against {row['against']}", "", f"**{verdict_sentence(row)}**", ""]
     if "training" in row:
         lines += [figures_table(row), "", f"The baseline is {row['baseline']}. {runs_note(row)}", ""]
     lines.append(
@@ -100,7 +102,7 @@ def page(row: dict) -> str:
 
 
 def figures_table(row: dict) -> str:
-    sides = [(row["training"][name], row["alone"].get(name, {})) for name in (row["impl"], row["against"])]
+    sides = [(row["training"][name], row["benchmark"].get(name, {})) for name in (row["impl"], row["against"])]
     lines = [
         ["tokens/s in training", "{:,.0f}", [training.get("tokens_per_sec") for training, _ in sides]],
         ["peak GiB in training", "{:.2f}", [training.get("peak_gib") for training, _ in sides]],
@@ -129,7 +131,7 @@ def runs_note(row: dict) -> str:
     return f"Each side has {each}, of {steps} steps. The errors are against eager PyTorch in fp32."
 
 
-def judgements(device: str) -> str:
+def verdict_table(device: str) -> str:
     """Return the table of the verdicts in results/<device>/judge.jsonl, the newest first."""
     rows = read_rows(device, "judge")[::-1]
     if not rows:
@@ -137,23 +139,25 @@ def judgements(device: str) -> str:
     lines = []
     for row in rows:
         training = str(Ratio(**row["ratio"])) if "ratio" in row else row["reason"]
-        alone = alone_verdict(row) if "alone" in row else ""
+        alone = benchmark_ratio(row) if "benchmark" in row else ""
         lines.append([row["op"], row["impl"], row["against"], row["verdict"], training, alone, commit(row)])
     return markdown_table(["op", "backend", "against", "verdict", "in training", "alone", "commit"], lines)
 
 
-def card(row: dict, path: Path) -> Path:
-    """Draw the speed alone and in training, over the other backend's.
+def speed_figure(row: dict, path: Path) -> Path:
+    """Draw the ratio of the two speeds, in the benchmark and in training.
 
-    The bar in training is the 95% interval. The bar alone reaches from the slowest to the fastest ratio of p20 and p80.
+    The error bar in training is the 95% interval. In the benchmark it is the lowest and the highest ratio of the p20
+    and p80 of the times.
     """
-    compared, mine, other = row["ratio"], *(row["alone"][row[side]] for side in ("impl", "against"))
-    quantiles = ("", ""), ("/p20", "/p80"), ("/p80", "/p20")  # of the median, of the lowest and of the highest ratio
-    alone = [other[f"both/ms{theirs}"] / mine[f"both/ms{ours}"] for theirs, ours in quantiles]
-    bars = [("alone", *alone), ("in training", compared["value"], compared["low"], compared["high"])]
+    training = row["ratio"]
+    mine, other = (row["benchmark"][row[side]] for side in ("impl", "against"))
+    median = other["both/ms"] / mine["both/ms"]
+    lowest, highest = other["both/ms/p20"] / mine["both/ms/p80"], other["both/ms/p80"] / mine["both/ms/p20"]
+    bars = [("alone", median, lowest, highest), ("in training", training["value"], training["low"], training["high"])]
     figure, axes = subplots(figsize=(8, 2.6))
     for y, (name, value, low, high) in enumerate(bars):
-        colour = GREY if low <= 1 <= high else CHOICE_COLOURS[2 if low > 1 else 3]
+        colour = FASTER if low > 1 else SLOWER if high < 1 else GREY
         axes.errorbar(value, y, xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=4)
         axes.annotate(f"{name}: {value:.3f}x ({low:.3f} to {high:.3f})", (value, y), (0, 8), textcoords="offset points")
     axes.axvline(1, color=GREY, linewidth=1)

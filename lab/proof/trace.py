@@ -19,7 +19,7 @@ def write_profile(step: StepRunner, batches: list[Batch], folder: Path) -> None:
 
     The learning rate is 0, so the weights stay. The trace shows the steps as they ran: replays, if a CUDA graph was
     captured. A replay allocates nothing, so the graph is freed before the steps of the memory snapshot. Prints how to
-    open the files. Of several processes, only rank 0 writes.
+    open the files. If there are several processes, only rank 0 writes.
     """
     is_main, cuda = step.optimizer.ranks.is_main, step.device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler of PyTorch 2.13 prints that it starts

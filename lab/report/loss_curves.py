@@ -11,7 +11,7 @@ from lab.report.describe import kernels_cell
 from lab.report.tables import markdown_table
 from lab.sweep.table import speed_cell
 
-CURVE = 10  # evaluations; with fewer, a figure shows the training losses
+MIN_EVALUATIONS = 10  # with fewer, a figure shows the training losses
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Curve:
     @property
     def losses(self) -> dict[int, float]:
         """The losses of a figure."""
-        return self.validation if len(self.validation) >= CURVE else self.training
+        return self.validation if len(self.validation) >= MIN_EVALUATIONS else self.training
 
     def minutes_to(self, loss: float) -> float:
         """Return the time of the steps until the validation loss is `loss`, which the run must reach.
@@ -53,7 +53,7 @@ class Curve:
 
 
 def curves(device: str) -> list[Curve]:
-    """Return the runs that have a file in curves/, oldest first. If several runs had one name, it is the last."""
+    """Return the runs that have a file in curves/, oldest first. Of runs with the same name, the last is returned."""
     found = {}
     for row in results.read_rows(device):
         path = results.curve_file(results.RESULTS / device, row)
@@ -92,7 +92,7 @@ def spread(figures: Sequence[float], form: str) -> str:
 def long_runs(device: str) -> str:
     """Return the table of the last validation losses: each run beside the first run of its seed, then the means.
 
-    `to the same loss` is how many times as fast as the first run it reaches the higher of their two last losses.
+    `to the same loss` is the first run's time to the higher of their two last losses, divided by this run's time.
     """
     head = ["precision", "kernels", "seed", "last validation loss", "above the first", "tokens/s"]
     choices: dict[tuple[str, str], list[tuple]] = {}

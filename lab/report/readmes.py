@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lab import rows
-from lab.judge.verdict import judgements
+from lab.judge.verdict import verdict_table
 from lab.report import tables
 from lab.report.figures import attention_plot, curves_plot, headline_plot, roofline
 from lab.report.generation_table import generation
@@ -31,7 +31,7 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "environment": tables.environment,
     "agreement": agreement,
     "long_runs": long_runs,
-    "judged": judgements,
+    "verdicts": verdict_table,
     "same": tables.same_norm_sweep,
     "ops": tables.ops,
 }

@@ -67,7 +67,7 @@ def rewrite(folder, tensors=lambda held: held, **config):
 
 
 def test_a_hugging_face_folder(folder):
-    """Weights are bit-equal to those that GPT2LMHeadModel.from_pretrained() loads. Logits agree."""
+    """GPT2LMHeadModel.from_pretrained() loads the same weights, bit for bit, and gives the same logits."""
     from transformers import GPT2LMHeadModel
 
     found = read_pretrained(str(folder))

@@ -29,7 +29,7 @@ def command(called, monkeypatch, tmp_path):
 
         monkeypatch.setattr(script, "probe_cases", lambda *_: statuses)
         monkeypatch.setattr(script, "train", train)
-        monkeypatch.setattr(script, "measure_alone", lambda *_: [bench("triton", 0.5), bench("eager", 1.0)])
+        monkeypatch.setattr(script, "benchmark_op", lambda *_: [bench("triton", 0.5), bench("eager", 1.0)])
         return *called("judge.py", script.main_with_training, *ARGUMENTS, "out_dir=judged", *arguments), trained
 
     return call

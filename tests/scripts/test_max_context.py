@@ -118,7 +118,7 @@ def test_probe_run_makes_one_attempt_in_this_process(called):
 
 
 def test_a_shortened_attempt_computes_the_last_chunks(called, monkeypatch):
-    """Of 12.5 chunks of 16 tokens, 3.5 are computed."""
+    """A sequence has 12.5 chunks of 16 tokens. The attempt computes the last 3.5 chunks."""
     calls, forward = [], GPT.forward
 
     def counting_forward(model, ids, *rest, **named):

@@ -96,7 +96,7 @@ def test_what_differs_is_named(command, monkeypatch):
     ("text", "expected"),
     [
         ("python train.py a=1 out_dir=x train.resume=auto", [str(ROOT / "train.py"), "a=1"]),
-        ("python /work/train.py 'a=[1, 2]'", [str(ROOT / "train.py"), "a=[1, 2]"]),
+        ("python /elsewhere/train.py 'a=[1, 2]'", [str(ROOT / "train.py"), "a=[1, 2]"]),
         ("python -m scripts.generate prompt=", ["-m", "scripts.generate", "prompt="]),
         (
             "torchrun --standalone --nproc_per_node=2 train.py a=1",

@@ -6,7 +6,7 @@ import torch
 from kernels.registry import KernelError
 from lab.judge import claim as claims
 from lab.judge.claim import Claim, check_claim, probe_cases, training_words, wrong_answers
-from lab.judge.verdict import card, judge_claim, judgements, page
+from lab.judge.verdict import judge_claim, page, speed_figure, verdict_table
 from lab.rows import append_rows
 from runtime.config import UserError
 
@@ -68,7 +68,7 @@ def test_the_verdict_is_that_of_the_training(ms, verdict, tmp_path):
     )
     assert "1 ok, 1 unavailable" in text
     assert "- unavailable: it needs a GPU\n" in text
-    assert card(row, tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
+    assert speed_figure(row, tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_times_alone_that_overlap_are_a_tie():
@@ -102,7 +102,7 @@ def test_a_run_without_a_speed_gives_no_verdict():
 
 def test_verdicts_become_a_table(results):
     append_rows(results / "h200" / "judge.jsonl", [verdict_of(90), verdict_of(110)])
-    *_, newest, oldest = judgements("h200").splitlines()
+    *_, newest, oldest = verdict_table("h200").splitlines()
     assert [cell.strip() for cell in newest.split("|")[1:5]] == ["norm", "triton", "eager", "slower"]
     assert [cell.strip() for cell in oldest.split("|")[4:8]] == [
         "faster",
