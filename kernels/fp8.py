@@ -30,6 +30,7 @@ one pass. A number beyond the range becomes the largest one. Infinity becomes Na
 
 import contextlib
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,6 +41,27 @@ X_SCALE = 4.0
 DY_SCALE = 64.0  # times the rows
 LONGEST_FAST_SUM = 4096  # products
 PTXAS_PATHS = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"  # the GPU and Triton decide which of them counts
+
+
+@dataclass(frozen=True)
+class InFp8:
+    """The output of a norm in the two layouts that the products of a linear layer need (kernels/quantize.py).
+
+    `tensor` (..., C) has shape and dtype, and gets the gradient, but it has no values: all its elements are one. `rows`
+    and `columns` are x in e4m3, times X_SCALE, as quantize() of kernels/quantize.py returns them for x (N, C).
+    """
+
+    tensor: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -38,6 +38,8 @@ A backend is a file with the op's function. It may also define
     KEEPS                  attention only: names of operators. With their outputs and q, k and v its backward can run,
                            so model.keep_attention=true keeps these outputs in an activation checkpoint
     FP8_KEYS = True        attention only: k and v may be float8_e4m3fn, the dtype of a cache with generate.kv=fp8
+    norm_in_fp8            norm only: like norm(), with y as InFp8 of kernels/fp8.py
+    INPUT_IN_FP8 = True    linear and mlp only: with fp8=True, x may be InFp8
     OWN_SCALES = True      in fp8 its scales differ from those in kernels/fp8.py: see check.py
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
     candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
@@ -225,6 +227,16 @@ def resolve(
         else:
             functions[op] = load(op, impl, device, **options)
     return Ops(**functions)
+
+
+def norm_before(op: str, ops: Ops) -> Callable:
+    """Return the norm whose output goes to `op` of `ops`. It writes fp8 if both backends can."""
+    function = getattr(ops, op)
+    if "fp8" not in getattr(function, "keywords", {}):
+        return ops.norm
+    if not getattr(sys.modules[function.func.__module__], "INPUT_IN_FP8", False):
+        return ops.norm
+    return getattr(sys.modules[ops.norm.__module__], "norm_in_fp8", ops.norm)
 
 
 def cpp_compiler() -> str | None:

@@ -13,6 +13,7 @@ from kernels.direct import bypass_dispatcher
 from kernels.gpu import multiprocessors
 
 ROWS = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4}  # 128 bytes of a row in bf16: a cache line
+PARTIAL_SUMS = {"BLOCK_N": 512, "BLOCK_C": 8, "num_warps": 4}  # few iterations, so that all loads are in flight
 PROGRAMS = 8  # for each multiprocessor
 
 
@@ -34,12 +35,6 @@ def _sum_rows_kernel(
     tl.store(out_ptr + tl.program_id(1) * C + c, sums, c < C)
 
 
-def partial_launch(N: int) -> dict[str, int]:
-    """Return the launch parameters for N partial sums. One tile has up to 512 rows, so that all loads are in flight."""
-    rows = max(16, min(512, triton.next_power_of_2(N)))
-    return {"BLOCK_N": rows, "BLOCK_C": 4096 // rows, "num_warps": 4}
-
-
 def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the sum of the rows of `partial` (N, C) fp32, contiguous, with few rows: (C,) in `dtype`.
 
@@ -47,8 +42,7 @@ def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """
     N, C = partial.shape
     out = torch.empty(C, dtype=dtype, device=partial.device)
-    launch = partial_launch(N)
-    _sum_rows_kernel[(triton.cdiv(C, launch["BLOCK_C"]), 1)](partial, out, N, C, **launch)
+    _sum_rows_kernel[(triton.cdiv(C, PARTIAL_SUMS["BLOCK_C"]), 1)](partial, out, N, C, **PARTIAL_SUMS)
     return out
 
 

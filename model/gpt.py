@@ -8,6 +8,7 @@ it is used. The residual stream has the dtype of the stored weights (see PRECISI
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from kernels.cache import Cache
 from kernels.packed import split
-from kernels.registry import Ops
+from kernels.registry import Ops, norm_before
 from kernels.rope import rope_table, rotate
 from model.recompute import BlockRunner
 from model.vocabulary import padded
@@ -121,9 +122,9 @@ class Linear(nn.Linear):
 class LayerNorm(nn.Module):
     """(x, residual) -> (LayerNorm(residual + x) in the compute dtype, residual + x). All are (B, T, C)."""
 
-    def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
+    def __init__(self, config: GPTConfig, norm: Callable, dtype: torch.dtype):
         super().__init__()
-        self.norm, self.dtype = ops.norm, dtype
+        self.norm, self.dtype = norm, dtype
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
 
@@ -180,9 +181,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
         super().__init__()
-        self.ln_1 = LayerNorm(config, ops, dtype)
+        self.ln_1 = LayerNorm(config, norm_before("linear", ops), dtype)
         self.attn = Attention(config, ops)
-        self.ln_2 = LayerNorm(config, ops, dtype)
+        self.ln_2 = LayerNorm(config, norm_before("mlp", ops), dtype)
         self.mlp = MLP(config, ops)
         self.drop = dropout(config)
 
@@ -210,7 +211,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.drop = dropout(config)
         self.h = nn.ModuleList(Block(config, ops, dtype) for _ in range(config.n_layer))
-        self.ln_f = LayerNorm(config, ops, dtype)
+        self.ln_f = LayerNorm(config, ops.norm, dtype)
         self.init_weights()
 
     def forward(

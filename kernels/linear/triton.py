@@ -2,7 +2,7 @@
 
 With fp8, one pass rounds each operand for all of its products:
 
-    forward   pass     x and W to e4m3, by rows and by columns       (kernels/quantize.py)
+    forward   pass     x and W to e4m3, by rows and by columns       (kernels/quantize.py; norm=triton does it for x)
               cuBLAS   y = x W^T + b
     backward  pass     dy to e5m2, by rows and by columns, and its sum db
               cuBLAS   dx = dy W, dW = dy^T x
@@ -23,10 +23,11 @@ from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
 from kernels.quantize import candidates as quantize_candidates
-from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of
+from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, rows_and_layouts, unit_of
 from kernels.sums import sum_rows
 
 RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("_sum_rows_kernel|::sum_rows",)}
+INPUT_IN_FP8 = True
 FAMILY = "^_quantize_kernel|_sum_rows_kernel"  # also when the MLP or the loss rounds, or the MLP sums
 
 
@@ -42,22 +43,25 @@ def candidates(kernel: str, default: dict) -> list[dict]:
 
 
 @torch.library.custom_op("hotswap::linear_fp8_fwd", mutates_args=())
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def linear_fwd(
+    x: Tensor, x_rows: Tensor | None, x_columns: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y (N, F), and for the backward x and the weight by columns, (C, N) and (C, F), and the weight's unit.
 
-    If dweight is not in fp8, x by columns is empty.
+    If the layouts of x (N, C) are given, or if dweight is not in fp8, the returned x by columns is empty.
     """
-    x_unit = unit_of(X_SCALE, x.device)
-    x_rows, x_columns, _ = quantize(x, x_unit, columns=dweight_in_fp8(weight))
+    x_unit, rounded_columns = unit_of(X_SCALE, x.device), empty_fp8(x.shape[1], 0, E4M3, x.device)
+    if x_rows is None:
+        x_rows, rounded_columns, _ = quantize(x, x_unit, columns=dweight_in_fp8(weight))
     weight_rows, weight_columns, weight_unit = quantize_weight(weight)
     y = product(x_rows, weight_rows, (x_unit, weight_unit), x.dtype, bias)
-    return y, x_columns, weight_columns, weight_unit
+    return y, rounded_columns, weight_columns, weight_unit
 
 
 @linear_fwd.register_fake
-def _(x, weight, bias):
+def _(x, x_rows, x_columns, weight, bias):
     (N, C), F = x.shape, len(weight)
-    x_columns = empty_fp8(C, N if dweight_in_fp8(weight) else 0, E4M3, x.device)
+    x_columns = empty_fp8(C, N if x_rows is None and dweight_in_fp8(weight) else 0, E4M3, x.device)
     weight_columns = empty_fp8(C, F, E4M3, x.device)
     return x.new_empty(x.shape[0], weight.shape[0]), x_columns, weight_columns, x.new_empty((), dtype=torch.float32)
 
@@ -84,15 +88,17 @@ def _(dy, x_columns, weight_columns, weight_unit, x, has_bias):
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias = inputs
-    ctx.save_for_backward(*output[1:], None if dweight_in_fp8(weight) else x)
+    x, _, x_columns, weight, bias = inputs
+    _, rounded_columns, *rest = output
+    x_columns = rounded_columns if x_columns is None else x_columns
+    ctx.save_for_backward(x_columns, *rest, None if dweight_in_fp8(weight) else x)
     ctx.has_bias = bias is not None
     ctx.set_materialize_grads(False)  # only y has a gradient
 
 
 def _backward(ctx, dy, *_):
     dx, dweight, dbias = linear_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
-    return dx, dweight, dbias if ctx.has_bias else None
+    return dx, None, None, dweight, dbias if ctx.has_bias else None
 
 
 linear_bwd = bypass_dispatcher(linear_bwd)
@@ -121,5 +127,5 @@ def linear(x, weight, bias, fp8=False):
         check_dtypes("linear", x, weight)
         return LinearWithBias.apply(x, weight, bias)
     check_dtypes("linear", x, weight, fp8=True)
-    y, *_ = linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), bias)
+    y, *_ = linear_fwd(*rows_and_layouts(x), weight.contiguous(), bias)
     return y.view(*x.shape[:-1], len(weight))

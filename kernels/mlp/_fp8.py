@@ -1,6 +1,6 @@
 """The MLP with its six products in fp8.
 
-    forward   pass     x, W_fc and W_proj to e4m3, by rows and by columns     (kernels/quantize.py)
+    forward   pass     x, W_fc and W_proj to e4m3, by rows and by columns     (kernels/quantize.py; norm=triton for x)
               kernel   h = x W_fc^T + b_fc, in the compute dtype; a = gelu(h) in e4m3 by rows
               cuBLAS   y = a W_proj^T + b_proj
     backward  pass     dy to e5m2, by rows and by columns; db_proj
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
-from kernels.fp8 import E4M3, E5M2, X_SCALE, product
+from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
 from kernels.mlp import _gluon
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import (
@@ -28,6 +28,7 @@ from kernels.quantize import (
     load_rows,
     quantize,
     quantize_weight,
+    rows_and_layouts,
     scaled,
     store_columns,
     store_rows,
@@ -135,23 +136,34 @@ def proj_and_gelu_backward(
 
 @torch.library.custom_op("hotswap::mlp_fp8_fwd", mutates_args=())
 def mlp_fwd(
-    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None
+    x: Tensor,
+    x_rows: Tensor | None,
+    x_columns: Tensor | None,
+    w_fc: Tensor,
+    b_fc: Tensor | None,
+    w_proj: Tensor,
+    b_proj: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y (N, C), and for the backward h (N, F), x by columns, and each weight by columns with its unit."""
-    x_unit = unit_of(X_SCALE, x.device)
-    x_rows, x_columns, _ = quantize(x, x_unit)
+    """Return y (N, C), and for the backward h (N, F), x by columns, and each weight by columns with its unit.
+
+    If the layouts of x (N, C) are given, the returned x by columns is empty.
+    """
+    x_unit, rounded_columns = unit_of(X_SCALE, x.device), empty_fp8(x.shape[1], 0, E4M3, x.device)
+    if x_rows is None:
+        x_rows, rounded_columns, _ = quantize(x, x_unit)
     fc_rows, fc_columns, fc_unit = quantize_weight(w_fc)
     proj_rows, proj_columns, proj_unit = quantize_weight(w_proj)
     h, a = fc_and_gelu(x_rows, fc_rows, fc_unit, b_fc, x.dtype)
     y = product(a, proj_rows, (x_unit, proj_unit), x.dtype, b_proj)
-    return y, h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit
+    return y, h, rounded_columns, fc_columns, fc_unit, proj_columns, proj_unit
 
 
 @mlp_fwd.register_fake
-def _(x, w_fc, b_fc, w_proj, b_proj):
-    x_columns, fc_columns, proj_columns = (empty_fp8(*tensor.T.shape, E4M3, x.device) for tensor in (x, w_fc, w_proj))
+def _(x, x_rows, x_columns, w_fc, b_fc, w_proj, b_proj):
+    x_columns = empty_fp8(x.shape[1], len(x) if x_rows is None else 0, E4M3, x.device)
+    fc_columns, proj_columns = (empty_fp8(*weight.T.shape, E4M3, x.device) for weight in (w_fc, w_proj))
     h, (fc_unit, proj_unit) = x.new_empty(len(x), len(w_fc)), (x.new_empty((), dtype=torch.float32) for _ in range(2))
-    return torch.empty_like(x), h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit
+    return x.new_empty(x.shape), h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit
 
 
 @torch.library.custom_op("hotswap::mlp_fp8_bwd", mutates_args=())
@@ -185,22 +197,23 @@ def _(dy, h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit, has_b_fc, 
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:])
-    ctx.biases = inputs[2] is not None, inputs[4] is not None
+    _, h, rounded_columns, *rest = output
+    _, _, x_columns, _, b_fc, _, b_proj = inputs
+    ctx.save_for_backward(h, rounded_columns if x_columns is None else x_columns, *rest)
+    ctx.biases = b_fc is not None, b_proj is not None
     ctx.set_materialize_grads(False)  # only y has a gradient
 
 
 def _backward(ctx, dy, *_):
     has_b_fc, has_b_proj = ctx.biases
     dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.biases)
-    return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None
+    return dx, None, None, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None
 
 
 mlp_bwd = bypass_dispatcher(mlp_bwd)
 mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
 
 
-def mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
-    x_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y, *_ = mlp_fwd(x_rows, w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)
+def mlp(x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
+    y, *_ = mlp_fwd(*rows_and_layouts(x), w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)
     return y.view(x.shape)

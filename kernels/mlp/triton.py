@@ -42,6 +42,7 @@ from kernels.tiles import place
 from kernels.tuned import launch_parameters
 
 PARAMETERS = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
+INPUT_IN_FP8 = True
 RUNS = {"fp8": ("_gelu_fp8_kernel|mlp_gluon_kernel|::mlp_fp8",), "triton": ("mlp_(gluon_)?kernel|::mlp_fwd",)}
 
 

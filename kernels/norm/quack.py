@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.norm.triton import backward, empty_gradients, empty_outputs, setup_context
+from kernels.norm._triton_backward import backward, empty_gradients, setup_context
+from kernels.norm.triton import empty_outputs
 from kernels.registry import Unavailable
 
 RUNS = ("(?i)quack|rmsnorm",)

@@ -21,12 +21,13 @@ from torch import Tensor
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.norm.triton import apply_to_rows, backward, empty_outputs, forward, max_ratio
+from kernels.norm._triton_backward import backward, max_ratio
+from kernels.norm.triton import apply_to_rows, empty_outputs, forward
 
 norm_recompute = torch.library.custom_op("hotswap::norm_recompute", forward, mutates_args=())
 norm_recompute.register_fake(empty_outputs)
 RUNS = "norm_(fwd|recompute)", "norm_bwd"
-FAMILY = "_norm_|column_sum"
+FAMILY = "_norm_"
 
 
 def _setup_context(ctx, inputs, output):

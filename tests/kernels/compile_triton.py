@@ -38,6 +38,8 @@ from kernels.loss import triton as loss
 from kernels.mlp import _fp8 as mlp_fp8
 from kernels.mlp import _gluon as gluon
 from kernels.mlp import triton as mlp
+from kernels.norm import _fp8 as norm_fp8
+from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -88,14 +90,16 @@ def main(capability: int) -> None:
             forward = compile_kernel(
                 f"norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
             )
-            launch |= norm.backward_launch(C)
+            launch |= norm_backward.backward_launch(C)
             launch |= {"HAS_DSTREAM": True, "HAS_DRESIDUAL": residual == "*fp32", "MAX_RATIO": None}
             launch.pop("programs")
-            backward = compile_kernel(f"norm backward {name}", norm._norm_bwd_kernel, capability, types, **launch)
+            backward = compile_kernel(
+                f"norm backward {name}", norm_backward._norm_bwd_kernel, capability, types, **launch
+            )
             launch["MAX_RATIO"] = 16.0
             compile_kernel(
                 f"norm backward from y {name}",
-                norm._norm_bwd_kernel,
+                norm_backward._norm_bwd_kernel,
                 capability,
                 types | {"saved_ptr": "*bf16"},
                 **launch,
@@ -184,7 +188,7 @@ def compile_sums_and_adamw(capability: int) -> None:
     """Compile the sums of rows and AdamW. A thread moves 16 bytes of a tensor at once."""
     rows = compile_kernel("sum of rows", sums._sum_rows_kernel, capability, {"out_ptr": "*fp32"}, **sums.ROWS)
     types = {"x_ptr": "*fp32"}
-    launch = sums.partial_launch(512)
+    launch = sums.PARTIAL_SUMS
     partial = compile_kernel("sum of partial sums", sums._sum_rows_kernel, capability, types, **launch)
     fp32 = ("master_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "lr_ptr", "scale_ptr", "corrections_ptr")
     types = dict.fromkeys(fp32, "*fp32") | {"refuse_ptr": "*i1"}
@@ -221,6 +225,14 @@ def compile_fp8() -> None:
         assert "shr.u16" not in ptx  # a byte of half a word, which ptxas may compile wrongly (kernels/quantize.py)
         assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
         assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
+    types = e4m3 | dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32") | {"eps": "fp32"}
+    for C in (768, 1600):
+        constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, **norm_fp8.default_launch(C)}
+        ptx = compile_kernel(f"norm to fp8 {C}", norm_fp8._norm_fwd_fp8_kernel, 90, types, **constants)
+        assert "cvt.rn.satfinite" in ptx
+        assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)
+        assert "shr.u16" not in ptx
+        assert not re.search(r"st\.global\.(b8|b16) ", ptx)
 
 
 def compile_attention(capability: int) -> None:

@@ -23,7 +23,6 @@ FAMILIES_OF_KERNELS = {
     "triton_poi_fused_gelu_gelu_backward_view_5": "mlp",
     "void at::native::vectorized_elementwise_kernel<8, at::native::GeluBackwardCUDAKernelImpl>": "mlp",
     "_norm_bwd_kernel": "norm",
-    "_column_sum_kernel": "norm",
     "triton_per_fused_add_native_layer_norm_native_layer_norm_backward_view_8": "norm",
     "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<c10::BFloat16>": "norm",
     "cross_entropy_kernel": "loss",

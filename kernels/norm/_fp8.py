@@ -1,0 +1,169 @@
+"""The norm of triton.py for a consumer in fp8: it writes y in e4m3, by rows and by columns, and never in 16 bits.
+
+As two kernels, the norm would write y, and _quantize_kernel would read it again: 600 MB at N = 65,536 and C = 768. Here
+it is 400 MB. A program first adds and centres its rows, as in triton.py, which needs whole rows. To write y by columns
+it needs tiles of many rows. So it reads its part of the new stream a second time, tile by tile, which is then still in
+the L2 cache. y is rounded to the compute dtype first, so the bits are those of the two kernels.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.fp8 import E4M3, X_SCALE
+from kernels.norm._triton_backward import backward, setup_context
+from kernels.quantize import empty_fp8, scaled, store_columns, store_rows
+
+
+@triton.jit
+def add_and_centre(
+    x_ptr,
+    residual_ptr,
+    out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    columns,
+    N,
+    x_stride,
+    residual_stride,
+    eps,
+    C: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """Write the new stream, mean and rstd of some rows. Return the rows less their mean, and rstd."""
+    in_row = columns < C
+    mask = (rows < N)[:, None] & in_row[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask, other=0.0).to(tl.float32)
+        stream = x.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + rows[:, None] * C + columns[None, :], stream, mask)
+        x = stream.to(tl.float32)  # normalise the rounded sum, because the backward starts from the rounded sum
+    mean = tl.sum(x, 1) / C
+    centred = tl.where(in_row[None, :], x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
+    tl.store(mean_ptr + rows, mean, rows < N)
+    tl.store(rstd_ptr + rows, rstd, rows < N)
+    return centred, rstd
+
+
+@triton.jit
+def _normalise(stream_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, n, c, N, C, stride, SCALE):
+    """Return rows n and columns c of y times SCALE, and 0 outside the matrix."""
+    mask = (n < N)[:, None] & (c < C)[None, :]
+    x = tl.load(stream_ptr + n.to(tl.int64)[:, None] * stride + c[None, :], mask, other=0.0).to(tl.float32)
+    mean, rstd = tl.load(mean_ptr + n, n < N, other=0.0), tl.load(rstd_ptr + n, n < N, other=0.0)
+    y = (x - mean[:, None]) * rstd[:, None] * tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + c, c < C, other=0.0).to(tl.float32)[None, :]
+    y = tl.where(mask, y, 0.0).to(weight_ptr.dtype.element_ty)
+    return scaled(y.to(tl.float32), SCALE)
+
+
+@triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
+def _norm_fwd_fp8_kernel(
+    x_ptr,  # (N, C)
+    residual_ptr,  # (N, C), read only with HAS_RESIDUAL
+    weight_ptr,  # (C,)
+    bias_ptr,  # (C,), or None
+    rows_ptr,  # y in e4m3, (N, C rounded up to a multiple of 16)
+    columns_ptr,  # y in e4m3, (C, N rounded up to a multiple of 16)
+    out_ptr,  # (N, C) the new stream, written only with HAS_RESIDUAL
+    mean_ptr,  # (N,) fp32
+    rstd_ptr,  # (N,) fp32
+    N,
+    x_stride,
+    residual_stride,
+    eps,
+    SCALE: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # rows of a program
+    TILE_C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK_N
+    inputs = x_ptr, residual_ptr, out_ptr, mean_ptr, rstd_ptr
+    for start in tl.range(0, BLOCK_N, ROWS, num_stages=STAGES):
+        rows, columns = first + start + tl.arange(0, ROWS), tl.arange(0, BLOCK_C)
+        add_and_centre(*inputs, rows, columns, N, x_stride, residual_stride, eps, C, HAS_RESIDUAL)
+    tl.debug_barrier()  # the tiles below read what other threads of this program wrote
+    stream_ptr, stride = x_ptr, x_stride
+    if HAS_RESIDUAL:
+        stream_ptr, stride = out_ptr, C
+    normed = stream_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr
+    quads = tl.program_id(0) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    for start in range(0, C, TILE_C):
+        c = start + tl.arange(0, TILE_C)
+        y0 = _normalise(*normed, 4 * quads, c, N, C, stride, SCALE)
+        y1 = _normalise(*normed, 4 * quads + 1, c, N, C, stride, SCALE)
+        y2 = _normalise(*normed, 4 * quads + 2, c, N, C, stride, SCALE)
+        y3 = _normalise(*normed, 4 * quads + 3, c, N, C, stride, SCALE)
+        store_rows(y0, y1, y2, y3, rows_ptr, quads, c, N, C)
+        store_columns(y0, y1, y2, y3, columns_ptr, quads, c, N, C)
+
+
+def default_launch(C: int) -> dict[str, int]:
+    """Return the launch parameters for rows of width C.
+
+    The best of 60 choices for 65,536 rows of 768 on an H100: 0.163 ms. The two kernels take 0.140 and 0.076.
+    """
+    width = triton.next_power_of_2(C)
+    rows = max(1, min(32, 8192 // width))
+    return {"BLOCK_C": width, "ROWS": rows, "BLOCK_N": 32, "TILE_C": 128, "STAGES": 3, "num_warps": 8}
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Do what triton.py's forward() does, with y in e4m3, times X_SCALE, by rows and by columns as further results.
+
+    The first result has y's shape and dtype, for autograd, and no values: all its elements are one.
+    """
+    (N, C), launch = x.shape, default_launch(x.shape[1])
+    y, stream, mean, rstd, rows, columns = empty_fp8_outputs(x, residual, weight, bias, eps)
+    _norm_fwd_fp8_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
+        x,
+        residual,
+        weight,
+        bias,
+        rows,
+        columns,
+        stream,
+        mean,
+        rstd,
+        N,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        SCALE=X_SCALE,
+        C=C,
+        HAS_RESIDUAL=residual is not None,
+        **launch,
+    )
+    return y, stream, mean, rstd, rows, columns
+
+
+def empty_fp8_outputs(x, residual, weight, bias, eps) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what forward() returns. This is also the operator's fake implementation."""
+    (N, C), device = x.shape, x.device
+    y = torch.empty_strided((N, C), (0, 0), dtype=weight.dtype, device=device)
+    layouts = (empty_fp8(*size, E4M3, device) for size in ((N, C), (C, N)))
+    return y, *empty_stream(x, residual), *layouts
+
+
+def empty_stream(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the new stream, mean and rstd."""
+    stream = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return stream, mean, rstd
+
+
+norm_fwd_fp8 = torch.library.custom_op("hotswap::norm_fwd_fp8", forward, mutates_args=())
+norm_fwd_fp8.register_fake(empty_fp8_outputs)
+norm_fwd_fp8 = bypass_dispatcher(norm_fwd_fp8, backward, setup_context)

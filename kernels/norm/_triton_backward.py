@@ -1,0 +1,192 @@
+"""The backward of triton.py, where it is explained. The forward of _fp8.py and quack.py have it, too."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import multiprocessors
+from kernels.sums import add_partial_sums
+from kernels.tuned import launch_parameters
+
+
+@triton.jit
+def _add(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
+def _norm_bwd_kernel(
+    dy_ptr,  # (N, C)
+    dstream_ptr,  # (N, C), read only with HAS_DSTREAM
+    saved_ptr,  # (N, C) the stream; with MAX_RATIO the forward's y
+    weight_ptr,  # (C,)
+    bias_ptr,  # (C,), read only with MAX_RATIO and HAS_BIAS
+    mean_ptr,  # (N,) fp32, not read with MAX_RATIO
+    rstd_ptr,  # (N,) fp32
+    dx_ptr,  # (N, C)
+    dresidual_ptr,  # (N, C), written only with HAS_DRESIDUAL
+    dweight_ptr,  # (programs, C) fp32, a partial sum from each program
+    dbias_ptr,  # (programs, C) fp32, written only with HAS_BIAS
+    N,
+    dy_stride,
+    dstream_stride,
+    saved_stride,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_DSTREAM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DRESIDUAL: tl.constexpr,  # dx and dresidual differ in dtype, so both are written
+    MAX_RATIO: tl.constexpr,  # of |bias / weight|, for xhat = (y - bias) / weight: see triton_recompute.py; or None
+):
+    columns = tl.arange(0, BLOCK_C)
+    in_row = columns < C
+    weight = tl.load(weight_ptr + columns, in_row, other=0.0).to(tl.float32)
+    if MAX_RATIO is not None:
+        bias = tl.load(bias_ptr + columns, in_row, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros_like(weight)
+        precise = (weight != 0.0) & (tl.abs(bias) <= MAX_RATIO * tl.abs(weight))
+        inverse = 1.0 / tl.where(precise, weight, float("nan"))
+    dweight = tl.zeros((BLOCK_C,), tl.float32)
+    dbias = tl.zeros((BLOCK_C,), tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS).to(tl.int64)
+        mask = (rows < N)[:, None] & in_row[None, :]
+        # start all loads before any arithmetic, so that a row waits for memory once
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + columns[None, :], mask, other=0.0).to(tl.float32)
+        saved = tl.load(saved_ptr + rows[:, None] * saved_stride + columns[None, :], mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, rows < N, other=0.0)[:, None]
+        if HAS_DSTREAM:
+            dstream = tl.load(dstream_ptr + rows[:, None] * dstream_stride + columns[None, :], mask, other=0.0)
+        if MAX_RATIO is not None:
+            xhat = (saved - bias[None, :]) * inverse[None, :]
+        else:
+            xhat = (saved - tl.load(mean_ptr + rows, rows < N, other=0.0)[:, None]) * rstd
+        xhat = tl.where(mask, xhat, 0.0)
+        dweight += tl.sum(dy * xhat, 0)
+        dbias += tl.sum(dy, 0)
+        g = dy * weight[None, :]
+        mean_g, mean_gx = tl.reduce((g / C, g * xhat / C), 1, _add)  # one reduction: warps wait for each other once
+        dx = rstd * (g - mean_g[:, None] - xhat * mean_gx[:, None])
+        if HAS_DSTREAM:
+            dx += dstream.to(tl.float32)
+        offsets = rows[:, None] * C + columns[None, :]
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask)
+        if HAS_DRESIDUAL:
+            tl.store(dresidual_ptr + offsets, dx.to(dresidual_ptr.dtype.element_ty), mask)
+    offsets = tl.program_id(0) * C + columns
+    tl.store(dweight_ptr + offsets, dweight, in_row)
+    if HAS_BIAS:
+        tl.store(dbias_ptr + offsets, dbias, in_row)
+
+
+def max_ratio(dtype: torch.dtype) -> float:
+    """Return the largest |bias / weight| at which xhat can be recomputed from y in `dtype`."""
+    return 1024.0 if dtype == torch.float32 else 16.0
+
+
+def backward_launch(C: int, rows: int | None = None, programs: int = 4, stages: int | None = None) -> dict[str, int]:
+    """Return the backward's launch parameters for rows of width C.
+
+    `rows` is the number of rows that a program loads at a time, and `programs` is the number of programs per
+    multiprocessor. A thread reads 16 bytes of bf16 in each row, always from the same columns, so it sums these columns
+    without other threads. With three stages, the loads of the next two iterations are on their way into shared memory.
+    For two rows of 1024 in fp32 these loads take 49 KB, and some GPUs have only 99 KB.
+    """
+    width = triton.next_power_of_2(C)
+    rows = rows or (2 if width <= 4096 else 1)  # two rows of 8192 would spill registers
+    stages = stages or (3 if width <= 1024 else 1)
+    warps = min(16, max(1, width // 256))
+    return {"BLOCK_C": width, "ROWS": rows, "num_warps": warps, "programs": programs, "STAGES": stages}
+
+
+@torch.library.custom_op("hotswap::norm_bwd", mutates_args=())
+def norm_bwd(
+    dy: Tensor,
+    dstream: Tensor | None,
+    saved: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    x_dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dx in x_dtype, dresidual in stream_dtype, dweight and dbias.
+
+    `saved` is the new stream, or the forward's y if mean is None. If the two dtypes are equal, dx is also the gradient
+    of residual and the returned dresidual is empty. If bias is None, dbias is empty.
+    """
+    N, C = saved.shape
+    has_bias = bias is not None
+    launch = launch_parameters("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", backward_launch(C), saved.device)
+    programs = min(launch.pop("programs") * multiprocessors(saved.device), triton.cdiv(N, launch["ROWS"]))
+    dx, dresidual = empty_gradients(dy, dstream, saved, weight, bias, mean, rstd, x_dtype, stream_dtype)[:2]
+    partial = torch.empty(2, programs, C, dtype=torch.float32, device=saved.device)
+    _norm_bwd_kernel[(programs,)](
+        dy,
+        dstream,
+        saved,
+        weight,
+        bias,
+        mean,
+        rstd,
+        dx,
+        dresidual,
+        partial[0],
+        partial[1],
+        N,
+        dy.stride(0),
+        0 if dstream is None else dstream.stride(0),
+        saved.stride(0),
+        C=C,
+        HAS_DSTREAM=dstream is not None,
+        HAS_BIAS=has_bias,
+        HAS_DRESIDUAL=x_dtype != stream_dtype,
+        MAX_RATIO=max_ratio(weight.dtype) if mean is None else None,
+        **launch,
+    )
+    dweight = add_partial_sums(partial[0], weight.dtype)
+    return dx, dresidual, dweight, add_partial_sums(partial[1], weight.dtype) if has_bias else weight.new_empty(0)
+
+
+@norm_bwd.register_fake
+def empty_gradients(dy, dstream, saved, weight, bias, mean, rstd, x_dtype, stream_dtype):
+    """Allocate what norm_bwd() returns. This is also the operator's fake implementation."""
+    dx = saved.new_empty(saved.shape, dtype=x_dtype)
+    dresidual = saved.new_empty(saved.shape if x_dtype != stream_dtype else 0, dtype=stream_dtype)
+    dbias = weight.new_empty(0 if bias is None else weight.shape)
+    return dx, dresidual, torch.empty_like(weight), dbias
+
+
+norm_bwd = bypass_dispatcher(norm_bwd)
+
+
+def setup_context(ctx, inputs, output):
+    x, residual, weight, bias, _ = inputs
+    stream, mean, rstd = output[1:4]
+    ctx.save_for_backward(x if residual is None else stream, weight, bias, mean, rstd)
+    ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
+    ctx.has_residual = residual is not None
+    ctx.set_materialize_grads(False)  # mean, rstd and the model's last stream get no gradients
+
+
+def backward(ctx, dy, dstream, *_, norm_bwd=norm_bwd):
+    """Return the gradients of the forward's arguments. Another backend may pass its own norm_bwd."""
+    if dy is None:
+        saved, weight, *_ = ctx.saved_tensors
+        dy = torch.zeros_like(saved, dtype=weight.dtype)
+    dstream = contiguous_rows(dstream) if ctx.has_residual and dstream is not None else None
+    dx, dresidual, dweight, dbias = norm_bwd(contiguous_rows(dy), dstream, *ctx.saved_tensors, *ctx.dtypes)
+    if not ctx.has_residual:
+        dresidual = None
+    elif not dresidual.numel():  # x and residual have the same dtype, so one gradient is enough
+        dresidual = dx
+    return dx, dresidual, dweight, dbias if dbias.numel() else None, None
+
+
+def contiguous_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` with a last stride of 1, copied if necessary. The kernels accept any stride between rows."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

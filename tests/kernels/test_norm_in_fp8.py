@@ -1,0 +1,68 @@
+"""The norm that writes fp8 for the next op gives the bits of a norm and a pass that rounds its output."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+from kernels import fp8
+from kernels.norm import CASES, inputs
+from kernels.norm.triton import norm, norm_in_fp8
+from kernels.quantize import quantize, unit_of
+from kernels.registry import AttnConfig, KernelsConfig, norm_before, resolve
+from model.gpt import GPT, GPTConfig
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+pytestmark = pytest.mark.usefixtures("fp8_on_a_cpu")
+NAMES = "769", "1600", "narrow", "many_rows", "no_residual", "plain", "fp32_residual", "non_contiguous"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_layouts_have_the_bits_of_norm_and_quantize(name):
+    arguments = inputs(**CASES[name], dtype=DTYPE, device=DEVICE)
+    y, stream = norm(**arguments)
+    in_fp8, stream_beside = norm_in_fp8(**arguments)
+    assert (in_fp8.shape, in_fp8.dtype) == (y.shape, y.dtype)
+    assert torch.equal(stream, stream_beside)
+    rows, columns, _ = quantize(y.reshape(-1, y.shape[-1]), unit_of(fp8.X_SCALE, DEVICE))
+    assert torch.equal(in_fp8.rows.view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(in_fp8.columns.view(torch.uint8), columns.view(torch.uint8))
+
+
+def test_infinities_become_nan():
+    arguments = inputs((5, 64), residual=False, dtype=DTYPE, device=DEVICE)
+    with torch.no_grad():
+        arguments["bias"][:3] = torch.tensor([1e6, torch.inf, -torch.inf])
+    in_fp8, _ = norm_in_fp8(**arguments)
+    assert (in_fp8.rows[:, 0].float() == 448).all()
+    assert in_fp8.rows[:, 1:3].float().isnan().all()
+    assert in_fp8.columns[1:3, :5].float().isnan().all()
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_a_model_has_the_same_loss_and_gradients(checkpointing, monkeypatch):
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 128}
+    config = GPTConfig(**sizes, pos="learned", bias=True, dropout=0.0, checkpointing=checkpointing)
+    kernels = KernelsConfig(norm="triton", linear="triton", mlp="triton")
+    ops = resolve(kernels, AttnConfig("sdpa"), DEVICE, in_fp8=True)
+    assert norm_before("linear", ops) is norm_before("mlp", ops) is norm_in_fp8
+    tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    results = []
+    for function in (norm_in_fp8, norm):
+        monkeypatch.setattr("kernels.norm.triton.norm_in_fp8", function)
+        torch.manual_seed(2)
+        model = GPT(config, ops, DTYPE).to(DEVICE, DTYPE)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_only_ops_that_take_fp8_get_it():
+    for kernels in (KernelsConfig(norm="triton"), KernelsConfig(norm="eager", linear="triton", mlp="triton")):
+        ops = resolve(kernels, AttnConfig("sdpa"), DEVICE, in_fp8=True)
+        assert norm_before("linear", ops) is norm_before("mlp", ops) is ops.norm
+    kernels = KernelsConfig(norm="triton", linear="triton", mlp="triton", fp8=["mlp"])
+    ops = resolve(kernels, AttnConfig("sdpa"), DEVICE, in_fp8=True)
+    assert norm_before("linear", ops) is ops.norm
+    assert norm_before("mlp", ops) is norm_in_fp8
