@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.fp8 import DY_SCALE, E4M3
+from kernels.fp8 import DY_SCALE, E4M3, InFp8
 from kernels.sums import add_partial_sums
 from kernels.tiles import place
 from kernels.tuned import launch_parameters
@@ -114,15 +114,17 @@ def store_rows(x0, x1, x2, x3, rows_ptr, quads, c, N, C):
 
 
 @triton.jit
-def store_columns(x0, x1, x2, x3, columns_ptr, quads, c, N, C):
+def store_columns(x0, x1, x2, x3, columns_ptr, quads, c, N, C, all_rows=None):
     """Round the rows of store_rows() to fp8, and store columns c of them by columns.
 
-    Columns end with zeros up to a multiple of 16.
+    Columns end with zeros up to a multiple of 16. If the N rows are a part of a matrix, `all_rows` is its number of
+    rows, and columns_ptr points to the first of the N.
     """
     height = tl.cdiv(N, MULTIPLE) * (MULTIPLE // 4)  # in words
+    stride = height if all_rows is None else tl.cdiv(all_rows, MULTIPLE) * (MULTIPLE // 4)
     words = to_words(x0, x1, x2, x3, columns_ptr.dtype.element_ty)
     words_ptr = columns_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
-    offsets = c.to(tl.int64)[:, None] * height + quads[None, :]
+    offsets = c.to(tl.int64)[:, None] * stride + quads[None, :]
     tl.store(words_ptr + offsets, tl.trans(words), (c < C)[:, None] & (quads < height)[None, :])
 
 
@@ -219,6 +221,13 @@ def quantize(
     partial = torch.empty(tiles_n, C, dtype=torch.float32, device=x.device) if sums else None
     _quantize_kernel[(programs,)](x, largest, unit, by_rows, by_columns if columns else None, partial, N, C, **launch)
     return by_rows, by_columns, add_partial_sums(partial, x.dtype) if sums else x.new_empty(0)
+
+
+def rows_and_layouts(x: Tensor | InFp8) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return x (..., C) as a contiguous (N, C) matrix, and its layouts in fp8 by rows and by columns if it has them."""
+    if isinstance(x, InFp8):
+        return x.tensor.view(-1, x.shape[-1]), x.rows, x.columns
+    return x.reshape(-1, x.shape[-1]).contiguous(), None, None
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -103,7 +103,7 @@ def _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, log_
     return tl.exp2(logits * LOG2E - shifts[:, None]) - tl.where(targets[:, None] == v[None, :], at_target, 0.0)
 
 
-@triton.jit(do_not_specialize=["N", "ignore_index"])  # another batch size must not recompile
+@triton.jit(do_not_specialize=["N", "all_rows", "ignore_index"])  # another batch size must not recompile
 def dlogits_fp8_kernel(
     logits_ptr,  # (N, V)
     targets_ptr,  # (N,) int64
@@ -111,9 +111,10 @@ def dlogits_fp8_kernel(
     count_ptr,  # (1,) number of targets other than ignore_index, in all chunks
     unit_ptr,  # 1 / scale, fp32
     rows_ptr,  # (N, V rounded up to a multiple of 16) in e5m2
-    columns_ptr,  # (V, N rounded up to a multiple of 16) in e5m2
+    columns_ptr,  # (V, all_rows rounded up to a multiple of 16) in e5m2, from the first of the N rows on
     ignore_index,
     N,
+    all_rows,
     V,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -133,4 +134,4 @@ def dlogits_fp8_kernel(
     x2 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 2, v, N, V, ignore_index, log_unit, at_target)
     x3 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 3, v, N, V, ignore_index, log_unit, at_target)
     store_rows(x0, x1, x2, x3, rows_ptr, quads, v, N, V)
-    store_columns(x0, x1, x2, x3, columns_ptr, quads, v, N, V)
+    store_columns(x0, x1, x2, x3, columns_ptr, quads, v, N, V, all_rows)

@@ -39,7 +39,7 @@ def test_kernels_compile_and_do_not_spill(capability):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers") == {80: 51, 90: 115}[capability]
+    assert done.stdout.count("registers") == {80: 51, 90: 117}[capability]
 
 
 @pytest.mark.parametrize("impl", ["triton", "triton_recompute"])
@@ -135,9 +135,10 @@ def test_loss_in_chunks(chunk, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chunk", [1, 32, 48])
-def test_loss_in_fp8_in_chunks(chunk, dtype, fp8_on_a_cpu):
-    """45 tokens in chunks of 16 (rounded up from 1), of 32, and at once."""
+@pytest.mark.parametrize(("chunk", "group"), [(1, 16), (1, 32), (1, 45), (32, 32), (48, 48)])
+def test_loss_in_fp8_in_chunks(chunk, group, dtype, fp8_on_a_cpu, monkeypatch):
+    """45 tokens in chunks of 16 (rounded up from 1), of 32, and at once, with one product for each group of chunks."""
+    monkeypatch.setattr("kernels.loss.triton.FP8_COLUMNS_BYTES", 131 * group)
     inputs = contract("loss").inputs((45, 24), vocab=131, ignored=0.3, fp8=True, dtype=dtype, device=DEVICE)
     truth = outputs_and_gradients(contract("loss").reference, inputs, dtype=torch.float64)
     eager = outputs_and_gradients(load("loss", "eager", DEVICE), inputs)
