@@ -1,4 +1,4 @@
-"""The patch of Triton's interpreter in tests/conftest.py works, and is still needed."""
+"""The patches of Triton's interpreter in tests/conftest.py work, and are still needed."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ if torch.cuda.is_available():
 
 import triton
 from triton import language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
 
 calls = []
@@ -39,9 +40,38 @@ def test_a_reduction_in_the_interpreter_halves_its_block():
     assert count_calls() == 6
 
 
-def test_the_patch_of_the_interpreter_is_still_needed(monkeypatch):
+def test_the_patch_of_reductions_is_still_needed(monkeypatch):
     """Triton's own method calls the function for each number after the first."""
     monkeypatch.setattr(ReduceOps, "generic_reduce", ReduceOps.generic_reduce.__wrapped__)
-    assert count_calls() == 63, (
-        "Triton no longer calls the function for each number: delete speed_up_triton_interpreter()"
-    )
+    assert count_calls() == 63, "Triton no longer calls the function for each number: delete reduce_halves()"
+
+
+@triton.jit
+def add_kernel(x_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    tl.store(x_ptr + tl.arange(0, N), x + x)
+
+
+def test_a_sum_of_integers_may_overflow(monkeypatch):
+    """Also in Triton's own way, which checks for it, and uses the result only if options.debug is true."""
+    for sanitize_overflow in (False, True):
+        options = interpreter.InterpreterOptions(sanitize_overflow=sanitize_overflow)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+        x = torch.full((4,), 2**30, dtype=torch.int32)
+        add_kernel[(1,)](x, 4)
+        assert x.tolist() == [-(2**31)] * 4
+
+
+def test_a_launch_patches_triton_language_once(monkeypatch):
+    """Not in each of the 6 calls of a function from the kernel. It patches tl, tl.math, and two classes."""
+    patched, patch_builtin = [], interpreter._patch_builtin
+    monkeypatch.setattr(interpreter, "_patch_builtin", lambda *args: patched.append(args[0]) or patch_builtin(*args))
+    assert count_calls() == 6
+    assert patched == [tl, tl.tensor, tl.math, tl.core.tensor_descriptor_base]
+
+
+def test_equal_types_share_their_fields(monkeypatch):
+    """So a launch that has been made once makes no new shapes."""
+    count_calls()
+    monkeypatch.setattr(tl.core, "_unwrap_shape", None)
+    assert count_calls() == 6
