@@ -11,7 +11,7 @@ from pathlib import Path
 from kernels.registry import cpp_compiler
 
 FOLDER = Path(__file__).parent
-FLAGS = ["-DEMULATOR", "-xc++", "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
+FLAGS = ["-DEMULATOR", "-xc++", "-std=c++17", "-Og", "-shared", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
 # The seed of the threads' random order; the number of a block that does not run, and of one that runs late; -1: none
 schedule = {"seed": 0, "absent": -1, "slow": -1}
 
