@@ -69,14 +69,15 @@ def check(words):
 
 
 def check_train(words):
-    """Compose the config of a run, or of each job of a sweep."""
-    jobs, is_sweep = [[]], "-m" in words or any(word.startswith("+sweep=") for word in words)
+    """Compose the config of a run, or of as many jobs of a sweep as show each value once."""
+    is_sweep = "-m" in words or any(word.startswith("+sweep=") for word in words)
+    values = {}
     for word in words:
         if word not in ("-m", "--help"):
             key, _, value = word.partition("=")
-            values = re.findall(r"\[[^]]*\]|[^,]+", value) if is_sweep else [value]  # a list is one value
-            jobs = [[*job, f"{key}={value}"] for job in jobs for value in values]
-    for job in jobs:
+            values[key] = re.findall(r"\[[^]]*\]|[^,]+", value) if is_sweep else [value]  # a list is one value
+    for i in range(max(map(len, values.values()), default=1)):
+        job = [f"{key}={choices[i % len(choices)]}" for key, choices in values.items()]
         job = [word for word in job if not word.startswith(NEW)]
         # some values of attn= have no YAML file: the program adds their choices
         config(*(re.sub("^attn=", "attn.impl=", word) for word in job))
@@ -117,8 +118,8 @@ def test_every_group_of_measure_sh_runs_valid_commands(checkout, monkeypatch):
     done = subprocess.run([checkout / "scripts/measure.sh", *groups], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
     commands = [json.loads(line) for line in log.read_text().splitlines()]
-    for words in commands:
-        check(words)
+    for words in dict.fromkeys(map(tuple, commands)):
+        check(list(words))
     assert len(commands) >= len(groups)
     for name in ("same", "slow"):
         ast.parse((checkout / f"out/same.copy/kernels/norm/{name}.py").read_text())
