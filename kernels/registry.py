@@ -211,7 +211,8 @@ def resolve(
         raise Unavailable("kernels.compile=true cannot run here: it needs g++ or clang++; install one")
     if kernels.compile and in_fp8 and rounds_in_inductor(kernels, attn) and (reason := fp8.choose_ptxas(device)):
         raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
-    compat.shorten_operator_errors()
+    if kernels.compile:
+        compat.shorten_operator_errors()  # imports Inductor, which takes 2 s
     backends: dict[str, list[str]] = {}  # the reason why they cannot run here -> their names
     for op, impl in impl_by_op(kernels, attn).items():
         if reason := unavailable(op, impl, device, attn.version if op == "attention" else None):

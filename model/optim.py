@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from model.compat import add_tensors
 from runtime.config import check
-from runtime.ranks import Ranks
+from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
 
 
@@ -173,7 +172,7 @@ class TorchAdamW(Optimizer):
     ):
         super().__init__(model, ranks, stop)
         self.grad_clip = config.grad_clip
-        self.sharded = isinstance(self.weights[0], DTensor)
+        self.sharded = is_sharded(self.weights[0])
         self.rounded = rounded if rounded != torch.float32 else None
         self.has_masters = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)
         self.masters = self.weights
@@ -260,6 +259,8 @@ class TorchAdamW(Optimizer):
         """Return this rank's rows as a DTensor that is sharded as `weight`. Without FSDP, return the tensor."""
         if not self.sharded:
             return tensor.detach()
+        from torch.distributed.tensor import DTensor
+
         mesh, placements = weight.device_mesh, weight.placements
         return DTensor.from_local(
             tensor.detach(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
@@ -269,4 +270,4 @@ class TorchAdamW(Optimizer):
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's rows of a tensor that FSDP shards. Return any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from data.loader import Batch, Loader, Windows, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
@@ -19,7 +18,7 @@ from model.optim import OptimConfig, Optimizer, TorchAdamW
 from model.pretrained import load_weights
 from model.sources import Pretrained
 from runtime.config import check
-from runtime.ranks import Ranks
+from runtime.ranks import Ranks, is_sharded
 
 
 def load_ops(
@@ -89,7 +88,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = 
 
 def fused_unavailable(weight: Tensor) -> str | None:
     """Return why FusedAdamW cannot update a model with such weights, or None if it can."""
-    if isinstance(weight, DTensor):
+    if is_sharded(weight):
         return "it does not support sharded weights (parallel=fsdp)"
     if weight.dtype == torch.float32:
         return "it rounds fp32 masters to the model's weights, and these are fp32: choose precision=bf16 or fp8"
@@ -170,7 +169,7 @@ def why_nan(model: GPT) -> str | None:
         if not isinstance(module, LayerNorm):
             continue
         explain = getattr(sys.modules[module.norm.__module__], "why_nan", lambda *_: None)
-        parameters = (p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters_in_dtype())
+        parameters = (p.full_tensor() if is_sharded(p) else p for p in module.parameters_in_dtype())
         if reason := explain(*parameters):
             return f"in {name}, {reason}"
     return None

@@ -23,12 +23,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runtime.config import UserError, check
+from runtime.ranks import is_sharded
 
 MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "training.pt", "shards"
 MANIFEST_KEYS = {"version", "step", "config", "data", "val_loss", "files"}  # every manifest has at least these
@@ -172,18 +171,21 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the model's weights by name, fp32, on the CPU."""
     if (folder / WEIGHTS).exists():
         return load_file(folder / WEIGHTS)
-    reader = dcp.FileSystemReader(folder / SHARDS)
-    metadata = reader.read_metadata().state_dict_metadata
+    from torch.distributed.checkpoint import FileSystemReader  # takes 1.5 s to import
+
+    metadata = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
     weights = {name: torch.empty(metadata[name].size) for name in metadata if name.startswith("model.")}
-    load_shards(weights, reader)
+    load_shards(weights, folder)
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
-def load_shards(state: dict[str, Tensor], reader: dcp.FileSystemReader) -> None:
+def load_shards(state: dict[str, Tensor], folder: Path) -> None:
     """Fill the tensors of `state` from a sharded checkpoint, on any number of ranks."""
+    from torch.distributed.checkpoint import load
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # that is the intent
-        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        load(state, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
 
 
 @torch.no_grad()
@@ -191,13 +193,15 @@ def load_state(folder: Path, state: State) -> dict:
     """Fill the tensors of `state`, on any number of ranks, and return the other entries of training.pt."""
     rest = torch.load(folder / TRAINING, map_location="cpu", weights_only=True, mmap=True)
     if (folder / SHARDS).exists():
-        load_shards(flatten(state), dcp.FileSystemReader(folder / SHARDS))
+        load_shards(flatten(state), folder)
         return rest
     saved = {"model": load_file(folder / WEIGHTS), **{group: rest.pop(group) for group in state if group != "model"}}
     for group, tensors in state.items():
         for name, tensor in tensors.items():
             whole = saved[group][name]
-            if isinstance(tensor, DTensor):  # each rank copies its own part of the file
+            if is_sharded(tensor):  # each rank copies its own part of the file
+                from torch.distributed.tensor import distribute_tensor
+
                 part = distribute_tensor(
                     whole.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
                 )

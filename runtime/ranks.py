@@ -30,6 +30,11 @@ class RankFailed(UserError):
     """Another rank of the job failed. The message says which one, and why."""
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether the tensor is a DTensor, as FSDP makes them. It does not import DTensor, which takes 1 s."""
+    return hasattr(tensor, "full_tensor")
+
+
 class Ranks:
     """This process's rank in the job, and the communication between the ranks."""
 

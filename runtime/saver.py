@@ -11,10 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from runtime.checkpoint import (
     SHARDS,
@@ -30,7 +28,7 @@ from runtime.checkpoint import (
     write_manifest,
 )
 from runtime.config import UserError
-from runtime.ranks import Ranks
+from runtime.ranks import Ranks, is_sharded
 
 GROUPS = ("model", "exp_avg", "exp_avg_sq")  # the groups of an optimizer's state()
 GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU before it waits for the copies
@@ -96,7 +94,9 @@ class Checkpoints:
             if problem := self.ranks.run_on_rank0(lambda: try_make_folder(temporary)):
                 print(f"warning: {temporary} cannot be created: {problem}", file=sys.stderr)
                 return time.perf_counter() - start, None
-            written = dcp.async_save(flatten(state), checkpoint_id=temporary / SHARDS, process_group=self.group)
+            from torch.distributed.checkpoint import async_save
+
+            written = async_save(flatten(state), checkpoint_id=temporary / SHARDS, process_group=self.group)
             state = {}
         else:
             state, copied = self._copy_to_host(state)
@@ -153,13 +153,13 @@ class Checkpoints:
         gathered_bytes = 0
         for group, tensors in state.items():
             for name, tensor in tensors.items():
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                whole = tensor.full_tensor() if is_sharded(tensor) else tensor
                 if not self.ranks.is_main:
                     continue
                 if (key := f"{group}.{name}") not in self.host_copies:
                     self.host_copies[key] = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
                 copies[group][name] = self.host_copies[key]
-                gathered_bytes += whole.nbytes if isinstance(tensor, DTensor) else 0
+                gathered_bytes += whole.nbytes if is_sharded(tensor) else 0
                 if self.stream and gathered_bytes > GATHERED_BYTES:
                     self.stream.synchronize()
                     gathered_bytes = 0
@@ -187,7 +187,7 @@ class Checkpoints:
         final = temporary.with_name(temporary.name[1:])
         try:
             if isinstance(ready, Future):
-                ready.result()  # rank 0's future is done when all ranks have written their shards
+                wait_for_shards(ready)
             elif ready:
                 ready.synchronize()
             temporary.mkdir(parents=True, exist_ok=True)
@@ -198,11 +198,9 @@ class Checkpoints:
             discard(final)  # it exists if it was damaged and the run resumed before it
             temporary.rename(final)
             fsync(self.folder)
-        except (OSError, RuntimeError, SafetensorError, dcp.CheckpointException) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             # a full disk can raise any of these
             shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, dcp.CheckpointException):  # holds (error, traceback) of each rank that failed
-                error = next(iter(error.failures.values()))[0]
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             free = shutil.disk_usage(next(parent for parent in self.folder.parents if parent.is_dir())).free
             raise UserError(
@@ -229,6 +227,17 @@ class Checkpoints:
         for path in checkpoint_folders(self.folder)[self.keep :]:
             if path.resolve() != best.resolve():
                 discard(path)
+
+
+def wait_for_shards(written: Future) -> None:
+    """Wait until all ranks have written their shards. Raises OSError with the reason of the first rank that failed."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        written.result()
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise OSError(getattr(cause, "strerror", None) or str(cause)) from error
 
 
 def discard(path: Path) -> None:
