@@ -1,11 +1,12 @@
 """Run a kept row again on this machine: `python -m scripts.reproduce results/h200/train.jsonl 12`.
 
 ROWS is a file of rows in results/, or the folder of a run. ROW names one row of a file: its line, or a part of its
-command, name or commit that no other row has. The row's command runs again in a new folder. Then a line each says
-whether the speed lies in the row's interval (p20 to p80 of its steps), how far the last training losses differ, and
-what differs in the environment, in the kernels that ran and in the config.
+command, name or commit that no other row has. The row's command runs again in a new folder. Then a line each gives
+the ratio of the speeds with its 95% interval, how far the last training losses differ, and what differs in the
+environment, in the kernels that ran and in the config.
 
-The exit code is 0 if the speed lies in the interval, and 1 if it does not, or if the command failed.
+The exit code is 0 if the speeds are a tie, which means that the interval contains 1. It is 2 if the new run is faster
+or slower, and 1 after an error.
 """
 
 import argparse
@@ -16,14 +17,15 @@ import sys
 from pathlib import Path
 
 from lab.report.choices import rerun_command
-from lab.sweep.compare import differing_values, settings
-from lab.sweep.table import speed, speed_key
+from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
+from lab.sweep.table import speed
 from runtime import compat
 from runtime.config import UserError, check, quote_override
 from runtime.run import make_folder, read_row
 from runtime.signals import exit_at_interrupt
 
 ROOT = Path(__file__).resolve().parent.parent
+OTHER_SPEED = 2  # the exit code if the new run is faster or slower
 OWN_ENVIRONMENT = {"gpu"}  # the identity of one GPU, which no other machine has
 
 
@@ -88,14 +90,10 @@ def reproduction_command(row: dict, folder: Path) -> list[str]:
     return [sys.executable, *launcher, *program, *arguments, f"out_dir={quote_override(str(folder))}"]
 
 
-def speed_line(row: dict, kept: dict) -> tuple[str, bool]:
-    """Return a line about the speed, and whether it lies in the interval of the kept row."""
-    low, high = (kept[f"{speed_key(kept)}/{quantile}"] for quantile in ("p20", "p80"))
-    now, then = speed(row), speed(kept)
-    place = "in" if low <= now <= high else "below" if now < low else "above"
-    interval = f"{place} the row's interval {low:,.0f} to {high:,.0f}"
-    line = f"speed    {now:,.0f} tok/s, {interval}: {now / then:.3f}x of its median {then:,.0f}"
-    return line, low <= now <= high
+def speed_line(row: dict, kept: dict, compared: Ratio) -> str:
+    """Return a line about the speed."""
+    ran = f"speed    {speed(row):,.0f} tok/s, the row has {speed(kept):,.0f}"
+    return f"{ran}: {compared.verdict}, {compared.value:.3f}x ({compared.interval})"
 
 
 def loss_line(row: dict, kept: dict) -> str | None:
@@ -123,13 +121,13 @@ def difference_lines(row: dict, kept: dict) -> list[str]:
     return lines or ["same     device, versions, commit, kernels and config"]
 
 
-def reproduce(path: Path, name: str | None, out_dir: str | None) -> bool:
-    """Run the row again and print the comparison. Return whether its speed lies in the row's interval."""
+def reproduce(path: Path, name: str | None, out_dir: str | None) -> Ratio:
+    """Run the row again and print the comparison. Return the ratio of the new speed to the row's."""
     line, kept = choose_row(read_source(path), name, path)
     where = f"{path}" if path.is_dir() else f"{path}, line {line}"
     check("command" in kept and "config" in kept, f"{where}: this row has no command; runs and generations have one")
-    measured = kept.get("status") == "ok" and f"{speed_key(kept)}/p20" in kept
-    check(measured, f"{where}: this row has no speed with an interval (its status: {kept.get('status')})")
+    check(kept.get("status") == "ok", f"{where}: this row has no speed (its status: {kept.get('status')})")
+    check(len(step_seconds(kept)) > 1, f"{where}: it has fewer than 2 timed intervals, which give no spread")
     reproduction_command(kept, Path("out"))  # refuses before it makes a folder
     folder = make_folder(out_dir, f"reproduce-{kept['name']}")
     print(f"row      {where}: {kept['name']}, started {kept['started']}")
@@ -137,11 +135,12 @@ def reproduce(path: Path, name: str | None, out_dir: str | None) -> bool:
     code = subprocess.run(reproduction_command(kept, folder), stdin=subprocess.DEVNULL).returncode
     row = read_row(folder)
     check(code == 0 and row is not None, f"{where}: its command failed here with exit code {code}; see its lines above")
-    check(speed(row) is not None, f"{where}: its command was too short here to measure a speed")
-    line, in_interval = speed_line(row, kept)
-    print("\n" + "\n".join(filter(None, [line, loss_line(row, kept), *difference_lines(row, kept)])))
+    compared = ratio([row], [kept])
+    check(compared is not None, f"{where}: its command was too short here to measure a speed with a spread")
+    lines = [speed_line(row, kept, compared), loss_line(row, kept), *difference_lines(row, kept)]
+    print("\n" + "\n".join(filter(None, lines)))
     print(f"done     {folder / 'result.json'}")
-    return in_interval
+    return compared
 
 
 @exit_at_interrupt()
@@ -157,10 +156,10 @@ def main() -> None:
     parser.add_argument("--out_dir", metavar="FOLDER", help="the folder of the new run; default: a new one in out/")
     arguments = parser.parse_args()
     try:
-        in_interval = reproduce(arguments.rows, arguments.row, arguments.out_dir)
+        compared = reproduce(arguments.rows, arguments.row, arguments.out_dir)
     except UserError as error:
         sys.exit(f"error: {error}")
-    sys.exit(0 if in_interval else 1)
+    sys.exit(0 if compared.verdict == "tie" else OTHER_SPEED)
 
 
 if __name__ == "__main__":

@@ -45,15 +45,20 @@ class Ratio(NamedTuple):
             return "tie"
         return "faster" if self.low > 1 else "slower"
 
-    def __str__(self) -> str:
+    @property
+    def interval(self) -> str:
+        """The interval with its notes, such as "0.992 to 1.009, 1 run, other GPU"."""
         high = f"{self.high:.3f}" if self.high < 100 else "over 100"
         notes = [f"{self.low:.3f} to {high}"]
         if self.runs == 1:
             notes.append("1 run")
         if self.other_gpu:
             notes.append("other GPU")
+        return ", ".join(notes)
+
+    def __str__(self) -> str:
         value = "tie" if self.verdict == "tie" else f"{self.value:.3f}x"
-        return f"{value} ({', '.join(notes)})"
+        return f"{value} ({self.interval})"
 
 
 def is_generation(row: dict) -> bool:

@@ -22,10 +22,10 @@ def command(called, monkeypatch, tmp_path):
 
 
 def kept_row(**changes):
-    """A row of a training of 1,000 tokens/s."""
+    """A row of a training of 1,000 tokens/s, in five intervals that differ by up to 2%."""
     row = {"name": "1M", "status": "ok", "started": "2026-11-20", "command": "python train.py seed=2 out_dir=out/a"}
     row |= {"config": {"seed": 2, "out_dir": "out/a"}, "kernels": {"norm": "eager"}, "train/loss": 2.0}
-    row |= {"perf/tokens_per_sec": 1000, "perf/tokens_per_sec/p20": 900, "perf/tokens_per_sec/p80": 1100}
+    row |= {"perf/tokens_per_sec": 1000, "perf/laps_s": [0.99, 1.0, 1.01, 0.995, 1.005]}
     return row | {"env": {"device": "NVIDIA H200", "gpu": "GPU-1", "torch": "2.13", "git_commit": "abc123"}} | changes
 
 
@@ -48,16 +48,16 @@ def fake_run(monkeypatch, code=0, **changes):
 
 
 def test_a_run_is_run_again_and_compared(command, hotswap, monkeypatch):
-    """The real command: its losses are equal, and its speed is compared with an interval that contains every speed."""
+    """The real command: its losses are equal, and its speed ties with a row of steps that differ by 100x."""
     monkeypatch.setenv("HOTSWAP_COMMIT", "abc")
     assert hotswap(*QUICK, "train.max_steps=5")[0] == 0
     row = json.loads(Path("run/result.json").read_text())
-    row |= {"perf/tokens_per_sec/p20": 1, "perf/tokens_per_sec/p80": 1e9}
+    row["perf/laps_s"] = [row["perf/step_ms"] / 1e3 * factor for factor in (0.1, 1, 10)]
     row["command"] = row["command"].replace(sys.argv[0], "train.py")
     Path("run/result.json").write_text(json.dumps(row))
     code, out, err = command("run")
     assert (code, err) == (0, "")
-    assert re.search(r"^speed    [\d,]+ tok/s, in the row's interval 1 to 1,000,000,000: ", out, re.MULTILINE)
+    assert re.search(r"^speed    [\d,]+ tok/s, the row has [\d,]+: tie, \d", out, re.MULTILINE)
     assert f"loss     {row['train/loss']:.6g}, equal to the row's\n" in out
     assert "same     device, versions, commit, kernels and config\n" in out
     [folder] = Path("out").iterdir()
@@ -65,15 +65,22 @@ def test_a_run_is_run_again_and_compared(command, hotswap, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("speed", "code", "words"),
-    [(900, 0, "in"), (1100, 0, "in"), (800, 1, "below"), (1200, 1, "above")],
+    ("factor", "code", "verdict"), [(1.0, 0, "tie"), (1.012, 0, "tie"), (1.1, 2, "faster"), (0.9, 2, "slower")]
 )
-def test_the_speed_is_in_the_interval_or_outside(command, monkeypatch, speed, code, words):
+def test_the_exit_code_says_whether_the_speeds_are_a_tie(command, monkeypatch, factor, code, verdict):
+    """1.2% is above the p80 of the row's steps. It is a tie by the interval, because the steps differ as much."""
     write_rows(kept_row())
-    fake_run(monkeypatch, **{"perf/tokens_per_sec": speed})
+    laps = [seconds / factor for seconds in reversed(kept_row()["perf/laps_s"])]
+    fake_run(monkeypatch, **{"perf/tokens_per_sec": 1000 * factor, "perf/laps_s": laps})
     result, out, err = command("rows.jsonl")
     assert (result, err) == (code, "")
-    assert f"speed    {speed:,} tok/s, {words} the row's interval 900 to 1,100: {speed / 1000:.3f}x of" in out
+    assert f"speed    {1000 * factor:,.0f} tok/s, the row has 1,000: {verdict}, {factor:.3f}x (" in out
+
+
+def test_another_gpu_is_noted_beside_the_ratio(command, monkeypatch):
+    write_rows(kept_row())
+    fake_run(monkeypatch, env=kept_row()["env"] | {"gpu": "GPU-2"})
+    assert re.search(r"tie, 1\.000x \(.*, 1 run, other GPU\)$", command("rows.jsonl")[1], re.MULTILINE)
 
 
 def test_what_differs_is_named(command, monkeypatch):
@@ -124,19 +131,21 @@ def test_a_row_is_named_by_its_line_or_a_part_of_its_command_name_or_commit(comm
         (["."], ". has no row: it is not the folder of a run with a result.json"),
         (["empty"], "empty is empty"),
         (["bad"], "bad: line 2 is not a row (a JSON object)"),
-        (["rows.jsonl"], "rows.jsonl has 4 rows: name one by its line (1 to 4), or by a part of its command"),
-        (["rows.jsonl", "9"], "rows.jsonl has no row 9: name one by its line (1 to 4)"),
-        (["rows.jsonl", "seed=2"], "3 rows of rows.jsonl match seed=2: pass one of the lines 1, 2, 3"),
-        (["rows.jsonl", "2"], "rows.jsonl, line 2: this row has no speed with an interval (its status: oom)"),
+        (["rows.jsonl"], "rows.jsonl has 5 rows: name one by its line (1 to 5), or by a part of its command"),
+        (["rows.jsonl", "9"], "rows.jsonl has no row 9: name one by its line (1 to 5)"),
+        (["rows.jsonl", "seed=2"], "4 rows of rows.jsonl match seed=2: pass one of the lines 1, 2, 3, 5"),
+        (["rows.jsonl", "2"], "rows.jsonl, line 2: this row has no speed (its status: oom)"),
         (["rows.jsonl", "3"], "rows.jsonl, line 3: this row has no command; runs and generations have one"),
         (["rows.jsonl", "4"], "the row's command is neither train.py nor scripts.generate: rm -r x"),
+        (["rows.jsonl", "5"], "rows.jsonl, line 5: it has fewer than 2 timed intervals"),
         (["rows.jsonl", "1"], "rows.jsonl, line 1: its command failed here with exit code 3; see its lines above"),
     ],
 )
 def test_a_mistake_is_one_line(command, monkeypatch, arguments, message):
     fake_run(monkeypatch, code=3)
     without_config = {key: value for key, value in kept_row().items() if key != "config"}
-    write_rows(kept_row(), kept_row(status="oom"), without_config, kept_row(command="rm -r x"))
+    old = kept_row(**{"perf/laps_s": None})  # rows of before 2026-11 have no timed intervals
+    write_rows(kept_row(), kept_row(status="oom"), without_config, kept_row(command="rm -r x"), old)
     Path("empty").touch()
     Path("bad").write_text("{}\n[1]\n")
     code, _, err = command(*arguments)
