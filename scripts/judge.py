@@ -5,6 +5,7 @@ does it change in memory and losses? The answer is one page, and the exit code.
 """
 
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from lab.rows import write_rows
 from runtime.config import UserError, check, command_line, quote_exactly, quote_override
 from runtime.device import environment, select_device
 from runtime.run import make_folder
-from runtime.signals import STOPPED
+from runtime.signals import STOPPED, Signals, Stopped
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,11 +56,35 @@ class Config:
 
 @command(Config, "judge")
 def main(cfg: Config) -> None:
-    claim, device = Claim(cfg.op, cfg.impl, cfg.against), select_device(cfg.device)
     folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
+    try:
+        with Signals():  # the probes and the training run in other processes, which end with this block
+            row = settle(cfg, folder)
+    except Stopped:
+        again = judge_command(cfg, f"out_dir={quote_override(str(folder))}")
+        print(f"stopped  before the verdict; continue with: {again}")
+        raise
+    files = write_rows([row], "judge.jsonl", folder, cfg.keep)
+    (folder / "judge.md").write_text(page(row))
+    files.append(folder / "judge.md")
+    if "ratio" in row and find_spec("matplotlib"):
+        files.append(speed_figure(row, folder / "judge.png"))
+    print(f"\n{page(row)}\ndone     {', '.join(map(str, files))}", flush=True)
+    if row["verdict"] not in EXIT_CODES:
+        raise UserError(f"no verdict: {row['reason']}")
+    sys.exit(EXIT_CODES[row["verdict"]])
+
+
+def judge_command(cfg: Config, *added: str) -> str:
+    """Return the shell command that judges this claim again."""
     words = [word for word in shlex.split(command_line()) if not word.startswith(("out_dir=", "training="))]
-    words += ["--", *cfg.training] if cfg.training else []
-    about = {"command": shlex.join(words), "env": environment(device)}
+    return shlex.join([*words, *added, *(["--", *cfg.training] if cfg.training else [])])
+
+
+def settle(cfg: Config, folder: Path) -> dict:
+    """Test the backend, train with both backends in `folder`, measure the op alone. Return the row of the verdict."""
+    claim, device = Claim(cfg.op, cfg.impl, cfg.against), select_device(cfg.device)
+    about = {"command": judge_command(cfg), "env": environment(device)}
     print(f"judge    {claim}, on {about['env']['device']}", flush=True)
     statuses = probe_cases(claim, device, cfg.limit)
     check(
@@ -73,24 +98,27 @@ def main(cfg: Config) -> None:
         runs = read_training(claim, folder)
         check(all(runs.values()), f"the training left no rows of both backends in {folder}: its messages are above")
         benchmark = benchmark_op(claim, runs[claim.impl][0], cfg.rounds, device)
-    row = {**judge_claim(claim, statuses, runs, benchmark), "date": time.strftime("%Y-%m-%d"), **about}
-    files = write_rows([row], "judge.jsonl", folder, cfg.keep)
-    (folder / "judge.md").write_text(page(row))
-    files.append(folder / "judge.md")
-    if "ratio" in row and find_spec("matplotlib"):
-        files.append(speed_figure(row, folder / "judge.png"))
-    print(f"\n{page(row)}\ndone     {', '.join(map(str, files))}", flush=True)
-    if row["verdict"] not in EXIT_CODES:
-        raise UserError(f"no verdict: {row['reason']}")
-    sys.exit(EXIT_CODES[row["verdict"]])
+    return {**judge_claim(claim, statuses, runs, benchmark), "date": time.strftime("%Y-%m-%d"), **about}
 
 
 def train(words: list[str], folder: Path) -> None:
-    """Run train.py, which prints its progress. Exits with 75 if a signal stopped it."""
-    program = [sys.executable, str(ROOT / "train.py")]
-    code = subprocess.run([*program, *words, f"out_dir={quote_override(str(folder))}"]).returncode
-    if code == STOPPED:
-        sys.exit(STOPPED)
+    """Run train.py, which prints its progress. Raises Stopped if a signal arrives, after train.py has ended.
+
+    After the first signal, the sweep ends its runs after their step. After the second signal, it ends them at once.
+    """
+    program = [sys.executable, str(ROOT / "train.py"), *words, f"out_dir={quote_override(str(folder))}"]
+    child = subprocess.Popen(program, stdin=subprocess.DEVNULL, process_group=0)  # Ctrl-C reaches this process only
+    stopped = None
+    while child.returncode is None:
+        try:
+            child.wait()
+        except Stopped as signal_received:
+            stopped = signal_received
+            child.send_signal(signal.SIGINT)
+    if child.returncode == STOPPED:
+        raise Stopped(STOPPED, "the training was stopped")
+    if stopped:
+        raise stopped
 
 
 def main_with_training() -> None:

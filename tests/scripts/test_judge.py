@@ -1,6 +1,11 @@
 """`python -m scripts.judge`: the exit code is the verdict."""
 
 import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +64,44 @@ def test_a_backend_that_cannot_run_here_is_an_error(command):
     code, _, err, trained = command(80, {"fp32 768": "unavailable: it needs an NVIDIA GPU"})
     assert (code, trained) == (1, [])
     assert err == "error: norm=triton runs no case here: unavailable: it needs an NVIDIA GPU\n"
+
+
+SWEEP = """
+import signal, sys, time
+from pathlib import Path
+def end(number, frame):
+    Path("signals").open("a").write(f"{number} ")
+    if len(Path("signals").read_text().split()) == SIGNALS:
+        sys.exit(75)
+signal.signal(signal.SIGINT, end)
+Path("started").touch()
+while True:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)])
+def test_a_signal_ends_the_training_and_names_the_command_that_continues(called, monkeypatch, tmp_path, number, count):
+    """The sweep gets every signal as Ctrl-C, and this command waits until the sweep has ended."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "probe_cases", lambda *_: CASES)
+    Path("train.py").write_text(SWEEP.replace("SIGNALS", str(count)))
+
+    def send() -> None:
+        for sent in range(count):
+            while not Path("signals" if sent else "started").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    code, out, err = called("judge.py", script.main_with_training, *ARGUMENTS, "out_dir=judged", "--", "model=tiny")
+    sender.join()
+    assert (code, err) == (75, "")
+    assert Path("signals").read_text().split() == ["2"] * count
+    words = "op=norm impl=triton against=eager device=cpu out_dir=judged -- model=tiny"
+    assert out.endswith(f"stopped  before the verdict; continue with: python judge.py {words}\n")
 
 
 @pytest.mark.exhaustive
