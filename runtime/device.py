@@ -164,17 +164,21 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether the error says that the memory is full. On a CPU, only PyTorch's text says so."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 @contextmanager
 def explain_out_of_memory(tried: str, lower: str) -> Iterator[None]:
     """Turn PyTorch's out-of-memory errors into OutOfMemory: one line with what was tried and what to lower."""
     try:
         yield
-    except RuntimeError as error:  # on a CPU only the text of the error says that the memory is full
-        gpu = isinstance(error, torch.OutOfMemoryError)
-        if not gpu and "DefaultCPUAllocator" not in str(error):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
         match = re.search(r"[Tt]ried to allocate .*?(?=\. |$)(\. GPU .*?(?=\. |$))?", str(error))
-        memory = "GPU memory" if gpu else "memory"
+        memory = "GPU memory" if isinstance(error, torch.OutOfMemoryError) else "memory"
         raise OutOfMemory(f"out of {memory} with {tried}: {match[0] if match else error}; lower {lower}") from error
 
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from kernels.registry import ALL_OPS, check_name, impls
 from lab.bench.machine import describe_machine
 from lab.bench.op import as_list
-from lab.bench.probe import first_probe, first_word, matrix_probes, run_probes
+from lab.bench.probe import ERRORS, first_probe, first_word, matrix_probes, run_probes
 from lab.bench.support import tables
 from lab.commands import command
 from lab.rows import write_rows
@@ -97,7 +97,7 @@ def main(cfg: Config) -> None:
         for column, statuses in row["answers"].items():
             for value, status in statuses.items():
                 counts[first_word(status)] += 1
-                if first_word(status) in ("wrong", "failed"):
+                if first_word(status) in ERRORS:
                     errors.append(f"error: {op}={impl} {column} {value} {status}")
                 if not cfg.matrix:
                     print(answer_line(op, impl, column, status), flush=True)

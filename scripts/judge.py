@@ -22,6 +22,7 @@ from lab.judge.claim import (
     probe_cases,
     read_training,
     training_words,
+    undecided_answers,
     wrong_answers,
 )
 from lab.judge.verdict import judge_claim, page, speed_figure
@@ -92,7 +93,7 @@ def settle(cfg: Config, folder: Path) -> dict:
         f"{cfg.op}={cfg.impl} runs no case here: {next(iter(statuses.values()))}",
     )
     runs, benchmark = {}, []
-    if not wrong_answers(statuses):
+    if not wrong_answers(statuses) and not undecided_answers(statuses):
         print(f"right    in {sum(status.startswith('ok') for status in statuses.values())} cases", flush=True)
         train(training_words(claim, device, cfg.repeats, cfg.training), folder)
         runs = read_training(claim, folder)

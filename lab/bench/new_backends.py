@@ -15,7 +15,7 @@ import torch
 
 from kernels.lookup import ROOT, source, source_file
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, impl_by_op
-from lab.bench.probe import first_probe, first_word, run_probes
+from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
 
 SHIPPED = {
@@ -38,7 +38,7 @@ class WrongKernel(KernelError):
 def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> dict[str, str]:
     """Return {op: the doctor's status} of each chosen backend that is not in SHIPPED: "ok: ...", or "unavailable: ...".
 
-    Raises WrongKernel, which names the file, if such a backend is wrong.
+    Raises WrongKernel, which names the file, if such a backend is wrong, and KernelError if the check has no answer.
     """
     chosen = {op: impl for op, impl in impl_by_op(kernels, attn).items() if impl not in SHIPPED.get(op, "").split()}
     paths = {op: CACHE / f"{cache_key(op, impl, device)}.txt" for op, impl in chosen.items()}
@@ -47,14 +47,16 @@ def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.d
     probes = [[*next(iter(first_probe(op, chosen[op], device).values())).values()] for op in missing]
     for op, [status] in zip(missing, run_probes(probes, device, LIMIT), strict=True):
         statuses[op] = status
-        if first_word(status) != "failed":
+        if first_word(status) not in ENDED:
             CACHE.mkdir(parents=True, exist_ok=True)
             paths[op].write_text(status)
     for op, status in statuses.items():
-        if first_word(status) in ("wrong", "failed"):
+        more = f"python -m scripts.doctor op={op} impl={chosen[op]} tells more, and kernels.check=false trains with it"
+        if first_word(status) == "undecided":
+            raise KernelError(f"{source(op, chosen[op])} could not be checked ({status}): {more}")
+        if first_word(status) in ERRORS:
             raise WrongKernel(
-                f"{source(op, chosen[op])} breaks the contract of kernels/{op}/__init__.py ({status}): "
-                f"python -m scripts.doctor op={op} impl={chosen[op]} tells more, and kernels.check=false trains with it"
+                f"{source(op, chosen[op])} breaks the contract of kernels/{op}/__init__.py ({status}): {more}"
             )
     return statuses
 

@@ -1,7 +1,7 @@
 """Test whether a backend runs here and is right, in processes that the backend may crash.
 
-A probe has a status: "ok: what ran", "unavailable: why" (the backend raised Unavailable), "wrong: by how much" or
-"failed: how".
+A probe has a status: "ok: what ran", "unavailable: why" (the backend raised Unavailable), "wrong: by how much",
+"failed: how", or "undecided: why" (the time or the memory did not suffice, which says nothing about the backend).
 """
 
 import multiprocessing
@@ -24,8 +24,10 @@ from kernels.check import broken_rule, exact_results, outputs_and_gradients, poi
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
 from lab.bench.op import optional_arguments
-from runtime.device import select_device
+from runtime.device import is_out_of_memory, select_device
 
+ENDED = "failed", "undecided"  # with these statuses, the process of the probe ends
+ERRORS = "wrong", *ENDED
 PROBE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROCESSES = max(4, (os.cpu_count() or 1) // 2)  # at a time; on a GPU each has a CUDA context, which takes memory
 # The fork server imports these once, for all processes: this module, what it needs, and what scripts/doctor.py needs
@@ -48,7 +50,7 @@ Columns = dict[str, dict[str, Probe]]  # column of the table -> value -> probe
 
 
 def first_word(status: str) -> str:
-    """Return the first word of a status: ok, unavailable, wrong or failed."""
+    """Return the first word of a status: ok, unavailable, wrong, failed or undecided."""
     return status.partition(":")[0]
 
 
@@ -171,7 +173,8 @@ def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, l
         try:
             status = probe_status(probe, device)
         except Exception as error:
-            pipe.send(f"failed: {textwrap.shorten(f'{type(error).__name__}: {error}', 300)}")
+            word = "undecided" if is_out_of_memory(error) else "failed"
+            pipe.send(f"{word}: {textwrap.shorten(f'{type(error).__name__}: {error}', 300)}")
             raise
         pipe.send(status)
 
@@ -206,24 +209,26 @@ class Worker:
     def statuses(self, limit: float) -> list[str]:
         """Return the statuses of the probes, up to the first failure. Waits at most `limit` seconds for each."""
         statuses = []
-        while len(statuses) < self.count and (not statuses or first_word(statuses[-1]) != "failed"):
+        while len(statuses) < self.count and (not statuses or first_word(statuses[-1]) not in ENDED):
             if not self.pipe.poll(limit):
-                return [*statuses, f"failed: no answer within {limit:g} s"]
+                return [*statuses, f"undecided: no answer within {limit:g} s"]
             try:
                 statuses.append(self.pipe.recv())
             except EOFError:
-                statuses.append(f"failed: {self.describe_end()}")
+                statuses.append(self.describe_end())
         self.process.join(5)  # a killed process leaves locks behind, about which Python complains
         return statuses
 
     def describe_end(self) -> str:
-        """Return how the process ended, and the last line that it printed."""
+        """Return the status of a process that ended without an answer, with the last line that it printed."""
         self.process.join(5)
         code = self.process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         lines = list(filter(str.strip, Path(self.log.name).read_text(errors="replace").splitlines()))
         last = f": {textwrap.shorten(lines[-1], 200)}" if lines else ""
-        return f"the process ended, {how}{last}"
+        # the system sends SIGKILL when the memory is full
+        word = "undecided" if code == -signal.SIGKILL else "failed"
+        return f"{word}: the process ended, {how}{last}"
 
 
 def run_probes(groups: list[list[Probe]], device: torch.device, limit: float) -> Iterator[list[str]]:

@@ -5,11 +5,11 @@ A row of results/<device>/support.jsonl is for one backend: {"op", "impl", "answ
 
 from tabulate import tabulate
 
-from lab.bench.probe import first_word
+from lab.bench.probe import ERRORS, first_word
 
 
 def cell(answers: dict[str, str]) -> str:
-    """Return "yes", "no", or the values at which the backend is right, wrong, or fails: "64, 96; **wrong** 80"."""
+    """Return "yes", "no", or the values at which the backend is right, not right: "64, 96; **wrong** 80"."""
     values: dict[str, list[str]] = {}
     for value, status in answers.items():
         values.setdefault(first_word(status), []).append(value)
@@ -17,7 +17,7 @@ def cell(answers: dict[str, str]) -> str:
     if len(right) == len(answers):
         return "yes"
     parts = [", ".join(right)] if right else []
-    parts += [f"**{what}** {', '.join(values[what])}" for what in ("wrong", "failed") if what in values]
+    parts += [f"**{what}** {', '.join(values[what])}" for what in ERRORS if what in values]
     return "; ".join(parts) or "no"
 
 

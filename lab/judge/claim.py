@@ -68,7 +68,17 @@ def probe_cases(claim: Claim, device: torch.device, limit: float) -> dict[str, s
 
 def wrong_answers(statuses: dict[str, str]) -> list[str]:
     """Return "case: status" of the answers that are wrong or failed."""
-    return [f"{case}: {status}" for case, status in statuses.items() if first_word(status) in ("wrong", "failed")]
+    return answers_with(statuses, "wrong", "failed")
+
+
+def undecided_answers(statuses: dict[str, str]) -> list[str]:
+    """Return "case: status" of the cases for which the time or the memory did not suffice."""
+    return answers_with(statuses, "undecided")
+
+
+def answers_with(statuses: dict[str, str], *words: str) -> list[str]:
+    """Return "case: status" of the statuses with one of these first words."""
+    return [f"{case}: {status}" for case, status in statuses.items() if first_word(status) in words]
 
 
 def training_words(claim: Claim, device: torch.device, repeats: int, words: list[str]) -> list[str]:

@@ -4,8 +4,8 @@ import statistics
 from collections import Counter
 from pathlib import Path
 
-from lab.bench.probe import first_word
-from lab.judge.claim import Claim, wrong_answers
+from lab.bench.probe import ERRORS, first_word
+from lab.judge.claim import Claim, answers_with, undecided_answers, wrong_answers
 from lab.report.colours import CHOICE_COLOURS, GREY
 from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_size
 from lab.report.figures import save, subplots
@@ -20,13 +20,15 @@ FASTER, SLOWER = CHOICE_COLOURS[2:4]  # green, red
 
 
 def judge_claim(claim: Claim, statuses: dict[str, str], runs: dict[str, list[dict]], benchmark: list[dict]) -> dict:
-    """Return the row of a verdict. `runs` and `benchmark` are empty if the backend is wrong."""
+    """Return the row of a verdict. `runs` and `benchmark` are empty if a case is wrong or undecided."""
     row = {**claim._asdict(), "verdict": "wrong", "reason": None, "cases": statuses}
     wrong = wrong_answers(statuses)
     wrong += [run["status"] for run in runs.get(claim.impl, []) if first_word(run["status"]) == "wrong"]
     if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        return row | {"reason": f"{wrong[0]}{more}"}
+        return row | {"reason": first_of(wrong)}
+    if undecided := undecided_answers(statuses):
+        remedy = "raise limit=SECONDS, or free memory"
+        return row | {"verdict": "none", "reason": f"{first_of(undecided)}; {remedy}"}
     row["benchmark"] = {bench["impl"]: {key: bench[key] for key in BENCHMARK} for bench in benchmark}
     row["training"] = {name: training_figures(rows) for name, rows in runs.items()}
     row["baseline"] = training_text(runs[claim.against][0])
@@ -35,6 +37,10 @@ def judge_claim(claim: Claim, statuses: dict[str, str], runs: dict[str, list[dic
         reasons = [run["status"] for rows in runs.values() for run in rows if run["status"] != "ok"]
         return row | {"verdict": "none", "reason": reasons[0] if reasons else "the runs are too short to compare"}
     return row | {"verdict": compared.verdict, "ratio": compared._asdict()}
+
+
+def first_of(answers: list[str]) -> str:
+    return answers[0] + (f" (and {len(answers) - 1} more)" if len(answers) > 1 else "")
 
 
 def training_figures(rows: list[dict]) -> dict:
@@ -73,6 +79,8 @@ def verdict_sentence(row: dict) -> str:
     name = f"{row['op']}={row['impl']}"
     if row["verdict"] == "wrong":
         return f"{name} is wrong: {row['reason']}"
+    if row["verdict"] == "none" and "training" not in row:
+        return f"{name} could not be judged: {row['reason']}"
     if row["verdict"] == "none":
         return f"{name} passes every case, but the training gave no ratio of speeds: {row['reason']}"
     return (
@@ -92,9 +100,7 @@ def page(row: dict) -> str:
         f"Cases of the contract against float64, with gradients, NaN in new memory and repeated calls: "
         f"{', '.join(f'{count} {word}' for word, count in counts.items())}."
     )
-    lines += [
-        f"- {case}: {status}" for case, status in row["cases"].items() if first_word(status) in ("wrong", "failed")
-    ]
+    lines += [f"- {answer}" for answer in answers_with(row["cases"], *ERRORS)]
     lines += [f"- {status}" for status in skipped]
     env = row["env"]
     lines += ["", f"{env['device']}, torch {env['torch']}, triton {env['triton']}, commit {env['git_commit']}", ""]

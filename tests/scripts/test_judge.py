@@ -60,6 +60,14 @@ def test_a_wrong_backend_is_not_trained(command):
     assert "**norm=triton is wrong: fp32 769: wrong: out0: error 1**" in out
 
 
+def test_a_case_without_an_answer_gives_no_verdict(command, tmp_path):
+    code, _, err, trained = command(80, CASES | {"fp32 769": "undecided: no answer within 120 s"})
+    assert (code, trained) == (1, [])
+    reason = "fp32 769: undecided: no answer within 120 s; raise limit=SECONDS, or free memory"
+    assert err == f"error: no verdict: {reason}\n"
+    assert f"could not be judged: {reason}" in (tmp_path / "judged/judge.md").read_text()
+
+
 def test_a_backend_that_cannot_run_here_is_an_error(command):
     code, _, err, trained = command(80, {"fp32 768": "unavailable: it needs an NVIDIA GPU"})
     assert (code, trained) == (1, [])

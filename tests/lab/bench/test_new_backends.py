@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from kernels.registry import AttnConfig, KernelsConfig, impls
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls
 from lab.bench import new_backends
 from lab.bench.new_backends import SHIPPED, WrongKernel, check_new_backends
 
@@ -72,6 +72,17 @@ def test_a_wrong_answer_is_an_error_each_time(monkeypatch, tmp_path):
             "kernels/norm/eager.py breaks the contract of kernels/norm/__init__.py (wrong: out0): "
             "python -m scripts.doctor op=norm impl=eager tells more, and kernels.check=false trains with it"
         )
+
+
+def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(monkeypatch, tmp_path):
+    late = "undecided: no answer within 120 s"
+    monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [[late] for _ in groups])
+    monkeypatch.setattr(new_backends, "CACHE", tmp_path / "cache")
+    monkeypatch.setitem(SHIPPED, "norm", "")
+    with pytest.raises(KernelError, match=rf"^kernels/norm/eager.py could not be checked \({late}\): ") as error:
+        check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
+    assert not isinstance(error.value, WrongKernel)
+    assert not (tmp_path / "cache").exists()  # the next run checks again
 
 
 @pytest.mark.exhaustive

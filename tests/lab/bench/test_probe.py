@@ -20,6 +20,15 @@ def test_another_process_continues_after_a_failure():
     assert len(second) == 1
 
 
+def test_a_lack_of_time_or_memory_decides_nothing():
+    """A petabyte of inputs, and a limit in which no process starts. Another process continues."""
+    large = NORM._replace(shape={"shape": (2**24, 2**24)})
+    [statuses] = run_probes([[large, NORM]], CPU, limit=60)
+    assert re.match(r"undecided: RuntimeError: .*DefaultCPUAllocator", statuses[0])
+    assert statuses[1].startswith("ok: ")
+    assert list(run_probes([[NORM]], CPU, limit=0)) == [["undecided: no answer within 0 s"]]
+
+
 class Half(torch.autograd.Function):
     """The identity, with half of its gradient."""
 

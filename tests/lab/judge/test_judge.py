@@ -88,6 +88,16 @@ def test_a_wrong_case_is_the_verdict_and_no_speed_is_shown():
     assert "tokens/s" not in text
 
 
+def test_a_case_without_an_answer_is_neither_right_nor_wrong():
+    statuses = CASES | {"fp32 769": "undecided: no answer within 120 s", "fp32 8192": "undecided: out of memory"}
+    row = judge_claim(CLAIM, statuses, {}, []) | {"command": "judge", "env": ENV}
+    reason = "fp32 769: undecided: no answer within 120 s (and 1 more); raise limit=SECONDS, or free memory"
+    assert (row["verdict"], row["reason"], wrong_answers(statuses)) == ("none", reason, [])
+    text = page(row)
+    assert f"**norm=triton could not be judged: {reason}**" in text
+    assert "- fp32 8192: undecided: out of memory\n" in text
+
+
 def test_wrong_losses_in_training_are_the_verdict_too():
     runs = {"eager": [run("eager", 100)], "triton": [run("triton", 90, "wrong: the losses are off")]}
     row = judge_claim(CLAIM, CASES, runs, [bench("triton", 1), bench("eager", 1)])
