@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from kernels.names import KernelError, backend_names, config_groups
@@ -27,6 +29,18 @@ def command(schema: type[T], name: str, errors: tuple = (), complete: Callable[[
         errors=(KernelError, *errors),
         complete=complete,
     )
+
+
+def compose(schema: type, name: str, words: list[str]) -> DictConfig:
+    """Return the composed config of another command with these arguments. Call this in a command's main().
+
+    Its values are not checked: runtime.config.parse() does that. Raises UserError if the arguments are wrong.
+    """
+    config.store_named_choices(config_groups(), words)
+    try:
+        return hydra.compose(name, words)
+    except HydraException as error:
+        raise config.UserError(config.explain_error(error, schema)) from error
 
 
 def answer_help(name: str) -> None:

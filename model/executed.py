@@ -7,7 +7,12 @@ from model.gpt import PRECISIONS, GPTConfig
 
 
 def call_shapes(
-    config: GPTConfig, precision: str, shape: tuple[int, int], keys: int | None = None, documents: bool = False
+    config: GPTConfig,
+    kernels: KernelsConfig,
+    precision: str,
+    shape: tuple[int, int],
+    keys: int | None = None,
+    documents: bool = False,
 ) -> dict[str, dict]:
     """Return op -> the arguments of its contract's inputs(), for the call that the model makes. It may call fewer ops.
 
@@ -29,7 +34,9 @@ def call_shapes(
         "keys": keys,
     }
     calls = {op: contract(op).in_model(**sizes) for op in OPS if hasattr(contract(op), "in_model")}
-    return {op: arguments for op, arguments in calls.items() if arguments is not None}
+    calls = {op: arguments for op, arguments in calls.items() if arguments is not None}
+    in_fp8 = [op for op in calls if precision == "fp8" and runs_in_fp8(op, kernels)]
+    return calls | {op: {**calls[op], "fp8": True} for op in in_fp8}
 
 
 def executed_kernels(
@@ -49,10 +56,8 @@ def executed_kernels(
     """
     keys_of_blocks = keys if kernels.decode == "blocks" else None
     impls, descriptions = impl_by_op(kernels, attn), {}
-    for op, arguments in call_shapes(config, precision, shape, keys_of_blocks, documents).items():
+    for op, arguments in call_shapes(config, kernels, precision, shape, keys_of_blocks, documents).items():
         version = attn.version if op == "attention" else None
-        if precision == "fp8" and runs_in_fp8(op, kernels):
-            arguments["fp8"] = True
         dtype = PRECISIONS[precision][1]
         descriptions[op] = describe(op, impls[op], version, **arguments, dtype=dtype, device=device)
     if keys:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lab.commands import command
+from lab.commands import command, compose
 from lab.judge.claim import (
     EXIT_CODES,
     Claim,
     benchmark_op,
     check_claim,
+    choose_backends,
+    ignored_settings,
     probe_cases,
     read_training,
     training_words,
@@ -26,11 +28,14 @@ from lab.judge.claim import (
     wrong_answers,
 )
 from lab.judge.verdict import judge_claim, page, speed_figure
+from lab.recipe import Recipe
 from lab.rows import write_rows
-from runtime.config import UserError, check, command_line, quote_exactly, quote_override
+from runtime.config import UserError, check, command_line, parse, quote_exactly, quote_override
 from runtime.device import environment, select_device
 from runtime.run import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
+from train import Config as TrainConfig
+from train import complete_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,9 +65,10 @@ def main(cfg: Config) -> None:
     folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
     try:
         with Signals():  # the probes and the training run in other processes, which end with this block
-            row = settle(cfg, folder)
+            claim = Claim(cfg.op, cfg.impl, cfg.against)
+            row = settle(claim, cfg.training, cfg.repeats, cfg.rounds, cfg.limit, cfg.device, folder)
     except Stopped:
-        again = judge_command(cfg, f"out_dir={quote_override(str(folder))}")
+        again = judge_command(cfg.training, f"out_dir={quote_override(str(folder))}")
         print(f"stopped  before the verdict; continue with: {again}")
         raise
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
@@ -76,30 +82,47 @@ def main(cfg: Config) -> None:
     sys.exit(EXIT_CODES[row["verdict"]])
 
 
-def judge_command(cfg: Config, *added: str) -> str:
+def judge_command(training: list[str], *added: str) -> str:
     """Return the shell command that judges this claim again."""
     words = [word for word in shlex.split(command_line()) if not word.startswith(("out_dir=", "training="))]
-    return shlex.join([*words, *added, *(["--", *cfg.training] if cfg.training else [])])
+    return shlex.join([*words, *added, *(["--", *training] if training else [])])
 
 
-def settle(cfg: Config, folder: Path) -> dict:
+def settle(
+    claim: Claim, training: list[str], repeats: int, rounds: int, limit: float, device_name: str, folder: Path
+) -> dict:
     """Test the backend, train with both backends in `folder`, measure the op alone. Return the row of the verdict."""
-    claim, device = Claim(cfg.op, cfg.impl, cfg.against), select_device(cfg.device)
-    about = {"command": judge_command(cfg), "env": environment(device)}
+    device, chosen = select_device(device_name), f"{claim.op}={claim.impl}"
+    words = training_words(claim, device, training)
+    recipe, shape = read_recipe([*words, choose_backends(claim, claim.impl)])
+    about = {"command": judge_command(training), "env": environment(device)}
     print(f"judge    {claim}, on {about['env']['device']}", flush=True)
-    statuses = probe_cases(claim, device, cfg.limit)
+    for line in ignored_settings(claim.op, recipe):
+        print(f"note     {line}", flush=True)
+    statuses = probe_cases(claim, recipe, shape[1], device, limit)
     check(
         not all(status.startswith("unavailable") for status in statuses.values()),
-        f"{cfg.op}={cfg.impl} runs no case here: {next(iter(statuses.values()))}",
+        f"{chosen} runs no case here: {next(iter(statuses.values()))}",
     )
+    in_training = statuses[f"{recipe.precision} training"]
+    check(not in_training.startswith("unavailable"), f"{chosen} cannot run this training: {in_training}")
     runs, benchmark = {}, []
     if not wrong_answers(statuses) and not undecided_answers(statuses):
         print(f"right    in {sum(status.startswith('ok') for status in statuses.values())} cases", flush=True)
-        train(training_words(claim, device, cfg.repeats, cfg.training), folder)
+        train(["-m", f"sweep.repeats={repeats}", *words, choose_backends(claim, *claim.backends)], folder)
         runs = read_training(claim, folder)
         check(all(runs.values()), f"the training left no rows of both backends in {folder}: its messages are above")
-        benchmark = benchmark_op(claim, runs[claim.impl][0], cfg.rounds, device)
+        benchmark = benchmark_op(claim, recipe, shape, rounds, device)
     return {**judge_claim(claim, statuses, runs, benchmark), "date": time.strftime("%Y-%m-%d"), **about}
+
+
+def read_recipe(words: list[str]) -> tuple[Recipe, tuple[int, int]]:
+    """Return the recipe and the (B, T) of a micro-step, of train.py with these arguments."""
+    composed = compose(TrainConfig, "config", words)
+    complete_config(composed)
+    cfg = parse(composed, TrainConfig)
+    recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    return recipe, (cfg.train.batch_size, cfg.train.block_size)
 
 
 def train(words: list[str], folder: Path) -> None:

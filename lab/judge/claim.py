@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.registry import OPS, check_name, override_key
+from kernels.registry import OPS, check_name, override_key, runs_in_fp8
 from lab.bench.op import DTYPES, measure
-from lab.bench.probe import PROBE_DTYPES, case_probes, first_word, run_probes
+from lab.bench.probe import PROBE_DTYPES, Probe, case_probes, first_word, run_probes
+from lab.recipe import Recipe
 from model.executed import call_shapes
-from model.gpt import PRECISIONS, GPTConfig
+from model.gpt import PRECISIONS
 from runtime.config import check, quote_override
 from runtime.run import read_row
 
@@ -52,16 +53,35 @@ def check_claim(claim: Claim) -> None:
     check(impl != claim.backends[0], f"impl={impl} against={against}: {remedy}")
 
 
-def probe_cases(claim: Claim, device: torch.device, limit: float) -> dict[str, str]:
+def training_call(op: str, recipe: Recipe, shape: tuple[int, int]) -> tuple[dict, torch.dtype]:
+    """Return (the arguments of the contract's inputs(), the dtype) of the op's call in a training step of (B, T)."""
+    calls = call_shapes(recipe.model, recipe.kernels, recipe.precision, shape, documents=recipe.documents)
+    return calls[op], PRECISIONS[recipe.precision][1]
+
+
+def ignored_settings(op: str, recipe: Recipe) -> list[str]:
+    """Return a line for each setting of the training that does not reach the op."""
+    lines = []
+    if recipe.precision == "fp8" and not runs_in_fp8(op, recipe.kernels):
+        lines.append(f"precision=fp8 changes no product of {op}, which computes in bf16 in this training")
+    if recipe.documents and op != "attention":
+        lines.append(f"data.mask_documents=true does not reach {op}: only attention knows the documents")
+    return lines
+
+
+def probe_cases(claim: Claim, recipe: Recipe, length: int, device: torch.device, limit: float) -> dict[str, str]:
     """Return {"fp32 768": status of the backend, ...}: every case of the op in fp32 and in bf16.
 
+    The last case, such as "fp8 training", is the op's call in this training, for one sequence of `length` tokens.
     `limit` is the time of one answer, in seconds.
     """
-    groups = {name: case_probes(claim.op, claim.impl, PROBE_DTYPES[name]) for name in ("fp32", "bf16")}
-    answers = run_probes([list(probes.values()) for probes in groups.values()], device, limit)
+    call, dtype = training_call(claim.op, recipe, (1, length))
+    groups = [(name, case_probes(claim.op, claim.impl, PROBE_DTYPES[name])) for name in ("fp32", "bf16")]
+    groups.append((recipe.precision, {"training": Probe(claim.op, claim.impl, call, dtype, strict=True)}))
+    answers = run_probes([list(probes.values()) for _, probes in groups], device, limit)
     return {
-        f"{dtype} {case}": status
-        for (dtype, probes), statuses in zip(groups.items(), answers, strict=True)
+        f"{precision} {case}": status
+        for (precision, probes), statuses in zip(groups, answers, strict=True)
         for case, status in zip(probes, statuses, strict=True)
     }
 
@@ -81,17 +101,21 @@ def answers_with(statuses: dict[str, str], *words: str) -> list[str]:
     return [f"{case}: {status}" for case, status in statuses.items() if first_word(status) in words]
 
 
-def training_words(claim: Claim, device: torch.device, repeats: int, words: list[str]) -> list[str]:
-    """Return the arguments of train.py: a sweep over the two backends, in the order A B B A. `words` may override.
+def training_words(claim: Claim, device: torch.device, words: list[str]) -> list[str]:
+    """Return the arguments of train.py that both runs have, without those of the op. `words` may override.
 
     Both runs use kernels=triton on a GPU and kernels=eager on a CPU, or kernels=compile with against="compile".
     """
     others = "compile" if claim.against == "compile" else "triton" if device.type == "cuda" else "eager"
     settings = ON_GPU if device.type == "cuda" else ON_CPU
-    chosen = f"{override_key(claim.op)}={','.join(map(quote_override, claim.backends))}"
     if device.index:
         settings = [*settings, f"device={device}"]
-    return ["-m", *settings, f"kernels={others}", f"sweep.repeats={repeats}", *words, chosen]
+    return [*settings, f"kernels={others}", *words]
+
+
+def choose_backends(claim: Claim, *impls: str) -> str:
+    """Return the argument of train.py that chooses the op's backend, or several in a sweep."""
+    return f"{override_key(claim.op)}={','.join(map(quote_override, impls))}"
 
 
 def read_training(claim: Claim, folder: Path) -> dict[str, list[dict]]:
@@ -108,10 +132,8 @@ def read_training(claim: Claim, folder: Path) -> dict[str, list[dict]]:
     return runs
 
 
-def benchmark_op(claim: Claim, row: dict, rounds: int, device: torch.device) -> list[dict]:
-    """Return the benchmark's rows of both backends, at the shape and dtype of the training run with this row."""
-    config = row["config"]
-    train, model, dtype = config["train"], GPTConfig(**config["model"]), PRECISIONS[config["precision"]][1]
-    shape = call_shapes(model, config["precision"], (train["batch_size"], train["block_size"]))[claim.op]
+def benchmark_op(claim: Claim, recipe: Recipe, shape: tuple[int, int], rounds: int, device: torch.device) -> list[dict]:
+    """Return the benchmark's rows of both backends, for the op's call in a training step of `shape`, (B, T)."""
+    call, dtype = training_call(claim.op, recipe, shape)
     [dtype_name] = [name for name, value in DTYPES.items() if value == dtype]
-    return measure(claim.op, "training", shape, [claim.against, claim.impl], dtype_name, rounds, device)[0]
+    return measure(claim.op, "training", call, [claim.against, claim.impl], dtype_name, rounds, device)[0]

@@ -44,6 +44,7 @@ def command(called, monkeypatch, tmp_path):
 def test_the_exit_code_is_the_verdict(command, tmp_path, ms, code):
     got, out, err, trained = command(ms, CASES, "--", "model=tiny", "train.max_steps=5")
     assert (got, err) == (code, "")
+    assert trained[:2] == ["-m", "sweep.repeats=3"]
     assert trained[-3:] == ["model=tiny", "train.max_steps=5", "kernels.norm=eager,triton"]
     folder = tmp_path / "judged"
     assert (folder / "judge.md").read_text() in out
@@ -69,7 +70,8 @@ def test_a_case_without_an_answer_gives_no_verdict(command, tmp_path):
 
 
 def test_a_backend_that_cannot_run_here_is_an_error(command):
-    code, _, err, trained = command(80, {"fp32 768": "unavailable: it needs an NVIDIA GPU"})
+    nowhere = dict.fromkeys(("fp32 768", "fp32 training"), "unavailable: it needs an NVIDIA GPU")
+    code, _, err, trained = command(80, nowhere)
     assert (code, trained) == (1, [])
     assert err == "error: norm=triton runs no case here: unavailable: it needs an NVIDIA GPU\n"
 
@@ -86,6 +88,27 @@ Path("started").touch()
 while True:
     time.sleep(0.01)
 """
+
+
+def test_a_backend_that_cannot_run_the_training_is_not_trained(command):
+    """The arguments after the dashes decide what the training calls, so they also decide what is tested."""
+    statuses = CASES | {"fp8 training": "unavailable: mlp takes no fp8"}
+    code, out, err, trained = command(80, statuses, "--", "precision=fp8")
+    assert (code, trained) == (1, [])
+    assert err == "error: norm=triton cannot run this training: unavailable: mlp takes no fp8\n"
+    assert "note     precision=fp8 changes no product of norm, which computes in bf16 in this training\n" in out
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("precision=int4", "precision=int4: choose fp32, amp, bf16, fp8"),
+        ("train.step=5", "unknown key train.step; did you mean train.max_steps?"),
+    ],
+)
+def test_a_wrong_argument_of_the_training_is_an_error_before_the_probes(command, word, message):
+    code, _, err, trained = command(80, None, "--", word)
+    assert (code, err, trained) == (1, f"error: {message}\n", [])
 
 
 @pytest.mark.parametrize(("number", "count"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)])

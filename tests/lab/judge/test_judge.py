@@ -3,17 +3,28 @@
 import pytest
 import torch
 
-from kernels.registry import KernelError
+from kernels.registry import AttnConfig, KernelError, KernelsConfig
 from lab.judge import claim as claims
-from lab.judge.claim import Claim, check_claim, probe_cases, training_words, wrong_answers
+from lab.judge.claim import (
+    Claim,
+    benchmark_op,
+    check_claim,
+    choose_backends,
+    ignored_settings,
+    probe_cases,
+    training_words,
+    wrong_answers,
+)
 from lab.judge.verdict import judge_claim, page, speed_figure, verdict_table
+from lab.recipe import Recipe
 from lab.rows import append_rows
+from model.gpt import GPTConfig
 from runtime.config import UserError
 
 CPU = torch.device("cpu")
 CLAIM = Claim("norm", "triton", "eager")
 ENV = {"device": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "git_commit": "5918f41a4eb37d063a8"}
-CASES = {"fp32 768": "ok: torch", "bf16 768": "unavailable: it needs a GPU"}
+CASES = {"fp32 768": "ok: torch", "bf16 768": "unavailable: it needs a GPU", "fp32 training": "ok: torch"}
 
 
 def run(impl, ms, status="ok"):
@@ -66,7 +77,7 @@ def test_the_verdict_is_that_of_the_training(ms, verdict, tmp_path):
         "The baseline is 124M, bf16, 64 x 1024 tokens, triton, norm eager, attention flash. Each side has 3 runs"
         in text
     )
-    assert "1 ok, 1 unavailable" in text
+    assert "2 ok, 1 unavailable" in text
     assert "- unavailable: it needs a GPU\n" in text
     assert speed_figure(row, tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
 
@@ -129,13 +140,16 @@ def row_interval(ms):
 
 def test_training_swaps_one_op_and_nothing_else():
     gpu = torch.device("cuda")
-    words = training_words(CLAIM, gpu, 3, ["model=gpt2_350m"])
-    assert words[-3:] == ["sweep.repeats=3", "model=gpt2_350m", "kernels.norm=eager,triton"]
-    assert "kernels=triton" in words
-    assert "kernels=eager" in training_words(CLAIM, CPU, 3, [])
-    compiled = training_words(CLAIM._replace(against="compile"), gpu, 3, [])
-    assert (compiled[-1], "kernels=compile" in compiled) == ("kernels.norm=eager,triton", True)
-    assert training_words(Claim("attention", "triton", "flash"), gpu, 3, [])[-1] == "attn=flash,triton"
+    assert training_words(CLAIM, gpu, ["model=gpt2_350m"])[-2:] == ["kernels=triton", "model=gpt2_350m"]
+    assert "kernels=eager" in training_words(CLAIM, CPU, [])
+    compiled = CLAIM._replace(against="compile")
+    assert "kernels=compile" in training_words(compiled, gpu, [])
+    for claim, words in (
+        (CLAIM, "kernels.norm=eager,triton"),
+        (compiled, "kernels.norm=eager,triton"),
+        (Claim("attention", "triton", "flash"), "attn=flash,triton"),
+    ):
+        assert choose_backends(claim, *claim.backends) == words
 
 
 @pytest.mark.parametrize(
@@ -164,8 +178,44 @@ def test_every_case_is_probed_in_fp32_and_bf16(monkeypatch):
         return [["ok"] * len(group) for group in probes]
 
     monkeypatch.setattr(claims, "run_probes", answer)
-    statuses = probe_cases(CLAIM, CPU, 60)
-    assert {group[0].dtype for group in groups} == {torch.float32, torch.bfloat16}
+    statuses = probe_cases(CLAIM, recipe("bf16"), 64, CPU, 60)
+    assert [group[0].dtype for group in groups] == [torch.float32, torch.bfloat16, torch.bfloat16]
     assert len(statuses) == sum(map(len, groups))
-    assert {"fp32 768", "bf16 small_weights", "bf16 768 compiled"} <= statuses.keys()
+    assert {"fp32 768", "bf16 small_weights", "bf16 768 compiled", "bf16 training"} <= statuses.keys()
     assert [probe.strict for probe in groups[0]].count(False) == 1  # the compiled one
+
+
+def recipe(precision, documents=False):
+    model = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=64, vocab_size=256, pos="rope", bias=True, dropout=0.0)
+    return Recipe(model, KernelsConfig(), AttnConfig("sdpa"), None, precision, 1, documents)
+
+
+@pytest.mark.parametrize(
+    ("op", "precision", "documents", "dtype", "arguments"),
+    [
+        ("norm", "fp32", False, torch.float32, {"residual_dtype": torch.float32}),
+        ("norm", "amp", False, torch.bfloat16, {"residual_dtype": torch.float32}),
+        ("norm", "bf16", False, torch.bfloat16, {"residual_dtype": torch.bfloat16}),
+        ("mlp", "fp8", False, torch.bfloat16, {"fp8": True}),
+        ("attention", "bf16", True, torch.bfloat16, {"documents": [64]}),
+    ],
+)
+def test_the_precision_of_the_training_reaches_the_last_probe_and_the_benchmark(
+    monkeypatch, op, precision, documents, dtype, arguments
+):
+    monkeypatch.setattr(claims, "run_probes", lambda groups, *_: groups)  # the status of a probe is the probe itself
+    monkeypatch.setattr(claims, "measure", lambda *arguments: [arguments])
+    claim, training = Claim(op, "triton", "eager"), recipe(precision, documents)
+    probe = probe_cases(claim, training, 64, CPU, 60)[f"{precision} training"]
+    assert (probe.dtype, probe.shape["shape"][0], arguments.items() <= probe.shape.items()) == (dtype, 1, True)
+    _, _, shape, _, dtype_name, _, _ = benchmark_op(claim, training, (4, 64), 1, CPU)
+    assert (claims.DTYPES[dtype_name], shape["shape"][0], arguments.items() <= shape.items()) == (dtype, 4, True)
+
+
+def test_a_setting_that_does_not_reach_the_op_is_named():
+    """fp8 changes products and documents change attention, so a norm knows neither."""
+    assert [line.partition(" ")[0] for line in ignored_settings("norm", recipe("fp8", documents=True))] == [
+        "precision=fp8",
+        "data.mask_documents=true",
+    ]
+    assert ignored_settings("mlp", recipe("fp8")) == ignored_settings("attention", recipe("bf16", True)) == []
