@@ -31,7 +31,7 @@ from lab.judge.verdict import judge_claim, page, speed_figure
 from lab.recipe import Recipe
 from lab.rows import write_rows
 from runtime.config import UserError, check, command_line, parse, quote_exactly, quote_override
-from runtime.device import environment, select_device
+from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from train import Config as TrainConfig
@@ -112,7 +112,11 @@ def settle(
         train(["-m", f"sweep.repeats={repeats}", *words, choose_backends(claim, *claim.backends)], folder)
         runs = read_training(claim, folder)
         check(all(runs.values()), f"the training left no rows of both backends in {folder}: its messages are above")
-        benchmark = benchmark_op(claim, recipe, shape, rounds, device)
+        try:
+            with explain_out_of_memory(f"{claim.op} alone", "train.batch_size, after `--`"):
+                benchmark = benchmark_op(claim, recipe, shape, rounds, device)
+        except OutOfMemory as reason:  # the training has decided the verdict
+            print(f"note     no figures of {claim.op} alone: {reason}", flush=True)
     return {**judge_claim(claim, statuses, runs, benchmark), "date": time.strftime("%Y-%m-%d"), **about}
 
 

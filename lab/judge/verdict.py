@@ -20,7 +20,10 @@ FASTER, SLOWER = CHOICE_COLOURS[2:4]  # green, red
 
 
 def judge_claim(claim: Claim, statuses: dict[str, str], runs: dict[str, list[dict]], benchmark: list[dict]) -> dict:
-    """Return the row of a verdict. `runs` and `benchmark` are empty if a case is wrong or undecided."""
+    """Return the row of a verdict. `runs` and `benchmark` are empty if a case is wrong or undecided.
+
+    `benchmark` is empty, too, if the memory did not suffice for it.
+    """
     row = {**claim._asdict(), "verdict": "wrong", "reason": None, "cases": statuses}
     wrong = wrong_answers(statuses)
     wrong += [run["status"] for run in runs.get(claim.impl, []) if first_word(run["status"]) == "wrong"]
@@ -67,7 +70,12 @@ def training_text(run: dict) -> str:
 
 
 def benchmark_ratio(row: dict) -> str:
-    """Return the op's speed over the other backend's, in the benchmark; "tie" if the times overlap in p20 to p80."""
+    """Return the op's speed over the other backend's, in the benchmark; "tie" if the times overlap in p20 to p80.
+
+    Empty without a benchmark.
+    """
+    if not row.get("benchmark"):
+        return ""
     mine, other = (row["benchmark"][row[side]] for side in ("impl", "against"))
     if mine["both/ms/p80"] < other["both/ms/p20"] or mine["both/ms/p20"] > other["both/ms/p80"]:
         return f"{other['both/ms'] / mine['both/ms']:.3f}x"
@@ -75,7 +83,7 @@ def benchmark_ratio(row: dict) -> str:
 
 
 def verdict_sentence(row: dict) -> str:
-    """Return the verdict in one sentence."""
+    """Return the verdict in one to three sentences."""
     name = f"{row['op']}={row['impl']}"
     if row["verdict"] == "wrong":
         return f"{name} is wrong: {row['reason']}"
@@ -83,10 +91,17 @@ def verdict_sentence(row: dict) -> str:
         return f"{name} could not be judged: {row['reason']}"
     if row["verdict"] == "none":
         return f"{name} passes every case, but the training gave no ratio of speeds: {row['reason']}"
-    return (
-        f"{name} is right. Training with it instead of {row['against']}: {Ratio(**row['ratio'])}. Alone: "
-        f"{benchmark_ratio(row)}"
-    )
+    compared, alone = Ratio(**row["ratio"]), benchmark_ratio(row)
+    verdict = "a tie" if compared.verdict == "tie" else compared.verdict
+    sentences = [
+        f"{name} is right.",
+        f"Training with it runs at {compared.value:.3f}x the speed of training with {row['against']} "
+        f"({compared.interval}), which is {verdict}.",
+    ]
+    if alone:
+        speeds = "as fast as" if alone == "tie" else f"at {alone} the speed of"
+        sentences.append(f"Alone, the op runs {speeds} {row['against']}.")
+    return " ".join(sentences)
 
 
 def page(row: dict) -> str:
@@ -95,16 +110,21 @@ def page(row: dict) -> str:
     skipped = sorted({status for status in row["cases"].values() if first_word(status) == "unavailable"})
     lines = [f"# {row['op']}: {row['impl']} against {row['against']}", "", f"**{verdict_sentence(row)}**", ""]
     if "training" in row:
-        lines += [figures_table(row), "", f"The baseline is {row['baseline']}. {runs_note(row)}", ""]
+        lines += [figures_table(row), "", f"The baseline is {row['baseline']}. {runs_note(row)}".strip(), ""]
     lines.append(
-        f"Cases of the contract against float64, with gradients, NaN in new memory and repeated calls: "
-        f"{', '.join(f'{count} {word}' for word, count in counts.items())}."
+        f"The cases compare outputs and gradients with float64. New memory holds NaN, and each call is repeated. Of "
+        f"{counts.total()} cases, {', '.join(f'{count} {be(count)} {word}' for word, count in counts.items())}."
     )
     lines += [f"- {answer}" for answer in answers_with(row["cases"], *ERRORS)]
     lines += [f"- {status}" for status in skipped]
     env = row["env"]
-    lines += ["", f"{env['device']}, torch {env['torch']}, triton {env['triton']}, commit {env['git_commit']}", ""]
+    versions = f"torch {env['torch']} and triton {env['triton']}, at commit {env['git_commit']}"
+    lines += ["", f"This command ran on {env['device']} with {versions}:", ""]
     return "\n".join([*lines, f"    {row['command']}", ""])
+
+
+def be(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def figures_table(row: dict) -> str:
@@ -134,7 +154,9 @@ def runs_note(row: dict) -> str:
         return ""
     runs, steps = row["ratio"]["runs"], row["training"][row["impl"]]["steps"]
     each = "1 run" if runs == 1 else f"{runs} runs in turns"
-    return f"Each side has {each}, of {steps} steps. The errors are against eager PyTorch in fp32."
+    note = f"Each side has {each}, of {steps} steps."
+    compared = row["training"][row["impl"]].get("loss_error") is not None
+    return f"{note} The errors are differences from eager PyTorch in fp32." if compared else note
 
 
 def verdict_table(device: str) -> str:
@@ -145,22 +167,25 @@ def verdict_table(device: str) -> str:
     lines = []
     for row in rows:
         training = str(Ratio(**row["ratio"])) if "ratio" in row else row["reason"]
-        alone = benchmark_ratio(row) if "benchmark" in row else ""
-        lines.append([row["op"], row["impl"], row["against"], row["verdict"], training, alone, commit(row)])
+        lines.append(
+            [row["op"], row["impl"], row["against"], row["verdict"], training, benchmark_ratio(row), commit(row)]
+        )
     return markdown_table(["op", "backend", "against", "verdict", "in training", "alone", "commit"], lines)
 
 
 def speed_figure(row: dict, path: Path) -> Path:
-    """Draw the ratio of the two speeds, in the benchmark and in training.
+    """Draw the ratio of the two speeds, in the benchmark (if there is one) and in training.
 
     The error bar in training is the 95% interval. In the benchmark it is the lowest and the highest ratio of the p20
     and p80 of the times.
     """
-    training = row["ratio"]
-    mine, other = (row["benchmark"][row[side]] for side in ("impl", "against"))
-    median = other["both/ms"] / mine["both/ms"]
-    lowest, highest = other["both/ms/p20"] / mine["both/ms/p80"], other["both/ms/p80"] / mine["both/ms/p20"]
-    bars = [("alone", median, lowest, highest), ("in training", training["value"], training["low"], training["high"])]
+    training, bars = row["ratio"], []
+    if row["benchmark"]:
+        mine, other = (row["benchmark"][row[side]] for side in ("impl", "against"))
+        median = other["both/ms"] / mine["both/ms"]
+        lowest, highest = other["both/ms/p20"] / mine["both/ms/p80"], other["both/ms/p80"] / mine["both/ms/p20"]
+        bars.append(("alone", median, lowest, highest))
+    bars.append(("in training", training["value"], training["low"], training["high"]))
     figure, axes = subplots(figsize=(8, 2.6))
     for y, (name, value, low, high) in enumerate(bars):
         colour = FASTER if low > 1 else SLOWER if high < 1 else GREY
@@ -171,7 +196,7 @@ def speed_figure(row: dict, path: Path) -> Path:
     axes.set_xlim(min(values) / 1.25, max(values) * 1.25)  # a wide interval runs over the edge
     axes.set(yticks=[], ylim=(-0.6, len(bars) - 0.2), xlabel=f"speed of {row['impl']} / speed of {row['against']}")
     axes.set_title(
-        f"{row['op']}={row['impl']}: {row['verdict']}. The baseline: {row['baseline']}", loc="left", fontsize=10
+        f"{row['op']}={row['impl']}: {row['verdict']}. The baseline is {row['baseline']}", loc="left", fontsize=10
     )
     axes.spines[["top", "right", "left"]].set_visible(False)
     return save(figure, path)

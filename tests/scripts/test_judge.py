@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import judge as script
 from tests.lab.judge.test_judge import CASES, bench, run
@@ -23,7 +24,7 @@ def command(called, monkeypatch, tmp_path):
     """
     monkeypatch.chdir(tmp_path)
 
-    def call(ms, statuses, *arguments):
+    def call(ms, statuses, *arguments, benchmark=lambda *_: [bench("triton", 0.5), bench("eager", 1.0)]):
         trained = []
 
         def train(words, folder):
@@ -34,7 +35,7 @@ def command(called, monkeypatch, tmp_path):
 
         monkeypatch.setattr(script, "probe_cases", lambda *_: statuses)
         monkeypatch.setattr(script, "train", train)
-        monkeypatch.setattr(script, "benchmark_op", lambda *_: [bench("triton", 0.5), bench("eager", 1.0)])
+        monkeypatch.setattr(script, "benchmark_op", benchmark)
         return *called("judge.py", script.main_with_training, *ARGUMENTS, "out_dir=judged", *arguments), trained
 
     return call
@@ -53,6 +54,17 @@ def test_the_exit_code_is_the_verdict(command, tmp_path, ms, code):
     words = "op=norm impl=triton against=eager device=cpu -- model=tiny train.max_steps=5"
     assert row["command"] == f"python judge.py {words}"
     assert (folder / "judge.png").exists()
+
+
+def test_without_memory_for_the_op_alone_the_training_still_decides(command, tmp_path):
+    def fill_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 79 GiB")
+
+    code, out, err, _ = command(80, CASES, benchmark=fill_memory)
+    assert (code, err) == (0, "")
+    assert "note     no figures of norm alone: out of GPU memory with norm alone: Tried to allocate 20.00 GiB" in out
+    assert "faster.**" in (tmp_path / "judged/judge.md").read_text()
+    assert (tmp_path / "judged/judge.png").exists()
 
 
 def test_a_wrong_backend_is_not_trained(command):
@@ -143,4 +155,4 @@ def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
     small = "train.batch_size=2", "train.tokens_per_step=256", "train.max_steps=22", "train.log_every=1", "proof=false"
     code, out, err = called("judge.py", script.main_with_training, *arguments, "--", *small)
     assert (code in (0, 2, 3), err) == (True, "")
-    assert "attention=math is right. Training with it instead of eager: " in out
+    assert "attention=math is right. Training with it runs at " in out

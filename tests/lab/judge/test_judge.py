@@ -67,9 +67,10 @@ def test_the_verdict_is_that_of_the_training(ms, verdict, tmp_path):
     assert row["verdict"] == verdict
     assert row["ratio"]["value"] == pytest.approx(100 / ms)
     text = page(row)
-    ratio = "tie" if verdict == "tie" else f"{100 / ms:.3f}x"
-    assert f"**norm=triton is right. Training with it instead of eager: {ratio} (" in text
-    assert "Alone: 0.500x**" in text
+    assert (
+        f"**norm=triton is right. Training with it runs at {100 / ms:.3f}x the speed of training with eager (" in text
+    )
+    assert f"), which is {verdict.replace('tie', 'a tie')}. Alone, the op runs at 0.500x the speed of eager.**" in text
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert ["tokens/s in training", f"{65_536e3 / ms:,.0f}", "655,360"] in cells
     assert ["error of the losses", "1.0e-03", "1.0e-03"] in cells
@@ -77,13 +78,13 @@ def test_the_verdict_is_that_of_the_training(ms, verdict, tmp_path):
         "The baseline is 124M, bf16, 64 x 1024 tokens, triton, norm eager, attention flash. Each side has 3 runs"
         in text
     )
-    assert "2 ok, 1 unavailable" in text
+    assert "Of 3 cases, 2 are ok, 1 is unavailable." in text
     assert "- unavailable: it needs a GPU\n" in text
     assert speed_figure(row, tmp_path / "card.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_times_alone_that_overlap_are_a_tie():
-    assert "Alone: tie**" in page(verdict_of(90, alone_ms=1.015))
+    assert "Alone, the op runs as fast as eager.**" in page(verdict_of(90, alone_ms=1.015))
 
 
 def test_a_wrong_case_is_the_verdict_and_no_speed_is_shown():
