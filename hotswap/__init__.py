@@ -41,7 +41,8 @@ def build(
 
     `model` is a file in configs/model, and `fields` replace fields of GPTConfig: vocab_size=256, window=1024. `kernels`
     and `attn` are presets, or dicts: {"norm": "triton", "compile": True}, {"impl": "flash", "version": "fa3"}. The op
-    that a dict does not name is eager. Raises ValueError if a choice is unknown or cannot run on `device`.
+    that a dict does not name is eager. A backend may be a file, {"norm": "path/to/mine.py"} and attn="path/to/mine.py",
+    or some_package.module. Raises ValueError if a choice is unknown or cannot run on `device`.
     """
     files = {path.stem: path for path in sorted((rooms.ROOT / "configs/model").glob("*.yaml"))}
     check(model in files, f"model={model}: choose {', '.join(files)}")
@@ -68,8 +69,11 @@ def make(shape: dict, kernels, attn, precision: str, device: str, **options) -> 
     presets = names.config_groups()
     groups = {"kernels": kernels, "attn": attn}
     for group, value in groups.items():
-        if isinstance(value, str):
-            check(value in presets[group], f"{group}={value}: choose {', '.join(presets[group])}")
+        if isinstance(value, str) and group == "attn" and "." in value:  # path/to/mine.py or some_package.module
+            groups[group] = {"impl": value}
+        elif isinstance(value, str):
+            choices = [choice for choice in presets[group] if choice != "*"]
+            check(value in choices, f"{group}={value}: choose {', '.join(choices)}")
             groups[group] = presets[group][value]
     check(precision in PRECISIONS, f"precision={precision}: choose {', '.join(PRECISIONS)}")
     choice = parse(OmegaConf.create({"model": shape, **groups}), Choice)

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -114,12 +115,28 @@ def test_an_editable_install_copies_no_file_of_the_package(tmp_path):
     assert not [name for name in names if name.startswith("hotswap/")]
 
 
+def test_a_backend_may_be_a_file(monkeypatch, tmp_path):
+    """By its path, as on the command line."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("twice.py").write_text(
+        "from hotswap.kernels.attention import reference\n\n\n"
+        "def attention(q, k, v, *, causal=True, scale=None):\n    return 2 * reference(q, k, v, causal=causal)\n"
+    )
+    options = {"device": "cpu", "precision": "fp32", "n_layer": 1, "seed": 1}
+    idx = torch.arange(8).view(1, 8)
+    model, same = (hotswap.build("tiny", attn=attn, **options) for attn in ("./twice.py", {"impl": "twice.py"}))
+    assert torch.equal(model(idx, idx), same(idx, idx))
+    assert not torch.equal(model(idx, idx), hotswap.build("tiny", attn="eager", **options)(idx, idx))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: hotswap.build("tinny"), "model=tinny: choose gpt2_124m"),
         (lambda: hotswap.build("tiny", n_layers=3), "unknown key model.n_layers; did you mean model.n_layer?"),
         (lambda: hotswap.build("tiny", kernels="tritn"), "kernels=tritn: choose eager"),
+        (lambda: hotswap.build("tiny", attn="mine.py"), "attn.impl=mine.py: no file mine.py in "),
+        (lambda: hotswap.build("tiny", attn="*"), "attn=*: choose auto, cudnn"),
         (
             lambda: hotswap.build("tiny", kernels={"nrm": "eager"}),
             "unknown key kernels.nrm; did you mean kernels.norm?",
