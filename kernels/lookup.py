@@ -65,9 +65,14 @@ def check_name(op: str, impl: str, key: str) -> None:
             raise KernelError(f"{key}={impl}: no file {impl} in {Path.cwd()}; the path of a backend ends in .py")
     elif "." in impl:
         try:
-            reason = None if importlib.util.find_spec(impl) else f"no module {impl}"
+            spec = importlib.util.find_spec(impl)
+            reason = None if spec else f"no module {impl}"
         except Exception as error:  # the user's package may raise any error
-            reason = one_line(error)
+            spec, reason = None, one_line(error)
+        if spec and not spec.has_location:  # a namespace package has no file
+            raise KernelError(
+                f"{key}={impl}: this is a folder without __init__.py; name a module in it, as {key}={impl}.NAME"
+            )
         if reason:
             raise KernelError(f"{key}={impl}: {reason}; install its package, or add its folder to PYTHONPATH")
     elif impl not in impls(op):

@@ -79,9 +79,14 @@ def test_entry_points_are_backends_like_files(folder):
         ("hotswap_toy.slow", "kernels.norm=hotswap_toy.slow: no module hotswap_toy.slow; install its package, or add"),
         ("no_such_package.fast", "kernels.norm=no_such_package.fast: ModuleNotFoundError: No module named 'no_such_"),
         ("..", "kernels.norm=..: "),
+        (
+            "hotswap_toy.parts",
+            "kernels.norm=hotswap_toy.parts: this is a folder without __init__.py; name a module in it",
+        ),
     ],
 )
 def test_a_backend_that_does_not_exist_is_an_error_of_one_line(folder, impl, message):
+    (folder / "hotswap_toy/parts").mkdir()
     with pytest.raises(KernelError) as error:
         check_name("norm", impl, "kernels.norm")
     assert str(error.value).startswith(message.format(folder=folder))
