@@ -16,7 +16,12 @@ ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
 def constant(op: str, name: str, default: Any) -> Any:
     """Return the value of `name` at the top level of the op's contract. Its file is read and not imported."""
     for node in ast.parse((ROOT / op / "__init__.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target]
+        )  # TRAINS = False, TRAINS: bool = False
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return ast.literal_eval(node.value)
     return default
 

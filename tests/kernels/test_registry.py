@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import lookup, registry
+from kernels import lookup, names, registry
 from kernels import norm as norm_contract
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load, resolve
 
@@ -22,6 +22,18 @@ def test_the_error_names_an_unknown_or_incomplete_backend(monkeypatch):
     monkeypatch.delattr(module, "norm")
     with pytest.raises(KernelError, match=r"kernels/norm/eager.py defines no function norm"):
         load("norm", "eager", CPU)
+
+
+@pytest.mark.parametrize("line", ["TRAINS = False", "TRAINS: bool = False", "TRAINS: bool\nTRAINS = OTHER = False"])
+def test_a_constant_of_a_contract_may_have_an_annotation(monkeypatch, tmp_path, line):
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy/__init__.py").write_text(f"{line}\nDEFAULT: str = 'mine'\n")
+    monkeypatch.setattr(names, "ROOT", tmp_path)
+    assert [names.constant("toy", name, "absent") for name in ("TRAINS", "DEFAULT", "FAMILY")] == [
+        False,
+        "mine",
+        "absent",
+    ]
 
 
 @pytest.fixture
