@@ -218,7 +218,10 @@ class TensorBoard(Tracker):
                 self.writer.add_scalar(key, value, step)
 
     def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
-        lines = [columns, ["---"] * len(columns), *([str(cell).replace("\n", "<br>") for cell in row] for row in rows)]
+        def cell(value) -> str:
+            return str(value).replace("|", r"\|").replace("\n", "<br>")
+
+        lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
         self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
 
     def finish(self, row: dict) -> None:

@@ -11,10 +11,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from runtime.trackers import LoggerConfig, last_step, make_tracker, track_ended_run
+from runtime.trackers import LoggerConfig, TensorBoard, last_step, make_tracker, track_ended_run
 
 WANDB = str(Path(sys.executable).with_name("wandb"))
 SMALL = (
@@ -127,6 +128,19 @@ def test_tensorboard_is_refused_in_one_line_if_it_is_missing(hotswap, monkeypatc
     assert hotswap(*SMALL, "logger=tensorboard") == (1, "", line)
     assert hotswap(*SMALL, "logger=tensorboard", "-m", "seed=1,2")[2] == line
     assert not Path("run").exists()
+
+
+def test_a_cell_of_tensorboards_table_may_hold_the_sign_between_cells(monkeypatch):
+    monkeypatch.setattr("runtime.trackers.find_spec", lambda name: True)
+    board, texts = TensorBoard(None), {}
+    board.writer = SimpleNamespace(add_text=texts.__setitem__)
+    board.log_table("row", ["key", "value"], [["command", "a | b\nc"], ["steps", 5]])
+    assert texts["row"].splitlines() == [
+        "| key | value |",
+        "| --- | --- |",
+        r"| command | a \| b<br>c |",
+        "| steps | 5 |",
+    ]
 
 
 def test_tensorboard_has_the_figures_the_sample_and_the_status(hotswap, tmp_path):
