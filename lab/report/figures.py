@@ -70,13 +70,13 @@ def roofline(rows: list[dict], path: Path) -> Path:
 def curves_plot(runs: list[Curve], path: Path) -> Path:
     """Draw the losses of each run, and below them the differences from the first run of the same seed.
 
-    A choice has a colour, and a seed has a style of line.
+    There is at least one run. A choice has a colour, and a seed has a style of line.
     """
     figure, (above, below) = subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[3, 2])
     choices, seeds = (list(dict.fromkeys(part)) for part in zip(*((run.choice, run.seed) for run in runs), strict=True))
     for run, first in with_reference(runs):
         steps = sorted(run.losses.keys() & first.losses.keys())
-        style = {"color": CHOICE_COLOURS[choices.index(run.choice)], "linewidth": 1}
+        style = {"color": CHOICE_COLOURS[choices.index(run.choice) % len(CHOICE_COLOURS)], "linewidth": 1}
         style |= {"linestyle": ["-", "--", ":", "-."][seeds.index(run.seed) % 4], "label": run.name}
         above.plot(steps, [run.losses[step] for step in steps], **style)
         if run is not first:

@@ -40,27 +40,32 @@ class Curve:
         """The losses of a figure."""
         return self.validation if len(self.validation) >= MIN_EVALUATIONS else self.training
 
-    def minutes_to(self, loss: float) -> float:
-        """Return the time of the steps until the validation loss is `loss`, which the run must reach.
+    def minutes_to(self, loss: float) -> float | None:
+        """Return the time of the steps until the validation loss is `loss`.
 
-        Between two evaluations the loss counts as a straight line.
+        Between two evaluations the loss counts as a straight line. If the first evaluation is below `loss` already, its
+        step counts. None if the run does not reach `loss`, or has no speed.
         """
-        for (start, high), (end, low) in pairwise(sorted(self.validation.items())):
-            if low <= loss:
-                step = end - (end - start) * (loss - low) / (high - low)
-                return step * self.row["perf/step_ms"] / 60_000
-        raise ValueError(f"{self.name} has no validation loss of {loss}")
+        points = sorted(self.validation.items())
+        reached = [step for step, value in points[:1] if value <= loss]
+        for (start, high), (end, low) in pairwise(points):
+            if low <= loss < high:
+                reached.append(end - (end - start) * (loss - low) / (high - low))
+        if not reached or not self.row.get("perf/step_ms"):
+            return None
+        return reached[0] * self.row["perf/step_ms"] / 60_000
 
 
 def curves(device: str) -> list[Curve]:
-    """Return the runs that have a file in curves/, oldest first. Of runs with the same name, the last is returned."""
+    """Return the runs that have losses in curves/, oldest first. Of runs with the same name, the last is returned."""
     found = {}
     for row in results.read_rows(device):
         path = results.curve_file(results.RESULTS / device, row)
         if path.exists():
             lines = [json.loads(line) for line in path.read_text().splitlines()]
             losses = [{line["step"]: line[key] for line in lines if key in line} for key in ("train/loss", "val/loss")]
-            found[path.stem] = Curve(row, path.stem, *losses)
+            if any(losses):
+                found[path.stem] = Curve(row, path.stem, *losses)
     return [*found.values()]
 
 
@@ -71,17 +76,25 @@ def with_reference(runs: list[Curve]) -> list[tuple[Curve, Curve]]:
 
 def agreement(device: str) -> str:
     """Return a sentence for each loss curve after the first: how much its training losses differ from the first's."""
-    first, *others = curves(device)
+    runs = curves(device)
+    if len(runs) < 2:
+        return (
+            "There is only one loss curve." if runs else "There is no loss curve: scripts.collect --curves keeps one."
+        )
+    first, *others = runs
     sentences = []
     for run in others:
         steps = sorted(first.training.keys() & run.training.keys())
+        if not steps:
+            sentences.append(f"`{first.name}` and `{run.name}` have no training loss of the same step.")
+            continue
         gaps = [abs(first.training[step] - run.training[step]) for step in steps]
         sentences.append(
             f"Over {len(gaps)} steps, the losses of `{first.name}` and `{run.name}` differ by {mean(gaps):.4f} in "
             f"the mean and by {max(gaps):.4f} at most. The last losses are {first.training[steps[-1]]:.4f} and "
             f"{run.training[steps[-1]]:.4f}."
         )
-    return "\n".join(sentences) or "There is only one loss curve."
+    return "\n".join(sentences)
 
 
 def spread(figures: Sequence[float], form: str) -> str:
@@ -89,22 +102,30 @@ def spread(figures: Sequence[float], form: str) -> str:
     return f"**{mean(figures):{form}}**" + (f" (sd {stdev(figures):.4f})" if len(figures) > 1 else "")
 
 
+def times(factors: Sequence[float | None]) -> str:
+    """Return the mean of the factors that are known, such as "1.67x"; empty if none is."""
+    known = [factor for factor in factors if factor is not None]
+    return f"{mean(known):.2f}x" if known else ""
+
+
 def long_runs(device: str) -> str:
     """Return the table of the last validation losses: each run beside the first run of its seed, then the means.
 
-    `to the same loss` is the first run's time to the higher of their two last losses, divided by this run's time.
+    `to the same loss` is the first run's time to the higher of their two last losses, divided by this run's time. Runs
+    without a validation loss are left out.
     """
     head = ["precision", "kernels", "seed", "last validation loss", "above the first", "tokens/s"]
     choices: dict[tuple[str, str], list[tuple]] = {}
     lines = []
-    for run, first in with_reference(curves(device)):
+    for run, first in with_reference([run for run in curves(device) if run.validation]):
         gap, loss = run.last - first.last, max(run.last, first.last)
-        faster = first.minutes_to(loss) / run.minutes_to(loss)
+        minutes, first_minutes = run.minutes_to(loss), first.minutes_to(loss)
+        faster = first_minutes / minutes if minutes and first_minutes else None
         choices.setdefault(run.choice, []).append((run.last, gap, faster))
-        compared = ["", ""] if run is first else [f"{gap:+.4f}", f"{faster:.2f}x"]
+        compared = ["", ""] if run is first else [f"{gap:+.4f}", times([faster])]
         lines.append([*run.choice, str(run.seed), f"{run.last:.4f}", compared[0], speed_cell(run.row), compared[1]])
     for choice, figures in choices.items():
         losses, gaps, speeds = zip(*figures, strict=True)
-        compared = [spread(gaps, "+.4f"), f"{mean(speeds):.2f}x"] if any(gaps) else ["", ""]
+        compared = [spread(gaps, "+.4f"), times(speeds)] if any(gaps) else ["", ""]
         lines.append([*choice, "mean", spread(losses, ".4f"), compared[0], "", compared[1]])
     return markdown_table([*head, "to the same loss"], lines)

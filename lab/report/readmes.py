@@ -69,4 +69,5 @@ def draw_results() -> Iterator[Path]:
     for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):
         yield attention_plot(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
     for folder in sorted(rows.RESULTS.glob("*/curves")):
-        yield curves_plot(curves(folder.parent.name), folder.with_name("curves.png"))
+        if runs := curves(folder.parent.name):
+            yield curves_plot(runs, folder.with_name("curves.png"))

@@ -135,6 +135,41 @@ def test_curves_are_compared_and_drawn(results, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_rows_without_losses_give_sentences_and_no_figure(results, tmp_path):
+    """Nothing to compare is an ordinary state of a new folder in results/."""
+    assert loss_curves.agreement("h200") == "There is no loss curve: scripts.collect --curves keeps one."
+    assert cells(loss_curves.long_runs("h200")) == []
+    for name, seed, lines in (("empty", 1, []), ("a", 1, [(1, 5.0)]), ("b", 2, [(2, 4.0)])):
+        (tmp_path / name).mkdir()
+        folder = write_run(tmp_path / name / name, seed=seed)
+        text = "\n".join(json.dumps({"step": step, "train/loss": loss}) for step, loss in lines)
+        (folder / "metrics.jsonl").write_text(text)
+        collect_run(folder, curves=True)
+        if name == "empty":
+            assert list(readmes.draw_results()) == []
+    assert loss_curves.agreement("h200") == "`a-seed1` and `b-seed2` have no training loss of the same step."
+    assert list(readmes.draw_results()) == [results / "h200/curves.png"]
+    assert cells(loss_curves.long_runs("h200")) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "loss", "minutes"),
+    [
+        ({}, 3.0, None),
+        ({100: 4.0}, 3.0, None),
+        ({100: 3.0}, 3.0, 1.0),
+        ({100: 2.0, 200: 1.0}, 3.0, 1.0),  # below the loss at the first evaluation: this step counts
+        ({100: 3.0, 200: 3.0}, 3.0, 1.0),
+        ({100: 4.0, 200: 4.0, 300: 2.0}, 3.0, 2.5),
+    ],
+)
+def test_the_minutes_to_a_loss_have_an_answer_for_every_curve(losses, loss, minutes):
+    """A step takes 0.6 s, so 100 steps take a minute."""
+    run = loss_curves.Curve({"perf/step_ms": 600.0}, "a", {}, losses)
+    assert run.minutes_to(loss) == (minutes and pytest.approx(minutes))
+    assert loss_curves.Curve({"perf/step_ms": None}, "a", {}, losses).minutes_to(loss) is None
+
+
 def test_a_long_run_stands_beside_the_first_run_of_its_seed(results, tmp_path):
     """`b` has steps of half the time, and ends at a loss that `a` reaches in the middle of its last 100 steps.
 
