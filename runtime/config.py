@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from runtime import compat
-from runtime.signals import exit_at_interrupt
+from runtime.signals import exit_quietly
 
 T = TypeVar("T")
 
@@ -55,13 +55,14 @@ def cli(
     other choice on the command line with a dot in its name, such as attn=path/to/mine.py. `resolvers` adds texts to the
     YAML files: with {"backends": {"norm": "eager, triton"}}, ${backends:norm} becomes `eager, triton`. The program
     prints the message of a UserError after `error: ` and exits with 1; `errors` are more exceptions of this kind.
-    `complete` may change the composed config before it is checked. After Ctrl-C the exit code is 130.
+    `complete` may change the composed config before it is checked. After Ctrl-C the exit code is 130, and 141 if
+    the reader of the output has ended.
     """
 
     def decorate(main: Callable[[T], None]) -> Callable[[], None]:
         register(configs, groups or {}, resolvers or {})
 
-        @exit_at_interrupt()
+        @exit_quietly()
         def program() -> None:
             jobs = failed = 0
 
@@ -84,7 +85,7 @@ def cli(
             try:
                 run_hydra(configs, name, job)
             except Exception as error:
-                if jobs:
+                if jobs or isinstance(error, BrokenPipeError):
                     raise
                 # before the first job, every error is a mistake on the command line or in a YAML file
                 sys.exit(f"error: {explain_error(error, schema)}")
@@ -111,6 +112,7 @@ def run_hydra(configs: Path, name: str, job: Callable[[DictConfig], None]) -> No
     hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(job)()
 
 
+@exit_quietly()
 def answer_help(configs: Path, name: str) -> None:
     """If the command line asks for --help or a tab completion, print it and exit.
 
@@ -119,9 +121,13 @@ def answer_help(configs: Path, name: str) -> None:
     if not {"-h", "--help", "-sc", "--shell-completion"}.intersection(sys.argv):
         return
     compat.list_groups_quickly()
-    with contextlib.suppress(Exception):
+    try:
         run_hydra(configs, name, job=lambda cfg: None)
-        sys.exit()
+    except BrokenPipeError:
+        raise
+    except Exception:
+        return
+    sys.exit()
 
 
 def register(configs: Path, groups: dict[str, dict], resolvers: dict[str, dict[str, str]]) -> None:

@@ -3,6 +3,8 @@
 A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
 """
 
+import os
+import select
 import signal
 import sys
 import threading
@@ -60,10 +62,30 @@ class Signals:
 
 
 @contextmanager
-def exit_at_interrupt() -> Iterator[None]:
-    """Exit with one line and code 130 if Ctrl-C raises KeyboardInterrupt within this context."""
+def exit_quietly() -> Iterator[None]:
+    """Exit without a traceback after Ctrl-C (code 130), and after the reader of our output has ended (code 141).
+
+    Ctrl-C raises KeyboardInterrupt within this context. `python -m scripts.doctor | head -1` is such a reader.
+    """
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, because an error at the interpreter's exit cannot be caught
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        if not output_is_closed():  # it was the pipe of another process
+            raise
+        for stream in (sys.stdout, sys.stderr):  # what is left in the buffers goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def output_is_closed() -> bool:
+    """Return whether stdout or stderr is a pipe whose reader has ended."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -18,7 +18,7 @@ from kernels.tuned import device_slug
 from lab import rows
 from runtime import compat
 from runtime.run import read_row
-from runtime.signals import exit_at_interrupt
+from runtime.signals import exit_quietly
 
 # A key that only one command's config has -> the file for the command's rows, without .jsonl
 KINDS = {"train": "train", "probe": "context", "batch": "generate"}
@@ -58,7 +58,7 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     return path
 
 
-@exit_at_interrupt()
+@exit_quietly()
 def main() -> None:
     compat.shorten_argparse_errors()
     parser = argparse.ArgumentParser(

@@ -14,7 +14,7 @@ from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
 from runtime import compat
 from runtime.config import UserError
-from runtime.signals import exit_at_interrupt
+from runtime.signals import exit_quietly
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-@exit_at_interrupt()
+@exit_quietly()
 def main() -> None:
     arguments = parse_arguments()
     if not arguments.folder:

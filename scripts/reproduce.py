@@ -22,7 +22,7 @@ from lab.sweep.table import speed
 from runtime import compat
 from runtime.config import UserError, check, quote_override
 from runtime.run import make_folder, read_row
-from runtime.signals import exit_at_interrupt
+from runtime.signals import exit_quietly
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_SPEED = 2  # the exit code if the new run is faster or slower
@@ -143,7 +143,7 @@ def reproduce(path: Path, name: str | None, out_dir: str | None) -> Ratio:
     return compared
 
 
-@exit_at_interrupt()
+@exit_quietly()
 def main() -> None:
     compat.shorten_argparse_errors()
     parser = argparse.ArgumentParser(
