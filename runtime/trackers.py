@@ -201,7 +201,7 @@ class TensorBoard(Tracker):
 
     def __init__(self, config: LoggerConfig):
         super().__init__(config)
-        needed = "logger=tensorboard needs TensorBoard: pip install tensorboard; or choose logger=none"
+        needed = "logger=tensorboard needs TensorBoard: pip install '.[tensorboard]'; or choose logger=none"
         check(find_spec("tensorboard") is not None, needed)
         self.writer = None
 

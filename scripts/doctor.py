@@ -2,7 +2,7 @@
 
 "ok" means that the backend ran: forward and backward at a small shape, compared with reference() in float64 by the rule
 of kernels/check.py. Every backend runs in another process, so a backend that crashes or hangs is a line like any other.
-`--matrix` tests every dtype, width and feature, and prints the tables of results/README.md.
+`matrix=true` tests every dtype, width and feature, and prints the tables of results/README.md.
 """
 
 import sys
@@ -48,7 +48,7 @@ class Config:
         for name in self.impl:
             check_name(self.op[0], name, key="impl")
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
-        check(self.matrix or not self.keep, "keep=true stores the rows of a matrix: add --matrix")
+        check(self.matrix or not self.keep, "keep=true stores the rows of a matrix: add matrix=true")
 
 
 def wrap(text: str, indent: int) -> str:

@@ -124,7 +124,7 @@ def test_the_line_about_a_sweep_quotes_its_folder(tmp_path):
 
 def test_tensorboard_is_refused_in_one_line_if_it_is_missing(hotswap, monkeypatch):
     monkeypatch.setattr("runtime.trackers.find_spec", lambda name: None)
-    line = "error: logger=tensorboard needs TensorBoard: pip install tensorboard; or choose logger=none\n"
+    line = "error: logger=tensorboard needs TensorBoard: pip install '.[tensorboard]'; or choose logger=none\n"
     assert hotswap(*SMALL, "logger=tensorboard") == (1, "", line)
     assert hotswap(*SMALL, "logger=tensorboard", "-m", "seed=1,2")[2] == line
     assert not Path("run").exists()
