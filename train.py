@@ -171,27 +171,27 @@ def write_sample(job: Job) -> None:
 
 def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
     """After the loop: print the summary and how to resume, write a sample of text, and add the proof to the row."""
-    row, run = job.run.row, job.run
+    row, run, t = job.run.row, job.run, job.train
     print(console.summary(row))
     if not due.finished:
         print(f"stopped  after step {row['steps']}; resume with: {resume.command(run.folder)}")
-    elif row["steps"] < (job.train.max_steps or 0):
-        print(
-            f"ended    after step {row['steps']} of {job.train.max_steps}, by train.max_minutes={job.train.max_minutes}"
-        )
+    elif row["steps"] < (t.max_steps or 0):
+        print(f"ended    after step {row['steps']} of {t.max_steps}, by train.max_minutes={t.max_minutes}")
     if due.interrupted:
         signals.stop(f"after step {row['steps']}")
     needs_proof = due.finished and "parity" in row
     run.record("stopped: before its proof" if needs_proof else "ok")  # a kill during the sample loses no figure
-    if job.train.sample_tokens:
+    if t.sample_tokens:
         write_sample(job)
-    schedule.check_overfit(job.train, due, row["steps"], row["train/loss"])
+    schedule.check_overfit(t, due, row["steps"], row["train/loss"])
     batches = [tuple(tensor.to(job.device) for tensor in batch) for batch in job.batches(row["steps"] + 1)]
     if job.config["profile"]:
-        proof.write_profile(job.step, batches, run.folder)
+        proof.write_trace(job.step, batches, run.folder)
     if needs_proof:
-        proof.prove(row, job.recipe, job.train, job.step, batches, job.recorder, job.references)
+        proof.prove(row, job.recipe, t, job.step, batches, job.recorder, job.references)
         run.record("ok")
+    if job.config["profile"]:  # after the proof, whose receipt is of the captured steps
+        proof.write_memory_snapshot(job.step, batches, run.folder)
 
 
 def complete_config(cfg: DictConfig) -> None:

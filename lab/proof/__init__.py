@@ -6,7 +6,7 @@ from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # n
 from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong
 from lab.proof.receipt import missing_kernel, profile_step
 from lab.proof.references import make_references  # noqa: F401
-from lab.proof.trace import write_profile  # noqa: F401
+from lab.proof.trace import write_memory_snapshot, write_trace  # noqa: F401
 from lab.recipe import Recipe
 from model.capture import StepRunner
 from runtime.config import UserError

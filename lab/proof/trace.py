@@ -14,14 +14,12 @@ from runtime.timing import synchronize
 STEPS = 3
 
 
-def write_profile(step: StepRunner, batches: list[Batch], folder: Path) -> None:
-    """Make three more steps on `batches` and write trace.json.gz; on a GPU, make three again and write memory.pickle.
+def write_trace(step: StepRunner, batches: list[Batch], folder: Path) -> None:
+    """Make three more steps on `batches`, write trace.json.gz, and print how to open it.
 
     The learning rate is 0, so the weights stay. The trace shows the steps as they ran: replays, if a CUDA graph was
-    captured. A replay allocates nothing, so the graph is freed before the steps of the memory snapshot. Prints how to
-    open the files. If there are several processes, only rank 0 writes.
+    captured. If there are several processes, only rank 0 writes.
     """
-    is_main, cuda = step.optimizer.ranks.is_main, step.device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler of PyTorch 2.13 prints that it starts
     if step.graph is None:
         step.release()  # a capture cannot be profiled
@@ -29,14 +27,21 @@ def write_profile(step: StepRunner, batches: list[Batch], folder: Path) -> None:
     with profile(record_shapes=True) as profiler:
         make_steps(step, batches)
         synchronize(step.device)
-    if is_main:
+    if step.optimizer.ranks.is_main:
         trace = folder / "trace.json.gz"
         profiler.export_chrome_trace(str(trace))
         print(f"profile  {trace}: the time of {STEPS} steps; open it in https://ui.perfetto.dev")
-    if not cuda:
+
+
+def write_memory_snapshot(step: StepRunner, batches: list[Batch], folder: Path) -> None:
+    """On a GPU, make three more steps like those of write_trace(), write memory.pickle, and print how to open it.
+
+    It frees the CUDA graph of `step`, because a replay allocates nothing.
+    """
+    if step.device.type != "cuda":
         return
     step.release()
-    snapshot = folder / "memory.pickle"
+    snapshot, is_main = folder / "memory.pickle", step.optimizer.ranks.is_main
     with record_memory(snapshot if is_main else None):
         make_steps(step, batches)
         synchronize(step.device)

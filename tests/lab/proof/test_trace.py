@@ -36,6 +36,17 @@ def test_a_profile_is_a_trace_of_three_steps_after_the_run(hotswap, monkeypatch)
     assert not Path("run/memory.pickle").exists()
 
 
+def test_the_receipt_of_a_proof_comes_before_the_graph_is_freed(hotswap, monkeypatch):
+    """The graph is freed for the memory snapshot, so a receipt after it would be of uncaptured steps."""
+    order = []
+    monkeypatch.setattr("lab.proof.write_trace", lambda *_: order.append("trace"))
+    monkeypatch.setattr("lab.proof.prove", lambda *_: order.append("proof"))
+    monkeypatch.setattr("lab.proof.write_memory_snapshot", lambda *_: order.append("memory"))
+    monkeypatch.setattr("lab.proof.make_references", lambda *_: ([], {"ok": None, "why": "a test"}))
+    assert hotswap(*QUICK, "train.max_steps=1", "profile=true", "proof=true")[0] == 0
+    assert order == ["trace", "proof", "memory"]
+
+
 def test_no_profile_is_written_unless_it_is_asked_for(hotswap):
     assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
     assert not Path("run/trace.json.gz").exists()
@@ -63,7 +74,8 @@ def test_the_trace_has_replays_and_the_memory_snapshot_has_none(tmp_path, monkey
     monkeypatch.setattr("torch.cuda.memory._record_memory_history", lambda **_: None)
     monkeypatch.setattr("torch.cuda.memory._dump_snapshot", lambda path: Path(path).touch())
     step = FakeStep(graph)
-    trace.write_profile(step, [], tmp_path)
+    trace.write_trace(step, [], tmp_path)
+    trace.write_memory_snapshot(step, [], tmp_path)
     assert step.calls == (["replay"] * 3 if graph else ["release", *["step"] * 3]) + ["release", *["step"] * 3]
     assert (tmp_path / "memory.pickle").exists()
     assert f"{tmp_path}/memory.pickle: the memory of 3 steps; open it in https://pytorch.org/memory_viz" in (
