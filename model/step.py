@@ -136,6 +136,8 @@ def evaluate(
 def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, on_nonfinite: str) -> None:
     """If the optimizer has refused a step, write its batch to `folder`, and print a warning. Synchronises.
 
+    With on_nonfinite="stop", the file also has the weights, unless they are sharded. scripts.blame reads it.
+
     It raises UserError instead of the warning if on_nonfinite is "stop", or if why_nan() has a reason: then all later
     steps would be refused, too.
     """
@@ -148,7 +150,10 @@ def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path
     where = f"batch in {path}"
     if ranks.is_main:
         try:
-            torch.save({"step": step, "batches": [batch for batches in all_batches for batch in batches]}, path)
+            kept = {"step": step, "batches": [batch for batches in all_batches for batch in batches]}
+            if on_nonfinite == "stop" and not any(isinstance(weight, DTensor) for weight in model.parameters()):
+                kept["weights"] = model.state_dict()  # no later step has changed them
+            torch.save(kept, path)
         except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
             where = f"its batch cannot be written to {path}"
     what = f"loss or gradient norm of step {step} is not finite"
@@ -156,8 +161,8 @@ def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path
     check(not reason, f"{what}, and its update was not made ({where}): {reason}")
     check(
         on_nonfinite == "skip",
-        f"the run has diverged: {what}, and its update was not made ({where}); lower optim.learning_rate, or pass over "
-        "such steps with train.on_nonfinite=skip",
+        f"the run has diverged: {what}, and its update was not made ({where}): python -m scripts.blame {folder} names "
+        "the op; lower optim.learning_rate, or pass over such steps with train.on_nonfinite=skip",
     )
     if ranks.is_main:
         print(f"warning: {what}; skipped ({int(optimizer.refused)} so far); {where}", file=sys.stderr)

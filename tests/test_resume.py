@@ -444,7 +444,8 @@ def test_a_gradient_that_is_not_finite_stops_the_run(hotswap, monkeypatch):
     path = "run/nonfinite-step-000005.pt"
     assert err == (
         "error: the run has diverged: loss or gradient norm of step 5 is not finite, and its update was not made "
-        f"(batch in {path}); lower optim.learning_rate, or pass over such steps with train.on_nonfinite=skip\n"
+        f"(batch in {path}): python -m scripts.blame run names the op; lower optim.learning_rate, or pass over such "
+        "steps with train.on_nonfinite=skip\n"
     )
     assert row()["status"].startswith("failed: the run has diverged")
     assert all("NaN" not in line for line in Path("run/metrics.jsonl").read_text().splitlines())

@@ -1,0 +1,152 @@
+"""Find the op behind a step whose loss or gradient is not finite.
+
+The kept batches of the step run again, forward and backward, without an update and without torch.compile: first with
+the run's backends, then with one op at a time swapped to eager, then with all of them. Each call of an op is watched.
+The first call that makes NaN or infinity out of finite tensors is the culprit. If swapping its op gives finite
+figures, its backend is to blame; if eager PyTorch gives the same, it is the weights, the data or the learning rate.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from data.loader import Batch
+from kernels.registry import OPS, AttnConfig, config_key, impl_by_op
+from lab.recipe import Recipe
+from runtime.checkpoint import checkpoint_folders, read_weights, step_number
+from runtime.config import check
+from runtime.device import explain_out_of_memory
+
+
+class Kept(NamedTuple):
+    """The batches of a refused step, and the weights that it started from."""
+
+    step: int
+    batches: list[Batch]
+    weights: dict[str, Tensor]
+    weights_step: int  # the weights after this step: step - 1, or older
+
+
+class Replay(NamedTuple):
+    """What one replay gave. `first` is the first call that is not finite; None if every call is finite."""
+
+    swap: str
+    loss: float
+    first: str | None
+
+
+def read_kept(run: Path, step: int | None) -> Kept:
+    """Return the kept step of the run's folder: `step`, or the first one.
+
+    A file of a run with train.on_nonfinite=skip has no weights. They are then the newest checkpoint's before the step.
+    """
+    paths = {int(path.stem.rpartition("-")[2]): path for path in sorted(run.glob("nonfinite-step-*.pt"))}
+    check(bool(paths), f"{run} has no nonfinite-step-*.pt: a run writes it when a loss or gradient is not finite")
+    check(step is None or step in paths, f"--step {step}: {run} has the steps {', '.join(map(str, paths))}")
+    step = min(paths) if step is None else step
+    kept = torch.load(paths[step], map_location="cpu", weights_only=True)
+    if "weights" in kept:
+        return Kept(step, kept["batches"], kept["weights"], step - 1)
+    older = [path for path in checkpoint_folders(run / "checkpoints") if step_number(path) < step]
+    check(bool(older), f"{paths[step]} has no weights, and {run} has no checkpoint before step {step}")
+    newest = max(older, key=step_number)
+    return Kept(step, kept["batches"], read_weights(newest), step_number(newest))
+
+
+def swaps(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Yield (name, recipe): the run's, then one op at a time swapped to eager, then all of them."""
+    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
+    yield "as in the run", recipe
+    names = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if impl != "eager"}
+    for op in names:
+        yield f"{config_key(op)}=eager", with_eager(recipe, op)
+    if len(names) > 1:
+        yield "all ops eager", functools.reduce(with_eager, names, recipe)
+
+
+def with_eager(recipe: Recipe, op: str) -> Recipe:
+    if op == "attention":
+        return replace(recipe, attn=AttnConfig("eager"))
+    return replace(recipe, kernels=replace(recipe.kernels, **{op: "eager"}))
+
+
+def replay(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Replay:
+    """Run the batches forward and backward, up to the first call that is not finite."""
+    found: list[str] = []
+    with explain_out_of_memory(f"the batch of step {kept.step}, {swap}", "the use of this GPU by other programs"):
+        model = recipe.build(device)
+        model.load_state_dict(kept.weights)
+        watch_ops(model, found)
+        for batch in kept.batches:
+            loss = model(*(tensor.to(device) for tensor in batch))
+            loss.backward()
+            if found:
+                break
+    bad = [name for name, weight in model.named_parameters() if weight.grad is not None and not finite([weight.grad])]
+    if not found and not finite([loss]):
+        found = ["the loss, outside of every op"]
+    if not found and bad:
+        found = [f"the gradient of {bad[0]}, outside of every op"]
+    return Replay(swap, loss.item(), found[0] if found else None)
+
+
+def watch_ops(model: nn.Module, found: list[str]) -> None:
+    """Let every call of an op append a line to `found` if it is the first to make a non-finite tensor."""
+    for name, module in model.named_modules():
+        for op in OPS:
+            if op in vars(module):  # the op's function; a submodule of this name is not in vars()
+                where = f"{op} in {name}" if name else op
+                setattr(module, op, watched(vars(module)[op], where, found))
+
+
+def watched(function: Callable, where: str, found: list[str]) -> Callable:
+    """Return the function with a test of its tensors, forward and backward."""
+
+    def call(*arguments, **options):
+        if not finite(arguments):
+            found.append(f"the inputs of {where}")
+        # an alias of each input, so that its gradient is of this call alone
+        aliases = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
+        result = function(*aliases, **options)
+        outputs = [out for out in (result if isinstance(result, tuple) else (result,)) if isinstance(out, Tensor)]
+        if not finite(outputs):
+            found.append(f"{where}, its output")
+        for tensors, what in ((outputs, f"the gradient that reaches {where}"), (aliases, f"{where}, its gradient")):
+            for tensor in tensors:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(functools.partial(check_gradient, what, found))
+        return result
+
+    return call
+
+
+def check_gradient(what: str, found: list[str], gradient: Tensor) -> None:
+    if not finite([gradient]):
+        found.append(what)
+
+
+def finite(values) -> bool:
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
+def verdict(replays: list[Replay], kept: Kept) -> str:
+    """Return the page: a table with a line for each replay, and the first op and layer that is not finite."""
+    run, *swapped = replays
+    lines = [[one.swap, f"{one.loss:.4g}", one.first or "every call is finite"] for one in replays]
+    table = tabulate(lines, ["backends", "loss", "first that is not finite"], tablefmt="github", disable_numparse=True)
+    repaired = [one.swap for one in swapped if one.first is None]
+    if run.first is None:
+        sentence = "The step does not go wrong in this replay, which has no torch.compile, CUDA graph or other ranks."
+    elif repaired:
+        sentence = f"The first is {run.first}. The step is finite with {' or with '.join(repaired)}."
+    else:
+        sentence = f"The first is {run.first}. Eager PyTorch goes wrong, too: look at the weights and the batch."
+    weights = f"The weights are those after step {kept.weights_step}, the batches are of step {kept.step}."
+    return f"{table}\n\n{sentence}\n{weights}"

@@ -1,0 +1,63 @@
+"""Find the op behind a loss or gradient that is not finite: `python -m scripts.blame out/RUN`.
+
+A run that meets NaN or infinity keeps the batch of that step (nonfinite-step-*.pt). This command runs the batch again,
+forward and backward: with the run's backends, with one op at a time swapped to eager, and with all ops eager. A table
+says what each gave. The line below names the first op and layer that is not finite, and which swap repairs the step.
+
+The exit code is 0 if the step goes wrong again, and 1 if it does not, or after an error.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from kernels.registry import KernelError
+from lab.proof.blame import read_kept, replay, swaps, verdict
+from lab.recipe import Recipe
+from runtime import compat
+from runtime.config import UserError, check, parse
+from runtime.device import select_device
+from runtime.signals import exit_quietly
+from train import Config as TrainConfig
+
+
+def blame(run: Path, step: int | None, device_name: str) -> bool:
+    """Print the page. Return whether the step goes wrong again."""
+    check((run / "config.yaml").is_file(), f"{run} is not the folder of a run: it has no config.yaml")
+    cfg = parse(OmegaConf.load(run / "config.yaml"), TrainConfig)
+    kept, device = read_kept(run, step), select_device(device_name)
+    recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    replays = []
+    for name, swapped in swaps(recipe):
+        replays.append(replay(name, swapped, kept, device))
+        if sys.stdout.isatty():
+            print(f"replay   {name}", flush=True)
+        if replays[0].first is None:  # nothing to repair
+            break
+    print(verdict(replays, kept))
+    return replays[0].first is not None
+
+
+@exit_quietly()
+def main() -> None:
+    compat.shorten_argparse_errors()
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.blame",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run with a nonfinite-step-*.pt")
+    parser.add_argument("--step", type=int, help="the kept step; default: the first")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    arguments = parser.parse_args()
+    try:
+        goes_wrong = blame(arguments.run, arguments.step, arguments.device)
+    except (UserError, KernelError) as error:
+        sys.exit(f"error: {error}")
+    sys.exit(0 if goes_wrong else 1)
+
+
+if __name__ == "__main__":
+    main()
