@@ -4,8 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.adamw import BLOCK, adamw
+from model.compat import add_tensors
 from model.optim import OptimConfig, Optimizer
 from runtime.ranks import Ranks
+from runtime.torch_compat import copy_tensors
 
 EPS = 1e-8  # torch.optim.AdamW's
 ALIGNMENT = 64  # elements: every bf16 weight begins at a multiple of 128 bytes
@@ -14,61 +16,74 @@ ALIGNMENT = 64  # elements: every bf16 weight begins at a multiple of 128 bytes
 class FusedAdamW(Optimizer):
     """AdamW for bf16 or fp16 weights. The model's weights become views of one flat buffer, and matrices come first.
 
-    The gradients of the first micro-step keep their dtype. If another one follows, they are summed in fp32.
+    In a single process, the gradients of the first micro-step keep their dtype. All other sums are in fp32.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, stop: bool = True):
         super().__init__(model, ranks, stop)
         self.config = config
-        self.order = sorted(range(len(self.weights)), key=lambda i: self.weights[i].dim() < 2)
-        self.offsets, self.decay_end, end = [0] * len(self.weights), 0, 0
-        for i in self.order:
-            self.offsets[i], end = end, end + -(-self.weights[i].numel() // ALIGNMENT) * ALIGNMENT
+        self.offsets, self.gaps, self.decay_end, end = [0] * len(self.weights), [], 0, 0
+        for i in sorted(range(len(self.weights)), key=lambda i: self.weights[i].dim() < 2):
+            self.offsets[i], last = end, end + self.weights[i].numel()
+            end = -(-last // ALIGNMENT) * ALIGNMENT
+            self.gaps.append((last, end))
             if self.weights[i].dim() >= 2:
                 self.decay_end = end  # only matrices decay
-        self.padding = -end % BLOCK
-        self.flat_weight = self.flatten([weight.detach() for weight in self.weights])
+        self.gaps.append((end, -(-end // BLOCK) * BLOCK))
+        self.flat_weight = self.empty(self.weights[0].dtype)
         for weight, view in zip(self.weights, self.views(self.flat_weight), strict=True):
-            weight.data = view
+            weight.data = view.copy_(weight.detach())
         self.flat_master = self.flat_weight.float()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat_master), torch.zeros_like(self.flat_master)
         self.flat_gradient: Tensor | None = None
+        self.has_sums = False  # whether flat_gradient has the gradients of an earlier micro-step
         # In fp64, because 1 - beta^t loses digits in fp32
         self.betas = torch.tensor([config.beta1, config.beta2], dtype=torch.float64, device=self.flat_master.device)
         self.count = torch.zeros_like(self.betas[0])  # updates
 
-    def flatten(self, tensors: list[Tensor]) -> Tensor:
-        """Return one tensor with the elements of `tensors`, which are in the order of the weights."""
-        parts = []
-        for i in self.order:
-            parts.append(tensors[i].flatten())
-            if rest := -tensors[i].numel() % ALIGNMENT:
-                parts.append(tensors[i].new_zeros(rest))
-        return torch.cat([*parts, parts[0].new_zeros(self.padding)])
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return a new flat tensor. The gaps between the weights and behind the last one are 0."""
+        flat = torch.empty(self.gaps[-1][1], dtype=dtype, device=self.lr.device)
+        for start, end in self.gaps:
+            if start < end:
+                flat[start:end] = 0
+        return flat
+
+    def view(self, flat: Tensor, i: int) -> Tensor:
+        """Return the part of weight i in a flat tensor."""
+        weight, start = self.weights[i], self.offsets[i]
+        return flat[start : start + weight.numel()].view(weight.shape)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of each weight in a flat tensor, in the order of the weights."""
-        parts = zip(self.offsets, self.weights, strict=True)
-        return [flat[start : start + weight.numel()].view(weight.shape) for start, weight in parts]
+        """Return the parts of all weights in a flat tensor, in the order of the weights."""
+        return [self.view(flat, i) for i in range(len(self.weights))]
 
-    @torch.no_grad()
     def accumulate(self) -> None:
-        gradient = self.flatten([weight.grad for weight in self.weights])
+        super().accumulate()
+        self.has_sums = True
+
+    def add_gradients(self, bucket: list[int]) -> None:
         if self.flat_gradient is None:
-            self.flat_gradient = gradient
-        else:
-            self.flat_gradient = self.flat_gradient.float().add_(gradient)
-        for weight in self.weights:
-            weight.grad = None
+            self.flat_gradient = self.empty(self.flat_weight.dtype if self.ranks.single else torch.float32)
+        elif self.has_sums:
+            self.flat_gradient = self.flat_gradient.float()
+        if not bucket:
+            return
+        add = add_tensors if self.has_sums else copy_tensors
+        add([self.view(self.flat_gradient, i) for i in bucket], [self.weights[i].grad for i in bucket])
+        for i in bucket:
+            self.weights[i].grad = None
+
+    def flatten_gradients(self, bucket: list[int]) -> Tensor:
+        self.add_gradients(bucket)
+        start, last = min(self.offsets[i] for i in bucket), max(bucket, key=lambda i: self.offsets[i])
+        return self.flat_gradient[start : self.offsets[last] + self.weights[last].numel()]
 
     @property
     def gradients(self) -> list[Tensor]:
         return self.views(self.flat_gradient)
 
-    def average_gradients(self) -> Tensor:
-        if not self.ranks.single:
-            self.flat_gradient = self.flat_gradient.float()
-            self.ranks.average([self.flat_gradient])
+    def gradient_norm(self) -> Tensor:
         return torch.linalg.vector_norm(self.flat_gradient, dtype=torch.float32)
 
     def update(self, norm: Tensor, refuse: Tensor) -> None:
@@ -80,7 +95,7 @@ class FusedAdamW(Optimizer):
         adamw(*buffers, self.lr, scale, corrections, refuse, self.decay_end, c.beta1, c.beta2, EPS, c.weight_decay)
 
     def clear_gradients(self) -> None:
-        self.flat_gradient = None
+        self.flat_gradient, self.has_sums = None, False
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         groups = {"model": self.flat_master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}

@@ -104,4 +104,5 @@ def sample_text(model: GPT, tokenizer: Tokenizer, max_new_tokens: int, seed: int
     gather_parameters(model)
     start = torch.tensor([[tokenizer.eot]], device=model.wte.weight.device)
     options = {"n_vocab": tokenizer.n_vocab, "temperature": 0.8, "top_k": 200, "seed": seed}
-    return tokenizer.decode(generate(model, start, max_new_tokens, **options)[0].tolist())
+    with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled again for a few tokens
+        return tokenizer.decode(generate(model, start, max_new_tokens, **options)[0].tolist())

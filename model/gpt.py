@@ -226,11 +226,15 @@ class GPT(nn.Module):
             x, residual = self.run_block(block, x, residual, rope=rope, starts=starts, cache=layer_cache)
         if cache is not None:
             x, residual = cache.select(x), cache.select(residual)
+        if targets is not None:
+            return self.head_loss(x, residual, targets)
         x, _ = self.ln_f(x, residual)
-        lm_head = cast(self.wte.weight, x.dtype)
-        if targets is None:
-            return F.linear(x, lm_head)  # logits
-        return self.loss(x, lm_head, targets)
+        return F.linear(x, cast(self.wte.weight, x.dtype))  # logits
+
+    def head_loss(self, x: Tensor, residual: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the last block's output."""
+        x, _ = self.ln_f(x, residual)
+        return self.loss(x, cast(self.wte.weight, x.dtype), targets)
 
     def embed(self, idx: Tensor, cache: Cache | None) -> Tensor:
         """Return the embeddings of the tokens, plus the embeddings of learned positions, (B, T, C)."""

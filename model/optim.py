@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from model.compat import add_tensors
+from model.parallel import Averaging
 from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
@@ -53,7 +54,7 @@ class Optimizer(ABC):
 
     A bf16 weight has an fp32 master here. The master sums the gradients of the micro-steps, and after the update the
     weight is the rounded master. A bf16 weight alone would lose every change below 2^-9 of its size. If FSDP shards a
-    weight, this rank updates its own rows.
+    weight, this rank updates its own rows, and FSDP averages the gradients.
 
     A step whose loss or gradient norm is not finite changes nothing: the step is refused. The kernels of the update
     read a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is the number of
@@ -72,17 +73,36 @@ class Optimizer(ABC):
         self.lr = torch.zeros((), device=device)
         self.being_copied: torch.cuda.Event | None = None  # the next update, or the next captured step, waits for it
         self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
+        self.sharded = is_sharded(self.weights[0])
+        averaged = [] if self.ranks.single or self.sharded else self.weights
+        self.averaging = Averaging(averaged, self.ranks, self.flatten_gradients)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Run the backward of a micro-step, and add its gradients to the sums.
+
+        In the last micro-step of a step, the ranks average the sums while the backward runs.
+        """
+        if last:
+            self.averaging.begin()
+        loss.backward()
+        self.accumulate()
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients of a loss.backward() to the sums, in fp32. Every weight must have one. See backward()."""
+        self.add_gradients([i for i, weight in enumerate(self.weights) if weight.grad is not None])
 
     @torch.no_grad()
     def step(self, lr: float | Tensor, loss: Tensor) -> Tensor:
-        """Average the gradients over the ranks, clip them, update the weights, and clear the gradients.
+        """Wait for the averages, clip the gradients, update the weights, and clear the gradients.
 
         `lr` is a number, or a scalar on the device. `loss` is the loss of the step, the same on every rank. If it is
         not finite, the step is refused. Returns the norm of the gradients before clipping, on the device.
         """
         self.steps += 1
         self.lr.fill_(lr)
-        norm = self.average_gradients()
+        self.averaging.wait()
+        norm = self.gradient_norm()
         if self.observer:
             for name, gradient in zip(self.names, self.gradients, strict=True):
                 self.observer(name, gradient)
@@ -112,11 +132,12 @@ class Optimizer(ABC):
         self.round_weights()
 
     @abstractmethod
-    def accumulate(self) -> None:
-        """Call this after each backward(). It moves the gradients here, where they are summed in fp32.
+    def add_gradients(self, bucket: list[int]) -> None:
+        """Add the gradients of the weights with these indices to the sums, and free the gradients."""
 
-        Every weight must have a gradient.
-        """
+    @abstractmethod
+    def flatten_gradients(self, bucket: list[int]) -> Tensor:
+        """Add the gradients of this bucket, too, but return one tensor whose parts are the sums."""
 
     @property
     @abstractmethod
@@ -124,8 +145,8 @@ class Optimizer(ABC):
         """The summed gradients, in the order of the weights."""
 
     @abstractmethod
-    def average_gradients(self) -> Tensor:
-        """Average the gradients over the ranks. Return their norm, fp32 on the device."""
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the averaged gradients of all weights, fp32 on the device."""
 
     @abstractmethod
     def update(self, norm: Tensor, refuse: Tensor) -> None:
@@ -172,7 +193,6 @@ class TorchAdamW(Optimizer):
     ):
         super().__init__(model, ranks, stop)
         self.grad_clip = config.grad_clip
-        self.sharded = is_sharded(self.weights[0])
         self.rounded = rounded if rounded != torch.float32 else None
         self.has_masters = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)
         self.masters = self.weights
@@ -194,30 +214,36 @@ class TorchAdamW(Optimizer):
         for group in self.adamw.param_groups:
             group["lr"] = self.lr  # not an argument of AdamW(), which would read its value
 
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        if self.masters is self.weights:
+    def add_gradients(self, bucket: list[int]) -> None:
+        if not bucket or self.masters is self.weights:
             return
-        gradients = [local(weight.grad) for weight in self.weights]
-        if self.masters[0].grad is None:
-            for master, gradient in zip(self.masters, gradients, strict=True):
+        masters, weights = [self.masters[i] for i in bucket], [self.weights[i] for i in bucket]
+        gradients = [local(weight.grad) for weight in weights]
+        if masters[0].grad is None:
+            for master, gradient in zip(masters, gradients, strict=True):
                 master.grad = torch.empty_like(master) if self.has_masters else gradient
             if self.has_masters:
-                copy_tensors([master.grad for master in self.masters], gradients)
+                copy_tensors([master.grad for master in masters], gradients)
         else:
-            add_tensors([master.grad for master in self.masters], gradients)
-        for weight in self.weights:
+            add_tensors([master.grad for master in masters], gradients)
+        for weight in weights:
             weight.grad = None
+
+    def flatten_gradients(self, bucket: list[int]) -> Tensor:
+        self.add_gradients(bucket)
+        masters = [self.masters[i] for i in bucket]
+        flat = torch.cat([master.grad.flatten() for master in masters])
+        for master, part in zip(masters, flat.split([master.numel() for master in masters]), strict=True):
+            master.grad = part.view_as(master)
+        return flat
 
     @property
     def gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters]
 
-    def average_gradients(self) -> Tensor:
-        if self.sharded:  # FSDP has already averaged the gradients
-            return self.ranks.sum(nn.utils.get_total_norm(self.gradients).square()).sqrt()
-        self.ranks.average(self.gradients)
-        return nn.utils.get_total_norm(self.gradients)
+    def gradient_norm(self) -> Tensor:
+        norm = nn.utils.get_total_norm(self.gradients)
+        return self.ranks.sum(norm.square()).sqrt() if self.sharded else norm
 
     def update(self, norm: Tensor, refuse: Tensor) -> None:
         if self.grad_clip:

@@ -1,14 +1,25 @@
-"""Prepare a built model for training: torch.compile, and FSDP2 (Zhao et al. 2023, arXiv:2304.11277).
+"""Prepare a built model for training: torch.compile, and several processes with DDP or FSDP2.
 
-Under FSDP each rank holds some rows of each weight. The whole weights of a block are gathered while the block runs.
+Under DDP (Li et al. 2020, arXiv:2006.15704) each rank holds all weights, and the ranks average the gradients of a block
+while the backward of the block before it runs. PyTorch's DDP averages gradients in the dtype of the weights. The class
+here averages the optimizer's sums, which are in fp32.
+
+Under FSDP (Zhao et al. 2023, arXiv:2304.11277) each rank holds some rows of each weight. While a block runs, the
+weights of the next block are gathered.
 """
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
+from torch.distributed import Work
 
 from model.gpt import GPT
 from runtime.ranks import Ranks
+
+BUCKET = 2**22  # weights of a bucket, or more: 16 MiB of gradients in fp32
 
 
 def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:
@@ -18,18 +29,29 @@ def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) 
     """
     if ranks.rank:
         torch.manual_seed(seed + ranks.rank)
+    if compiled:
+        compile_parts(model, ranks)
     if parallel == "fsdp" and not ranks.single:
-        shard(model, compiled, ranks)
-    elif compiled:
-        model.compile(fullgraph=True)
+        shard(model, ranks)
     return model
 
 
-def shard(model: GPT, compiled: bool, ranks: Ranks) -> None:
-    """Shard the model over the ranks, in place.
+def compile_parts(model: GPT, ranks: Ranks) -> None:
+    """Compile the whole model; for several ranks compile each block separately, and the end with the loss.
 
-    torch.compile cannot trace FSDP's gathering, so it compiles each block and the loss separately.
+    The backward of a compiled function returns all its gradients at its end, and the ranks average them block by block.
+    Also, torch.compile cannot trace FSDP's gathering.
     """
+    if ranks.single:
+        model.compile(fullgraph=True)
+        return
+    for block in model.h:
+        block.forward = torch.compile(block.forward, fullgraph=True)
+    model.head_loss = torch.compile(model.head_loss, fullgraph=True)
+
+
+def shard(model: GPT, ranks: Ranks) -> None:
+    """Shard the model over the ranks, in place."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # with DTensor it takes 1.5 s to import
 
@@ -38,12 +60,62 @@ def shard(model: GPT, compiled: bool, ranks: Ranks) -> None:
     mesh = init_device_mesh(model.wte.weight.device.type, (ranks.world_size,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients of bf16 weights are summed in fp32
     for block in model.h:
-        if compiled:
-            block.forward = torch.compile(block.forward, fullgraph=True)
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    if compiled:
-        model.loss = torch.compile(model.loss, fullgraph=True)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+class Averaging:
+    """Averages gradients over the ranks in buckets, which are lists of indices of weights.
+
+    When a backward has computed the last gradient of a bucket, flatten(bucket) returns the tensor to average.
+    """
+
+    def __init__(self, weights: list[Tensor], ranks: Ranks, flatten: Callable[[list[int]], Tensor]):
+        self.ranks, self.flatten = ranks, flatten
+        self.buckets = make_buckets(weights)
+        self.missing: list[int] = []  # for each bucket, the gradients that it waits for
+        self.averages: list[Work] = []  # of the first buckets, which are complete
+        for number, bucket in enumerate(self.buckets):
+            for i in bucket:
+                weights[i].register_post_accumulate_grad_hook(partial(self._count_gradient, number))
+
+    def begin(self) -> None:
+        """Average the buckets in the next backward."""
+        self.missing = [len(bucket) for bucket in self.buckets]
+
+    def wait(self) -> None:
+        """Let the device wait for the averages."""
+        assert len(self.averages) == len(self.buckets)
+        for average in self.averages:
+            average.wait()
+        self.missing, self.averages = [], []
+
+    @torch.no_grad()
+    def _count_gradient(self, number: int, weight: Tensor) -> None:
+        """The hook of a weight in bucket `number`."""
+        if not self.missing:
+            return
+        self.missing[number] -= 1
+        # In the order of the buckets, because every rank must start the same averages in the same order
+        while len(self.averages) < len(self.buckets) and not self.missing[len(self.averages)]:
+            flat = self.flatten(self.buckets[len(self.averages)])
+            self.averages.append(self.ranks.start_average(flat))
+
+
+def make_buckets(weights: list[Tensor]) -> list[list[int]]:
+    """Return the buckets, roughly in the order in which a backward completes them.
+
+    The vectors are the last bucket, because FusedAdamW's buffers hold them behind the matrices.
+    """
+    vectors = [i for i, weight in enumerate(weights) if weight.dim() < 2]
+    buckets, size = [], BUCKET
+    for i in reversed([i for i, weight in enumerate(weights) if weight.dim() >= 2]):
+        if size >= BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(i)
+        size += weights[i].numel()
+    return [*buckets, vectors] if vectors else buckets
 
 
 def gather_parameters(model: GPT) -> None:

@@ -105,10 +105,9 @@ def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float
     Both are scalars on the device. Nothing here waits for the device.
     """
     total = torch.zeros((), device=batches[0][0].device)
-    for batch in batches:
+    for i, batch in enumerate(batches, start=1):
         loss = model(*batch) / len(batches)
-        loss.backward()
-        optimizer.accumulate()
+        optimizer.backward(loss, last=i == len(batches))
         total += loss.detach()
     total = optimizer.ranks.mean(total)
     return total, optimizer.step(lr, total)
@@ -151,7 +150,7 @@ def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path
     if ranks.is_main:
         try:
             kept = {"step": step, "batches": [batch for batches in all_batches for batch in batches]}
-            if on_nonfinite == "stop" and not any(isinstance(weight, DTensor) for weight in model.parameters()):
+            if on_nonfinite == "stop" and not any(is_sharded(weight) for weight in model.parameters()):
                 kept["weights"] = model.state_dict()  # no later step has changed them
             torch.save(kept, path)
         except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk

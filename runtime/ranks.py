@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runtime import torch_compat
 from runtime.config import UserError, check
 from runtime.signals import STOPPED, Stopped
 
-BUCKET = 2**26  # elements that average() reduces at a time, in a copy; in fp32 the copy takes 256 MiB
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 
 
@@ -87,19 +85,9 @@ class Ranks:
         dist.all_reduce(value)
         return value
 
-    def average(self, tensors: list[Tensor]) -> None:
-        """Replace each tensor by its mean over the ranks.
-
-        It reduces buckets of tensors, because GPT-2 124M has 148 tensors, and each reduction has its latency.
-        """
-        if self.single:
-            return
-        for bucket in buckets(tensors):
-            flat = torch.cat([tensor.flatten() for tensor in bucket]) if len(bucket) > 1 else bucket[0].flatten()
-            dist.all_reduce(flat)
-            flat /= self.world_size
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            torch_compat.copy_tensors(bucket, [part.view_as(t) for part, t in zip(parts, bucket, strict=True)])
+    def start_average(self, tensor: Tensor) -> dist.Work:
+        """Start to replace the tensor by its mean over the ranks. It is the mean after wait() of the returned work."""
+        return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
 
     @contextmanager
     def print_on_rank0_only(self) -> Iterator[None]:
@@ -126,18 +114,6 @@ class Ranks:
                 ) from error
             shared_store().compare_set("failed", "", f"rank {self.rank} failed: {error or type(error).__name__}")
             raise
-
-
-def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in order, in lists of at most BUCKET elements. A larger tensor is a list of its own."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 def started_by_torchrun() -> bool:

@@ -151,6 +151,61 @@ def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
     assert {w.dtype for w in checkpoint_weights("run").values()} == {torch.float32}
 
 
+AVERAGING = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from torch import nn
+from model import optim, parallel
+from model.fused_adamw import FusedAdamW
+from runtime.ranks import Ranks, join_ranks
+
+parallel.BUCKET = 1  # a bucket for each matrix
+CONFIG = optim.OptimConfig(
+    learning_rate=1e-2, min_lr=1e-3, warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0
+)
+events = []
+start_average = Ranks.start_average
+Ranks.start_average = lambda ranks, tensor: events.append(tensor.numel()) or start_average(ranks, tensor)
+
+def train(kind, dtype, ranks):
+    "The norms and the weights of three steps, each with four micro-steps over all ranks."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(dtype)
+    net[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+    optimizer, norms = kind(net, CONFIG, ranks), []
+    micro_steps = range(4)[ranks.rank :: ranks.world_size]
+    for step in range(3):
+        events.append("step")
+        for micro_step in micro_steps:
+            x = torch.randn(7, 16, generator=torch.Generator().manual_seed(10 * step + micro_step)).to(dtype)
+            optimizer.backward(net(x).square().sum() / len(micro_steps), last=micro_step == micro_steps[-1])
+        norms.append(optimizer.step(1e-2, torch.tensor(1.0)))
+    return [*norms, *net.parameters()]
+
+with join_ranks(torch.device("cpu")) as ranks:
+    cases = (optim.TorchAdamW, torch.float32), (optim.TorchAdamW, torch.bfloat16), (FusedAdamW, torch.float16)
+    for kind, dtype in cases:
+        events.clear()
+        ours, again, alone = (train(kind, dtype, job) for job in (ranks, ranks, Ranks()))
+        tolerance = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=2**-6, atol=2**-9)
+        for a, b, c in zip(ours, again, alone, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, c, **tolerance)
+        # Only the second micro-step averages: first the last layer's matrix, before the first layer has its gradient
+        assert events[:5] == ["step", "first layer", 32, "first layer", 128], events
+        assert events[:6] * 6 == events[:36], events
+"""
+
+
+def test_the_ranks_average_gradients_while_the_backward_runs(tmp_path):
+    """Three optimizers make the steps of one process, and twice the same bits."""
+    script = tmp_path / "averaging.py"
+    script.write_text(AVERAGING.format(root=str(ROOT)))
+    code, out, err = torchrun(tmp_path, script=script)
+    assert (code, out) == (0, ""), err
+
+
 FAILING = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
