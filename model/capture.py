@@ -41,9 +41,7 @@ class StepRunner:
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.why_not: str | None = None
-        single = optimizer.ranks.single
-        reason = "train.cuda_graph=false" if wanted is False else reason_against(model.config, self.device, single)
-        self._set_why_not(reason)
+        self._set_why_not("train.cuda_graph=false" if wanted is False else reason_against(model.config, self.device))
 
     def __call__(self, batches: list[Batch], lr: float) -> tuple[Tensor, Tensor]:
         self.calls += 1
@@ -90,14 +88,14 @@ class StepRunner:
             reason = str(error.__context__ or error).partition("\n")[0]
             raise UserError(f"a CUDA graph cannot contain this step: {reason}; pass train.cuda_graph=false") from error
         self.graph = graph
+        if not self.optimizer.ranks.single:
+            self.optimizer.ranks.at_exit.callback(self.release)
 
 
-def reason_against(config: GPTConfig, device: torch.device, single: bool) -> str | None:
-    """Return why a step of this model cannot be captured; None if it may be. `single`: one process trains."""
+def reason_against(config: GPTConfig, device: torch.device) -> str | None:
+    """Return why a step of this model cannot be captured; None if it may be."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
-    if not single:
-        return "several processes train together"
     if config.checkpointing == "host":
         return "model.checkpointing=host allocates host memory in each step"
     if config.checkpointing == "block" and config.dropout:

@@ -122,3 +122,12 @@ def gather_parameters(model: GPT) -> None:
     """Gather the parameters outside the blocks. Call it before model.forward(), which bypasses FSDP's hook."""
     if hasattr(model, "unshard"):  # an FSDPModule
         model.unshard()
+
+
+def free_gathered(model: GPT) -> None:
+    """Free the parameters outside the blocks, which a forward without a backward leaves gathered.
+
+    The steps of a CUDA graph change the weights, and FSDP does not notice that.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()

@@ -15,6 +15,7 @@ from data.loader import Batch, Loader, Windows, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
 from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm
 from model.optim import OptimConfig, Optimizer, TorchAdamW
+from model.parallel import free_gathered
 from model.pretrained import load_weights
 from model.sources import Pretrained
 from runtime.config import check
@@ -128,6 +129,7 @@ def evaluate(
         loss = model(*(tensor.to(device) for tensor in batch))
         if ranks.rank < len(group):
             total += loss
+    free_gathered(model)
     model.train()
     return ranks.sum(total).item() / len(batches)
 

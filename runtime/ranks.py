@@ -42,6 +42,8 @@ class Ranks:
         self.is_main = rank == 0
         # If another rank has failed, watch_for_failure() calls this with the reason before it ends this process
         self.on_stuck: Callable[[str], None] = print
+        # What must be freed before this process leaves the job: NCCL would wait for a CUDA graph that contains it
+        self.at_exit = contextlib.ExitStack()
 
     def max_over_ranks(self, *values: float) -> list[float]:
         """Return the maximum of each value over all ranks. The values go over gloo."""
@@ -164,7 +166,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
     watcher = threading.Thread(target=watch_for_failure, args=(ranks, done), daemon=True)
     watcher.start()
     try:
-        with ranks.share_failure(), ranks.print_on_rank0_only():
+        with ranks.share_failure(), ranks.print_on_rank0_only(), ranks.at_exit:
             yield ranks
         leave(ranks, done, watcher)
         # Skip the interpreter's shutdown: all files are closed. Once in a few hundred runs on a busy machine, rank 0

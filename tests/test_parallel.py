@@ -206,6 +206,21 @@ def test_the_ranks_average_gradients_while_the_backward_runs(tmp_path):
     assert (code, out) == (0, ""), err
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_replayed_steps_of_two_gpus_equal_uncaptured_steps(tmp_path, monkeypatch, parallel):
+    """With deterministic kernels, every bit is the same. The evaluation after each step sees the newest weights."""
+    monkeypatch.chdir(tmp_path)
+    settings = *BASE, "device=cuda", "precision=bf16", "kernels=triton", "attn=triton", f"parallel={parallel}"
+    settings += "model.n_layer=3", "train.batch_size=1", "train.eval_every=1"
+    for folder, captured in (("plain", "false"), ("captured", "true")):
+        code, _, err = torchrun(tmp_path, *settings, f"train.cuda_graph={captured}", f"out_dir={folder}")
+        assert code == 0, err
+    assert row("captured")["cuda_graph"] == "captured"
+    assert torch.equal(figures("captured"), figures("plain"))
+
+
 FAILING = """
 import os, signal, sys
 sys.path.insert(0, {root!r})

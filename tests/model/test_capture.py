@@ -129,13 +129,12 @@ def test_what_cannot_be_captured_says_why():
     """By default such a run is not captured. With train.cuda_graph=true it is an error of one line."""
     gpu = torch.device("cuda")
     config = GPTConfig(**SHAPE | {"dropout": 0.1, "checkpointing": "block"})
-    assert capture.reason_against(config, CPU, single=True) == "it needs an NVIDIA GPU"
-    assert capture.reason_against(config, gpu, single=False) == "several processes train together"
-    assert "model.dropout" in capture.reason_against(config, gpu, single=True)
+    assert capture.reason_against(config, CPU) == "it needs an NVIDIA GPU"
+    assert "model.dropout" in capture.reason_against(config, gpu)
     config.dropout = 0.0
-    assert capture.reason_against(config, gpu, single=True) is None
+    assert capture.reason_against(config, gpu) is None
     config.checkpointing = "host"
-    assert "model.checkpointing=host" in capture.reason_against(config, gpu, single=True)
+    assert "model.checkpointing=host" in capture.reason_against(config, gpu)
     model, optimizer = trainer()
     assert capture.StepRunner(model, optimizer, wanted=None).why_not == "it needs an NVIDIA GPU"
     assert capture.StepRunner(model, optimizer, wanted=False).why_not == "train.cuda_graph=false"
