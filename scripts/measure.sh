@@ -2,8 +2,9 @@
 # Measure the rows in results/ again: scripts/measure.sh GROUP ...
 #
 # GROUP is the name of a function below, from `presets` on. The training text is sotu.txt in the root of the repo: a few
-# MB of any text. Sweeps use all GPUs; the other commands use the first GPU of CUDA_VISIBLE_DEVICES. If a job fails, its
-# row says why, and the next job starts. After Ctrl-C, the same group resumes its sweeps and searches.
+# MB of any text. Sweeps use all GPUs, torchrun the first two; the other commands use the first GPU of
+# CUDA_VISIBLE_DEVICES. If a job fails, its row says why, and the next job starts. After Ctrl-C, the same group resumes
+# its sweeps and searches.
 set -u
 trap 'exit 130' INT # otherwise bash would go on to the next command, because a command handles Ctrl-C itself
 cd "$(dirname "$0")/.."
@@ -55,6 +56,20 @@ small_steps() {
         sweep "small-$size" $short attn=flash train.batch_size=$size train.tokens_per_step=$((1024 * size)) \
             kernels=triton,compile train.cuda_graph=true,false
     done
+}
+
+# GPT-2 124M and 1558M on one GPU and on two, in about 3 minutes; with torch.compile in about 6
+overlap() { on_two_gpus overlap kernels=triton attn=sdpa; }
+overlap_compile() { on_two_gpus overlap-compile kernels=compile attn=sdpa; }
+on_two_gpus() { # NAME WORDS ...
+    local words="$speed precision=bf16 proof=false train.max_steps=50 ${*:2}"
+    local two="torchrun --standalone --nproc_per_node=2" large="model=gpt2_1558m train.batch_size=8"
+    python train.py $words out_dir="out/$1-124m"
+    $two train.py $words train.tokens_per_step=131072 out_dir="out/$1-124m-ddp"
+    $two train.py $words train.tokens_per_step=131072 parallel=fsdp out_dir="out/$1-124m-fsdp"
+    python train.py $words $large train.tokens_per_step=8192 out_dir="out/$1-1558m"
+    $two train.py $words $large train.tokens_per_step=16384 parallel=fsdp out_dir="out/$1-1558m-fsdp"
+    python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m,124m-ddp,124m-fsdp,1558m,1558m-fsdp}
 }
 
 # Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes 7 to 10

@@ -39,7 +39,7 @@ NEW += (
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS)
-def test_every_command_of_a_readme_is_valid(name, command, monkeypatch):
+def test_every_command_of_a_readme_is_valid(name, command):
     """Its config is composed and checked as the program does it: each job of a sweep, and rank 0 of torchrun."""
     program, *words = [word for word in shlex.split(command) if not re.match("[A-Z_]+=", word)]
     if program == "make":
@@ -48,18 +48,18 @@ def test_every_command_of_a_readme_is_valid(name, command, monkeypatch):
     if program == "scripts/measure.sh":
         assert {*words} <= {*measure_groups(), "GROUP"}  # GROUP stands for the name of a group
         return
-    if program == "torchrun":
-        standalone, processes, *words = words
-        assert standalone == "--standalone"
-        world_size = processes.removeprefix("--nproc_per_node=")
-        for variable, value in {"WORLD_SIZE": world_size, "RANK": "0", "MASTER_ADDR": "localhost"}.items():
-            monkeypatch.setenv(variable, value)
     check(words)
 
 
 def check(words):
     """Check the words behind `python` or `torchrun`: train.py, a command in scripts/, or pytest."""
-    if words[0] == "train.py":
+    if words[0] == "--standalone":
+        world_size = words[1].removeprefix("--nproc_per_node=")
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in {"WORLD_SIZE": world_size, "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+                patch.setenv(variable, value)
+            check(words[2:])
+    elif words[0] == "train.py":
         check_train(words[1:])
     elif words[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[2:] if "/" in word and "path/to/" not in word)
@@ -107,11 +107,12 @@ def measure_groups():
 
 @pytest.mark.exhaustive
 def test_every_group_of_measure_sh_runs_valid_commands(checkout, monkeypatch):
-    """A fake `python` writes down the commands of every group; then they are checked like those of the READMEs."""
+    """A fake `python` and `torchrun` writes down the commands of every group; they are checked like the READMEs'."""
     log, python = checkout / "log", checkout / "python"
     write_down = f'import json, sys; open("{log}", "a").write(json.dumps(sys.argv[1:]) + "\\n")'
     python.write_text(f"#!{sys.executable}\n{write_down}")
     python.chmod(0o755)
+    (checkout / "torchrun").symlink_to(python)
     (checkout / "sotu.txt").touch()
     monkeypatch.setenv("PATH", str(checkout), prepend=os.pathsep)
     groups = measure_groups()
