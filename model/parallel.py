@@ -129,5 +129,5 @@ def free_gathered(model: GPT) -> None:
 
     The steps of a CUDA graph change the weights, and FSDP does not notice that.
     """
-    if isinstance(model, FSDPModule):
+    if hasattr(model, "reshard"):  # an FSDPModule
         model.reshard()
