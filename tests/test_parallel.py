@@ -30,7 +30,7 @@ SLOW = 120  # seconds
 
 def torchrun(tmp_path, *arguments, script=ROOT / "train.py", ranks=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command += [*arguments, f"data.cache={tmp_path}/tokens"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SLOW, env=environment)
     return done.returncode, done.stdout, done.stderr

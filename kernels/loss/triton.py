@@ -13,8 +13,8 @@ A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also read
 C = 768). backward() only multiplies dx and dW by the gradient of the loss.
 
 With fp8 the three products are in fp8. cuBLAS cannot add such a product to dW: each sum moves another 0.6 GB, 0.15 ms.
-So dlogits by columns is kept for a group of chunks, and a group has one product. At C = 768 a chunk of 5,632 tokens has
-44 x 3 tiles of 128 x 256 of dx, one for each multiprocessor of an H200.
+So the chunks of a group write their dlogits by columns into one matrix, and the group has one product. At C = 768 the
+dx of a chunk of 5,632 tokens has 44 x 3 tiles of 128 x 256: one for each multiprocessor of an H200.
 """
 
 import torch
