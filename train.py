@@ -43,7 +43,7 @@ class Config:
     seed: int
     device: str  # auto | cpu | cuda | cuda:N
     precision: str  # fp32 | amp | bf16 | fp8
-    parallel: str  # ddp | fsdp, if torchrun starts several processes
+    parallel: str  # ddp | fsdp | zero2, if torchrun starts several processes
     proof: bool  # compare with eager fp32, and profile a step: see lab/proof
     profile: bool  # write a trace and a memory snapshot of three steps
     kernels: registry.KernelsConfig
@@ -57,7 +57,7 @@ class Config:
 
     def __post_init__(self):
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
-        check(self.parallel in ("ddp", "fsdp"), f"parallel={self.parallel}: choose ddp or fsdp")
+        check(self.parallel in ("ddp", "fsdp", "zero2"), f"parallel={self.parallel}: choose ddp, fsdp or zero2")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
         self.model.check_length(self.train.block_size, key="train.block_size: ")
 

@@ -5,7 +5,9 @@ while the backward of the block before it runs. PyTorch's DDP averages gradients
 here averages the optimizer's sums, which are in fp32.
 
 Under FSDP (Zhao et al. 2023, arXiv:2304.11277) each rank holds some rows of each weight. While a block runs, the
-weights of the next block are gathered.
+weights of the next block are gathered. After the block's forward its weights are freed, and the backward gathers them
+again. With "zero2", after ZeRO stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054), they stay until its backward. On
+two H100s a step of 1558M with 8 sequences a GPU then takes 197 ms instead of 206, and 28.1 GiB instead of 25.3.
 """
 
 import warnings
@@ -23,7 +25,7 @@ BUCKET = 2**22  # weights of a bucket, or more: 16 MiB of gradients in fp32
 
 
 def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:
-    """Compile the model if `compiled`, shard it if `parallel` is "fsdp", both in place, and return it.
+    """Compile the model if `compiled`, shard it if `parallel` is not "ddp", both in place, and return it.
 
     Each rank draws its own dropout: rank 0 as a single process does, the others from seed + rank.
     """
@@ -31,8 +33,8 @@ def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) 
         torch.manual_seed(seed + ranks.rank)
     if compiled:
         compile_parts(model, ranks)
-    if parallel == "fsdp" and not ranks.single:
-        shard(model, ranks)
+    if parallel != "ddp" and not ranks.single:
+        shard(model, ranks, keep_gathered=parallel == "zero2")
     return model
 
 
@@ -50,8 +52,8 @@ def compile_parts(model: GPT, ranks: Ranks) -> None:
     model.head_loss = torch.compile(model.head_loss, fullgraph=True)
 
 
-def shard(model: GPT, ranks: Ranks) -> None:
-    """Shard the model over the ranks, in place."""
+def shard(model: GPT, ranks: Ranks, keep_gathered: bool) -> None:
+    """Shard the model over the ranks, in place. With `keep_gathered`, a block's weights stay until its backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # with DTensor it takes 1.5 s to import
 
@@ -60,7 +62,7 @@ def shard(model: GPT, ranks: Ranks) -> None:
     mesh = init_device_mesh(model.wte.weight.device.type, (ranks.world_size,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients of bf16 weights are summed in fp32
     for block in model.h:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
@@ -125,9 +127,10 @@ def gather_parameters(model: GPT) -> None:
 
 
 def free_gathered(model: GPT) -> None:
-    """Free the parameters outside the blocks, which a forward without a backward leaves gathered.
+    """Free the parameters that a forward without a backward leaves gathered: outside the blocks, with zero2 all.
 
     The steps of a CUDA graph change the weights, and FSDP does not notice that.
     """
-    if hasattr(model, "reshard"):  # an FSDPModule
-        model.reshard()
+    for module in (model, *model.h):
+        if hasattr(module, "reshard"):  # an FSDPModule
+            module.reshard()

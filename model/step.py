@@ -90,7 +90,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = 
 def fused_unavailable(weight: Tensor) -> str | None:
     """Return why FusedAdamW cannot update a model with such weights, or None if it can."""
     if is_sharded(weight):
-        return "it does not support sharded weights (parallel=fsdp)"
+        return "it does not support sharded weights (parallel=fsdp or zero2)"
     if weight.dtype == torch.float32:
         return "it rounds fp32 masters to the model's weights, and these are fp32: choose precision=bf16 or fp8"
     if not find_spec("triton"):

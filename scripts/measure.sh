@@ -68,8 +68,10 @@ on_two_gpus() { # NAME WORDS ...
     $two train.py $words train.tokens_per_step=131072 out_dir="out/$1-124m-ddp"
     $two train.py $words train.tokens_per_step=131072 parallel=fsdp out_dir="out/$1-124m-fsdp"
     python train.py $words $large train.tokens_per_step=8192 out_dir="out/$1-1558m"
-    $two train.py $words $large train.tokens_per_step=16384 parallel=fsdp out_dir="out/$1-1558m-fsdp"
-    python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m,124m-ddp,124m-fsdp,1558m,1558m-fsdp}
+    for parallel in fsdp zero2; do
+        $two train.py $words $large train.tokens_per_step=16384 parallel=$parallel out_dir="out/$1-1558m-$parallel"
+    done
+    python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m,124m-ddp,124m-fsdp,1558m,1558m-fsdp,1558m-zero2}
 }
 
 # Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes 7 to 10

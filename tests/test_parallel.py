@@ -71,7 +71,7 @@ def test_ddp_gives_the_figures_of_one_process(hotswap, tmp_path, alone):
 
 
 def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_path, alone):
-    """A sharded checkpoint resumes in one process, an unsharded one on two ranks. read_weights() reads both kinds."""
+    """A sharded checkpoint resumes in one process, an unsharded one on two ranks (zero2). read_weights() reads both."""
     code, out, err = torchrun(tmp_path, *BASE, "parallel=fsdp", "train.sharded_checkpoints=true", "train.stop_after=3")
     assert code == 0, err
     assert "torchrun --standalone --nproc_per_node=2 " in out
@@ -79,7 +79,7 @@ def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_p
     assert len([*folder.glob("shards/*.distcp")]) == 2
     assert hotswap(*BASE, "train.resume=auto", "train.stop_after=2")[0] == 0
     assert (newest_valid(Path("run/checkpoints")) / "model.safetensors").exists()
-    code, _, err = torchrun(tmp_path, *BASE, "parallel=fsdp", "train.resume=auto")
+    code, _, err = torchrun(tmp_path, *BASE, "parallel=zero2", "train.resume=auto")
     assert code == 0, err
     torch.testing.assert_close(figures("run"), alone, rtol=1e-5, atol=0)
     assert Path("run/sample.txt").read_text() == Path("alone/sample.txt").read_text()
@@ -208,7 +208,7 @@ def test_the_ranks_average_gradients_while_the_backward_runs(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "zero2"])
 def test_replayed_steps_of_two_gpus_equal_uncaptured_steps(tmp_path, monkeypatch, parallel):
     """With deterministic kernels, every bit is the same. The evaluation after each step sees the newest weights."""
     monkeypatch.chdir(tmp_path)
@@ -298,5 +298,5 @@ def test_impossible_settings_of_several_processes(monkeypatch):
 
 @pytest.mark.parametrize("parallel", ["data", ""])
 def test_an_unknown_value_of_parallel(parallel):
-    with pytest.raises(UserError, match=r"parallel=.*: choose ddp or fsdp"):
+    with pytest.raises(UserError, match=r"parallel=.*: choose ddp, fsdp or zero2"):
         config(*BASE, f"parallel={parallel}")

@@ -49,7 +49,7 @@ def reason_against_parity(recipe: Recipe, train: TrainConfig, sharded: bool, sta
     if recipe.model.dropout > 0:
         return "with dropout, every backend draws random numbers of its own"
     if sharded:
-        return "with parallel=fsdp, each rank has only a part of the gradients"
+        return "with parallel=fsdp or zero2, each rank has only a part of the gradients"
     if train.max_minutes is not None:
         return "with train.max_minutes, the schedule depends on the speed"
     return None
@@ -70,7 +70,7 @@ def make_references(
 
     The list is empty if the run cannot be compared; `parity` then says why.
     """
-    sharded = parallel == "fsdp" and not ranks.single
+    sharded = parallel != "ddp" and not ranks.single
     references, reason = [], reason_against_parity(recipe, train, sharded, start)
     if reason is None and ranks.is_main:
         try:
