@@ -47,8 +47,8 @@ PTXAS_PATHS = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"  # the GPU and 
 class InFp8:
     """The output of a norm in the two layouts that the products of a linear layer need (kernels/quantize.py).
 
-    `tensor` (..., C) has shape and dtype, and gets the gradient, but it has no values: all its elements are one. `rows`
-    and `columns` are x in e4m3, times X_SCALE, as quantize() of kernels/quantize.py returns them for x (N, C).
+    `tensor` (..., C) has the shape and the dtype, and gets the gradient. It has no values: its strides are 0, and its
+    memory is never written. `rows` and `columns` are x (N, C) in e4m3, times X_SCALE.
     """
 
     tensor: Tensor

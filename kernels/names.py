@@ -18,9 +18,8 @@ def constant(op: str, name: str, default: Any) -> Any:
     for node in ast.parse((ROOT / op / "__init__.py").read_text(encoding="utf-8")).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target]
-        )  # TRAINS = False, TRAINS: bool = False
+        # TRAINS = False is an Assign, and TRAINS: bool = False an AnnAssign
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return ast.literal_eval(node.value)
     return default

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.fp8 import DY_SCALE, E4M3, InFp8
+from kernels.direct import bypass_dispatcher
+from kernels.fp8 import DY_SCALE, E4M3, X_SCALE, InFp8
 from kernels.sums import add_partial_sums
 from kernels.tiles import place
 from kernels.tuned import launch_parameters
@@ -223,11 +224,32 @@ def quantize(
     return by_rows, by_columns, add_partial_sums(partial, x.dtype) if sums else x.new_empty(0)
 
 
-def rows_and_layouts(x: Tensor | InFp8) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return x (..., C) as a contiguous (N, C) matrix, and its layouts in fp8 by rows and by columns if it has them."""
+@torch.library.custom_op("hotswap::round_input", mutates_args=())
+def round_input(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
+    """Return x (N, C) in e4m3, times X_SCALE, by rows and by columns. Without `columns`, the second is empty."""
+    rows, by_columns, _ = quantize(x, unit_of(X_SCALE, x.device), columns=columns)
+    return rows, by_columns
+
+
+@round_input.register_fake
+def _(x, columns):
+    N, C = x.shape
+    return empty_fp8(N, C, E4M3, x.device), empty_fp8(C, N if columns else 0, E4M3, x.device)
+
+
+round_input = bypass_dispatcher(round_input)
+
+
+def with_layouts(x: Tensor | InFp8, columns: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x (..., C) as a contiguous (N, C) matrix, and in fp8 by rows and by columns. A norm may have rounded it.
+
+    Without `columns`, the last is empty.
+    """
     if isinstance(x, InFp8):
         return x.tensor.view(-1, x.shape[-1]), x.rows, x.columns
-    return x.reshape(-1, x.shape[-1]).contiguous(), None, None
+    x = x.reshape(-1, x.shape[-1]).contiguous()
+    with torch.no_grad():  # the gradient goes to x itself
+        return x, *round_input(x, columns)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

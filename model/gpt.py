@@ -120,7 +120,10 @@ class Linear(nn.Linear):
 
 
 class LayerNorm(nn.Module):
-    """(x, residual) -> (LayerNorm(residual + x) in the compute dtype, residual + x). All are (B, T, C)."""
+    """(x, residual) -> (y, residual + x), all (B, T, C).
+
+    y is LayerNorm(residual + x) in the compute dtype, or in fp8 (InFp8 of kernels/fp8.py) if the next op takes that.
+    """
 
     def __init__(self, config: GPTConfig, norm: Callable, dtype: torch.dtype):
         super().__init__()

@@ -89,7 +89,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the gradients of a loss.backward() to the sums, in fp32. Every weight must have one. See backward()."""
+        """Add the gradients of a loss.backward() to the sums, in fp32. Averaging may have added some already."""
         self.add_gradients([i for i, weight in enumerate(self.weights) if weight.grad is not None])
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def flatten_gradients(self, bucket: list[int]) -> Tensor:
-        """Add the gradients of this bucket, too, but return one tensor whose parts are the sums."""
+        """Do what add_gradients() does. Return one flat tensor, of which the sums of this bucket are views."""
 
     @property
     @abstractmethod

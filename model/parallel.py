@@ -75,7 +75,7 @@ class Averaging:
     def __init__(self, weights: list[Tensor], ranks: Ranks, flatten: Callable[[list[int]], Tensor]):
         self.ranks, self.flatten = ranks, flatten
         self.buckets = make_buckets(weights)
-        self.missing: list[int] = []  # for each bucket, the gradients that it waits for
+        self.missing: list[int] = []  # for each bucket, how many gradients it still waits for
         self.averages: list[Work] = []  # of the first buckets, which are complete
         for number, bucket in enumerate(self.buckets):
             for i in bucket:

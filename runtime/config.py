@@ -125,7 +125,7 @@ def answer_help(configs: Path, name: str) -> None:
         run_hydra(configs, name, job=lambda cfg: None)
     except BrokenPipeError:
         raise
-    except Exception:
+    except Exception:  # the full program, which starts next, explains it
         return
     sys.exit()
 

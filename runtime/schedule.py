@@ -31,7 +31,7 @@ class TrainConfig:
     sample_tokens: int  # tokens of text to generate at the end; 0: none
     checkpoint_every: int  # steps; 0: only if the run stops before its end
     keep_checkpoints: int  # how many of the newest to keep; the best one is kept too
-    sharded_checkpoints: bool  # with parallel=fsdp: each rank writes its own part
+    sharded_checkpoints: bool  # with parallel=fsdp or zero2: each rank writes its own part
     resume: str | None  # auto | a run's folder | a checkpoint
     stop_after: int | None  # steps after which this process writes a checkpoint and ends; the schedule does not change
     on_nonfinite: str  # stop | skip

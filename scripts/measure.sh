@@ -63,7 +63,7 @@ overlap() { on_two_gpus overlap kernels=triton attn=sdpa; }
 overlap_compile() { on_two_gpus overlap-compile kernels=compile attn=sdpa; }
 on_two_gpus() { # NAME WORDS ...
     local words="$speed precision=bf16 proof=false train.max_steps=50 ${*:2}"
-    local two="torchrun --standalone --nproc_per_node=2" large="model=gpt2_1558m train.batch_size=8"
+    local two="torchrun --standalone --nproc_per_node=2" large="model=gpt2_1558m train.batch_size=8" parallel
     python train.py $words out_dir="out/$1-124m"
     $two train.py $words train.tokens_per_step=131072 out_dir="out/$1-124m-ddp"
     $two train.py $words train.tokens_per_step=131072 parallel=fsdp out_dir="out/$1-124m-fsdp"
@@ -71,7 +71,7 @@ on_two_gpus() { # NAME WORDS ...
     for parallel in fsdp zero2; do
         $two train.py $words $large train.tokens_per_step=16384 parallel=$parallel out_dir="out/$1-1558m-$parallel"
     done
-    python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m,124m-ddp,124m-fsdp,1558m,1558m-fsdp,1558m-zero2}
+    python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m{,-ddp,-fsdp},1558m{,-fsdp,-zero2}}
 }
 
 # Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes 7 to 10

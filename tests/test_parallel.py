@@ -44,7 +44,7 @@ def figures(folder):
 
 @pytest.fixture
 def alone(hotswap):
-    """The figures of the same run in one process: it makes two micro-steps where two ranks make one each."""
+    """The figures of the same run in one process. It makes two micro-steps, and each of two ranks makes one."""
     code, _, err = hotswap(*BASE, "out_dir=alone")
     assert (code, err) == (0, "")
     return figures("alone")

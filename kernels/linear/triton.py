@@ -23,7 +23,7 @@ from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
 from kernels.quantize import candidates as quantize_candidates
-from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, rows_and_layouts, unit_of
+from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
 from kernels.sums import sum_rows
 
 RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("_sum_rows_kernel|::sum_rows",)}
@@ -44,26 +44,18 @@ def candidates(kernel: str, default: dict) -> list[dict]:
 
 @torch.library.custom_op("hotswap::linear_fp8_fwd", mutates_args=())
 def linear_fwd(
-    x: Tensor, x_rows: Tensor | None, x_columns: Tensor | None, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y (N, F), and for the backward x and the weight by columns, (C, N) and (C, F), and the weight's unit.
-
-    If the layouts of x (N, C) are given, or if dweight is not in fp8, the returned x by columns is empty.
-    """
-    x_unit, rounded_columns = unit_of(X_SCALE, x.device), empty_fp8(x.shape[1], 0, E4M3, x.device)
-    if x_rows is None:
-        x_rows, rounded_columns, _ = quantize(x, x_unit, columns=dweight_in_fp8(weight))
+    x: Tensor, x_rows: Tensor, x_columns: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y (N, F), and for the backward the weight by columns, (C, F), and its unit. See with_layouts() for x."""
     weight_rows, weight_columns, weight_unit = quantize_weight(weight)
-    y = product(x_rows, weight_rows, (x_unit, weight_unit), x.dtype, bias)
-    return y, rounded_columns, weight_columns, weight_unit
+    y = product(x_rows, weight_rows, (unit_of(X_SCALE, x.device), weight_unit), x.dtype, bias)
+    return y, weight_columns, weight_unit
 
 
 @linear_fwd.register_fake
 def _(x, x_rows, x_columns, weight, bias):
     (N, C), F = x.shape, len(weight)
-    x_columns = empty_fp8(C, N if x_rows is None and dweight_in_fp8(weight) else 0, E4M3, x.device)
-    weight_columns = empty_fp8(C, F, E4M3, x.device)
-    return x.new_empty(x.shape[0], weight.shape[0]), x_columns, weight_columns, x.new_empty((), dtype=torch.float32)
+    return x.new_empty(N, F), empty_fp8(C, F, E4M3, x.device), x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("hotswap::linear_fp8_bwd", mutates_args=())
@@ -89,9 +81,7 @@ def _(dy, x_columns, weight_columns, weight_unit, x, has_bias):
 
 def _setup_context(ctx, inputs, output):
     x, _, x_columns, weight, bias = inputs
-    _, rounded_columns, *rest = output
-    x_columns = rounded_columns if x_columns is None else x_columns
-    ctx.save_for_backward(x_columns, *rest, None if dweight_in_fp8(weight) else x)
+    ctx.save_for_backward(x_columns, *output[1:], None if dweight_in_fp8(weight) else x)
     ctx.has_bias = bias is not None
     ctx.set_materialize_grads(False)  # only y has a gradient
 
@@ -127,5 +117,5 @@ def linear(x, weight, bias, fp8=False):
         check_dtypes("linear", x, weight)
         return LinearWithBias.apply(x, weight, bias)
     check_dtypes("linear", x, weight, fp8=True)
-    y, *_ = linear_fwd(*rows_and_layouts(x), weight.contiguous(), bias)
+    y, *_ = linear_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight.contiguous(), bias)
     return y.view(*x.shape[:-1], len(weight))

@@ -90,8 +90,9 @@ def cross_entropy_(
 def dlogits_in_fp8(
     logits: Tensor, targets: Tensor, shifts: Tensor, count: Tensor, unit: Tensor, columns: Tensor, ignore_index: int
 ) -> Tensor:
-    """Return the gradient of contiguous logits (N, V) in e5m2 by rows, and write it by columns into the first N columns
-    of `columns`, a slice of a contiguous matrix. `unit` is 1 / its scale.
+    """Return the gradient of contiguous logits (N, V) in e5m2 by rows, and write it by columns into columns[:, :N].
+
+    `columns` is a slice of a contiguous matrix. `unit` is 1 / the scale of the gradient.
     """
     (N, V), (_, programs, launch) = logits.shape, tiles("dlogits_fp8", logits)
     rows = empty_fp8(N, V, E5M2, logits.device)

@@ -28,13 +28,13 @@ from kernels.quantize import (
     load_rows,
     quantize,
     quantize_weight,
-    rows_and_layouts,
     scaled,
     store_columns,
     store_rows,
     tile_of_program,
     tiles,
     unit_of,
+    with_layouts,
 )
 from kernels.sums import add_partial_sums
 from kernels.tuned import launch_parameters
@@ -137,33 +137,29 @@ def proj_and_gelu_backward(
 @torch.library.custom_op("hotswap::mlp_fp8_fwd", mutates_args=())
 def mlp_fwd(
     x: Tensor,
-    x_rows: Tensor | None,
-    x_columns: Tensor | None,
+    x_rows: Tensor,
+    x_columns: Tensor,
     w_fc: Tensor,
     b_fc: Tensor | None,
     w_proj: Tensor,
     b_proj: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return y (N, C), and for the backward h (N, F), x by columns, and each weight by columns with its unit.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return y (N, C), and for the backward h (N, F), and each weight by columns with its unit.
 
-    If the layouts of x (N, C) are given, the returned x by columns is empty.
+    See with_layouts() for x.
     """
-    x_unit, rounded_columns = unit_of(X_SCALE, x.device), empty_fp8(x.shape[1], 0, E4M3, x.device)
-    if x_rows is None:
-        x_rows, rounded_columns, _ = quantize(x, x_unit)
     fc_rows, fc_columns, fc_unit = quantize_weight(w_fc)
     proj_rows, proj_columns, proj_unit = quantize_weight(w_proj)
     h, a = fc_and_gelu(x_rows, fc_rows, fc_unit, b_fc, x.dtype)
-    y = product(a, proj_rows, (x_unit, proj_unit), x.dtype, b_proj)
-    return y, h, rounded_columns, fc_columns, fc_unit, proj_columns, proj_unit
+    y = product(a, proj_rows, (unit_of(X_SCALE, x.device), proj_unit), x.dtype, b_proj)
+    return y, h, fc_columns, fc_unit, proj_columns, proj_unit
 
 
 @mlp_fwd.register_fake
 def _(x, x_rows, x_columns, w_fc, b_fc, w_proj, b_proj):
-    x_columns = empty_fp8(x.shape[1], len(x) if x_rows is None else 0, E4M3, x.device)
     fc_columns, proj_columns = (empty_fp8(*weight.T.shape, E4M3, x.device) for weight in (w_fc, w_proj))
     h, (fc_unit, proj_unit) = x.new_empty(len(x), len(w_fc)), (x.new_empty((), dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape), h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit
+    return x.new_empty(x.shape), h, fc_columns, fc_unit, proj_columns, proj_unit
 
 
 @torch.library.custom_op("hotswap::mlp_fp8_bwd", mutates_args=())
@@ -197,9 +193,8 @@ def _(dy, h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit, has_b_fc, 
 
 
 def _setup_context(ctx, inputs, output):
-    _, h, rounded_columns, *rest = output
-    _, _, x_columns, _, b_fc, _, b_proj = inputs
-    ctx.save_for_backward(h, rounded_columns if x_columns is None else x_columns, *rest)
+    (_, h, *weights), (_, _, x_columns, _, b_fc, _, b_proj) = output, inputs
+    ctx.save_for_backward(h, x_columns, *weights)
     ctx.biases = b_fc is not None, b_proj is not None
     ctx.set_materialize_grads(False)  # only y has a gradient
 
@@ -215,5 +210,5 @@ mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
 
 
 def mlp(x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
-    y, *_ = mlp_fwd(*rows_and_layouts(x), w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)
+    y, *_ = mlp_fwd(*with_layouts(x), w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)
     return y.view(x.shape)

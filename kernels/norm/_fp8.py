@@ -2,8 +2,8 @@
 
 As two kernels, the norm would write y, and _quantize_kernel would read it again: 600 MB at N = 65,536 and C = 768. Here
 it is 400 MB. A program first adds and centres its rows, as in triton.py, which needs whole rows. To write y by columns
-it needs tiles of many rows. So it reads its part of the new stream a second time, tile by tile, which is then still in
-the L2 cache. y is rounded to the compute dtype first, so the bits are those of the two kernels.
+it needs tiles of many rows. So it reads its part of the new stream again, tile by tile, from the L2 cache. It rounds y
+to the compute dtype before it rounds to fp8, so the bits are those of the two kernels.
 """
 
 import torch
@@ -123,7 +123,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Do what triton.py's forward() does, with y in e4m3, times X_SCALE, by rows and by columns as further results.
 
-    The first result has y's shape and dtype, for autograd, and no values: all its elements are one.
+    The first result has y's shape and dtype for autograd, and no values: see InFp8.
     """
     (N, C), launch = x.shape, default_launch(x.shape[1])
     y, stream, mean, rstd, rows, columns = empty_fp8_outputs(x, residual, weight, bias, eps)

@@ -9,7 +9,7 @@ from lab.bench.probe import ERRORS, first_word
 
 
 def cell(answers: dict[str, str]) -> str:
-    """Return "yes", "no", or the values at which the backend is right, not right: "64, 96; **wrong** 80"."""
+    """Return "yes", "no", or the values at which the backend is right, then the others: "64, 96; **wrong** 80"."""
     values: dict[str, list[str]] = {}
     for value, status in answers.items():
         values.setdefault(first_word(status), []).append(value)

@@ -102,7 +102,7 @@ def answers_with(statuses: dict[str, str], *words: str) -> list[str]:
 
 
 def training_words(claim: Claim, device: torch.device, words: list[str]) -> list[str]:
-    """Return the arguments of train.py that both runs have, without those of the op. `words` may override.
+    """Return the arguments of train.py that are the same in both runs. `words` are the user's, and come last.
 
     Both runs use kernels=triton on a GPU and kernels=eager on a CPU, or kernels=compile with against="compile".
     """

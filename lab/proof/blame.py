@@ -44,7 +44,8 @@ class Replay(NamedTuple):
 def read_kept(run: Path, step: int | None) -> Kept:
     """Return the kept step of the run's folder: `step`, or the first one.
 
-    A file of a run with train.on_nonfinite=skip has no weights. They are then the newest checkpoint's before the step.
+    If the run had train.on_nonfinite=skip or sharded weights, the file has no weights. Then those of the newest
+    checkpoint before the step are read.
     """
     paths = {int(path.stem.rpartition("-")[2]): path for path in sorted(run.glob("nonfinite-step-*.pt"))}
     check(bool(paths), f"{run} has no nonfinite-step-*.pt: a run writes it when a loss or gradient is not finite")

@@ -34,7 +34,7 @@ def write_trace(step: StepRunner, batches: list[Batch], folder: Path) -> None:
 
 
 def write_memory_snapshot(step: StepRunner, batches: list[Batch], folder: Path) -> None:
-    """On a GPU, make three more steps like those of write_trace(), write memory.pickle, and print how to open it.
+    """On a GPU, make three more steps with a learning rate of 0, write memory.pickle, and print how to open it.
 
     It frees the CUDA graph of `step`, because a replay allocates nothing.
     """
