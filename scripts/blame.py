@@ -14,11 +14,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from kernels.registry import KernelError
-from lab.proof.blame import read_kept, replay, swaps, verdict
+from lab.proof.blame import Replay, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from runtime import compat
 from runtime.config import UserError, check, parse
-from runtime.device import select_device
+from runtime.device import OutOfMemory, select_device
 from runtime.signals import exit_quietly
 from train import Config as TrainConfig
 
@@ -31,7 +31,12 @@ def blame(run: Path, step: int | None, device_name: str) -> bool:
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     replays = []
     for name, swapped in swaps(recipe):
-        replays.append(replay(name, swapped, kept, device))
+        try:
+            replays.append(replay(name, swapped, kept, device))
+        except (OutOfMemory, KernelError) as error:
+            if not replays:
+                raise
+            replays.append(Replay(name, None, None, failure=str(error)))
         if sys.stdout.isatty():
             print(f"replay   {name}", flush=True)
         if replays[0].first is None:  # nothing to repair

@@ -137,12 +137,16 @@ def train(words: list[str], folder: Path) -> None:
     program = [sys.executable, str(ROOT / "train.py"), *words, f"out_dir={quote_override(str(folder))}"]
     child = subprocess.Popen(program, stdin=subprocess.DEVNULL, process_group=0)  # Ctrl-C reaches this process only
     stopped = None
-    while child.returncode is None:
-        try:
-            child.wait()
-        except Stopped as signal_received:
-            stopped = signal_received
-            child.send_signal(signal.SIGINT)
+    try:
+        while child.returncode is None:
+            try:
+                child.wait()
+            except Stopped as signal_received:
+                stopped = signal_received
+                child.send_signal(signal.SIGINT)
+    finally:
+        if child.poll() is None:  # another signal came while one was forwarded
+            child.terminate()
     if child.returncode == STOPPED:
         raise Stopped(STOPPED, "the training was stopped")
     if stopped:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
-from kernels.fp8 import E4M3, E5M2, X_SCALE, product
+from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
@@ -117,5 +117,7 @@ def linear(x, weight, bias, fp8=False):
         check_dtypes("linear", x, weight)
         return LinearWithBias.apply(x, weight, bias)
     check_dtypes("linear", x, weight, fp8=True)
+    if isinstance(x, InFp8) and not dweight_in_fp8(weight):
+        raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
     y, *_ = linear_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight.contiguous(), bias)
     return y.view(*x.shape[:-1], len(weight))

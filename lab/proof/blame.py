@@ -7,16 +7,17 @@ figures, its backend is to blame; if eager PyTorch gives the same, it is the wei
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from data.loader import Batch
+from kernels.fp8 import InFp8
 from kernels.registry import OPS, AttnConfig, config_key, impl_by_op
 from lab.recipe import Recipe
 from runtime.checkpoint import checkpoint_folders, read_weights, step_number
@@ -37,8 +38,13 @@ class Replay(NamedTuple):
     """What one replay gave. `first` is the first call that is not finite; None if every call is finite."""
 
     swap: str
-    loss: float
+    loss: float | None
     first: str | None
+    failure: str | None = None  # why the replay could not run
+
+    @property
+    def result(self) -> str:
+        return f"not run: {self.failure}" if self.failure else self.first or "every call is finite"
 
 
 def read_kept(run: Path, step: int | None) -> Kept:
@@ -89,11 +95,14 @@ def replay(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Repla
             loss.backward()
             if found:
                 break
-    bad = [name for name, weight in model.named_parameters() if weight.grad is not None and not finite([weight.grad])]
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    bad = [name for name, gradient in gradients.items() if not finite([gradient])]
     if not found and not finite([loss]):
         found = ["the loss, outside of every op"]
     if not found and bad:
         found = [f"the gradient of {bad[0]}, outside of every op"]
+    if not found and not finite([nn.utils.get_total_norm([gradient.float() for gradient in gradients.values()])]):
+        found = ["the gradient norm: it overflows, and every gradient is finite"]
     return Replay(swap, loss.item(), found[0] if found else None)
 
 
@@ -112,14 +121,14 @@ def watched(function: Callable, where: str, found: list[str]) -> Callable:
     def call(*arguments, **options):
         if not finite(arguments):
             found.append(f"the inputs of {where}")
-        # an alias of each input, so that its gradient is of this call alone
-        aliases = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in arguments]
+        aliases = [alias(x) for x in arguments]  # so that the gradient of each input is of this call alone
         result = function(*aliases, **options)
-        outputs = [out for out in (result if isinstance(result, tuple) else (result,)) if isinstance(out, Tensor)]
+        outputs = result if isinstance(result, tuple) else (result,)
         if not finite(outputs):
             found.append(f"{where}, its output")
-        for tensors, what in ((outputs, f"the gradient that reaches {where}"), (aliases, f"{where}, its gradient")):
-            for tensor in tensors:
+        for values, what in ((outputs, f"the gradient that reaches {where}"), (aliases, f"{where}, its gradient")):
+            for value in values:
+                tensor = value.tensor if isinstance(value, InFp8) else value
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(functools.partial(check_gradient, what, found))
         return result
@@ -127,26 +136,37 @@ def watched(function: Callable, where: str, found: list[str]) -> Callable:
     return call
 
 
+def alias(value: Any) -> Any:
+    """Return the value, or a view of a tensor that requires a gradient."""
+    if isinstance(value, InFp8):
+        return replace(value, tensor=alias(value.tensor))
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
 def check_gradient(what: str, found: list[str], gradient: Tensor) -> None:
     if not finite([gradient]):
         found.append(what)
 
 
-def finite(values) -> bool:
-    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+def finite(values: Iterable) -> bool:
+    """Return whether all tensors among the values are finite. Of InFp8, `rows` has the same numbers as `columns`."""
+    tensors = [value.rows.float() if isinstance(value, InFp8) else value for value in values]
+    tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()]
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def verdict(replays: list[Replay], kept: Kept) -> str:
     """Return the page: a table with a line for each replay, and the first op and layer that is not finite."""
     run, *swapped = replays
-    lines = [[one.swap, f"{one.loss:.4g}", one.first or "every call is finite"] for one in replays]
+    lines = [[one.swap, "" if one.loss is None else f"{one.loss:.4g}", one.result] for one in replays]
     table = tabulate(lines, ["backends", "loss", "first that is not finite"], tablefmt="github", disable_numparse=True)
-    repaired = [one.swap for one in swapped if one.first is None]
+    repaired = [one.swap for one in swapped if one.first is None and not one.failure]
     if run.first is None:
         sentence = "The step does not go wrong in this replay, which has no torch.compile, CUDA graph or other ranks."
     elif repaired:
         sentence = f"The first is {run.first}. The step is finite with {' or with '.join(repaired)}."
+    elif any(one.failure for one in swapped):
+        sentence = f"The first is {run.first}. No swap that could run here repairs the step."
     else:
         sentence = f"The first is {run.first}. Eager PyTorch goes wrong, too: look at the weights and the batch."
     weights = f"The weights are those after step {kept.weights_step}, the batches are of step {kept.step}."

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from kernels import fp8
+from kernels.linear.triton import linear
 from kernels.norm import CASES, inputs
 from kernels.norm.triton import norm, norm_in_fp8
 from kernels.quantize import quantize, unit_of
@@ -56,6 +57,13 @@ def test_a_model_has_the_same_loss_and_gradients(checkpointing, monkeypatch):
         loss = model(tokens[:, :-1], tokens[:, 1:])
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_square_weight_refuses_an_input_without_values():
+    """Its dweight is not in fp8, so the backward would read x, which nothing has written."""
+    x, _ = norm_in_fp8(**inputs((5, 64), residual=False, dtype=DTYPE, device=DEVICE))
+    with pytest.raises(ValueError, match=r"square weight \(64\)"):
+        linear(x, torch.zeros(64, 64, dtype=DTYPE, device=DEVICE), None, fp8=True)
 
 
 def test_only_ops_that_take_fp8_get_it():

@@ -1,10 +1,15 @@
 """`python -m scripts.blame`: kernels that overflow on purpose, and steps that eager PyTorch cannot repair."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kernels.linear.triton import linear
+from kernels.norm.triton import norm_in_fp8
+from lab.proof.blame import Kept, Replay, replay, verdict, watched
+from runtime.device import OutOfMemory
 from scripts import blame
 from tests.test_train import QUICK
 
@@ -83,6 +88,80 @@ def test_a_step_that_is_finite_again_is_exit_code_1(command, hotswap):
     assert "The step does not go wrong in this replay" in out
     assert "The weights are those after step 2, the batches are of step 3." in out
     assert command("run", "--step", "5") == (1, "", "error: --step 5: run has the steps 3\n")
+
+
+@pytest.mark.parametrize("swap", ["attn.impl=eager", "all ops eager"])
+def test_a_swap_that_cannot_run_is_a_line_of_the_page(command, hotswap, monkeypatch, swap):
+    Path("mine.py").write_text(HEAD + FORWARD)
+    assert hotswap(*RUN)[0] == 1
+
+    def replay(name, *arguments):
+        if name == swap:
+            raise OutOfMemory("the memory is full")
+        return original(name, *arguments)
+
+    original = blame.replay
+    monkeypatch.setattr(blame, "replay", replay)
+    code, out, err = command("run")
+    assert (code, err) == (0, "")
+    [line] = [line for line in out.splitlines() if line.startswith(f"| {swap} ")]
+    assert [cell.strip() for cell in line.split("|")[2:4]] == ["", "not run: the memory is full"]
+    others = {"kernels.mlp=eager", "all ops eager"} - {swap}
+    assert all(other in out.partition("The step is finite with ")[2] for other in others)
+
+
+def test_a_swap_that_did_not_run_does_not_clear_eager():
+    kept = Kept(2, [], {}, 1)
+    page = verdict([Replay("as in the run", torch.nan, "loss"), Replay("all ops eager", None, None, "full")], kept)
+    assert "The first is loss. No swap that could run here repairs the step.\n" in page
+
+
+class Root(torch.autograd.Function):
+    """The identity, whose gradient is 1e30 everywhere: each is finite, and the norm of two is not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return torch.full_like(dx, 1e30)
+
+
+def test_a_gradient_norm_that_overflows_is_named(monkeypatch):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return Root.apply(self.weight).sum()
+
+    model = Model()
+    recipe = SimpleNamespace(build=lambda device: model)
+    kept = Kept(1, [(torch.zeros(1),)], model.state_dict(), 0)
+    first = replay("as in the run", recipe, kept, torch.device("cpu")).first
+    assert first == "the gradient norm: it overflows, and every gradient is finite"
+
+
+def test_an_output_in_fp8_is_watched_like_any_other(fp8_on_a_cpu):
+    """A norm that makes NaN in fp8 is named, and not the layer after it; so is a NaN in the layer's gradient."""
+    weight = torch.ones(64)
+
+    def broken(x, residual):
+        in_fp8, stream = norm_in_fp8(x, residual, weight, None)
+        in_fp8.rows[0, 0] = torch.nan
+        return in_fp8, stream
+
+    found = []
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    watched(broken, "norm", found)(x, None)
+    assert found == ["norm, its output"]
+    found.clear()
+    in_fp8, _ = norm_in_fp8(x, None, weight, None)
+    y = watched(lambda x: linear(x, torch.full((96, 64), 1e-3), None, fp8=True), "linear", found)(in_fp8)
+    y.backward(torch.full_like(y, torch.nan))
+    assert found == ["the gradient that reaches linear", "linear, its gradient"]
 
 
 def test_a_folder_without_a_kept_step_is_an_error(command, hotswap):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime.signals import Stopped
 from scripts import judge as script
 from tests.lab.judge.test_judge import CASES, bench, run
 
@@ -156,3 +157,26 @@ def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
     code, out, err = called("judge.py", script.main_with_training, *arguments, "--", *small)
     assert (code in (0, 2, 3), err) == (True, "")
     assert "attention=math is right. Training with it runs at " in out
+
+
+def test_no_training_is_left_if_a_signal_comes_while_another_is_forwarded(monkeypatch):
+    class Child:
+        returncode, ended = None, False
+
+        def wait(self):
+            raise Stopped(130, "SIGINT")
+
+        def send_signal(self, number):
+            raise Stopped(143, "SIGTERM")
+
+        def poll(self):
+            return None
+
+        def terminate(self):
+            self.ended = True
+
+    child = Child()
+    monkeypatch.setattr(script.subprocess, "Popen", lambda *_, **__: child)
+    with pytest.raises(Stopped, match="SIGTERM"):
+        script.train([], Path("out"))
+    assert child.ended
