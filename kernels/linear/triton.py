@@ -28,7 +28,7 @@ from kernels.sums import sum_rows
 
 RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("_sum_rows_kernel|::sum_rows",)}
 INPUT_IN_FP8 = True
-FAMILY = "^_quantize_kernel|_sum_rows_kernel"  # also when the MLP or the loss rounds, or the MLP sums
+FAMILY = "^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # also when the MLP or the loss rounds, or the MLP sums
 
 
 def detail(x, bias=None, fp8=False, **rest) -> str:

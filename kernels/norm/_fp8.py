@@ -111,11 +111,12 @@ def _norm_fwd_fp8_kernel(
 def default_launch(C: int) -> dict[str, int]:
     """Return the launch parameters for rows of width C.
 
-    The best of 60 choices for 65,536 rows of 768 on an H100: 0.163 ms. The two kernels take 0.140 and 0.076.
+    The best of 99 choices for 65,536 rows of 768 on an H100: 0.163 ms. The two kernels take 0.140 and 0.076. With three
+    stages, 16,384 rows of 1600 take 0.126 ms instead of 0.106, because fewer programs fit on a multiprocessor.
     """
     width = triton.next_power_of_2(C)
-    rows = max(1, min(32, 8192 // width))
-    return {"BLOCK_C": width, "ROWS": rows, "BLOCK_N": 32, "TILE_C": 128, "STAGES": 3, "num_warps": 8}
+    rows, stages = max(1, min(32, 8192 // width)), 3 if width <= 1024 else 1
+    return {"BLOCK_C": width, "ROWS": rows, "BLOCK_N": 32, "TILE_C": 128, "STAGES": stages, "num_warps": 8}
 
 
 def forward(

@@ -200,16 +200,16 @@ def compile_sums_and_adamw(capability: int) -> None:
 
 def compile_fp8() -> None:
     """Compile the passes that round to fp8. A thread moves 16 bytes of a tensor at once."""
-    numbers = dict.fromkeys(("largest_ptr", "unit_ptr", "dy_unit_ptr", "sums_ptr", "shifts_ptr"), "*fp32")
+    numbers = dict.fromkeys(("maxima_ptr", "unit_ptr", "dy_unit_ptr", "sums_ptr", "shifts_ptr"), "*fp32")
     numbers |= {"targets_ptr": "*i64", "count_ptr": "*i64"}
     e4m3 = numbers | dict.fromkeys(("rows_ptr", "columns_ptr", "a_ptr"), "*fp8e4nv")
     e5m2 = numbers | dict.fromkeys(("rows_ptr", "columns_ptr", "dh_rows_ptr", "dh_columns_ptr"), "*fp8e5")
     size = quantize.default_launch()
     unused = dict.fromkeys(("da_ptr", "dy_unit_ptr", "dh_rows_ptr", "dh_columns_ptr", "sums_ptr"))
     passes = [
-        ("x to fp8", quantize._quantize_kernel, e4m3, {"largest_ptr": None, "sums_ptr": None}),
-        ("dy to fp8", quantize._quantize_kernel, e5m2, {"largest_ptr": None}),
-        ("weight to fp8", quantize._quantize_kernel, e4m3, {"sums_ptr": None}),
+        ("x to fp8", quantize._quantize_kernel, e4m3, {"maxima_ptr": None, "sums_ptr": None, "MAXIMA": 1}),
+        ("dy to fp8", quantize._quantize_kernel, e5m2, {"maxima_ptr": None, "MAXIMA": 1}),
+        ("weight to fp8", quantize._quantize_kernel, e4m3, {"sums_ptr": None, "MAXIMA": 512}),
         ("gelu to fp8", mlp_fp8._gelu_fp8_kernel, e4m3, {"BACKWARD": False, "SCALE": 4.0, **unused}),
         (
             "gelu backward to fp8",
@@ -219,6 +219,8 @@ def compile_fp8() -> None:
         ),
         ("dlogits to fp8", loss.dlogits_fp8_kernel, e5m2, {}),
     ]
+    maxima = compile_kernel("maxima", quantize._maxima_kernel, 90, numbers, **quantize.MAXIMA_LAUNCH)
+    assert "ld.global.v4" in maxima
     for name, kernel, types, constants in passes:
         ptx = compile_kernel(name, kernel, 90, types, **constants, **size)
         assert "cvt.rn.satfinite" in ptx
@@ -230,7 +232,7 @@ def compile_fp8() -> None:
         constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, **norm_fp8.default_launch(C)}
         ptx = compile_kernel(f"norm to fp8 {C}", norm_fp8._norm_fwd_fp8_kernel, 90, types, **constants)
         assert "cvt.rn.satfinite" in ptx
-        assert re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)
+        assert bool(re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)) == (constants["STAGES"] > 1)
         assert "shr.u16" not in ptx
         assert not re.search(r"st\.global\.(b8|b16) ", ptx)
 

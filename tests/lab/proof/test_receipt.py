@@ -30,6 +30,7 @@ FAMILIES_OF_KERNELS = {
     "dlogits_fp8_kernel": "loss",
     "_gelu_fp8_kernel": "mlp",
     "_quantize_kernel": "linear",
+    "_maxima_kernel": "linear",
     "triton_red_fused__log_softmax__to_copy_prepare_softmax_online_4": "loss",
     "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>": "loss",
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOpti": "optimizer",
