@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.compat import is_observed
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import DY_SCALE, E4M3, X_SCALE, InFp8
 from kernels.sums import add_partial_sums
@@ -213,12 +214,14 @@ def unit_of(scale: float, device: torch.device) -> Tensor:
 
     To fill it takes 2 us, and a step of 1558M asks for it 600 times.
     """
-    if (scale, device) in _units:
-        return _units[scale, device]
-    unit = torch.full((), 1 / scale, dtype=torch.float32, device=device)
-    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):  # a CUDA graph fills it at a replay
+    if is_observed():  # in FakeTensorMode, the tensor must be fake
+        return torch.full((), 1 / scale, dtype=torch.float32, device=device)
+    if (scale, device) not in _units:
+        unit = torch.full((), 1 / scale, dtype=torch.float32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # only a replay of the graph fills it
+            return unit
         _units[scale, device] = unit
-    return unit
+    return _units[scale, device]
 
 
 def dy_scale(N: int) -> float:
