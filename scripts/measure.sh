@@ -74,16 +74,18 @@ on_two_gpus() { # NAME WORDS ...
     python -m scripts.collect --beside "${beside:-h100x2}" "out/$1"-{124m{,-ddp,-fsdp},1558m{,-fsdp,-zero2}}
 }
 
-# Three seeds of 301 million tokens in bf16 and in fp8. The text is this machine's Python packages. A run takes 7 to 10
-# minutes on one GPU
+# Three seeds of 301 million tokens in bf16, in fp8, and in fp8 with the head in bf16. The text is this machine's Python
+# packages. A run takes 7 to 10 minutes on one GPU
 fp8_curves() {
     local packages=("$(dirname "$(command -v python)")"/../lib/python3*/site-packages)
     mkdir -p out && ln -sfn "${packages[0]}" out/packages
     local corpus=(data=text 'data.path=out/packages/**/*.py' data.tokenizer=gpt2 data.encoding_errors=skip)
     python -m scripts.prepare "${corpus[@]}" || return
-    python train.py -m "${corpus[@]}" kernels=triton attn=flash seed=1,2,3 precision=bf16,fp8 train.max_steps=4600 \
-        train.eval_batches=20 train.sample_tokens=0 train.checkpoint_every=0 out_dir=out/fp8-curves
-    [ $? = 75 ] || python -m scripts.collect --beside fp8-curves --curves out/fp8-curves/*/
+    corpus+=(kernels=triton attn=flash seed=1,2,3 train.max_steps=4600 train.eval_batches=20 train.sample_tokens=0)
+    python train.py -m "${corpus[@]}" precision=bf16,fp8 train.checkpoint_every=0 out_dir=out/fp8-curves
+    [ $? = 75 ] || python train.py -m "${corpus[@]}" precision=fp8 'kernels.fp8=[linear,mlp]' \
+        train.checkpoint_every=0 out_dir=out/fp8-curves-head
+    [ $? = 75 ] || python -m scripts.collect --beside fp8-curves --curves out/fp8-curves{,-head}/*/
 }
 
 # Training with the default batch size; and attn=auto, after measuring its table on this GPU
