@@ -2,7 +2,9 @@
 
 Without a folder, it writes the generated sections of README.md and */README.md, and the PNGs in results/<device>/. A
 generated section stands between `<!-- NAME: DEVICE -->` and `<!-- end -->`; do not edit it by hand. With a folder,
-`python -m scripts.report out/SWEEP`, it writes report.html, report.md and PNGs into that folder. See lab/report/.
+`python -m scripts.report out/SWEEP`, it writes report.html, report.md and PNGs into that folder. With several folders,
+`python -m scripts.report out/ONE out/OTHER`, it prints a table of the choices that they have in common: what got
+faster? See lab/report/.
 """
 
 import argparse
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
+from lab.report.side_by_side import side_by_side
 from runtime import compat
 from runtime.config import UserError
 from runtime.signals import exit_quietly
@@ -25,7 +28,11 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "folder", nargs="?", type=Path, help="out/SWEEP, out/RUN or results/DEVICE; none: fill the READMEs"
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="folder",
+        help="out/SWEEP, out/RUN or results/DEVICE; several: compare them; none: fill the READMEs",
     )
     parser.add_argument("--force", action="store_true", help="also compare choices that differ in more than kernels")
     parser.add_argument(
@@ -36,20 +43,23 @@ def parse_arguments() -> argparse.Namespace:
         help="send the table and the page to W&B; offline if no mode is given",
     )
     arguments = parser.parse_args()
-    if not arguments.folder and (arguments.force or arguments.wandb):
-        parser.error("--force and --wandb need the folder of a sweep")
+    if len(arguments.folders) != 1 and (arguments.force or arguments.wandb):
+        parser.error("--force and --wandb need the folder of one sweep")
     return arguments
 
 
 @exit_quietly()
 def main() -> None:
     arguments = parse_arguments()
-    if not arguments.folder:
+    if not arguments.folders:
         for file in chain(write_readmes(), draw_results()):
             print(file)
         return
     try:
-        files, source = write_report(arguments.folder, arguments.force)
+        if len(arguments.folders) > 1:
+            print(side_by_side(arguments.folders))
+            return
+        files, source = write_report(arguments.folders[0], arguments.force)
         if arguments.wandb:
             files += publish(source, arguments.wandb, files)
     except (UserError, OSError) as error:

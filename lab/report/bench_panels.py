@@ -34,10 +34,14 @@ Entries = dict[str, dict]  # id -> the model and the precisions of a point, and 
 
 
 def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> tuple[list[Panel], Entries]:
+    search, op, attention = "max_context kernels=triton", "bench_kernels op=norm", "bench_attention"
+    if source.on_cpu:
+        search, op = "max_context model=tiny memory_gib=0.1", f"{op} shape=768 dtype=float32"
+        attention = f"{attention} lengths='[64,128]' dtype=float32"
     figures = {
-        "context": ("The longest context", "context", context_figure, "max_context kernels=triton"),
-        "roofline": ("Kernels under the roofline", "kernels", roofline_figure, "bench_kernels op=norm"),
-        "attention": ("Attention against the context", "attention", attention_figure, "bench_attention"),
+        "context": ("The longest context", "context", context_figure, search),
+        "roofline": ("Kernels under the roofline", "kernels", roofline_figure, op),
+        "attention": ("Attention against the context", "attention", attention_figure, attention),
     }
     panels, entries = [], {}
     for name, (title, benchmark, draw, script) in figures.items():

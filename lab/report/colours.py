@@ -1,33 +1,64 @@
-"""Colours of the report: one for each choice in every panel, and one for each part of a whole.
+"""Colours of the report: one for each family of kernels in every panel, and one for each part of a whole.
 
-Colour-blind readers can distinguish them. The colours of choices are Okabe and Ito's (https://jfly.uni-koeln.de/color/),
-then some of Paul Tol's "muted" (https://personal.sron.nl/~pault/). The colours of parts are mostly "muted". page.css
-defines `var(--ink)` and the other variables, for a light and for a dark page.
+Colour-blind readers can distinguish them. The first six are Okabe and Ito's (https://jfly.uni-koeln.de/color/); the
+others are some of Paul Tol's "muted" (https://personal.sron.nl/~pault/). The colours of parts are mostly "muted".
+page.css defines `var(--ink)` and the other variables, for a light and for a dark page.
 """
 
 from collections.abc import Collection, Iterable
 from itertools import cycle
 
+from lab.report.describe import kernels_family
+
 INK, QUIET, CARD, GRID = "var(--ink)", "var(--quiet)", "var(--card)", "var(--grid)"
-CHOICE_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8C6BB1", "#999933", "#8B5A2B"]
-CHOICE_COLOURS += ["#7F8C8D", "#44AA99", "#AA4499", "#DDCC77", "#882255"]
-CHOICE_SYMBOLS = "circle", "square", "diamond", "cross"  # the n-th choice of a colour has the n-th symbol
+CHOICE_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"]
+FAMILY_COLOURS = dict(zip(("triton", "compile", "triton + compile", "eager"), CHOICE_COLOURS, strict=False))
+BACKEND_COLOURS = [*CHOICE_COLOURS, "#8C6BB1", "#999933", "#8B5A2B", "#7F8C8D", "#44AA99", "#AA4499", "#DDCC77"]
+BACKEND_COLOURS.append("#882255")
+SYMBOLS = "circle", "square", "diamond", "cross", "triangle-up", "x", "star", "pentagon", "triangle-down", "hexagon"
+DASHES = "solid", "dot", "longdash"  # "dash" is for references
 PART_COLOURS = ["#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255"]
 PART_COLOURS += ["#332288", "#E69F00", "#8B5A2B"]
 GREY = "#A0A0A0"
 
 
 def choice_colours(choices: Iterable[str], backends: Collection[str] = ()) -> dict[str, str]:
-    """Return a colour for each name of a choice, in the order of the names, and for each name of a backend.
+    """Return the colour of its family for each name of a choice, and a colour for each name of a backend.
 
-    A backend has the colour of the first choice whose kernels are that backend alone. The other backends take colours
-    that no backend has yet.
+    A backend that is a family has the family's colour. The other backends have colours of their own.
     """
-    colours = dict(zip(dict.fromkeys(choices), cycle(CHOICE_COLOURS), strict=False))
-    colour_of_kernels = {name.split(" · ")[0]: colour for name, colour in reversed(colours.items())}
-    shared = {name: colour_of_kernels[name] for name in backends if name in colour_of_kernels}
-    free = cycle([colour for colour in CHOICE_COLOURS if colour not in shared.values()] or CHOICE_COLOURS)
-    return colours | {name: shared.get(name) or next(free) for name in dict.fromkeys(backends)}
+    families = {name: kernels_family(name) for name in choices}
+    free = cycle([colour for colour in CHOICE_COLOURS if colour not in map(FAMILY_COLOURS.get, families.values())])
+    colours = {}
+    for family in dict.fromkeys(families.values()):
+        colours[family] = FAMILY_COLOURS.get(family) or next(free)
+    shared = {name: colours[name] for name in backends if name in colours}
+    free = cycle([colour for colour in BACKEND_COLOURS if colour not in shared.values()])
+    own = {name: shared.get(name) or next(free) for name in dict.fromkeys(backends)}
+    return {name: colours[family] for name, family in families.items()} | own
+
+
+def choice_symbols(choices: Iterable[str]) -> dict[str, str]:
+    """Return the symbol of its attention for each name of a choice.
+
+    If two choices have the same family of kernels and the same attention, the later one has an open symbol.
+    """
+    attentions: dict[str, str] = {}
+    symbols: dict[str, str] = {}
+    looks = set()
+    for name in dict.fromkeys(choices):
+        attention = name.partition(" · ")[2]
+        symbol = attentions.setdefault(attention, SYMBOLS[len(attentions) % len(SYMBOLS)])
+        look = kernels_family(name), symbol
+        symbols[name] = f"{symbol}-open" if look in looks else symbol
+        looks.add(look)
+    return symbols
+
+
+def choice_dashes(choices: Iterable[str]) -> dict[str, str]:
+    """Return the dash of its attention for each name of a choice. References are drawn with "dash"."""
+    symbols = choice_symbols(choices)
+    return {name: DASHES[SYMBOLS.index(symbol.removesuffix("-open")) % len(DASHES)] for name, symbol in symbols.items()}
 
 
 def part_colours(parts: Iterable[str]) -> dict[str, str]:

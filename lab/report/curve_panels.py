@@ -3,7 +3,7 @@
 from html import escape
 
 from lab.report.choices import Choice, comparable_groups
-from lab.report.colours import INK
+from lab.report.colours import INK, choice_dashes
 from lab.report.plot import HOVER_LINE, choice_hover, figure, hover_text, scatter
 
 Losses = dict[int, float]  # step -> loss
@@ -12,9 +12,11 @@ Losses = dict[int, float]  # step -> loss
 def parity_figure(choices: list[Choice], colours: dict[str, str]) -> dict | None:
     """Draw the losses of each choice and of the reference, and below them the differences."""
     references, traces = {}, []
+    dashes = choice_dashes(choice.name for choice in choices)
     for choice, losses, reference, reference_name in loss_curves(choices):
         style = {"hovertemplate": f"%{{y:.4f}}<br>{HOVER_LINE}", "meta": [choice.id, choice_hover(choice)]}
         style |= {"legendgroup": choice.name, "line": {"color": colours[choice.name], "width": 2}}
+        style["line"]["dash"] = dashes[choice.name]
         style |= {"name": escape(choice.name)}
         curve = choice.model, choice.precision, *reference.values()
         if curve not in references:
@@ -71,6 +73,7 @@ def reference_line(choice: Choice, losses: Losses, name: str) -> dict:
 def payback_figure(choices: list[Choice], colours: dict[str, str]) -> dict | None:
     """Draw the seconds since the start over steps, and a ring where a choice overtakes its baseline."""
     traces = []
+    dashes = choice_dashes(choice.name for choice in choices)
     for group in comparable_groups([choice for choice in choices if choice.row.get("perf/first_step_s") is not None]):
         base = next((choice for choice in group if choice.is_baseline), None)
         if base is None or len(group) < 2:
@@ -79,7 +82,7 @@ def payback_figure(choices: list[Choice], colours: dict[str, str]) -> dict | Non
         overtaking = sorted(filter(None, paybacks.values()))
         last = 1.6 * max([600, *overtaking[:3]])  # the axis shows the first three crossings, with space behind them
         for choice in [base, *(choice for choice in group if choice is not base)]:
-            line = {"color": colours[choice.name], "width": 2, "dash": "dash" if choice is base else "solid"}
+            line = {"color": colours[choice.name], "width": 2, "dash": dashes[choice.name]}
             traces.append(seconds_line(choice, last) | {"line": line})
             payback = paybacks[choice.id]
             if payback and payback <= last:

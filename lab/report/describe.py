@@ -112,6 +112,13 @@ def kernels_name(kernels: dict) -> str:
     return name + fp8_note(kernels)
 
 
+def kernels_family(name: str) -> str:
+    """Return the family of a choice_name(): "triton + compile" for "triton, mlp eager + compile · flash"."""
+    kernels = name.split(" · ")[0]
+    usual = kernels.split(",")[0].removesuffix(" + compile")
+    return f"{usual} + compile" if " + compile" in kernels else usual
+
+
 def attention_name(attn: dict) -> str:
     """Return a name such as "flash fa4" for a row's config.attn."""
     return f"{attn['impl']} {attn['version']}" if attn.get("version") else attn["impl"]

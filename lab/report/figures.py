@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lab.report.choices import Choice
-from lab.report.colours import CHOICE_COLOURS, GREY, text_colour
+from lab.report.colours import CHOICE_COLOURS, GREY, choice_colours, text_colour
 from lab.report.describe import batch_cell, newest_attention, newest_kernels
 from lab.report.loss_curves import Curve, with_reference
 
@@ -93,11 +93,12 @@ def speed_plot(choices: list[Choice], colours: dict[str, str], path: Path) -> Pa
     """Draw tokens/s and peak memory of each choice, the first choice on top."""
     choices = choices[::-1]  # matplotlib draws upwards
     figure, (left, right) = subplots(1, 2, figsize=(10, 1 + 0.4 * len(choices)), sharey=True, width_ratios=[3, 1])
-    titles, fills = [choice.title for choice in choices], [colours[choice.name] for choice in choices]
+    (titles, shared), fills = short_titles(choices), [colours[choice.name] for choice in choices]
     speeds, memory = [choice.speed for choice in choices], [choice.memory or 0 for choice in choices]
     below = [choice.speed - choice.spread[0] for choice in choices]
     above = [choice.spread[1] - choice.speed for choice in choices]
     left.barh(titles, speeds, xerr=[below, above], color=fills, error_kw={"linewidth": 1, "capsize": 2})
+    left.set_title(shared, loc="left", fontsize=10)
     right.barh(titles, memory, color=fills)
     left.set_xlabel("tokens/s")
     left.xaxis.set_major_formatter("{x:,.0f}")
@@ -108,24 +109,39 @@ def speed_plot(choices: list[Choice], colours: dict[str, str], path: Path) -> Pa
     return save(figure, path)
 
 
+def short_titles(choices: list[Choice]) -> tuple[list[str], str]:
+    """Return a title for each choice without the parts that all of them share, and these parts."""
+    if len(choices) == 1:
+        return [choices[0].title], ""
+    titles = [
+        [f"kernels={kernels}", f"attn={attention}", *choice.qualifier.split(" · ")]
+        for choice in choices
+        for kernels, attention in [name_parts(choice)]
+    ]
+    shared = [part for part in titles[0] if part and all(part in title for title in titles)]
+    short = [" · ".join(part.split("=")[-1] for part in title if part and part not in shared) for title in titles]
+    return short, ", ".join(shared)
+
+
 def headline_plot(choices: list[Choice], path: Path) -> Path:
-    """Draw tokens/s and peak memory: a group of bars for each choice of kernels, a colour for each attention.
+    """Draw tokens/s and peak memory: a group of bars for each choice of kernels, with a bar for each attention.
 
     The choices differ in their kernels and attention only. A group has one bar of memory, the largest of its choices.
     """
     kernels, attentions = (list(dict.fromkeys(part)) for part in zip(*map(name_parts, choices), strict=True))
     figure, (left, right) = subplots(1, 2, figsize=(10, 3.6), sharey=True, width_ratios=[3, 1])
-    height = 0.8 / len(attentions)
+    height, colours = 0.8 / len(attentions), choice_colours(choice.name for choice in choices)
     for number, attention in enumerate(attentions):
         group = [choice for choice in choices if name_parts(choice)[1] == attention]
         centres = [kernels.index(name_parts(choice)[0]) - 0.4 + (number + 0.5) * height for choice in group]
         speeds = [choice.speed for choice in group]
         below = [choice.speed - choice.spread[0] for choice in group]
         above = [choice.spread[1] - choice.speed for choice in group]
-        colour = CHOICE_COLOURS[number]
-        left.barh(centres, speeds, height=0.9 * height, xerr=[below, above], color=colour, label=f"attn={attention}")
-        for centre, speed in zip(centres, speeds, strict=True):
-            left.text(5000, centre, f"{speed:,.0f}", color=text_colour(colour), fontsize=8, va="center")
+        fills = [colours[choice.name] for choice in group]
+        left.barh(centres, speeds, height=0.9 * height, xerr=[below, above], color=fills)
+        for centre, speed, fill in zip(centres, speeds, fills, strict=True):
+            text = f"{speed:,.0f}  attn={attention}"
+            left.text(5000, centre, text, color=text_colour(fill), fontsize=8, va="center")
     for group, name in enumerate(kernels):
         memory = max(choice.memory for choice in choices if name_parts(choice)[0] == name)
         right.barh(group, memory, color=GREY)
@@ -135,7 +151,6 @@ def headline_plot(choices: list[Choice], path: Path) -> Path:
     left.set_title(settings_title(choices[0]), loc="left", fontsize=11)
     left.set_xlabel("tokens/s (more is better)")
     left.xaxis.set_major_formatter("{x:,.0f}")
-    left.legend(loc="lower right", frameon=False)
     right.set_xlabel("peak GiB (less is better)")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from lab.report.bench_panels import octave_ticks
 from lab.report.choices import Choice, identifying_settings
-from lab.report.colours import CHOICE_SYMBOLS
+from lab.report.colours import SYMBOLS
 from lab.report.describe import prompt_tokens
 from lab.report.panels import families_figure
 from lab.report.plot import Panel, choice_hover, figure, scatter
@@ -14,6 +14,7 @@ from lab.report.source import ReportSource
 from lab.sweep.compare import sequences
 
 COMMAND = "python -m scripts.generate +sweep=generate checkpoint=random"
+CPU_COMMAND = "python -m scripts.generate -m checkpoint=random model=tiny prompt_tokens=64 batch=1,8 proof=true"
 TEXT = {
     "batches": ("Generation: speed against batch", "New tokens a second, of all sequences together."),
     "prompts": ("Generation: speed against context", "New tokens a second, after prompts of this length."),
@@ -36,7 +37,8 @@ def generation_panels(source: ReportSource, colours: dict[str, str]) -> list[Pan
         "prompts": speed_figure(choices, colours, "prompt", prompt_tokens, "tokens of the prompt"),
         "decoding": families_figure(choices),
     }
-    return [Panel(name, *TEXT[name], COMMAND, drawing) for name, drawing in figures.items()]
+    command = CPU_COMMAND if source.on_cpu else COMMAND
+    return [Panel(name, *TEXT[name], command, drawing) for name, drawing in figures.items()]
 
 
 def speed_figure(
@@ -47,11 +49,12 @@ def speed_figure(
     A line needs two values of the setting. Lines of one colour have different symbols. Returns None without a line.
     """
     lines = [line for line in speed_lines(choices, setting) if len({value(choice.row) for choice in line.choices}) > 1]
-    traces, names = [], []
+    traces, used = [], []
     for line in lines:
         points = sorted(line.choices, key=lambda choice: value(choice.row))
-        symbol, colour = CHOICE_SYMBOLS[names.count(line.name) % len(CHOICE_SYMBOLS)], colours[line.name]
-        names.append(line.name)
+        colour = colours[line.name]
+        symbol = SYMBOLS[used.count(colour) % len(SYMBOLS)]
+        used.append(colour)
         traces.append(
             scatter(
                 "lines+markers",

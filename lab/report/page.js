@@ -37,7 +37,7 @@ function resolveColours(value, style) {
 
 // Returns the class of a legend's mark: a line style, "open", a symbol, or "" for a disc.
 function markClass({ line, marker }) {
-  if (line && !marker?.symbol) return line.dash || "solid";
+  if (line && !marker?.symbol) return `line ${line.dash || "solid"}`;
   if (/open|thin/.test(marker.symbol)) return "open";
   return typeof marker.symbol === "string" ? marker.symbol : "";
 }

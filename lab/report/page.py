@@ -111,7 +111,7 @@ def options(values: Iterable[str]) -> list[str]:
 
 
 def subtitle(source: ReportSource) -> str:
-    machines = dict.fromkeys(env["device"] for env in environments(source) if env.get("device"))
+    machines = dict.fromkeys(env["device"] for env in source.environments if env.get("device"))
     runs = sum(len(choice.rows) for choice in source.all_choices)
     counts = [f"{len(source.all_choices)} choices, {runs} runs"] if runs else []
     return " · ".join([*machines, *counts])
@@ -158,7 +158,8 @@ def headline_tiles(group: list[Choice], source: ReportSource) -> list[Tile]:
         saved = (base.memory or best.memory) - best.memory
         text = f", {abs(saved):.1f} {'less' if saved > 0 else 'more'} than {base.name}" if abs(saved) >= 0.05 else ""
         digits = 2 if best.generates else 1
-        tiles.append(Tile(f"{best.memory:.{digits}f}", "GiB", f"peak memory{text}"))
+        of = "" if best.row.get("mem/peak_allocated_gib") else " of the process (RSS)"  # on a CPU
+        tiles.append(Tile(f"{best.memory:.{digits}f}", "GiB", f"peak memory{of}{text}"))
     searches = [row for row in newest_searches(source.benchmarks["context"]) if model_size(row) == best.model]
     if searches and searches[0].get("context/max_train"):
         config = searches[0]["config"]
@@ -177,18 +178,12 @@ def rank_text(best: Choice, group: list[Choice]) -> str:
     return f"in a tie with {', '.join(ties)}" if ties else f"fastest of {len(group)} choices"
 
 
-def environments(source: ReportSource) -> list[dict]:
-    rows = [row for choice in source.all_choices for row in choice.rows]
-    rows += [row for benchmark in source.benchmarks.values() for row in benchmark]
-    return [row["env"] for row in rows if row.get("env")]
-
-
 def environment(source: ReportSource) -> dict[str, str]:
     """Return the versions and devices of all rows: "torch" -> "2.11.0, 2.12.0"."""
     texts = {}
     for key in ENVIRONMENT:
         length = 7 if key == "git_commit" else None
-        values = dict.fromkeys(str(env[key])[:length] for env in environments(source) if env.get(key))
+        values = dict.fromkeys(str(env[key])[:length] for env in source.environments if env.get(key))
         if values:
             texts[key.removeprefix("git_")] = ", ".join(values)
     return texts

@@ -4,7 +4,7 @@ from collections import Counter
 from html import escape
 
 from lab.report.choices import Choice, comparable_groups
-from lab.report.colours import CHOICE_SYMBOLS, GREY, GRID, INK, QUIET, part_colours, text_colour
+from lab.report.colours import GREY, GRID, INK, QUIET, choice_symbols, part_colours, text_colour
 from lab.report.curve_panels import parity_figure, payback_figure
 from lab.report.plot import (
     PREDICTION_ERROR,
@@ -26,8 +26,8 @@ TEXT = {
     "speed": ("Speed", "Tokens a second. The whiskers are p20 to p80 of one run, or the range of several runs."),
     "memory": (
         "Memory",
-        "Peak GiB. The upper, pale bar is predicted (without torch.compile), the lower bar is measured. The percentage "
-        "is the prediction's error.",
+        "Peak GiB of tensors. The upper, pale bar is predicted (without torch.compile). The lower bar is "
+        "measured, which needs a GPU. The percentage is the prediction's error.",
     ),
     "tradeoff": ("Speed against memory", "A ring: no other choice at its settings is faster in as little memory."),
     "families": ("Where the step's time goes", "One profiled step by families of kernels. Idle: no kernel runs."),
@@ -41,6 +41,8 @@ TEXT = {
 
 def training_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
     arguments = "+experiment=throughput kernels=compile" if source.from_results else "+sweep=kernels"
+    if source.on_cpu:
+        arguments = "-m +experiment=smoke kernels=eager,compile proof=true"
     choices = source.measured_choices
     figures = {
         "speed": speed_figure(choices, colours),
@@ -127,7 +129,6 @@ def memory_bars(part: str, side: str, splits: list[tuple[Choice, dict]]) -> dict
         y=[axis_label(choice) for choice, _ in splits],
         x=[split[part] for _, split in splits],
         customdata=hovers,
-        showlegend=side == "measured",
     )
 
 
@@ -160,12 +161,10 @@ def tradeoff_figure(choices: list[Choice], colours: dict[str, str]) -> dict | No
     fronts = [pareto_front(group) for group in comparable_groups(choices)]
     best = {choice.id for front in fronts for choice in front}
     traces = [front_line(front) for front in fronts if len(front) > 1]
-    times_used = Counter()  # of each colour
-    for name in dict.fromkeys(choice.name for choice in choices):
-        same_name, colour = [choice for choice in choices if choice.name == name], colours[name]
-        marker = {"color": colour, "size": 14, "symbol": CHOICE_SYMBOLS[times_used[colour] % len(CHOICE_SYMBOLS)]}
+    for name, symbol in choice_symbols(choice.name for choice in choices).items():
+        same_name = [choice for choice in choices if choice.name == name]
+        marker = {"color": colours[name], "size": 14, "symbol": symbol}
         marker["line"] = {"color": INK, "width": [3 if choice.id in best else 0 for choice in same_name]}
-        times_used[colour] += 1
         x, y = [choice.memory for choice in same_name], [choice.speed for choice in same_name]
         hovers = [[choice.id, choice_hover(choice)] for choice in same_name]
         traces.append(scatter("markers", name=escape(name), x=x, y=y, marker=marker, customdata=hovers))

@@ -49,6 +49,17 @@ class ReportSource:
         return sorted((choice for choice in self.generations if choice.speed), key=order)
 
     @property
+    def environments(self) -> list[dict]:
+        rows = [row for choice in self.all_choices for row in choice.rows]
+        rows += [row for benchmark in self.benchmarks.values() for row in benchmark]
+        return [row["env"] for row in rows if row.get("env")]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether no row is of a machine with a GPU. With a GPU, the environment has a driver."""
+        return bool(self.environments) and not any(env.get("driver") for env in self.environments)
+
+    @property
     def all_choices(self) -> list[Choice]:
         return [*self.choices, *self.generations]
 

@@ -1,6 +1,8 @@
 """The rows of a folder become choices with names, comparisons and colours, and unreadable files are reported."""
 
+import itertools
 import json
+import re
 
 import pytest
 
@@ -9,7 +11,9 @@ from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
 from lab.report.bench_panels import MARK_OF_OP
 from lab.report.choice_table import choice_tables
 from lab.report.choices import rerun_command
-from lab.report.colours import choice_colours, part_colours
+from lab.report.colours import choice_colours, choice_symbols, part_colours
+from lab.report.figures import short_titles
+from lab.report.page import render_page
 from lab.report.panels import tradeoff_figure
 from lab.report.source import read_source
 from lab.report.tables import throughput
@@ -17,7 +21,7 @@ from lab.rows import append_rows
 from lab.sweep import compare
 from runtime.config import UserError
 from scripts import report
-from tests.lab.report.sample_rows import make_config, make_row, write_row, write_sweep
+from tests.lab.report.sample_rows import ENV, make_config, make_row, write_row, write_sweep
 
 
 def test_choices_that_differ_in_kernels_alone_are_compared(tmp_path):
@@ -55,14 +59,28 @@ def test_a_copied_command_does_not_name_the_folder_of_the_first_run():
     assert rerun_command({"command": " ".join(words)}) == "python train.py seed=2"
 
 
-def test_forty_choices_look_different(tmp_path):
-    """All presets with all attentions are about forty choices. 14 colours and 4 symbols distinguish them."""
-    for number in range(40):
-        write_row(tmp_path / str(number), make_row() | {"config": make_config(attn=f"attention{number}")})
+def test_a_colour_says_the_kernels_and_a_symbol_the_attention(tmp_path):
+    presets = "eager", "compile", "triton", "triton+compile"
+    attentions = impls("attention")
+    for number, (kernels, attn) in enumerate(itertools.product(presets, attentions)):
+        write_row(tmp_path / str(number), make_row() | {"config": make_config(kernels, attn=attn)})
     measured = read_source(tmp_path).measured_choices
     traces = tradeoff_figure(measured, choice_colours(choice.name for choice in measured))["data"]
-    looks = [(trace["marker"]["color"], trace["marker"]["symbol"]) for trace in traces if trace["mode"] == "markers"]
-    assert len(looks) == len(set(looks)) == 40
+    looks = {tuple(trace["name"].split(" · ")): trace["marker"] for trace in traces if trace["mode"] == "markers"}
+    assert len(looks) == len(presets) * len(attentions)
+    for part, key in enumerate(("color", "symbol")):
+        values = {}
+        for name, marker in looks.items():
+            values.setdefault(name[part], set()).add(marker[key])
+        assert all(len(shown) == 1 for shown in values.values())
+        assert len(set.union(*values.values())) == len(values)
+
+
+def test_kernels_of_one_family_and_attention_have_two_symbols():
+    names = ["triton · sdpa", "triton, mlp eager · sdpa", "triton, mlp eager + compile · sdpa"]
+    colours, symbols = choice_colours(names), choice_symbols(names)
+    assert colours[names[0]] == colours[names[1]] != colours[names[2]]
+    assert [symbols[name] for name in names] == ["circle", "circle-open", "circle"]
 
 
 def test_power_has_columns_if_a_row_has_it(tmp_path, results):
@@ -86,7 +104,7 @@ def test_power_has_columns_if_a_row_has_it(tmp_path, results):
 
 
 def test_every_backend_has_a_colour_of_its_own():
-    """This holds for any number of choices. A backend has the colour of the first choice with its kernels."""
+    """A backend that is a family of kernels has the family's colour."""
     colours = choice_colours((f"triton · {number}" for number in range(20)), impls("attention"))
     assert colours["triton"] == colours["triton · 0"]
     assert len({colours[impl] for impl in impls("attention")}) == len(impls("attention"))
@@ -123,3 +141,48 @@ def test_a_mistake_is_one_line(called, tmp_path):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert called("report.py", report.main, "--wandb")[0] > 0
+
+
+def test_a_label_does_not_repeat_what_all_bars_share(tmp_path):
+    for number, kernels in enumerate(("eager", "compile")):
+        write_row(tmp_path / str(number), make_row(kernels))
+    measured = read_source(tmp_path).measured_choices
+    assert short_titles(measured) == (["compile", "eager"], "attn=sdpa")
+    assert short_titles(measured[:1]) == (["compile · sdpa"], "")
+    write_row(tmp_path / "2", make_row("triton", "flash"))
+    write_row(tmp_path / "3", make_row("eager", precision="bf16"))
+    measured = [choice for choice in read_source(tmp_path).measured_choices if choice.precision == "amp"]
+    assert short_titles(measured) == (["triton · flash", "compile · sdpa", "eager · sdpa"], "amp")
+
+
+def test_the_report_of_a_cpu_suggests_commands_for_a_cpu(tmp_path):
+    cpu = {"env": ENV | {"driver": None}, "mem/peak_allocated_gib": None, "mem/peak_rss_gib": 0.5, "memory": None}
+    write_row(tmp_path / "1", make_row() | cpu)
+    page = render_page(read_source(tmp_path))
+    assert "peak memory of the process (RSS)" in page
+    missing = page[page.index("Not measured yet") :]
+    assert "-m +experiment=smoke kernels=eager,compile proof=true" in missing
+    assert "triton" not in missing[: missing.index("</section>")]
+
+
+def test_folders_side_by_side(called, tmp_path):
+    """A later commit has a new setting, and its machine has another name."""
+    for folder, scale, env in (("old", 1.0, ENV), ("new", 0.9, ENV | {"git_commit": "abcdef12"})):
+        for number, kernels in enumerate(("eager", "triton")):
+            row = make_row(kernels, scale=scale) | {"env": env}
+            if folder == "new":
+                row["config"]["invented"] = 1
+            write_row(tmp_path / folder / str(number), row)
+    write_row(tmp_path / "new" / "2", make_row("compile"))
+    code, out, _ = called("report.py", report.main, tmp_path / "old", tmp_path / "new")
+    assert code == 0
+    head, _, triton, eager, _, _, note = out.strip().splitlines()
+    assert [cell.strip() for cell in head.strip("|").split("|")] == ["choice", "old", "new", "of old"]
+    assert triton.startswith("| triton · sdpa")
+    for line in (triton, eager):
+        assert re.search(r"1\.1\d\dx \(1\.\d+ to 1\.\d+, 1 run\)", line)
+    assert note == "- new: git_commit: abcdef12, baseline f3adfe01"
+    write_row(tmp_path / "other" / "1", make_row(precision="bf16"))
+    code, _, err = called("report.py", report.main, tmp_path / "old", tmp_path / "other")
+    assert code == 1
+    assert "have no measured choice in common" in err
