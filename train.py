@@ -43,7 +43,7 @@ class Config:
     seed: int
     device: str  # auto | cpu | cuda | cuda:N
     precision: str  # fp32 | amp | bf16 | fp8
-    parallel: str  # ddp | fsdp | zero2, if torchrun starts several processes
+    parallel: str  # ddp | fsdp | zero2 | context, if torchrun starts several processes
     proof: bool  # compare with eager fp32, and profile a step: see lab/proof
     profile: bool  # write a trace and a memory snapshot of three steps
     kernels: registry.KernelsConfig
@@ -57,7 +57,7 @@ class Config:
 
     def __post_init__(self):
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
-        check(self.parallel in ("ddp", "fsdp", "zero2"), f"parallel={self.parallel}: choose ddp, fsdp or zero2")
+        parallel.divide_work(self.parallel, self.model, self.train)
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
         self.model.check_length(self.train.block_size, key="train.block_size: ")
 
@@ -206,7 +206,7 @@ def main(cfg: Config) -> None:
     choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     compiling.reset()
-    with Signals() as signals, join_ranks(device) as ranks:
+    with Signals() as signals, join_ranks(device, cfg.parallel) as ranks:
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
         name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
@@ -227,7 +227,7 @@ def main(cfg: Config) -> None:
             dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(cfg.data))
             cfg.model.check_vocabulary(cfg.data.tokenizer, dataset.tokenizer.n_vocab)
             windows, held_out = loader.open_splits(dataset, t.block_size, recipe.documents, t.eval_every > 0)
-            order = cfg.seed, ranks.rank, ranks.world_size, t.overfit
+            order = cfg.seed, ranks.batch_rank, ranks.batch_ranks, t.overfit
             batches = loader.Loader(windows, t.batch_size, t.tokens_per_step, *order)
             references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
             if cfg.proof:

@@ -144,7 +144,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
-        self.attention, self.heads = ops.attention, (config.n_head, config.kv_heads, config.kv_heads)
+        self.attention = self.cached_attention = ops.attention  # parallel=context replaces the first
+        self.heads = (config.n_head, config.kv_heads, config.kv_heads)
         self.options = {} if config.window is None else {"window": config.window}
         self.c_attn = Linear(ops, config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
         self.c_proj = Linear(ops, config.n_embd, config.n_embd, bias=config.bias)
@@ -154,14 +155,16 @@ class Attention(nn.Module):
         q, k, v = split(self.c_attn(x).view(B, T, sum(self.heads), -1), self.heads)  # (B, T, H or Hkv, D) each
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        attention = self.attention
         options = dict(self.options)  # only the arguments in use: a backend need not take the others
         if starts is not None:
             options["starts"] = starts
         if cache is not None:
             k, v = cache.append(k, v)
+            attention = self.cached_attention
             if cache.positions is not None:  # a decoding step, whose cache holds no key outside the window
                 options = {"lengths": cache.lengths}
-        return self.c_proj(self.attention(q, k, v, **options).reshape(B, T, C))
+        return self.c_proj(attention(q, k, v, **options).reshape(B, T, C))
 
 
 class MLP(nn.Module):
@@ -209,6 +212,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.loss = config, ops.loss
+        self.part = 0  # with parallel=context, idx is this part of each sequence: see model/context.py
         self.run_block = BlockRunner(config.checkpointing, config.keep_attention, ops.attention, config.dropout)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also lm_head (Press and Wolf 2017)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
@@ -245,8 +249,9 @@ class GPT(nn.Module):
         if self.wpe is None:
             return tok_emb
         if cache is None:
-            self.config.check_length(T)
-            return tok_emb + self.wpe.weight[:T]  # (T, C)
+            first = self.part * T
+            self.config.check_length(first + T)
+            return tok_emb + self.wpe.weight[first : first + T]  # (T, C)
         if cache.positions is None:
             self.config.check_length(cache.keys)
         # Steps may reach beyond the table: a draft, or the last steps of a CUDA graph. Nobody takes such a token
@@ -257,7 +262,7 @@ class GPT(nn.Module):
         if self.config.pos == "learned":
             return None
         T = idx.shape[1]
-        positions = torch.arange(T, device=idx.device) if cache is None else cache.token_positions(T)
+        positions = self.part * T + torch.arange(T, device=idx.device) if cache is None else cache.token_positions(T)
         return rope_table(positions, self.config.head_dim)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Prepare a built model for training: torch.compile, and several processes with DDP or FSDP2.
+"""Prepare a built model for training: torch.compile, and several processes with DDP, FSDP2 or split sequences.
 
 Under DDP (Li et al. 2020, arXiv:2006.15704) each rank holds all weights, and the ranks average the gradients of a block
 while the backward of the block before it runs. PyTorch's DDP averages gradients in the dtype of the weights. The class
@@ -8,6 +8,8 @@ Under FSDP (Zhao et al. 2023, arXiv:2304.11277) each rank holds some rows of eac
 weights of the next block are gathered. After the block's forward its weights are freed, and the backward gathers them
 again. With "zero2", after ZeRO stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054), they stay until its backward. On
 two H100s a step of 1558M with 8 sequences a GPU then takes 197 ms instead of 206, and 28.1 GiB instead of 25.3.
+
+With "context", each rank holds all weights, as under DDP, and a part of each sequence (model/context.py).
 """
 
 import warnings
@@ -18,22 +20,42 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from model.gpt import GPT
-from runtime.ranks import Ranks
+from model.context import split_sequences
+from model.gpt import GPT, GPTConfig
+from runtime.config import check
+from runtime.ranks import Ranks, world_size
+from runtime.schedule import TrainConfig
 
+PARALLEL = ("ddp", "fsdp", "zero2", "context")
+SHARDED = ("fsdp", "zero2")  # each rank holds a part of each weight
 BUCKET = 2**22  # weights of a bucket, or more: 16 MiB of gradients in fp32
 
 
+def divide_work(parallel: str, model: GPTConfig, train: TrainConfig) -> None:
+    """Divide a step, and with parallel=context each sequence, among the processes. Raises UserError if that fails."""
+    check(parallel in PARALLEL, f"parallel={parallel}: choose {', '.join(PARALLEL)}")
+    sizes = {"model.n_head": model.n_head, "model.n_kv_head": model.kv_heads, "train.block_size": train.block_size}
+    for key, size in sizes.items():
+        check(
+            parallel != "context" or size % world_size() == 0,
+            f"parallel=context divides {key}={size} among {world_size()} processes: choose a multiple of "
+            f"{world_size()}, or another number of processes",
+        )
+    train.divide_step(parallel)
+
+
 def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:
-    """Compile the model if `compiled`, shard it if `parallel` is not "ddp", both in place, and return it.
+    """Split sequences or shard the model, as `parallel` says, compile it if `compiled`, all in place, and return it.
 
     Each rank draws its own dropout: rank 0 as a single process does, the others from seed + rank.
     """
     if ranks.rank:
         torch.manual_seed(seed + ranks.rank)
+    if parallel == "context" and not ranks.single:
+        split_sequences(model, ranks)
     if compiled:
         compile_parts(model, ranks)
-    if parallel != "ddp" and not ranks.single:
+    if parallel in SHARDED and not ranks.single:
         shard(model, ranks, keep_gathered=parallel == "zero2")
     return model
 

@@ -123,15 +123,15 @@ def evaluate(
     model.eval()
     batches = list(evaluation_batches(windows, batch_size, samples))
     total = torch.zeros((), device=device)
-    for first in range(0, len(batches), ranks.world_size):
-        group = batches[first : first + ranks.world_size]  # one batch a rank; the last group may be smaller
-        batch = group[min(ranks.rank, len(group) - 1)]  # under FSDP every rank must run the model for every group
+    for first in range(0, len(batches), ranks.batch_ranks):
+        group = batches[first : first + ranks.batch_ranks]  # one batch a rank; the last group may be smaller
+        batch = group[min(ranks.batch_rank, len(group) - 1)]  # under FSDP every rank must run the model for every group
         loss = model(*(tensor.to(device) for tensor in batch))
-        if ranks.rank < len(group):
+        if ranks.batch_rank < len(group):
             total += loss
     free_gathered(model)
     model.train()
-    return ranks.sum(total).item() / len(batches)
+    return ranks.mean(total).item() * ranks.batch_ranks / len(batches)
 
 
 def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, on_nonfinite: str) -> None:
@@ -147,7 +147,7 @@ def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path
         return
     optimizer.first_refused.zero_()
     path = folder / f"nonfinite-step-{step:06d}.pt"
-    all_batches = ranks.gather(batches(step))  # the loader is a pure function of the step
+    all_batches = ranks.gather(batches(step))[: ranks.batch_ranks]  # the loader is a pure function of the step
     where = f"batch in {path}"
     if ranks.is_main:
         try:

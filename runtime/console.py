@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from runtime.meter import WARMUP
 from runtime.power import tokens_per_joule_cell
+from runtime.ranks import count_batch_ranks
 
 
 def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
@@ -23,8 +24,11 @@ def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
         kernels.append("torch.compile")
     data_sheet = f"{peak / 1e12:.1f} by data sheet" if peak else "no data sheet is known"
     step_ms = 1e3 * row["flops_per_token"] * train["tokens_per_step"] / processes / measured_peak
-    micro_steps = train["tokens_per_step"] // (train["batch_size"] * train["block_size"] * processes)
+    batch_ranks = count_batch_ranks(config["parallel"], processes)
+    micro_steps = train["tokens_per_step"] // (train["batch_size"] * train["block_size"] * batch_ranks)
     step = f"{micro_steps} micro-steps of {train['batch_size']} sequences of {train['block_size']:,}"
+    if batch_ranks < processes:
+        step += f" in {processes} parts"
     if processes > 1:
         step = f"{processes} processes ({config['parallel']}) with {step}"
     return f"""\

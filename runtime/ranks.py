@@ -33,11 +33,30 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-class Ranks:
-    """This process's rank in the job, and the communication between the ranks."""
+class Exchange(torch.autograd.Function):
+    """dist.all_to_all_single with a gradient. The same exchange takes the gradient back."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1):
+    @staticmethod
+    def forward(ctx, parts):
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Exchange.apply(gradient.contiguous())
+
+
+class Ranks:
+    """This process's rank in the job, and the communication between the ranks.
+
+    `batch_ranks` ranks divide the batches among them, and this process takes the share of number `batch_rank`.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, batch_ranks: int | None = None):
         self.rank, self.world_size = rank, world_size
+        self.batch_ranks = batch_ranks or world_size
+        self.batch_rank = rank % self.batch_ranks
         self.single = world_size == 1
         self.is_main = rank == 0
         # If another rank has failed, watch_for_failure() calls this with the reason before it ends this process
@@ -87,6 +106,10 @@ class Ranks:
         dist.all_reduce(value)
         return value
 
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Send parts[i] to rank i. Return what the ranks have sent to this rank, in the order of the ranks."""
+        return Exchange.apply(parts.contiguous())
+
     def start_average(self, tensor: Tensor) -> dist.Work:
         """Start to replace the tensor by its mean over the ranks. It is the mean after wait() of the returned work."""
         return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
@@ -128,6 +151,11 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1
 
 
+def count_batch_ranks(parallel: str, processes: int) -> int:
+    """Return how many of the processes divide the batches: with parallel=context, all take the same batches."""
+    return 1 if parallel == "context" else processes
+
+
 def rank_device(device: str) -> str:
     """Return the device of this process. Under torchrun, a process takes the GPU of its local rank.
 
@@ -151,8 +179,8 @@ def rank_device(device: str) -> str:
 
 
 @contextmanager
-def join_ranks(device: torch.device) -> Iterator[Ranks]:
-    """Connect the processes of the job, and yield this process's Ranks.
+def join_ranks(device: torch.device, parallel: str = "ddp") -> Iterator[Ranks]:
+    """Connect the processes of the job, and yield this process's Ranks. `parallel` is the config's.
 
     If the job has several processes, the process exits at the end of this context.
     """
@@ -161,7 +189,7 @@ def join_ranks(device: torch.device) -> Iterator[Ranks]:
         return
     cuda = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), count_batch_ranks(parallel, dist.get_world_size()))
     done = threading.Event()
     watcher = threading.Thread(target=watch_for_failure, args=(ranks, done), daemon=True)
     watcher.start()

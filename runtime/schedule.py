@@ -8,7 +8,7 @@ import torch
 
 from runtime.config import check
 from runtime.meter import WARMUP, Meter
-from runtime.ranks import world_size
+from runtime.ranks import count_batch_ranks, world_size
 
 # The most tokens of a micro-step by default. On an H200, 65,536 tokens of GPT-2 124M take 115 ms, and the host takes 33
 # to 45 ms to launch their kernels. On a CPU 65,536 tokens would take 53 GiB of memory, and 4,096 tokens take 5 GiB
@@ -49,10 +49,14 @@ class TrainConfig:
         limits = [limit for limit in (self.max_steps, self.max_minutes) if limit is not None]
         check(bool(limits), "train.max_steps or train.max_minutes must be set, or the run would never end")
         check(all(0 < limit < math.inf for limit in limits), "train.max_steps and train.max_minutes must be above 0")
+
+    def divide_step(self, parallel: str) -> None:
+        """Choose the batch size if it is None. Raises UserError if the step does not divide into micro-steps."""
+        ranks = count_batch_ranks(parallel, world_size())
         if self.batch_size is None:
-            self.batch_size = self.default_batch_size()
-        micro_step = self.batch_size * self.block_size * world_size()
-        processes = f" x {world_size()} processes" if world_size() > 1 else ""
+            self.batch_size = self.default_batch_size(ranks)
+        micro_step = self.batch_size * self.block_size * ranks
+        processes = f" x {ranks} processes" if ranks > 1 else ""
         below = max(0, self.tokens_per_step // micro_step * micro_step)
         suggestion = f"{below} or {below + micro_step}" if below else f"{below + micro_step}"
         check(
@@ -62,10 +66,11 @@ class TrainConfig:
             f"{suggestion}",
         )
 
-    def default_batch_size(self) -> int:
-        """Return the largest number of sequences within DEFAULT_TOKENS that divides a step."""
-        sequences = self.tokens_per_step // (self.block_size * world_size())
-        most = DEFAULT_TOKENS["cuda" if torch.cuda.is_available() else "cpu"] // self.block_size
+    def default_batch_size(self, batch_ranks: int) -> int:
+        """Return the largest number of sequences within DEFAULT_TOKENS that divides a step of `batch_ranks` ranks."""
+        sequences = self.tokens_per_step // (self.block_size * batch_ranks)
+        tokens = DEFAULT_TOKENS["cuda" if torch.cuda.is_available() else "cpu"] * world_size() // batch_ranks
+        most = tokens // self.block_size
         divisors = [size for size in range(1, min(sequences, most) + 1) if sequences % size == 0]
         return max(divisors, default=1)
 

@@ -89,6 +89,19 @@ def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_p
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
 
 
+def test_context_gives_the_figures_of_one_process(hotswap, tmp_path, alone):
+    """Each rank has 64 tokens of every sequence of 128. The row counts a sequence once, and parity holds."""
+    code, out, err = torchrun(tmp_path, *BASE, "parallel=context", "proof=true")
+    assert code == 0, err
+    torch.testing.assert_close(figures("run"), alone, rtol=1e-5, atol=0)
+    assert "512 tokens: 2 processes (context) with 2 micro-steps of 2 sequences of 128 in 2 parts" in out
+    assert Path("run/sample.txt").read_text() == Path("alone/sample.txt").read_text()
+    result = row()
+    assert (result["name"], result["world_size"]) == ("0M-eager-sdpa-fp32-context2", 2)
+    assert (result["tokens"], row("alone")["tokens"]) == (8 * 512, 8 * 512)
+    assert result["parity"]["ok"]
+
+
 def checkpoint_weights(folder):
     return read_weights(find_checkpoint(folder))
 
@@ -206,6 +219,77 @@ def test_the_ranks_average_gradients_while_the_backward_runs(tmp_path):
     assert (code, out) == (0, ""), err
 
 
+CONTEXT = """
+import sys
+sys.path.insert(0, {root!r})
+from dataclasses import replace
+import torch
+from kernels.attention import document_starts
+from kernels.registry import AttnConfig, KernelsConfig, resolve
+from model import parallel
+from model.gpt import GPT, GPTConfig
+from model.optim import OptimConfig, TorchAdamW
+from model.step import train_step
+from runtime.ranks import Ranks, join_ranks
+
+CPU = torch.device("cpu")
+OPTIM = OptimConfig(
+    learning_rate=1e-2, min_lr=1e-3, warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0
+)
+LEARNED = GPTConfig(2, 4, 32, block_size=32, vocab_size=97, pos="learned", bias=True, dropout=0.0)
+ROPE = replace(LEARNED, pos="rope")
+CASES = {{
+    "learned": LEARNED,
+    "rope": replace(ROPE, n_kv_head=2),
+    "window": replace(ROPE, window=9),
+    "checkpoint": replace(LEARNED, checkpointing="block"),
+    "kept": replace(LEARNED, checkpointing="block", keep_attention=True),
+}}
+STARTS = torch.tensor([document_starts(documents) for documents in ((5, 20, 7), (32,), (15, 1, 16))])
+
+def gradients(config, documents, ranks, compiled=False):
+    "The loss and the gradients of a step of two micro-steps. Most of the first targets do not count."
+    torch.manual_seed(0)
+    model = GPT(config, resolve(KernelsConfig(), AttnConfig("sdpa"), CPU))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    tokens = torch.randint(97, (2, 3, 33))
+    targets = tokens[..., 1:].where(torch.arange(32) > torch.tensor([[20], [3], [0]]), -1)
+    batches = [(x, y, STARTS) if documents else (x, y) for x, y in zip(tokens[..., :-1], targets)]
+    parallel.prepare(model, "context", compiled, seed=0, ranks=ranks)
+    optimizer, found = TorchAdamW(model, OPTIM, ranks), {{}}
+    optimizer.observer = lambda name, gradient: found.update({{name: gradient.clone()}})
+    loss, norm = train_step(model, optimizer, batches, 1e-2)
+    return found | {{"loss": loss, "norm": norm}}
+
+with join_ranks(CPU, "context") as ranks:
+    for name in {cases}:
+        documents, compiled = "documents" in name, "compiled" in name
+        config = CASES[name.split()[0]]
+        ours = gradients(config, documents, ranks, compiled)
+        for key, truth in gradients(config, documents, Ranks()).items():
+            # The unit of fp32, 2^-24, times the square root of the 2^6 tokens and 2^5 channels that a number sums
+            error = (ours[key] - truth).norm() / truth.norm()
+            assert error < 2**-24 * 2**5.5, (name, key, error)
+"""
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["learned", "rope", "window documents", "checkpoint documents", "kept"],
+        pytest.param(["checkpoint documents compiled"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_split_sequences_have_the_loss_and_gradients_of_one_process(tmp_path, cases):
+    """Positions, documents, the window and the mean over the targets of both ranks are right."""
+    script = tmp_path / "context.py"
+    script.write_text(CONTEXT.format(root=str(ROOT), cases=cases))
+    code, out, err = torchrun(tmp_path, script=script)
+    assert (code, out) == (0, ""), err
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "zero2"])
@@ -277,7 +361,7 @@ def test_a_signal_saves_one_checkpoint_of_all_ranks(tmp_path, monkeypatch):
 
 
 def test_impossible_settings_of_several_processes(monkeypatch):
-    """A step that the processes cannot divide, one GPU for all processes, and more processes than GPUs."""
+    """A step or heads that the processes cannot divide, one GPU for all processes, and more processes than GPUs."""
     for key, value in {
         "MASTER_ADDR": "localhost",
         "RANK": "2",
@@ -288,6 +372,10 @@ def test_impossible_settings_of_several_processes(monkeypatch):
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=r"train.block_size 128 x 3 processes = 768 tokens: try 768$"):
         config(*BASE)
+    with pytest.raises(UserError, match=r"parallel=context divides model.n_head=4 among 3 processes: choose a mul"):
+        config(*BASE, "parallel=context")
+    with pytest.raises(UserError, match=r"parallel=context divides model.n_kv_head=2 among 3 processes: choose a"):
+        config(*BASE, "parallel=context", "model.n_head=6", "model.n_embd=126", "model.n_kv_head=2")
     with pytest.raises(UserError, match=r"device=cuda:1 under torchrun: each process takes a GPU of its own"):
         rank_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -298,5 +386,5 @@ def test_impossible_settings_of_several_processes(monkeypatch):
 
 @pytest.mark.parametrize("parallel", ["data", ""])
 def test_an_unknown_value_of_parallel(parallel):
-    with pytest.raises(UserError, match=r"parallel=.*: choose ddp, fsdp or zero2"):
+    with pytest.raises(UserError, match=r"parallel=.*: choose ddp, fsdp, zero2, context"):
         config(*BASE, f"parallel={parallel}")

@@ -25,6 +25,7 @@ from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe
 from model.gpt import PRECISIONS
 from model.optim import TorchAdamW, learning_rate
+from model.parallel import SHARDED
 from model.pretrained import read_pretrained
 from model.step import train_step
 from runtime.device import device_name, select_device
@@ -70,7 +71,7 @@ def make_references(
 
     The list is empty if the run cannot be compared; `parity` then says why.
     """
-    sharded = parallel != "ddp" and not ranks.single
+    sharded = parallel in SHARDED and not ranks.single
     references, reason = [], reason_against_parity(recipe, train, sharded, start)
     if reason is None and ranks.is_main:
         try:
