@@ -34,14 +34,19 @@ BUCKET = 2**22  # weights of a bucket, or more: 16 MiB of gradients in fp32
 def divide_work(parallel: str, model: GPTConfig, train: TrainConfig) -> None:
     """Divide a step, and with parallel=context each sequence, among the processes. Raises UserError if that fails."""
     check(parallel in PARALLEL, f"parallel={parallel}: choose {', '.join(PARALLEL)}")
-    sizes = {"model.n_head": model.n_head, "model.n_kv_head": model.kv_heads, "train.block_size": train.block_size}
-    for key, size in sizes.items():
+    if parallel == "context":
+        divide_context(model, **{"train.block_size": train.block_size})
+    train.divide_step(parallel)
+
+
+def divide_context(model: GPTConfig, **lengths: int) -> None:
+    """Raise UserError if heads, or these lengths of sequences, do not divide among the processes."""
+    for key, size in {"model.n_head": model.n_head, "model.n_kv_head": model.kv_heads, **lengths}.items():
         check(
-            parallel != "context" or size % world_size() == 0,
+            size % world_size() == 0,
             f"parallel=context divides {key}={size} among {world_size()} processes: choose a multiple of "
             f"{world_size()}, or another number of processes",
         )
-    train.divide_step(parallel)
 
 
 def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:

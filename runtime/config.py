@@ -216,11 +216,12 @@ def command_line(**changes: str) -> str:
     arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else sys.argv[1:]
     unchanged = [word for word in arguments if word.partition("=")[0].lstrip("+") not in changes]
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
-    program = ["python", "-m", module] if module.startswith("scripts.") else ["python", sys.argv[0]]
+    program = ["-m", module] if module.startswith("scripts.") else [sys.argv[0]]
+    launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        program = ["torchrun", "--standalone", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}", sys.argv[0]]
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
     changed = [f"{key}={quote_override(value)}" for key, value in changes.items()]
-    return shlex.join([*program, *unchanged, *changed])
+    return shlex.join([*launcher, *program, *unchanged, *changed])
 
 
 def quote_override(value: str) -> str:

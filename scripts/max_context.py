@@ -33,9 +33,11 @@ from model import cost
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig
+from model.parallel import divide_context
 from model.vocabulary import take_vocabulary
 from runtime.config import check, command_line
 from runtime.device import environment, select_device
+from runtime.ranks import join_ranks, rank_device, started_by_torchrun, world_size
 from runtime.resume import choose_folder
 from runtime.run import Run, read_row
 from runtime.signals import Signals, Stopped
@@ -45,6 +47,7 @@ from runtime.trackers import LoggerConfig, make_tracker
 @dataclass
 class Config:
     mode: str | None
+    parallel: str | None
     memory_gib: float | None
     probe_minutes: float
     probe: str | None
@@ -73,6 +76,12 @@ class Config:
         check(self.length is None or 1 <= self.length < 2**30, f"length={self.length}: it must be in [1, 2^30)")
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
+        check(self.parallel in (None, "context"), f"parallel={self.parallel}: choose context, or null")
+        check(self.parallel or world_size() == 1, f"{world_size()} processes need parallel=context")
+        if self.parallel:
+            check(self.mode != "generate", "parallel=context splits sequences in training only: choose mode=train")
+            self.mode = "train"
+            divide_context(self.model, length=OCTAVE)  # the lengths that are tried are multiples of powers of two
 
     @property
     def recipe(self) -> Recipe:
@@ -99,10 +108,11 @@ def run_probe(
     The keys of the JSON lines are the fields of lab.context.prober.ProbeResult. Raises UserError or KernelError if the
     config cannot run here.
     """
-    device = select_device(device_name)
+    device = select_device(rank_device(device_name))
     limit_gib, usable_gib = memory_limits(memory_gib, device)
     if probe == "run":
-        print_json(row=run_attempt(recipe, mode, length, memory_gib, device, shortened))
+        with join_ranks(device) as ranks:
+            print_json(row=run_attempt(recipe, mode, length, memory_gib, device, shortened, ranks))
         return
     print_json(env=environment(device), limit_gib=limit_gib, usable_gib=usable_gib)
     print_json(kernels=recipe.executed_kernels((1, length or 1024), device))
@@ -143,7 +153,7 @@ def earlier_attempts(folder: Path, config: dict, env: dict) -> list[dict]:
     row = read_row(folder)
     if not row or not row["status"].startswith("stopped"):
         return []
-    if row.get("env") != env or not is_same_search(row, config):
+    if row.get("env") != env or row.get("world_size", 1) != world_size() or not is_same_search(row, config):
         return []
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -173,9 +183,13 @@ def main(cfg: Config) -> None:
     if cfg.probe:
         run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device, cfg.shortened)
         return
+    if started_by_torchrun() and os.environ["RANK"] != "0":
+        return  # the first process searches, and every attempt starts a process on each GPU
     modes = choose_modes(cfg.mode, cfg.attn, cfg.kernels.decode, cfg.precision)
     config = OmegaConf.to_container(OmegaConf.structured(cfg))
     name = f"max-context-{cost.parameters(cfg.model) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    if cfg.parallel:
+        name += f"-context{world_size()}"
     hydra = HydraConfig.get()
     is_sweep = bool(cfg.out_dir) and hydra.mode is RunMode.MULTIRUN
     out_dir = f"{cfg.out_dir}/{hydra.job.num}-{name}" if is_sweep else cfg.out_dir
@@ -183,7 +197,7 @@ def main(cfg: Config) -> None:
     if row and row["status"] == "ok" and is_same_search(row, config):
         print(f"done     before: {out_dir}/result.json")
         return
-    prober = Prober([sys.executable, "-m", "scripts.max_context", *hydra.overrides.task], cfg.probe_minutes)
+    prober = Prober(["-m", "scripts.max_context", *hydra.overrides.task], cfg.probe_minutes)
     with Signals():
         prediction = prober.predict(modes[0])
         failure = prediction.failure or ""
@@ -194,7 +208,7 @@ def main(cfg: Config) -> None:
         earlier = earlier_attempts(folder, config, prediction.env)
         try:
             with Run(folder, name, cfg, make_tracker(cfg.logger), resume=bool(earlier)) as run:
-                facts = {"env": prediction.env, "memory_gib": prediction.limit_gib}
+                facts = {"env": prediction.env, "memory_gib": prediction.limit_gib, "world_size": world_size()}
                 facts["parameters"] = cost.parameters(cfg.model)
                 facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
                 run.begin(**facts, kernels=prediction.kernels)

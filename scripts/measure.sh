@@ -15,8 +15,8 @@ wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton kernels.compile=true"
 all=sdpa,flash,triton,flex,mem_efficient,triton_naive,eager,math
 
-run() { # NAME WORDS ...
-    python train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
+run() { # NAME WORDS ...; with launch=COMMAND in the place of python
+    ${launch:-python} train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
 }
 
 sweep() { # NAME WORDS ...; with beside=FOLDER the rows go to results/FOLDER
@@ -25,7 +25,8 @@ sweep() { # NAME WORDS ...; with beside=FOLDER the rows go to results/FOLDER
 }
 
 longest() { # NAME WORDS ...
-    python -m scripts.max_context precision=bf16 probe_minutes=${minutes:-3} keep=true "${@:2}" out_dir="out/longest-$1"
+    ${launch:-python} -m scripts.max_context precision=bf16 probe_minutes=${minutes:-3} keep=true "${@:2}" \
+        out_dir="out/longest-$1"
 }
 
 # GPT-2 124M in bf16 with intervals, then in amp, then every other attention, then sequences of 16,384
@@ -112,10 +113,17 @@ two_million() {
     mkdir -p out && cat sotu.txt sotu.txt >out/twice.txt
     text="data=text data.path=out/twice.txt data.tokenizer=gpt2" sequence two-million 2097152 1
 }
-sequence() { # NAME T STEPS
+# Half a million tokens on one GPU and on two, which split the sequence, and the longest context of two
+context_two() {
+    local two="torchrun --standalone --nproc_per_node=2"
+    sequence half-million-one 524288 3
+    launch=$two sequence half-million-two 524288 3 parallel=context
+    launch=$two minutes=5 longest host-two $lean model.checkpointing=host mode=train parallel=context
+}
+sequence() { # NAME T STEPS WORDS ...
     local length="train.block_size=$2 model.block_size=$2 train.batch_size=1 train.tokens_per_step=$2"
     run "$1" $lean model.checkpointing=host model.keep_attention=true precision=bf16 $text $length \
-        train.max_steps=$3 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0
+        train.max_steps=$3 train.log_every=1 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0 "${@:4}"
 }
 
 # Generation: every decoder with 1, 8 and 64 sequences; with prompts of 1024 tokens; with 256 sequences; 1558M; drafts;

@@ -9,11 +9,13 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from kernels.registry import KernelError
 from kernels.sampling import Sampling
@@ -23,9 +25,11 @@ from model.decoder import CHUNK, Decoder
 from model.generate import stream
 from model.gpt import GPT
 from model.optim import Optimizer
+from model.parallel import prepare
 from model.step import make_optimizer, train_step
 from runtime.config import check
 from runtime.device import GIB, OutOfMemory, explain_out_of_memory, process_peaks, reset_peak_memory
+from runtime.ranks import Ranks, world_size
 from runtime.timing import synchronize
 
 MODES = ("train", "generate")
@@ -40,13 +44,32 @@ def with_positions(recipe: Recipe, length: int) -> Recipe:
     return replace(recipe, model=replace(recipe.model, block_size=length))
 
 
-def build_trainer(recipe: Recipe, length: int, device: torch.device) -> tuple[GPT, Optimizer, tuple[Tensor, ...]]:
-    """Return the arguments of a training step: model, optimizer, and a batch of one sequence of random tokens."""
+class SimulatedRanks(Ranks):
+    """The first of several ranks, of which the others do not exist: nothing is sent, and memory is allocated."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        return 1 * parts.contiguous()
+
+    def start_average(self, tensor: Tensor) -> Future:
+        average = Future()
+        average.set_result(tensor)
+        return average
+
+
+def build_trainer(
+    recipe: Recipe, length: int, device: torch.device, ranks: Ranks
+) -> tuple[GPT, Optimizer, tuple[Tensor, ...]]:
+    """Return the arguments of a training step: model, optimizer, and a batch of one sequence of random tokens.
+
+    Several ranks split the sequence.
+    """
     model = with_positions(recipe, length).build(device)
-    if recipe.kernels.compile:
-        model.compile(fullgraph=True)
+    prepare(model, "context", recipe.kernels.compile, recipe.seed, ranks)
     batch = torch.randint(recipe.model.vocab_size, (2, 1, length), device=device).unbind()
-    return model, make_optimizer(model, recipe.optim), batch
+    return model, make_optimizer(model, recipe.optim, ranks), batch
 
 
 def build_decoder(
@@ -60,9 +83,9 @@ def build_decoder(
     return decoder, torch.randint(recipe.model.vocab_size, (1, length), device=device)
 
 
-def train(recipe: Recipe, length: int, device: torch.device) -> dict[str, float]:
+def train(recipe: Recipe, length: int, device: torch.device, ranks: Ranks) -> dict[str, float]:
     """Run two training steps. Return the seconds of the second one, and its loss."""
-    model, optimizer, batch = build_trainer(recipe, length, device)
+    model, optimizer, batch = build_trainer(recipe, length, device, ranks)
     for _ in range(2):
         synchronize(device)
         start = time.perf_counter()
@@ -96,16 +119,25 @@ def tokens_before_last_chunks(length: int) -> int:
 
 
 def run_attempt(
-    recipe: Recipe, mode: str, length: int, memory_gib: float | None, device: torch.device, shortened: bool = False
+    recipe: Recipe,
+    mode: str,
+    length: int,
+    memory_gib: float | None,
+    device: torch.device,
+    shortened: bool = False,
+    ranks: Ranks | None = None,
 ) -> dict:
     """Return the row of one attempt: status, seconds, and peaks in GiB (on a CPU, the growth of the process).
+
+    Several ranks split the sequence of a training step. The row has the largest peaks. If the memory of a rank is full,
+    it raises an error, because the other ranks would wait for it.
 
     A shortened attempt takes the same memory in less time: training has a window of WINDOW tokens (the search checks
     window_is_free() first), and generation computes only the last chunks of the prompt. Its new tokens still read the
     whole cache.
     """
-    row = {"T": length, "shortened": shortened, "status": "ok"}
-    work, options = (train, {}) if mode == "train" else (generate, {"kept": 0})
+    row, ranks = {"T": length, "shortened": shortened, "status": "ok"}, ranks or Ranks()
+    work, options = (partial(train, ranks=ranks), {}) if mode == "train" else (generate, {"kept": 0})
     if shortened and mode == "train":
         recipe = replace(recipe, model=replace(recipe.model, window=WINDOW))
     elif shortened:
@@ -123,12 +155,15 @@ def run_attempt(
         with limit_memory(memory_gib, device), explain_out_of_memory(f"T={length}", "T"):
             row |= work(recipe, length, device, **options)
     except (OutOfMemory, MemoryError) as full:
+        if not ranks.single:
+            raise
         row |= {"status": "oom", "why": str(full)}
     if not math.isfinite(row.get("loss", 0.0)):
         row["status"] = f"failed: the loss is {row.pop('loss')}"
     peaks = process_peaks(device)
     peak = (process_bytes("VmHWM") - before) / GIB if device.type == "cpu" else peaks["mem/peak_allocated_gib"]
-    return row | {"peak_gib": peak, "reserved_gib": peaks["mem/peak_reserved_gib"]}
+    peak, reserved = ranks.max_over_ranks(peak, peaks["mem/peak_reserved_gib"] or 0.0)
+    return row | {"peak_gib": peak, "reserved_gib": reserved or None}
 
 
 def process_bytes(name: str) -> int:
@@ -188,7 +223,7 @@ def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dic
             parts = {"weights": tensor_bytes(decoder.model.parameters())}
             parts |= {"kv_cache": tensor_bytes(chain(*decoder.kv)), "peak": usage.peak}
         else:
-            model, optimizer, batch = build_trainer(recipe, length, device)
+            model, optimizer, batch = build_trainer(recipe, length, device, SimulatedRanks(0, world_size()))
             lr = recipe.optim.learning_rate
             parts = split_peak(usage, model, optimizer, batch, lambda: train_step(model, optimizer, [batch], lr))
     return {"T": length, **{f"{part}_gib": size / GIB for part, size in parts.items()}, "opaque": sorted(usage.opaque)}

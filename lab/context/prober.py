@@ -9,10 +9,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from runtime.ranks import world_size
 
 ROOT = Path(__file__).resolve().parents[2]
 PREDICT_MINUTES = 5  # the least time limit of a prediction, which simulates some ten steps without the GPU
@@ -21,6 +24,9 @@ OUT_OF_MEMORY = re.compile(
     "out.of.memory|alloc(ation)?_failed|bad_alloc|cannot allocate|MemoryError|could not create a primitive",
     re.IGNORECASE,
 )  # what libraries print when the memory is full; the last is oneDNN's
+
+
+RANK_ERROR = re.compile(r"error: |\[rank\d+\]: \w")  # how an error of a process under torchrun begins
 
 
 @dataclass
@@ -38,9 +44,10 @@ class ProbeResult:
 
 @dataclass
 class Prober:
-    """Runs attempts and predictions in child processes.
+    """Runs attempts and predictions in child processes. Under torchrun, an attempt is a job of as many processes.
 
-    `command` takes probe=run or probe=predict, and prints the fields of a ProbeResult as JSON.
+    `command` are arguments of Python. The program takes probe=run or probe=predict, and prints the fields of a
+    ProbeResult as JSON.
     """
 
     command: list[str]
@@ -48,15 +55,20 @@ class Prober:
 
     def predict(self, mode: str, length: int | None = None) -> ProbeResult:
         """Predict the memory at `length`; without a length, predict the longest length that fits."""
-        return self.run(max(self.minutes, PREDICT_MINUTES), probe="predict", mode=mode, length=length or "null")
+        return self.run([], max(self.minutes, PREDICT_MINUTES), probe="predict", mode=mode, length=length or "null")
 
     def attempt(self, mode: str, length: int, shortened: bool) -> ProbeResult:
         """Run one attempt."""
-        return self.run(self.minutes, probe="run", mode=mode, length=length, shortened=str(shortened).lower())
+        launcher = []
+        if world_size() > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size()}"]
+        overrides = {"probe": "run", "mode": mode, "length": length, "shortened": str(shortened).lower()}
+        return self.run(launcher, self.minutes, **overrides)
 
-    def run(self, minutes: float, **overrides: Any) -> ProbeResult:
+    def run(self, launcher: list[str], minutes: float, **overrides: Any) -> ProbeResult:
         """Run the command with these overrides, for at most `minutes`."""
-        words = [*self.command, *(f"{key}={value}" for key, value in overrides.items())]
+        overrides = [f"{key}={value}" for key, value in overrides.items()]
+        words = [sys.executable, *launcher, *self.command, *overrides]
         # The child runs in the current folder, where relative paths on the command line start
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
@@ -68,7 +80,10 @@ class Prober:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                if child.poll() is None:
+                if child.poll() is None and launcher:
+                    child.terminate()  # torchrun ends its processes, which are in groups of their own
+                    child.wait()
+                elif child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)  # kills the compiler's workers too
                     child.wait()
             out.seek(0)
@@ -78,6 +93,8 @@ class Prober:
         if code is None:
             facts["failure"] = "timeout"
         elif code:
+            if launcher:  # torchrun's own lines come last
+                error_lines = [line for line in error_lines if RANK_ERROR.match(line) or OUT_OF_MEMORY.search(line)]
             last_line = error_lines[-1] if error_lines else f"exit code {code}"
             facts["failure"] = "oom" if OUT_OF_MEMORY.search(last_line) else f"failed: {last_line}"
         return ProbeResult(**facts)

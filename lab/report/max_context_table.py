@@ -27,7 +27,10 @@ def search_cells(row: dict) -> list[str]:
     if model.get("keep_attention"):
         checkpointing += ", attention kept"
     cells = [model_size(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    return [*cells, positions, checkpointing, f"{row['memory_gib']:.4g}"]
+    gib = f"{row['memory_gib']:.4g}"
+    if row.get("world_size", 1) > 1:
+        gib = f"{row['world_size']} x {gib}"
+    return [*cells, positions, checkpointing, gib]
 
 
 def length_cells(row: dict) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from lab import rows as lab_rows
 from lab.context import attempt
-from lab.context.prober import REFUSED, ProbeResult
+from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.context.search import index_of, length_of
 from model import decoder
 from model.gpt import GPT
@@ -108,6 +108,17 @@ def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch,
     assert len([line for line in out.splitlines() if line.startswith("train    T")]) == len(attempts)
 
 
+def test_two_processes_split_the_sequence_of_an_attempt(monkeypatch):
+    """torchrun starts them. If the memory of one is full, both end."""
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(key, value)
+    words = "parallel=context", "model=tiny", "precision=fp32", "device=cpu", "memory_gib=0.15", "attn=eager"
+    prober = Prober(["-m", "scripts.max_context", *words], minutes=2)
+    row = prober.attempt("train", length=256, shortened=False).row
+    assert (row["T"], row["status"]) == (256, "ok")
+    assert prober.attempt("train", length=16384, shortened=False).failure == "oom"
+
+
 def test_probe_run_makes_one_attempt_in_this_process(called):
     """A prompt of 200 tokens is prefilled, and 64 new tokens follow."""
     code, out, _ = called("max_context.py", max_context.main, *ATTEMPT, "mode=generate", "model.pos=rope", "length=200")
@@ -151,6 +162,8 @@ def test_a_shortened_attempt_computes_the_last_chunks(called, monkeypatch):
         (["memory_gib=0"], "memory_gib=0.0: it must be above 0"),
         (["probe_minutes=0"], "probe_minutes=0.0: it must be above 0"),
         (["precision=int8"], "precision=int8: choose fp32, amp, bf16"),
+        (["parallel=ddp"], "parallel=ddp: choose context, or null"),
+        (["parallel=context", "mode=generate"], "parallel=context splits sequences in training only: "),
         (["mode=generate", "precision=fp8"], "mode=generate cannot run: precision=fp8 cannot generate: "),
         (["train.batch_size=4"], "unknown key train.batch_size; "),
         (["attn=flash", "attn.version=fa9"], "attn.version=fa9: choose fa4, "),

@@ -21,6 +21,7 @@ from model.step import train_step
 from model.vocabulary import take_vocabulary
 from runtime.config import parse
 from runtime.device import GIB
+from runtime.ranks import Ranks
 from scripts.max_context import Config
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tm
     cfg, length = config("precision=fp32", *overrides), 256
 
     def work():
-        model, optimizer, batch = attempt.build_trainer(cfg.recipe, length, CPU)
+        model, optimizer, batch = attempt.build_trainer(cfg.recipe, length, CPU, Ranks())
         optimizer.state()
         train_step(model, optimizer, [batch], 1e-3)
 
@@ -117,7 +118,7 @@ def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tm
 def test_predicted_activations_are_the_tensors_that_autograd_saves(overrides, checkpointing):
     skip_if_unavailable(overrides)
     cfg = config(f"model.checkpointing={checkpointing}", *overrides)
-    model, _, batch = attempt.build_trainer(cfg.recipe, 72, CPU)
+    model, _, batch = attempt.build_trainer(cfg.recipe, 72, CPU, Ranks())
     inputs = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
     saved = {}  # address -> bytes
 
@@ -135,11 +136,22 @@ def test_predicted_activations_are_the_tensors_that_autograd_saves(overrides, ch
     assert predict_bytes(cfg, 72)["activations"] == saved_bytes
 
 
+@pytest.mark.parametrize(("checkpointing", "outputs"), [("none", 2), ("block", 0)])
+def test_two_ranks_save_the_activations_of_half_a_sequence(monkeypatch, checkpointing, outputs):
+    """Without checkpoints, each layer also saves the output of attention as it is after the exchange."""
+    cfg = config("precision=bf16", "attn=sdpa", f"model.checkpointing={checkpointing}")
+    alone = predict_bytes(cfg, 128)["activations"]
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(key, value)
+    more = predict_bytes(cfg, 256)["activations"] - alone
+    assert more == pytest.approx(outputs * 128 * cfg.model.n_embd * 2, abs=64)  # bytes
+
+
 @pytest.mark.parametrize(("precision", "stored", "state"), [("fp32", 4, 8), ("amp", 4, 8), ("bf16", 2, 12)])
 def test_predicted_weights_gradients_and_optimizer_state(precision, stored, state):
     """In bytes a parameter. The optimizer has the moments, the masters of bf16 weights, and some scalars."""
     cfg = config(f"precision={precision}")
-    model, _, _ = attempt.build_trainer(cfg.recipe, 128, CPU)
+    model, _, _ = attempt.build_trainer(cfg.recipe, 128, CPU, Ranks())
     count, tensors = sum(w.numel() for w in model.parameters()), len(list(model.parameters()))
     parts = predict_bytes(cfg, 128)
     assert (parts["weights"], parts["gradients"]) == (stored * count, 4 * count)
