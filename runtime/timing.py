@@ -16,20 +16,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matmul of random numbers on this device.
+    """Return the FLOP/s of a matmul of random numbers on this device. It takes at most 2 s.
 
-    The matmul is 8192^3 on a GPU, and 1024^3 on a CPU. On a CPU that needs more than 10 ms for 256^3, it is 256^3:
-    without AVX-512, bf16 takes 60 ms for 256^3, and would take 4 s for 1024^3.
+    The matmul is 8192^3 on a GPU and 1024^3 on a CPU, or smaller if these would take too long: 1024^3 in bf16 takes 4 s
+    on a CPU without AVX-512.
     """
-
-    def seconds(size: int) -> float:
+    size, largest = 128, 8192 if device.type == "cuda" else 1024
+    while True:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        return median_seconds(lambda: a @ b, device)
-
-    if device.type != "cuda" and (small := seconds(256)) > 0.01:
-        return 2 * 256**3 / small
-    size = 8192 if device.type == "cuda" else 1024
-    return 2 * size**3 / seconds(size)
+        seconds = median_seconds(lambda a=a, b=b: a @ b, device)
+        if size == largest or 8 * 13 * seconds > 1:  # 13 calls of the next size, with 8 times the FLOPs
+            return 2 * size**3 / seconds
+        size *= 2
 
 
 def measured_bandwidth(device: torch.device) -> float:
