@@ -20,11 +20,13 @@ from runtime.checkpoint import (
     WEIGHTS,
     State,
     checkpoint_folders,
+    expand_home,
     flatten,
     fsync,
     read_manifest,
     save_tensors,
     step_number,
+    verify,
     write_manifest,
 )
 from runtime.config import UserError
@@ -37,11 +39,19 @@ GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU 
 class Checkpoints:
     """The checkpoints of one run. Every rank has this object; rank 0 writes the files.
 
-    It keeps the newest `keep` checkpoints, and the one with the lowest validation loss.
+    It keeps the newest `keep` checkpoints, and the one with the lowest validation loss. With `replicate_to`, a copy of
+    the newest is in a folder there, which has the name of the run's folder.
     """
 
     def __init__(
-        self, folder: Path, keep: int, sharded: bool, ranks: Ranks, device: torch.device, steps_before: int = 0
+        self,
+        folder: Path,
+        keep: int,
+        sharded: bool,
+        ranks: Ranks,
+        device: torch.device,
+        steps_before: int = 0,
+        replicate_to: str | None = None,
     ):
         """Delete incomplete checkpoints, and the checkpoints of later steps than `steps_before`.
 
@@ -49,6 +59,7 @@ class Checkpoints:
         """
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self.sharded = sharded and not ranks.single
+        self.replica = expand_home(replicate_to) / folder.parent.name if replicate_to else None
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None
         self.pauses: list[float] = []
@@ -210,6 +221,8 @@ class Checkpoints:
             self._prune(final, is_best)
         except OSError as error:
             raise UserError(f"old checkpoints in {self.folder} cannot be deleted: {error.strerror}") from error
+        if self.replica:
+            self._replicate(final, self.replica / final.name)
 
     def _prune(self, newest: Path, is_best: bool) -> None:
         """Let `best` point to the newest checkpoint if `is_best`, and delete old checkpoints.
@@ -227,6 +240,25 @@ class Checkpoints:
         for path in checkpoint_folders(self.folder)[self.keep :]:
             if path.resolve() != best.resolve():
                 discard(path)
+
+    def _replicate(self, newest: Path, copy: Path) -> None:
+        """Copy the newest checkpoint, verify the copy, and delete the older copies. A failure is only a warning."""
+        temporary = copy.with_name(f".{copy.name}")
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(newest, temporary)
+            for path in [*temporary.rglob("*"), temporary]:
+                fsync(path)
+            discard(copy)
+            temporary.rename(copy)
+            fsync(copy.parent)
+            verify(copy)
+            for path in copy.parent.glob("*step-*"):
+                if path != copy:
+                    shutil.rmtree(path)
+        except (OSError, UserError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            print(f"warning: {newest} has no copy in {copy.parent}: {reason}", file=sys.stderr)
 
 
 def wait_for_shards(written: Future) -> None:

@@ -76,6 +76,24 @@ def test_save_uses_the_host_memory_that_was_allocated_before(tmp_path):
     assert torch.equal(checkpoints.host_copies["exp_avg.b.c"], state["exp_avg"]["b.c"])
 
 
+def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys):
+    """A copy that cannot be made is a warning, and the older copy stays."""
+    folder, disk = tmp_path / "run/checkpoints", tmp_path / "disk"
+    checkpoints = Checkpoints(folder, 1, False, Ranks(), CPU, replicate_to=str(disk))
+    for step in (1, 2):
+        checkpoints.save(step, random_tensors(step), {"updates": step}, facts())
+    checkpoints.finish()
+    assert names((disk / "run").iterdir()) == ["step-000002"]
+    assert verify(disk / "run/step-000002") == verify(folder / "step-000002")
+    assert find_checkpoint(disk / "run") == disk / "run/step-000002"
+    (disk / "run/.step-000003").symlink_to("nowhere")  # the copy is written under this name
+    checkpoints.save(3, random_tensors(3), {"updates": 3}, facts())
+    checkpoints.close()
+    assert capsys.readouterr().err.startswith(f"warning: {folder}/step-000003 has no copy in {disk}/run: ")
+    assert verify(folder / "step-000003")["step"] == 3
+    assert find_checkpoint(disk / "run") == disk / "run/step-000002"
+
+
 def test_load_returns_what_was_saved(tmp_path):
     save(tmp_path, 7)
     folder = find_checkpoint(tmp_path)
