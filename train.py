@@ -22,7 +22,7 @@ from lab.recipe import Recipe
 from lab.sweep import launcher
 from model import capture, cost, generate, optim, parallel, pretrained
 from model.gpt import PRECISIONS, GPTConfig
-from model.step import check_finite, evaluate, make_optimizer
+from model.step import check_losses, evaluate, make_optimizer
 from runtime import checkpoint, compiling, console, resume, schedule, trackers
 from runtime import device as machine
 from runtime.config import check
@@ -89,8 +89,8 @@ def begin(job: Job, resume_from: Path | None) -> tuple[Checkpoints, Meter]:
     kernels = job.recipe.executed_kernels((t.batch_size, t.block_size), device)
     peaks = {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     run.begin(kernels=kernels, **peaks, resumed_from=str(resume_from) if resume_from else None)
-    folder = run.folder / "checkpoints"
-    checkpoints = Checkpoints(folder, t.keep_checkpoints, t.sharded_checkpoints, ranks, device, steps_before)
+    kind = t.keep_checkpoints, t.sharded_checkpoints
+    checkpoints = Checkpoints(run.folder / "checkpoints", *kind, ranks, device, steps_before, t.replicate_to)
     if t.checkpoint_every:
         checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.step.model.named_parameters()})
     if ranks.is_main:
@@ -120,7 +120,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
             figures |= {"tokens": step * t.tokens_per_step, "train/loss": loss.item(), "train/lr": lr}
             figures |= {"train/grad_norm": norm.item(), "train/refused_steps": int(optimizer.refused)}
             bar.write(console.step_line(step, t.max_steps, figures, meter.is_warmup(step)))
-            check_finite(job.step.model, optimizer, job.batches, run.folder, t.on_nonfinite)
+            check_losses(job.step.model, optimizer, job.batches, run.folder, t)
             if meter.is_warmup(step):  # its speed is printed, but not recorded
                 figures = {key: value for key, value in figures.items() if not key.startswith("perf/")}
             is_best = False

@@ -14,6 +14,8 @@ from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
 
+HISTORY = 256  # steps whose loss and gradient norm stay on the device
+
 
 @dataclass
 class OptimConfig:
@@ -59,7 +61,8 @@ class Optimizer(ABC):
     A step whose loss or gradient norm is not finite changes nothing: the step is refused. The kernels of the update
     read a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is the number of
     the first refused step (0: none). With `stop`, all steps after it are refused too, until the host sets first_refused
-    to 0.
+    to 0. `refused_in_a_row` is the number of the last steps that were refused one after the other. `history` has the
+    loss and the gradient norm of the last HISTORY steps.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks | None, stop: bool):
@@ -70,6 +73,9 @@ class Optimizer(ABC):
         device = local(self.weights[0]).device
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # calls of step(), refused steps included
         self.refused, self.first_refused = torch.zeros_like(self.steps), torch.zeros_like(self.steps)
+        self.refused_in_a_row = torch.zeros_like(self.steps)
+        self.history = torch.full((HISTORY, 2), math.nan, device=device)  # step n is in row n % HISTORY
+        self.checked_steps = 0  # of the history, for a spike
         self.lr = torch.zeros((), device=device)
         self.being_copied: torch.cuda.Event | None = None  # the next update, or the next captured step, waits for it
         self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
@@ -112,6 +118,8 @@ class Optimizer(ABC):
             refuse |= self.first_refused > 0
         self.first_refused += torch.where(refuse & (self.first_refused == 0), self.steps, 0)
         self.refused += refuse
+        self.refused_in_a_row.add_(1).mul_(refuse)
+        self.history.index_copy_(0, (self.steps % HISTORY).view(1), torch.stack([loss.to(norm), norm]).view(1, 2))
         self.wait_until_copied()
         self.update(norm, refuse)
         self.clear_gradients()

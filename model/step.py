@@ -3,6 +3,8 @@
 train.py, the scripts and lab/ all import these functions, so what they measure is what trains.
 """
 
+import math
+import statistics
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,12 +16,16 @@ from torch import Tensor, nn
 from data.loader import Batch, Loader, Windows, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
 from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm
-from model.optim import OptimConfig, Optimizer, TorchAdamW
+from model.optim import HISTORY, OptimConfig, Optimizer, TorchAdamW
 from model.parallel import free_gathered
 from model.pretrained import load_weights
 from model.sources import Pretrained
 from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
+from runtime.schedule import TrainConfig
+
+MOST_KEPT = 10  # files of a run with the batch of a refused step, or of a spike
+FEWEST_LOSSES = 10  # a median of fewer is not compared with
 
 
 def load_ops(
@@ -134,39 +140,76 @@ def evaluate(
     return ranks.mean(total).item() * ranks.batch_ranks / len(batches)
 
 
-def check_finite(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, on_nonfinite: str) -> None:
-    """If the optimizer has refused a step, write its batch to `folder`, and print a warning. Synchronises.
+def check_losses(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, t: TrainConfig) -> None:
+    """Print a warning for a refused step, and for a spike of the loss, since the last call. Synchronises.
 
-    With on_nonfinite="stop", the file also has the weights, unless they are sharded. scripts.blame reads it.
-
-    It raises UserError instead of the warning if on_nonfinite is "stop", or if why_nan() has a reason: then all later
-    steps would be refused, too.
+    The batch of the step goes to `folder`. If t.on_nonfinite is "stop", a refused step raises UserError instead, and
+    its file also has the weights, unless they are sharded: scripts.blame reads it. With "skip" it raises UserError
+    after t.max_skips refused steps in a row, or if why_nan() has a reason: then all later steps would be refused, too.
     """
-    step, ranks = int(optimizer.first_refused), optimizer.ranks
+    if t.spike_factor:
+        warn_of_spike(optimizer, batches, folder, t.spike_factor)
+    step = int(optimizer.first_refused)
     if not step:
         return
     optimizer.first_refused.zero_()
-    path = folder / f"nonfinite-step-{step:06d}.pt"
-    all_batches = ranks.gather(batches(step))[: ranks.batch_ranks]  # the loader is a pure function of the step
-    where = f"batch in {path}"
-    if ranks.is_main:
-        try:
-            kept = {"step": step, "batches": [batch for batches in all_batches for batch in batches]}
-            if on_nonfinite == "stop" and not any(is_sharded(weight) for weight in model.parameters()):
-                kept["weights"] = model.state_dict()  # no later step has changed them
-            torch.save(kept, path)
-        except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
-            where = f"its batch cannot be written to {path}"
+    weights = {}
+    if t.on_nonfinite == "stop" and not any(is_sharded(weight) for weight in model.parameters()):
+        weights = {"weights": model.state_dict()}  # no later step has changed them
+    where = keep_batch(optimizer, batches, step, folder / f"nonfinite-step-{step:06d}.pt", weights)
     what = f"loss or gradient norm of step {step} is not finite"
     reason = why_nan(model)
     check(not reason, f"{what}, and its update was not made ({where}): {reason}")
     check(
-        on_nonfinite == "skip",
+        t.on_nonfinite == "skip",
         f"the run has diverged: {what}, and its update was not made ({where}): python -m scripts.blame {folder} names "
         "the op; lower optim.learning_rate, or pass over such steps with train.on_nonfinite=skip",
     )
-    if ranks.is_main:
+    in_a_row = int(optimizer.refused_in_a_row)
+    check(
+        in_a_row < t.max_skips,
+        f"the run has diverged: the last {in_a_row} steps had a loss or gradient norm that is not finite, and "
+        f"train.max_skips={t.max_skips}: python -m scripts.blame {folder} names the op, or lower optim.learning_rate",
+    )
+    if optimizer.ranks.is_main:
         print(f"warning: {what}; skipped ({int(optimizer.refused)} so far); {where}", file=sys.stderr)
+
+
+def warn_of_spike(optimizer: Optimizer, batches: Loader, folder: Path, factor: float) -> None:
+    """Keep the batch of the first new loss that is beyond `factor` times the median of the last HISTORY steps."""
+    steps, history = int(optimizer.steps), optimizer.history.tolist()
+    first_new = max(optimizer.checked_steps, steps - HISTORY) + 1
+    optimizer.checked_steps = steps
+    finite = [loss for loss, _ in history if math.isfinite(loss)]
+    if len(finite) < FEWEST_LOSSES:
+        return
+    median = statistics.median(finite)
+    for step in range(first_new, steps + 1):
+        loss, norm = history[step % HISTORY]
+        if factor * median < loss < math.inf:
+            facts = {"loss": loss, "grad_norm": norm}
+            where = keep_batch(optimizer, batches, step, folder / f"spike-step-{step:06d}.pt", facts)
+            if optimizer.ranks.is_main:
+                what = f"loss {loss:.4g} of step {step} is beyond {factor:g} times {median:.4g}, the recent median"
+                print(f"warning: {what}; gradient norm {norm:.4g}; {where}", file=sys.stderr)
+            return
+
+
+def keep_batch(optimizer: Optimizer, batches: Loader, step: int, path: Path, facts: dict) -> str:
+    """Write the batches of all ranks in this step, and `facts`, to `path`. Returns where they are, for a message.
+
+    At most MOST_KEPT files of a kind are kept.
+    """
+    ranks = optimizer.ranks
+    all_batches = ranks.gather(batches(step))[: ranks.batch_ranks]  # the loader is a pure function of the step
+    if len([*path.parent.glob(path.name.replace(f"{step:06d}", "*"))]) >= MOST_KEPT and "weights" not in facts:
+        return f"its batch is not kept, after {MOST_KEPT} others"
+    if optimizer.ranks.is_main:
+        try:
+            torch.save({"step": step, "batches": [batch for part in all_batches for batch in part], **facts}, path)
+        except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
+            return f"its batch cannot be written to {path}"
+    return f"batch in {path}"
 
 
 def why_nan(model: GPT) -> str | None:

@@ -37,15 +37,23 @@ class TrainConfig:
     on_nonfinite: str  # stop | skip
     cuda_graph: bool | None  # replay steps from a CUDA graph; None: where it is possible
     overfit: bool  # every step trains on the batch of step 1
+    max_skips: int  # with on_nonfinite=skip, the run fails after so many refused steps in a row
+    spike_factor: float | None  # keep the batch of a loss beyond this multiple of the recent median
+    replicate_to: str | None  # a folder for a copy of the newest checkpoint
 
     def __post_init__(self):
         may_be_zero = {"eval_every", "sample_tokens", "checkpoint_every"}
         at_least_one = {"batch_size", "block_size", "log_every", "eval_batches", "keep_checkpoints", "stop_after"}
+        at_least_one |= {"max_skips"}
         for key in may_be_zero | at_least_one:
             value = getattr(self, key)
             least = 1 if key in at_least_one else 0
             check(value is None or value >= least, f"train.{key}={value}: it must be at least {least}")
         check(self.on_nonfinite in ("stop", "skip"), f"train.on_nonfinite={self.on_nonfinite}: choose stop or skip")
+        check(
+            self.spike_factor is None or 1 < self.spike_factor < math.inf,
+            f"train.spike_factor={self.spike_factor}: it must be above 1, or null",
+        )
         limits = [limit for limit in (self.max_steps, self.max_minutes) if limit is not None]
         check(bool(limits), "train.max_steps or train.max_minutes must be set, or the run would never end")
         check(all(0 < limit < math.inf for limit in limits), "train.max_steps and train.max_minutes must be above 0")

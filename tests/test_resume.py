@@ -113,7 +113,9 @@ def test_precisions_share_checkpoints(hotswap):
         assert curve()[step][0] == pytest.approx(curve("whole")[step][0], rel=2**-8)
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.exhaustive), "SIGINT"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("SIGTERM", "SIGUSR1")), "SIGINT"]
+)
 def test_a_signal_saves_a_checkpoint_and_prints_how_to_resume(hotswap, tmp_path, name):
     """The run ends after its step with exit code 75. The printed command resumes it at the next step."""
     process = program(tmp_path, *QUICK, "train.max_steps=100000", "train.log_every=1")
@@ -435,6 +437,14 @@ def poison(monkeypatch, *bad):
     monkeypatch.setattr(capture, "train_step", poisoned)
 
 
+def kept_batch(step):
+    """The only batch of this step of a run with the settings BASE."""
+    cfg = config(*BASE, f"data.cache={Path('tokens').resolve()}")
+    windows = Windows(data.open_dataset(cfg.data).train, cfg.train.block_size, "training")
+    [batch] = Loader(windows, 4, 512, cfg.seed)(step)
+    return batch
+
+
 def test_a_gradient_that_is_not_finite_stops_the_run(hotswap, monkeypatch):
     """The run stops at the next logged step. The step changed no weight, and its batch is in a file."""
     poison(monkeypatch, 5)
@@ -451,9 +461,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(hotswap, monkeypatch):
     assert all("NaN" not in line for line in Path("run/metrics.jsonl").read_text().splitlines())
     assert [folder.name for folder in checkpoint_folders(Path("run/checkpoints"))] == ["step-000004"]
     kept = torch.load(path, weights_only=True)
-    cfg = config(*BASE, f"data.cache={Path('tokens').resolve()}")
-    windows = Windows(data.open_dataset(cfg.data).train, cfg.train.block_size, "training")
-    [(x, y)] = Loader(windows, 4, 512, cfg.seed)(5)
+    x, y = kept_batch(5)
     assert kept["step"] == 5
     assert torch.equal(kept["batches"][0][0], x)
     assert torch.equal(kept["batches"][0][1], y)
@@ -480,6 +488,53 @@ def test_a_gradient_that_is_not_finite_is_skipped(hotswap, monkeypatch):
     assert row()["train/refused_steps"] == 2
     saved = torch.load("run/checkpoints/step-000012/training.pt", weights_only=True)
     assert saved["updates"] == 10
+
+
+def test_skipping_gives_up_after_max_skips_in_a_row(hotswap, monkeypatch):
+    """Steps 3 and 5 to 16: the run fails at the 12th in a row. Ten batches are kept."""
+    poison(monkeypatch, 3, *range(5, 99))
+    settings = *BASE, "train.on_nonfinite=skip", "train.max_skips=12", "train.max_steps=40"
+    code, _, err = hotswap(*settings, "train.checkpoint_every=4")
+    assert code == 1
+    *warnings, error = err.splitlines()
+    assert error == (
+        "error: the run has diverged: the last 12 steps had a loss or gradient norm that is not finite, and "
+        "train.max_skips=12: python -m scripts.blame run names the op, or lower optim.learning_rate"
+    )
+    assert row()["status"].startswith("failed: the run has diverged")
+    assert [line.endswith("; its batch is not kept, after 10 others") for line in warnings] == [False] * 10 + [True] * 2
+    assert len([*Path("run").glob("nonfinite-step-*.pt")]) == 10
+    assert metrics()[-1]["step"] == 15
+
+
+def test_the_batch_of_a_spike_is_kept(hotswap, monkeypatch):
+    """The loss of step 14, which is not logged, is 3 times as high as it was. The run goes on."""
+    step = capture.train_step
+    scales = {14: 3.0}
+
+    def spiking(model, optimizer, batches, lr):
+        number = int(optimizer.steps) + 1
+        original = optimizer.step
+        optimizer.step = lambda lr, loss: original(lr, loss * scales.get(number, 1.0))
+        figures = step(model, optimizer, batches, lr)
+        optimizer.step = original
+        return figures
+
+    monkeypatch.setattr(capture, "train_step", spiking)
+    settings = *BASE, "train.max_steps=20", "train.log_every=10", "train.spike_factor=2"
+    code, _, err = hotswap(*settings)
+    assert code == 0
+    [line] = err.splitlines()
+    pattern = (
+        r"warning: loss (\S+) of step 14 is beyond 2 times (\S+), the recent median; gradient norm \S+; batch in (.*)"
+    )
+    loss, median, path = re.fullmatch(pattern, line).groups()
+    assert float(loss) > 2 * float(median)
+    kept = torch.load(path, weights_only=True)
+    assert (path, kept["step"]) == ("run/spike-step-000014.pt", 14)
+    assert kept["loss"] == pytest.approx(float(loss), rel=1e-3)
+    assert kept["grad_norm"] > 0
+    assert torch.equal(kept["batches"][0][0], kept_batch(14)[0])
 
 
 def test_a_resumed_run_keeps_the_counts_of_updates_and_refused_steps(hotswap, monkeypatch):
