@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C end a loop after its current step. Outside of a loop, they end the program at once.
+"""SIGTERM, SIGUSR1 and Ctrl-C end a loop after its current step. Outside of a loop, they end the program at once.
+
+SLURM sends SIGUSR1 before the time limit of a job that asks for it, and SIGTERM before it takes the machines away.
 
 A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
 """
@@ -6,6 +8,7 @@ A second Ctrl-C ends the program at once, too. A command without Signals ends at
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,25 +31,31 @@ class Stopped(SystemExit):
 
 
 class Signals:
-    """Within this context, SIGTERM and Ctrl-C raise Stopped.
+    """Within this context, SIGTERM, SIGUSR1 and Ctrl-C raise Stopped.
 
-    While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped.
+    While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped. With
+    `requeue`, a SLURM job that SIGUSR1 has stopped is put back into the queue at the end of this context.
     """
 
-    def __init__(self):
+    def __init__(self, requeue: bool = False):
+        self.requeue = requeue
         self.looping = False
         self.received: str | None = None
         self.previous_handlers: dict = {}
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 self.previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
+        # Not after SIGTERM: scancel sends it, too, and SLURM itself requeues a preempted job
+        resumable = isinstance(error, Stopped) and error.code == STOPPED and self.received == "SIGUSR1"
+        if self.requeue and resumable and os.environ.get("RANK", "0") == "0":
+            requeue_slurm_job()
 
     def stop(self, when: str) -> None:
         """Raise Stopped with the exit code STOPPED. Call this after a signal, when a checkpoint is written."""
@@ -59,6 +68,18 @@ class Signals:
             reason = f"{name} twice" if second_interrupt else name
             raise Stopped(128 + number, reason)  # the exit code that a shell gives to a process ended by a signal
         self.received = name
+
+
+def requeue_slurm_job() -> None:
+    """Put this SLURM job back into the queue, which ends it. Print a warning if that fails."""
+    command = ["scontrol", "requeue", os.environ.get("SLURM_JOB_ID", "")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+        problem = done.stderr.strip() if done.returncode else None
+    except OSError as error:
+        problem = error.strerror
+    if problem is not None:
+        print(f"warning: `{' '.join(command)}` failed, so submit the job again: {problem}", file=sys.stderr)
 
 
 @contextmanager

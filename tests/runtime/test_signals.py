@@ -1,10 +1,15 @@
-"""The end of a command whose output nobody reads. The other tests of signals are beside the commands."""
+"""Requeueing, and the end of a command whose output nobody reads. Other tests of signals are beside the commands."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from runtime.signals import STOPPED, Signals, Stopped
 
 ROOT = Path(__file__).parents[2]
 LONG = "print('line\\n' * 100_000)"
@@ -37,3 +42,25 @@ def test_the_help_of_a_command_may_be_cut_off(command):
     """`true` ends before the command prints anything. argparse itself ignores this and exits with 0."""
     code, err = pipe_into("true", *command)
     assert (code in (0, 141), err) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "requeued"), [("SIGUSR1", STOPPED, True), ("SIGTERM", STOPPED, False), ("SIGUSR1", 1, False)]
+)
+def test_only_slurms_warning_requeues_and_only_a_run_that_can_resume(
+    monkeypatch, tmp_path, capsys, name, code, requeued
+):
+    """scancel sends SIGTERM, too. If scontrol fails, a warning says what to do."""
+    calls = []
+    failed = subprocess.CompletedProcess([], 1, stderr="slurm_requeue error: Job is disabled\n")
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: calls.append(command) or failed)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.delenv("RANK", raising=False)
+    signals = Signals(requeue=True)
+    with contextlib.suppress(Stopped), signals:
+        signals.looping = True
+        os.kill(os.getpid(), signal.Signals[name])
+        raise Stopped(code, "after step 4")
+    assert calls == [["scontrol", "requeue", "42"]] * requeued
+    warning = "warning: `scontrol requeue 42` failed, so submit the job again: slurm_requeue error: Job is disabled\n"
+    assert capsys.readouterr().err == warning * requeued
