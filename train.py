@@ -54,6 +54,7 @@ class Config:
     optim: optim.OptimConfig
     logger: trackers.LoggerConfig
     sweep: launcher.SweepConfig
+    runtime: schedule.RuntimeConfig
 
     def __post_init__(self):
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
@@ -103,7 +104,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
     t, device, ranks, run, optimizer = job.train, job.device, job.ranks, job.run, job.step.optimizer
     first_step = meter.steps_before + 1
     signals.looping = True
-    with checkpoints, meter.power, console.progress_bar(t.max_steps, meter.steps_before) as bar:
+    with ranks.watchdog, checkpoints, meter.power, console.progress_bar(t.max_steps, meter.steps_before) as bar:
         for step, (batches, data_wait) in enumerate(loader.prefetch(job.batches, first_step, device), first_step):
             [last_step] = ranks.max_over_ranks(schedule.predict_last_step(t, step, meter))
             lr = optim.learning_rate(job.recipe.optim, step, last_step)
@@ -206,7 +207,7 @@ def main(cfg: Config) -> None:
     choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     compiling.reset()
-    with Signals() as signals, join_ranks(device, cfg.parallel) as ranks:
+    with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
         name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
@@ -232,13 +233,12 @@ def main(cfg: Config) -> None:
             references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
             if cfg.proof:
                 references, run.row["parity"] = proof.make_references(recipe, t, *sources, dataset, device, ranks)
-            _, compute_dtype = PRECISIONS[cfg.precision]
-            ceiling = machine.Ceiling(device, compute_dtype, run.row["flops_per_token"], ranks.world_size)
+            peak = machine.Ceiling(device, PRECISIONS[cfg.precision][1], run.row["flops_per_token"], ranks.world_size)
             machine.reset_peak_memory(device)
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
             optimizer = make_optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
-            parts = dataset, batches, held_out, ceiling, capture.StepRunner(model, optimizer, t.cuda_graph), references
+            parts = dataset, batches, held_out, peak, capture.StepRunner(model, optimizer, t.cuda_graph), references
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
             due = train(job, *begin(job, resume_from), signals)

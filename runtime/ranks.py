@@ -6,22 +6,24 @@ not synchronise a GPU. A single process is a job of one rank, and nothing is com
 
 import contextlib
 import os
+import re
 import signal
 import sys
-import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from runtime.config import UserError, check
 from runtime.signals import STOPPED, Stopped
-
-GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
+from runtime.watchdog import Watchdog
 
 
 class RankFailed(UserError):
@@ -59,13 +61,13 @@ class Ranks:
         self.batch_rank = rank % self.batch_ranks
         self.single = world_size == 1
         self.is_main = rank == 0
-        # If another rank has failed, watch_for_failure() calls this with the reason before it ends this process
-        self.on_stuck: Callable[[str], None] = print
+        self.watchdog = Watchdog(rank, world_size)
         # What must be freed before this process leaves the job: NCCL would wait for a CUDA graph that contains it
         self.at_exit = contextlib.ExitStack()
 
     def max_over_ranks(self, *values: float) -> list[float]:
         """Return the maximum of each value over all ranks. The values go over gloo."""
+        self.watchdog.collectives += 1
         if self.single:
             return list(values)
         maxima = torch.tensor(values, dtype=torch.float64)
@@ -74,6 +76,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list:
         """Return the values of all ranks, in the order of the ranks, on all ranks."""
+        self.watchdog.collectives += 1
         if self.single:
             return [value]
         values = [None] * self.world_size
@@ -133,11 +136,13 @@ class Ranks:
             if self.single:
                 raise
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when a rank ends; first share the reason
-            if isinstance(error, dist.DistError) or "/gloo/" in str(error):  # a collective failed: another rank ended
+            # A collective failed: another rank ended, or gloo's time-out is over
+            if isinstance(error, dist.DistError) or re.search("/gloo/|pair closure", str(error)):
                 raise RankFailed(
-                    failure_reason() or "another rank ended without a message (killed?); torchrun's report names it"
+                    self.watchdog.failure_reason()
+                    or "another rank ended without a message (killed?); torchrun's report names it"
                 ) from error
-            shared_store().compare_set("failed", "", f"rank {self.rank} failed: {error or type(error).__name__}")
+            self.watchdog.report(f"rank {self.rank} failed: {error or type(error).__name__}")
             raise
 
 
@@ -179,24 +184,34 @@ def rank_device(device: str) -> str:
 
 
 @contextmanager
-def join_ranks(device: torch.device, parallel: str = "ddp") -> Iterator[Ranks]:
+def join_ranks(device: torch.device, parallel: str = "ddp", hang_minutes: float | None = None) -> Iterator[Ranks]:
     """Connect the processes of the job, and yield this process's Ranks. `parallel` is the config's.
 
-    If the job has several processes, the process exits at the end of this context.
+    If the job has several processes, the process exits at the end of this context. A job that makes no progress for
+    `hang_minutes` ends with an error (None: never).
     """
     if world_size() == 1:
-        yield Ranks()
+        ranks = Ranks()
+        ranks.watchdog.start(dist.HashStore(), hang_minutes)
+        try:
+            yield ranks
+        finally:
+            ranks.watchdog.stop()
         return
-    cuda = device.type == "cuda"
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), count_batch_ranks(parallel, dist.get_world_size()))
-    done = threading.Event()
-    watcher = threading.Thread(target=watch_for_failure, args=(ranks, done), daemon=True)
-    watcher.start()
+    store, rank, size = next(rendezvous("env://"))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=new_part(store, rank, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=hang_minutes + 5) if hang_minutes else None,  # the watchdog's line comes first
+    )
+    ranks = Ranks(rank, size, count_batch_ranks(parallel, size))
+    ranks.watchdog.start(dist.group.WORLD.get_group_store(), hang_minutes)
     try:
         with ranks.share_failure(), ranks.print_on_rank0_only(), ranks.at_exit:
             yield ranks
-        leave(ranks, done, watcher)
+        leave(ranks)
         # Skip the interpreter's shutdown: all files are closed. Once in a few hundred runs on a busy machine, rank 0
         # aborted during it ("terminate called without an active exception"), and torchrun reported a failed job
         sys.stdout.flush()
@@ -204,13 +219,36 @@ def join_ranks(device: torch.device, parallel: str = "ddp") -> Iterator[Ranks]:
         os._exit(0)
     except Stopped as stop:
         if stop.code == STOPPED:  # all ranks stop after the same step
-            leave(ranks, done, watcher)
+            leave(ranks)
         raise
     finally:
-        done.set()
+        ranks.watchdog.done.set()
 
 
-def leave(ranks: Ranks, done: threading.Event, watcher: threading.Thread) -> None:
+def new_part(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Return a part of torchrun's store that all ranks use from now on, and that no ended process has used.
+
+    After a restart (--max-restarts) the store still has the addresses of the ended processes, and gloo would wait for
+    them (PyTorch's issue 135712). The count of restarts differs between machines, so rank 0 chooses a name: it answers
+    what each rank has written last, until each rank has seen its own answer. Raises UserError after 10 minutes.
+    """
+    name, end = uuid.uuid4().hex, time.monotonic() + 600
+    if rank:
+        store.set(f"hello{rank}", name)
+        store.wait([f"answer-{name}"], timedelta(minutes=10))
+        name = store.get(f"answer-{name}").decode()
+        store.set(f"{name}-{rank}", "")
+        return dist.PrefixStore(name, store)
+    while missing := [other for other in range(1, world_size) if not store.check([f"{name}-{other}"])]:
+        check(time.monotonic() < end, f"rank {', '.join(map(str, missing))} did not join the job within 10 minutes")
+        for other in missing:
+            if store.check([f"hello{other}"]):
+                store.set(f"answer-{store.get(f'hello{other}').decode()}", name)
+        time.sleep(0.02)
+    return dist.PrefixStore(name, store)
+
+
+def leave(ranks: Ranks) -> None:
     """Wait for all ranks, and leave the process group.
 
     Rank 0 may still be busy, and torchrun would end it as soon as another rank has exited. If the other ranks have
@@ -218,39 +256,6 @@ def leave(ranks: Ranks, done: threading.Event, watcher: threading.Thread) -> Non
     """
     with contextlib.suppress(dist.DistError, RuntimeError):
         ranks.gather(None)
-    done.set()
-    watcher.join(2.0)  # it must not query the store after destroy_process_group()
+    ranks.watchdog.stop()
     with contextlib.suppress(dist.DistError, RuntimeError):
         dist.destroy_process_group()
-
-
-def shared_store() -> dist.Store:
-    """Return the key-value store of the job, in which a rank that fails writes its reason.
-
-    The store is in torchrun's process, so it outlives a rank.
-    """
-    return dist.PrefixStore("hotswap", dist.group.WORLD.get_group_store())
-
-
-def failure_reason(seconds: float = 3.0) -> str | None:
-    """Return the reason that the first failed rank has written; None if it has written none after `seconds`."""
-    end = time.monotonic() + seconds
-    while not shared_store().check(["failed"]):
-        if time.monotonic() > end:
-            return None
-        time.sleep(0.1)
-    return shared_store().get("failed").decode()
-
-
-def watch_for_failure(ranks: Ranks, done: threading.Event) -> None:
-    """End this process if another rank has failed, because it may wait for that rank inside NCCL forever."""
-    while not done.wait(1.0):
-        reason = None
-        try:
-            if shared_store().check(["failed"]):
-                reason = failure_reason()
-        except (dist.DistError, RuntimeError, AttributeError):  # torchrun has ended, or the process group is destroyed
-            reason = "torchrun, which started this process, has ended"
-        if reason and not done.wait(GRACE):
-            ranks.on_stuck(reason)
-            os._exit(1)

@@ -155,11 +155,12 @@ class SilentRun(Run):
 
 
 def open_run(folder: Path, name: str, config: object, logger: LoggerConfig, resume: bool, ranks: Ranks) -> Run:
-    """Return the run on this rank. If another rank fails and rank 0 hangs, rank 0's run is closed all the same."""
+    """Return the run on this rank. If rank 0 hangs, its run is closed all the same."""
+    ranks.watchdog.folder = folder
     if not ranks.is_main:
         return SilentRun(folder)
     run = Run(folder, name, config, make_tracker(logger), resume)
-    ranks.on_stuck = lambda reason: run.close(f"failed: {reason}")
+    ranks.watchdog.on_stuck = lambda reason: run.close(f"failed: {reason}")
     return run
 
 

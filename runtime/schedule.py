@@ -88,6 +88,18 @@ class TrainConfig:
         return self.eval_batches * self.tokens_per_step // self.block_size
 
 
+@dataclass
+class RuntimeConfig:
+    """The keys of the config group `runtime`."""
+
+    hang_minutes: float | None  # a job without progress ends after so many minutes; None: never
+    requeue: bool  # after SIGUSR1, put the SLURM job back into the queue
+
+    def __post_init__(self):
+        limit = self.hang_minutes
+        check(limit is None or limit > 0, f"runtime.hang_minutes={limit}: it must be above 0, or null")
+
+
 class Due(NamedTuple):
     """What is due after a step. A step with anything due is also logged."""
 

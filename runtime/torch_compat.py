@@ -1,5 +1,7 @@
 """The private functions of PyTorch that this room uses, and why. tests/runtime/test_compat.py checks them."""
 
+import pickle
+
 import torch
 from torch import Tensor
 
@@ -20,3 +22,23 @@ def sleep_on_gpu(seconds: float) -> None:
     1.98e9 clocks a second, and a slower GPU sleeps longer.
     """
     torch.cuda._sleep(int(2e9 * seconds))
+
+
+def flight_records() -> dict[str, bytes]:
+    """Return PyTorch's records of the last 2,000 collectives of this rank, pickled: backend -> its record.
+
+    The flight recorder is on by default, but the public ways to read it are NCCL's time-out and a server.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    readers = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}  # a PyTorch without CUDA has no NCCL
+    return {backend: getattr(c10d, reader)() for backend, reader in readers.items() if hasattr(c10d, reader)}
+
+
+def pending_collective() -> str | None:
+    """Return the first collective that this rank has begun and not ended, such as "gloo:all_reduce number 4"."""
+    for record in flight_records().values():
+        for entry in pickle.loads(record)["entries"]:
+            if not entry["retired"] and entry["state"] != "completed":
+                return f"{entry['profiling_name']} number {entry['collective_seq_id']}"
+    return None

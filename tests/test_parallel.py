@@ -28,9 +28,10 @@ BASE += [
 SLOW = 120  # seconds
 
 
-def torchrun(tmp_path, *arguments, script=ROOT / "train.py", ranks=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+def torchrun(tmp_path, *arguments, script=ROOT / "train.py", ranks=2, restarts=0):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command += [f"--max-restarts={restarts}", str(script)]
     command += [*arguments, f"data.cache={tmp_path}/tokens"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SLOW, env=environment)
     return done.returncode, done.stdout, done.stderr
@@ -343,21 +344,87 @@ def test_a_rank_that_dies_ends_the_job_with_its_reason(tmp_path, monkeypatch, fa
     assert row()["status"] == f"failed: {reason}"
 
 
+RESTARTED = """
+import os, shutil, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import train
+from model import capture
+from runtime import watchdog
+watchdog.GRACE = 1.0
+write_records = watchdog.write_records
+def write_records_and_kill(folder, rank):
+    "Kill the stopped rank, as torchrun does after 30 seconds."
+    write_records(folder, rank)
+    os.kill(int(Path("stopped").read_text()), signal.SIGKILL)
+watchdog.write_records = write_records_and_kill
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+step = capture.train_step
+def failing(model, optimizer, batches, lr):
+    fault = {{0: 7, 1: 10}}.get(attempt)
+    if optimizer.ranks.rank == 1 and optimizer.steps == fault:
+        shutil.copytree("run", f"before{{attempt}}", ignore=shutil.ignore_patterns("checkpoints"))
+        newest = Path(f"run/checkpoints/step-{{fault - 1:06}}")
+        while not newest.exists():
+            time.sleep(0.1)
+        if attempt == 0:
+            os.truncate(newest / "training.pt", 1000)
+        Path("stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP if attempt else signal.SIGKILL)
+    return step(model, optimizer, batches, lr)
+capture.train_step = failing
+train.main()
+"""
+
+
 @pytest.mark.exhaustive
-def test_a_signal_saves_one_checkpoint_of_all_ranks(tmp_path, monkeypatch):
+def test_torchrun_restarts_a_job_whose_rank_is_killed_and_then_stopped(tmp_path, monkeypatch):
+    """It goes on by itself from the last good checkpoint. The repeated steps have the same figures, bit for bit.
+
+    Rank 1 damages the newest checkpoint, and is killed. After the first restart it is stopped, and a line says so.
+    """
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py"]
-    command += [*BASE, "train.max_steps=100000", f"data.cache={tmp_path}/tokens"]
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED.format(root=str(ROOT)))
+    settings = *BASE, "train.max_steps=12", "train.checkpoint_every=3", "train.eval_every=0", "train.sample_tokens=0"
+    settings += "train.resume=auto", "runtime.hang_minutes=0.05"
+    code, out, err = torchrun(tmp_path, *settings, script=script, restarts=2)
+    assert code == 0, err
+    assert "warning: run/checkpoints/step-000006 is damaged: training.pt has 1000 of " in err
+    assert re.search(
+        r"error: the job made no progress for 0.05 minutes: rank 1 on \S+ is stopped, or its machine is down; "
+        r"rank 0 on \S+ waits for gloo:all_reduce number \d+ at model/\w+.py:\d+ \(\w+\); resume it with ",
+        err,
+    )
+    assert [out.count(f"step {step:05}/00012") for step in (3, 4, 7, 9, 10)] == [1, 2, 2, 1, 2]
+    assert row()["resumed_from"] == "run/checkpoints/step-000009"
+    for before, steps in (("before0", 7), ("before1", 10)):
+        assert torch.equal(figures(before), figures("run")[: 2 * steps])
+    assert Path("run/collectives/gloo-rank0").exists()
+
+
+@pytest.mark.exhaustive
+def test_slurms_warning_saves_one_checkpoint_of_all_ranks_and_requeues_the_job(tmp_path, monkeypatch):
+    """SIGUSR1 to torchrun, which passes it on. A stub of scontrol writes down its arguments."""
+    monkeypatch.chdir(tmp_path)
+    Path("scontrol").write_text("#!/bin/sh\necho $* >> requeued\n")
+    Path("scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["--signals-to-handle=SIGTERM,SIGUSR1", ROOT / "train.py", *BASE, "train.max_steps=100000"]
+    command += ["runtime.requeue=true", f"data.cache={tmp_path}/tokens"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step 00004"):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGUSR1)
             break
     out, _ = process.communicate(timeout=SLOW)
     step = int(re.search(r"^stopped  after step (\d+); resume with: torchrun --standalone --np", out, re.MULTILINE)[1])
     assert verify(newest_valid(Path("run/checkpoints")))["step"] == step
-    assert row()["status"] == f"stopped: SIGTERM after step {step}"
+    assert row()["status"] == f"stopped: SIGUSR1 after step {step}"
     assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["step"] == step
+    assert Path("requeued").read_text() == "requeue 42\n"
 
 
 def test_impossible_settings_of_several_processes(monkeypatch):

@@ -1,0 +1,50 @@
+"""The watchdog of one process, and of ranks that share a store. tests/test_parallel.py stops a rank of a real job."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from runtime import watchdog
+from runtime.watchdog import Watchdog
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Three watchdogs that share a store. None runs: the test counts their beats."""
+    store = dist.HashStore()
+    monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
+    monkeypatch.setattr(watchdog, "pending_collective", lambda: "gloo:all_reduce number 38")
+    ranks = [Watchdog(rank, 3) for rank in range(3)]
+    for rank in ranks:
+        rank.start(store, 30)
+    return ranks
+
+
+def explain(monkeypatch, ranks, beating):
+    """What rank 0 says of a hang, while the ranks in `beating` beat."""
+    monkeypatch.setattr(time, "sleep", lambda _: [ranks[rank]._beat() for rank in beating])
+    return ranks[0]._explain_hang()
+
+
+def test_the_reason_of_the_first_failed_rank_is_in_the_store(ranks):
+    assert ranks[2].failure_reason(seconds=0) is None
+    assert [ranks[rank].report(f"rank {rank} failed") for rank in (1, 0)] == ["rank 1 failed"] * 2
+    assert ranks[2].failure_reason() == "rank 1 failed"
+
+
+def test_ranks_without_a_beat_are_stopped(monkeypatch, ranks):
+    found = explain(monkeypatch, ranks, beating=[])
+    assert "rank 1, 2 on " in found
+    assert "is stopped, or its machine is down; rank 0 on " in found
+    assert "waits for gloo:all_reduce number 38 at " in found
+
+
+def test_a_rank_that_has_begun_fewer_collectives_is_late(monkeypatch, ranks):
+    for rank in ranks:
+        rank.collectives = 7 if rank.rank == 2 else 8
+    monkeypatch.setattr(watchdog, "main_thread_place", lambda collective: f"waits for {collective or 'data'}")
+    found = explain(monkeypatch, ranks, beating=[1, 2])
+    assert "30 minutes: rank 2 on " in found
+    assert "is late, and waits for data; rank 0 on " in found
+    assert "stopped" not in found
