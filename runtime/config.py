@@ -219,7 +219,10 @@ def command_line(**changes: str) -> str:
     program = ["-m", module] if module.startswith("scripts.") else [sys.argv[0]]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = ["torchrun", "--standalone", f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
+        machines, address = os.environ.get("GROUP_WORLD_SIZE", "1"), f"{os.environ['MASTER_ADDR']}:29500"
+        several = [f"--nnodes={machines}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}"]
+        rendezvous = ["--standalone"] if machines == "1" else several
+        launcher = ["torchrun", *rendezvous, f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
     changed = [f"{key}={quote_override(value)}" for key, value in changes.items()]
     return shlex.join([*launcher, *program, *unchanged, *changed])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from torch.distributed.run import get_args_parser as torchrun_parser
 
 from lab.report.readmes import fill
 from model.vocabulary import take_vocabulary
@@ -53,12 +54,13 @@ def test_every_command_of_a_readme_is_valid(name, command):
 
 def check(words):
     """Check the words behind `python` or `torchrun`: train.py, a command in scripts/, or pytest."""
-    if words[0] == "--standalone":
-        world_size = words[1].removeprefix("--nproc_per_node=")
+    if words[0].startswith("--"):
+        options = torchrun_parser().parse_args(words)
+        world_size = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
         with pytest.MonkeyPatch.context() as patch:
-            for variable, value in {"WORLD_SIZE": world_size, "RANK": "0", "MASTER_ADDR": "localhost"}.items():
+            for variable, value in {"WORLD_SIZE": str(world_size), "RANK": "0", "MASTER_ADDR": "localhost"}.items():
                 patch.setenv(variable, value)
-            check(words[2:])
+            check([options.training_script, *options.training_script_args])
     elif words[0] == "train.py":
         check_train(words[1:])
     elif words[:2] == ["-m", "pytest"]:
@@ -125,6 +127,35 @@ def test_every_group_of_measure_sh_runs_valid_commands(checkout, monkeypatch):
     for name in ("same", "slow"):
         ast.parse((checkout / f"out/same.copy/kernels/norm/{name}.py").read_text())
     assert subprocess.run([checkout / "scripts/measure.sh", "nothing"], capture_output=True).returncode == 2
+
+
+def test_the_slurm_script_starts_torchrun_on_each_machine(monkeypatch, tmp_path):
+    """Stubs of scontrol and srun take its calls, and torchrun's own parser and train.py's config take the command."""
+    stubs = {
+        "scontrol": '[ "$*" = "show hostnames gpu-[7-8]" ] && printf "gpu-7\\ngpu-8\\n"',
+        "srun": 'exec "$@"',
+        "torchrun": 'printf "%s\\n" "$@"',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    variables = {"JOB_NODELIST": "gpu-[7-8]", "JOB_NUM_NODES": "2", "GPUS_ON_NODE": "8", "JOB_ID": "42"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    script = ROOT / "scripts/slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    done = subprocess.run([script, "out_dir=out/mine", "parallel=fsdp"], capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    assert words[:5] == [
+        "--nnodes=2",
+        "--nproc_per_node=8",
+        "--rdzv_backend=c10d",
+        "--rdzv_id=42",
+        "--rdzv_endpoint=gpu-7:29500",
+    ]
+    check(words)
+    assert words[-5:] == ["train.py", "train.resume=auto", "runtime.requeue=true", "out_dir=out/mine", "parallel=fsdp"]
 
 
 def test_every_command_is_in_a_readme_and_the_root_readme_links_every_room():
