@@ -3,18 +3,33 @@
 import argparse
 import copy
 import importlib.util
+import pickle
 import sys
 from types import ModuleType
 
 import hydra
 import pytest
 import torch
+import torch.distributed as dist
 from hydra._internal import config_repository
 from hydra.core.plugins import Plugins
 from hydra.plugins import launcher
 from omegaconf import OmegaConf
 
 from runtime import compat, torch_compat
+
+
+def test_the_flight_recorder_has_the_collectives_of_gloo(tmp_path):
+    """With one rank none stays pending. tests/test_parallel.py has a pending one."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        entry = pickle.loads(torch_compat.flight_records()["gloo"])["entries"][-1]
+        assert (entry["profiling_name"], entry["retired"]) == ("gloo:all_reduce", True)
+        assert entry["collective_seq_id"] >= 1
+        assert torch_compat.pending_collective() is None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_compile_counters_count_graphs_and_graph_breaks():
