@@ -2,7 +2,7 @@
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDERS = ("configs", "data", "kernels", "model", "runtime")
+PARTS = ("configs", "data", "kernels", "model", "runtime", "checked_json.py")
 
 
 class CustomBuildHook(BuildHookInterface):
@@ -10,4 +10,4 @@ class CustomBuildHook(BuildHookInterface):
 
     def initialize(self, version, build_data):
         if version == "standard":
-            build_data["force_include"] |= {folder: f"hotswap/{folder}" for folder in FOLDERS}
+            build_data["force_include"] |= {part: f"hotswap/{part}" for part in PARTS}

@@ -75,14 +75,16 @@ class Dataset(NamedTuple):
         return f"{self.name}, {self.tokenizer.name}: {train_tokens:,} training tokens, {val_tokens:,} validation tokens"
 
 
-def open_dataset(config: DataConfig) -> Dataset:
+def open_dataset(config: DataConfig, verify: bool = False) -> Dataset:
     """Open the corpus as verified token shards. If data.prepare is auto, write the shards on the first use.
+
+    A large shard is only read if its size or time changed, or with `verify`.
 
     Raises DataError if the text is missing, if a shard is damaged, or if data.prepare is by_hand and no shards exist.
     """
     tokenizer = TOKENIZERS[config.tokenizer]()
     if config.source == "nanogpt":
-        train, val = open_nanogpt_shards(nanogpt_folder(config), tokenizer.n_vocab, Path(config.cache))
+        train, val = open_nanogpt_shards(nanogpt_folder(config), tokenizer.n_vocab, Path(config.cache), verify)
     else:
         source, folder = source_and_folder(config, tokenizer)
         if config.prepare == "by_hand" and not is_complete(folder):
@@ -91,8 +93,8 @@ def open_dataset(config: DataConfig) -> Dataset:
                 f"`{prepare_command(config)}`"
             )
         write_shards(folder, source, tokenizer, workers=1)  # starting processes takes longer than a small corpus
-        train = open_shards(folder, "train", tokenizer.n_vocab) if config.val_fraction < 1 else []
-        val = open_shards(folder, "val", tokenizer.n_vocab)
+        train = open_shards(folder, "train", tokenizer.n_vocab, verify) if config.val_fraction < 1 else []
+        val = open_shards(folder, "val", tokenizer.n_vocab, verify)
     fingerprint = {"name": config.name, "tokenizer": tokenizer.name, "train": digest(train), "val": digest(val)}
     return Dataset(config.name, tokenizer, train, val, fingerprint)
 

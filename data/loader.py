@@ -76,7 +76,7 @@ class Windows:
         """Return the tokens of one sample, (block_size + 1,) uint16."""
         first_sample = int(self.sample_ends[shard_number - 1]) if shard_number else 0
         start = (sample - first_sample) * self.block_size
-        return self.shards[shard_number].tokens[start : start + self.block_size + 1]
+        return self.shards[shard_number].read(start, start + self.block_size + 1)
 
 
 class Loader:

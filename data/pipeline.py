@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
+from checked_json import write_json
 from data.corpus import Source
 from data.errors import DataError
-from data.shards import SHARD_TOKENS, Writer, read_json, write_json
+from data.shards import SHARD_TOKENS, Writer, read_if_valid
 from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
 
 SPLITS = ("train", "val")
@@ -53,7 +54,7 @@ def is_complete(folder: Path) -> bool:
 
 def count_recorded_documents(folder: Path) -> int:
     """Return the number of documents that an interrupted preparation of `folder` recorded. It resumes after them."""
-    return read_json(partial_folder(folder) / PROGRESS).get("documents", 0)
+    return read_if_valid(partial_folder(folder) / PROGRESS).get("documents", 0)
 
 
 def partial_folder(folder: Path) -> Path:
@@ -132,7 +133,7 @@ def tokenize(
 
     Raises DataError if a split would be empty.
     """
-    progress = read_json(folder / PROGRESS) or {"position": None, "documents": 0, "splits": {}}
+    progress = read_if_valid(folder / PROGRESS) or {"position": None, "documents": 0, "splits": {}}
     documents = progress["documents"]
     with contextlib.ExitStack() as stack:
         writers = {split: Writer(folder / split, shard_tokens, progress["splits"].get(split)) for split in SPLITS}

@@ -4,18 +4,20 @@ A split is a folder of shards: `000000.bin`, `000001.bin` and so on. Each shard 
 may have fewer. `index.json` in the same folder holds facts about every shard: number of tokens, SHA-256 of the tokens,
 largest id, and the size and modification time of the file. If size and time are still the same, a shard is opened
 without being read, so 20 GB open in milliseconds. If they differ (the file was copied), the shard is read once and its
-hash is compared. nanoGPT's .bin files have the same format without a header; the index of their facts is in data.cache.
+hash is compared. A shard of at most READ_TOKENS is always read, and `python -m scripts.prepare verify=true` reads every
+shard. nanoGPT's .bin files have the same format without a header; the index of their facts is in data.cache.
 """
 
 import contextlib
 import hashlib
-import json
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from checked_json import read_json, write_json
 from data.errors import DataError
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
@@ -28,12 +30,21 @@ class Shard:
     """One verified file. `tokens` is a read-only memory map, (n,) uint16. `facts` is the shard's entry for the index.
 
     `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. `header_bytes` is
-    0 for nanoGPT's files. Raises DataError if the file is not a shard, if the SHA-256 of its tokens is not the known
-    SHA-256, or if it holds an id of n_vocab or more.
+    0 for nanoGPT's files. With `verify`, the tokens are read even if the file's size and time are unchanged. Raises
+    DataError if the file is not a shard, if the SHA-256 of its tokens is not the known SHA-256, or if it holds an id of
+    n_vocab or more.
     """
 
-    def __init__(self, path: Path, n_vocab: int, known: dict | None, remedy: str, header_bytes: int = HEADER_BYTES):
-        self.path, self.remedy = path, remedy
+    def __init__(
+        self,
+        path: Path,
+        n_vocab: int,
+        known: dict | None,
+        remedy: str,
+        verify: bool = False,
+        header_bytes: int = HEADER_BYTES,
+    ):
+        self.path, self.n_vocab, self.remedy = path, n_vocab, remedy
         try:
             with path.open("rb") as file:
                 self.opened_stamp = stamp(os.fstat(file.fileno()))
@@ -42,17 +53,23 @@ class Shard:
         except OSError as error:
             raise self._damage_error(error.strerror) from None
         size, mtime, _ = self.opened_stamp
-        if known is not None and (known["size"], known["mtime_ns"]) == (size, mtime):
+        unchanged = known is not None and (known["size"], known["mtime_ns"]) == (size, mtime)
+        if unchanged and not verify and count > READ_TOKENS:
             self.facts = known
         else:
             self.facts = {**read_facts(self.tokens), "size": size, "mtime_ns": mtime}
-        if self.facts["largest"] >= n_vocab:
-            raise self._damage_error(f"it holds id {self.facts['largest']}, but the tokenizer has only {n_vocab} ids")
+        self._check_ids(self.facts["largest"])
         if known is not None and known["sha256"] != self.facts["sha256"]:
             raise self._damage_error("its tokens changed after they were written (their SHA-256 is different)")
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens from `start` to `stop`, (n,) uint16. Raises DataError if one is no id of the tokenizer."""
+        tokens = self.tokens[start:stop]
+        self._check_ids(int(tokens.max()))  # takes 3 us; on a GPU, a wrong id ends the process without a reason
+        return tokens
 
     def check_unchanged(self) -> None:
         """Raise DataError if the file changed since it was opened. Takes about 1 us, the time of a stat call.
@@ -87,6 +104,10 @@ class Shard:
             raise self._damage_error(f"{size} bytes, but {count} tokens take {header_bytes + 2 * count}")
         return count
 
+    def _check_ids(self, largest: int) -> None:
+        if largest >= self.n_vocab:
+            raise self._damage_error(f"it holds id {largest}, but the tokenizer has only {self.n_vocab} ids")
+
     def _damage_error(self, reason: str) -> DataError:
         return DataError(f"{self.path} is not a good token shard: {reason}; {self.remedy}")
 
@@ -112,33 +133,35 @@ def read_facts(tokens: np.ndarray) -> dict:
     return {"tokens": len(tokens), "sha256": sha256.hexdigest(), "largest": largest}
 
 
-def open_shards(folder: Path, split: str, n_vocab: int) -> list[Shard]:
+def open_shards(folder: Path, split: str, n_vocab: int, verify: bool = False) -> list[Shard]:
     """Return the verified shards of `folder/split`, in order. Raises DataError if one is missing or damaged."""
     paths = sorted((folder / split).glob("*.bin"))
     names = [path.name for path in paths]
     remedy = f"delete {folder} and prepare the data again"
     index = folder / split / INDEX
-    known = read_json(index)
+    known = read_if_valid(index)
     expected_names = [shard_name(number) for number in range(len(paths))]
     if not paths or names != expected_names or (known and set(known) != set(names)):
         raise DataError(f"{folder / split} lacks a token shard; {remedy}")
-    shards = [Shard(path, n_vocab, known.get(path.name), remedy) for path in paths]
+    shards = [Shard(path, n_vocab, known.get(path.name), remedy, verify) for path in paths]
     update_index(index, known, shards)
     return shards
 
 
-def open_nanogpt_shards(folder: Path, n_vocab: int, cache: Path) -> tuple[list[Shard], list[Shard]]:
+def open_nanogpt_shards(
+    folder: Path, n_vocab: int, cache: Path, verify: bool = False
+) -> tuple[list[Shard], list[Shard]]:
     """Open nanoGPT's train.bin and val.bin in place, and write their facts into an index in `cache`.
 
     Returns the training shards and the validation shards. Raises DataError if a file is damaged.
     """
     index = cache / f"nanogpt-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}.json"
-    known, shards = read_json(index), []
+    known, shards = read_if_valid(index), []
     for path in (folder / "train.bin", folder / "val.bin"):
         facts = known.get(path.name)
         if facts and path.exists() and stamp(path.stat())[:2] != (facts["size"], facts["mtime_ns"]):
             facts = None  # the user may replace the file, so a changed file is not an error
-        shards.append(Shard(path, n_vocab, facts, "run nanoGPT's prepare.py again", header_bytes=0))
+        shards.append(Shard(path, n_vocab, facts, "run nanoGPT's prepare.py again", verify, header_bytes=0))
     update_index(index, known, shards)
     return [shards[0]], [shards[1]]
 
@@ -161,22 +184,15 @@ def update_index(index: Path, known: dict, shards: list[Shard]) -> None:
             write_json(index, facts)
 
 
-def read_json(path: Path) -> dict:
-    """Return the content of a JSON file, or {} if the file is missing or damaged."""
+def read_if_valid(path: Path) -> dict:
+    """Return the content of a JSON file, or {} if it is missing or damaged. Prints a warning if it is damaged."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        return read_json(path)
+    except FileNotFoundError:
         return {}
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write a JSON file atomically. Its content is on the disk when this function returns."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    with temporary.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    except (OSError, ValueError) as error:
+        print(f"warning: {path} is damaged and is written again: {error}", file=sys.stderr)
+        return {}
 
 
 def shard_name(number: int) -> str:

@@ -1,6 +1,7 @@
 """Checkpoints: read and verify them. A checkpoint is a folder that is either complete or not there.
 
-out/<run>/checkpoints/step-000250/manifest.json      step, elapsed, config, data, val_loss; each file's size and SHA-256
+out/<run>/checkpoints/step-000250/manifest.json      step, elapsed, config, data, val_loss; the size and SHA-256 of
+                                                     each file; the SHA-256 of the manifest itself
                                   model.safetensors  the weights in fp32, under the model's names
                                   training.pt        AdamW's moments, random states, the number of updates
                       best -> step-000250            the checkpoint with the lowest validation loss
@@ -13,7 +14,6 @@ torch.distributed.checkpoint, and any number of ranks can read them.
 """
 
 import hashlib
-import json
 import os
 import random
 import sys
@@ -26,11 +26,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from checked_json import read_json, write_json
 from runtime.config import UserError, check
 from runtime.ranks import is_sharded
 
 MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "training.pt", "shards"
-MANIFEST_KEYS = {"version", "step", "config", "data", "val_loss", "files"}  # every manifest has at least these
 # {"model": {parameter name: tensor}, "exp_avg": {...}, "exp_avg_sq": {...}}; with FSDP the tensors are DTensors
 State = dict[str, dict[str, Tensor]]
 
@@ -51,7 +51,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 def step_number(path: Path) -> int:
     """Return the step of a checkpoint, which its name holds; -1 for a folder with another name."""
     digits = path.name.removeprefix("step-")
-    return int(digits) if digits.isdigit() else -1
+    return int(digits) if digits.isdecimal() else -1
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -71,8 +71,7 @@ def write_manifest(folder: Path, facts: dict) -> None:
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
     for path in [path for path in folder.rglob("*") if path.is_dir()]:
         fsync(path)
-    (folder / MANIFEST).write_text(json.dumps({"version": 1, **facts, "files": files}, indent=1) + "\n")
-    fsync(folder / MANIFEST)
+    write_json(folder / MANIFEST, {"version": 1, **facts, "files": files}, indent=1)
     fsync(folder)
 
 
@@ -99,14 +98,15 @@ def sha256_of(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a checkpoint. Raises UserError if it is missing or invalid."""
+    """Return the manifest of a checkpoint. Raises UserError if it is missing or damaged, or of another folder."""
     try:
-        facts = json.loads((folder / MANIFEST).read_text())
+        facts = read_json(folder / MANIFEST)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is not a valid checkpoint: {MANIFEST} is missing or not JSON") from error
-    missing = MANIFEST_KEYS - (facts.keys() if isinstance(facts, dict) else set())
-    check(not missing, f"{folder} is not a valid checkpoint: {MANIFEST} lacks {', '.join(sorted(missing))}")
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{folder} is not a valid checkpoint: {MANIFEST}: {reason}") from error
     check(facts["version"] == 1, f"{folder} has version {facts['version']}, and this program reads version 1")
+    step = step_number(folder.resolve())  # `best` is a link
+    check(step in (-1, facts["step"]), f"{folder} is not a valid checkpoint: {MANIFEST} is of step {facts['step']}")
     return facts
 
 

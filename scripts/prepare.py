@@ -1,7 +1,8 @@
 """Tokenize a data set into token shards: `python -m scripts.prepare data=tinystories`.
 
 It streams documents from the hub or from files, and stores only their tokens. After an interruption, the same command
-resumes. The last lines give the number of tokens, the speed, and the folder.
+resumes. The last lines give the number of tokens, the speed, and the folder. It reads new shards back
+and compares their SHA-256; verify=true does this with existing shards, too.
 """
 
 import os
@@ -22,6 +23,7 @@ LINE_SECONDS = 10  # between two lines of progress, if there is no terminal for 
 class Config:
     data: DataConfig
     workers: int | None  # processes that tokenize; None: one per core
+    verify: bool  # read the tokens of existing shards, too, and compare their SHA-256
 
     def __post_init__(self):
         check(self.workers is None or self.workers >= 1, f"workers={self.workers}: it must be at least 1")
@@ -74,7 +76,8 @@ def main(cfg: Config) -> None:
     finally:
         progress.bar.close()
     seconds, rate = time.perf_counter() - progress.start, progress.rate()
-    print(f"data     {open_dataset(cfg.data).summary}")
+    verify = cfg.verify or progress.documents > 0
+    print(f"data     {open_dataset(cfg.data, verify).summary}{', verified' if verify else ''}")
     if progress.documents:
         print(f"speed    {rate:,.0f} tokens/s: {progress.documents:,} documents, {seconds:.1f} s, {workers} workers")
     else:

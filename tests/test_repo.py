@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOOR = {"kernels": 0, "data": 0, "runtime": 0, "model": 1, "lab": 2, "train": 3, "scripts": 4}
+FLOOR = {"checked_json": -1, "kernels": 0, "data": 0, "runtime": 0, "model": 1, "lab": 2, "train": 3, "scripts": 4}
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
@@ -146,7 +146,7 @@ MODULES = read_modules(ROOT)
 
 
 def test_imports_never_climb():
-    """`kernels`, `data`, `runtime` <- `model` <- `lab` <- `train.py` <- `scripts`, inside functions too."""
+    """checked_json.py, then kernels, data and runtime, then model, lab, train.py, scripts; inside functions too."""
     assert climbing_imports(MODULES) == []
 
 

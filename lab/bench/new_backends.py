@@ -7,12 +7,14 @@ and in the backend's folder, of the device and of PyTorch's version. A failure i
 full memory may pass. The backends in SHIPPED are not checked, because tests/kernels tests them.
 """
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 
 import torch
 
+from checked_json import read_json, write_json
 from kernels.lookup import ROOT, source, source_file
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
@@ -41,15 +43,18 @@ def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.d
     Raises WrongKernel, which names the file, if such a backend is wrong, and KernelError if the check has no answer.
     """
     chosen = {op: impl for op, impl in impl_by_op(kernels, attn).items() if impl not in SHIPPED.get(op, "").split()}
-    paths = {op: CACHE / f"{cache_key(op, impl, device)}.txt" for op, impl in chosen.items()}
-    statuses = {op: path.read_text() for op, path in paths.items() if path.exists()}
+    paths = {op: CACHE / f"{cache_key(op, impl, device)}.json" for op, impl in chosen.items()}
+    statuses = {}
+    for op, path in paths.items():
+        with contextlib.suppress(OSError, ValueError):  # it is missing or damaged: the backend is checked again
+            statuses[op] = read_json(path)["status"]
     missing = [op for op in chosen if op not in statuses]
     probes = [[*next(iter(first_probe(op, chosen[op], device).values())).values()] for op in missing]
     for op, [status] in zip(missing, run_probes(probes, device, LIMIT), strict=True):
         statuses[op] = status
         if first_word(status) not in ENDED:
             CACHE.mkdir(parents=True, exist_ok=True)
-            paths[op].write_text(status)
+            write_json(paths[op], {"status": status})
     for op, status in statuses.items():
         more = f"python -m scripts.doctor op={op} impl={chosen[op]} tells more, and kernels.check=false trains with it"
         if first_word(status) == "undecided":

@@ -7,7 +7,7 @@ A reference is made once, in a process of its own, which leaves no memory occupi
 import hashlib
 import json
 import multiprocessing
-import pickle
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from checked_json import read_json, write_json
 from data import DataConfig, Dataset, open_dataset
 from data.loader import Loader, open_splits
 from kernels.registry import AttnConfig, KernelsConfig
@@ -101,14 +102,16 @@ def read_or_make_references(
     for precision in ("fp32", recipe.precision):
         kernels = KernelsConfig(fp8=recipe.kernels.fp8 if precision == "fp8" else None)
         eager = replace(recipe, kernels=kernels, attn=AttnConfig("sdpa"), precision=precision)
-        path = CACHE / f"{cache_key([*facts, precision, kernels.fp8, str(weight_dtype)], sources)}.pt"
+        path = CACHE / f"{cache_key([*facts, precision, kernels.fp8, str(weight_dtype)], sources)}.json"
         steps = read_steps(path)
         if steps is None:
             with FileLock(path.with_suffix(".lock")):  # jobs on several GPUs may need the same reference at once
                 if read_steps(path) is None:
+                    if path.exists():
+                        print(f"warning: {path} is damaged, and is made again", file=sys.stderr)
                     arguments = eager, data, train, init_from, weight_dtype, device, path
                     run_in_process(write_reference, arguments, f"eager PyTorch in {precision}")
-            steps = torch.load(path, weights_only=True)
+            steps = read_steps(path)
         references.append(steps)
     return references
 
@@ -135,11 +138,13 @@ def cache_key(facts: list, files: Iterable[Path]) -> str:
 
 
 def read_steps(path: Path) -> FirstSteps | None:
-    """Return the steps in a file; None if the file does not exist or is cut short."""
+    """Return the steps in a file; None if the file is missing or damaged."""
     try:
-        return torch.load(path, weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError):
+        steps = read_json(path)
+    except (OSError, ValueError):
         return None
+    dtypes = {"losses": torch.float64}  # the sketches are in fp32
+    return {name: torch.tensor(values, dtype=dtypes.get(name, torch.float32)) for name, values in steps.items()}
 
 
 def run_in_process(work: Callable, arguments: tuple, name: str) -> None:
@@ -191,6 +196,4 @@ def write_reference(
         batches = [tuple(tensor.to(device) for tensor in batch) for batch in loader(step)]
         loss, _ = train_step(model, optimizer, batches, learning_rate(recipe.optim, step, train.max_steps))
         recorder.add_loss(loss)
-    temporary = path.with_suffix(".partial")
-    torch.save(recorder.steps, temporary)
-    temporary.replace(path)
+    write_json(path, {name: tensor.tolist() for name, tensor in recorder.steps.items()})

@@ -1,0 +1,140 @@
+"""A flipped bit in a file that is read back is noticed or changes nothing: never another value, never a traceback."""
+
+import contextlib
+import functools
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from checked_json import add_sha256, read_json, write_json
+from data.errors import DataError
+from data.loader import Windows
+from data.shards import digest, open_shards
+from lab.proof import references
+from runtime.checkpoint import read_manifest, verify
+from runtime.config import UserError
+from tests.data.test_shards import DOCUMENTS, write_split
+from tests.runtime.test_checkpoint import save
+
+DAMAGED = "damaged"
+
+
+def results_of_flips(path, read, flips=2000):
+    """Flip each bit of a file alone, or `flips` random ones of more bits. Return the different results of read().
+
+    The size and the modification time of the file stay. DAMAGED stands for an error of one line.
+    """
+    good, stat, results = path.read_bytes(), path.stat(), []
+    bits = range(8 * len(good))
+    for bit in bits if len(bits) <= 8000 else random.Random(0).sample(bits, flips):
+        content = bytearray(good)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        try:
+            result = read()
+        except (UserError, DataError):
+            result = DAMAGED
+        if result not in results:
+            results.append(result)
+    path.write_bytes(good)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    return results
+
+
+@pytest.mark.parametrize("facts", [{}, {"a": 1}, {"b": [0.1, None, float("inf")], "sha": "é"}])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_file_returns_what_was_written(tmp_path, facts, indent):
+    path = tmp_path / "x.json"
+    write_json(path, facts, indent)
+    assert read_json(path) == facts
+    digest = json.loads(path.read_text()).pop("sha256")  # other programs can read the file
+    assert len(digest) == 64
+    assert results_of_flips(path, functools.partial(read_or_damaged, path)) == [DAMAGED]
+
+
+def read_or_damaged(path):
+    with contextlib.suppress(ValueError):
+        return read_json(path)
+    return DAMAGED
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"step": 1}', "[" * 100_000, "null", '{"sha256": null}', "\0" * 100])
+def test_a_file_without_its_sha256_is_damaged(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    assert read_or_damaged(tmp_path / "x.json") == DAMAGED
+
+
+def test_flips_in_a_checkpoint(tmp_path):
+    save(tmp_path, 26, losses=[3.25])
+    folder = tmp_path / "step-000026"
+    assert results_of_flips(folder / "manifest.json", lambda: read_manifest(folder)) == [DAMAGED]
+    for name in ("model.safetensors", "training.pt"):
+        assert results_of_flips(folder / name, lambda: verify(folder), flips=1000) == [DAMAGED]
+
+
+def test_a_manifest_of_another_step_is_not_valid(tmp_path):
+    save(tmp_path, 26)
+    folder = (tmp_path / "step-000026").rename(tmp_path / "step-000030")
+    with pytest.raises(UserError, match=r"step-000030 is not a valid checkpoint: manifest.json is of step 26"):
+        read_manifest(folder)
+    assert read_manifest(folder.rename(tmp_path / "mine"))["step"] == 26
+
+
+def test_flips_in_a_small_shard_and_in_its_index(tmp_path, capsys, monkeypatch):
+    """A damaged index is written again from the tokens. A small shard is read whenever it is opened."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # 2,000 of them take 10 s
+    write_split(tmp_path, "train", DOCUMENTS, eot=9)
+
+    def read():
+        shards = open_shards(tmp_path, "train", n_vocab=10)
+        return [digest(shards), shards[0].tokens.tolist()]
+
+    good = read()
+    assert results_of_flips(tmp_path / "train/index.json", read) == [good]
+    assert f"warning: {tmp_path}/train/index.json is damaged and is written again: " in capsys.readouterr().err
+    results = results_of_flips(tmp_path / "train/000000.bin", read)
+    assert results in ([good, DAMAGED], [DAMAGED, good])  # good: a flip in the zeros of the header
+
+
+def test_flips_in_a_large_shard(tmp_path, monkeypatch):
+    """A large shard opens without being read. `verify` finds every flip; an id beyond the vocabulary ends the run."""
+    monkeypatch.setattr("data.shards.READ_TOKENS", 50)
+    tokens = np.random.default_rng(0).integers(0, 40_000, 2_000).astype(np.uint16)
+    write_split(tmp_path, "train", [tokens], eot=9)
+    path = tmp_path / "train/000000.bin"
+
+    def read():
+        return open_shards(tmp_path, "train", 40_000, verify=True)[0].tokens.tobytes()
+
+    def ids_are_valid():
+        [x, _] = Windows(open_shards(tmp_path, "train", 40_000), 100, "training").batch(np.arange(20))
+        return int(x.max()) < 40_000
+
+    good = read()
+    results = results_of_flips(path, read)
+    assert results in ([good, DAMAGED], [DAMAGED, good])
+    assert sorted(map(str, results_of_flips(path, ids_are_valid, flips=500))) == ["True", DAMAGED]
+
+
+def test_flips_in_a_reference_of_parity(tmp_path):
+    """It is made again if it is damaged, and also if the file is another program's."""
+    steps = {"losses": torch.randn(20, dtype=torch.float64) / 3, "wte.weight": torch.randn(1024) / 3}
+    path = tmp_path / "x.json"
+    write_json(path, {name: tensor.tolist() for name, tensor in steps.items()})
+    read = references.read_steps(path)
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in steps.items())
+    assert results_of_flips(path, lambda: references.read_steps(path)) == [None]
+    torch.save([1, 2], path)
+    assert references.read_steps(path) is None
+
+
+def test_the_sha256_is_of_the_rest_of_the_file():
+    """Computed with sha256sum."""
+    assert add_sha256('{"a": 1}') == (
+        b'{"sha256": "d9c1f40fd6f4ddad6eb8610273f859cb8f4822a3c7ba3324283622d64f0e6917","a": 1}\n'
+    )
