@@ -44,7 +44,10 @@ class OptimConfig:
 
 
 def learning_rate(config: OptimConfig, step: int, last: float) -> float:
-    """The rate of a step, counted from 1: linear warm-up, then half a cosine that ends at min_lr in step `last`."""
+    """The rate of a step, counted from 1: linear warm-up, then half a cosine that ends at min_lr in step `last`.
+
+    It is one step ahead of nanoGPT, where the highest rate is the rate of step warmup_steps + 1.
+    """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
