@@ -71,20 +71,22 @@ def take_model_config(cfg: DictConfig, configs: Path) -> None:
     may be gone. Otherwise it replaces vocab_size=null by the tokenizer's size. Raises UserError if the command line
     asks for another shape or another tokenizer.
     """
-    if not cfg.init_from:
+    name = cfg.init_from
+    if name is None or name == "":
         take_vocabulary(cfg, "data.tokenizer")
         return
+    check(isinstance(name, str), f"init_from={name} is not the text of a path or a name; write a path as ./{name}")
     asked = command_line_values(cfg, "model", configs)
     if "vocab_size" in asked and asked["vocab_size"] is None:
         del asked["vocab_size"]
     if saved := checkpoint_model_config(cfg.out_dir, cfg.train.resume):
         cfg.model.update({**saved, **asked})
         return
-    source = read_shape(cfg.init_from)
+    source = read_shape(name)
     cfg.model.update(fit_config(source, asked))
     check(
         source.tokenizer in (None, cfg.data.tokenizer),
-        f"init_from={cfg.init_from} has the vocabulary of the tokenizer {source.tokenizer}, and data.tokenizer is "
+        f"init_from={name} has the vocabulary of the tokenizer {source.tokenizer}, and data.tokenizer is "
         f"{cfg.data.tokenizer}: pass data.tokenizer={source.tokenizer}",
     )
 

@@ -71,9 +71,7 @@ def cli(
                 jobs += 1
                 parsed = None
                 try:
-                    if complete:
-                        complete(cfg)
-                    parsed = parse(cfg, schema)
+                    parsed = parse(cfg, schema, complete)
                     main(parsed)
                 except (UserError, *errors) as error:  # the next job still runs
                     failed += 1
@@ -155,12 +153,14 @@ def store_named_choices(groups: dict[str, dict], words: list[str]) -> None:
                     ConfigStore.instance().store(file, dict.fromkeys(groups[group]["*"], name), group=folder)
 
 
-def parse(cfg: DictConfig, schema: type[T]) -> T:
-    """Return `cfg` as an instance of the dataclass `schema`.
+def parse(cfg: DictConfig, schema: type[T], complete: Callable[[DictConfig], None] | None = None) -> T:
+    """Return `cfg` as an instance of the dataclass `schema`. `complete` may change it before.
 
     Raises UserError if a key is unknown, or a value is missing or wrong.
     """
     try:
+        if complete:
+            complete(cfg)
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
         raise UserError(explain_error(error, schema)) from error
