@@ -27,10 +27,15 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, facts: dict, indent: int | None = None) -> None:
-    """Write a JSON file atomically, with its SHA-256. Its content is on the disk when this function returns."""
+    """Write a JSON file with its SHA-256, as write_atomically() does."""
+    write_atomically(path, add_sha256(json.dumps(facts, indent=indent)))
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file. A kill leaves the old or the new content, and the new one is on the disk after the return."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     with temporary.open("wb") as file:
-        file.write(add_sha256(json.dumps(facts, indent=indent)))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

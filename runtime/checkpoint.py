@@ -44,8 +44,14 @@ def expand_home(path: str | Path) -> Path:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the checkpoints in a `checkpoints` folder, the newest first."""
-    return sorted((path for path in folder.glob("step-*") if step_number(path) >= 0), key=step_number, reverse=True)
+    """Return the checkpoints in a `checkpoints` folder, the newest first. Links and files with such a name are none."""
+    folders = [path for path in folder.glob("step-*") if step_number(path) >= 0 and is_own_folder(path)]
+    return sorted(folders, key=step_number, reverse=True)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether the path is a folder and not a link to one, in which other files could be deleted."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def step_number(path: Path) -> int:
@@ -132,7 +138,10 @@ def find_damage(path: Path, expected: dict) -> str | None:
     size = path.stat().st_size
     if size != expected["size"]:
         return f"has {size} of {expected['size']} bytes"
-    return None if sha256_of(path) == expected["sha256"] else "has another SHA-256"
+    try:
+        return None if sha256_of(path) == expected["sha256"] else "has another SHA-256"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def newest_valid(folder: Path, after: int = -1) -> Path | None:
@@ -140,6 +149,9 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
 
     None if there is none. Prints a warning for each invalid checkpoint that it skips.
     """
+    for path in sorted(folder.glob("step-*")):
+        if step_number(path) > after and not is_own_folder(path):
+            print(f"warning: {path} is no folder of its own, and is passed over", file=sys.stderr)
     for path in checkpoint_folders(folder):
         if step_number(path) <= after:
             break

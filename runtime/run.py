@@ -15,19 +15,27 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import TextIO
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+from checked_json import write_atomically
 from runtime.config import UserError, command_line
 from runtime.ranks import Ranks
 from runtime.trackers import LoggerConfig, Tracker, make_tracker
 
 
-class Run:
-    """A context manager that writes `result.json` when its block ends, also after an error, but not after a SIGKILL.
+UNFINISHED = "stopped: it was killed, or is still running"  # the status on the disk until the run ends
 
-    `row` is the result row so far. At the end its status becomes `ok`, `oom` or `failed: why`. If the exception has an
+
+class Run:
+    """A context manager that writes `result.json` when its block ends, also after an error.
+
+    `row` is the result row so far. begin() writes it with the status UNFINISHED, which stays after a SIGKILL. At the end
+    the status becomes `ok`, `oom` or `failed: why`. If the exception has an
     attribute `status`, such as `unavailable` or `stopped`, that word replaces `failed`.
 
     With `resume`, the folder may hold an earlier run. A run that ended before its first step is always overwritten.
@@ -40,7 +48,7 @@ class Run:
         self.config = OmegaConf.structured(config)
         self.row = {
             "name": name,
-            "status": "running",
+            "status": UNFINISHED,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": command_line(),
             "config": OmegaConf.to_container(self.config),
@@ -61,25 +69,30 @@ class Run:
             self.metrics = metrics.open("a", buffering=1)  # line by line, so that a kill loses no line
 
     def truncate_metrics(self, step: int) -> None:
-        """Cut metrics.jsonl after the line of `step`. A resumed run logs the later steps again.
+        """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
 
-        It also cuts off an incomplete line, which a kill may leave.
+        It leaves out damaged lines with a warning, and the incomplete last line that a kill may leave.
         """
-        path, size = self.folder / "metrics.jsonl", 0
-        for line in path.read_bytes().splitlines(keepends=True):
+        path, kept = self.folder / "metrics.jsonl", []
+        lines = path.read_bytes().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
             try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except (ValueError, KeyError, TypeError):  # a power cut leaves zeros
-                break
-            size += len(line)
-        os.truncate(path, size)
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                print(f"warning: {path}: line {number} is damaged and is left out", file=sys.stderr)
+        if kept != lines:
+            write_atomically(path, b"".join(kept))
+            self.metrics.close()
+            self.metrics = path.open("a", buffering=1)
 
     def begin(self, **facts: dict) -> None:
-        """Add `facts` to the row, write the config, and start the tracker. Call this when everything is built."""
+        """Add `facts` to the row, write row and config, and start the tracker. Call this when everything is built."""
         self.has_begun = True
         self.row.update(facts)
-        OmegaConf.save(self.config, self.folder / "config.yaml")
+        with explain_unwritable(self.folder):
+            write_atomically(self.folder / "config.yaml", OmegaConf.to_yaml(self.config).encode())
+            write_row(self.folder, self.row)
         self.tracker.start(self.folder, self.row)
 
     def log(self, step: int, figures: dict) -> None:
@@ -87,6 +100,7 @@ class Run:
 
         NaN and infinity become null, because JSON has neither. Raises UserError if the line cannot be written.
         """
+        self._check_folder()
         figures = without_nonfinite(figures)
         try:
             self.metrics.write(json.dumps({"step": step, **figures}) + "\n")
@@ -96,16 +110,30 @@ class Run:
             ) from None
         self.tracker.log(step, figures)
 
+    def _check_folder(self) -> None:
+        """Raise UserError if the folder was deleted or replaced, because the file that log() writes is then lost."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self.metrics.fileno())):
+            raise UserError(f"{path} was deleted or replaced during the run, and its record is lost; start it again")
+
     def write_sample(self, text: str) -> None:
         """Write a text that the model generated to sample.txt, and pass it to the tracker."""
-        (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+        with explain_unwritable(self.folder):
+            (self.folder / "sample.txt").write_text(text, encoding="utf-8")
         self.tracker.log_table("sample", ["text"], [[text]])
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.close(status_of(error))
+        try:
+            if error is None:
+                self._check_folder()
+        except UserError as lost:
+            error = lost
+            raise
+        finally:
+            self.close(status_of(error))
 
     def close(self, status: str) -> None:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row."""
@@ -153,6 +181,9 @@ class SilentRun(Run):
     def record(self, status: str) -> None:
         """Do nothing."""
 
+    def _check_folder(self) -> None:
+        """Do nothing."""
+
 
 def open_run(folder: Path, name: str, config: object, logger: LoggerConfig, resume: bool, ranks: Ranks) -> Run:
     """Return the run on this rank. If rank 0 hangs, its run is closed all the same."""
@@ -190,9 +221,20 @@ def lock_folder(folder: Path) -> TextIO:
 
 def write_row(folder: Path, row: dict) -> None:
     """Write the row as result.json. A kill leaves either the old row or the new row, complete."""
-    temporary = folder / ".result.json"
-    temporary.write_text(json.dumps(without_nonfinite(row), indent=1) + "\n")
-    temporary.replace(folder / "result.json")
+    write_atomically(folder / "result.json", f"{json.dumps(without_nonfinite(row), indent=1)}\n".encode())
+
+
+def read_config(folder: Path) -> DictConfig:
+    """Return the config in a run's folder. Raises UserError if it is missing or cannot be read."""
+    path = folder / "config.yaml"
+    try:
+        config = OmegaConf.create(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
+        if isinstance(config, DictConfig):
+            return config
+        reason = "it is a list"
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        reason = shorten(str(error), 200)
+    raise UserError(f"{path} cannot be read as a config: {reason}")
 
 
 def read_row(folder: Path) -> dict | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import shutil
 import statistics
 import sys
@@ -23,6 +24,7 @@ from runtime.checkpoint import (
     expand_home,
     flatten,
     fsync,
+    is_own_folder,
     read_manifest,
     save_tensors,
     step_number,
@@ -69,7 +71,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo") if self.sharded else None
         if ranks.is_main:
             for incomplete in folder.glob(".step-*"):  # the run was killed during a save
-                shutil.rmtree(incomplete)
+                remove(incomplete)
             for path in checkpoint_folders(folder):
                 if step_number(path) > steps_before:
                     discard(path)
@@ -141,9 +143,14 @@ class Checkpoints:
         self.finish()
         self.thread.shutdown()
 
+    def _best(self) -> Path:
+        """Return the checkpoint that the link `best` names. It is in this folder, wherever the link leads."""
+        best = self.folder / "best"
+        return self.folder / best.readlink().name if best.is_symlink() else best
+
     def _lowest_loss(self) -> float:
         """Return the validation loss of `best`; infinity if `best` is missing or damaged."""
-        best = self.folder / "best"
+        best = self._best()
         try:
             return read_manifest(best)["val_loss"] if best.exists() else math.inf
         except UserError as error:
@@ -205,6 +212,8 @@ class Checkpoints:
             if state:
                 save_tensors(state.pop("model"), temporary / WEIGHTS)
             torch.save({**state, **rest}, temporary / TRAINING)
+            if (metrics := self.folder.parent / "metrics.jsonl").exists():  # a resumed run continues it
+                fsync(metrics)
             write_manifest(temporary, facts)
             discard(final)  # it exists if it was damaged and the run resumed before it
             temporary.rename(final)
@@ -231,14 +240,14 @@ class Checkpoints:
         """
         best = self.folder / "best"
         if is_best:
-            if best.is_dir() and not best.is_symlink():  # the folder was copied with a tool that follows links
+            if is_own_folder(best):  # the folder was copied with a tool that follows links
                 shutil.rmtree(best)
             link = self.folder / ".best"
             link.unlink(missing_ok=True)
             link.symlink_to(newest.name)
             link.replace(best)
         for path in checkpoint_folders(self.folder)[self.keep :]:
-            if path.resolve() != best.resolve():
+            if path != self._best():
                 discard(path)
 
     def _replicate(self, newest: Path, copy: Path) -> None:
@@ -274,10 +283,18 @@ def wait_for_shards(written: Future) -> None:
 
 def discard(path: Path) -> None:
     """Delete a checkpoint. First hide it, or a kill during the deletion would leave what looks like a damaged one."""
-    if path.exists():
+    if os.path.lexists(path):
         hidden = path.with_name(f".{path.name}-old")
         path.rename(hidden)
-        shutil.rmtree(hidden)
+        remove(hidden)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, a file or a link; never what a link leads to."""
+    if is_own_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def try_make_folder(path: Path) -> str | None:

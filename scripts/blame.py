@@ -11,14 +11,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from kernels.registry import KernelError
 from lab.proof.blame import Replay, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from runtime import compat
 from runtime.config import UserError, check, parse
 from runtime.device import OutOfMemory, select_device
+from runtime.run import read_config
 from runtime.signals import exit_quietly
 from train import Config as TrainConfig
 
@@ -26,7 +25,7 @@ from train import Config as TrainConfig
 def blame(run: Path, step: int | None, device_name: str) -> bool:
     """Print the page. Return whether the step goes wrong again."""
     check((run / "config.yaml").is_file(), f"{run} is not the folder of a run: it has no config.yaml")
-    cfg = parse(OmegaConf.load(run / "config.yaml"), TrainConfig)
+    cfg = parse(read_config(run), TrainConfig)
     kept, device = read_kept(run, step), select_device(device_name)
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     replays = []

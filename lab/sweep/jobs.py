@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from omegaconf import OmegaConf
 
 from lab.sweep.table import speed
-from runtime.config import check, quote_override
+from runtime.config import UserError, check, quote_override
 from runtime.console import progress_bar
-from runtime.run import read_row, write_row
+from runtime.run import UNFINISHED, read_config, read_row, write_row
 from runtime.signals import Signals
 
 GRACE = 10.0  # seconds that a job has to end after a signal
@@ -113,8 +112,8 @@ class SweepJob:
 
     def complete_row(self) -> str:
         """Write the row of the ended job if the job wrote none or ran out of time. Return a line for the terminal."""
-        row = self.row or {"name": self.folder.name, "command": self.command, "status": None}
-        if row["status"] is None or (self.timeout_status and row["status"] != "ok"):
+        row = self.row or {"name": self.folder.name, "command": self.command, "status": UNFINISHED}
+        if row["status"] == UNFINISHED or (self.timeout_status and row["status"] != "ok"):
             row["status"] = self.timeout_status or self.failure()
             write_row(self.folder, row)
         seconds = int(time.monotonic() - self.start_time)
@@ -142,10 +141,14 @@ def program() -> list[str]:
 def can_resume(folder: Path) -> bool:
     """Return whether the folder has an unfinished run to resume. A run without checkpoints starts again.
 
-    A run with proof=true also starts again, because a proof needs the first steps of a run.
+    A run with proof=true also starts again, because a proof needs the first steps of a run. If config.yaml cannot be
+    read, the run resumes, and a warning names the file.
     """
-    config = folder / "config.yaml"
-    proves = config.exists() and (OmegaConf.load(config) or {}).get("proof")
+    proves = False
+    try:
+        proves = (folder / "config.yaml").exists() and read_config(folder).get("proof")
+    except UserError as error:
+        print(f"warning: {error}", file=sys.stderr)
     return (folder / "checkpoints").exists() and not proves
 
 

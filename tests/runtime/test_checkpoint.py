@@ -200,13 +200,37 @@ def test_a_damaged_best_checkpoint_does_not_count(tmp_path, capsys):
     save(tmp_path, 1, 2, 3, keep=1, losses=[1.0, 2.0, 2.0])
     (tmp_path / "best" / "manifest.json").write_text("")
     assert open_checkpoints(tmp_path).best == math.inf
-    assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/best is not a valid checkpoint")
+    assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/step-000001 is not a valid checkpoint")
 
 
 def test_a_backup_beside_the_checkpoints_is_ignored(tmp_path):
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step-000001", tmp_path / "step-000001.bak")
     assert names(checkpoint_folders(tmp_path)) == ["step-000001"]
+
+
+@pytest.mark.parametrize("kind", ["a link to a folder", "a link to nowhere", "a link to itself", "a file"])
+@pytest.mark.parametrize("name", ["step-000004", ".step-000003", "best"])
+def test_a_link_or_a_file_in_the_place_of_a_checkpoint_is_passed_over(tmp_path, capsys, name, kind):
+    """It is never read and never counts. A save may replace it, but not what the link leads to."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    save(folder, 1, 2, losses=[1.0, 2.0])
+    save(other, 4, losses=[0.1])
+    path = folder / name
+    path.unlink(missing_ok=True)  # best
+    if kind == "a file":
+        path.write_text("x")
+    else:
+        path.symlink_to({"a link to a folder": other / "step-000004", "a link to itself": name}.get(kind, "nowhere"))
+    assert newest_valid(folder).name == "step-000002"
+    warning = f"warning: {path} is no folder of its own, and is passed over\n" if name == "step-000004" else ""
+    assert capsys.readouterr().err == warning
+    checkpoints = open_checkpoints(folder, steps_before=2)
+    for step, loss in ((3, 3.0), (4, 2.5)):
+        checkpoints.save(step, random_tensors(step), {}, facts(loss))
+    checkpoints.close()
+    assert verify(newest_valid(folder))["step"] == 4
+    assert verify(other / "step-000004")["val_loss"] == 0.1
 
 
 def test_a_copy_of_the_folder_can_save_when_best_became_a_folder(tmp_path):

@@ -1,11 +1,14 @@
-"""A run's row and its log: figures that are not finite, and a full disk."""
+"""A run's files: figures that are not finite, a full disk, damaged lines, a deleted folder."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from runtime.config import UserError
-from runtime.run import Run, without_nonfinite
+from runtime.run import Run, read_config, read_row, without_nonfinite
 from runtime.trackers import Tracker
 from tests.test_train import QUICK, config
 
@@ -15,7 +18,10 @@ def log_on_a_full_disk(folder):
     with Run(folder, "name", config(*QUICK), Tracker(None)) as run:
         run.begin(kernels={}, env={})
         run.metrics.close()
-        run.metrics = Path("/dev/full").open("a", buffering=1)  # noqa: SIM115
+        path = folder / "metrics.jsonl"
+        path.unlink()
+        path.symlink_to("/dev/full")
+        run.metrics = path.open("a", buffering=1)
         run.log(1, {"train/loss": 1.0})
 
 
@@ -28,3 +34,80 @@ def test_log_raises_one_line_when_the_disk_is_full(tmp_path):
     with pytest.raises(UserError, match=r"run can no longer be written: No space left on device; free some space, and"):
         log_on_a_full_disk(tmp_path / "run")
     assert '"status": "failed: ' in (tmp_path / "run/result.json").read_text()
+
+
+def log_steps(folder, *steps):
+    """Log these steps in a folder of a run that resumes after step 0."""
+    with Run(folder, "name", config(*QUICK), Tracker(None), resume=True) as run:
+        run.truncate_metrics(10)
+        run.begin(kernels={}, env={})
+        for step in steps:
+            run.log(step, {"train/loss": step / 7})
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\0" * 20 + b"\n", b'{"step": "3"}\n', b'{"pets": 3}\n', b"3\n", b"[" * 100_000 + b"\n", b"\xff\n"]
+)
+def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys, damage):
+    """A resumed run keeps the lines on both sides of it, and continues the file."""
+    log_steps(tmp_path, *range(1, 11))
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    later = b'{"step": 11}\n{"ste'  # of steps after the checkpoint, and incomplete
+    path.write_bytes(b"".join([*lines[:4], damage, *lines[5:]]) + later)
+    log_steps(tmp_path, 11, 12)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
+    assert path.read_bytes().splitlines(keepends=True)[:9] == [*lines[:4], *lines[5:]]
+    assert capsys.readouterr().err == f"warning: {path}: line 5 is damaged and is left out\n"
+
+
+@pytest.mark.parametrize("moment", ["before a line", "after the last line"])
+def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
+    folder = tmp_path / "run"
+    with (
+        pytest.raises(UserError, match=r"run/metrics.jsonl was deleted or replaced during the run"),
+        Run(folder, "name", config(*QUICK), Tracker(None)) as run,
+    ):
+        run.begin(kernels={}, env={})
+        run.log(1, {})
+        shutil.rmtree(folder)
+        folder.mkdir()  # as a checkpoint does
+        if moment == "before a line":
+            run.log(2, {})
+    assert read_row(folder)["status"].startswith("failed: ")
+
+
+def test_the_row_of_a_killed_run_says_so(tmp_path):
+    """begin() writes it, and a run that ends replaces it."""
+    run = Run(tmp_path, "name", config(*QUICK), Tracker(None))
+    run.begin(kernels={}, env={})
+    assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
+    run.close("ok")
+    assert read_row(tmp_path)["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "3", "a: ${nope}", "a: [1", "\0", "[" * 5000, "a: &a [*a]", "!!python/object:os.system x"]
+)
+def test_a_config_that_cannot_be_read_is_one_line_with_its_file(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    if not text:
+        assert read_config(tmp_path) == {}
+        return
+    with pytest.raises(UserError, match=r"config.yaml cannot be read as a config: ") as error:
+        read_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_files_are_on_the_disk_before_they_replace_others(tmp_path, monkeypatch):
+    """config.yaml and result.json are written to another file, which is fsynced and then renamed."""
+    events = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append((str(path), to.name)), replace(path, to)))
+    with Run(tmp_path, "name", config(*QUICK), Tracker(None)) as run:
+        run.begin(kernels={}, env={})
+    synced = [event for event in events if isinstance(event, str)]
+    assert [event for event in events if not isinstance(event, str)] == list(
+        zip(synced, ["config.yaml", "result.json", "result.json"], strict=True)
+    )
