@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from runtime import compat
-from runtime.signals import exit_quietly
+from runtime.signals import interrupt_imports, exit_quietly
 
 T = TypeVar("T")
 
@@ -117,6 +117,7 @@ def answer_help(configs: Path, name: str) -> None:
     Does nothing if that fails: the program itself explains the error.
     """
     if not {"-h", "--help", "-sc", "--shell-completion"}.intersection(sys.argv):
+        interrupt_imports()
         return
     compat.list_groups_quickly()
     try:

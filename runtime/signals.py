@@ -5,6 +5,7 @@ SLURM sends SIGUSR1 before the time limit of a job that asks for it, and SIGTERM
 A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
 """
 
+import atexit
 import os
 import select
 import signal
@@ -82,12 +83,26 @@ def requeue_slurm_job() -> None:
         print(f"warning: `{' '.join(command)}` failed, so submit the job again: {problem}", file=sys.stderr)
 
 
+def interrupt_imports() -> None:
+    """Let Ctrl-C end the process at once with one line, until exit_quietly(). Python would print a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may let a background job ignore it
+        signal.signal(signal.SIGINT, _exit_at_once)
+
+
+def _exit_at_once(*_) -> None:
+    os.write(sys.stderr.fileno(), b"interrupted\n")
+    os._exit(128 + signal.SIGINT)
+
+
 @contextmanager
 def exit_quietly() -> Iterator[None]:
     """Exit without a traceback after Ctrl-C (code 130), and after the reader of our output has ended (code 141).
 
     Ctrl-C raises KeyboardInterrupt within this context. `python -m scripts.doctor | head -1` is such a reader.
     """
+    if signal.getsignal(signal.SIGINT) is _exit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would change the exit code
     try:
         try:
             yield

@@ -64,3 +64,26 @@ def test_only_slurms_warning_requeues_and_only_a_run_that_can_resume(
     assert calls == [["scontrol", "requeue", "42"]] * requeued
     warning = "warning: `scontrol requeue 42` failed, so submit the job again: slurm_requeue error: Job is disabled\n"
     assert capsys.readouterr().err == warning * requeued
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "interrupt_imports(); interrupt(); interrupt()",
+        "interrupt_imports()\nwith exit_quietly(): interrupt()",
+        "atexit.register(interrupt)\nwith exit_quietly(): interrupt()",  # the second Ctrl-C comes at the very end
+    ],
+)
+def test_two_interrupts_are_one_line(moment):
+    program = "import atexit, os, signal\nfrom runtime.signals import exit_quietly, interrupt_imports\n"
+    program += f"def interrupt(): os.kill(os.getpid(), signal.SIGINT)\n{moment}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_command_answers_an_interrupt_while_it_imports(tmp_path):
+    """Here the import of torch is the interrupt."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise KeyError")
+    command = [sys.executable, ROOT / "train.py"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
