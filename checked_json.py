@@ -34,11 +34,15 @@ def write_json(path: Path, facts: dict, indent: int | None = None) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file. A kill leaves the old or the new content, and the new one is on the disk after the return."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # the disk is full
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def add_sha256(text: str) -> bytes:

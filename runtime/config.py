@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from runtime import compat
-from runtime.signals import interrupt_imports, exit_quietly
+from runtime.signals import exit_quietly, interrupt_imports
 
 T = TypeVar("T")
 

@@ -27,16 +27,15 @@ from runtime.config import UserError, command_line
 from runtime.ranks import Ranks
 from runtime.trackers import LoggerConfig, Tracker, make_tracker
 
-
 UNFINISHED = "stopped: it was killed, or is still running"  # the status on the disk until the run ends
 
 
 class Run:
     """A context manager that writes `result.json` when its block ends, also after an error.
 
-    `row` is the result row so far. begin() writes it with the status UNFINISHED, which stays after a SIGKILL. At the end
-    the status becomes `ok`, `oom` or `failed: why`. If the exception has an
-    attribute `status`, such as `unavailable` or `stopped`, that word replaces `failed`.
+    `row` is the result row so far. begin() writes it with the status UNFINISHED, which stays after a SIGKILL. At the
+    end the status becomes `ok`, `oom` or `failed: why`. If the exception has an attribute `status`, such as
+    `unavailable` or `stopped`, that word replaces `failed`.
 
     With `resume`, the folder may hold an earlier run. A run that ended before its first step is always overwritten.
     Raises UserError if the folder holds a run or files that would be overwritten, if a running process uses it, or if
@@ -238,12 +237,12 @@ def read_config(folder: Path) -> DictConfig:
 
 
 def read_row(folder: Path) -> dict | None:
-    """Return the row in a run's folder; None if it is missing or cannot be read."""
+    """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read."""
     try:
-        row = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
+        row = json.loads((folder / "result.json").read_text(), parse_constant=lambda name: None)  # NaN
+        return row | {"status": " ".join(row["status"].split())}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("status"), str) else None
 
 
 def without_nonfinite(figures: dict) -> dict:

@@ -135,8 +135,8 @@ def notes(source: ReportSource) -> list[str]:
             f"Each choice is compared with the baseline of its settings: {first}compile · sdpa, else eager, else the "
             "choice that ran first. A tie means that the 95% interval contains 1."
         )
-    if source.unreadable:
-        sentences.append(f"Left out, because they cannot be read: {', '.join(map(str, source.unreadable))}.")
+    if source.left_out:
+        sentences.append(f"Left out, because they cannot be read: {'; '.join(source.left_out)}.")
     if any(choice.comparison.ratio is None for choice in others):
         sentences.append(
             "A ratio without an interval compares the medians only, because its runs have too few timed intervals."

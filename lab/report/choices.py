@@ -129,8 +129,15 @@ class Choice:
 
 
 def rerun_command(row: dict) -> str:
-    """Return the row's command without OWN_FOLDER, so that a second run gets a folder of its own."""
-    words = shlex.split(row.get("command", ""))
+    """Return the row's command without OWN_FOLDER, so that a second run gets a folder of its own.
+
+    A command that is no shell command stays as it is.
+    """
+    command = str(row.get("command", ""))
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command
     return shlex.join(word for word in words if word.split("=")[0] not in OWN_FOLDER)
 
 

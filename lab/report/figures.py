@@ -1,7 +1,9 @@
 """Draw PNGs from rows: the speed of choices, attention over T, kernels under the roofline, loss curves."""
 
+import io
 from pathlib import Path
 
+from checked_json import write_atomically
 from lab.report.choices import Choice
 from lab.report.colours import CHOICE_COLOURS, GREY, choice_colours, text_colour
 from lab.report.describe import batch_cell, newest_attention, newest_kernels
@@ -24,8 +26,10 @@ def save(figure, path: Path) -> Path:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=120, metadata={"Software": None})
     pyplot.close(figure)
+    write_atomically(path, content.getvalue())
     return path
 
 

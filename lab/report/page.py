@@ -4,6 +4,7 @@ report.html is one file that contains its figures and Plotly, and loads nothing 
 page.html.j2, page.css and page.js.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
+from checked_json import write_atomically
 from lab.report.bench_panels import benchmark_panels, page_entry
 from lab.report.choice_table import choice_tables, failures, notes, report_markdown, wandb_table
 from lab.report.choices import Choice, comparable_groups, generation_sizes
@@ -20,13 +22,14 @@ from lab.report.describe import choice_name, model_size, newest_searches
 from lab.report.figures import attention_plot, roofline, speed_plot
 from lab.report.generation_panels import generation_panels
 from lab.report.panels import training_panels
-from lab.report.source import ReportSource, read_source
+from lab.report.source import Line, ReportSource, make_source, read_lines
 from lab.sweep.compare import ratio
 from runtime import trackers
-from runtime.config import check
+from runtime.config import UserError, check
 from runtime.trackers import LoggerConfig
 
 HERE = Path(__file__).parent
+ROW_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # of a row with wrong or missing values
 ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit"
 
 
@@ -41,16 +44,41 @@ class Tile(NamedTuple):
 def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportSource]:
     """Write report.html, report.md and the PNGs into the folder; return the files and what was read.
 
-    Raises UserError if the folder has no rows, or if Plotly or matplotlib is missing.
+    Rows that the page cannot show are left out, and a note names them. Raises UserError if the folder has no rows, or
+    if Plotly or matplotlib is missing.
     """
     for package in ("plotly", "matplotlib"):
         check(find_spec(package) is not None, f"the report needs {package}: pip install '.[report]'")
-    source = read_source(folder, force)
+    lines, left_out = read_lines(folder)
+    try:
+        source = make_source(folder, lines, left_out, force)
+        text = render_page(source)
+    except UserError:
+        raise
+    except ROW_ERRORS:
+        good = [line for line in lines if can_render(folder, line)]
+        if good == lines:
+            raise
+        left_out += [str(line) for line in lines if line not in good]
+        source = make_source(folder, good, left_out, force)
+        text = render_page(source)
     page, markdown = folder / "report.html", folder / "report.md"
-    page.write_text(render_page(source), encoding="utf-8")
+    write_atomically(page, text.encode(errors="replace"))
     pictures = draw_pictures(source)
-    markdown.write_text(report_markdown(source, pictures), encoding="utf-8")
+    write_atomically(markdown, report_markdown(source, pictures).encode(errors="replace"))
     return [page, markdown, *pictures], source
+
+
+def can_render(folder: Path, line: Line) -> bool:
+    """Return whether a page of this row alone can be made. A row may lack a key, or have a text as a speed."""
+    try:
+        with contextlib.suppress(UserError):  # it is of no kind that a report shows
+            source = make_source(folder, [line], [])
+            render_page(source)
+            report_markdown(source, [])
+    except ROW_ERRORS:
+        return False
+    return True
 
 
 def draw_pictures(source: ReportSource) -> list[Path]:
@@ -97,7 +125,7 @@ def render_page(source: ReportSource) -> str:
         css=(HERE / "page.css").read_text(),
         js=(HERE / "page.js").read_text(),
         plotly=get_plotlyjs(),
-        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/"),
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
 
 

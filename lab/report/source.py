@@ -8,17 +8,29 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, prompt_tokens
 from lab.rows import curve_file
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
-from runtime.config import UserError, check
+from runtime.config import check
 from runtime.run import read_row
 
 BENCHMARKS = "kernels", "context", "attention"  # the names of their .jsonl files
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
+
+
+class Line(NamedTuple):
+    """A row and its place: a result.json, or a line of a .jsonl file."""
+
+    row: dict
+    path: Path
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.number}" if self.number else str(self.path)
 
 
 @dataclass
@@ -30,7 +42,7 @@ class ReportSource:
     generations: list[Choice]
     benchmarks: dict[str, list[dict]]  # a name of BENCHMARKS -> its rows, oldest first
     from_results: bool  # True for a folder in results/, False for a sweep's or a run's
-    unreadable: list[Path] = field(default_factory=list)  # result.json files that hold no row
+    left_out: list[str] = field(default_factory=list)  # the files and lines that hold no row
 
     @property
     def measured_choices(self) -> list[Choice]:
@@ -77,17 +89,28 @@ class ReportSource:
 
 
 def read_source(folder: Path, force: bool = False) -> ReportSource:
-    """Read the folder of a sweep, of one run, or of a device in results/, and compare its choices.
+    """Read the folder of a sweep, of one run, or of a device in results/, and compare its choices: make_source()."""
+    return make_source(folder, *read_lines(folder), force)
 
-    With `force`, choices that differ in more than their kernels are compared too. Raises UserError if the folder has no
-    rows of training, of generation or of a benchmark, or if a .jsonl file is damaged.
+
+def make_source(folder: Path, lines: list[Line], left_out: list[str], force: bool = False) -> ReportSource:
+    """Compare the choices of these lines of a folder.
+
+    With `force`, choices that differ in more than their kernels are compared too. Raises UserError if there are no rows
+    of training, of generation or of a benchmark.
     """
-    jobs = {path.parent: read_row(path.parent) for path in job_results(folder)}
+    rows: dict[str, list[dict]] = {}  # the name of the file -> its rows
+    for line in lines:
+        rows.setdefault(line.path.name, []).append(line.row)
+    jobs = [line for line in lines if line.path.name == "result.json"]
     from_results = any((folder / name).exists() for name in COLLECTED)
-    all_choices = group_runs(read_runs(folder, jobs))
+    runs = [(line.row, read_losses(line.path.with_name("metrics.jsonl"))) for line in jobs if is_run(line.row)]
+    for name in COLLECTED:
+        runs += [(row, read_curve(folder, row)) for row in newest_choices(rows.get(name, []))]
+    all_choices = group_runs(runs)
     choices, generations = ([choice for choice in all_choices if choice.generates == kind] for kind in (False, True))
-    benchmarks = {name: read_benchmark(folder, name) for name in BENCHMARKS}
-    benchmarks["context"] += [row for row in jobs.values() if row and is_search(row)]
+    benchmarks = {name: rows.get(f"{name}.jsonl", []) for name in BENCHMARKS}
+    benchmarks["context"] += [line.row for line in jobs if is_search(line.row)]
     check(
         all_choices or any(benchmarks.values()),
         f"{folder} has no rows of training, of generation or of a benchmark: name the folder of a sweep, or one in "
@@ -100,16 +123,26 @@ def read_source(folder: Path, force: bool = False) -> ReportSource:
         set_qualifiers(same_kind)
         measured = [choice for choice in same_kind if choice.times_training and choice.speed]
         compare_choices(measured, force, from_results)
-    unreadable = [job / "result.json" for job, row in jobs.items() if not row]
-    return ReportSource(folder, choices, generations, benchmarks, from_results, unreadable)
+    return ReportSource(folder, choices, generations, benchmarks, from_results, left_out)
 
 
-def read_runs(folder: Path, jobs: dict[Path, dict | None]) -> list[tuple[dict, dict[int, float]]]:
-    """Return (row, losses by step) of each run of training or generation, from its job or from a file in results/."""
-    runs = [(row, read_losses(job / "metrics.jsonl")) for job, row in jobs.items() if row and is_run(row)]
-    for name in COLLECTED:
-        runs += [(row, read_curve(folder, row)) for row in newest_choices(read_jsonl(folder / name))]
-    return runs
+def read_lines(folder: Path) -> tuple[list[Line], list[str]]:
+    """Return (the lines of a folder that hold a row, the places that hold none)."""
+    lines, left_out = [], []
+    for path in job_results(folder):
+        row = read_row(path.parent)
+        if row:
+            lines.append(Line(row, path))
+        else:
+            left_out.append(str(path))
+    paths = [folder / name for name in COLLECTED]
+    for name in BENCHMARKS:
+        paths += sorted({*folder.glob(f"*/{name}.jsonl"), *folder.glob(f"{name}.jsonl")})
+    for path in paths:
+        good, bad = read_jsonl(path)
+        lines += [Line(row, path, number) for number, row in good]
+        left_out += [f"{path}, line {number}" for number in bad]
+    return lines, left_out
 
 
 def is_search(row: dict) -> bool:
@@ -131,28 +164,25 @@ def job_results(folder: Path) -> list[Path]:
     return sorted({*folder.glob("*/result.json"), *folder.glob("result.json")}, key=by_number)
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """Return the rows of a .jsonl file; empty if there is no file. Raises UserError if a line is damaged."""
-    rows = []
+def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], list[int]]:
+    """Return ([(number, object)] of each line of a .jsonl file, numbers of the damaged lines); empty without a file."""
+    good, bad = [], []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
-            rows.append(json.loads(line))
-            check(isinstance(rows[-1], dict), "not an object")
-        except ValueError:
-            raise UserError(
-                f"{path}: line {number} is not a row: it was cut short or changed; delete the line"
-            ) from None
-    return rows
-
-
-def read_benchmark(folder: Path, name: str) -> list[dict]:
-    paths = sorted({*folder.glob(f"*/{name}.jsonl"), *folder.glob(f"{name}.jsonl")})
-    return [row for path in paths for row in read_jsonl(path)]
+            row = json.loads(line, parse_constant=lambda name: None)  # NaN
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            good.append((number, row))
+        else:
+            bad.append(number)
+    return good, bad
 
 
 def read_losses(path: Path) -> dict[int, float]:
-    """Return step -> training loss from a metrics.jsonl or from a file in curves/."""
-    return {line["step"]: line["train/loss"] for line in read_jsonl(path) if line.get("train/loss") is not None}
+    """Return step -> training loss from a metrics.jsonl or from a file in curves/. Lines without both are left out."""
+    pairs = [(line.get("step"), line.get("train/loss")) for _, line in read_jsonl(path)[0]]
+    return {step: loss for step, loss in pairs if isinstance(step, int) and isinstance(loss, int | float)}
 
 
 def read_curve(folder: Path, row: dict) -> dict[int, float]:

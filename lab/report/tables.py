@@ -99,7 +99,7 @@ def figure_cells(row: dict, columns: dict[str, Cell]) -> list[str]:
 def rate_cell(row: dict) -> str:
     """Return "**2,131** (2,128 to 2,134)"; a row without a speed gives its status."""
     if row["status"] != "ok":
-        return row["status"]
+        return " ".join(row["status"].split())
     return f"**{speed_cell(row)}** ({spread_cell(row)})" if speed(row) else speed_cell(row)
 
 

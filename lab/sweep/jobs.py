@@ -45,8 +45,12 @@ class SweepJob:
     ):
         self.folder, self.words, self.flags, self.gpus, self.caches = folder, words, flags, gpus, caches
         if row := self.row:
+            try:
+                row_words = shlex.split(str(row.get("command")))
+            except ValueError:
+                row_words = []
             check(
-                job_overrides(shlex.split(row["command"])) == job_overrides(words),
+                job_overrides(row_words) == job_overrides(words),
                 f"{folder} has the row of another command; give this sweep an out_dir of its own",
             )
 

@@ -64,16 +64,18 @@ def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys, damage):
 @pytest.mark.parametrize("moment", ["before a line", "after the last line"])
 def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
     folder = tmp_path / "run"
-    with (
-        pytest.raises(UserError, match=r"run/metrics.jsonl was deleted or replaced during the run"),
-        Run(folder, "name", config(*QUICK), Tracker(None)) as run,
-    ):
-        run.begin(kernels={}, env={})
-        run.log(1, {})
-        shutil.rmtree(folder)
-        folder.mkdir()  # as a checkpoint does
-        if moment == "before a line":
-            run.log(2, {})
+
+    def train():
+        with Run(folder, "name", config(*QUICK), Tracker(None)) as run:
+            run.begin(kernels={}, env={})
+            run.log(1, {})
+            shutil.rmtree(folder)
+            folder.mkdir()  # as a checkpoint does
+            if moment == "before a line":
+                run.log(2, {})
+
+    with pytest.raises(UserError, match=r"run/metrics.jsonl was deleted or replaced during the run"):
+        train()
     assert read_row(folder)["status"].startswith("failed: ")
 
 

@@ -1,7 +1,9 @@
 """The rows of a folder become choices with names, comparisons and colours, and unreadable files are reported."""
 
+import errno
 import itertools
 import json
+import os
 import re
 
 import pytest
@@ -122,12 +124,51 @@ def test_a_file_that_cannot_be_read_is_named(called, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(text)
     assert called("report.py", report.main, tmp_path)[0] == 0
-    sentence = f"Left out, because they cannot be read: {tmp_path}/2/result.json, {tmp_path}/3/result.json."
+    sentence = f"Left out, because they cannot be read: {tmp_path}/2/result.json; {tmp_path}/3/result.json"
+    assert f"{sentence}." in (tmp_path / "report.md").read_text()
+    (tmp_path / "kernels.jsonl").write_bytes(b"\xff\xfe\x00\n" + b"[" * 100_000)
+    assert called("report.py", report.main, tmp_path)[0] == 0
+    sentence += f"; {tmp_path}/kernels.jsonl, line 1; {tmp_path}/kernels.jsonl, line 2."
     assert sentence in (tmp_path / "report.md").read_text()
-    (tmp_path / "kernels.jsonl").write_bytes(b"\xff\xfe\x00")
+
+
+BAD_ROWS = {
+    "no config": {key: value for key, value in make_row().items() if key != "config"},
+    "a text as a speed": make_row() | {"perf/tokens_per_sec": "fast"},
+    "no environment": make_row() | {"env": None},
+    "a number as a config": make_row() | {"config": 3},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_row_that_the_page_cannot_show_is_named(called, tmp_path, bad):
+    write_row(tmp_path / "1", make_row("compile"))
+    write_row(tmp_path / "2", bad)
     code, _, err = called("report.py", report.main, tmp_path)
-    reason = "line 1 is not a row: it was cut short or changed; delete the line"
-    assert (code, err) == (1, f"error: {tmp_path}/kernels.jsonl: {reason}\n")
+    assert (code, err) == (0, "")
+    text = (tmp_path / "report.md").read_text()
+    assert "compile" in text
+    assert f"Left out, because they cannot be read: {tmp_path}/2/result.json." in text
+
+
+def test_a_command_that_no_shell_reads_is_shown_as_it_is(called, tmp_path):
+    write_row(tmp_path / "1", make_row() | {"command": "python train.py 'a"})
+    assert called("report.py", report.main, tmp_path)[0] == 0
+    assert "python train.py &#39;a" in (tmp_path / "report.html").read_text()
+
+
+def test_a_full_disk_leaves_the_last_report(called, tmp_path, monkeypatch):
+    write_row(tmp_path / "1", make_row())
+    assert called("report.py", report.main, tmp_path)[0] == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+
+    def fail(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    code, _, err = called("report.py", report.main, tmp_path)
+    assert (code, err) == (1, "error: [Errno 28] No space left on device\n")
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
 
 
 def test_a_mistake_is_one_line(called, tmp_path):
