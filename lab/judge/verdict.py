@@ -16,6 +16,7 @@ from lab.sweep.table import speed
 
 BENCHMARK = ("both/ms", "both/ms/p20", "both/ms/p80", "both/of_floor", "extra_gib", "error/out", "error/gradients")
 
+COLUMNS = ["claim", "verdict", "right", "alone", "in training", "GiB in training", "last loss"]
 FASTER, SLOWER = CHOICE_COLOURS[2:4]  # green, red
 
 
@@ -166,11 +167,35 @@ def verdict_table(device: str) -> str:
         return "No verdicts yet: `python -m scripts.judge op=norm impl=triton keep=true`."
     lines = []
     for row in rows:
-        training = str(Ratio(**row["ratio"])) if "ratio" in row else row["reason"]
-        lines.append(
-            [row["op"], row["impl"], row["against"], row["verdict"], training, benchmark_ratio(row), commit(row)]
-        )
+        claim = [row["op"], row["impl"], row["against"], row["verdict"]]
+        lines.append([*claim, training_cell(row), benchmark_ratio(row), commit(row)])
     return markdown_table(["op", "backend", "against", "verdict", "in training", "alone", "commit"], lines)
+
+
+def verdict_cells(row: dict) -> list[str]:
+    """Return the cells of a verdict under COLUMNS. A pair has the judged backend first."""
+    training = [row["training"][row[side]] for side in ("impl", "against")] if "training" in row else []
+
+    def pair(key: str, form: str) -> str:
+        values = [figures.get(key) for figures in training]
+        return " and ".join("none" if value is None else form.format(value) for value in values) if any(values) else ""
+
+    answers = [first_word(status) for status in row["cases"].values()]
+    run = [word for word in answers if word != "unavailable"]
+    return [
+        str(Claim(row["op"], row["impl"], row["against"])),
+        row["verdict"],
+        f"{run.count('ok')} of {len(run)} cases",
+        benchmark_ratio(row),
+        training_cell(row),
+        pair("peak_gib", "{:.2f}"),
+        pair("loss", "{:.4f}"),
+    ]
+
+
+def training_cell(row: dict) -> str:
+    """Return the ratio of the speeds with its interval, or why there is none."""
+    return str(Ratio(**row["ratio"])) if "ratio" in row else row["reason"]
 
 
 def speed_figure(row: dict, path: Path) -> Path:

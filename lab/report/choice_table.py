@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.judge.verdict import COLUMNS, verdict_cells
 from lab.report.choices import Choice, rerun_command
 from lab.report.describe import newest_searches
 from lab.report.max_context_table import max_context_table
@@ -173,6 +174,8 @@ def wandb_table(source: ReportSource) -> list[list]:
 def report_markdown(source: ReportSource, pictures: list[Path]) -> str:
     """Return the text of report.md, which shows the pictures beside it."""
     parts = [f"# {source.folder.resolve().name}", *notes(source)]
+    if verdicts := source.benchmarks["judge"][::-1]:
+        parts.append(markdown_table(COLUMNS, [list(map(escape_cell, verdict_cells(row))) for row in verdicts]))
     for table in choice_tables(source):
         lines = [[escape_cell(cell) for cell in line] for _, line in table.lines]
         parts.append(markdown_table(table.columns, lines))

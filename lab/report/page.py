@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader
 
 from checked_json import write_atomically
+from lab.judge import verdict
 from lab.report.bench_panels import benchmark_panels, page_entry
 from lab.report.choice_table import choice_tables, failures, notes, report_markdown, wandb_table
 from lab.report.choices import Choice, comparable_groups, generation_sizes
@@ -118,6 +119,8 @@ def render_page(source: ReportSource) -> str:
         headlines=[(fastest(group).id, headline_tiles(group, source)) for group in groups],
         panels=panels,
         notes=notes(source),
+        verdict_columns=verdict.COLUMNS,
+        verdicts=[(verdict.verdict_cells(row), row["command"]) for row in source.benchmarks["judge"][::-1]],
         tables=choice_tables(source),
         colours=colours,
         failures=failures(source),

@@ -18,7 +18,7 @@ from lab.sweep.table import speed
 from runtime.config import check
 from runtime.run import read_row
 
-BENCHMARKS = "kernels", "context", "attention"  # the names of their .jsonl files
+BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
 
 

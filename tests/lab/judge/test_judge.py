@@ -1,5 +1,7 @@
 """The verdict from rows, and the training that the rows come from."""
 
+import re
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from lab.judge.claim import (
 )
 from lab.judge.verdict import judge_claim, page, speed_figure, verdict_table
 from lab.recipe import Recipe
+from lab.report.page import write_report
 from lab.rows import append_rows
 from model.gpt import GPTConfig
 from runtime.config import UserError
@@ -134,6 +137,21 @@ def test_verdicts_become_a_table(results):
     ]
 
 
+def test_the_report_of_the_folder_shows_the_verdict(tmp_path):
+    """A wrong backend has no training, and its reason stands in the place of the ratio."""
+    wrong = judge_claim(CLAIM, CASES | {"fp32 769": "wrong: out0 | error 1"}, {}, [])
+    append_rows(tmp_path / "judge.jsonl", [wrong | {"command": "judge --wrong", "env": ENV}, verdict_of(90)])
+    write_report(tmp_path)
+    faster = ["norm: triton against eager", "faster", "2 of 2 cases", "tie", f"{10 / 9:.3f}x ({row_interval(90)})"]
+    faster += ["16.30 and 16.30", "7.6000 and 7.6000"]
+    markdown, html = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
+    newest, oldest = [line for line in markdown.splitlines() if line.startswith("| norm: ")]
+    assert [cell.strip() for cell in newest.split("|")[1:-1]] == faster
+    assert re.search(r"\| wrong +\| 2 of 3 cases +\| +\| fp32 769: wrong: out0 \\\| error 1 +\| +\| +\|$", oldest)
+    assert re.findall(r'<td data-head="(?!command)[\w ]+">(.*)</td>', html)[:7] == faster
+    assert 'data-command="judge --wrong"' in html
+
+
 def row_interval(ms):
     ratio = verdict_of(ms)["ratio"]
     return f"{ratio['low']:.3f} to {ratio['high']:.3f}"
@@ -159,7 +177,7 @@ def test_training_swaps_one_op_and_nothing_else():
         (Claim("decode", "triton", "blocks"), "op=decode: python -m scripts.race compares decoders"),
         (Claim("nrom", "triton", "eager"), "op=nrom: choose norm, linear"),
         (Claim("norm", None, "eager"), "impl is missing: name the backend of norm to judge"),
-        (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are eager, "),
+        (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are auto, eager, "),
         (Claim("norm", "triton", "none"), "against=none: no file kernels/norm/none.py"),
         (Claim("norm", "eager", "compile"), "impl=eager against=compile: eager is already its baseline"),
         (Claim("norm", "eager", "eager"), "impl=eager against=eager: name two different backends"),
