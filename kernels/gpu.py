@@ -8,7 +8,7 @@ import torch
 import triton
 
 from kernels.registry import Unavailable
-from kernels.tuned import read_table, table_paths
+from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETER_ROUNDS_TO_FP8 = False  # a test that mends the interpreter sets it
@@ -52,16 +52,19 @@ def package_unavailable(package: str, symbol: str) -> str | None:
 def triton_detail(**inputs) -> str:
     """Return Triton's version and notes about the run, in one line: "triton 3.6.0, tuned here".
 
-    The notes are "interpreted" for Triton's interpreter, and "tuned here" if the user's own table has launch parameters
-    (see tuned.py). The first of `inputs` is a tensor on the device.
+    The notes are "interpreted" for Triton's interpreter, "tuned here" if the user's own table has launch parameters,
+    and "tuned on h200" if the repo's table is of another GPU (see tuned.py). The first of `inputs` is a tensor on the
+    device.
     """
-    user_table, _ = table_paths(next(iter(inputs.values())).device)
+    device = next(iter(inputs.values())).device
+    user_table, repo_table = tables_in_use(device)
     notes = [f"triton {triton.__version__}"]
     if os.environ.get("TRITON_INTERPRET") == "1":
         notes.append("interpreted")
-    # names that begin with "attention " are choices of attn=auto, and not launch parameters
-    if any(not name.startswith("attention ") for name in read_table(user_table)):
+    if not all(map(is_choice, read_table(user_table))):
         notes.append("tuned here")
+    if repo_table not in table_paths(device):
+        notes.append(f"tuned on {repo_table.stem}")
     return ", ".join(notes)
 
 

@@ -51,6 +51,7 @@ import functools
 import importlib
 import inspect
 import os
+import re
 import shutil
 import sys
 from collections import namedtuple
@@ -262,8 +263,10 @@ def describe(op: str, impl: str, version: str | None = None, **shape) -> str:
 def expected_kernels(op: str, impl: str, description: str) -> tuple[str, ...]:
     """Return the patterns that the profile of a step must match (RUNS); () if the backend names none.
 
-    `description` is what describe() returns for the backend.
+    `description` is what describe() returns for the backend. For `auto`, the patterns are of the backend that it calls.
     """
+    if impl == "auto":  # "auto (triton: triton 3.6.0)", "auto (eager)"
+        impl = re.match(r"auto \((\w+)", description)[1]
     runs = getattr(backend(op, impl), "RUNS", ())
     if not isinstance(runs, dict):
         return runs

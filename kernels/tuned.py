@@ -3,12 +3,14 @@
 Tile sizes, numbers of warps and similar launch parameters change a kernel's speed but not its results, and the best
 ones depend on the GPU. A kernel asks for its parameters with its name and a key. The key holds what affects the speed
 but stays fixed in a run: widths and dtypes, never B or T. An entry of the user's table comes first, then an entry of
-the repo's table. A kernel without an entry gets its default, a heuristic in the kernel's own file.
+the repo's table. If the repo has no table of this GPU, it lends the table of another GPU of the same architecture. A
+kernel without an entry gets its default, a heuristic in the kernel's own file.
 
     ~/.cache/hotswap/tuned/h200.json    the user's table; `python -m scripts.tune op=norm` writes it
-    kernels/tables/h200.json            the repo's table; the same command with keep=true writes it
+    kernels/tables/sm90/h200.json       the repo's table; the same command with keep=true writes it
 
-Both are JSON: "KERNEL KEY" -> {"parameters": {...}, ...}. The other fields record how the parameters were measured.
+Both are JSON: "KERNEL KEY" -> {"parameters": {...}, ...}. The other fields record how the parameters were measured. The
+user's table also has the choices of `auto`, under the name of an op: see fastest.py.
 """
 
 import functools
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.registry import KernelError
+from kernels.names import OPS, KernelError
 
 TABLES = Path(__file__).parent / "tables"
 # (changes, requests) of override_tables() inside its with block, otherwise None. It is a variable of the module and not
@@ -41,7 +43,7 @@ def launch_parameters(kernel: str, key: str, default: dict, device: torch.device
         return default | changes.get(kernel, {})
     parameters = merged_table(device).get(name, default)
     if parameters.keys() != default.keys():
-        path = next(path for path in table_paths(device) if name in read_table(path))
+        path = next(path for path in tables_in_use(device) if name in read_table(path))
         raise KernelError(
             f"{path} has the parameters {', '.join(parameters)} for {name}, but the kernel needs {', '.join(default)}: "
             "it changed after they were measured; run python -m scripts.tune for its op again, or delete the entry"
@@ -67,8 +69,13 @@ def override_tables(changes: dict[str, dict]) -> Iterator[dict[str, tuple[str, d
 @functools.lru_cache
 def merged_table(device: torch.device) -> dict[str, dict]:
     """Return {name of an entry: its parameters} for both tables. An entry of the user's table wins."""
-    user_entries, repo_entries = map(read_table, table_paths(device))
+    user_entries, repo_entries = map(read_table, tables_in_use(device))
     return {name: entry["parameters"] for name, entry in (repo_entries | user_entries).items()}
+
+
+def is_choice(entry: str) -> bool:
+    """Return whether the entry of a table has choices of `auto`, and not a kernel's launch parameters."""
+    return entry.split()[0] in OPS
 
 
 def table_paths(device: torch.device) -> tuple[Path, Path]:
@@ -76,9 +83,19 @@ def table_paths(device: torch.device) -> tuple[Path, Path]:
 
     For a CPU (Triton's interpreter) the file name is cpu.json.
     """
-    name = device_slug(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+    name = architecture = "cpu"
+    if device.type == "cuda":
+        name = device_slug(torch.cuda.get_device_name(device))
+        architecture = "sm{}{}".format(*torch.cuda.get_device_capability(device))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "hotswap" / "tuned" / f"{name}.json", TABLES / f"{name}.json"
+    return cache / "hotswap" / "tuned" / f"{name}.json", TABLES / architecture / f"{name}.json"
+
+
+def tables_in_use(device: torch.device) -> tuple[Path, Path]:
+    """Return table_paths(), with the table of another GPU of this architecture if the repo has none of this GPU."""
+    user_table, repo_table = table_paths(device)
+    relatives = sorted(repo_table.parent.glob("*.json"))
+    return user_table, relatives[0] if relatives and not repo_table.exists() else repo_table
 
 
 def read_table(path: Path) -> dict[str, dict]:

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from kernels.registry import check_name
-from lab.bench.attention import AttentionShape, measure, record_fastest
+from lab.bench.attention import AttentionShape, default_lengths, measure, record_rows
 from lab.bench.op import as_list, contestants
 from lab.commands import command
 from lab.report.figures import attention_plot
@@ -24,9 +24,6 @@ from lab.rows import write_rows
 from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.run import make_folder
-
-LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
-LONGEST = {"cuda": 65536, "cpu": 2048}
 
 
 @dataclass
@@ -71,7 +68,7 @@ class Config:
 def main(cfg: Config) -> None:
     device, shape = select_device(cfg.device), cfg.shape
     folder = make_folder(cfg.out_dir, "bench-attention")
-    lengths = cfg.lengths or [length for length in LENGTHS if length <= LONGEST[device.type]]
+    lengths = cfg.lengths or default_lengths(device)
     env, rows = environment(device), []
     for length in tqdm(lengths, disable=None, leave=False):
         start = time.perf_counter()
@@ -85,8 +82,8 @@ def main(cfg: Config) -> None:
         seconds = time.perf_counter() - start
         tqdm.write(f"T {length:>9,}  {len(new_rows)} contestants in {seconds:.0f} s", file=sys.stdout)
         if cfg.auto:
-            for entry, fastest, path in record_fastest(new_rows, shape, device):
-                print(f"auto     {entry}: {', '.join(f'{T} {impl}' for T, impl in fastest.items())} -> {path}")
+            for line in record_rows(new_rows, shape, device):
+                print(line)
     heads = f"{cfg.heads} heads of {cfg.head_dim}"
     print(f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {shape.batch}, {heads}\n")
     print(attention_table(rows))

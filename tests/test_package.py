@@ -134,7 +134,7 @@ def test_a_backend_may_be_a_file(monkeypatch, tmp_path):
     [
         (lambda: hotswap.build("tinny"), "model=tinny: choose gpt2_124m"),
         (lambda: hotswap.build("tiny", n_layers=3), "unknown key model.n_layers; did you mean model.n_layer?"),
-        (lambda: hotswap.build("tiny", kernels="tritn"), "kernels=tritn: choose eager"),
+        (lambda: hotswap.build("tiny", kernels="tritn"), "kernels=tritn: choose auto"),
         (lambda: hotswap.build("tiny", attn="mine.py"), "attn.impl=mine.py: no file mine.py in "),
         (lambda: hotswap.build("tiny", attn="*"), "attn=*: choose auto, cudnn"),
         (

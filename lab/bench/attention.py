@@ -1,15 +1,14 @@
 """Measure the time and the peak memory of each attention backend, forward and backward, at one length T."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 from kernels.attention.auto import attention_kind, entry_name
 from kernels.check import rounding_error
+from kernels.fastest import record_fastest
 from kernels.registry import KernelError, Unavailable, contract, describe, load, missing_argument
-from kernels.tuned import read_table, table_paths, write_table
 from lab.bench.op import (
     DTYPES,
     ERROR_QUERIES,
@@ -25,6 +24,8 @@ from runtime.meter import quantiles
 from runtime.timing import synchronize, time_in_turns
 
 TOKENS = 32768  # tokens of a call, if the batch is not given
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+LONGEST = {"cuda": 65536, "cpu": 2048}
 
 
 class WrongAnswer(KernelError):
@@ -71,6 +72,10 @@ class AttentionShape:
             if rest:
                 shape["documents"].append(rest)
         return shape
+
+
+def default_lengths(device: torch.device) -> list[int]:
+    return [length for length in LENGTHS if length <= LONGEST[device.type]]
 
 
 def peak_gib(work: Callable[[], object], device: torch.device) -> float | None:
@@ -169,24 +174,12 @@ def measure(
     return list(rows.values())
 
 
-def record_fastest(rows: list[dict], shape: AttentionShape, device: torch.device) -> list[tuple[str, dict, Path]]:
-    """Write the fastest backend of each T into this user's table of attn=auto.
-
-    Returns (entry, {T: backend}, file) for each entry of the table that was written.
-    """
-    written = []
+def record_rows(rows: list[dict], shape: AttentionShape, device: torch.device) -> Iterator[str]:
+    """Write the fastest backend at one T into this user's table of attn=auto. Yield a line for each entry."""
     for decoding, key in ((None, "both/ms"), (True, "decode/ms")):
         group = shape.heads // (shape.kv_heads or shape.heads)
         kind = attention_kind(decoding, shape.window, shape.documents)
         name = entry_name(kind, DTYPES[shape.dtype], shape.head_dim, group)
-        times: dict[str, dict[str, float]] = {}
-        for row in rows:
-            if key in row:
-                times.setdefault(str(row["T"]), {})[row["impl"]] = row[key]
-        if times:
-            path, _ = table_paths(device)
-            before = read_table(path).get(name, {"parameters": {}, "ms": {}})
-            best = {length: min(ms, key=ms.get) for length, ms in times.items()}
-            write_table(path, {name: {"parameters": before["parameters"] | best, "ms": before["ms"] | times}})
-            written.append((name, best, path))
-    return written
+        ms = {row["impl"]: row[key] for row in rows if key in row}
+        if ms:
+            yield record_fastest(name, rows[0]["T"], min(ms, key=ms.get), ms, device)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from kernels.attention.auto import FILL_COMMAND
+from kernels.fastest import FILL_COMMAND
 from kernels.registry import KernelError, cpp_compiler
-from kernels.tuned import read_table, table_paths
+from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
 from runtime.device import GIB
 
 PACKAGES = ("flash-attn-4", "flash-attn", "liger-kernel", "quack-kernels", "wandb", "datasets", "tiktoken")
@@ -75,19 +75,19 @@ def describe_disk(device: torch.device) -> str:
 
 
 def describe_tables(device: torch.device) -> Iterator[str]:
-    """Yield a line with the number of tuned launch parameters, and one with the number of choices for attn=auto."""
+    """Yield a line with the number of tuned launch parameters, and one with the number of choices of `auto`."""
     try:
-        tables = {path: read_table(path) for path in table_paths(device)}
+        tables = {path: read_table(path) for path in tables_in_use(device)}
     except KernelError as broken:
         yield f"tuned    {broken}"
         return
     tuned, auto = {}, {}  # table -> number of entries
     for path, entries in tables.items():
-        auto[path] = sum(name.startswith("attention ") for name in entries)
+        auto[path] = sum(map(is_choice, entries))
         tuned[path] = len(entries) - auto[path]
     for label, what, counts, command in (
         ("tuned", "launch parameters", tuned, "python -m scripts.tune op=norm"),
-        ("auto", "choices for attn=auto", auto, FILL_COMMAND),
+        ("auto", "choices of kernels=auto and attn=auto", auto, FILL_COMMAND),
     ):
         places = ", ".join(f"{count} in {path}" for path, count in counts.items() if count)
         yield f"{label:<8} {what}: {places or f'none on this device: {command}'}"

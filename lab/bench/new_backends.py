@@ -21,11 +21,11 @@ from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
 
 SHIPPED = {
-    "norm": "eager liger quack triton triton_recompute",
-    "linear": "eager torchao triton",
+    "norm": "auto eager liger quack triton triton_recompute",
+    "linear": "auto eager torchao triton",
     "attention": "auto cudnn eager flash flex math mem_efficient sdpa triton triton_naive",
-    "mlp": "eager torchao triton triton_recompute",
-    "loss": "eager liger torch_chunked triton triton_whole",
+    "mlp": "auto eager torchao triton triton_recompute",
+    "loss": "auto eager liger torch_chunked triton triton_whole",
 }
 CACHE = Path(".cache/checks")
 LIMIT = 120.0  # seconds of one check

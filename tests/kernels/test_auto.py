@@ -1,12 +1,14 @@
-"""attn=auto runs the backend that was the fastest in measurements on this device, and names it."""
+"""kernels=auto and attn=auto run the backends that were the fastest in measurements here, and name them."""
 
 import json
+import re
 
 import pytest
 import torch
 
+from kernels import fastest
 from kernels.attention import auto
-from kernels.registry import Unavailable, backend, contract, describe, load
+from kernels.registry import Unavailable, backend, contract, describe, expected_kernels, load
 from kernels.tuned import merged_table, table_paths, write_table
 from scripts import bench_attention
 
@@ -67,7 +69,7 @@ def test_bench_attention_fills_the_table(filled, called, monkeypatch, tmp_path):
         shape = f"lengths=[{length}]", "heads=4", "kv_heads=2", "head_dim=8", "dtype=float32", "device=cpu", "rounds=2"
         code, out, err = called("bench_attention.py", bench_attention.main, "auto=true", *shape)
         assert (code, err) == (0, "")
-        assert "auto     attention causal float32 8 x2: " in out
+        assert f"auto     attention causal float32 8 x2 {length}: " in out
     entries = json.loads(filled.read_text())
     for name in ("attention causal float32 8 x2", "attention causal decode float32 8 x2"):
         assert set(entries[name]["parameters"]) == {"16", "32"}
@@ -96,3 +98,74 @@ def test_auto_ignores_a_measured_backend_that_no_longer_exists(filled):
     assert describe("attention", "auto", shape=(1, 8, 2, 64), **FLOAT).startswith("auto (sdpa: ")
     with pytest.raises(Unavailable, match="nothing was measured for `attention window float32 64 x1`"):
         describe("attention", "auto", shape=(1, 8, 2, 64), window=5, **FLOAT)
+
+
+@pytest.fixture
+def filled_ops(tables):
+    """A table with a choice for each op in fp32. At a width of 64 the loss is eager, and at 256 torch_chunked."""
+    entries = {f"{op} float32": {"parameters": {"64": "eager"}} for op in ("norm", "linear", "mlp")}
+    entries["loss float32"] = {"parameters": {"64": "eager", "256": "torch_chunked"}}
+    entries["attention causal float32 32 x1"] = {"parameters": {"64": "sdpa"}}
+    write_table(table_paths(CPU)[0], entries)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_op_takes_the_backend_of_the_nearest_width(filled_ops, compiled, monkeypatch):
+    """The nearest width by ratio: the boundary is at (64 x 256)^1/2 = 128. The result is that of this backend."""
+    marks = {"eager": 1.0, "torch_chunked": 2.0}
+    for impl, mark in marks.items():
+        monkeypatch.setattr(backend("loss", impl), "loss", lambda x, *_, mark=mark, **more: x.sum() * mark)
+    loss = load("loss", "auto", CPU)
+    function = torch.compile(loss, fullgraph=True, backend="aot_eager") if compiled else loss
+    for width, impl in ((8, "eager"), (128, "eager"), (129, "torch_chunked"), (2048, "torch_chunked")):
+        inputs = contract("loss").inputs((3, width), vocab=50, **FLOAT)
+        torch.testing.assert_close(function(**inputs), inputs["x"].sum() * marks[impl])
+        assert describe("loss", "auto", shape=(3, width), vocab=50, **FLOAT).startswith(f"auto ({impl}")
+
+
+def test_an_entry_is_for_the_dtypes_of_all_tensors(filled_ops):
+    """Measurements in one dtype say nothing about another one, nor about fp8. The message has the command."""
+    for op, inputs, entry, dtype in (
+        (
+            "norm",
+            contract("norm").inputs((2, 64), residual_dtype=torch.float32, dtype=torch.bfloat16),
+            "norm bfloat16 float32",
+            "bfloat16",
+        ),
+        ("mlp", contract("mlp").inputs((2, 64), fp8=True, **FLOAT), "mlp float32 fp8", "float32"),
+    ):
+        function = load(op, "auto", CPU)
+        message = (
+            f"{op}=auto: nothing was measured for `{entry}` on this device: run {fastest.FILL_COMMAND} dtype={dtype}"
+        )
+        with pytest.raises(Unavailable, match=re.escape(message)):
+            function(**inputs)
+
+
+def test_the_row_and_the_header_name_the_backends(filled_ops, hotswap, tmp_path):
+    words = (
+        "+experiment=smoke",
+        "kernels=auto",
+        "attn=auto",
+        "train.max_steps=1",
+        "train.sample_tokens=0",
+        "out_dir=run",
+    )
+    code, out, err = hotswap(*words)
+    assert (code, err) == (0, "")
+    kernels = json.loads((tmp_path / "run/result.json").read_text())["kernels"]
+    assert [kernels[op] for op in ("norm", "linear", "mlp", "loss")] == 4 * ["auto (eager)"]
+    assert kernels["attention"].startswith("auto (sdpa: ")
+    assert "kernels  norm auto (eager) | linear auto (eager) | attention auto (sdpa: " in out
+
+
+def test_without_a_table_one_line_names_the_command_that_fills_it(tables, hotswap):
+    code, _, err = hotswap("+experiment=smoke", "kernels=auto", "attn=auto")
+    why = f"nothing was measured on this device yet: run {fastest.FILL_COMMAND}"
+    ops = "norm=auto, linear=auto, attention=auto, mlp=auto, loss=auto"
+    assert (code, err) == (1, f"error: {ops} cannot run here: {why}\n")
+
+
+def test_a_receipt_expects_the_kernels_of_the_backend_that_auto_calls():
+    assert expected_kernels("norm", "auto", "auto (triton: triton 3.6.0)") == backend("norm", "triton").RUNS
+    assert expected_kernels("norm", "auto", "auto (eager)") == ()

@@ -125,8 +125,20 @@ def test_a_table_that_cannot_be_written_is_an_error(tables):
         write_table(user_table, {})
 
 
+def test_a_gpu_without_a_table_takes_the_table_of_its_architecture(tables):
+    """The row says so. The GPU's own table has precedence."""
+    _, repo_table = tables
+    shape = {"shape": (7, 24), "dtype": torch.float32, "device": DEVICE}
+    write_table(repo_table.with_stem("relative"), {NAME: entry(2)})
+    assert lookup()["ROWS"] == 2
+    assert describe("norm", "triton", **shape).endswith(", tuned on relative)")
+    write_table(repo_table, {NAME: entry(8)})
+    assert lookup()["ROWS"] == 8
+    assert "tuned" not in describe("norm", "triton", **shape)
+
+
 def test_describe_names_a_users_table(tables):
-    """Choices of attn=auto in the table do not count."""
+    """Choices of kernels=auto and attn=auto in the table do not count."""
     shape = {"shape": (7, 24), "dtype": torch.float32, "device": DEVICE}
     assert "tuned here" not in describe("norm", "triton", **shape)
     write_table(tables[0], {"attention causal bfloat16 64 x1": {"parameters": {"1024": "flash"}}})

@@ -25,7 +25,7 @@ def test_the_command_writes_rows_and_prints_a_table(called, monkeypatch, tmp_pat
     ("arguments", "message"),
     [
         ("op=gemm", f"op=gemm: choose {', '.join(OPS)}"),
-        ("impl=mine", "impl=mine: no file kernels/norm/mine.py; there are eager, "),
+        ("impl=mine", "impl=mine: no file kernels/norm/mine.py; there are auto, eager, "),
         ("impl=[eager,to/mine.py]", "impl=to/mine.py: no file to/mine.py in "),
         ("shape=huge", "shape=huge: norm has 124m, "),
         ("dtype=int8", "dtype=int8: choose bfloat16, float16, float32"),

@@ -121,6 +121,10 @@ def test_the_table_keeps_the_finished_kernels_when_the_search_is_interrupted(com
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["op=null"], "op is missing: name one, as in op=norm, or pass auto=true"),
+        (["op=null", "auto=true", "shape=124m"], "shape=124m: it needs op=NAME"),
+        (["auto=true", "keep=true"], "auto=true with keep=true: "),
+        (["op=attention", "auto=true", "shape=124m"], "op=attention auto=true takes no shape: "),
         (["op=gemm"], f"op=gemm: choose {', '.join(OPS)}"),
         (["shape=huge"], "shape=huge: norm has 124m, "),
         (["dtype=int8"], "dtype=int8: choose bfloat16, float16, float32"),
@@ -129,7 +133,7 @@ def test_the_table_keeps_the_finished_kernels_when_the_search_is_interrupted(com
     ],
 )
 def test_a_mistake_prints_one_line(command, arguments, message):
-    code, _, err = command(*arguments)
+    code, _, err = command("op=norm", *arguments)
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith(f"error: {message}")
 
@@ -145,3 +149,26 @@ def test_a_broken_table_is_an_error_before_the_search(command, tables):
     code, _, err = command(*NARROW)
     assert (code, err.count("\n")) == (1, 1)
     assert "is not a table of launch parameters" in err
+
+
+def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
+    """The fastest is wrong, so the second is taken. Eager stays if the fastest is not below its p20."""
+    statuses = {"torch_chunked": "ok: torch", "eager": "ok: torch", "triton": "wrong: out0: error 1"}
+    seconds = {"torch_chunked": 1.0, "eager": 2.0, "triton": 0.5, "floor": 0.1}
+
+    def probe(groups, device, limit):
+        return [[statuses.get(probe.impl, "unavailable: it is not here")] for [probe] in groups]
+
+    def times(works, device, rounds):
+        return {work: [seconds[work.split()[0]] / (2 if "forward" in work else 1)] * rounds for work in works}
+
+    monkeypatch.setattr("lab.bench.fastest.run_probes", probe)
+    monkeypatch.setattr("lab.bench.op.time_in_turns", times)
+    words = "op=loss", "auto=true", "shape=one_row", "dtype=float32", "rounds=2"
+    code, out, err = command(*words)
+    assert (code, err) == (0, "")
+    assert "without  loss=triton at one_row: wrong: out0: error 1\n" in out
+    assert "auto     loss float32 64: torch_chunked (torch_chunked 1000.000 ms, eager 2000.000 ms)\n" in out
+    assert read_table(tables[0])["loss float32"]["parameters"] == {"64": "torch_chunked"}
+    seconds["eager"] = 1.0
+    assert "auto     loss float32 64: eager (" in command(*words)[1]

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kernels.attention.auto import FILL_COMMAND
+from kernels.fastest import FILL_COMMAND
 from kernels.tuned import write_table
 from lab.bench.machine import describe_gpu, describe_tables
 
@@ -13,13 +13,13 @@ def test_lines_count_the_entries_of_the_user_table_and_of_the_repo_table(tables)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     assert list(describe_tables(device)) == [
         "tuned    launch parameters: none on this device: python -m scripts.tune op=norm",
-        f"auto     choices for attn=auto: none on this device: {FILL_COMMAND}",
+        f"auto     choices of kernels=auto and attn=auto: none on this device: {FILL_COMMAND}",
     ]
     write_table(user_table, {"norm_fwd 5": {"parameters": {}}, "attention causal float32 64 x1": {"parameters": {}}})
     write_table(repo_table, {"norm_fwd 6": {"parameters": {}}, "norm_fwd 7": {"parameters": {}}})
     assert list(describe_tables(device)) == [
         f"tuned    launch parameters: 1 in {user_table}, 2 in {repo_table}",
-        f"auto     choices for attn=auto: 1 in {user_table}",
+        f"auto     choices of kernels=auto and attn=auto: 1 in {user_table}",
     ]
     user_table.write_text("{")
     [line] = describe_tables(device)

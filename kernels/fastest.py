@@ -1,0 +1,106 @@
+"""Call the backend of an op that was measured to be the fastest on this GPU. Each op's auto.py does this.
+
+`python -m scripts.tune auto=true` times the backends that run here and are right, forward and backward. It stores the
+fastest in the user's table (tuned.py). The name of a table's entry has the op and the dtypes: "mlp bfloat16 fp8". The
+entry has a backend for each measured width of the input, and for attention for each T. A call takes the backend of the
+width that is nearest by ratio. Training does not time any backend. A run prints and records the backends that it uses.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Unavailable, backend, impls
+from kernels.tuned import merged_table, read_table, table_paths, write_table
+
+FILL_COMMAND = "python -m scripts.tune auto=true"
+# {(op, device type): {entry name: its ranges()}}. unavailable() fills it before any call of the op, because
+# torch.compile cannot trace code that reads a file
+_choices: dict[tuple[str, str], dict[str, list]] = {}
+
+
+def unavailable(op: str, device: torch.device) -> str | None:
+    """Read the tables of `device` for later calls of the op. Return a reason if they have no entry, else None."""
+    choices = {}
+    for name, backend_by_size in merged_table(device).items():
+        if name.split()[0] != op:
+            continue
+        # A table may name a backend whose file no longer exists
+        existing = {size: impl for size, impl in backend_by_size.items() if impl in impls(op)}
+        if existing:
+            choices[name] = ranges(op, existing)
+    _choices[op, device.type] = choices
+    return None if choices else f"nothing was measured on this device yet: run {FILL_COMMAND}"
+
+
+def ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, Callable]]:
+    """Return (upper bound of the size, backend's name, its function) for each measured size, smallest size first.
+
+    The bound between two sizes is their geometric mean, because below it the smaller size is nearer by ratio.
+    """
+    sizes = sorted(map(int, backend_by_size))
+    bounds = [math.sqrt(a * b) for a, b in pairwise(sizes)] + [math.inf]
+    names = [backend_by_size[str(size)] for size in sizes]
+    return [(bound, name, getattr(backend(op, name), op)) for bound, name in zip(bounds, names, strict=True)]
+
+
+def find(op: str, entry: str, size: int, device: torch.device) -> tuple[str, Callable] | None:
+    """Return the name and the function of the backend for this size, or None if the tables have no such entry."""
+    for bound, impl, function in _choices[op, device.type].get(entry, ()):
+        if size <= bound:
+            return impl, function
+    return None
+
+
+def entry_name(op: str, inputs: Iterable, fp8: bool = False) -> str:
+    """Return the name of the entry for a call with these inputs: "norm bfloat16 float32", "mlp bfloat16 fp8"."""
+    floats = [value for value in inputs if isinstance(value, Tensor) and value.is_floating_point()]
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in floats})
+    return " ".join([op, *dtypes, *(["fp8"] if fp8 else [])])
+
+
+def choose_backend(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple[str, Callable]:
+    """Return the name and the function of the backend for these arguments of an op other than attention.
+
+    Raises Unavailable if the tables have no entry for these dtypes.
+    """
+    x = tensors[0]
+    entry = entry_name(op, tensors, fp8)
+    if chosen := find(op, entry, x.shape[-1], x.device):
+        return chosen
+    dtype = entry.split()[1]  # bfloat16 comes before float32, the dtype of a wider residual stream
+    raise Unavailable(f"{op}=auto: nothing was measured for `{entry}` on this device: run {FILL_COMMAND} dtype={dtype}")
+
+
+def call(op: str, *tensors: Tensor | None, fp8: bool = False, **options):
+    """Call the backend that choose_backend() returns. It may lack the argument fp8, so it gets only fp8=True."""
+    _, function = choose_backend(op, *tensors, fp8=fp8)
+    return function(*tensors, **options, **({"fp8": True} if fp8 else {}))
+
+
+def detail(op: str, fp8: bool = False, **inputs) -> str:
+    """Return what `auto` runs for these inputs of an op other than attention: "triton: triton 3.6.0"."""
+    impl, _ = choose_backend(op, *inputs.values(), fp8=fp8)
+    return describe_choice(op, impl, **inputs, **({"fp8": True} if fp8 else {}))
+
+
+def describe_choice(op: str, impl: str, **inputs) -> str:
+    """Return the backend's name and, if it has one, its own detail()."""
+    backend_detail = getattr(backend(op, impl), "detail", None)
+    return f"{impl}: {backend_detail(**inputs)}" if backend_detail else impl
+
+
+def record_fastest(entry: str, size: int, impl: str, ms: dict[str, float], device: torch.device) -> str:
+    """Store in the user's table that `impl` is the fastest at this size. Return a line that says so.
+
+    `ms` is {backend: milliseconds}, and explains the choice.
+    """
+    path, _ = table_paths(device)
+    before = read_table(path).get(entry, {"parameters": {}, "ms": {}})
+    added = {"parameters": before["parameters"] | {str(size): impl}, "ms": before["ms"] | {str(size): ms}}
+    write_table(path, {entry: added})
+    times = ", ".join(f"{name} {value:.3f} ms" for name, value in sorted(ms.items(), key=lambda item: item[1]))
+    return f"auto     {entry} {size}: {impl} ({times})"

@@ -1,0 +1,13 @@
+"""Call the MLP that was measured to be the fastest on this GPU: see kernels/fastest.py."""
+
+from functools import partial
+
+from kernels import fastest
+
+deterministic = False  # the backend that it calls may be nondeterministic
+unavailable = partial(fastest.unavailable, "mlp")
+detail = partial(fastest.detail, "mlp")
+
+
+def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+    return fastest.call("mlp", x, w_fc, b_fc, w_proj, b_proj, fp8=fp8)

@@ -1,0 +1,65 @@
+"""Find the fastest right backend of each op, and store it for kernels=auto and attn=auto (kernels/fastest.py)."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from kernels.compat import FakeTensorMode
+from kernels.fastest import entry_name, record_fastest
+from kernels.registry import contract, impls, load
+from lab.bench import attention
+from lab.bench.op import DTYPES, available_backends, measure
+from lab.bench.probe import ERRORS, Probe, first_word, run_probes
+from runtime.device import explain_out_of_memory
+
+PROBE_ROWS = {"cuda": 1024, "cpu": 64}
+CPU_ROWS = 64  # a CPU would take minutes for a call of the whole shape
+LIMIT = 120.0  # seconds of one probe
+HEADS, HEAD_DIM = 12, 64  # GPT-2 124M's; scripts.bench_attention auto=true takes others
+
+
+def fill_op(op: str, shapes: list[str], dtype_name: str, rounds: int, device: torch.device) -> Iterator[str]:
+    """Store the fastest backend of an op other than attention at each shape. Yield lines about the choices.
+
+    A backend must be right in a strict probe, which has the same widths and fewer rows.
+    """
+    module, dtype = contract(op), DTYPES[dtype_name]
+    names = [impl for impl in impls(op) if impl != "auto"]
+    for shape_name in shapes:
+        shape = (module.SHAPES | module.CASES)[shape_name]
+        width = shape["shape"][-1]
+        small = shape | {"shape": (PROBE_ROWS[device.type], width)}
+        groups = [[Probe(op, impl, small, dtype, strict=True)] for impl in names]
+        statuses = {impl: status for impl, [status] in zip(names, run_probes(groups, device, LIMIT), strict=True)}
+        right = [impl for impl, status in statuses.items() if first_word(status) == "ok"]
+        for impl, status in statuses.items():
+            if first_word(status) in ERRORS:
+                yield f"without  {op}={impl} at {shape_name}: {status}"
+        if not right:
+            continue
+        timed = shape if device.type == "cuda" else shape | {"shape": (CPU_ROWS, width)}
+        with explain_out_of_memory(f"op={op} shape={shape_name}", "the size: choose a smaller shape"):
+            rows = measure(op, shape_name, timed, right, dtype_name, rounds, device)[0]
+        with FakeTensorMode():
+            entry = entry_name(op, module.inputs(**shape, dtype=dtype).values(), shape.get("fp8", False))
+        yield record_fastest(entry, width, *fastest(rows), device)
+
+
+def fastest(rows: list[dict]) -> tuple[str, dict[str, float]]:
+    """Return the fastest backend and {backend: ms}. Eager stays unless the fastest median is below eager's p20."""
+    ms = {row["impl"]: row["both/ms"] for row in rows}
+    best = min(ms, key=ms.get)
+    eager_p20 = next((row["both/ms/p20"] for row in rows if row["impl"] == "eager"), math.inf)
+    return best if ms[best] < eager_p20 else "eager", ms
+
+
+def fill_attention(dtype_name: str, rounds: int, device: torch.device) -> Iterator[str]:
+    """Store the fastest backend of attention at each T, also for a decoding step. Yield lines about the choices."""
+    batch = None if device.type == "cuda" else 1
+    shape = attention.AttentionShape(batch, HEADS, None, HEAD_DIM, None, None, dtype_name)
+    names = [impl for impl in available_backends("attention", device) if impl != "auto"]
+    functions = {impl: load("attention", impl, device) for impl in names}
+    for length in attention.default_lengths(device):
+        rows = attention.measure(shape, length, functions, rounds, device)
+        yield from attention.record_rows(rows, shape, device)
