@@ -1,9 +1,15 @@
-"""Read and append the rows in results/<device>/<kind>.jsonl."""
+"""Read and append the rows in results/<device>/<kind>.jsonl, and send rows to a tracker."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from kernels.tuned import device_slug
+from runtime.config import command_line
+from runtime.run import make_folder
+from runtime.trackers import Tracker
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
@@ -38,3 +44,31 @@ def write_rows(rows: list[dict], name: str, folder: Path, keep: bool) -> list[Pa
 def curve_file(folder: Path, row: dict) -> Path:
     """Return the file for the losses of this row's run in a folder of results/. Each seed has its own."""
     return folder / "curves" / f"{row['name']}-seed{row['config']['seed']}.jsonl"
+
+
+def track_rows(tracker: Tracker, name: str, cfg: object, rows: dict[str, dict], folder: Path | None = None) -> None:
+    """Send the rows of a command that measures to its tracker, as one run. `rows` is {label: row}.
+
+    A number of a row is the figure "LABEL/KEY". The table `rows` has the texts, too. The tracker writes into `folder`,
+    by default a new folder in out/.
+    """
+    if tracker.config.name == "none":
+        return
+    folder = folder or make_folder(None, name)
+    env = next((row["env"] for row in rows.values() if "env" in row), None)
+    tracker.start(folder, {"name": name, "config": OmegaConf.to_container(OmegaConf.structured(cfg)), "env": env})
+    values = [(label, key, value) for label, row in rows.items() for key, value in leaves(row)]
+    tracker.log(1, {f"{label}/{key}": value for label, key, value in values if isinstance(value, int | float)})
+    tracker.log_table("rows", ["row", "key", "value"], [[label, key, str(value)] for label, key, value in values])
+    tracker.finish({"status": "ok", "command": command_line()})
+    if line := tracker.view_line(folder):
+        print(line)
+
+
+def leaves(row: dict) -> Iterator[tuple[str, object]]:
+    """Yield (key, value) of a row without env. A dict's keys follow its own: ("training/loss", 7.6)."""
+    for key, value in row.items():
+        if isinstance(value, dict) and key != "env":
+            yield from ((f"{key}/{inner}", leaf) for inner, leaf in leaves(value))
+        elif key != "env":
+            yield key, value

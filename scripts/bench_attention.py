@@ -20,10 +20,11 @@ from lab.bench.op import as_list, contestants
 from lab.commands import command
 from lab.report.figures import attention_plot
 from lab.report.tables import attention_table
-from lab.rows import write_rows
+from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.run import make_folder
+from runtime.trackers import LoggerConfig, make_tracker
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Config:
     auto: bool
     keep: bool
     out_dir: str | None
+    logger: LoggerConfig
 
     def __post_init__(self):
         check(self.rounds >= 1, f"rounds={self.rounds}: it must be at least 1")
@@ -66,7 +68,7 @@ class Config:
 
 @command(Config, "bench_attention")
 def main(cfg: Config) -> None:
-    device, shape = select_device(cfg.device), cfg.shape
+    device, shape, tracker = select_device(cfg.device), cfg.shape, make_tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, "bench-attention")
     lengths = cfg.lengths or default_lengths(device)
     env, rows = environment(device), []
@@ -90,6 +92,8 @@ def main(cfg: Config) -> None:
     if find_spec("matplotlib") and any("both/ms" in row for row in rows):
         files.append(attention_plot(rows, folder / "attention.png"))
     print(f"\ndone     {', '.join(map(str, files))}")
+    labels = [f"attention/{row['T']}/{row['impl']}" for row in rows]
+    track_rows(tracker, "bench-attention", cfg, dict(zip(labels, rows, strict=True)), folder)
 
 
 if __name__ == "__main__":

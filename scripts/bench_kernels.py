@@ -17,16 +17,18 @@ from kernels.registry import check_name, contract
 from lab.bench.op import DTYPES, OpConfig, as_list, measure, table
 from lab.commands import command
 from lab.report.figures import roofline
-from lab.rows import write_rows
+from lab.rows import track_rows, write_rows
 from runtime.device import environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.timing import measured_bandwidth, measured_flops
+from runtime.trackers import LoggerConfig, make_tracker
 
 
 @dataclass
 class Config(OpConfig):
     impl: Any
     out_dir: str | None
+    logger: LoggerConfig
 
     def __post_init__(self):
         super().__post_init__()
@@ -38,7 +40,7 @@ class Config(OpConfig):
 
 @command(Config, "bench_kernels")
 def main(cfg: Config) -> None:
-    device = select_device(cfg.device)
+    device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, f"bench-{cfg.op}")
     env, rows = environment(device), []
     copy, matmul = measured_bandwidth(device) / 1e12, measured_flops(device, DTYPES[cfg.dtype]) / 1e12
@@ -62,6 +64,8 @@ def main(cfg: Config) -> None:
         files.append(roofline(rows, folder / "roofline.png"))
     print(f"\nceiling  {copy:.3g} TB/s of a copy, {matmul:.3g} TFLOP/s of a large matmul")
     print(f"done     {', '.join(map(str, files))}")
+    labels = [f"{row['op']}/{row['shape']}/{row['impl']}" for row in rows]
+    track_rows(tracker, f"bench-{cfg.op}", cfg, dict(zip(labels, rows, strict=True)), folder)
 
 
 if __name__ == "__main__":

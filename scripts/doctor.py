@@ -21,10 +21,11 @@ from lab.bench.op import as_list
 from lab.bench.probe import ERRORS, first_probe, first_word, matrix_probes, run_probes
 from lab.bench.support import tables
 from lab.commands import command
-from lab.rows import write_rows
+from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.run import make_folder
+from runtime.trackers import LoggerConfig, make_tracker
 
 COLUMNS = 100
 
@@ -38,6 +39,7 @@ class Config:
     limit: float
     keep: bool
     out_dir: str | None
+    logger: LoggerConfig
 
     def __post_init__(self):
         self.op = as_list(self.op) or list(ALL_OPS)
@@ -83,7 +85,7 @@ def answer_line(op: str, impl: str, column: str, status: str) -> str:
 
 @command(Config, "doctor")
 def main(cfg: Config) -> None:
-    device = select_device(cfg.device)
+    device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
     env = environment(device)
     for line in describe_machine(device, env):
         print(wrap(line, indent=9))
@@ -107,6 +109,8 @@ def main(cfg: Config) -> None:
         print(f"\nrows     {', '.join(map(str, files))}")
     total = f"{counts.total()} answers of {len(rows)} backends"
     print(f"\ndone     {total}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)
+    answers = {f"{row['op']}/{row['impl']}": row for row in rows}
+    track_rows(tracker, "doctor", cfg, {"answers": dict(counts), **answers}, folder)
     if errors:
         print("\n".join(errors), file=sys.stderr)
         sys.exit(1)

@@ -29,11 +29,12 @@ from lab.judge.claim import (
 )
 from lab.judge.verdict import judge_claim, page, speed_figure
 from lab.recipe import Recipe
-from lab.rows import write_rows
+from lab.rows import track_rows, write_rows
 from runtime.config import UserError, check, command_line, parse, quote_exactly, quote_override
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
+from runtime.trackers import LoggerConfig, make_tracker
 from train import Config as TrainConfig
 from train import complete_config
 
@@ -52,6 +53,7 @@ class Config:
     device: str
     keep: bool
     out_dir: str | None
+    logger: LoggerConfig
 
     def __post_init__(self):
         check_claim(Claim(self.op, self.impl, self.against))
@@ -62,6 +64,7 @@ class Config:
 
 @command(Config, "judge")
 def main(cfg: Config) -> None:
+    tracker = make_tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
     try:
         with Signals():  # the probes and the training run in other processes, which end with this block
@@ -77,6 +80,7 @@ def main(cfg: Config) -> None:
     if "ratio" in row and find_spec("matplotlib"):
         files.append(speed_figure(row, folder / "judge.png"))
     print(f"\n{page(row)}\ndone     {', '.join(map(str, files))}", flush=True)
+    track_rows(tracker, f"judge-{cfg.op}", cfg, {f"{cfg.op}/{cfg.impl}": row}, folder)
     if row["verdict"] not in EXIT_CODES:
         raise UserError(f"no verdict: {row['reason']}")
     sys.exit(EXIT_CODES[row["verdict"]])

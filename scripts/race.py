@@ -19,14 +19,17 @@ from lab.generation.recipe import GenerationKeys, take_random_model
 from lab.generation.replay import choose_seconds, replay
 from lab.generation.writing import show
 from lab.proof import Wrong
+from lab.rows import track_rows
 from runtime.config import UserError, check
 from runtime.device import device_name, select_device
+from runtime.trackers import LoggerConfig, make_tracker
 
 
 @dataclass
 class Config(GenerationKeys):
     decoders: list[str]
     replay: float | None
+    logger: LoggerConfig
 
     def __post_init__(self):
         super().__post_init__()
@@ -41,7 +44,7 @@ class Config(GenerationKeys):
 
 @command(Config, "race", errors=(DataError,), complete=take_random_model)
 def main(cfg: Config) -> None:
-    device = select_device(cfg.device)
+    device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
     recipe = cfg.open_recipe()
     entries = [(entry, race.with_decoder(recipe, entry)) for entry in cfg.decoders]
     [prompt] = prompts.make_prompts(cfg.prompt, None, cfg.prompt_tokens, recipe.source, recipe.tokenizer, cfg.seed)
@@ -60,6 +63,8 @@ def main(cfg: Config) -> None:
     if sys.stdout.isatty() and cfg.replay != 0:
         replay(finished, prompt.text, choose_seconds(finished, cfg.replay))
     print_result(racers, prompt.text)
+    rows = {racer.name: {"status": racer.status, "text": racer.text, **racer.figures} for racer in racers}
+    track_rows(tracker, "race", cfg, rows)
     if wrong := [f"{racer.name} is {racer.status}" for racer in racers if racer.status.startswith("wrong")]:
         raise Wrong("; ".join(wrong))
 

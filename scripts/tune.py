@@ -15,13 +15,15 @@ import torch
 from omegaconf import DictConfig
 
 from kernels.registry import OPS, backend, load
-from kernels.tuned import read_table, table_paths, write_table
+from kernels.tuned import is_choice, read_table, table_paths, write_table
 from lab.bench.fastest import fill_attention, fill_op
 from lab.bench.op import OpConfig
 from lab.bench.tune import UNFIT, fastest, table, tune_shape
 from lab.commands import command
+from lab.rows import track_rows
 from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
+from runtime.trackers import LoggerConfig, make_tracker
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Config:
     device: str
     rounds: int
     keep: bool
+    logger: LoggerConfig
 
     def __post_init__(self):
         check(self.op is not None or self.auto, "op is missing: name one, as in op=norm, or pass auto=true for all ops")
@@ -59,7 +62,7 @@ def complete_config(cfg: DictConfig) -> None:
 
 @command(Config, "tune", errors=UNFIT, complete=complete_config)
 def main(cfg: Config) -> None:
-    device = select_device(cfg.device)
+    device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
     gpu = device.type == "cuda"
     check(gpu or not cfg.keep, "keep=true needs a GPU: the repo's tables are for GPUs, not for Triton's interpreter")
     user_table, repo_table = table_paths(device)
@@ -70,6 +73,8 @@ def main(cfg: Config) -> None:
         print(heading, flush=True)
         store_choices(cfg.configs, device)
         print(f"\ndone     {path}")
+        choices = {entry: facts for entry, facts in read_table(path).items() if is_choice(entry)}
+        track_rows(tracker, "tune-auto", cfg, choices)
         return
     load(cfg.op, "triton", device)  # raises Unavailable with the reason if it cannot run here
     check(hasattr(backend(cfg.op, "triton"), "candidates"), f"kernels/{cfg.op}/triton.py has no candidates() to try")
@@ -78,7 +83,9 @@ def main(cfg: Config) -> None:
         print("a trial: the times of Triton's interpreter say nothing about a GPU")
     measured = {"triton": env["triton"], "date": time.strftime("%Y-%m-%d")}
     entries = store_parameters(cfg.configs[0], path, measured, device)
-    print(f"\n{table([rows[-1] | fastest(rows) for rows in entries.values()])}\n\ndone     {path}")
+    best = [rows[-1] | fastest(rows) for rows in entries.values()]
+    print(f"\n{table(best)}\n\ndone     {path}")
+    track_rows(tracker, f"tune-{cfg.op}", cfg, {row["entry"]: row for row in best})
 
 
 def store_choices(configs: list[OpConfig], device: torch.device) -> None:
