@@ -11,10 +11,9 @@ from kernels.registry import contract, impls, load
 from lab.bench import attention
 from lab.bench.op import DTYPES, available_backends, measure
 from lab.bench.probe import ERRORS, Probe, first_word, run_probes
-from runtime.device import explain_out_of_memory
+from runtime.device import OutOfMemory, explain_out_of_memory
 
-PROBE_ROWS = {"cuda": 1024, "cpu": 64}
-CPU_ROWS = 64  # a CPU would take minutes for a call of the whole shape
+PROBE_ROWS = {"cuda": 256, "cpu": 64}  # a CPU is timed with so many rows, too: the whole shape would take minutes
 LIMIT = 120.0  # seconds of one probe
 HEADS, HEAD_DIM = 12, 64  # GPT-2 124M's; scripts.bench_attention auto=true takes others
 
@@ -38,12 +37,29 @@ def fill_op(op: str, shapes: list[str], dtype_name: str, rounds: int, device: to
                 yield f"without  {op}={impl} at {shape_name}: {status}"
         if not right:
             continue
-        timed = shape if device.type == "cuda" else shape | {"shape": (CPU_ROWS, width)}
-        with explain_out_of_memory(f"op={op} shape={shape_name}", "the size: choose a smaller shape"):
-            rows = measure(op, shape_name, timed, right, dtype_name, rounds, device)[0]
+        rows = time_backends(
+            op, shape_name, shape if device.type == "cuda" else small, right, dtype_name, rounds, device
+        )
         with FakeTensorMode():
             entry = entry_name(op, module.inputs(**shape, dtype=dtype).values(), shape.get("fp8", False))
         yield record_fastest(entry, width, *fastest(rows), device)
+
+
+def time_backends(
+    op: str, shape_name: str, shape: dict, names: list[str], dtype_name: str, rounds: int, device: torch.device
+) -> list[dict]:
+    """Return the benchmark's rows. While a backend does not fit into the memory, halve the number of rows of x."""
+    *_, width = shape["shape"]
+    count = torch.Size(shape["shape"]).numel() // width
+    while True:
+        try:
+            with explain_out_of_memory(f"op={op} shape={shape_name}", "the size: choose a smaller shape"):
+                fewer = shape | {"shape": (count, width)}
+                return measure(op, shape_name, fewer, names, dtype_name, rounds, device)[0]
+        except OutOfMemory:
+            if count <= PROBE_ROWS[device.type]:
+                raise
+            count //= 2
 
 
 def fastest(rows: list[dict]) -> tuple[str, dict[str, float]]:
@@ -61,5 +77,6 @@ def fill_attention(dtype_name: str, rounds: int, device: torch.device) -> Iterat
     names = [impl for impl in available_backends("attention", device) if impl != "auto"]
     functions = {impl: load("attention", impl, device) for impl in names}
     for length in attention.default_lengths(device):
+        torch.compiler.reset()  # flex compiles each T anew, as in scripts.bench_attention
         rows = attention.measure(shape, length, functions, rounds, device)
         yield from attention.record_rows(rows, shape, device)

@@ -14,6 +14,7 @@ from kernels.norm import triton as norm
 from kernels.registry import OPS
 from kernels.tuned import launch_parameters, read_table, write_table
 from lab.bench import tune as tuning
+from lab.bench.fastest import time_backends
 from scripts import tune
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -172,3 +173,18 @@ def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
     assert read_table(tables[0])["loss float32"]["parameters"] == {"64": "torch_chunked"}
     seconds["eager"] = 1.0
     assert "auto     loss float32 64: eager (" in command(*words)[1]
+
+
+def test_auto_times_fewer_rows_if_a_backend_does_not_fit(monkeypatch):
+    tried = []
+
+    def measure(op, shape_name, shape, *_):
+        tried.append(shape["shape"])
+        if shape["shape"][0] > 100:
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
+        return [{"impl": "eager"}], {}
+
+    monkeypatch.setattr("lab.bench.fastest.measure", measure)
+    cpu = torch.device("cpu")
+    assert time_backends("norm", "wide", {"shape": (4, 100, 8)}, ["eager"], "float32", 1, cpu) == [{"impl": "eager"}]
+    assert tried == [(400, 8), (200, 8), (100, 8)]
