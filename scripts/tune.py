@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from kernels.registry import OPS, backend, load
 from kernels.tuned import is_choice, read_table, table_paths, write_table
@@ -31,14 +30,15 @@ class Config:
     op: str | None
     auto: bool
     shape: Any
-    dtype: str
+    dtype: str | None
     device: str
     rounds: int
     keep: bool
     logger: LoggerConfig
 
     def __post_init__(self):
-        check(self.op is not None or self.auto, "op is missing: name one, as in op=norm, or pass auto=true for all ops")
+        if self.dtype is None:
+            self.dtype = "bfloat16" if select_device(self.device).type == "cuda" else "float32"
         check(not self.shape or self.op is not None, f"shape={self.shape}: it needs op=NAME")
         check(not (self.auto and self.keep), "auto=true with keep=true: the choices are for your table only")
         if self.auto and self.op == "attention":
@@ -54,14 +54,9 @@ class Config:
         return [OpConfig(op, *rest) for op in ([self.op] if self.op else OPS)]
 
 
-def complete_config(cfg: DictConfig) -> None:
-    """Let dtype=null be bfloat16 on a GPU and float32 on a CPU."""
-    if cfg.dtype is None:
-        cfg.dtype = "bfloat16" if select_device(cfg.device).type == "cuda" else "float32"
-
-
-@command(Config, "tune", errors=UNFIT, complete=complete_config)
+@command(Config, "tune", errors=UNFIT)
 def main(cfg: Config) -> None:
+    check(cfg.op is not None or cfg.auto, "op is missing: name one, as in op=norm, or pass auto=true for all ops")
     device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
     gpu = device.type == "cuda"
     check(gpu or not cfg.keep, "keep=true needs a GPU: the repo's tables are for GPUs, not for Triton's interpreter")
