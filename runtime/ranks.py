@@ -52,7 +52,8 @@ class Exchange(torch.autograd.Function):
 class Ranks:
     """This process's rank in the job, and the communication between the ranks.
 
-    `batch_ranks` ranks divide the batches among them, and this process takes the share of number `batch_rank`.
+    `batch_ranks` ranks divide the batches of a step among them, and this one is number `batch_rank` of them. With
+    parallel=context batch_ranks is 1, because every rank takes all batches.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, batch_ranks: int | None = None):

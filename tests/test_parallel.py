@@ -293,7 +293,7 @@ def test_split_sequences_have_the_loss_and_gradients_of_one_process(tmp_path, ca
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "zero2", "context"])
 def test_replayed_steps_of_two_gpus_equal_uncaptured_steps(tmp_path, monkeypatch, parallel):
     """With deterministic kernels, every bit is the same. The evaluation after each step sees the newest weights."""
     monkeypatch.chdir(tmp_path)

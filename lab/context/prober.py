@@ -21,11 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PREDICT_MINUTES = 5  # the least time limit of a prediction, which simulates some ten steps without the GPU
 REFUSED = "failed: error: "  # a UserError or a KernelError ended the child process
 OUT_OF_MEMORY = re.compile(
-    "out.of.memory|alloc(ation)?_failed|bad_alloc|cannot allocate|MemoryError|could not create a primitive",
+    "out.of.(GPU.)?memory|alloc(ation)?_failed|bad_alloc|cannot allocate|MemoryError|could not create a primitive",
     re.IGNORECASE,
 )  # what libraries print when the memory is full; the last is oneDNN's
-
-
 RANK_ERROR = re.compile(r"error: |\[rank\d+\]: \w")  # how an error of a process under torchrun begins
 
 
@@ -93,8 +91,9 @@ class Prober:
         if code is None:
             facts["failure"] = "timeout"
         elif code:
-            if launcher:  # torchrun's own lines come last
-                error_lines = [line for line in error_lines if RANK_ERROR.match(line) or OUT_OF_MEMORY.search(line)]
+            if launcher:  # any process may be the first to fail, and torchrun's own lines come last
+                full = [line for line in error_lines if OUT_OF_MEMORY.search(line)]
+                error_lines = full or [line for line in error_lines if RANK_ERROR.match(line)]
             last_line = error_lines[-1] if error_lines else f"exit code {code}"
             facts["failure"] = "oom" if OUT_OF_MEMORY.search(last_line) else f"failed: {last_line}"
         return ProbeResult(**facts)

@@ -110,8 +110,9 @@ def scaling(device: str) -> str:
     """
 
     def settings(row: dict) -> tuple:
-        config = row["config"]
-        return row["parameters"], config["precision"], json.dumps(config["kernels"]), config["train"]["batch_size"]
+        config, train = row["config"], row["config"]["train"]
+        sizes = train["batch_size"], train["block_size"]
+        return row["parameters"], config["precision"], json.dumps(config["kernels"]), *sizes
 
     rows = [row for row in results.read_rows(device) if row.get("perf/tokens_per_sec_per_device")]
     one_gpu = {settings(row): row["perf/tokens_per_sec"] for row in rows if row["world_size"] == 1}
@@ -119,13 +120,16 @@ def scaling(device: str) -> str:
     head = ["model", "GPUs", "parallel", "sequences a GPU", "kernels", "tokens/s", "a GPU", "efficiency"]
     lines = []
     for row in rows:
+        sequences = str(row["config"]["train"]["batch_size"])
+        if row["config"]["parallel"] == "context":
+            sequences += f" / {row['world_size']}"
         per_gpu, single = row["perf/tokens_per_sec_per_device"], one_gpu.get(settings(row))
         lines.append(
             [
                 model_size(row),
                 str(row["world_size"]),
                 row["config"]["parallel"] if row["world_size"] > 1 else "",
-                str(row["config"]["train"]["batch_size"]),
+                sequences,
                 kernels_cell(row),
                 f"**{row['perf/tokens_per_sec']:,.0f}**",
                 f"{per_gpu:,.0f}",

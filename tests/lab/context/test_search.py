@@ -170,5 +170,6 @@ def test_full_memory_is_recognised_in_the_messages_of_libraries():
     """The messages come from CUDA's driver, Triton, cuBLAS, cuDNN, C++ and oneDNN."""
     messages = "CUDA_ERROR_OUT_OF_MEMORY", "Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
     messages += "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", "std::bad_alloc", "could not create a primitive"
+    messages += ("out of GPU memory with T=128",)  # of runtime.device.explain_out_of_memory()
     assert all(OUT_OF_MEMORY.search(f"RuntimeError: {message} when calling it") for message in messages)
     assert not OUT_OF_MEMORY.search("CUDA error: an illegal memory access was encountered")
