@@ -34,6 +34,15 @@ class UserError(ValueError):
     """The user asked for something impossible. The message is one line: what happened, why, what to do."""
 
 
+# Control characters could move the cursor or change the terminal's colours. Tab and line feed are harmless
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def printable(text: object) -> str:
+    """Return the text for a terminal: with \\x1b in place of the control character ESC, and so on."""
+    return str(text).translate(CONTROLS)
+
+
 def check(ok: bool, message: str) -> None:
     """Raise UserError with this message if `ok` is false."""
     if not ok:
@@ -77,7 +86,7 @@ def cli(
                     failed += 1
                     # all ranks find the same mistakes in the config, so only rank 0 prints these
                     if parsed or os.environ.get("RANK", "0") == "0":
-                        print(f"error: {error}", file=sys.stderr)
+                        print(f"error: {printable(error)}", file=sys.stderr)
 
             store_named_choices(groups or {}, sys.argv[1:])
             try:
@@ -86,7 +95,7 @@ def cli(
                 if jobs or isinstance(error, BrokenPipeError):
                     raise
                 # before the first job, every error is a mistake on the command line or in a YAML file
-                sys.exit(f"error: {explain_error(error, schema)}")
+                sys.exit(f"error: {printable(explain_error(error, schema))}")
             if failed:
                 sys.exit(1)
 

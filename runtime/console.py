@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from runtime.config import printable
 from runtime.meter import WARMUP
 from runtime.power import tokens_per_joule_cell
 from runtime.ranks import count_batch_ranks
@@ -31,7 +32,7 @@ def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
         step += f" in {processes} parts"
     if processes > 1:
         step = f"{processes} processes ({config['parallel']}) with {step}"
-    return f"""\
+    return printable(f"""\
 device   {row["env"]["device"]}, torch {torch.__version__}, precision {config["precision"]}
 model    {model}
 data     {data}
@@ -39,7 +40,7 @@ kernels  {" | ".join(kernels)}
 step     {train["tokens_per_step"]:,} tokens: {step}
 mfu      ({flops}) FLOP a token over the dense bf16 peak
 peak     TFLOP/s: {data_sheet}; {measured_peak / 1e12:.3g} by a matmul here; at this speed a step takes {step_ms:.1f} ms
-folder   {folder}"""
+folder   {folder}""")
 
 
 def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.compile") -> str:
@@ -51,7 +52,7 @@ def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.comp
     if row["kernels"]["compile"]:
         kernels.append(compiled)
     device = f"device   {row['env']['device']}, torch {torch.__version__}, precision {row['config']['precision']}"
-    return "\n".join([device, f"model    {model}", *lines, f"kernels  {' | '.join(kernels)}"])
+    return printable("\n".join([device, f"model    {model}", *lines, f"kernels  {' | '.join(kernels)}"]))
 
 
 def progress_bar(total: int | None, initial: int, unit: str = "step") -> tqdm:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from checked_json import write_atomically
-from runtime.config import UserError, command_line
+from runtime.config import UserError, check, command_line, printable
 from runtime.ranks import Ranks
 from runtime.trackers import LoggerConfig, Tracker, make_tracker
 
@@ -206,8 +206,10 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
 def lock_folder(folder: Path) -> TextIO:
     """Make the folder and lock it, until this process ends or closes the returned file.
 
-    Raises UserError if another process holds the lock.
+    Raises UserError if another process holds the lock, or if the folder's name has control characters, because many
+    lines print it.
     """
+    check(printable(folder) == str(folder), f"out_dir={folder} has control characters; choose another folder")
     with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")

@@ -15,7 +15,7 @@ from kernels.registry import KernelError
 from lab.proof.blame import Replay, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from runtime import compat
-from runtime.config import UserError, check, parse
+from runtime.config import UserError, check, parse, printable
 from runtime.device import OutOfMemory, select_device
 from runtime.run import read_config
 from runtime.signals import exit_quietly
@@ -59,7 +59,7 @@ def main() -> None:
     try:
         goes_wrong = blame(arguments.run, arguments.step, arguments.device)
     except (UserError, KernelError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(error)}")
     sys.exit(0 if goes_wrong else 1)
 
 

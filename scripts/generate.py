@@ -23,7 +23,7 @@ from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
 from model.generate import stream
-from runtime.config import UserError, check, command_line
+from runtime.config import UserError, check, command_line, printable
 from runtime.console import model_header, power_line
 from runtime.device import GIB, environment, explain_out_of_memory, reset_peak_memory, select_device
 from runtime.power import PowerMeter
@@ -42,6 +42,7 @@ class Config(GenerationKeys):
     batch: int
     out_dir: str | None
     proof: bool
+    raw: bool  # print control characters of prompts and texts as they are
     sweep: SweepConfig
     logger: LoggerConfig
 
@@ -73,7 +74,7 @@ def main(cfg: Config) -> None:
     torch.compiler.reset()  # hydra/launcher=basic runs all jobs in this process, and Dynamo limits its compilations
     if cfg.is_conversation:
         with explain_out_of_memory(recipe.name, "max_new_tokens, or choose precision=bf16"):
-            answer_prompts(recipe, cfg.max_new_tokens, device)
+            answer_prompts(recipe, cfg.max_new_tokens, device, cfg.raw)
         return
     given = prompts.make_prompts(cfg.prompt, cfg.prompts, cfg.prompt_tokens, recipe.source, recipe.tokenizer, cfg.seed)
     # the row then has the number instead of null
@@ -95,12 +96,18 @@ def main(cfg: Config) -> None:
         if cfg.prompt is not None:
             # quoted for a shell only: main_with_exact_prompt() adds Hydra's quotes again
             run.row["command"] = command_line(prompt="") + shlex.quote(cfg.prompt)
-        summary = generate(run, recipe, chosen, cfg.max_new_tokens, device, cfg.proof)
+        summary = generate(run, recipe, chosen, cfg.max_new_tokens, device, cfg.proof, cfg.raw)
         print(f"{summary}\ndone     {run.folder / 'result.json'}")
 
 
 def generate(
-    run: Run, recipe: GenerationRecipe, chosen: list[prompts.Prompt], new_tokens: int, device: torch.device, proof: bool
+    run: Run,
+    recipe: GenerationRecipe,
+    chosen: list[prompts.Prompt],
+    new_tokens: int,
+    device: torch.device,
+    proof: bool,
+    raw: bool,
 ) -> str:
     """Continue the prompts, and fill the run's row and folder. Return the figures as text.
 
@@ -119,7 +126,7 @@ def generate(
     steps = stream(decoder, idx, new_tokens, lengths)
     with PowerMeter(device) as power:
         power.start()
-        written, arrivals = writing.write_texts(steps, chosen, recipe.make_texts(len(chosen)), run.folder)
+        written, arrivals = writing.write_texts(steps, chosen, recipe.make_texts(len(chosen)), run.folder, raw)
         power.stop()
     print("\n", flush=True)
     made = sum(arrival.tokens for arrival in arrivals) // len(chosen)
@@ -158,7 +165,7 @@ def main_with_exact_prompt() -> None:
     try:
         prompts.check_stdin(sys.argv)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(error)}")
     prompts.quote_prompt(sys.argv)
     main()
 

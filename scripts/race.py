@@ -76,7 +76,7 @@ def print_result(racers: list[Racer], prompt: str) -> None:
     same = all(racer.tokens == written[0].tokens for racer in written)
     for racer in written[:1] if same else written:
         print(f"\n--- {'all' if same else racer.name}")
-        show(f"{prompt}{racer.text}\n")
+        show(f"{prompt}{racer.text}\n", raw=False)
     print("\nThe decoders ran one after the other, each alone on the device.\n")
     print(f"{race.table(racers)}\n{race.verdict(racers)}")
 

@@ -16,7 +16,7 @@ from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
 from lab.report.side_by_side import side_by_side
 from runtime import compat
-from runtime.config import UserError
+from runtime.config import UserError, printable
 from runtime.signals import exit_quietly
 
 
@@ -63,7 +63,7 @@ def main() -> None:
         if arguments.wandb:
             files += publish(source, arguments.wandb, files)
     except (UserError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(error)}")
     print("\n".join(map(str, files)))
 
 

@@ -20,7 +20,7 @@ from lab.report.choices import rerun_command
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
-from runtime.config import UserError, check, quote_override
+from runtime.config import UserError, check, printable, quote_override
 from runtime.run import make_folder, read_row
 from runtime.signals import exit_quietly
 
@@ -158,7 +158,7 @@ def main() -> None:
     try:
         compared = reproduce(arguments.rows, arguments.row, arguments.out_dir)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(error)}")
     sys.exit(0 if compared.verdict == "tie" else OTHER_SPEED)
 
 

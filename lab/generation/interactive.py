@@ -13,7 +13,7 @@ from lab.generation.writing import Arrival, read_stream, show
 from model.decoder import Decoder
 from model.generate import stream
 from model.text import Text
-from runtime.config import UserError, check
+from runtime.config import UserError, check, printable
 from runtime.console import model_header
 from runtime.device import environment
 
@@ -21,7 +21,7 @@ ROPE_PROMPT = 4096  # tokens of the longest prompt of a model with rope, which h
 HELP = "Type a prompt. Enter alone begins a document, Ctrl-C stops an answer, Ctrl-D ends."
 
 
-def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device: torch.device) -> None:
+def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device: torch.device, raw: bool) -> None:
     """Read one prompt after another from the terminal, and stream the answers, until Ctrl-D.
 
     Answer n, counted from 0, is the text of a run with seed + n. It has at most max_new_tokens tokens, or fewer if the
@@ -41,7 +41,7 @@ def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device:
     for number, (prompt, room) in enumerate(read_prompts(recipe, capacity)):
         decoder.first_seeds = seeds_of(recipe.seed + number, 1, device)
         [text] = recipe.make_texts(1)
-        print(f"\n[{stream_answer(decoder, prompt, text, min(most, room))}]", flush=True)
+        print(f"\n[{stream_answer(decoder, prompt, text, min(most, room), raw)}]", flush=True)
 
 
 def warm_up(decoder: Decoder) -> float:
@@ -73,12 +73,12 @@ def read_prompts(recipe: GenerationRecipe, capacity: int) -> Iterator[tuple[Prom
         except UnicodeDecodeError:
             print("error: the prompt is not UTF-8 text")
         except UserError as error:
-            print(f"error: {error}")
+            print(f"error: {printable(error)}")
         else:
             yield prompt, room
 
 
-def stream_answer(decoder: Decoder, prompt: Prompt, text: Text, new_tokens: int) -> str:
+def stream_answer(decoder: Decoder, prompt: Prompt, text: Text, new_tokens: int, raw: bool) -> str:
     """Print the answer while it arrives, until it ends or Ctrl-C stops it. Return a line with its figures."""
     idx, lengths = (tensor.to(decoder.positions.device) for tensor in make_batch([prompt]))
     arrivals, counts = [], []
@@ -87,8 +87,8 @@ def stream_answer(decoder: Decoder, prompt: Prompt, text: Text, new_tokens: int)
         for arrival, [piece] in read_stream(stream(decoder, idx, new_tokens, lengths), [text]):
             arrivals.append(arrival)
             counts.append(len(text.tokens))
-            show(piece)
-    show(text.finish())
+            show(piece, raw)
+    show(text.finish(), raw)
     return answer_line(start, arrivals, counts)
 
 

@@ -7,7 +7,7 @@ import time
 import unicodedata
 
 from lab.generation.race import Racer
-from lab.generation.writing import CONTROLS
+from runtime.config import printable
 
 FEWEST_COLUMNS = 32  # of a decoder; on a narrower terminal the decoders are below each other
 FRAMES = 20  # a second
@@ -74,7 +74,7 @@ def racer_lines(racer: Racer, prompt: str, now: float, width: int, height: int) 
     """Return `height` lines of `width` columns: the decoder's name, its tokens/s so far, and the end of its text."""
     arrived = bisect.bisect_right(racer.times, now)
     name, figures = (wrap(line, width)[0] for line in headers(racer, arrived, now))
-    text = (prompt + "".join(racer.pieces[:arrived])).translate(CONTROLS).expandtabs(4)
+    text = printable(prompt + "".join(racer.pieces[:arrived])).expandtabs(4)
     lines, room = wrap(text, width), max(0, height - 2)
     shown = lines[max(0, len(lines) - room) :]
     blank = [" " * width] * (room - len(shown))

@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from lab.generation.prompts import Prompt
 from model.text import Text
-
-# Control characters, which could move the cursor or change the terminal's colours. Tab and line feed are harmless
-CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"} | {ord("\r"): None}
+from runtime.config import printable
 
 
 class Arrival(NamedTuple):
@@ -30,13 +28,13 @@ def read_stream(steps: Iterator[list[list[int]]], texts: list[Text]) -> Iterator
             return
 
 
-def show(text: str) -> None:
-    """Print text at once. On a terminal, replace control characters, which a model of bytes may write."""
-    print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
+def show(text: str, raw: bool) -> None:
+    """Print text at once. Without `raw`, a terminal shows control characters, which a model of bytes may write."""
+    print(printable(text) if sys.stdout.isatty() and not raw else text, end="", flush=True)
 
 
 def write_texts(
-    steps: Iterator[list[list[int]]], prompts: list[Prompt], texts: list[Text], folder: Path
+    steps: Iterator[list[list[int]]], prompts: list[Prompt], texts: list[Text], folder: Path, raw: bool = False
 ) -> tuple[list[str], list[Arrival]]:
     """Print the texts after their prompts, and save them. Return the texts and the arrivals of the steps.
 
@@ -46,19 +44,19 @@ def write_texts(
     arrivals, pieces = [], [[] for _ in texts]
     is_single = len(texts) == 1
     if is_single:
-        show(prompts[0].text)
+        show(prompts[0].text, raw)
     for arrival, new in read_stream(steps, texts):
         arrivals.append(arrival)
         for parts, piece in zip(pieces, new, strict=True):
             parts.append(piece)
         if is_single and new[0]:
-            show(new[0])
+            show(new[0], raw)
     rest = [text.finish() for text in texts]
     written = ["".join([*parts, end]) for parts, end in zip(pieces, rest, strict=True)]
     whole = [prompt.text + text for prompt, text in zip(prompts, written, strict=True)]
     if not is_single:
         whole = [f"--- {number}\n{text}" for number, text in enumerate(whole, 1)]
-    show(rest[0] if is_single else "\n".join(whole))
+    show(rest[0] if is_single else "\n".join(whole), raw)
     (folder / "sample.txt").write_text("".join(f"{text}\n" for text in whole), encoding="utf-8")
     samples = [
         {"prompt": prompt.text, "text": text, "tokens": len(sequence.tokens)}

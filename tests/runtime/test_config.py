@@ -85,6 +85,8 @@ MISTAKES = [
     *(([f"init_from={value}"], f"init_from={value} is not the text of a path") for value in ("3.7", "5", "True")),
     (["init_from=[a]"], "init_from=['a'] is not the text of a path or a name; write a path as ./"),
     (["init_from={a: 1}"], "init_from={'a': 1} is not the text of a path or a name"),
+    (["init_from=x\x1b[2J/y"], "init_from=x\\x1b[2J/y"),
+    (['out_dir="x\x1b[2J"'], "out_dir=x\\x1b[2J has control characters; choose another folder"),
     (["init_from=???"], "init_from is missing: neither the command line nor a file in configs/ sets it"),
     (["init_from=${nope}"], "init_from: Interpolation key 'nope' not found"),
     (["data.path=a\nb("], "data.path=a b(: Hydra reads ( )"),

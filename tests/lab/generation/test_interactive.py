@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from lab.generation.interactive import answer_line
-from lab.generation.writing import CONTROLS, Arrival
+from lab.generation.writing import Arrival
+from runtime.config import printable
 from scripts.generate import main_with_exact_prompt
 from tests.scripts.test_generate import save_model
 
@@ -108,7 +109,7 @@ def test_answers_are_the_texts_of_runs(tmp_path, called):
         run = f"seed={7 + n}", "prompt=abcd", f"out_dir={tmp_path}/{n}"
         assert called("generate.py", main_with_exact_prompt, *arguments, *run)[0] == 0
         sample = json.loads((tmp_path / f"{n}/samples.jsonl").read_text())
-        assert answer.startswith(f"abcd\n{sample['text'].translate(CONTROLS)}\n[{sample['tokens']} tokens, ")
+        assert answer.startswith(f"abcd\n{printable(sample['text'])}\n[{sample['tokens']} tokens, ")
     session.type("\x03")
     assert session.close() == 0
 

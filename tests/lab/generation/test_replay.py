@@ -43,7 +43,7 @@ def test_decoders_stand_side_by_side_with_their_speed_so_far():
 
     assert columns(0.0) == [[name, "reads the prompt", "", "", ""] for name in "ab"]
     left, right = columns(2.1)
-    assert left == ["a", "21 tokens  10 tok/s", "ab 日本🙂e\u0301\ufffd[2J", "ab 日本🙂e\u0301\ufffd[2J", "ab 日本🙂"]
+    assert left == ["a", "21 tokens  10 tok/s", "ab 日本🙂e\u0301\\x1b[2J", "ab 日本🙂e\u0301\\x1b[2J", "ab 日本🙂"]
     assert right[:2] == ["b", "42 tokens  20 tok/s"]
     assert columns(6.0)[1][:2] == ["b  done in 5.00 s", "100 tokens  20 tok/s"]
 

@@ -60,10 +60,14 @@ def test_a_step_of_several_tokens_ends_at_the_stop_inside_it():
     assert [len(text.tokens) for text in texts] == [4, 2]
 
 
+TEXT = "a\x1b[2Jb\t\r\n\x9b"
+
+
 @pytest.mark.parametrize(
-    ("stream", "shown"), [(Terminal(), "a\ufffd[2Jb\t\n\ufffd"), (io.StringIO(), "a\x1b[2Jb\t\r\n\x9b")]
+    ("stream", "raw", "shown"),
+    [(Terminal(), False, "a\\x1b[2Jb\t\\x0d\n\\x9b"), (Terminal(), True, TEXT), (io.StringIO(), False, TEXT)],
 )
-def test_control_characters_do_not_reach_a_terminal(monkeypatch, stream, shown):
+def test_control_characters_do_not_reach_a_terminal(monkeypatch, stream, raw, shown):
     monkeypatch.setattr("sys.stdout", stream)
-    show("a\x1b[2Jb\t\r\n\x9b")
+    show(TEXT, raw)
     assert stream.getvalue() == shown
