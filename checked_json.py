@@ -47,7 +47,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def add_sha256(text: str) -> bytes:
     """Return the text of a JSON object with its SHA-256 as the first key."""
-    comma = "" if text == "{}" else ","
+    comma = "" if text[1:].strip() == "}" else ","
     rest = f"{comma}{text[1:]}\n".encode()
     return prefix(rest) + rest
 

@@ -10,7 +10,8 @@ kernel without an entry gets its default, a heuristic in the kernel's own file.
     kernels/tables/sm90/h200.json       the repo's table; the same command with keep=true writes it
 
 Both are JSON: "KERNEL KEY" -> {"parameters": {...}, ...}. The other fields record how the parameters were measured. The
-user's table also has the choices of `auto`, under the name of an op: see fastest.py.
+user's table also has the choices of `auto`, under the name of an op: see fastest.py. A table holds its own SHA-256, so
+it cannot be edited by hand.
 """
 
 import functools
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from checked_json import add_sha256, read_json, write_atomically
 from kernels.names import OPS, KernelError
 
 TABLES = Path(__file__).parent / "tables"
@@ -46,7 +48,7 @@ def launch_parameters(kernel: str, key: str, default: dict, device: torch.device
         path = next(path for path in tables_in_use(device) if name in read_table(path))
         raise KernelError(
             f"{path} has the parameters {', '.join(parameters)} for {name}, but the kernel needs {', '.join(default)}: "
-            "it changed after they were measured; run python -m scripts.tune for its op again, or delete the entry"
+            "it changed after they were measured; run python -m scripts.tune for its op again"
         )
     return dict(parameters)
 
@@ -101,7 +103,7 @@ def tables_in_use(device: torch.device) -> tuple[Path, Path]:
 def read_table(path: Path) -> dict[str, dict]:
     """Return the entries of a table, or {} if there is no file. Raises KernelError if the file is not a table."""
     try:
-        entries = json.loads(path.read_text()) if path.exists() else {}
+        entries = read_json(path) if path.exists() else {}
         if all(isinstance(entry["parameters"], dict) for entry in entries.values()):
             return entries
         why = '"parameters" must map names to values'
@@ -116,11 +118,9 @@ def write_table(path: Path, entries: dict[str, dict]) -> None:
     Raises KernelError if the file cannot be written.
     """
     lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted((read_table(path) | entries).items()))
-    temporary = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        temporary.replace(path)
+        write_atomically(path, add_sha256("{\n" + ",\n".join(lines) + "\n}"))
     except OSError as error:
         raise KernelError(f"{path} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another folder") from None
     merged_table.cache_clear()

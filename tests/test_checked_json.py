@@ -14,6 +14,8 @@ from checked_json import add_sha256, read_json, write_json
 from data.errors import DataError
 from data.loader import Windows
 from data.shards import digest, open_shards
+from kernels.registry import KernelError
+from kernels.tuned import TABLES, read_table, write_table
 from lab.proof import references
 from runtime.checkpoint import read_manifest, verify
 from runtime.config import UserError
@@ -37,7 +39,7 @@ def results_of_flips(path, read, flips=2000):
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         try:
             result = read()
-        except (UserError, DataError):
+        except (UserError, DataError, KernelError):
             result = DAMAGED
         if result not in results:
             results.append(result)
@@ -131,6 +133,21 @@ def test_flips_in_a_reference_of_parity(tmp_path):
     assert results_of_flips(path, lambda: references.read_steps(path)) == [None]
     torch.save([1, 2], path)
     assert references.read_steps(path) is None
+
+
+def test_flips_in_a_table_of_launch_parameters(tmp_path):
+    """It also holds the choices of attn=auto. The error says what to do, and nothing else is used in its place."""
+    path = tmp_path / "h200.json"
+    entries = {"norm_fwd 24": {"parameters": {"ROWS": 8}}, "attention causal": {"parameters": {"1024": "flash"}}}
+    write_table(path, entries)
+    assert read_table(path) == entries
+    assert results_of_flips(path, lambda: read_table(path)) == [DAMAGED]
+    write_table(tmp_path / "empty.json", {})
+    assert read_table(tmp_path / "empty.json") == {}
+
+
+def test_the_tables_of_the_repo_are_valid():
+    assert all(read_table(path) for path in TABLES.glob("*.json"))
 
 
 def test_the_sha256_is_of_the_rest_of_the_file():

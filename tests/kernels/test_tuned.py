@@ -1,10 +1,9 @@
 """Launch parameters come from the user's table, else from the repo's table, else from the kernel's default."""
 
-import json
-
 import pytest
 import torch
 
+from checked_json import read_json
 from kernels.registry import KernelError, contract, describe, load
 from kernels.tuned import launch_parameters, override_tables, read_table, write_table
 
@@ -49,7 +48,7 @@ def test_write_table_keeps_the_other_entries(tables):
     user_table, _ = tables
     write_table(user_table, {"b": entry(1), "a": entry(2)})
     write_table(user_table, {"b": entry(4)})
-    assert read_table(user_table) == json.loads(user_table.read_text()) == {"a": entry(2), "b": entry(4)}
+    assert read_table(user_table) == read_json(user_table) == {"a": entry(2), "b": entry(4)}
     assert len(user_table.read_text().splitlines()) == 4
     assert list(user_table.parent.iterdir()) == [user_table]
 
