@@ -54,6 +54,7 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportS
     try:
         source = make_source(folder, lines, left_out, force)
         text = render_page(source)
+        report_markdown(source, [])  # it may fail where the page does not
     except UserError:
         raise
     except ROW_ERRORS:
