@@ -237,7 +237,7 @@ def main(cfg: Config) -> None:
             machine.reset_peak_memory(device)
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
-            optimizer = make_optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop")
+            optimizer = make_optimizer(model, cfg.optim, ranks, t.on_nonfinite == "stop", bool(t.spike_factor))
             parts = dataset, batches, held_out, peak, capture.StepRunner(model, optimizer, t.cuda_graph), references
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)

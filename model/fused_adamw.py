@@ -19,8 +19,15 @@ class FusedAdamW(Optimizer):
     In a single process, the gradients of the first micro-step keep their dtype. All other sums are in fp32.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, stop: bool = True):
-        super().__init__(model, ranks, stop)
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        ranks: Ranks | None = None,
+        stop: bool = True,
+        history: bool = False,
+    ):
+        super().__init__(model, ranks, stop, history)
         self.config = config
         self.offsets, self.gaps, self.decay_end, end = [0] * len(self.weights), [], 0, 0
         for i in sorted(range(len(self.weights)), key=lambda i: self.weights[i].dim() < 2):

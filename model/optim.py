@@ -64,11 +64,11 @@ class Optimizer(ABC):
     A step whose loss or gradient norm is not finite changes nothing: the step is refused. The kernels of the update
     read a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is the number of
     the first refused step (0: none). With `stop`, all steps after it are refused too, until the host sets first_refused
-    to 0. `refused_in_a_row` is the number of the last steps that were refused one after the other. `history` has the
-    loss and the gradient norm of the last HISTORY steps.
+    to 0. `refused_in_a_row` is the number of the last steps that were refused one after the other. With `history`, the
+    attribute of this name has the loss and the gradient norm of the last HISTORY steps.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks | None, stop: bool):
+    def __init__(self, model: nn.Module, ranks: Ranks | None, stop: bool, history: bool):
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = list(model.parameters())
         self.ranks, self.stop = ranks or Ranks(), stop
@@ -77,7 +77,8 @@ class Optimizer(ABC):
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # calls of step(), refused steps included
         self.refused, self.first_refused = torch.zeros_like(self.steps), torch.zeros_like(self.steps)
         self.refused_in_a_row = torch.zeros_like(self.steps)
-        self.history = torch.full((HISTORY, 2), math.nan, device=device)  # step n is in row n % HISTORY
+        # Step n is in row n % HISTORY
+        self.history = torch.full((HISTORY, 2), math.nan, device=device) if history else None
         self.checked_steps = 0  # of the history, for a spike
         self.lr = torch.zeros((), device=device)
         self.being_copied: torch.cuda.Event | None = None  # the next update, or the next captured step, waits for it
@@ -122,7 +123,8 @@ class Optimizer(ABC):
         self.first_refused += torch.where(refuse & (self.first_refused == 0), self.steps, 0)
         self.refused += refuse
         self.refused_in_a_row.add_(1).mul_(refuse)
-        self.history.index_copy_(0, (self.steps % HISTORY).view(1), torch.stack([loss.to(norm), norm]).view(1, 2))
+        if self.history is not None:
+            self.history.index_copy_(0, (self.steps % HISTORY).view(1), torch.stack([loss.to(norm), norm]).view(1, 2))
         self.wait_until_copied()
         self.update(norm, refuse)
         self.clear_gradients()
@@ -200,9 +202,10 @@ class TorchAdamW(Optimizer):
         config: OptimConfig,
         ranks: Ranks | None = None,
         stop: bool = True,
+        history: bool = False,
         rounded: torch.dtype = torch.float32,
     ):
-        super().__init__(model, ranks, stop)
+        super().__init__(model, ranks, stop, history)
         self.grad_clip = config.grad_clip
         self.rounded = rounded if rounded != torch.float32 else None
         self.has_masters = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)

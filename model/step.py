@@ -75,10 +75,16 @@ def build(
     return model
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, stop: bool = True) -> Optimizer:
+def make_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    ranks: Ranks | None = None,
+    stop: bool = True,
+    history: bool = False,
+) -> Optimizer:
     """Return the optimizer that config.impl names. By default it is FusedAdamW for bf16 weights on a GPU.
 
-    Raises UserError if the named one cannot run here.
+    `stop` and `history` are Optimizer's. Raises UserError if the named one cannot run here.
     """
     weight = next(model.parameters())
     reason = fused_unavailable(weight)
@@ -87,10 +93,10 @@ def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = 
         f"optim.impl=triton cannot run here: {reason}; choose optim.impl=torch",
     )
     if reason or config.impl == "torch" or (config.impl is None and not weight.is_cuda):
-        return TorchAdamW(model, config, ranks, stop)
+        return TorchAdamW(model, config, ranks, stop, history)
     from model.fused_adamw import FusedAdamW  # needs Triton
 
-    return FusedAdamW(model, config, ranks, stop)
+    return FusedAdamW(model, config, ranks, stop, history)
 
 
 def fused_unavailable(weight: Tensor) -> str | None:
