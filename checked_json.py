@@ -32,7 +32,7 @@ def write_json(path: Path, facts: dict, indent: int | None = None) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file. A kill leaves the old or the new content, and the new one is on the disk after the return."""
+    """Write a file. A kill leaves the old content or the new one. On return, the new content is on the disk."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -53,5 +53,5 @@ def add_sha256(text: str) -> bytes:
 
 
 def prefix(rest: bytes) -> bytes:
-    """Return what stands before `rest` in a file."""
+    """Return the beginning of the file: the SHA-256 of `rest`."""
     return b'{"sha256": "%s"' % hashlib.sha256(rest).hexdigest().encode()

@@ -90,8 +90,8 @@ def begin(job: Job, resume_from: Path | None) -> tuple[Checkpoints, Meter]:
     kernels = job.recipe.executed_kernels((t.batch_size, t.block_size), device)
     peaks = {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     run.begin(kernels=kernels, **peaks, resumed_from=str(resume_from) if resume_from else None)
-    kind = t.keep_checkpoints, t.sharded_checkpoints
-    checkpoints = Checkpoints(run.folder / "checkpoints", *kind, ranks, device, steps_before, t.replicate_to)
+    folder, kept, copied_to = run.folder / "checkpoints", t.keep_checkpoints, t.replicate_to
+    checkpoints = Checkpoints(folder, kept, t.sharded_checkpoints, ranks, device, steps_before, copied_to)
     if t.checkpoint_every:
         checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.step.model.named_parameters()})
     if ranks.is_main:
@@ -233,12 +233,12 @@ def main(cfg: Config) -> None:
             references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
             if cfg.proof:
                 references, run.row["parity"] = proof.make_references(recipe, t, *sources, dataset, device, ranks)
-            peak = machine.Ceiling(device, PRECISIONS[cfg.precision][1], run.row["flops_per_token"], ranks.world_size)
+            ceil = machine.Ceiling(device, PRECISIONS[cfg.precision][1], run.row["flops_per_token"], ranks.world_size)
             machine.reset_peak_memory(device)
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
-            optimizer = make_optimizer(model, cfg.optim, ranks, t.on_nonfinite == "stop", bool(t.spike_factor))
-            parts = dataset, batches, held_out, peak, capture.StepRunner(model, optimizer, t.cuda_graph), references
+            optimizer = make_optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop", history=t.keeps_history)
+            parts = dataset, batches, held_out, ceil, capture.StepRunner(model, optimizer, t.cuda_graph), references
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
             due = train(job, *begin(job, resume_from), signals)

@@ -2,10 +2,10 @@
 
 A split is a folder of shards: `000000.bin`, `000001.bin` and so on. Each shard has SHARD_TOKENS tokens; the last one
 may have fewer. `index.json` in the same folder holds facts about every shard: number of tokens, SHA-256 of the tokens,
-largest id, and the size and modification time of the file. If size and time are still the same, a shard is opened
-without being read, so 20 GB open in milliseconds. If they differ (the file was copied), the shard is read once and its
-hash is compared. A shard of at most READ_TOKENS is always read, and `python -m scripts.prepare verify=true` reads every
-shard. nanoGPT's .bin files have the same format without a header; the index of their facts is in data.cache.
+largest id, and the size and modification time of the file. A shard of at most
+READ_TOKENS is always read, and its hash is compared. A larger shard is read only if its size or time differs from the
+index (the file was copied), so 20 GB open in milliseconds. `python -m scripts.prepare verify=true` reads every shard.
+nanoGPT's .bin files have the same format without a header; the index of their facts is in data.cache.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Shard:
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the tokens from `start` to `stop`, (n,) uint16. Raises DataError if one is no id of the tokenizer."""
+        """Return the tokens from `start` to `stop`, (n,) uint16. Raises DataError if an id is not in the vocabulary."""
         tokens = self.tokens[start:stop]
         self._check_ids(int(tokens.max()))  # takes 3 us; on a GPU, a wrong id ends the process without a reason
         return tokens

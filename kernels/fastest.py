@@ -1,9 +1,10 @@
 """Call the backend of an op that was measured to be the fastest on this GPU. Each op's auto.py does this.
 
-`python -m scripts.tune auto=true` times the backends that run here and are right, forward and backward. It stores the
-fastest in the user's table (tuned.py). The name of a table's entry has the op and the dtypes: "mlp bfloat16 fp8". The
-entry has a backend for each measured width of the input, and for attention for each T. A call takes the backend of the
-width that is nearest by ratio. Training does not time any backend. A run prints and records the backends that it uses.
+`python -m scripts.tune auto=true` tests the backends that run here. It times the forward and backward of those with
+correct results, and stores the fastest in the user's table (tuned.py). The name of an entry has the op and the dtypes:
+"mlp bfloat16 fp8". An entry has one backend for each measured width of the input, and for attention for each T. A call
+takes the backend of the width that is nearest by ratio. Training does not time any backend. A run prints and records
+the backends that it uses.
 """
 
 import math
@@ -13,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kernels import registry
 from kernels.registry import Unavailable, backend, impls
 from kernels.tuned import merged_table, read_table, table_paths, write_table
 
@@ -30,6 +32,9 @@ def unavailable(op: str, device: torch.device) -> str | None:
             continue
         # A table may name a backend whose file no longer exists
         existing = {size: impl for size, impl in backend_by_size.items() if impl in impls(op)}
+        for impl in dict.fromkeys(existing.values()):
+            if reason := registry.unavailable(op, impl, device):
+                return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
         if existing:
             choices[name] = ranges(op, existing)
     _choices[op, device.type] = choices

@@ -61,7 +61,7 @@ def triton_detail(**inputs) -> str:
     notes = [f"triton {triton.__version__}"]
     if os.environ.get("TRITON_INTERPRET") == "1":
         notes.append("interpreted")
-    if not all(map(is_choice, read_table(user_table))):
+    if any(not is_choice(name) for name in read_table(user_table)):
         notes.append("tuned here")
     if repo_table not in table_paths(device):
         notes.append(f"tuned on {repo_table.stem}")

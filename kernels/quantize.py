@@ -30,7 +30,7 @@ from kernels.tuned import launch_parameters
 
 MULTIPLE = tl.constexpr(16)  # a row of an operand must be a multiple of 16 bytes
 NAMES = "BLOCK_N", "BLOCK_C", "GROUP", "num_warps"
-MAX_MAXIMA, MAXIMA_LAUNCH = 512, {"BLOCK": 8192, "num_warps": 8}  # the best of six choices on an H100
+MAX_PROGRAMS, MAXIMA_LAUNCH = 512, {"BLOCK": 8192, "num_warps": 8}  # the best of six choices on an H100
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUND = """{
     .reg .b16 low, high;
@@ -147,7 +147,7 @@ def _maxima_kernel(
     n,
     BLOCK: tl.constexpr,
 ):
-    """Store the largest absolute value of each program's elements, and infinity if there is a NaN."""
+    """Store the largest absolute value of each program's elements, or infinity if one of them is NaN."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK).to(tl.int64)
@@ -212,7 +212,7 @@ def tiles(kernel: str, x: Tensor) -> tuple[int, int, dict]:
 def unit_of(scale: float, device: torch.device) -> Tensor:
     """Return 1 / scale, a scalar in fp32 on the device. Do not write to it: later calls return the same tensor.
 
-    To fill it takes 2 us, and a step of 1558M asks for it 600 times.
+    Filling a new tensor takes 2 us, and a step of 1558M asks for it 600 times.
     """
     if is_observed():  # in FakeTensorMode, the tensor must be fake
         return torch.full((), 1 / scale, dtype=torch.float32, device=device)
@@ -286,7 +286,7 @@ def with_layouts(x: Tensor | InFp8, columns: bool = True) -> tuple[Tensor, Tenso
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a weight in e4m3 by rows and by columns, and its unit: 1 / scale, a scalar in fp32."""
-    parts = min(MAX_MAXIMA, triton.next_power_of_2(triton.cdiv(weight.numel(), MAXIMA_LAUNCH["BLOCK"])))
+    parts = min(MAX_PROGRAMS, triton.next_power_of_2(triton.cdiv(weight.numel(), MAXIMA_LAUNCH["BLOCK"])))
     maxima = torch.empty(parts, dtype=torch.float32, device=weight.device)
     unit = torch.empty((), dtype=torch.float32, device=weight.device)
     _maxima_kernel[(parts,)](weight, maxima, weight.numel(), **MAXIMA_LAUNCH)

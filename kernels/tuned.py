@@ -3,7 +3,7 @@
 Tile sizes, numbers of warps and similar launch parameters change a kernel's speed but not its results, and the best
 ones depend on the GPU. A kernel asks for its parameters with its name and a key. The key holds what affects the speed
 but stays fixed in a run: widths and dtypes, never B or T. An entry of the user's table comes first, then an entry of
-the repo's table. If the repo has no table of this GPU, it lends the table of another GPU of the same architecture. A
+the repo's table. If the repo has no table of this GPU, the table of another GPU of the same architecture is used. A
 kernel without an entry gets its default, a heuristic in the kernel's own file.
 
     ~/.cache/hotswap/tuned/h200.json    the user's table; `python -m scripts.tune op=norm` writes it
@@ -48,7 +48,7 @@ def launch_parameters(kernel: str, key: str, default: dict, device: torch.device
         path = next(path for path in tables_in_use(device) if name in read_table(path))
         raise KernelError(
             f"{path} has the parameters {', '.join(parameters)} for {name}, but the kernel needs {', '.join(default)}: "
-            "it changed after they were measured; run python -m scripts.tune for its op again"
+            "the kernel changed after the measurement; run python -m scripts.tune for its op again"
         )
     return dict(parameters)
 
@@ -96,8 +96,8 @@ def table_paths(device: torch.device) -> tuple[Path, Path]:
 def tables_in_use(device: torch.device) -> tuple[Path, Path]:
     """Return table_paths(), with the table of another GPU of this architecture if the repo has none of this GPU."""
     user_table, repo_table = table_paths(device)
-    relatives = sorted(repo_table.parent.glob("*.json"))
-    return user_table, relatives[0] if relatives and not repo_table.exists() else repo_table
+    same_architecture = sorted(repo_table.parent.glob("*.json"))
+    return user_table, same_architecture[0] if same_architecture and not repo_table.exists() else repo_table
 
 
 def read_table(path: Path) -> dict[str, dict]:

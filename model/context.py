@@ -24,7 +24,7 @@ IGNORED = -1  # the op loss ignores these targets
 def split_sequences(model: GPT, ranks: Ranks) -> None:
     """Let model(idx, targets, starts) compute this rank's part of the sequences, and return the loss of all parts.
 
-    All ranks call it with the same whole sequences. model.forward() with a cache still takes whole sequences alone.
+    All ranks call it with the same whole sequences. With a cache (generation), model.forward() splits nothing.
     """
     model.part = ranks.rank
     for block in model.h:
@@ -45,7 +45,7 @@ def attention_over_ranks(attention: Callable, ranks: Ranks) -> Callable:
 
 
 def exchange(x: Tensor, split: int, gather: int, ranks: Ranks) -> Tensor:
-    """Split dimension `split` of x (B, T, H, D) over the ranks, and gather dimension `gather`, which was split."""
+    """Split dimension `split` of x (B, T, H, D) over the ranks, and join the ranks' parts along dimension `gather`."""
     parts = x.unflatten(split, (ranks.world_size, -1)).movedim(split, 0)
     return ranks.exchange(parts).movedim(0, gather).flatten(gather, gather + 1)
 

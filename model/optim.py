@@ -64,8 +64,8 @@ class Optimizer(ABC):
     A step whose loss or gradient norm is not finite changes nothing: the step is refused. The kernels of the update
     read a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is the number of
     the first refused step (0: none). With `stop`, all steps after it are refused too, until the host sets first_refused
-    to 0. `refused_in_a_row` is the number of the last steps that were refused one after the other. With `history`, the
-    attribute of this name has the loss and the gradient norm of the last HISTORY steps.
+    to 0. `refused_in_a_row` counts the refused steps since the last accepted one. With history=True, `history`
+    has the loss and the gradient norm of the last HISTORY steps.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks | None, stop: bool, history: bool):
@@ -79,7 +79,7 @@ class Optimizer(ABC):
         self.refused_in_a_row = torch.zeros_like(self.steps)
         # Step n is in row n % HISTORY
         self.history = torch.full((HISTORY, 2), math.nan, device=device) if history else None
-        self.checked_steps = 0  # of the history, for a spike
+        self.checked_steps = 0  # the last step that warn_of_spike() has seen
         self.lr = torch.zeros((), device=device)
         self.being_copied: torch.cuda.Event | None = None  # the next update, or the next captured step, waits for it
         self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once

@@ -35,11 +35,11 @@ def divide_work(parallel: str, model: GPTConfig, train: TrainConfig) -> None:
     """Divide a step, and with parallel=context each sequence, among the processes. Raises UserError if that fails."""
     check(parallel in PARALLEL, f"parallel={parallel}: choose {', '.join(PARALLEL)}")
     if parallel == "context":
-        divide_context(model, **{"train.block_size": train.block_size})
+        check_context_divides(model, **{"train.block_size": train.block_size})
     train.divide_step(parallel)
 
 
-def divide_context(model: GPTConfig, **lengths: int) -> None:
+def check_context_divides(model: GPTConfig, **lengths: int) -> None:
     """Raise UserError if heads, or these lengths of sequences, do not divide among the processes."""
     for key, size in {"model.n_head": model.n_head, "model.n_kv_head": model.kv_heads, **lengths}.items():
         check(

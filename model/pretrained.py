@@ -72,10 +72,10 @@ def take_model_config(cfg: DictConfig, configs: Path) -> None:
     asks for another shape or another tokenizer.
     """
     name = cfg.init_from
-    if name is None or name == "":
+    if name in (None, ""):
         take_vocabulary(cfg, "data.tokenizer")
         return
-    check(isinstance(name, str), f"init_from={name} is not the text of a path or a name; write a path as ./{name}")
+    check(isinstance(name, str), f"init_from={name} is not text: write init_from=./{name} for a folder of this name")
     asked = command_line_values(cfg, "model", configs)
     if "vocab_size" in asked and asked["vocab_size"] is None:
         del asked["vocab_size"]

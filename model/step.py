@@ -25,7 +25,7 @@ from runtime.ranks import Ranks, is_sharded
 from runtime.schedule import TrainConfig
 
 MOST_KEPT = 10  # files of a run with the batch of a refused step, or of a spike
-FEWEST_LOSSES = 10  # a median of fewer is not compared with
+MIN_LOSSES = 10  # with fewer, no median is computed
 
 
 def load_ops(
@@ -143,7 +143,7 @@ def evaluate(
             total += loss
     free_gathered(model)
     model.train()
-    return ranks.mean(total).item() * ranks.batch_ranks / len(batches)
+    return ranks.mean(total).item() * ranks.batch_ranks / len(batches)  # one of batch_ranks: all ranks have the total
 
 
 def check_losses(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, t: TrainConfig) -> None:
@@ -187,7 +187,7 @@ def warn_of_spike(optimizer: Optimizer, batches: Loader, folder: Path, factor: f
     first_new = max(optimizer.checked_steps, steps - HISTORY) + 1
     optimizer.checked_steps = steps
     finite = [loss for loss, _ in history if math.isfinite(loss)]
-    if len(finite) < FEWEST_LOSSES:
+    if len(finite) < MIN_LOSSES:
         return
     median = statistics.median(finite)
     for step in range(first_new, steps + 1):
@@ -208,9 +208,10 @@ def keep_batch(optimizer: Optimizer, batches: Loader, step: int, path: Path, fac
     """
     ranks = optimizer.ranks
     all_batches = ranks.gather(batches(step))[: ranks.batch_ranks]  # the loader is a pure function of the step
-    if len([*path.parent.glob(path.name.replace(f"{step:06d}", "*"))]) >= MOST_KEPT and "weights" not in facts:
+    kept = list(path.parent.glob(path.name.replace(f"{step:06d}", "*")))
+    if len(kept) >= MOST_KEPT and "weights" not in facts:
         return f"its batch is not kept, after {MOST_KEPT} others"
-    if optimizer.ranks.is_main:
+    if ranks.is_main:
         try:
             torch.save({"step": step, "batches": [batch for part in all_batches for batch in part], **facts}, path)
         except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk

@@ -44,13 +44,14 @@ def expand_home(path: str | Path) -> Path:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the checkpoints in a `checkpoints` folder, the newest first. Links and files with such a name are none."""
-    folders = [path for path in folder.glob("step-*") if step_number(path) >= 0 and is_own_folder(path)]
+    """Return the checkpoints in a `checkpoints` folder, the newest first. Links and files are not checkpoints,
+    whatever their name."""
+    folders = [path for path in folder.glob("step-*") if step_number(path) >= 0 and is_real_folder(path)]
     return sorted(folders, key=step_number, reverse=True)
 
 
-def is_own_folder(path: Path) -> bool:
-    """Return whether the path is a folder and not a link to one, in which other files could be deleted."""
+def is_real_folder(path: Path) -> bool:
+    """Return whether the path is a folder and not a link, which may lead to files that we must not delete."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -150,8 +151,8 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
     None if there is none. Prints a warning for each invalid checkpoint that it skips.
     """
     for path in sorted(folder.glob("step-*")):
-        if step_number(path) > after and not is_own_folder(path):
-            print(f"warning: {path} is no folder of its own, and is passed over", file=sys.stderr)
+        if step_number(path) > after and not is_real_folder(path):
+            print(f"warning: {path} is a link or a file and not a checkpoint; it is skipped", file=sys.stderr)
     for path in checkpoint_folders(folder):
         if step_number(path) <= after:
             break

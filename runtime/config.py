@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from runtime import compat
-from runtime.signals import exit_quietly, interrupt_imports
+from runtime.signals import exit_on_early_interrupt, exit_quietly
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def answer_help(configs: Path, name: str) -> None:
     Does nothing if that fails: the program itself explains the error.
     """
     if not {"-h", "--help", "-sc", "--shell-completion"}.intersection(sys.argv):
-        interrupt_imports()
+        exit_on_early_interrupt()
         return
     compat.list_groups_quickly()
     try:
@@ -229,7 +229,7 @@ def command_line(**changes: str) -> str:
     program = ["-m", module] if module.startswith("scripts.") else [sys.argv[0]]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        machines, address = os.environ.get("GROUP_WORLD_SIZE", "1"), f"{os.environ['MASTER_ADDR']}:29500"
+        machines, address = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["MASTER_ADDR"]
         several = [f"--nnodes={machines}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}"]
         rendezvous = ["--standalone"] if machines == "1" else several
         launcher = ["torchrun", *rendezvous, f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]

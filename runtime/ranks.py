@@ -202,7 +202,7 @@ def join_ranks(device: torch.device, parallel: str = "ddp", hang_minutes: float 
     store, rank, size = next(rendezvous("env://"))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=new_part(store, rank, size),
+        store=unused_store(store, rank, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(minutes=hang_minutes + 5) if hang_minutes else None,  # the watchdog's line comes first
@@ -226,17 +226,21 @@ def join_ranks(device: torch.device, parallel: str = "ddp", hang_minutes: float 
         ranks.watchdog.done.set()
 
 
-def new_part(store: dist.Store, rank: int, world_size: int) -> dist.Store:
-    """Return a part of torchrun's store that all ranks use from now on, and that no ended process has used.
+def unused_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Return a store that the ranks of this start share, and that no earlier start has used.
 
-    After a restart (--max-restarts) the store still has the addresses of the ended processes, and gloo would wait for
-    them (PyTorch's issue 135712). The count of restarts differs between machines, so rank 0 chooses a name: it answers
-    what each rank has written last, until each rank has seen its own answer. Raises UserError after 10 minutes.
+    After a restart (--max-restarts), torchrun's store still has the addresses of the ended processes, and gloo would
+    wait for them (PyTorch's issue 135712). So rank 0 chooses a new name. Each other rank writes a random word, and
+    waits for the answer to this word. Rank 0 answers until all have confirmed, because the first words that it reads
+    may be of ended processes. Raises UserError after 10 minutes.
     """
     name, end = uuid.uuid4().hex, time.monotonic() + 600
     if rank:
         store.set(f"hello{rank}", name)
-        store.wait([f"answer-{name}"], timedelta(minutes=10))
+        try:
+            store.wait([f"answer-{name}"], timedelta(minutes=10))
+        except dist.DistError as error:
+            raise UserError(f"rank {rank}: rank 0 did not join the job within 10 minutes") from error
         name = store.get(f"answer-{name}").decode()
         store.set(f"{name}-{rank}", "")
         return dist.PrefixStore(name, store)

@@ -24,7 +24,7 @@ from runtime.checkpoint import (
     expand_home,
     flatten,
     fsync,
-    is_own_folder,
+    is_real_folder,
     read_manifest,
     save_tensors,
     step_number,
@@ -41,8 +41,8 @@ GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU 
 class Checkpoints:
     """The checkpoints of one run. Every rank has this object; rank 0 writes the files.
 
-    It keeps the newest `keep` checkpoints, and the one with the lowest validation loss. With `replicate_to`, a copy of
-    the newest is in a folder there, which has the name of the run's folder.
+    It keeps the newest `keep` checkpoints, and the one with the lowest validation loss. With `replicate_to`,
+    the folder replicate_to/RUN has a copy of the newest checkpoint.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Checkpoints:
         """
         best = self.folder / "best"
         if is_best:
-            if is_own_folder(best):  # the folder was copied with a tool that follows links
+            if is_real_folder(best):  # the folder was copied with a tool that follows links
                 shutil.rmtree(best)
             link = self.folder / ".best"
             link.unlink(missing_ok=True)
@@ -262,7 +262,7 @@ class Checkpoints:
             temporary.rename(copy)
             fsync(copy.parent)
             verify(copy)
-            for path in copy.parent.glob("*step-*"):
+            for path in [*copy.parent.glob(".step-*"), *checkpoint_folders(copy.parent)]:
                 if path != copy:
                     shutil.rmtree(path)
         except (OSError, UserError) as error:
@@ -291,7 +291,7 @@ def discard(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a folder, a file or a link; never what a link leads to."""
-    if is_own_folder(path):
+    if is_real_folder(path):
         shutil.rmtree(path)
     else:
         path.unlink()

@@ -83,6 +83,11 @@ class TrainConfig:
         return max(divisors, default=1)
 
     @property
+    def keeps_history(self) -> bool:
+        """Whether the optimizer keeps the last losses on the device, in which a spike is found."""
+        return self.spike_factor is not None
+
+    @property
     def eval_samples(self) -> int:
         """The number of sequences of one evaluation."""
         return self.eval_batches * self.tokens_per_step // self.block_size

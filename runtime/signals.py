@@ -83,7 +83,7 @@ def requeue_slurm_job() -> None:
         print(f"warning: `{' '.join(command)}` failed, so submit the job again: {problem}", file=sys.stderr)
 
 
-def interrupt_imports() -> None:
+def exit_on_early_interrupt() -> None:
     """Let Ctrl-C end the process at once with one line, until exit_quietly(). Python would print a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may let a background job ignore it
         signal.signal(signal.SIGINT, _exit_at_once)

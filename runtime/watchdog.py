@@ -78,8 +78,8 @@ class Watchdog:
         while not self.done.wait(1.0):
             try:
                 self._beat()
-                neighbour = latest(neighbour, self._count((self.rank + 1) % self.world_size), self.beats)
-                main_thread = latest(main_thread, self.collectives if self.looping else self.beats, self.beats)
+                neighbour = note_change(neighbour, self._count((self.rank + 1) % self.world_size), self.beats)
+                main_thread = note_change(main_thread, self.collectives if self.looping else self.beats, self.beats)
                 idle_beats = self.beats - min(neighbour[1], main_thread[1])
                 reason = self.failure_reason(seconds=0)
                 if not reason and self.hang_minutes and idle_beats >= 60 * self.hang_minutes:
@@ -128,7 +128,7 @@ class Watchdog:
         )
 
 
-def latest(last: tuple[int, int] | None, count: int, beat: int) -> tuple[int, int]:
+def note_change(last: tuple[int, int] | None, count: int, beat: int) -> tuple[int, int]:
     """Return (count, the beat in which it became this count)."""
     return last if last and last[0] == count else (count, beat)
 

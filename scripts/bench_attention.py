@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from kernels.registry import check_name
-from lab.bench.attention import AttentionShape, default_lengths, measure, record_rows
+from lab.bench.attention import AttentionShape, default_lengths, measure, record_fastest_at_length
 from lab.bench.op import as_list, contestants
 from lab.commands import command
 from lab.report.figures import attention_plot
@@ -84,7 +84,7 @@ def main(cfg: Config) -> None:
         seconds = time.perf_counter() - start
         tqdm.write(f"T {length:>9,}  {len(new_rows)} contestants in {seconds:.0f} s", file=sys.stdout)
         if cfg.auto:
-            for line in record_rows(new_rows, shape, device):
+            for line in record_fastest_at_length(new_rows, shape, device):
                 print(line)
     heads = f"{cfg.heads} heads of {cfg.head_dim}"
     print(f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {shape.batch}, {heads}\n")

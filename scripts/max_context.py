@@ -28,12 +28,13 @@ from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.context.search import OCTAVE, Search, predict_longest
 from lab.recipe import Recipe
 from lab.report.max_context_table import max_context_table
+from lab.report.source import read_jsonl
 from lab.rows import keep_rows
 from model import cost
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig
-from model.parallel import divide_context
+from model.parallel import check_context_divides
 from model.vocabulary import take_vocabulary
 from runtime.config import check, command_line
 from runtime.device import environment, select_device
@@ -81,7 +82,7 @@ class Config:
         if self.parallel:
             check(self.mode != "generate", "parallel=context splits sequences in training only: choose mode=train")
             self.mode = "train"
-            divide_context(self.model, length=OCTAVE)  # the lengths that are tried are multiples of powers of two
+            check_context_divides(self.model, length=OCTAVE)  # the lengths are m 2^k, with m in [128, 256)
 
     @property
     def recipe(self) -> Recipe:
@@ -111,7 +112,7 @@ def run_probe(
     device = select_device(rank_device(device_name))
     limit_gib, usable_gib = memory_limits(memory_gib, device)
     if probe == "run":
-        with join_ranks(device) as ranks:
+        with join_ranks(device, "context") as ranks:
             print_json(row=run_attempt(recipe, mode, length, memory_gib, device, shortened, ranks))
         return
     print_json(env=environment(device), limit_gib=limit_gib, usable_gib=usable_gib)
@@ -155,7 +156,7 @@ def earlier_attempts(folder: Path, config: dict, env: dict) -> list[dict]:
         return []
     if row.get("env") != env or row.get("world_size", 1) != world_size() or not is_same_search(row, config):
         return []
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [attempt for _, attempt in read_jsonl(folder / "metrics.jsonl")[0]]
 
 
 def search_modes(
@@ -211,6 +212,8 @@ def main(cfg: Config) -> None:
                 facts = {"env": prediction.env, "memory_gib": prediction.limit_gib, "world_size": world_size()}
                 facts["parameters"] = cost.parameters(cfg.model)
                 facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+                if earlier:
+                    run.truncate_metrics(sys.maxsize)  # a kill may leave an incomplete line
                 run.begin(**facts, kernels=prediction.kernels)
                 search_modes(modes, cfg.recipe, prober, prediction, run, earlier)
         except Stopped:

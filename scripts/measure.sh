@@ -15,7 +15,7 @@ wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton kernels.compile=true"
 all=sdpa,flash,triton,flex,mem_efficient,triton_naive,eager,math
 
-run() { # NAME WORDS ...; with launch=COMMAND in the place of python
+run() { # NAME WORDS ...; with launch=COMMAND instead of python
     ${launch:-python} train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
 }
 
@@ -84,8 +84,9 @@ fp8_curves() {
     python -m scripts.prepare "${corpus[@]}" || return
     corpus+=(kernels=triton attn=flash seed=1,2,3 train.max_steps=4600 train.eval_batches=20 train.sample_tokens=0)
     python train.py -m "${corpus[@]}" precision=bf16,fp8 train.checkpoint_every=0 out_dir=out/fp8-curves
-    [ $? = 75 ] || python train.py -m "${corpus[@]}" precision=fp8 'kernels.fp8=[linear,mlp]' \
-        train.checkpoint_every=0 out_dir=out/fp8-curves-head
+    [ $? = 75 ] && return 75
+    python train.py -m "${corpus[@]}" precision=fp8 'kernels.fp8=[linear,mlp]' train.checkpoint_every=0 \
+        out_dir=out/fp8-curves-head
     [ $? = 75 ] || python -m scripts.collect --beside fp8-curves --curves out/fp8-curves{,-head}/*/
 }
 

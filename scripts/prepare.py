@@ -1,8 +1,8 @@
 """Tokenize a data set into token shards: `python -m scripts.prepare data=tinystories`.
 
 It streams documents from the hub or from files, and stores only their tokens. After an interruption, the same command
-resumes. The last lines give the number of tokens, the speed, and the folder. It reads new shards back
-and compares their SHA-256; verify=true does this with existing shards, too.
+resumes. The last lines give the number of tokens, the speed, and the folder. It reads new
+shards again and compares their SHA-256; verify=true checks existing shards, too.
 """
 
 import os

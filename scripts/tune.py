@@ -15,7 +15,7 @@ import torch
 
 from kernels.registry import OPS, backend, load
 from kernels.tuned import is_choice, read_table, table_paths, write_table
-from lab.bench.fastest import fill_attention, fill_op
+from lab.bench.choose import fill_attention, fill_op
 from lab.bench.op import OpConfig
 from lab.bench.tune import UNFIT, fastest, table, tune_shape
 from lab.commands import command

@@ -60,7 +60,8 @@ def check(words):
         with pytest.MonkeyPatch.context() as patch:
             for variable, value in {"WORLD_SIZE": str(world_size), "RANK": "0", "MASTER_ADDR": "localhost"}.items():
                 patch.setenv(variable, value)
-            check([options.training_script, *options.training_script_args])
+            module = ["-m"] if options.module else []
+            check([*module, options.training_script, *options.training_script_args])
     elif words[0] == "train.py":
         check_train(words[1:])
     elif words[:2] == ["-m", "pytest"]:

@@ -5,7 +5,7 @@ from functools import partial
 from kernels import fastest
 
 deterministic = False  # the backend that it calls may be nondeterministic
-FAMILY = "^_quantize_kernel|_sum_rows_kernel"  # the kernels of the other backends
+FAMILY = "^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # the kernels of the other backends
 unavailable = partial(fastest.unavailable, "linear")
 detail = partial(fastest.detail, "linear")
 

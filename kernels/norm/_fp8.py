@@ -115,7 +115,8 @@ def default_launch(C: int) -> dict[str, int]:
     stages, 16,384 rows of 1600 take 0.126 ms instead of 0.106, because fewer programs fit on a multiprocessor.
     """
     width = triton.next_power_of_2(C)
-    rows, stages = max(1, min(32, 8192 // width)), 3 if width <= 1024 else 1
+    rows = max(1, min(32, 8192 // width))
+    stages = 3 if width <= 1024 else 1
     return {"BLOCK_C": width, "ROWS": rows, "BLOCK_N": 32, "TILE_C": 128, "STAGES": stages, "num_warps": 8}
 
 

@@ -174,7 +174,7 @@ def measure(
     return list(rows.values())
 
 
-def record_rows(rows: list[dict], shape: AttentionShape, device: torch.device) -> Iterator[str]:
+def record_fastest_at_length(rows: list[dict], shape: AttentionShape, device: torch.device) -> Iterator[str]:
     """Write the fastest backend at one T into this user's table of attn=auto. Yield a line for each entry."""
     for decoding, key in ((None, "both/ms"), (True, "decode/ms")):
         group = shape.heads // (shape.kv_heads or shape.heads)

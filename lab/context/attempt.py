@@ -45,13 +45,13 @@ def with_positions(recipe: Recipe, length: int) -> Recipe:
 
 
 class SimulatedRanks(Ranks):
-    """The first of several ranks, of which the others do not exist: nothing is sent, and memory is allocated."""
+    """Rank 0 of several simulated ranks. It sends nothing, and allocates the memory that the communication takes."""
 
     def sum(self, value: Tensor) -> Tensor:
         return value
 
     def exchange(self, parts: Tensor) -> Tensor:
-        return 1 * parts.contiguous()
+        return parts.clone(memory_format=torch.contiguous_format)  # the received tensor
 
     def start_average(self, tensor: Tensor) -> Future:
         average = Future()
@@ -129,8 +129,8 @@ def run_attempt(
 ) -> dict:
     """Return the row of one attempt: status, seconds, and peaks in GiB (on a CPU, the growth of the process).
 
-    Several ranks split the sequence of a training step. The row has the largest peaks. If the memory of a rank is full,
-    it raises an error, because the other ranks would wait for it.
+    Several ranks split the sequence of a training step. The row has the largest peaks. On several ranks, full memory
+    raises an error, because the other ranks would wait forever.
 
     A shortened attempt takes the same memory in less time: training has a window of WINDOW tokens (the search checks
     window_is_free() first), and generation computes only the last chunks of the prompt. Its new tokens still read the

@@ -29,7 +29,7 @@ def read_stream(steps: Iterator[list[list[int]]], texts: list[Text]) -> Iterator
 
 
 def show(text: str, raw: bool) -> None:
-    """Print text at once. Without `raw`, a terminal shows control characters, which a model of bytes may write."""
+    """Print text at once. Without `raw`, a terminal gets \\x1b for ESC, which a model of bytes may write."""
     print(printable(text) if sys.stdout.isatty() and not raw else text, end="", flush=True)
 
 

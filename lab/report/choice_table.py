@@ -137,7 +137,7 @@ def notes(source: ReportSource) -> list[str]:
             "choice that ran first. A tie means that the 95% interval contains 1."
         )
     if source.left_out:
-        sentences.append(f"Left out, because they cannot be read: {'; '.join(source.left_out)}.")
+        sentences.append(f"Left out, because they are damaged or lack values: {'; '.join(source.left_out)}.")
     if any(choice.comparison.ratio is None for choice in others):
         sentences.append(
             "A ratio without an interval compares the medians only, because its runs have too few timed intervals."

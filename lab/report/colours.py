@@ -28,7 +28,8 @@ def choice_colours(choices: Iterable[str], backends: Collection[str] = ()) -> di
     A backend that is a family has the family's colour. The other backends have colours of their own.
     """
     families = {name: kernels_family(name) for name in choices}
-    free = cycle([colour for colour in CHOICE_COLOURS if colour not in map(FAMILY_COLOURS.get, families.values())])
+    used = set(map(FAMILY_COLOURS.get, families.values()))
+    free = cycle([colour for colour in BACKEND_COLOURS if colour not in used])
     colours = {}
     for family in dict.fromkeys(families.values()):
         colours[family] = FAMILY_COLOURS.get(family) or next(free)

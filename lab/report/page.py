@@ -190,8 +190,8 @@ def headline_tiles(group: list[Choice], source: ReportSource) -> list[Tile]:
         saved = (base.memory or best.memory) - best.memory
         text = f", {abs(saved):.1f} {'less' if saved > 0 else 'more'} than {base.name}" if abs(saved) >= 0.05 else ""
         digits = 2 if best.generates else 1
-        of = "" if best.row.get("mem/peak_allocated_gib") else " of the process (RSS)"  # on a CPU
-        tiles.append(Tile(f"{best.memory:.{digits}f}", "GiB", f"peak memory{of}{text}"))
+        kind = "peak memory" if best.row.get("mem/peak_allocated_gib") else "peak memory of the process (RSS)"
+        tiles.append(Tile(f"{best.memory:.{digits}f}", "GiB", f"{kind}{text}"))
     searches = [row for row in newest_searches(source.benchmarks["context"]) if model_size(row) == best.model]
     if searches and searches[0].get("context/max_train"):
         config = searches[0]["config"]

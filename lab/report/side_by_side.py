@@ -29,7 +29,7 @@ def side_by_side(folders: list[Path]) -> str:
     check(lines, f"{', '.join(map(str, folders))} have no measured choice in common: their configs differ")
     head = ["choice", names[0]]
     for name in names[1:]:
-        head += [name, f"of {names[0]}"]
+        head += [name, f"{name} / {names[0]}"]
     sentence = "Tokens/s, and the ratio with its 95% interval. A tie means that the interval contains 1."
     notes = [machine_note(name, source, first) for name, source in zip(names[1:], others, strict=True)]
     return "\n".join([markdown_table(head, lines), "", sentence, *filter(None, notes)])
@@ -37,12 +37,12 @@ def side_by_side(folders: list[Path]) -> str:
 
 def have_same_settings(one: Choice, other: Choice) -> bool:
     """Return whether the settings are equal that both configs have. A later commit may have new ones."""
-    return are_equal(settings(one.row), settings(other.row))
+    return agree_on_common_keys(settings(one.row), settings(other.row))
 
 
-def are_equal(value: Any, other: Any) -> bool:
+def agree_on_common_keys(value: Any, other: Any) -> bool:
     if isinstance(value, dict) and isinstance(other, dict):
-        return all(are_equal(value[key], other[key]) for key in value.keys() & other.keys())
+        return all(agree_on_common_keys(value[key], other[key]) for key in value.keys() & other.keys())
     return value == other
 
 
@@ -67,6 +67,6 @@ def ratio_cell(choice: Choice, base: Choice) -> str:
 
 def machine_note(name: str, source: ReportSource, first: ReportSource) -> str:
     """Return what differs between the machine and the commit of a folder and of the first one; "" if nothing does."""
-    env, base = (each.environments[0] for each in (source, first))
+    env, base = (next(iter(each.environments), {}) for each in (source, first))
     lines = [line for key in MACHINE for line in value_differences(key, env.get(key), base.get(key))]
     return f"- {name}: {'; '.join(lines)}" if lines else ""

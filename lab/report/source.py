@@ -42,7 +42,7 @@ class ReportSource:
     generations: list[Choice]
     benchmarks: dict[str, list[dict]]  # a name of BENCHMARKS -> its rows, oldest first
     from_results: bool  # True for a folder in results/, False for a sweep's or a run's
-    left_out: list[str] = field(default_factory=list)  # the files and lines that hold no row
+    left_out: list[str] = field(default_factory=list)  # files and lines without a row that can be shown
 
     @property
     def measured_choices(self) -> list[Choice]:

@@ -21,8 +21,8 @@ RESOLUTION = 0.005  # a difference below 0.5% is a tie: on another machine, the 
 # larger by 1.96 / 1.41
 WIDENING = (9.0, 2.20, 1.62, 1.42, 1.31, 1.25, 1.21, 1.18, 1.15, 1.14)
 COMPARED = ("kernels", "attn", "generate")  # groups of the config that may differ between compared rows
-IRRELEVANT = ("out_dir", "logger", "sweep", "profile", "raw")  # keys of the config that have no effect on the work
-IRRELEVANT_IN_TRAIN = ("resume", "stop_after", "keep_checkpoints")
+IRRELEVANT = "out_dir", "logger", "sweep", "profile", "raw", "runtime"  # keys that have no effect on the work
+IRRELEVANT_IN_TRAIN = ("resume", "stop_after", "keep_checkpoints", "replicate_to", "max_skips")
 MACHINE = ("device", "driver", "torch", "triton", "git_commit")
 
 

@@ -223,7 +223,9 @@ def test_a_link_or_a_file_in_the_place_of_a_checkpoint_is_passed_over(tmp_path, 
     else:
         path.symlink_to({"a link to a folder": other / "step-000004", "a link to itself": name}.get(kind, "nowhere"))
     assert newest_valid(folder).name == "step-000002"
-    warning = f"warning: {path} is no folder of its own, and is passed over\n" if name == "step-000004" else ""
+    warning = (
+        f"warning: {path} is a link or a file and not a checkpoint; it is skipped\n" if name == "step-000004" else ""
+    )
     assert capsys.readouterr().err == warning
     checkpoints = open_checkpoints(folder, steps_before=2)
     for step, loss in ((3, 3.0), (4, 2.5)):

@@ -82,9 +82,12 @@ MISTAKES = [
     ),
     (["data=text", "data.path=a(1).txt"], "data.path=a(1).txt: Hydra reads ( )"),
     (["init_from=~x/y"], "init_from=~x/y: Hydra reads ( )"),
-    *(([f"init_from={value}"], f"init_from={value} is not the text of a path") for value in ("3.7", "5", "True")),
-    (["init_from=[a]"], "init_from=['a'] is not the text of a path or a name; write a path as ./"),
-    (["init_from={a: 1}"], "init_from={'a': 1} is not the text of a path or a name"),
+    *(
+        ([f"init_from={value}"], f"init_from={value} is not text: write init_from=./{value}")
+        for value in ("3.7", "5", "True")
+    ),
+    (["init_from=[a]"], "init_from=['a'] is not text: write init_from=./"),
+    (["init_from={a: 1}"], "init_from={'a': 1} is not text"),
     (["init_from=x\x1b[2J/y"], "init_from=x\\x1b[2J/y"),
     (['out_dir="x\x1b[2J"'], "out_dir=x\\x1b[2J has control characters; choose another folder"),
     (["init_from=???"], "init_from is missing: neither the command line nor a file in configs/ sets it"),

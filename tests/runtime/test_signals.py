@@ -69,13 +69,13 @@ def test_only_slurms_warning_requeues_and_only_a_run_that_can_resume(
 @pytest.mark.parametrize(
     "moment",
     [
-        "interrupt_imports(); interrupt(); interrupt()",
-        "interrupt_imports()\nwith exit_quietly(): interrupt()",
+        "exit_on_early_interrupt(); interrupt(); interrupt()",
+        "exit_on_early_interrupt()\nwith exit_quietly(): interrupt()",
         "atexit.register(interrupt)\nwith exit_quietly(): interrupt()",  # the second Ctrl-C comes at the very end
     ],
 )
 def test_two_interrupts_are_one_line(moment):
-    program = "import atexit, os, signal\nfrom runtime.signals import exit_quietly, interrupt_imports\n"
+    program = "import atexit, os, signal\nfrom runtime.signals import exit_quietly, exit_on_early_interrupt\n"
     program += f"def interrupt(): os.kill(os.getpid(), signal.SIGINT)\n{moment}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

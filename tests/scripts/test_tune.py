@@ -14,7 +14,7 @@ from kernels.norm import triton as norm
 from kernels.registry import OPS
 from kernels.tuned import launch_parameters, read_table, write_table
 from lab.bench import tune as tuning
-from lab.bench.fastest import time_backends
+from lab.bench.choose import time_backends
 from scripts import tune
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,7 +163,7 @@ def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
     def times(works, device, rounds):
         return {work: [seconds[work.split()[0]] / (2 if "forward" in work else 1)] * rounds for work in works}
 
-    monkeypatch.setattr("lab.bench.fastest.run_probes", probe)
+    monkeypatch.setattr("lab.bench.choose.run_probes", probe)
     monkeypatch.setattr("lab.bench.op.time_in_turns", times)
     words = "op=loss", "auto=true", "shape=one_row", "dtype=float32", "rounds=2"
     code, out, err = command(*words)
@@ -184,7 +184,7 @@ def test_auto_times_fewer_rows_if_a_backend_does_not_fit(monkeypatch):
             raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
         return [{"impl": "eager"}], {}
 
-    monkeypatch.setattr("lab.bench.fastest.measure", measure)
+    monkeypatch.setattr("lab.bench.choose.measure", measure)
     cpu = torch.device("cpu")
     assert time_backends("norm", "wide", {"shape": (4, 100, 8)}, ["eager"], "float32", 1, cpu) == [{"impl": "eager"}]
     assert tried == [(400, 8), (200, 8), (100, 8)]

@@ -155,7 +155,7 @@ def test_predicted_weights_gradients_and_optimizer_state(precision, stored, stat
     count, tensors = sum(w.numel() for w in model.parameters()), len(list(model.parameters()))
     parts = predict_bytes(cfg, 128)
     assert (parts["weights"], parts["gradients"]) == (stored * count, 4 * count)
-    assert 0 < parts["optimizer"] - state * count <= 4 * tensors + 28
+    assert 0 < parts["optimizer"] - state * count <= 4 * tensors + 36  # AdamW's steps, four counters, lr
 
 
 def test_predicted_activations_are_linear_in_T_except_for_scores():

@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_read_is_named(called, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(text)
     assert called("report.py", report.main, tmp_path)[0] == 0
-    sentence = f"Left out, because they cannot be read: {tmp_path}/2/result.json; {tmp_path}/3/result.json"
+    sentence = f"Left out, because they are damaged or lack values: {tmp_path}/2/result.json; {tmp_path}/3/result.json"
     assert f"{sentence}." in (tmp_path / "report.md").read_text()
     (tmp_path / "kernels.jsonl").write_bytes(b"\xff\xfe\x00\n" + b"[" * 100_000)
     assert called("report.py", report.main, tmp_path)[0] == 0
@@ -148,7 +148,7 @@ def test_a_row_that_the_page_cannot_show_is_named(called, tmp_path, bad):
     assert (code, err) == (0, "")
     text = (tmp_path / "report.md").read_text()
     assert "compile" in text
-    assert f"Left out, because they cannot be read: {tmp_path}/2/result.json." in text
+    assert f"Left out, because they are damaged or lack values: {tmp_path}/2/result.json." in text
 
 
 def test_a_command_that_no_shell_reads_is_shown_as_it_is(called, tmp_path):
@@ -218,7 +218,7 @@ def test_folders_side_by_side(called, tmp_path):
     code, out, _ = called("report.py", report.main, tmp_path / "old", tmp_path / "new")
     assert code == 0
     head, _, triton, eager, _, _, note = out.strip().splitlines()
-    assert [cell.strip() for cell in head.strip("|").split("|")] == ["choice", "old", "new", "of old"]
+    assert [cell.strip() for cell in head.strip("|").split("|")] == ["choice", "old", "new", "new / old"]
     assert triton.startswith("| triton · sdpa")
     for line in (triton, eager):
         assert re.search(r"1\.1\d\dx \(1\.\d+ to 1\.\d+, 1 run\)", line)

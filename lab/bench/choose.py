@@ -1,4 +1,4 @@
-"""Find the fastest right backend of each op, and store it for kernels=auto and attn=auto (kernels/fastest.py)."""
+"""Choose each op's fastest backend with correct results, for kernels=auto and attn=auto (kernels/fastest.py)."""
 
 import math
 from collections.abc import Iterator
@@ -13,7 +13,10 @@ from lab.bench.op import DTYPES, available_backends, measure
 from lab.bench.probe import ERRORS, Probe, first_word, run_probes
 from runtime.device import OutOfMemory, explain_out_of_memory
 
-PROBE_ROWS = {"cuda": 256, "cpu": 64}  # a CPU is timed with so many rows, too: the whole shape would take minutes
+PROBE_ROWS = {
+    "cuda": 256,
+    "cpu": 64,
+}  # of a probe; on a CPU of the timing, too, which would take minutes
 LIMIT = 120.0  # seconds of one probe
 HEADS, HEAD_DIM = 12, 64  # GPT-2 124M's; scripts.bench_attention auto=true takes others
 
@@ -36,13 +39,14 @@ def fill_op(op: str, shapes: list[str], dtype_name: str, rounds: int, device: to
             if first_word(status) in ERRORS:
                 yield f"without  {op}={impl} at {shape_name}: {status}"
         if not right:
+            yield f"without  {op} at {shape_name}: no backend gives correct results"
             continue
         rows = time_backends(
             op, shape_name, shape if device.type == "cuda" else small, right, dtype_name, rounds, device
         )
         with FakeTensorMode():
             entry = entry_name(op, module.inputs(**shape, dtype=dtype).values(), shape.get("fp8", False))
-        yield record_fastest(entry, width, *fastest(rows), device)
+        yield record_fastest(entry, width, *choose_fastest(rows), device)
 
 
 def time_backends(
@@ -62,7 +66,7 @@ def time_backends(
             count //= 2
 
 
-def fastest(rows: list[dict]) -> tuple[str, dict[str, float]]:
+def choose_fastest(rows: list[dict]) -> tuple[str, dict[str, float]]:
     """Return the fastest backend and {backend: ms}. Eager stays unless the fastest median is below eager's p20."""
     ms = {row["impl"]: row["both/ms"] for row in rows}
     best = min(ms, key=ms.get)
@@ -79,4 +83,4 @@ def fill_attention(dtype_name: str, rounds: int, device: torch.device) -> Iterat
     for length in attention.default_lengths(device):
         torch.compiler.reset()  # flex compiles each T anew, as in scripts.bench_attention
         rows = attention.measure(shape, length, functions, rounds, device)
-        yield from attention.record_rows(rows, shape, device)
+        yield from attention.record_fastest_at_length(rows, shape, device)
