@@ -4,6 +4,7 @@ A run that meets NaN or infinity keeps the batch of that step (nonfinite-step-*.
 forward and backward: with the run's backends, with one op at a time swapped to eager, and with all ops eager. A table
 says what each gave. The line below names the first op and layer that is not finite, and which swap repairs the step.
 
+Before that, the batch runs twice. If the bits differ with eager PyTorch too, the machine is to blame: one line says so.
 The exit code is 0 if the step goes wrong again, and 1 if it does not, or after an error.
 """
 
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 from kernels.registry import KernelError
-from lab.proof.blame import Replay, read_kept, replay, swaps, verdict
+from lab.proof.blame import Replay, check_repeatable, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from runtime import compat
 from runtime.config import UserError, check, parse, printable
@@ -28,8 +29,10 @@ def blame(run: Path, step: int | None, device_name: str) -> bool:
     cfg = parse(read_config(run), TrainConfig)
     kept, device = read_kept(run, step), select_device(device_name)
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
-    replays = []
-    for name, swapped in swaps(recipe):
+    recipes, replays = list(swaps(recipe)), []
+    if line := check_repeatable(kept, device, recipes[0][1], recipes[-1][1]):
+        print(line)
+    for name, swapped in recipes:
         try:
             replays.append(replay(name, swapped, kept, device))
         except (OutOfMemory, KernelError) as error:

@@ -2,7 +2,8 @@
 
 "ok" means that the backend ran: forward and backward at a small shape, compared with reference() in float64 by the rule
 of kernels/check.py. Every backend runs in another process, so a backend that crashes or hangs is a line like any other.
-`matrix=true` tests every dtype, width and feature, and prints the tables of results/README.md.
+`matrix=true` tests every dtype, width and feature, and prints the tables of results/README.md. `soak=10` tests the
+device instead: for 10 minutes it repeats a training step, whose bits must stay the same.
 """
 
 import sys
@@ -21,6 +22,7 @@ from lab.bench.op import as_list
 from lab.bench.probe import ERRORS, first_probe, first_word, matrix_probes, run_probes
 from lab.bench.support import tables
 from lab.commands import command
+from lab.proof.soak import soak
 from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, select_device
@@ -35,6 +37,7 @@ class Config:
     op: Any
     impl: Any
     matrix: bool
+    soak: float | None
     device: str
     limit: float
     keep: bool
@@ -50,6 +53,7 @@ class Config:
         for name in self.impl:
             check_name(self.op[0], name, key="impl")
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
+        check(self.soak is None or self.soak > 0, f"soak={self.soak}: it must be more than 0 minutes")
         check(self.matrix or not self.keep, "keep=true stores the rows of a matrix: add matrix=true")
 
 
@@ -89,6 +93,10 @@ def main(cfg: Config) -> None:
     env = environment(device)
     for line in describe_machine(device, env):
         print(wrap(line, indent=9))
+    if cfg.soak:
+        for line in soak(cfg.soak, device):
+            print(line, flush=True)
+        return
     folder = make_folder(cfg.out_dir, "doctor") if cfg.matrix else None
     if not cfg.matrix:
         print("\nop         backend           forward and backward, against reference() in float64", flush=True)

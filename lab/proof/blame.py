@@ -4,6 +4,7 @@ The kept batches of the step run again, forward and backward, without an update 
 the run's backends, then with one op at a time swapped to eager, then with all of them. Each call of an op is watched.
 The first call that makes NaN or infinity out of finite tensors is the culprit. If swapping its op gives finite
 figures, its backend is to blame; if eager PyTorch gives the same, it is the weights, the data or the learning rate.
+Before that, the step is replayed twice: if eager PyTorch does not repeat its bits, the machine is to blame.
 """
 
 import functools
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from data.loader import Batch
 from kernels.fp8 import InFp8
 from kernels.registry import OPS, AttnConfig, config_key, impl_by_op
+from lab.proof.soak import checksum
 from lab.recipe import Recipe
 from runtime.checkpoint import checkpoint_folders, read_weights, step_number
 from runtime.config import check
@@ -41,6 +43,7 @@ class Replay(NamedTuple):
     loss: float | None
     first: str | None
     failure: str | None = None  # why the replay could not run
+    bits: int = 0  # a checksum of the loss, the gradients and the outputs of all calls
 
     @property
     def result(self) -> str:
@@ -86,10 +89,11 @@ def with_eager(recipe: Recipe, op: str) -> Recipe:
 def replay(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Replay:
     """Run the batches forward and backward, up to the first call that is not finite."""
     found: list[str] = []
+    sums: list[Tensor] = []  # of the outputs: once a number is NaN, the loss and the gradients are NaN, too
     with explain_out_of_memory(f"the batch of step {kept.step}, {swap}", "the use of this GPU by other programs"):
         model = recipe.build(device)
         model.load_state_dict(kept.weights)
-        watch_ops(model, found)
+        watch_ops(model, found, sums)
         for batch in kept.batches:
             loss = model(*(tensor.to(device) for tensor in batch))
             loss.backward()
@@ -103,20 +107,45 @@ def replay(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Repla
         found = [f"the gradient of {bad[0]}, outside of every op"]
     if not found and not finite([nn.utils.get_total_norm([gradient.float() for gradient in gradients.values()])]):
         found = ["the gradient norm: it overflows, and every gradient is finite"]
-    return Replay(swap, loss.item(), found[0] if found else None)
+    bits = int(checksum([loss, *gradients.values(), *sums]))
+    return Replay(swap, loss.item(), found[0] if found else None, bits=bits)
 
 
-def watch_ops(model: nn.Module, found: list[str]) -> None:
-    """Let every call of an op append a line to `found` if it is the first to make a non-finite tensor."""
+def check_repeatable(kept: Kept, device: torch.device, recipe: Recipe, eager: Recipe) -> str | None:
+    """Replay the step twice. If the bits differ, replay it twice with all ops eager.
+
+    Returns a line if only the run's backends differ. Raises UserError if eager PyTorch differs: its kernels are
+    deterministic, so it is the machine.
+    """
+
+    def is_repeated(recipe: Recipe) -> bool:
+        first, again = (replay("replayed twice", recipe, kept, device) for _ in range(2))
+        return first.bits == again.bits
+
+    if is_repeated(recipe):
+        return None
+    check(
+        is_repeated(eager),
+        f"the machine is to blame: two replays of step {kept.step} with eager PyTorch give different bits; test "
+        "it with python -m scripts.doctor soak=10",
+    )
+    return "Two replays differ in their bits, and with all ops eager they do not: a backend is not deterministic."
+
+
+def watch_ops(model: nn.Module, found: list[str], sums: list[Tensor]) -> None:
+    """Let every call of an op append a line to `found` if it is the first to make a non-finite tensor.
+
+    Every call appends the checksum of its outputs to `sums`.
+    """
     for name, module in model.named_modules():
         for op in OPS:
             if op in vars(module):  # the op's function; a submodule of this name is not in vars()
                 where = f"{op} in {name}" if name else op
-                setattr(module, op, watched(vars(module)[op], where, found))
+                setattr(module, op, watched(vars(module)[op], where, found, sums))
 
 
-def watched(function: Callable, where: str, found: list[str]) -> Callable:
-    """Return the function with a test of its tensors, forward and backward."""
+def watched(function: Callable, where: str, found: list[str], sums: list[Tensor]) -> Callable:
+    """Return the function with a test of its tensors, forward and backward, and a checksum of its outputs."""
 
     def call(*arguments, **options):
         if not finite(arguments):
@@ -124,6 +153,7 @@ def watched(function: Callable, where: str, found: list[str]) -> Callable:
         aliases = [alias(x) for x in arguments]  # so that the gradient of each input is of this call alone
         result = function(*aliases, **options)
         outputs = result if isinstance(result, tuple) else (result,)
+        sums.append(checksum(float_tensors(outputs)))
         if not finite(outputs):
             found.append(f"{where}, its output")
         for values, what in ((outputs, f"the gradient that reaches {where}"), (aliases, f"{where}, its gradient")):
@@ -149,10 +179,14 @@ def check_gradient(what: str, found: list[str], gradient: Tensor) -> None:
 
 
 def finite(values: Iterable) -> bool:
-    """Return whether all tensors among the values are finite. Of InFp8, `rows` has the same numbers as `columns`."""
+    """Return whether all tensors among the values are finite."""
+    return all(bool(tensor.isfinite().all()) for tensor in float_tensors(values))
+
+
+def float_tensors(values: Iterable) -> list[Tensor]:
+    """Return the tensors of numbers among the values. Of InFp8, `rows` has the same numbers as `columns`."""
     tensors = [value.rows.float() if isinstance(value, InFp8) else value for value in values]
-    tensors = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()]
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()]
 
 
 def verdict(replays: list[Replay], kept: Kept) -> str:

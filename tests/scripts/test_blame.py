@@ -8,6 +8,7 @@ import torch
 
 from kernels.linear.triton import linear
 from kernels.norm.triton import norm_in_fp8
+from lab.proof import blame as proof
 from lab.proof.blame import Kept, Replay, replay, verdict, watched
 from runtime.device import OutOfMemory
 from scripts import blame
@@ -155,11 +156,11 @@ def test_an_output_in_fp8_is_watched_like_any_other(fp8_on_a_cpu):
 
     found = []
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    watched(broken, "norm", found)(x, None)
+    watched(broken, "norm", found, [])(x, None)
     assert found == ["norm, its output"]
     found.clear()
     in_fp8, _ = norm_in_fp8(x, None, weight, None)
-    y = watched(lambda x: linear(x, torch.full((96, 64), 1e-3), None, fp8=True), "linear", found)(in_fp8)
+    y = watched(lambda x: linear(x, torch.full((96, 64), 1e-3), None, fp8=True), "linear", found, [])(in_fp8)
     y.backward(torch.full_like(y, torch.nan))
     assert found == ["the gradient that reaches linear", "linear, its gradient"]
 
@@ -168,3 +169,52 @@ def test_a_folder_without_a_kept_step_is_an_error(command, hotswap):
     assert command("run") == (1, "", "error: run is not the folder of a run: it has no config.yaml\n")
     assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
     assert command("run")[2].startswith("error: run has no nonfinite-step-*.pt: ")
+
+
+NOISE = """import torch
+from kernels.mlp import reference
+
+
+def mlp(x, *weights):
+    scale = torch.ones(x.shape[-1])
+    scale[0] = 1e30
+    return reference(x, *weights) * (1 + 1e-3 * torch.rand((), generator=noise)) * scale * scale
+
+
+noise = torch.Generator()  # torch.manual_seed() does not reset it
+"""
+
+
+def test_a_backend_that_does_not_repeat_its_bits_is_not_the_machine(command, hotswap):
+    Path("mine.py").write_text(NOISE)
+    assert hotswap(*RUN)[0] == 1
+    code, out, err = command("run")
+    assert (code, err) == (0, "")
+    assert out.startswith("Two replays differ in their bits, and with all ops eager they do not: a backend is not det")
+    assert "The first is mlp in h.0.mlp, its output. The step is finite with kernels.mlp=eager" in out
+
+
+def test_a_machine_that_does_not_repeat_its_bits_is_named(command, hotswap, monkeypatch):
+    """One bit of one weight is flipped before the second of two replays with eager PyTorch."""
+    Path("mine.py").write_text(NOISE)
+    assert hotswap(*RUN)[0] == 1
+    build, calls = proof.Recipe.build, []
+
+    def miscompute(recipe, device):
+        model = build(recipe, device)
+        calls.append(recipe.kernels.mlp)
+        if calls.count("eager") == 2:
+            model.register_load_state_dict_post_hook(flip)
+        return model
+
+    def flip(model, keys):
+        model.wte.weight.detach().view(torch.int32)[1, 1] ^= 1 << 20
+
+    monkeypatch.setattr(proof.Recipe, "build", miscompute)
+    code, out, err = command("run")
+    assert (code, out) == (1, "")
+    assert err == (
+        "error: the machine is to blame: two replays of step 1 with eager PyTorch give different bits; test it with "
+        "python -m scripts.doctor soak=10\n"
+    )
+    assert calls == ["mine.py", "mine.py", "eager", "eager"]

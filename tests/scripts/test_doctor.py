@@ -13,8 +13,10 @@ from kernels.registry import ALL_OPS, contract, impls
 from kernels.tuned import device_slug
 from lab import rows
 from lab.bench import probe
+from lab.proof import soak
 from lab.report import tables
 from lab.report.readmes import fill
+from model.step import train_step
 from runtime.device import device_name
 from scripts import doctor
 
@@ -133,3 +135,38 @@ def test_matrix_is_set_when_the_flag_is_given(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         runpy.run_module("scripts.doctor", run_name="__main__")
     assert capsys.readouterr().err == f"error: op=gemm: choose {', '.join(ALL_OPS)}\n"
+
+
+def test_a_device_that_repeats_its_bits_passes_the_soak(called):
+    code, out, err = called("doctor.py", doctor.main, "soak=0.01", "device=cpu")
+    assert (code, err) == (0, "")
+    line, verdict = out.splitlines()[-2:]
+    count = re.fullmatch(r"soak     0\.\d min \| (\d+) repetitions \| 0 differ", line)[1]
+    assert verdict.endswith(f": the bits of all {count} repetitions are equal")
+
+
+@pytest.mark.parametrize("part", ["loss", "gradient norm", "weights or moments"])
+def test_a_flipped_bit_in_the_soak_names_the_device(called, monkeypatch, part):
+    """The lowest bit of one number is flipped in the second repetition of the bf16 step."""
+    calls = []
+
+    def miscompute(model, optimizer, *arguments):
+        loss, norm = train_step(model, optimizer, *arguments)
+        calls.append(next(model.parameters()).dtype)
+        weight = optimizer.state()["exp_avg"]["h.0.mlp.c_fc.weight"][3, 5]
+        if calls.count(torch.bfloat16) == 3 and calls[-1] == torch.bfloat16:  # the first is what the others equal
+            {"loss": loss, "gradient norm": norm}.get(part, weight).detach().view(torch.int32).bitwise_xor_(1)
+        return loss, norm
+
+    monkeypatch.setattr(soak, "train_step", miscompute)
+    code, out, err = called("doctor.py", doctor.main, "soak=0.02", "device=cpu")
+    assert code == 1
+    assert " | 1 differ" in out.splitlines()[-1]
+    assert err.startswith(f"error: {device_name(CPU)} (cpu of ")
+    assert f" miscomputes: 1 of {len(calls) // 2 - 1} repetitions differ from the first. Repetition 2 " in err
+    assert f"Repetition 2 differs in the {part} of the bf16 step. " in err
+    assert err.count("\n") == 1
+
+
+def test_a_soak_of_no_minutes_is_an_error(called):
+    assert called("doctor.py", doctor.main, "soak=0")[2] == "error: soak=0.0: it must be more than 0 minutes\n"
