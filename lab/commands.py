@@ -3,6 +3,7 @@
 This file does not import torch, because --help needs it and has to be quick.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -41,6 +42,14 @@ def compose(schema: type, name: str, words: list[str]) -> DictConfig:
         return hydra.compose(name, words)
     except HydraException as error:
         raise config.UserError(config.explain_error(error, schema)) from error
+
+
+def take_training() -> None:
+    """Make the arguments after `--`, which are train.py's, the value of `training`."""
+    if "--" in sys.argv:
+        split = sys.argv.index("--")
+        words = ",".join(map(config.quote_exactly, sys.argv[split + 1 :]))
+        sys.argv[split:] = [f"training=[{words}]"]
 
 
 def answer_help(name: str) -> None:

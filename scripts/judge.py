@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from lab.commands import command, compose
+from lab.commands import command, compose, take_training
 from lab.judge.claim import (
     EXIT_CODES,
     Claim,
@@ -30,7 +30,7 @@ from lab.judge.claim import (
 from lab.judge.verdict import judge_claim, page, speed_figure
 from lab.recipe import Recipe
 from lab.rows import track_rows, write_rows
-from runtime.config import UserError, check, command_line, parse, quote_exactly, quote_override
+from runtime.config import UserError, check, command_line, parse, quote_override
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
@@ -158,11 +158,7 @@ def train(words: list[str], folder: Path) -> None:
 
 
 def main_with_training() -> None:
-    """Call main() with the arguments after `--` as the value of `training`."""
-    if "--" in sys.argv:
-        split = sys.argv.index("--")
-        words = ",".join(map(quote_exactly, sys.argv[split + 1 :]))
-        sys.argv[split:] = [f"training=[{words}]"]
+    take_training()
     main()
 
 
