@@ -111,12 +111,21 @@ def test_only_a_line_that_was_damaged_may_be_missing_or_false(tmp_path):
         run = Disturbed(tmp_path, EXPECTED)
         run.damage(Fault("flip in metrics.jsonl", 9, seed))
         assert run.find_loss() is None  # with the damaged line, as in a run that was already done
-        [gone] = crashtest.read_steps(run.gone)
+        [gone] = run.gone
         other = 3 if gone != 3 else 4
         write_run(tmp_path, without(gone))
         assert run.find_loss() is None
         write_run(tmp_path, without(gone, other))
         assert run.find_loss().startswith(f"step {other} has None")
+
+
+def test_a_damaged_line_may_be_damaged_again(tmp_path):
+    for seed in range(20):
+        write_run(tmp_path)
+        run = Disturbed(tmp_path, EXPECTED)
+        for kind in ("flip in metrics.jsonl", "flip in metrics.jsonl", "cut in metrics.jsonl"):
+            run.damage(Fault(kind, 9, seed))
+        assert run.find_loss() is None
 
 
 def test_every_kind_is_drawn_and_a_seed_draws_the_same():
