@@ -1,7 +1,7 @@
 """Disturb training runs at random, and judge whether they went on as if nothing had happened.
 
 A fault kills the process, fills its disk, or kills it and damages a file of the run. Then the run resumes. It survives
-if it ends without an error, and its losses and gradient norms are bit-equal with those of an undisturbed run.
+if it ends without an error, and its FIGURES are bit-equal with those of an undisturbed run.
 """
 
 import json
@@ -65,7 +65,7 @@ def arm(fault: Fault, folder: Path, largest: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it. It ends a process at the limit of a file
     first_operation = str(folder / "checkpoints" / f".step-{fault.step:06d}")
     remaining = int(MOST_OPERATIONS * fault.share()) if fault.kind == KILL_BETWEEN_FILES else 0
-    thread = None  # that saves
+    thread: int | None = None  # the thread that saves, once this save has begun
 
     def watch(event: str, arguments: tuple) -> None:
         nonlocal remaining, thread

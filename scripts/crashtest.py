@@ -21,7 +21,7 @@ import train
 from lab.commands import command, take_training
 from lab.crashtest import DAMAGES, KILL, KINDS, SMALL, Disturbed, Fault, arm, draw_faults, read_figures, table
 from runtime.checkpoint import checkpoint_folders
-from runtime.config import UserError, check, quote_override
+from runtime.config import check, quote_override
 from runtime.run import make_folder, read_row
 
 
@@ -41,6 +41,7 @@ def main(cfg: Config) -> None:
     folder, rng = make_folder(cfg.out_dir, "crashtest"), random.Random(cfg.seed)
     words = [*SMALL, *cfg.training, "train.resume=auto"]
     whole = folder / "undisturbed"
+    check(not whole.exists(), f"out_dir={folder} already holds a crashtest; choose another folder")
     train_undisturbed(words, whole)
     start = time.perf_counter()
     train_undisturbed(words, folder / "again")
@@ -51,11 +52,12 @@ def main(cfg: Config) -> None:
         "kernels=eager attn=eager",
     )
     settings = read_row(whole)["config"]["train"]
-    saves = list(range(settings["checkpoint_every"], settings["max_steps"] + 1, settings["checkpoint_every"] or 1))
+    every, last = settings["checkpoint_every"], settings["max_steps"] or 0
+    saves = list(range(every, last + 1, every)) if every else []
     check(len(saves) >= 3, "a run needs three checkpoints: lower train.checkpoint_every or raise train.max_steps")
     largest = max(path.stat().st_size for path in checkpoint_folders(whole / "checkpoints")[0].rglob("*"))
     print(f"whole    {len(expected)} steps in {seconds:.1f} s, twice with the same bits", flush=True)
-    survived, lost, kinds = Counter(), Counter(), []
+    survived, lost, kinds, kept = Counter(), Counter(), [], []
     for number in range(1, cfg.runs + 1):
         kinds = kinds or rng.sample(KINDS, len(KINDS))
         run, happened, events = Disturbed(folder / f"{number:03d}", expected), [], []
@@ -70,12 +72,12 @@ def main(cfg: Config) -> None:
         (lost if problem else survived).update(happened)
         result = f"lost: {problem}" if problem else "bit-equal"
         print(f"{run.folder.name:<8} {' | '.join(events) or 'every fault came after the end'} | {result}", flush=True)
-        if not problem:
+        if problem:
+            kept.append(run.folder.name)
+        else:
             shutil.rmtree(run.folder)
     print(f"\n{table(survived, lost)}\n", flush=True)
-    remaining = sorted(path.name for path in folder.glob("[0-9][0-9][0-9]"))
-    if remaining:
-        raise UserError(f"{len(remaining)} of {cfg.runs} runs were lost: see {', '.join(remaining)} in {folder}")
+    check(not kept, f"{len(kept)} of {cfg.runs} runs were lost: see {', '.join(kept)} in {folder}")
     print(f"done     {cfg.runs} runs, {survived.total()} faults, seed={cfg.seed}: nothing was lost")
 
 

@@ -73,7 +73,7 @@ def soak(minutes: float, device: torch.device) -> Iterator[str]:
             end, differences = start + min(elapsed + 60, 60 * minutes), []
             with PowerMeter(device) as power:
                 power.start()
-                while time.monotonic() < end:
+                while not differences or time.monotonic() < end:
                     sums = [step.run() for step in steps.values()]
                     differences.append(torch.stack([a != b for a, b in zip(sums, expected, strict=True)]))
                 found = torch.stack(differences).nonzero().tolist()  # waits for the device

@@ -182,6 +182,11 @@ def test_a_lost_run_is_named_and_the_exit_code_is_1(command, how):
     assert Path("out", line[:3], "log.txt").exists()
 
 
+def test_a_folder_is_used_once(command):
+    assert command("runs=1")[0] == 0
+    assert command("runs=1")[2] == "error: out_dir=out already holds a crashtest; choose another folder\n"
+
+
 @pytest.mark.exhaustive
 def test_small(tmp_path):
     """Three real runs, each with two faults or one."""
