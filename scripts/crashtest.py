@@ -87,8 +87,9 @@ def train_undisturbed(words: list[str], folder: Path) -> None:
 
 
 def last_line(folder: Path) -> str:
-    """Return the last line that the run printed."""
-    return ((folder / "log.txt").read_text().splitlines() or ["no output"])[-1]
+    """Return the last line that the run printed, without `error: `."""
+    lines = (folder / "log.txt").read_text().splitlines() or ["it printed nothing"]
+    return lines[-1].removeprefix("error: ")
 
 
 def train_in_fork(

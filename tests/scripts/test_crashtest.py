@@ -176,7 +176,7 @@ def test_a_lost_run_is_named_and_the_exit_code_is_1(command, how):
     code, out, err, _ = command("runs=10", **{how: lost})
     assert code == 1
     [line, *_] = [line for line in out.splitlines() if " | lost: " in line]
-    reason = {"codes": "error: it failed", "figures": "step 5 has [(0.0, 0.0, None)] instead of "}[how]
+    reason = {"codes": "it failed", "figures": "step 5 has [(0.0, 0.0, None)] instead of "}[how]
     assert f" | lost: {reason}" in line
     assert f"of 10 runs were lost: see {line[:3]}" in err
     assert Path("out", line[:3], "log.txt").exists()
