@@ -45,6 +45,7 @@ CASES = {
     "fp32_embedding": {"shape": (2, 9, 768), "residual": False, "residual_dtype": torch.float32},
     "non_contiguous": {"shape": (6, 10, 768), "contiguous": False},
     "small_weights": {"shape": (2, 9, 64), "around": 0.0},
+    "eps": {"shape": (2, 9, 64), "eps": 0.5},
 }
 
 # The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
@@ -77,6 +78,7 @@ def inputs(
     around=1.0,
     residual_dtype=None,
     contiguous=True,
+    eps=None,
     dtype,
     device="cpu",
     seed=0,
@@ -104,7 +106,8 @@ def inputs(
         "weight": weight,
         "bias": 0.1 * randn(shape[-1]) * weight if bias else None,
     }
-    return {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    arguments = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    return arguments | ({"eps": eps} if eps else {})
 
 
 def cost(shape, *, residual=True, bias=True, residual_dtype=None, dtype=torch.bfloat16, **_):
