@@ -166,6 +166,22 @@ def test_timeouts_and_crashes_limit_the_length():
     assert "context/train/seconds" not in row
 
 
+def test_the_limit_is_why_the_next_length_failed():
+    """The first attempts are far too long and crash. The next length after the longest runs out of memory."""
+    machine = Machine(predicted=2**13, crash=2 * Machine.LIMIT)
+    assert longest(machine)["context/train/limit"] == "oom"
+    assert max(machine.attempted) > machine.crash
+
+
+@pytest.mark.parametrize(("reserved", "headroom"), [(75.0, 5.0), (None, 20.0)])
+def test_headroom_is_what_is_not_even_reserved(reserved, headroom):
+    """The allocator of a GPU reserves more than the tensors take. A CPU has no such figure."""
+    machine = Machine()
+    search = Search(machine, config().recipe, "train", machine.first, machine)
+    search.rows = [{"T": 128, "status": "ok", "shortened": False, "peak_gib": 60.0, "reserved_gib": reserved}]
+    assert search.figures_at(128)["headroom_gib"] == headroom
+
+
 def test_full_memory_is_recognised_in_the_messages_of_libraries():
     """The messages come from CUDA's driver, Triton, cuBLAS, cuDNN, C++ and oneDNN."""
     messages = "CUDA_ERROR_OUT_OF_MEMORY", "Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"

@@ -1,5 +1,8 @@
 """The arithmetic of parity, on gradients and losses with a known error."""
 
+import math
+
+import pytest
 import torch
 
 from lab.proof import parity
@@ -50,3 +53,34 @@ def test_the_bound_follows_the_rounding_of_eager_pytorch():
     assert "the first 20 losses are off by" in parity.why_wrong(judge(noise, 5 * loss_noise))
     assert parity.why_wrong(judge(noise, loss_noise)) is None
     assert parity.why_wrong({"ok": None, "why": "the run resumes from a checkpoint"}) is None
+
+
+def judge_bias(error, true_bias):
+    """Judge a run whose losses and weight are right. Its bias is off by `error`, and eager's by 1e-5 of the truth."""
+    truth = first_steps(torch.ones(4096)) | {"bias": true_bias}
+    rounded = first_steps(torch.ones(4096) * (1 + 1e-3)) | {"bias": true_bias * (1 + 1e-5)}
+    return parity.judge(rounded | {"bias": true_bias + error}, truth, rounded)
+
+
+@pytest.mark.parametrize(
+    ("error", "true_bias", "of_bound"),
+    [
+        (0.0, 1e-3, 0),
+        (1e-3, 1e-3, 1 / (4e-5 + 2**-14)),
+        (math.nan, 1e-3, math.nan),
+        (0.0, 0.0, 0),
+        (1e-9, 0.0, math.inf),
+    ],
+)
+def test_one_wrong_parameter_is_named(error, true_bias, of_bound):
+    """The whole gradient hides an error in a small one. NaN is worse than any number.
+
+    If the true gradient is zero, and so is eager's, every other gradient is wrong.
+    """
+    result = judge_bias(error, torch.full((8,), true_bias))
+    assert result["ok"] == (of_bound == 0)
+    if of_bound:
+        assert result["gradient_worst"] == "bias"
+        assert result["gradient_worst_of_bound"] == pytest.approx(of_bound, rel=1e-3, nan_ok=True)
+    if not math.isnan(error):
+        assert result["gradient_error"] <= result["gradient_bound"]

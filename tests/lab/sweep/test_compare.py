@@ -1,5 +1,6 @@
 """Comparisons of made-up rows that are known to be faster, slower or a tie."""
 
+import math
 import random
 from statistics import NormalDist
 
@@ -43,6 +44,19 @@ def test_equal_programs_are_a_tie(count):
 def test_equal_programs_are_a_tie_with_one_run_of_few_intervals(intervals):
     """The runs differ by their intervals only, because one run each shows no other noise."""
     assert count_ties(1, process=0.0, spread=0.02, intervals=intervals) >= FEWEST_TIES
+
+
+def test_the_interval_has_95_percent():
+    """Of 100 pairs whose log ratios have a spread of 10%, it ends 1.96 standard errors from the mean; 1.64 is 90%.
+
+    The quantiles of 1000 draws are off by up to 10%.
+    """
+    spread = 0.1
+    logs = [spread * NormalDist().inv_cdf((i + 0.5) / 100) for i in range(100)]
+    rows = [make_run(100, spread=0, process=0, intervals=1) | {"perf/laps_s": [math.exp(-log)]} for log in logs]
+    ratio = compare.ratio(rows, [row | {"perf/laps_s": [1.0]} for row in rows])
+    for end in (-math.log(ratio.low), math.log(ratio.high)):
+        assert end - math.log1p(compare.RESOLUTION) == pytest.approx(1.96 * spread / 100**0.5, rel=0.1)
 
 
 def test_one_interval_each_has_no_ratio():
