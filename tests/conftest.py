@@ -197,6 +197,28 @@ def checkout(tmp_path):
 
 
 @pytest.fixture
+def disk(monkeypatch):
+    """A list of what the test writes to the disk: each path that is fsynced, and (old, new path) of each rename."""
+    events, fsync = [], os.fsync
+
+    def record_fsync(handle):
+        events.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def record(rename):
+        def record_rename(path, target):
+            events.append((str(path), str(target)))
+            return rename(path, target)
+
+        return record_rename
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record(Path.rename))
+    monkeypatch.setattr(Path, "replace", record(Path.replace))
+    return events
+
+
+@pytest.fixture
 def tables(monkeypatch, tmp_path):
     """The paths of the user's and the repo's table of launch parameters for this test's device. Neither file exists."""
     from kernels import tuned

@@ -99,6 +99,18 @@ def test_opening_an_unfinished_shard_is_an_error(tmp_path):
         open_shards(tmp_path, "train", 10)
 
 
+def test_tokens_are_on_the_disk_before_a_file_counts_them(tmp_path, disk):
+    """progress.json counts the tokens of sync(), and index.json those of a complete shard."""
+    writer, shard = Writer(tmp_path, 4), str(tmp_path / "000000.bin")
+    writer.append(np.arange(3, dtype=np.uint16))
+    writer.sync()
+    assert disk == [shard]
+    writer.append(np.arange(1, dtype=np.uint16))
+    assert disk == [shard, shard]
+    writer.finish()
+    assert disk[-1] == (disk[-2], str(tmp_path / "index.json"))
+
+
 def damage(file, at, value, cut=0):
     """Write the bytes `value` at the offset `at` of `file`, and cut `cut` bytes off its end.
 
@@ -123,7 +135,7 @@ DAMAGES = [
     (lambda file: damage(file, 8, b"\xff\xff\xff\x7f"), "1032 bytes, but 2147483647 tokens take 4294968318"),
     (replace_by_folder, "Is a directory"),
     (lambda file: file.write_bytes(b"short"), "5 bytes, less than the header's 1024"),
-    (lambda file: damage(file, HEADER_BYTES + 2, b"\xff\xff"), "holds id 65535, but the tokenizer has only 10 ids"),
+    (lambda file: damage(file, HEADER_BYTES + 2, b"\x0a\0"), "holds id 10, but the tokenizer has only 10 ids"),
     (lambda file: damage(file, HEADER_BYTES + 2, b"\x01"), "its tokens changed after they were written"),
 ]
 

@@ -94,6 +94,31 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys):
     assert find_checkpoint(disk / "run") == disk / "run/step-000002"
 
 
+def test_files_are_on_the_disk_before_a_checkpoint_gets_its_name(tmp_path, disk):
+    """So are metrics.jsonl and the copy. The new name is on the disk before anything older is deleted."""
+    run, copy = tmp_path / "run", tmp_path / "disk/run"
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    checkpoints = Checkpoints(run / "checkpoints", 1, False, Ranks(), CPU, replicate_to=str(tmp_path / "disk"))
+    checkpoints.save(1, random_tensors(), {}, facts())
+    checkpoints.close()
+    for folder, other in ((run / "checkpoints", run / "metrics.jsonl"), (copy, copy / ".step-000001/manifest.json")):
+        hidden, final = folder / ".step-000001", folder / "step-000001"
+        renamed = disk.index((str(hidden), str(final)))
+        files = hidden, hidden / "model.safetensors", hidden / "training.pt", other
+        assert set(map(str, files)) <= set(disk[:renamed])
+        assert disk[renamed + 1] == str(folder)
+
+
+def test_shards_are_on_the_disk_before_the_manifest(tmp_path, disk):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/rank0").touch()
+    checkpoint.write_manifest(tmp_path, facts())
+    *synced, manifest, renamed, folder = disk
+    assert synced == [str(tmp_path / "shards/rank0"), str(tmp_path / "shards")]
+    assert (renamed, folder) == ((manifest, str(tmp_path / "manifest.json")), str(tmp_path))
+
+
 def test_load_returns_what_was_saved(tmp_path):
     save(tmp_path, 7)
     folder = find_checkpoint(tmp_path)
@@ -140,6 +165,13 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
     save(tmp_path, 60, losses=[0.5])
     assert (tmp_path / "best").resolve() == tmp_path / "step-000060"
     assert names(checkpoint_folders(tmp_path)) == ["step-000060", "step-000050"]
+
+
+def test_step_1000000_is_newer_than_step_999999(tmp_path):
+    """Its name comes first in the alphabet."""
+    save(tmp_path, 999_998, 999_999, 1_000_000)
+    assert names(checkpoint_folders(tmp_path)) == ["step-1000000", "step-999999"]
+    assert newest_valid(tmp_path).name == "step-1000000"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])

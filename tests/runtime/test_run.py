@@ -1,9 +1,7 @@
 """A run's files: figures that are not finite, a full disk, damaged lines, a deleted folder."""
 
 import json
-import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -101,15 +99,12 @@ def test_a_config_that_cannot_be_read_is_one_line_with_its_file(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
-def test_files_are_on_the_disk_before_they_replace_others(tmp_path, monkeypatch):
+def test_files_are_on_the_disk_before_they_replace_others(tmp_path, disk):
     """config.yaml and result.json are written to another file, which is fsynced and then renamed."""
-    events = []
-    fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append((str(path), to.name)), replace(path, to)))
     with Run(tmp_path, "name", config(*QUICK), Tracker(None)) as run:
         run.begin(kernels={}, env={})
-    synced = [event for event in events if isinstance(event, str)]
-    assert [event for event in events if not isinstance(event, str)] == list(
-        zip(synced, ["config.yaml", "result.json", "result.json"], strict=True)
-    )
+    synced, renames = disk[::2], disk[1::2]
+    assert renames == [
+        (temporary, str(tmp_path / name))
+        for temporary, name in zip(synced, ["config.yaml", "result.json", "result.json"], strict=True)
+    ]

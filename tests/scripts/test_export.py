@@ -220,6 +220,12 @@ def test_an_existing_file_is_never_overwritten(command):
     assert sorted(os.listdir()) == ["ckpt.pt", "hf_model"]
 
 
+def test_files_are_on_the_disk_before_they_get_their_names(tmp_path, disk):
+    write_files(tmp_path, {name: lambda path: path.write_text("x") for name in ("a", "b")})
+    hidden = [f"{tmp_path}/.{name}.{os.getpid()}" for name in ("a", "b")]
+    assert disk == [*hidden, (hidden[0], f"{tmp_path}/a"), (hidden[1], f"{tmp_path}/b"), str(tmp_path)]
+
+
 def test_no_file_is_left_when_the_disk_is_full(command, monkeypatch):
     """The second file is half written when the disk is full. The error is one line, and the first file is gone too."""
     hugging_face(gpt()).save_pretrained("hf_model")
