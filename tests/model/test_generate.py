@@ -102,6 +102,14 @@ def test_logits_over_the_cache_are_those_of_full_forwards(pos, attn, dtype, buck
     assert error <= 2 * full_error + torch.finfo(dtype).eps * truth.abs().max(), f"{error:.2g}, full {full_error:.2g}"
 
 
+def test_padding_is_never_generated():
+    """Without a limit, the most likely tokens are padding: ids from 50 on."""
+    model = varied_gpt()
+    assert (greedy(model, prompt(), 8)[:, 3:] >= 50).any()
+    for temperature in (0, 1):
+        assert (generate(model, prompt() % 50, 8, n_vocab=50, temperature=temperature) < 50).all()
+
+
 def test_beyond_the_position_table_the_window_slides():
     """The table has 24 positions. Beyond them, a full forward over the last 24 tokens gives the next token."""
     model, start = varied_gpt(), torch.tensor([[5, 6], [7, 8]])
