@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: smoke test test-all format lock clean
+.PHONY: smoke test test-all mutants format lock clean
 
 smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 	$(BIN)/python train.py +experiment=smoke
@@ -17,6 +17,9 @@ test: .venv/installed  ## lint, and the tests to run after a change: 4 minutes o
 
 test-all: test  ## and the exhaustive tests: 10 minutes in all
 	$(BIN)/python -m pytest -m exhaustive
+
+mutants: .venv/installed  ## change one line of the program at a time: a test must fail
+	$(BIN)/python -m tests.mutants
 
 format: .venv/installed
 	$(BIN)/ruff check --fix .
