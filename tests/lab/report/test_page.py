@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.report.figures import short_titles
 from lab.report.page import write_report
 from lab.sweep import compare
 from scripts import report
@@ -220,7 +221,8 @@ def test_the_picture_of_a_folder_in_results_shows_one_comparison(monkeypatch, tm
     measured = source.measured_choices
     base, count = Counter(choice.comparison.base.title for choice in measured).most_common(1)[0]
     assert count < len(measured)
-    assert [*titles[0]] == [choice.title for choice in measured if choice.comparison.base.title == base][::-1]
+    shown = [choice for choice in measured if choice.comparison.base.title == base][::-1]
+    assert [*titles[0]] == short_titles(shown)[0]
     assert len(titles[0]) == count
 
 
