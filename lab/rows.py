@@ -1,4 +1,4 @@
-"""Read and append the rows in results/<device>/<kind>.jsonl, and send rows to a tracker."""
+"""Read and append rows in .jsonl files, as in results/<device>/, and send rows to a tracker."""
 
 import json
 from collections.abc import Iterator
@@ -18,6 +18,21 @@ def read_rows(device: str, kind: str = "train") -> list[dict]:
     """Return the rows of a device, oldest first; empty if there is no file."""
     path = RESULTS / device / f"{kind}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], list[int]]:
+    """Return ([(number, object)] of each line of a .jsonl file, numbers of the damaged lines); empty without a file."""
+    good, bad = [], []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+        try:
+            row = json.loads(line, parse_constant=lambda name: None)  # NaN
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            good.append((number, row))
+        else:
+            bad.append(number)
+    return good, bad
 
 
 def append_rows(path: Path, rows: list[dict]) -> Path:

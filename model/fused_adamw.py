@@ -17,17 +17,11 @@ class FusedAdamW(Optimizer):
     """AdamW for bf16 or fp16 weights. The model's weights become views of one flat buffer, and matrices come first.
 
     In a single process, the gradients of the first micro-step keep their dtype. All other sums are in fp32.
+    `options` are Optimizer's.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: OptimConfig,
-        ranks: Ranks | None = None,
-        stop: bool = True,
-        history: bool = False,
-    ):
-        super().__init__(model, ranks, stop, history)
+    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, **options: bool):
+        super().__init__(model, ranks, **options)
         self.config = config
         self.offsets, self.gaps, self.decay_end, end = [0] * len(self.weights), [], 0, 0
         for i in sorted(range(len(self.weights)), key=lambda i: self.weights[i].dim() < 2):

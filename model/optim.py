@@ -68,7 +68,7 @@ class Optimizer(ABC):
     has the loss and the gradient norm of the last HISTORY steps.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks | None, stop: bool, history: bool):
+    def __init__(self, model: nn.Module, ranks: Ranks | None = None, stop: bool = True, history: bool = False):
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = list(model.parameters())
         self.ranks, self.stop = ranks or Ranks(), stop
@@ -193,7 +193,8 @@ class Optimizer(ABC):
 class TorchAdamW(Optimizer):
     """torch.optim.AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), fused.
 
-    With `rounded`, a lower dtype, fp32 weights are rounded to that dtype after each update (for lab/proof's reference).
+    `options` are Optimizer's. With `rounded`, a lower dtype, fp32 weights are rounded to that dtype after each update
+    (for lab/proof's reference).
     """
 
     def __init__(
@@ -201,11 +202,10 @@ class TorchAdamW(Optimizer):
         model: nn.Module,
         config: OptimConfig,
         ranks: Ranks | None = None,
-        stop: bool = True,
-        history: bool = False,
         rounded: torch.dtype = torch.float32,
+        **options: bool,
     ):
-        super().__init__(model, ranks, stop, history)
+        super().__init__(model, ranks, **options)
         self.grad_clip = config.grad_clip
         self.rounded = rounded if rounded != torch.float32 else None
         self.has_masters = self.rounded is not None or any(weight.dtype != torch.float32 for weight in self.weights)

@@ -75,16 +75,10 @@ def build(
     return model
 
 
-def make_optimizer(
-    model: nn.Module,
-    config: OptimConfig,
-    ranks: Ranks | None = None,
-    stop: bool = True,
-    history: bool = False,
-) -> Optimizer:
+def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, **options: bool) -> Optimizer:
     """Return the optimizer that config.impl names. By default it is FusedAdamW for bf16 weights on a GPU.
 
-    `stop` and `history` are Optimizer's. Raises UserError if the named one cannot run here.
+    `options` are Optimizer's. Raises UserError if the named one cannot run here.
     """
     weight = next(model.parameters())
     reason = fused_unavailable(weight)
@@ -93,10 +87,10 @@ def make_optimizer(
         f"optim.impl=triton cannot run here: {reason}; choose optim.impl=torch",
     )
     if reason or config.impl == "torch" or (config.impl is None and not weight.is_cuda):
-        return TorchAdamW(model, config, ranks, stop, history)
+        return TorchAdamW(model, config, ranks, **options)
     from model.fused_adamw import FusedAdamW  # needs Triton
 
-    return FusedAdamW(model, config, ranks, stop, history)
+    return FusedAdamW(model, config, ranks, **options)
 
 
 def fused_unavailable(weight: Tensor) -> str | None:
@@ -143,7 +137,8 @@ def evaluate(
             total += loss
     free_gathered(model)
     model.train()
-    return ranks.mean(total).item() * ranks.batch_ranks / len(batches)  # one of batch_ranks: all ranks have the total
+    # With parallel=context each rank has the total of all batches, and otherwise of its share
+    return ranks.mean(total).item() * ranks.batch_ranks / len(batches)
 
 
 def check_losses(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, t: TrainConfig) -> None:

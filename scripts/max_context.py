@@ -28,8 +28,7 @@ from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.context.search import OCTAVE, Search, predict_longest
 from lab.recipe import Recipe
 from lab.report.max_context_table import max_context_table
-from lab.report.source import read_jsonl
-from lab.rows import keep_rows
+from lab.rows import keep_rows, read_jsonl
 from model import cost
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig

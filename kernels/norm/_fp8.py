@@ -3,7 +3,7 @@
 As two kernels, the norm would write y, and _quantize_kernel would read it again: 600 MB at N = 65,536 and C = 768. Here
 it is 400 MB. A program first adds and centres its rows, as in triton.py, which needs whole rows. To write y by columns
 it needs tiles of many rows. So it reads its part of the new stream again, tile by tile, from the L2 cache. It rounds y
-to the compute dtype before it rounds to fp8, so the bits are those of the two kernels.
+to the compute dtype before it rounds to fp8, as the two kernels do. So the bits are equal.
 """
 
 import torch

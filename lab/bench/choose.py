@@ -13,10 +13,7 @@ from lab.bench.op import DTYPES, available_backends, measure
 from lab.bench.probe import ERRORS, Probe, first_word, run_probes
 from runtime.device import OutOfMemory, explain_out_of_memory
 
-PROBE_ROWS = {
-    "cuda": 256,
-    "cpu": 64,
-}  # of a probe; on a CPU of the timing, too, which would take minutes
+PROBE_ROWS = {"cuda": 256, "cpu": 64}  # on a CPU also of the timing: with all rows it takes minutes
 LIMIT = 120.0  # seconds of one probe
 HEADS, HEAD_DIM = 12, 64  # GPT-2 124M's; scripts.bench_attention auto=true takes others
 

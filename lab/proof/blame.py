@@ -53,8 +53,8 @@ class Replay(NamedTuple):
 def read_kept(run: Path, step: int | None) -> Kept:
     """Return the kept step of the run's folder: `step`, or the first one.
 
-    If the run had train.on_nonfinite=skip or sharded weights, the file has no weights. Then those of the newest
-    checkpoint before the step are read.
+    If the run had train.on_nonfinite=skip or sharded weights, the file has no weights. Then the weights are
+    read from the newest checkpoint before the step.
     """
     paths = {int(path.stem.rpartition("-")[2]): path for path in sorted(run.glob("nonfinite-step-*.pt"))}
     check(bool(paths), f"{run} has no nonfinite-step-*.pt: a run writes it when a loss or gradient is not finite")
@@ -184,7 +184,7 @@ def finite(values: Iterable) -> bool:
 
 
 def float_tensors(values: Iterable) -> list[Tensor]:
-    """Return the tensors of numbers among the values. Of InFp8, `rows` has the same numbers as `columns`."""
+    """Return the floating-point tensors among the values. InFp8 counts once, because both layouts hold the same."""
     tensors = [value.rows.float() if isinstance(value, InFp8) else value for value in values]
     return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()]
 

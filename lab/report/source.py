@@ -3,7 +3,6 @@
 A choice is of training or of generation. Rows of scripts.evaluate are left out.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, prompt_tokens
-from lab.rows import curve_file
+from lab.rows import curve_file, read_jsonl
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
 from runtime.config import check
@@ -162,21 +161,6 @@ def job_results(folder: Path) -> list[Path]:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.parent.name)]
 
     return sorted({*folder.glob("*/result.json"), *folder.glob("result.json")}, key=by_number)
-
-
-def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], list[int]]:
-    """Return ([(number, object)] of each line of a .jsonl file, numbers of the damaged lines); empty without a file."""
-    good, bad = [], []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
-        try:
-            row = json.loads(line, parse_constant=lambda name: None)  # NaN
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            good.append((number, row))
-        else:
-            bad.append(number)
-    return good, bad
 
 
 def read_losses(path: Path) -> dict[int, float]:

@@ -100,7 +100,7 @@ def test_opening_an_unfinished_shard_is_an_error(tmp_path):
 
 
 def test_tokens_are_on_the_disk_before_a_file_counts_them(tmp_path, disk):
-    """progress.json counts the tokens of sync(), and index.json those of a complete shard."""
+    """progress.json counts the tokens written by sync(), and index.json counts the tokens of complete shards."""
     writer, shard = Writer(tmp_path, 4), str(tmp_path / "000000.bin")
     writer.append(np.arange(3, dtype=np.uint16))
     writer.sync()
