@@ -89,8 +89,12 @@ def table_paths(device: torch.device) -> tuple[Path, Path]:
     if device.type == "cuda":
         name = device_slug(torch.cuda.get_device_name(device))
         architecture = "sm{}{}".format(*torch.cuda.get_device_capability(device))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "hotswap" / "tuned" / f"{name}.json", TABLES / architecture / f"{name}.json"
+    return user_cache() / "tuned" / f"{name}.json", TABLES / architecture / f"{name}.json"
+
+
+def user_cache() -> Path:
+    """Return the folder of this user for what is measured or compiled once on a machine. It may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hotswap"
 
 
 def tables_in_use(device: torch.device) -> tuple[Path, Path]:

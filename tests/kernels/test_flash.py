@@ -5,6 +5,7 @@ Here stand-ins replace the packages. On an NVIDIA GPU, test_backends.py and the 
 
 import functools
 import importlib
+import os
 import sys
 
 import pytest
@@ -154,6 +155,26 @@ def test_an_old_or_broken_package_is_not_chosen(stand_in, capability, monkeypatc
     clear_caches()
     no_name = "fa4 is not installed (module 'torch' has no attribute 'no_such_name')"
     assert no_name in _flash.version_unavailable("fa4", GPU)
+
+
+def test_fa4_keeps_its_kernels_in_the_cache_of_the_user(stand_in, capability, monkeypatch, tmp_path):
+    """A variable that the user has set stays. A folder that cannot be made leaves FA4 as it is."""
+    names = [f"FLASH_ATTENTION_CUTE_DSL_CACHE_{end}" for end in ("ENABLED", "DIR")]
+    stand_in("fa4")
+
+    def variables_after(cache, **user):
+        for name in names:
+            monkeypatch.setenv(name, "")  # otherwise monkeypatch would not take back what fa4() sets
+            monkeypatch.delenv(name)
+        for name, value in {"XDG_CACHE_HOME": str(cache), **user}.items():
+            monkeypatch.setenv(name, value)
+        _flash.fa4()
+        return [os.environ.get(name) for name in names]
+
+    assert variables_after(tmp_path) == ["1", str(tmp_path / "hotswap/flash-attn-4")]
+    assert variables_after(tmp_path, **{names[0]: "0"})[0] == "0"
+    (tmp_path / "file").touch()
+    assert variables_after(tmp_path / "file") == [None, None]
 
 
 def test_fa2_is_not_installed_if_only_fa4_is(stand_in, capability):

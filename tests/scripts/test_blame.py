@@ -147,7 +147,8 @@ def test_a_gradient_norm_that_overflows_is_named(monkeypatch):
 
 def test_an_output_in_fp8_is_watched_like_any_other(fp8_on_a_cpu):
     """A norm that makes NaN in fp8 is named, and not the layer after it; so is a NaN in the layer's gradient."""
-    weight = torch.ones(64)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight = torch.ones(64, device=device)
 
     def broken(x, residual):
         in_fp8, stream = norm_in_fp8(x, residual, weight, None)
@@ -155,12 +156,13 @@ def test_an_output_in_fp8_is_watched_like_any_other(fp8_on_a_cpu):
         return in_fp8, stream
 
     found = []
-    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
     watched(broken, "norm", found, [])(x, None)
     assert found == ["norm, its output"]
     found.clear()
     in_fp8, _ = norm_in_fp8(x, None, weight, None)
-    y = watched(lambda x: linear(x, torch.full((96, 64), 1e-3), None, fp8=True), "linear", found, [])(in_fp8)
+    w = torch.full((96, 64), 1e-3, device=device)
+    y = watched(lambda x: linear(x, w, None, fp8=True), "linear", found, [])(in_fp8)
     y.backward(torch.full_like(y, torch.nan))
     assert found == ["the gradient that reaches linear", "linear, its gradient"]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kernels.registry import cpp_compiler
+from kernels.tuned import user_cache
 
 FOLDER = Path(__file__).parent
 FLAGS = ["-DEMULATOR", "-xc++", "-std=c++17", "-Og", "-shared", "-fPIC", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-w"]
@@ -25,7 +26,7 @@ def compile_for_cpu(options: tuple[str, ...]) -> Callable[[ctypes.Structure], No
     source = FOLDER.with_name("persistent.cu")
     sources = [source, *sorted(FOLDER.glob("*.cuh")), *sorted(FOLDER.glob("*.h"))]
     content = "".join([*options, *FLAGS, *(path.read_text() for path in sources)])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hotswap/emulator"
+    cache = user_cache() / "emulator"
     library = cache / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,8 @@ if seed == 16 and "train.resume" not in words and not os.path.exists("stopped-on
 if seed < 10:
     time.sleep(0.1 if seed < 5 else 1.0)
 row = {"command": shlex.join(["python", *sys.argv]), "status": status, "pid": os.getpid(), "start": started_at}
-row |= {"caches": [os.environ.get(f"{name}_CACHE_DIR") for name in ("TORCHINDUCTOR", "TRITON")]}
+compilers = "TORCHINDUCTOR", "TRITON", "FLASH_ATTENTION_CUTE_DSL"
+row |= {"caches": [os.environ.get(f"{name}_CACHE_DIR") for name in compilers]}
 row |= {"gpu": os.environ.get("CUDA_VISIBLE_DEVICES"), "end": time.time(), "config": {"precision": "amp"}}
 if status == "ok":
     row |= {f"perf/tokens_per_sec{p}": 1000.0 * seed + d for p, d in (("", 0), ("/p20", -600), ("/p80", 600))}
@@ -143,8 +144,9 @@ def test_repeats_run_in_the_order_abba(sweep):
     assert sorted(starts, key=starts.get) == ["1-seed.4", "2-seed.3", "2-seed.3.2", "1-seed.4.2"]
     for name in ("1-seed.4", "2-seed.3"):
         caches = Path("sweep", name, "caches/0").resolve()
+        folders = [str(caches / compiler) for compiler in ("torchinductor", "triton", "flash_attention_cute_dsl")]
         assert read_rows()[name]["caches"] == read_rows()[f"{name}.2"]["caches"]
-        assert read_rows()[name]["caches"] == [str(caches / "torchinductor"), str(caches / "triton")]
+        assert read_rows()[name]["caches"] == folders
     assert [line.split()[:3] for line in out.splitlines()[-3:-1]] == [
         ["1-seed.4", "4,000", "3,400"],
         ["2-seed.3", "3,000", "0.750x"],
