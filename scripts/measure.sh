@@ -114,11 +114,15 @@ two_million() {
     mkdir -p out && cat sotu.txt sotu.txt >out/twice.txt
     text="data=text data.path=out/twice.txt data.tokenizer=gpt2" sequence two-million 2097152 1
 }
-# Half a million tokens on one GPU and on two, which split the sequence, and the longest context of two
+# Half a million tokens on one GPU and on two, which split the sequence; two million on two (five minutes); and the
+# longest context of two
 context_two() {
     local two="torchrun --standalone --nproc_per_node=2"
-    sequence half-million-one 524288 3
-    launch=$two sequence half-million-two 524288 3 parallel=context
+    sequence half-million-one 524288 5
+    launch=$two sequence half-million-two 524288 5 parallel=context
+    mkdir -p out && cat sotu.txt sotu.txt >out/twice.txt
+    text="data=text data.path=out/twice.txt data.tokenizer=gpt2" launch=$two \
+        sequence two-million-two 2097152 1 parallel=context
     launch=$two minutes=5 longest host-two $lean model.checkpointing=host mode=train parallel=context
 }
 sequence() { # NAME T STEPS WORDS ...
