@@ -96,8 +96,8 @@ def reason_against(config: GPTConfig, device: torch.device) -> str | None:
     """Return why a step of this model cannot be captured; None if it may be."""
     if device.type != "cuda":
         return "it needs an NVIDIA GPU"
-    if config.checkpointing == "host":
-        return "model.checkpointing=host allocates host memory in each step"
+    if config.checkpointing in ("host", "chunks"):
+        return f"model.checkpointing={config.checkpointing} allocates host memory in each step"
     if config.checkpointing == "block" and config.dropout:
         return "model.checkpointing=block with model.dropout reads the state of the random numbers in each step"
     return None

@@ -19,6 +19,7 @@ from kernels.cache import Cache
 from kernels.packed import split
 from kernels.registry import Ops, norm_before
 from kernels.rope import rope_table, rotate
+from model.chunks import run_in_chunks
 from model.recompute import BlockRunner
 from model.vocabulary import padded
 from runtime.config import check
@@ -44,7 +45,7 @@ class GPTConfig:
     dropout: float
     n_kv_head: int | None = None  # heads of keys and values, each shared by n_head / n_kv_head queries; null: n_head
     window: int | None = None  # a token attends to the last `window` tokens, itself included; null: to all
-    checkpointing: str = "none"  # none | block | host: see model/recompute.py
+    checkpointing: str = "none"  # none | block | host: see model/recompute.py; chunks: model/chunks.py
     keep_attention: bool = False  # checkpoints also save the output of attention
 
     def __post_init__(self):
@@ -65,14 +66,19 @@ class GPTConfig:
             f"model.pos=rope rotates pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
         )
         check(
-            self.checkpointing in ("none", "block", "host"),
-            f"model.checkpointing={self.checkpointing}: choose none, block or host",
+            self.checkpointing in ("none", "block", "host", "chunks"),
+            f"model.checkpointing={self.checkpointing}: choose none, block, host or chunks",
         )
         check(
-            self.checkpointing != "none" or not self.keep_attention,
+            self.checkpointing in ("block", "host") or not self.keep_attention,
             "model.keep_attention=true needs a checkpoint: choose model.checkpointing=block or host",
         )
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
+        check(
+            self.checkpointing != "chunks" or not self.dropout,
+            f"model.checkpointing=chunks cannot draw dropout's random numbers twice: model.dropout={self.dropout} must "
+            "be 0, or choose model.checkpointing=host",
+        )
 
     def check_length(self, length: int, key: str = "") -> None:
         """Raise UserError if a sequence of this length is longer than the table of learned positions."""
@@ -151,10 +157,16 @@ class Attention(nn.Module):
         self.c_proj = Linear(ops, config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, rope: Tensor | None, starts: Tensor | None, cache: Cache | None) -> Tensor:
-        B, T, C = x.shape
-        q, k, v = split(self.c_attn(x).view(B, T, sum(self.heads), -1), self.heads)  # (B, T, H or Hkv, D) each
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+        return self.c_proj(self.attend(*self.qkv(x, rope), starts, cache).flatten(2))
+
+    def qkv(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (B, T, H, D), k and v (B, T, Hkv, D), rotated if the positions are rotary."""
+        B, T, _ = x.shape
+        q, k, v = split(self.c_attn(x).view(B, T, sum(self.heads), -1), self.heads)
+        return (q, k, v) if rope is None else (rotate(q, rope), rotate(k, rope), v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, cache: Cache | None = None) -> Tensor:
+        """Return the output of each head, (B, T, H, D)."""
         attention = self.attention
         options = dict(self.options)  # only the arguments in use: a backend need not take the others
         if starts is not None:
@@ -164,7 +176,7 @@ class Attention(nn.Module):
             attention = self.cached_attention
             if cache.positions is not None:  # a decoding step, whose cache holds no key outside the window
                 options = {"lengths": cache.lengths}
-        return self.c_proj(attention(q, k, v, **options).reshape(B, T, C))
+        return attention(q, k, v, **options)
 
 
 class MLP(nn.Module):
@@ -182,7 +194,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """(x, residual) -> (x, residual), (B, T, C) each: x is the output of the last branch, not yet added to the stream.
 
-    The next norm adds x to residual, because a kernel can do both in one pass.
+    The next norm adds x to residual, because a kernel can do both in one pass. With checkpointing=chunks the sum is
+    returned as x.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
@@ -192,13 +205,32 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config, norm_before("mlp", ops), dtype)
         self.mlp = MLP(config, ops)
         self.drop = dropout(config)
+        self.chunked = config.checkpointing == "chunks"
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Tensor | None, starts: Tensor | None, cache: Cache | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.chunked and torch.is_grad_enabled():
+            return run_in_chunks(self, x if residual is None else residual + x, rope, starts), None
         h, residual = self.ln_1(x, residual)
         h, residual = self.ln_2(self.drop(self.attn(h, rope, starts, cache)), residual)
         return self.drop(self.mlp(h)), residual
+
+    # The three parts of forward() without a cache, for model/chunks.py: the first and the last need no other tokens
+
+    def qkv(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attn.qkv(self.ln_1(x, None)[0], rope)
+
+    def after_attention(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return the stream after the block. `out` (B, T, H, D) is attention's output, and x the stream before."""
+        h, residual = self.ln_2(self.attn.c_proj(out.flatten(2)), x)
+        return residual + self.mlp(h)
+
+    def weights_before_attention(self) -> list[nn.Parameter]:
+        return [*self.ln_1.parameters(), *self.attn.c_attn.parameters()]
+
+    def weights_after_attention(self) -> list[nn.Parameter]:
+        return [*self.attn.c_proj.parameters(), *self.ln_2.parameters(), *self.mlp.parameters()]
 
 
 class GPT(nn.Module):

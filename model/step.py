@@ -37,8 +37,9 @@ def load_ops(
     needs: Sequence[str] = (),
 ) -> Ops:
     """Return the functions that the model calls. It allocates nothing. Raises Unavailable as build() does."""
-    if kernels.compile and config.checkpointing == "host":
-        raise Unavailable("kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile")
+    if kernels.compile and config.checkpointing in ("host", "chunks"):
+        where = f"model.checkpointing={config.checkpointing}"
+        raise Unavailable(f"kernels.compile=true cannot run with {where}: choose block, or no compile")
     return resolve(kernels, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")
 
 

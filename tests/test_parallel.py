@@ -245,6 +245,7 @@ CASES = {{
     "window": replace(ROPE, window=9),
     "checkpoint": replace(LEARNED, checkpointing="block"),
     "kept": replace(LEARNED, checkpointing="block", keep_attention=True),
+    "chunks": replace(ROPE, checkpointing="chunks"),
 }}
 STARTS = torch.tensor([document_starts(documents) for documents in ((5, 20, 7), (32,), (15, 1, 16))])
 
@@ -279,7 +280,7 @@ with join_ranks(CPU, "context") as ranks:
 @pytest.mark.parametrize(
     "cases",
     [
-        ["learned", "rope", "window documents", "checkpoint documents", "kept"],
+        ["learned", "rope", "window documents", "checkpoint documents", "kept", "chunks documents"],
         pytest.param(["checkpoint documents compiled"], marks=pytest.mark.exhaustive),
     ],
 )

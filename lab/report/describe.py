@@ -204,6 +204,7 @@ def search_settings(row: dict) -> tuple[str, ...]:
     """
     config, model = row["config"], row["config"]["model"]
     checkpointing = {"block": "a checkpoint a block", "host": "a checkpoint a block, on the host"}
+    checkpointing["chunks"] = "a checkpoint a block, on the host, in chunks"
     saved = checkpointing.get(model.get("checkpointing"), "")
     if model.get("keep_attention"):
         saved += ", attention kept"

@@ -133,8 +133,9 @@ def test_what_cannot_be_captured_says_why():
     assert "model.dropout" in capture.reason_against(config, gpu)
     config.dropout = 0.0
     assert capture.reason_against(config, gpu) is None
-    config.checkpointing = "host"
-    assert "model.checkpointing=host" in capture.reason_against(config, gpu)
+    for on_host in ("host", "chunks"):
+        config.checkpointing = on_host
+        assert f"model.checkpointing={on_host}" in capture.reason_against(config, gpu)
     model, optimizer = trainer()
     assert capture.StepRunner(model, optimizer, wanted=None).why_not == "it needs an NVIDIA GPU"
     assert capture.StepRunner(model, optimizer, wanted=False).why_not == "train.cuda_graph=false"

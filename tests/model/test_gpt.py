@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from kernels.attention import document_starts
 from kernels.compat import TorchDispatchMode
 from kernels.registry import (
     AttnConfig,
@@ -25,7 +26,7 @@ from kernels.registry import (
 )
 from kernels.rope import rope_table, rotate
 from kernels.sampling import Sampling
-from model import cost, recompute
+from model import chunks, cost, recompute
 from model.decoder import Decoder
 from model.gpt import GPT, GPTConfig
 from runtime.config import UserError
@@ -263,6 +264,33 @@ def test_checkpoints_save_memory_and_change_no_bit(compiled):
         assert kept[1] - kept[3] == SMALL.n_layer * block_input  # checkpointing=host moves it to the host
 
 
+@pytest.mark.parametrize("tokens", [24, 5])
+@pytest.mark.parametrize("changes", [{}, {"pos": "rope", "n_kv_head": 1, "window": 7}, {"bias": False}], ids=str)
+def test_chunks_change_the_last_bits_at_most(changes, tokens, monkeypatch):
+    """With one chunk a sequence no bit changes. With five, the gradients of the weights are sums over the chunks.
+
+    The bound is the unit of fp32, 2^-24, times the square root of the 2^6 tokens and 2^5 channels that a number sums.
+    """
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2 * tokens * SMALL.n_embd * 4)
+    to_host, offloaded = chunks.to_host, []
+    monkeypatch.setattr(chunks, "to_host", lambda x: offloaded.append(x.shape[1]) or to_host(x))
+    starts = torch.tensor([document_starts((5, 19)), document_starts((24,))])
+    idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
+    results = []
+    for checkpointing in ("none", "chunks"):
+        model = gpt(replace(SMALL, **changes, checkpointing=checkpointing), "eager")
+        loss = model(idx, targets, starts)
+        loss.backward()
+        results.append({"loss": loss.detach()} | {name: weight.grad for name, weight in model.named_parameters()})
+    for name, truth in results[0].items():
+        error = (results[1][name] - truth).norm() / truth.norm()
+        assert error < (2**-24 * 2**5.5 if tokens < 24 else 1e-12), name
+    assert offloaded == SMALL.n_layer * ([24] if tokens == 24 else [5, 5, 5, 5, 4])
+    with torch.no_grad():
+        assert torch.equal(model(idx, targets, starts), results[0]["loss"])
+    assert len(offloaded) == SMALL.n_layer * (1 if tokens == 24 else 5)  # without gradients there are no chunks
+
+
 @pytest.mark.parametrize(("keeps", "times"), [(True, 1), (False, 2)])
 def test_keep_attention_avoids_the_second_forward_of_attention(keeps, times):
     class Count(TorchDispatchMode):
@@ -425,7 +453,12 @@ def test_amp_keeps_the_stream_in_fp32():
     ("changes", "message"),
     [
         ({"n_kv_head": 2}, r"model.n_kv_head=2: model.n_head=3 must be a multiple of it"),
-        ({"checkpointing": "all"}, r"model.checkpointing=all: choose none, block or host"),
+        ({"checkpointing": "all"}, r"model.checkpointing=all: choose none, block, host or chunks"),
+        (
+            {"checkpointing": "chunks", "dropout": 0.1},
+            r"model.checkpointing=chunks cannot draw dropout's",
+        ),
+        ({"checkpointing": "chunks", "keep_attention": True}, r"model.keep_attention=true needs a checkpoint: choose"),
         (
             {"keep_attention": True},
             r"model.keep_attention=true needs a checkpoint: choose model.checkpointing=block or",

@@ -15,7 +15,7 @@ from kernels.registry import unavailable
 from lab.context import attempt
 from lab.context.prober import ROOT
 from lab.proof.memory import simulate
-from model import decoder
+from model import chunks, decoder
 from model.gpt import PRECISIONS
 from model.step import train_step
 from model.vocabulary import take_vocabulary
@@ -82,16 +82,18 @@ def allocated_peak(work, trace):
         (),
         ("attn=eager", "model.pos=rope"),
         ("model.checkpointing=block", "model.n_layer=4", "model.n_kv_head=1"),
+        ("model.checkpointing=chunks", "model.pos=rope"),
         ("model.window=100", "model.bias=false"),
         pytest.param(TRITON, marks=pytest.mark.exhaustive),
         pytest.param((*TRITON, *LEAN, "model.checkpointing=block", "attn=eager"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )
-def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tmp_path):
+def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tmp_path, monkeypatch):
     """The prediction is right to the byte. It covers forward, backward, clip, AdamW, and memory inside custom ops."""
     skip_if_unavailable(overrides)
     cfg, length = config("precision=fp32", *overrides), 256
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 100 * cfg.model.n_embd * 4)  # 100 tokens
 
     def work():
         model, optimizer, batch = attempt.build_trainer(cfg.recipe, length, CPU, Ranks())
@@ -145,6 +147,21 @@ def test_two_ranks_save_the_activations_of_half_a_sequence(monkeypatch, checkpoi
         monkeypatch.setenv(key, value)
     more = predict_bytes(cfg, 256)["activations"] - alone
     assert more == pytest.approx(outputs * 128 * cfg.model.n_embd * 2, abs=64)  # bytes
+
+
+def test_chunks_take_less_memory_a_token(monkeypatch):
+    """The MLP's tensors, 8 bytes a token and channel for each of hidden units, GELU and two gradients, are gone.
+
+    With attn=sdpa on a CPU it is 34 bytes instead of 49, because the backward of that attention works in fp32. With
+    FlashAttention it is 22 instead of 38.
+    """
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**16)
+    slopes = {}
+    for checkpointing in ("host", "chunks"):
+        cfg = config("precision=bf16", "attn=sdpa", "model.pos=rope", f"model.checkpointing={checkpointing}")
+        short, long = (predict_bytes(cfg, length)["peak"] for length in (8192, 16384))
+        slopes[checkpointing] = (long - short) / 8192 / cfg.model.n_embd
+    assert slopes["chunks"] < 0.75 * slopes["host"]
 
 
 @pytest.mark.parametrize(("precision", "stored", "state"), [("fp32", 4, 8), ("amp", 4, 8), ("bf16", 2, 12)])

@@ -1,0 +1,123 @@
+"""A block that computes everything but attention on one chunk of tokens after another: model.checkpointing=chunks.
+
+Norm, linear layers and MLP compute each token by itself, so their tensors need not exist for the whole sequence (Arctic
+Long Sequence Training, arXiv:2506.13996, does this for MLP and loss). Whole are only q, k, v, the output of attention,
+and the gradients of these. The block's input waits in pinned host memory, and the backward recomputes the rest from it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 2**26  # of a chunk of the block's input: 43,690 tokens of 768 channels in bf16. Pinned memory is
+# allocated in powers of two
+
+
+class ChunkedBlock(torch.autograd.Function):
+    """x (B, T, C) -> x + attention + MLP, by the parts of Block that take a chunk: qkv() and after_attention().
+
+    The gradients of the weights are sums over the chunks, in fp32. The gradient of x takes the memory of the gradient
+    of the output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, block: nn.Module, rope: Tensor | None, starts: Tensor | None, x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.block, ctx.rope, ctx.starts = block, rope, starts
+        ctx.parts = [to_host(x[:, chunk]) for chunk in chunks(x)]
+        q, k, v = join((block.qkv(x[:, chunk], part_of(rope, chunk)) for chunk in chunks(x)), x.shape[1])
+        out = block.attn.attend(q, k, v, starts)
+        del q, k, v
+        [y] = join(([block.after_attention(out[:, chunk], x[:, chunk])] for chunk in chunks(x)), x.shape[1])
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        block, rope = ctx.block, ctx.rope
+        before, after = block.weights_before_attention(), block.weights_after_attention()
+        sums = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in (*before, *after)}
+
+        def inputs() -> Iterator[tuple[slice, Tensor]]:
+            """Yield each chunk, and its part of x on the device."""
+            for chunk, part in zip(chunks(dy), ctx.parts, strict=True):
+                yield chunk, part.to(dy.device, non_blocking=True).requires_grad_()
+
+        with torch.no_grad():
+            q, k, v = join((block.qkv(x, part_of(rope, chunk)) for chunk, x in inputs()), dy.shape[1])
+        q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
+        with torch.enable_grad():
+            out = block.attn.attend(q, k, v, ctx.starts)
+        values, dout = out.detach(), torch.empty_like(out)
+        dx = dy if dy.is_contiguous() else dy.contiguous()  # the next block made dy for this block alone
+        for chunk, x in inputs():
+            part = values[:, chunk].detach().requires_grad_()
+            with torch.enable_grad():
+                y = block.after_attention(part, x)
+            dx[:, chunk], dout[:, chunk] = add_gradients(y, (x, part), dx[:, chunk], after, sums)
+            del x, part, y
+        del values
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+        del out, dout, q, k, v
+        for chunk, x in inputs():
+            with torch.enable_grad():
+                y = block.qkv(x, part_of(rope, chunk))
+            [dx_part] = add_gradients(y, (x,), [d[:, chunk] for d in (dq, dk, dv)], before, sums)
+            dx[:, chunk] += dx_part
+            del x, y, dx_part
+        return None, None, None, dx, *(total.to(weight.dtype) for weight, total in sums.items())
+
+
+def run_in_chunks(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tensor | None) -> Tensor:
+    """Return the stream after the block. x (B, T, C) is the stream before it."""
+    weights = block.weights_before_attention() + block.weights_after_attention()
+    return ChunkedBlock.apply(block, rope, starts, x, *weights)
+
+
+def chunks(x: Tensor) -> Iterator[slice]:
+    """Yield slices of the tokens of x (B, T, C), each of at most CHUNK_BYTES and of at least one token."""
+    size = max(1, CHUNK_BYTES // (x.shape[0] * x.shape[2] * x.element_size()))
+    return (slice(start, min(start + size, x.shape[1])) for start in range(0, x.shape[1], size))
+
+
+def join(chunked: Iterable[Sequence[Tensor]], T: int) -> list[Tensor]:
+    """Copy tensors that come in chunks of tokens into whole ones, (B, T, ...).
+
+    torch.cat() would need all chunks at once, beside the whole.
+    """
+    whole: list[Tensor] = []
+    start = 0
+    for parts in chunked:
+        whole = whole or [part.new_empty(part.shape[0], T, *part.shape[2:]) for part in parts]
+        end = start + parts[0].shape[1]
+        for tensor, part in zip(whole, parts, strict=True):
+            tensor[:, start:end] = part
+        start = end
+    return whole
+
+
+def add_gradients(
+    y: Tensor | Sequence[Tensor],
+    inputs: tuple[Tensor, ...],
+    dy: Tensor | Sequence[Tensor],
+    weights: list[Tensor],
+    sums: dict[Tensor, Tensor],
+) -> list[Tensor]:
+    """Return the gradients of the inputs, and add those of the weights to `sums`."""
+    gradients = torch.autograd.grad(y, (*inputs, *weights), dy)
+    for weight, gradient in zip(weights, gradients[len(inputs) :], strict=True):
+        sums[weight] += gradient
+    return list(gradients[: len(inputs)])
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Copy x into pinned memory. The host does not wait."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+
+
+def part_of(rope: Tensor | None, chunk: slice) -> Tensor | None:
+    """Return the rotary positions of a chunk from the table, (2, T, 1, D/2)."""
+    return None if rope is None else rope[:, chunk]
