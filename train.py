@@ -3,10 +3,10 @@
 Read it from the top: the config, the parts of a run, the training loop, checkpoints, and main(), which connects them.
 """
 
-if __name__ == "__main__":  # before the other imports: --help needs no torch, whose import takes 3 s
-    from lab import commands
+if __name__ == "__main__":  # before the other imports, which take 3 s: for Ctrl-C and --help
+    from lab.start import start_command
 
-    commands.answer_help("config")
+    start_command("config")
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,10 +1,8 @@
-"""The commands. `python -m scripts.NAME --help` is answered here, before NAME imports torch, which takes 3 s."""
+"""The commands. `python -m scripts.NAME` starts here, before NAME imports torch, which takes 3 s."""
 
 import sys
 
-from lab.commands import CONFIGS, answer_help
+from lab.start import start_command
 
 if sys.argv[0] == "-m":  # Python imports this package before it runs the command, and then puts the file's path here
-    name = sys.orig_argv[-len(sys.argv)].rpartition(".")[2]
-    if (CONFIGS / f"{name}.yaml").exists():  # others read their command line with argparse
-        answer_help(name)
+    start_command(sys.orig_argv[-len(sys.argv)].rpartition(".")[2])

@@ -81,9 +81,11 @@ def test_two_interrupts_are_one_line(moment):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_a_command_answers_an_interrupt_while_it_imports(tmp_path):
-    """Here the import of torch is the interrupt."""
-    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise KeyError")
-    command = [sys.executable, ROOT / "train.py"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+@pytest.mark.parametrize("module", ["hydra", "torch"])  # the first large import, and the largest
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "scripts.doctor"], ["-m", "scripts.blame"]])
+def test_a_command_answers_an_interrupt_while_it_imports(tmp_path, command, module):
+    """Here the import of this module is the interrupt."""
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise KeyError")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
