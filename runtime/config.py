@@ -75,6 +75,7 @@ def cli(
         def program() -> None:
             jobs = failed = 0
 
+            @exit_quietly()  # also here, because Hydra prints a line above a BrokenPipeError
             def job(cfg: DictConfig) -> None:  # hydra/launcher=basic calls this once for each job of a sweep
                 nonlocal jobs, failed
                 jobs += 1

@@ -31,6 +31,26 @@ def test_a_reader_that_ends_early_ends_the_program_without_a_traceback(work):
     assert pipe_into("head -c 1", "-c", program) == (141, "")
 
 
+COMMAND = """
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from runtime.config import cli
+
+@dataclass
+class Config:
+    lines: int
+
+os.chdir({folder!r})  # for the files that Hydra writes
+cli(Config, Path({folder!r}), "command")(lambda cfg: print("line\\n" * cfg.lines))()
+"""
+
+
+def test_a_command_of_hydra_ends_without_a_line_when_its_reader_ends(tmp_path):
+    (tmp_path / "command.yaml").write_text("lines: 100_000")
+    assert pipe_into("head -c 1", "-c", COMMAND.format(folder=str(tmp_path))) == (141, "")
+
+
 def test_the_broken_pipe_of_another_process_is_an_error():
     program = f"import os\nfrom runtime.signals import exit_quietly\nwith exit_quietly(): {OTHER_PIPE}"
     code, err = pipe_into("cat", "-c", program)
