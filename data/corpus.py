@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import os
-import sys
 import sysconfig
 import zlib
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError, one_line
+from terminal import warn
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")  # one file is one document
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # one row is one document
@@ -121,7 +121,7 @@ def read_text(path: Path, encoding_errors: str = "strict") -> str | None:
         if encoding_errors == "strict":
             remedy = "convert the file, leave it out, or pass data.encoding_errors=replace or skip"
             raise DataError(f"{what}: {remedy}") from None
-        print(f"warning: {what}, and is skipped", file=sys.stderr)
+        warn(f"{what}, and is skipped")
         return None
     except OSError as error:
         raise read_error(path, error) from None

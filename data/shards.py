@@ -11,7 +11,6 @@ nanoGPT's .bin files have the same format without a header; the index of their f
 import contextlib
 import hashlib
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from checked_json import read_json, write_json
 from data.errors import DataError
+from terminal import warn
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 SHARD_TOKENS = 100_000_000  # 200 MB a file
@@ -191,7 +191,7 @@ def read_if_valid(path: Path) -> dict:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        print(f"warning: {path} is damaged and is written again: {error}", file=sys.stderr)
+        warn(f"{path} is damaged and is written again: {error}")
         return {}
 
 

@@ -23,6 +23,7 @@ from model.sources import Pretrained
 from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
 from runtime.schedule import TrainConfig
+from terminal import warn
 
 MOST_KEPT = 10  # files of a run with the batch of a refused step, or of a spike
 MIN_LOSSES = 10  # with fewer, no median is computed
@@ -174,7 +175,7 @@ def check_losses(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path
         f"train.max_skips={t.max_skips}: python -m scripts.blame {folder} names the op, or lower optim.learning_rate",
     )
     if optimizer.ranks.is_main:
-        print(f"warning: {what}; skipped ({int(optimizer.refused)} so far); {where}", file=sys.stderr)
+        warn(f"{what}; skipped ({int(optimizer.refused)} so far); {where}")
 
 
 def warn_of_spike(optimizer: Optimizer, batches: Loader, folder: Path, factor: float) -> None:
@@ -193,7 +194,7 @@ def warn_of_spike(optimizer: Optimizer, batches: Loader, folder: Path, factor: f
             where = keep_batch(optimizer, batches, step, folder / f"spike-step-{step:06d}.pt", facts)
             if optimizer.ranks.is_main:
                 what = f"loss {loss:.4g} of step {step} is beyond {factor:g} times {median:.4g}, the recent median"
-                print(f"warning: {what}; gradient norm {norm:.4g}; {where}", file=sys.stderr)
+                warn(f"{what}; gradient norm {norm:.4g}; {where}")
             return
 
 

@@ -16,7 +16,6 @@ torch.distributed.checkpoint, and any number of ranks can read them.
 import hashlib
 import os
 import random
-import sys
 import warnings
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from torch import Tensor
 from checked_json import read_json, write_json
 from runtime.config import UserError, check
 from runtime.ranks import is_sharded
+from terminal import warn
 
 MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "training.pt", "shards"
 # {"model": {parameter name: tensor}, "exp_avg": {...}, "exp_avg_sq": {...}}; with FSDP the tensors are DTensors
@@ -152,7 +152,7 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
     """
     for path in sorted(folder.glob("step-*")):
         if step_number(path) > after and not is_real_folder(path):
-            print(f"warning: {path} is a link or a file and not a checkpoint; it is skipped", file=sys.stderr)
+            warn(f"{path} is a link or a file and not a checkpoint; it is skipped")
     for path in checkpoint_folders(folder):
         if step_number(path) <= after:
             break
@@ -160,7 +160,7 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
             verify(path)
             return path
         except UserError as error:
-            print(f"warning: {error}", file=sys.stderr)
+            warn(error)
     return None
 
 

@@ -14,6 +14,8 @@ from types import ModuleType, SimpleNamespace
 from hydra._internal import config_repository
 from hydra.core.plugins import Plugins
 
+from terminal import printable
+
 triton_cache = Counter()  # "hit" and "miss": whether Triton found a kernel in its cache on the disk
 
 
@@ -44,7 +46,7 @@ def shorten_argparse_errors() -> None:
 
     argparse also prints the usage, which takes 8 lines, and hydra.main gives no access to its parser (hydra-core 1.3).
     """
-    argparse.ArgumentParser.error = lambda _, message: sys.exit(f"error: {message}")
+    argparse.ArgumentParser.error = lambda _, message: sys.exit(f"error: {printable(message)}")
 
 
 def register_hydra_plugins(module: ModuleType, *plugins: type) -> None:

@@ -26,21 +26,13 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from runtime import compat
 from runtime.signals import exit_on_early_interrupt, exit_quietly
+from terminal import printable
 
 T = TypeVar("T")
 
 
 class UserError(ValueError):
     """The user asked for something impossible. The message is one line: what happened, why, what to do."""
-
-
-# Control characters could move the cursor or change the terminal's colours. Tab and line feed are harmless
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
-
-
-def printable(text: object) -> str:
-    """Return the text for a terminal: with \\x1b in place of the control character ESC, and so on."""
-    return str(text).translate(CONTROLS)
 
 
 def check(ok: bool, message: str) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from runtime.config import printable
 from runtime.meter import WARMUP
 from runtime.power import tokens_per_joule_cell
 from runtime.ranks import count_batch_ranks
+from terminal import printable
 
 
 def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:

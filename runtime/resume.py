@@ -17,6 +17,7 @@ from runtime.checkpoint import (
 )
 from runtime.config import UserError, check, command_line
 from runtime.run import make_unique_folder, read_row
+from terminal import printable
 
 
 def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
@@ -110,5 +111,5 @@ def check_same_run(
 
 
 def command(folder: Path) -> str:
-    """Return the command that resumes the run in this folder."""
-    return command_line(out_dir=str(folder), **{"train.resume": "auto"})
+    """Return the command that resumes the run in this folder, for a terminal."""
+    return printable(command_line(out_dir=str(folder), **{"train.resume": "auto"}))

@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from checked_json import write_atomically
-from runtime.config import UserError, check, command_line, printable
+from runtime.config import UserError, check, command_line
 from runtime.ranks import Ranks
 from runtime.trackers import LoggerConfig, Tracker, make_tracker
+from terminal import printable, warn
 
 UNFINISHED = "stopped: it was killed, or is still running"  # the status on the disk until the run ends
 
@@ -79,7 +79,7 @@ class Run:
                 if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                     kept.append(line)
             except (ValueError, KeyError, TypeError, RecursionError):
-                print(f"warning: {path}: line {number} is damaged and is left out", file=sys.stderr)
+                warn(f"{path}: line {number} is damaged and is left out")
         if kept != lines:
             write_atomically(path, b"".join(kept))
             self.metrics.close()
@@ -153,7 +153,7 @@ class Run:
         try:
             write_row(self.folder, self.row)
         except OSError as error:
-            print(f"warning: {self.result} cannot be written: {error.strerror}", file=sys.stderr)
+            warn(f"{self.result} cannot be written: {error.strerror}")
 
 
 class SilentRun(Run):
@@ -206,12 +206,10 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
 def lock_folder(folder: Path) -> TextIO:
     """Make the folder and lock it, until this process ends or closes the returned file.
 
-    Raises UserError if another process holds the lock, or if the folder's name has control characters, because many
-    lines print it.
+    Raises UserError if another process holds the lock, or as make_folder() does.
     """
-    check(printable(folder) == str(folder), f"out_dir={folder} has control characters; choose another folder")
+    make_folder(str(folder), folder.name)
     with explain_unwritable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,7 +240,7 @@ def read_row(folder: Path) -> dict | None:
     """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read."""
     try:
         row = json.loads((folder / "result.json").read_text(), parse_constant=lambda name: None)  # NaN
-        return row | {"status": " ".join(row["status"].split())}
+        return row | {"status": printable(" ".join(row["status"].split()))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -283,7 +281,11 @@ def make_unique_folder(parent: Path, name: str) -> Path:
 
 
 def make_folder(out_dir: str | None, name: str) -> Path:
-    """Make and return `out_dir`, or out/<time>-<name>. Raises UserError if it cannot be written."""
+    """Make and return `out_dir`, or out/<time>-<name>.
+
+    Raises UserError if it cannot be written, or if its name has control characters, because many lines print it.
+    """
+    check(printable(out_dir) == str(out_dir), f"out_dir={out_dir} has control characters; choose another folder")
     folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +32,7 @@ from runtime.checkpoint import (
 )
 from runtime.config import UserError
 from runtime.ranks import Ranks, is_sharded
+from terminal import warn
 
 GROUPS = ("model", "exp_avg", "exp_avg_sq")  # the groups of an optimizer's state()
 GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU before it waits for the copies
@@ -105,7 +105,7 @@ class Checkpoints:
         copied: torch.cuda.Event | None = None  # done when the copies are complete
         if self.sharded:
             if problem := self.ranks.run_on_rank0(lambda: try_make_folder(temporary)):
-                print(f"warning: {temporary} cannot be created: {problem}", file=sys.stderr)
+                warn(f"{temporary} cannot be created: {problem}")
                 return time.perf_counter() - start, None
             from torch.distributed.checkpoint import async_save
 
@@ -129,7 +129,7 @@ class Checkpoints:
         try:
             self._wait()
         except UserError as error:
-            print(f"warning: {error}", file=sys.stderr)
+            warn(error)
 
     def close(self) -> dict[str, float]:
         """Wait for the last save, and return the figures for the row. Raises UserError if the last save failed."""
@@ -154,7 +154,7 @@ class Checkpoints:
         try:
             return read_manifest(best)["val_loss"] if best.exists() else math.inf
         except UserError as error:
-            print(f"warning: {error}", file=sys.stderr)
+            warn(error)
             return math.inf
 
     def _wait(self) -> None:
@@ -267,7 +267,7 @@ class Checkpoints:
                     shutil.rmtree(path)
         except (OSError, UserError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            print(f"warning: {newest} has no copy in {copy.parent}: {reason}", file=sys.stderr)
+            warn(f"{newest} has no copy in {copy.parent}: {reason}")
 
 
 def wait_for_shards(written: Future) -> None:

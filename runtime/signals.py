@@ -15,6 +15,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from terminal import warn
+
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
 
 
@@ -80,7 +82,7 @@ def requeue_slurm_job() -> None:
     except OSError as error:
         problem = error.strerror
     if problem is not None:
-        print(f"warning: `{' '.join(command)}` failed, so submit the job again: {problem}", file=sys.stderr)
+        warn(f"`{' '.join(command)}` failed, so submit the job again: {problem}")
 
 
 def exit_on_early_interrupt() -> None:

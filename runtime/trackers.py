@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import shlex
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from runtime.config import check
+from terminal import warn
 
 INIT_SECONDS = 20  # if W&B has not answered after this time, the run continues offline
 
@@ -120,10 +120,7 @@ class Wandb(Tracker):
         try:
             yield
         except (OSError, wandb.errors.Error) as error:
-            print(
-                f"warning: W&B failed ({error}), and the run continues without it; metrics.jsonl has all figures",
-                file=sys.stderr,
-            )
+            warn(f"W&B failed ({error}), and the run continues without it; metrics.jsonl has all figures")
             self.run = None
             with contextlib.suppress(OSError):
                 wandb.teardown()  # otherwise W&B fails again at exit, with a traceback
@@ -162,7 +159,7 @@ def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | Non
             )
         except (wandb.errors.Error, ValueError, OSError) as error:
             where = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
-            print(f"warning: {what} continues {where}: {' '.join(str(error).split())}", file=sys.stderr)
+            warn(f"{what} continues {where}: {' '.join(str(error).split())}")
     return None
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runtime.torch_compat import flight_records, pending_collective
+from terminal import warn
 
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 ROOT = Path(__file__).parents[1]
@@ -155,4 +156,4 @@ def write_records(folder: Path, rank: int) -> None:
         for backend, record in flight_records().items():
             (folder / f"{backend}-rank{rank}").write_bytes(record)
     except OSError as error:
-        print(f"warning: {folder} cannot be written: {error.strerror}", file=sys.stderr)
+        warn(f"{folder} cannot be written: {error.strerror}")

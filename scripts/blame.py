@@ -16,10 +16,11 @@ from kernels.registry import KernelError
 from lab.proof.blame import Replay, check_repeatable, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from runtime import compat
-from runtime.config import UserError, check, parse, printable
+from runtime.config import UserError, check, parse
 from runtime.device import OutOfMemory, select_device
 from runtime.run import read_config
 from runtime.signals import exit_quietly
+from terminal import printable
 from train import Config as TrainConfig
 
 

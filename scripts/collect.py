@@ -19,6 +19,7 @@ from lab import rows
 from runtime import compat
 from runtime.run import read_row
 from runtime.signals import exit_quietly
+from terminal import printable
 
 # A key that only one command's config has -> the file for the command's rows, without .jsonl
 KINDS = {"train": "train", "probe": "context", "batch": "generate"}
@@ -75,7 +76,7 @@ def main() -> None:
         row = read_row(run)
         if reason := why_skipped(row):
             skipped += 1
-            print(f"{run}: skipped, {reason}")
+            print(printable(f"{run}: skipped, {reason}"))
         else:
             print(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}")
     if skipped == len(arguments.runs):

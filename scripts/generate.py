@@ -23,7 +23,7 @@ from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
 from model.generate import stream
-from runtime.config import UserError, check, command_line, printable
+from runtime.config import UserError, check, command_line
 from runtime.console import model_header, power_line
 from runtime.device import GIB, environment, explain_out_of_memory, reset_peak_memory, select_device
 from runtime.power import PowerMeter
@@ -32,6 +32,7 @@ from runtime.run import Run
 from runtime.signals import Signals
 from runtime.timing import measured_bandwidth
 from runtime.trackers import LoggerConfig, make_tracker
+from terminal import printable
 
 register_sweeps()  # for Hydra's -m and +sweep=generate
 

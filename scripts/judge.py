@@ -35,6 +35,7 @@ from runtime.device import OutOfMemory, environment, explain_out_of_memory, sele
 from runtime.run import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
+from terminal import printable
 from train import Config as TrainConfig
 from train import complete_config
 
@@ -72,7 +73,7 @@ def main(cfg: Config) -> None:
             row = settle(claim, cfg.training, cfg.repeats, cfg.rounds, cfg.limit, cfg.device, folder)
     except Stopped:
         again = judge_command(cfg.training, f"out_dir={quote_override(str(folder))}")
-        print(f"stopped  before the verdict; continue with: {again}")
+        print(printable(f"stopped  before the verdict; continue with: {again}"))
         raise
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
     (folder / "judge.md").write_text(page(row))

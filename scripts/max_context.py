@@ -42,6 +42,7 @@ from runtime.resume import choose_folder
 from runtime.run import Run, read_row
 from runtime.signals import Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
+from terminal import printable
 
 
 @dataclass
@@ -219,7 +220,7 @@ def main(cfg: Config) -> None:
             command = command_line(out_dir=str(folder))
             if is_sweep:  # command_line() gives only one search of the sweep
                 command = shlex.join(["python", "-m", "scripts.max_context", *sys.argv[1:]])
-            print(f"stopped  before the end of the search; resume with: {command}")
+            print(printable(f"stopped  before the end of the search; resume with: {command}"))
             raise
     files = [folder / "result.json"]
     if cfg.keep:

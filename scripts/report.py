@@ -16,8 +16,9 @@ from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
 from lab.report.side_by_side import side_by_side
 from runtime import compat
-from runtime.config import UserError, printable
+from runtime.config import UserError
 from runtime.signals import exit_quietly
+from terminal import printable
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,9 +20,10 @@ from lab.report.choices import rerun_command
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
-from runtime.config import UserError, check, printable, quote_override
+from runtime.config import UserError, check, quote_override
 from runtime.run import make_folder, read_row
 from runtime.signals import exit_quietly
+from terminal import printable
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_SPEED = 2  # the exit code if the new run is faster or slower

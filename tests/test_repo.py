@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOOR = {"checked_json": -1, "kernels": 0, "data": 0, "runtime": 0, "model": 1, "lab": 2, "train": 3, "scripts": 4}
+FLOORS = ("checked_json", "terminal"), ("kernels", "data", "runtime"), ("model",), ("lab",), ("train",), ("scripts",)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
@@ -146,7 +147,7 @@ MODULES = read_modules(ROOT)
 
 
 def test_imports_never_climb():
-    """checked_json.py, then kernels, data and runtime, then model, lab, train.py, scripts; inside functions too."""
+    """The rooms of FLOORS, from the ground; inside functions too."""
     assert climbing_imports(MODULES) == []
 
 
@@ -221,3 +222,9 @@ def test_the_check_finds_a_whole_config():
     )
     assert whole_configs(repo) == ["lab.proof.prove(cfg: Any)", "train.report(c: Config)"]
     assert whole_configs(parse_repo(data_text="def prepare(config: DataConfig): pass")) == []
+
+
+def test_warnings_hide_control_characters():
+    """terminal.warn() is the only place that prints a warning."""
+    paths = (path for room in FLOOR for path in [*ROOT.glob(f"{room}.py"), *ROOT.glob(f"{room}/**/*.py")])
+    assert [path.name for path in paths if 'print(f"warning: ' in path.read_text()] == ["terminal.py"]

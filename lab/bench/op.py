@@ -1,6 +1,5 @@
 """Measure the backends of an op: time, error and memory, beside the op's ceiling on this machine."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,6 +15,7 @@ from runtime.config import check
 from runtime.device import GIB, reset_peak_memory
 from runtime.meter import quantiles
 from runtime.timing import time_in_turns
+from terminal import warn
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ERROR_ROWS = 4096  # rows that are compared with float64, at most
@@ -71,7 +71,7 @@ def available_backends(op: str, device: torch.device) -> Iterator[str]:
         try:
             reason = unavailable(op, impl, device)
         except KernelError as error:
-            print(f"warning: {error}", file=sys.stderr)
+            warn(error)
             continue
         if not reason:
             yield impl

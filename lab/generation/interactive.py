@@ -13,9 +13,10 @@ from lab.generation.writing import Arrival, read_stream, show
 from model.decoder import Decoder
 from model.generate import stream
 from model.text import Text
-from runtime.config import UserError, check, printable
+from runtime.config import UserError, check
 from runtime.console import model_header
 from runtime.device import environment
+from terminal import printable
 
 ROPE_PROMPT = 4096  # tokens of the longest prompt of a model with rope, which has no table of positions
 HELP = "Type a prompt. Enter alone begins a document, Ctrl-C stops an answer, Ctrl-D ends."

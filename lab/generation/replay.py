@@ -7,7 +7,7 @@ import time
 import unicodedata
 
 from lab.generation.race import Racer
-from runtime.config import printable
+from terminal import printable
 
 FEWEST_COLUMNS = 32  # of a decoder; on a narrower terminal the decoders are below each other
 FRAMES = 20  # a second

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lab.generation.prompts import Prompt
 from model.text import Text
-from runtime.config import printable
+from terminal import printable
 
 
 class Arrival(NamedTuple):

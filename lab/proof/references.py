@@ -7,7 +7,6 @@ A reference is made once, in a process of its own, which leaves no memory occupi
 import hashlib
 import json
 import multiprocessing
-import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -32,6 +31,7 @@ from model.step import train_step
 from runtime.device import device_name, select_device
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
+from terminal import warn
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(".cache/parity")
@@ -108,7 +108,7 @@ def read_or_make_references(
             with FileLock(path.with_suffix(".lock")):  # jobs on several GPUs may need the same reference at once
                 if read_steps(path) is None:
                     if path.exists():
-                        print(f"warning: {path} is damaged, and is made again", file=sys.stderr)
+                        warn(f"{path} is damaged, and is made again")
                     arguments = eager, data, train, init_from, weight_dtype, device, path
                     run_in_process(write_reference, arguments, f"eager PyTorch in {precision}")
             steps = read_steps(path)

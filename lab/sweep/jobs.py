@@ -27,6 +27,7 @@ from runtime.config import UserError, check, quote_override
 from runtime.console import progress_bar
 from runtime.run import UNFINISHED, read_config, read_row, write_row
 from runtime.signals import Signals
+from terminal import warn
 
 GRACE = 10.0  # seconds that a job has to end after a signal
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
@@ -152,7 +153,7 @@ def can_resume(folder: Path) -> bool:
     try:
         proves = (folder / "config.yaml").exists() and read_config(folder).get("proof")
     except UserError as error:
-        print(f"warning: {error}", file=sys.stderr)
+        warn(error)
     return (folder / "checkpoints").exists() and not proves
 
 

@@ -28,6 +28,7 @@ from runtime.ranks import world_size
 from runtime.run import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker, track_ended_run
+from terminal import printable
 
 EXACT = "prompt"  # scripts.generate quotes the value of this key for Hydra; the jobs get the value that the user typed
 
@@ -130,7 +131,8 @@ class Launcher(launcher.Launcher):
             print(line)
         if not all(job.done for job in jobs):
             words = [as_typed(word) for word in sys.argv[1:] if not word.startswith("out_dir=")]
-            command = shlex.join(["python", *program(), *words, f"out_dir={quote_override(str(folder))}"])
+            words = ["python", *program(), *words, f"out_dir={quote_override(str(folder))}"]
+            command = printable(shlex.join(words))
             print(f"stopped  with {sum(job.done for job in jobs)} of {len(jobs)} jobs done; resume with: {command}")
             raise Stopped(STOPPED, "with jobs left to do")
         print(f"done     {folder}; as a page: python -m scripts.report {shlex.quote(str(folder))}")

@@ -126,8 +126,8 @@ def test_a_path_without_text_is_an_error(folder, path, message):
 
 
 def test_files_that_are_not_utf8_can_be_repaired_or_skipped(tmp_path, capsys):
-    """data.encoding_errors=replace keeps the rest of the file. skip names the file in a warning."""
-    (tmp_path / "a.txt").write_bytes(b"\xe9t\xe9")
+    """data.encoding_errors=replace keeps the rest of the file. skip names the file in a warning, here with an ESC."""
+    (tmp_path / "a\x1b[2J.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "b.txt").write_text("summer")
     texts = {}
     for errors in ("replace", "skip"):
@@ -135,7 +135,7 @@ def test_files_that_are_not_utf8_can_be_repaired_or_skipped(tmp_path, capsys):
         texts[errors] = [text for _, text in source.documents()]
         assert source.identity[-1] == errors  # other tokens, so another folder of shards
     assert texts == {"replace": ["\ufffdt\ufffd", "summer"], "skip": ["summer"]}
-    assert capsys.readouterr().err == f"warning: {tmp_path / 'a.txt'} is not UTF-8 text (byte 0), and is skipped\n"
+    assert capsys.readouterr().err == f"warning: {tmp_path}/a\\x1b[2J.txt is not UTF-8 text (byte 0), and is skipped\n"
 
 
 def test_the_error_names_a_file_that_is_not_utf8(tmp_path):

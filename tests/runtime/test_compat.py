@@ -133,8 +133,8 @@ def test_an_argument_that_hydra_refuses_is_one_line(monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "error", argparse.ArgumentParser.error)  # restored after the test
     compat.shorten_argparse_errors()
     with pytest.raises(SystemExit) as stop:
-        run_hydra(monkeypatch, "--nope")
-    assert stop.value.code == "error: unrecognized arguments: --nope"
+        run_hydra(monkeypatch, "--nope\x1b[2J")
+    assert stop.value.code == "error: unrecognized arguments: --nope\\x1b[2J"
 
 
 def test_hydra_alone_prints_more_than_one_line(monkeypatch, capsys):

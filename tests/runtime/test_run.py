@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from runtime.config import UserError
-from runtime.run import Run, read_config, read_row, without_nonfinite
+from runtime.run import Run, make_folder, read_config, read_row, without_nonfinite, write_row
 from runtime.trackers import Tracker
 from tests.test_train import QUICK, config
 
@@ -97,6 +97,17 @@ def test_a_config_that_cannot_be_read_is_one_line_with_its_file(tmp_path, text):
     with pytest.raises(UserError, match=r"config.yaml cannot be read as a config: ") as error:
         read_config(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_a_status_is_shown_without_control_characters(tmp_path):
+    """It may hold a path, and every table of rows prints it."""
+    write_row(tmp_path, {"status": "failed: \x1b[2J\nis missing"})
+    assert read_row(tmp_path)["status"] == "failed: \\x1b[2J is missing"
+
+
+def test_the_folder_of_a_command_has_no_control_characters(tmp_path):
+    with pytest.raises(UserError, match=r"/a\x1b\[2J has control characters; choose another folder"):
+        make_folder(str(tmp_path / "a\x1b[2J"), "judge")
 
 
 def test_files_are_on_the_disk_before_they_replace_others(tmp_path, disk):

@@ -17,8 +17,8 @@ import pytest
 
 from lab.generation.interactive import answer_line
 from lab.generation.writing import Arrival
-from runtime.config import printable
 from scripts.generate import main_with_exact_prompt
+from terminal import printable
 from tests.scripts.test_generate import save_model
 
 ROOT = Path(__file__).parents[3]
