@@ -1,6 +1,8 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C end a loop after its current step. Outside of a loop, they end the program at once.
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end a loop after its current step. Outside of a loop, they end the program.
 
-SLURM sends SIGUSR1 before the time limit of a job that asks for it, and SIGTERM before it takes the machines away.
+SLURM sends SIGUSR1 before the time limit of a job that asks for it, and SIGTERM before it takes the machines away. A
+terminal that closes sends SIGHUP. It reaches neither a program under nohup, nor the processes that a program starts in
+a process group of their own, so the program ends these.
 
 A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
 """
@@ -34,7 +36,7 @@ class Stopped(SystemExit):
 
 
 class Signals:
-    """Within this context, SIGTERM, SIGUSR1 and Ctrl-C raise Stopped.
+    """Within this context, SIGTERM, SIGUSR1, SIGHUP and Ctrl-C raise Stopped; under nohup, SIGHUP stays ignored.
 
     While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped. With
     `requeue`, a SLURM job that SIGUSR1 has stopped is put back into the queue at the end of this context.
@@ -48,7 +50,8 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup):
                 self.previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
@@ -66,6 +69,8 @@ class Signals:
 
     def _handle(self, number: int, frame) -> None:
         name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            discard_unread_output()  # a print to a closed terminal would end the program before its checkpoint
         second_interrupt = number == signal.SIGINT and self.received == name
         if second_interrupt or not self.looping:
             reason = f"{name} twice" if second_interrupt else name
@@ -114,16 +119,20 @@ def exit_quietly() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-        if not output_is_closed():  # it was the pipe of another process
+        if not discard_unread_output():  # it was the pipe of another process
             raise
-        for stream in (sys.stdout, sys.stderr):  # what is left in the buffers goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         sys.exit(128 + signal.SIGPIPE)
 
 
-def output_is_closed() -> bool:
-    """Return whether stdout or stderr is a pipe whose reader has ended."""
+def discard_unread_output() -> bool:
+    """If nobody reads stdout or stderr any more, send it to /dev/null. Return whether that is so.
+
+    It is then a pipe whose reader has ended, or a terminal that has closed.
+    """
     poll = select.poll()
-    for stream in (sys.stdout, sys.stderr):
-        poll.register(stream.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    closed = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
+    for descriptor in closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return bool(closed)

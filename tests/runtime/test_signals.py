@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,38 @@ def test_only_slurms_warning_requeues_and_only_a_run_that_can_resume(
     assert calls == [["scontrol", "requeue", "42"]] * requeued
     warning = "warning: `scontrol requeue 42` failed, so submit the job again: slurm_requeue error: Job is disabled\n"
     assert capsys.readouterr().err == warning * requeued
+
+
+ON_A_TERMINAL = """
+import signal, time
+from runtime.signals import Signals
+signal.signal(signal.SIGHUP, signal.{handler})
+with Signals() as signals:
+    signals.looping = True
+    print("started", flush=True)
+    while not signals.received:
+        time.sleep(0.01)
+    print("one more line", flush=True)
+    signals.stop("after step 4")
+"""
+
+
+@pytest.mark.parametrize(("handler", "code"), [("SIG_DFL", STOPPED), ("SIG_IGN", None)])
+def test_a_loop_ends_after_its_step_when_its_terminal_closes(handler, code):
+    """It prints a line to the closed terminal. Under nohup, which ignores SIGHUP, it goes on."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", ON_A_TERMINAL.format(handler=handler)])
+    while not os.read(terminal, 100).endswith(b"\n"):
+        pass  # the print has not ended
+    os.close(terminal)
+    if code is None:
+        time.sleep(0.2)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (code or -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
