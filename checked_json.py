@@ -2,14 +2,21 @@
 
     {"sha256": "5f2d...","step": 26, ...}
 
+A line of a .jsonl file has a checksum, too. It is the last key, so that other tools read the line as before.
+
+    {"step": 26, "train/loss": 5.25, "crc32": "91c35b02"}
+
 All rooms may import this file, and it imports none of them.
 """
 
 import hashlib
 import json
 import os
+import re
+import zlib
 from pathlib import Path
 
+ENDS_WITH_CRC32 = re.compile(rb'": "[0-9a-f]{8}"\}$')  # also if the name of the key was damaged
 PREFIX_BYTES = len('{"sha256": ""') + 64
 
 
@@ -55,3 +62,25 @@ def add_sha256(text: str) -> bytes:
 def prefix(rest: bytes) -> bytes:
     """Return the beginning of the file: the SHA-256 of `rest`."""
     return b'{"sha256": "%s"' % hashlib.sha256(rest).hexdigest().encode()
+
+
+def add_crc32(text: str) -> str:
+    """Return the text of a JSON object with its CRC-32 as the last key."""
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
+
+
+def read_line(line: bytes) -> dict:
+    """Return the JSON object in a line of a .jsonl file, without its CRC-32. NaN and infinity become None.
+
+    Raises ValueError or RecursionError if it is no JSON object, or if the CRC-32 is wrong. A line without a CRC-32 is
+    not checked, because older versions wrote none.
+    """
+    row = json.loads(line, parse_constant=lambda name: None)
+    if not isinstance(row, dict):
+        raise ValueError("it is no JSON object")
+    if "crc32" in row or ENDS_WITH_CRC32.search(line):
+        text = line.decode()
+        if text != add_crc32(text[: text.rindex(", ")] + "}"):
+            raise ValueError("its CRC-32 is wrong")
+        del row["crc32"]
+    return row

@@ -4,19 +4,18 @@ A fault kills the process, fills its disk, or kills it and damages a file of the
 if it ends without an error, and its FIGURES are bit-equal with those of an undisturbed run.
 """
 
-import json
 import random
 import resource
 import signal
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from tabulate import tabulate
 
+from lab.rows import read_jsonl
 from runtime.checkpoint import checkpoint_folders
 
 SMALL = ["model=tiny", "model.n_layer=2", "train.batch_size=2", "train.block_size=64", "train.tokens_per_step=128"]
@@ -89,9 +88,7 @@ class Disturbed:
 
     def __init__(self, folder: Path, expected: dict[int, list[tuple]]):
         self.folder, self.expected = folder, expected
-        # Damages of metrics.jsonl: the steps whose lines they changed, and the lines that are there now
-        self.gone: set[int] = set()
-        self.false: set[bytes] = set()
+        self.gone: set[int] = set()  # the steps whose lines in metrics.jsonl were damaged
 
     def damage(self, fault: Fault) -> str | None:
         """Flip a bit of a file, or cut it. Returns what was done; None if there is no file to damage."""
@@ -102,6 +99,7 @@ class Disturbed:
             if len(checkpoints) < 2:
                 return None
             path = rng.choice(sorted(file for file in checkpoints[0].rglob("*") if file.is_file()))
+        steps_before = read_figures(self.folder).keys()
         before = path.read_bytes() if path.exists() else b""
         if not before:
             return None
@@ -111,35 +109,27 @@ class Disturbed:
             after[place] ^= 1 << bit
         path.write_bytes(after)
         if what == "metrics.jsonl":
-            old, new = set(before.splitlines()), set(bytes(after).splitlines())
-            self.gone |= read_steps(line for line in old - new - self.false if line.endswith(b"}")).keys()
-            self.false |= new - old
+            self.gone |= steps_before - read_figures(self.folder).keys()
         return f"{how} in {path.relative_to(self.folder)}, byte {place:,}"
 
     def find_loss(self) -> str | None:
         """Return how the first step differs from the undisturbed run's; None if all steps are equal.
 
-        The lines of metrics.jsonl that a damage has changed may be missing, or false.
+        The lines of metrics.jsonl that were damaged may be missing.
         """
-        found = read_figures(self.folder, self.false)
+        found = read_figures(self.folder)
         for step in sorted({*self.expected, *found}):
             if found.get(step) != self.expected.get(step) and not (step in self.gone and step not in found):
                 return f"step {step} has {found.get(step)} instead of {self.expected.get(step)}"
         return None
 
 
-def read_steps(lines: Iterable[bytes]) -> dict[int, list[tuple]]:
-    """Return {step: [its FIGURES]} of lines of metrics.jsonl. More than one line of a step is an error of the run."""
+def read_figures(folder: Path) -> dict[int, list[tuple]]:
+    """Return {step: [its FIGURES]} of a run, without damaged lines. More than one line of a step is an error."""
     steps = defaultdict(list)
-    for record in map(json.loads, lines):
+    for _, record in read_jsonl(folder / "metrics.jsonl")[0]:
         steps[record["step"]].append(tuple(record.get(key) for key in FIGURES))
     return dict(steps)
-
-
-def read_figures(folder: Path, without: Collection[bytes] = ()) -> dict[int, list[tuple]]:
-    """Return read_steps() of a run, without these lines."""
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    return read_steps(line for line in lines if line not in without)
 
 
 def table(survived: Counter[str], lost: Counter[str]) -> str:

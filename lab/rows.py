@@ -6,6 +6,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from checked_json import read_line
 from kernels.tuned import device_slug
 from runtime.config import command_line
 from runtime.run import make_folder
@@ -25,12 +26,8 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], list[int]]:
     good, bad = [], []
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
-            row = json.loads(line, parse_constant=lambda name: None)  # NaN
+            good.append((number, read_line(line)))
         except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            good.append((number, row))
-        else:
             bad.append(number)
     return good, bad
 

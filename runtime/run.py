@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from checked_json import write_atomically
+from checked_json import add_crc32, read_line, write_atomically
 from runtime.config import UserError, check, command_line
 from runtime.ranks import Ranks
 from runtime.trackers import LoggerConfig, Tracker, make_tracker
@@ -76,7 +76,7 @@ class Run:
         lines = path.read_bytes().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                if line.endswith(b"\n") and read_line(line[:-1])["step"] <= step:
                     kept.append(line)
             except (ValueError, KeyError, TypeError, RecursionError):
                 warn(f"{path}: line {number} is damaged and is left out")
@@ -102,7 +102,7 @@ class Run:
         self._check_folder()
         figures = without_nonfinite(figures)
         try:
-            self.metrics.write(json.dumps({"step": step, **figures}) + "\n")
+            self.metrics.write(add_crc32(json.dumps({"step": step, **figures})) + "\n")
         except OSError as error:
             raise UserError(
                 f"{self.folder} can no longer be written: {error.strerror}; free some space, and resume"

@@ -4,7 +4,6 @@ A run's own files are complete without a tracker.
 """
 
 import contextlib
-import json
 import re
 import shlex
 import uuid
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from checked_json import read_line
 from runtime.config import check
 from terminal import warn
 
@@ -238,8 +238,8 @@ class TensorBoard(Tracker):
 def last_step(metrics: Path) -> int | None:
     """Return the step of the last complete line of a metrics.jsonl; None if it has none."""
     for line in reversed(metrics.read_bytes().splitlines() if metrics.exists() else []):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may leave an incomplete line
-            return json.loads(line)["step"]
+        with contextlib.suppress(ValueError, KeyError, RecursionError):  # damaged, or incomplete after a kill
+            return read_line(line)["step"]
     return None
 
 

@@ -51,8 +51,8 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     if not path.exists() or json.dumps(row) not in path.read_text().splitlines():
         rows.append_rows(path, [row])
     if curves:
-        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
+        lines, _ = rows.read_jsonl(run / "metrics.jsonl")
+        losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for _, line in lines]
         curve_path = rows.curve_file(folder, row)
         curve_path.unlink(missing_ok=True)
         rows.append_rows(curve_path, losses)

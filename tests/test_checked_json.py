@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from checked_json import add_sha256, read_json, write_json
+from checked_json import add_crc32, add_sha256, read_json, read_line, write_json
 from data.errors import DataError
 from data.loader import Windows
 from data.shards import digest, open_shards
@@ -69,6 +69,21 @@ def read_or_damaged(path):
 def test_a_file_without_its_sha256_is_damaged(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     assert read_or_damaged(tmp_path / "x.json") == DAMAGED
+
+
+@pytest.mark.parametrize("facts", [{"step": 7}, {"step": 12, "train/loss": 5.125, "val/loss": None, "mode": "train"}])
+def test_flips_in_a_line_of_figures(facts):
+    """Each bit, each pair of neighbouring bits, and each byte that is missing. Other programs read the line as JSON."""
+    line = add_crc32(json.dumps(facts)).encode()
+    assert {key: value for key, value in json.loads(line).items() if key != "crc32"} == facts == read_line(line)
+    assert read_line(json.dumps(facts).encode()) == facts  # older versions wrote no CRC-32
+    number = int.from_bytes(line)
+    damaged = [number ^ mask << place for place in range(8 * len(line) - 1) for mask in (1, 3)]
+    lines = [value.to_bytes(len(line)) for value in damaged]
+    lines += [line[:place] + line[place + 1 :] for place in range(len(line))]
+    for damaged_line in lines:
+        with pytest.raises((ValueError, RecursionError)):
+            read_line(damaged_line)
 
 
 def test_flips_in_a_checkpoint(tmp_path):

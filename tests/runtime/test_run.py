@@ -44,7 +44,16 @@ def log_steps(folder, *steps):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"\0" * 20 + b"\n", b'{"step": "3"}\n', b'{"pets": 3}\n', b"3\n", b"[" * 100_000 + b"\n", b"\xff\n"]
+    "damage",
+    [
+        b'{"step": 5, "train/loss": 0.7142857142857143, "crc32": "12345678"}\n',
+        b"\0" * 20 + b"\n",
+        b'{"step": "3"}\n',
+        b'{"pets": 3}\n',
+        b"3\n",
+        b"[" * 100_000 + b"\n",
+        b"\xff\n",
+    ],
 )
 def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys, damage):
     """A resumed run keeps the lines on both sides of it, and continues the file."""

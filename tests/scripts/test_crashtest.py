@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from checked_json import add_crc32
 from lab import crashtest
 from lab.crashtest import DAMAGES, FULL_DISK, KILL, KILL_BETWEEN_FILES, KILL_IN_FILE, KINDS, Disturbed, Fault
 from scripts import crashtest as script
@@ -24,7 +25,8 @@ def write_run(folder, figures=LINES, steps=(9, 12)):
     """Write what a run leaves: metrics.jsonl, config.yaml, a row, and checkpoints of these steps."""
     folder.mkdir(exist_ok=True)
     lines = [
-        json.dumps({"step": step, "train/loss": loss, "train/grad_norm": norm}) for step, (loss, norm, _) in figures
+        add_crc32(json.dumps({"step": step, "train/loss": loss, "train/grad_norm": norm}))
+        for step, (loss, norm, _) in figures
     ]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
     (folder / "config.yaml").write_text("seed: 1\n")
@@ -105,17 +107,17 @@ def test_a_difference_in_one_bit_a_missing_and_a_doubled_step_are_found(tmp_path
     assert run.find_loss().startswith("step 4 has None instead of ")
 
 
-def test_only_a_line_that_was_damaged_may_be_missing_or_false(tmp_path):
+def test_only_a_line_that_was_damaged_may_be_missing(tmp_path):
     for seed in range(20):
         write_run(tmp_path)
         run = Disturbed(tmp_path, EXPECTED)
         run.damage(Fault("flip in metrics.jsonl", 9, seed))
         assert run.find_loss() is None  # with the damaged line, as in a run that was already done
-        [gone] = run.gone
-        other = 3 if gone != 3 else 4
-        write_run(tmp_path, without(gone))
+        assert len(run.gone) in (1, 2)  # 2: the flip was in the end of a line
+        other = min({3, 4, 5} - run.gone)
+        write_run(tmp_path, without(*run.gone))
         assert run.find_loss() is None
-        write_run(tmp_path, without(gone, other))
+        write_run(tmp_path, without(*run.gone, other))
         assert run.find_loss().startswith(f"step {other} has None")
 
 
