@@ -212,7 +212,7 @@ def main(cfg: Config) -> None:
         name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
         if resume_from and schedule.is_finished(t, *checkpoint.progress(resume_from)):
-            print(f"done     already: {resume_from} is of the run's last step")
+            print(ranks.run_on_rank0(lambda: resume.finished_line(folder, resume_from, name)))
             return
         tried = f"train.batch_size={t.batch_size} x train.block_size={t.block_size}, {choice}"
         with (

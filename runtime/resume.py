@@ -16,7 +16,7 @@ from runtime.checkpoint import (
     verify,
 )
 from runtime.config import UserError, check, command_line
-from runtime.run import make_unique_folder, read_row
+from runtime.run import KILLED, make_unique_folder, read_row, write_row
 from terminal import printable
 
 
@@ -63,6 +63,19 @@ def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[P
     elif newer := newest_valid(run_folder / "checkpoints", after=step_number(path)):
         raise UserError(f"train.resume={resume} is older than {newer}, which would be lost; choose another out_dir")
     return folder, path
+
+
+def finished_line(folder: Path, path: Path, name: str) -> str:
+    """Return the line about a run whose newest checkpoint, at `path`, is of its last step. There is nothing to resume.
+
+    If a kill after this checkpoint has lost the row, the row gets a status that says so.
+    """
+    row = read_row(folder) or {"name": name, "command": command_line(), "status": KILLED}
+    if row["status"].startswith(KILLED):
+        row["status"] = f"failed: killed after its last step: {path} is complete, but the figures of the row are lost"
+        write_row(folder, row)
+    reason = "" if row["status"] == "ok" else f"; its status is {row['status']}"
+    return f"done     already: {path} is of the run's last step{reason}"
 
 
 def checkpoint_model_config(out_dir: str | None, resume: str | None) -> dict | None:

@@ -24,18 +24,20 @@ from yaml import YAMLError
 from checked_json import add_crc32, read_line, write_atomically
 from runtime.config import UserError, check, command_line
 from runtime.ranks import Ranks
-from runtime.trackers import LoggerConfig, Tracker, make_tracker
+from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker
 from terminal import printable, warn
 
 UNFINISHED = "stopped: it was killed, or is still running"  # the status on the disk until the run ends
+KILLED = "stopped: killed"  # what read_row() makes of it if no process uses the folder
 
 
 class Run:
     """A context manager that writes `result.json` when its block ends, also after an error.
 
-    `row` is the result row so far. begin() writes it with the status UNFINISHED, which stays after a SIGKILL. At the
-    end the status becomes `ok`, `oom` or `failed: why`. If the exception has an attribute `status`, such as
-    `unavailable` or `stopped`, that word replaces `failed`.
+    `row` is the result row so far. A new run writes its name and command at once, with the status UNFINISHED, and
+    begin() writes the whole row. UNFINISHED stays after a SIGKILL, and read_row() then returns KILLED. At the end the
+    status becomes `ok`, `oom` or `failed: why`. If the exception has an attribute `status`, such as `unavailable` or
+    `stopped`, that word replaces `failed`.
 
     With `resume`, the folder may hold an earlier run. A run that ended before its first step is always overwritten.
     Raises UserError if the folder holds a run or files that would be overwritten, if a running process uses it, or if
@@ -66,6 +68,9 @@ class Run:
                     advice = "choose another folder, delete it, or resume the run: train.resume=auto"
                 raise UserError(f"out_dir={folder} already holds a run ({existing[0]}); {advice}")
             self.metrics = metrics.open("a", buffering=1)  # line by line, so that a kill loses no line
+            self.is_new = not self.result.exists()
+            if self.is_new:
+                write_row(folder, {key: self.row[key] for key in ("name", "status", "started", "command")})
 
     def truncate_metrics(self, step: int) -> None:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
@@ -136,7 +141,7 @@ class Run:
 
     def close(self, status: str) -> None:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row."""
-        if self.has_begun or not self.result.exists():
+        if self.has_begun or self.is_new:
             self.record(status)
             if not self.has_begun:  # the tracker gets a run that could not be built, too, with its status
                 self.tracker.start(self.folder, self.row)
@@ -218,6 +223,16 @@ def lock_folder(folder: Path) -> TextIO:
     return file
 
 
+def is_in_use(folder: Path) -> bool:
+    """Return whether a process holds the lock of the run's folder, or may hold it, because the file is missing."""
+    try:
+        with (folder / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
 def write_row(folder: Path, row: dict) -> None:
     """Write the row as result.json. A kill leaves either the old row or the new row, complete."""
     write_atomically(folder / "result.json", f"{json.dumps(without_nonfinite(row), indent=1)}\n".encode())
@@ -237,10 +252,17 @@ def read_config(folder: Path) -> DictConfig:
 
 
 def read_row(folder: Path) -> dict | None:
-    """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read."""
+    """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read.
+
+    The status of a killed run is KILLED, with its last step.
+    """
     try:
         row = json.loads((folder / "result.json").read_text(), parse_constant=lambda name: None)  # NaN
-        return row | {"status": printable(" ".join(row["status"].split()))}
+        status = printable(" ".join(row["status"].split()))
+        if status == UNFINISHED and not is_in_use(folder):
+            step = last_step(folder / "metrics.jsonl")
+            status = f"{KILLED} after step {step}" if step else KILLED
+        return row | {"status": status}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

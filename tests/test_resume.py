@@ -21,6 +21,7 @@ from data.loader import Loader, Windows
 from kernels.registry import OPS, impls, unavailable
 from model import capture, generate
 from runtime.checkpoint import checkpoint_folders, newest_valid, verify
+from runtime.run import UNFINISHED, write_row
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
 BASE = [word for word in QUICK if "checkpoint_every" not in word]  # QUICK, but with checkpoints
@@ -199,8 +200,15 @@ def test_stop_after_counts_the_steps_of_a_process(hotswap):
     assert curve() == curve("whole")
     before = row()
     code, out, _ = hotswap(*settings)
-    assert (code, out) == (0, "done     already: run/checkpoints/step-000008 is of the run's last step\n")
+    done = "done     already: run/checkpoints/step-000008 is of the run's last step"
+    assert (code, out) == (0, f"{done}\n")
     assert row() == before
+    for lost in (lambda: write_row(Path("run"), before | {"status": UNFINISHED}), Path("run/result.json").unlink):
+        lost()  # a kill after the last checkpoint, of a run or of a sweep's job
+        code, out, _ = hotswap(*BASE, "train.max_steps=8", RESUME)
+        status = "failed: killed after its last step: run/checkpoints/step-000008 is complete, but the figures of the"
+        assert (code, out) == (0, f"{done}; its status is {status} row are lost\n")
+        assert row()["status"] == f"{status} row are lost"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import torch
 from lab.sweep.table import speed
 from runtime.config import UserError, check, quote_override
 from runtime.console import progress_bar
-from runtime.run import UNFINISHED, read_config, read_row, write_row
+from runtime.run import KILLED, UNFINISHED, read_config, read_row, write_row
 from runtime.signals import Signals
 from terminal import warn
 
@@ -117,8 +117,8 @@ class SweepJob:
 
     def complete_row(self) -> str:
         """Write the row of the ended job if the job wrote none or ran out of time. Return a line for the terminal."""
-        row = self.row or {"name": self.folder.name, "command": self.command, "status": UNFINISHED}
-        if row["status"] == UNFINISHED or (self.timeout_status and row["status"] != "ok"):
+        row = self.row or {"name": self.folder.name, "command": self.command, "status": KILLED}
+        if row["status"].startswith((UNFINISHED, KILLED)) or (self.timeout_status and row["status"] != "ok"):
             row["status"] = self.timeout_status or self.failure()
             write_row(self.folder, row)
         seconds = int(time.monotonic() - self.start_time)

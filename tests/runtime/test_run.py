@@ -87,10 +87,17 @@ def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
 
 
 def test_the_row_of_a_killed_run_says_so(tmp_path):
-    """begin() writes it, and a run that ends replaces it."""
+    """The row is there before begin(), which may come minutes later. A run that ends replaces it."""
+    run = Run(tmp_path, "name", config(*QUICK), Tracker(None))
+    assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
+    run.lock.close()  # as the end of the process does
+    assert read_row(tmp_path)["status"] == "stopped: killed"
     run = Run(tmp_path, "name", config(*QUICK), Tracker(None))
     run.begin(kernels={}, env={})
+    run.log(3, {"train/loss": 1.0})
     assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
+    run.lock.close()
+    assert read_row(tmp_path)["status"] == "stopped: killed after step 3"
     run.close("ok")
     assert read_row(tmp_path)["status"] == "ok"
 
@@ -126,5 +133,5 @@ def test_files_are_on_the_disk_before_they_replace_others(tmp_path, disk):
     synced, renames = disk[::2], disk[1::2]
     assert renames == [
         (temporary, str(tmp_path / name))
-        for temporary, name in zip(synced, ["config.yaml", "result.json", "result.json"], strict=True)
+        for temporary, name in zip(synced, ["result.json", "config.yaml", "result.json", "result.json"], strict=True)
     ]
