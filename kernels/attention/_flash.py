@@ -2,12 +2,13 @@
 
 fa4(), fa3(), fa2() and pytorch_built_in() each import a package and return two functions, forward and backward:
 
-    forward(q, k, v, causal, scale, window, lengths) -> out (B, Tq, H, D), lse (B, H, Tq) fp32
-    backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv) writes to dq, dk and dv
+    forward(q, k, v, causal, scale, window, lengths, documents) -> out (B, Tq, H, D), lse (B, H, Tq) fp32
+    backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents) writes to dq, dk and dv
 
 q, out, dout and dq are (B, Tq, H, D); k, v, dk and dv are (B, Tk, Hkv, D). All implementations support heads that share
 keys, and align the causal mask bottom right, or to `lengths` if given. Their window counts the keys before the query's
-own position; the contract's `window` includes that position.
+own position; the contract's `window` includes that position. With `documents`, which excludes `lengths`, all tensors
+are packed: (N, H, D) and (N, Hkv, D), and lse is (H, N).
 """
 
 import functools
@@ -22,6 +23,21 @@ from torch import Tensor
 from kernels.tuned import user_cache
 
 Kernels = tuple[Callable, Callable]
+
+
+class Documents(NamedTuple):
+    """Where each document begins in packed tensors (N, H, D), and N: (documents + 1,) int32. `longest` is a bound."""
+
+    bounds: Tensor
+    longest: int
+
+
+def varlen_options(documents: Documents | None) -> dict:
+    """Return the keyword arguments for packed tensors: the versions give them the same names."""
+    if documents is None:
+        return {}
+    bounds, longest = documents
+    return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 def fa4() -> Kernels:
@@ -39,12 +55,12 @@ def fa4() -> Kernels:
     def mask_options(causal, window):
         return {"causal": causal, "window_size_left": None if window is None else window - 1}
 
-    def forward(q, k, v, causal, scale, window, lengths):
-        options = {"softmax_scale": scale, "seqused_k": lengths, "return_lse": True}
+    def forward(q, k, v, causal, scale, window, lengths, documents):
+        options = {"softmax_scale": scale, "seqused_k": lengths, "return_lse": True, **varlen_options(documents)}
         return _flash_attn_fwd(q, k, v, **options, **mask_options(causal, window))[:2]
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
-        options = {"softmax_scale": scale, "dq": dq, "dk": dk, "dv": dv}
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
+        options = {"softmax_scale": scale, "dq": dq, "dk": dk, "dv": dv, **varlen_options(documents)}
         _flash_attn_bwd(q, k, v, out, dout, lse, **options, **mask_options(causal, window))
 
     return forward, backward
@@ -76,14 +92,15 @@ def fa3() -> Kernels:
     def mask_options(causal, window):
         return {"is_causal": causal, "window_size_left": window_left(window)}
 
-    def forward(q, k, v, causal, scale, window, lengths):
+    def forward(q, k, v, causal, scale, window, lengths, documents):
         # num_splits = 0 lets FA3 distribute the keys of one query over all multiprocessors
         splits = 1 if lengths is None else 0
-        options = {"softmax_scale": scale, "seqused_k": lengths, "num_splits": splits}
+        options = {"softmax_scale": scale, "seqused_k": lengths, "num_splits": splits, **varlen_options(documents)}
         return ops.fwd(q, k, v, **options, **mask_options(causal, window))[:2]
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
-        ops.bwd(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale=scale, **mask_options(causal, window))
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
+        options = {"softmax_scale": scale, **mask_options(causal, window), **varlen_options(documents)}
+        ops.bwd(dout, q, k, v, out, lse, dq, dk, dv, **options)
 
     return forward, backward
 
@@ -94,7 +111,13 @@ def fa2() -> Kernels:
     Raises ImportError for versions before 2.7, which pass the window in one argument instead of two.
     """
     from flash_attn import __version__
-    from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache
+    from flash_attn.flash_attn_interface import (
+        _flash_attn_backward,
+        _flash_attn_forward,
+        _flash_attn_varlen_backward,
+        _flash_attn_varlen_forward,
+        flash_attn_with_kvcache,
+    )
 
     if [int(part) for part in __version__.split(".")[:2]] < [2, 7]:
         raise ImportError(f"flash_attn is {__version__}, older than 2.7")
@@ -103,15 +126,19 @@ def fa2() -> Kernels:
         mask_options = {"causal": causal, "window_size_left": window_left(window), "window_size_right": -1}
         return {"dropout_p": 0.0, "softmax_scale": scale, "softcap": 0.0, "alibi_slopes": None, **mask_options}
 
-    def forward(q, k, v, causal, scale, window, lengths):
+    def forward(q, k, v, causal, scale, window, lengths, documents):
+        options = kernel_options(causal, scale, window)
+        if documents:
+            return _flash_attn_varlen_forward(q, k, v, **varlen_options(documents), **options)[:2]
         if lengths is None:
-            return _flash_attn_forward(q, k, v, **kernel_options(causal, scale, window), return_softmax=False)[:2]
+            return _flash_attn_forward(q, k, v, **options, return_softmax=False)[:2]
         mask_options = {"causal": causal, "window_size": (window_left(window), -1), "cache_seqlens": lengths}
         return flash_attn_with_kvcache(q, k, v, softmax_scale=scale, return_softmax_lse=True, **mask_options)
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
-        options = {**kernel_options(causal, scale, window), "deterministic": False}
-        _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, **options)
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
+        options = {**kernel_options(causal, scale, window), "deterministic": False, **varlen_options(documents)}
+        differentiate = _flash_attn_varlen_backward if documents else _flash_attn_backward
+        differentiate(dout, q, k, v, out, lse, dq, dk, dv, **options)
 
     return forward, backward
 
@@ -122,9 +149,13 @@ def pytorch_built_in() -> Kernels:
         raise ImportError("this PyTorch was built without FlashAttention")
     aten = torch.ops.aten
 
-    def forward(q, k, v, causal, scale, window, lengths):
-        (B, queries, H, D), keys = q.shape, k.shape[1]
+    def forward(q, k, v, causal, scale, window, lengths, documents):
         options = {"scale": scale, "window_size_left": window_left(window), "window_size_right": -1}
+        if documents:
+            bounds, longest = documents
+            sizes_and_mask = longest, longest, 0.0, causal, False
+            return aten._flash_attention_forward(q, k, v, bounds, bounds, *sizes_and_mask, **options)[:2]
+        (B, queries, H, D), keys = q.shape, k.shape[1]
         sizes_and_mask = queries, keys, 0.0, causal, False  # 0.0: no dropout; False: no debug mask
         if lengths is None:
             return aten._flash_attention_forward(q, k, v, None, None, *sizes_and_mask, **options)[:2]
@@ -137,10 +168,13 @@ def pytorch_built_in() -> Kernels:
         out, lse, *_ = aten._flash_attention_forward(q, k, v, q_starts, k_starts, *sizes_and_mask, **options)
         return out.view(B, queries, H, D), lse.view(H, B, queries).transpose(0, 1).contiguous()
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv):
+    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
         random_state = lse.new_empty(0)  # for dropout; the operator does not read it
-        # None, None: the sequences are not packed; 0.0: no dropout
-        positional = None, None, q.shape[1], k.shape[1], 0.0, causal, random_state, random_state
+        if documents:
+            sizes = documents.bounds, documents.bounds, documents.longest, documents.longest
+        else:
+            sizes = None, None, q.shape[1], k.shape[1]
+        positional = *sizes, 0.0, causal, random_state, random_state  # 0.0: no dropout
         options = {"scale": scale, "window_size_left": window_left(window), "window_size_right": -1}
         gradients = aten._flash_attention_backward(dout, q, k, v, out, lse, *positional, **options)
         for target, gradient in zip((dq, dk, dv), gradients, strict=True):

@@ -9,8 +9,9 @@ and the FlashAttention-2 that is built into PyTorch. By default attention() uses
 attn.version pins one. detail() reports which one it uses. Version 4 compiles its kernels on their first call on a
 machine, which takes 4 to 25 s.
 
-attention() omits `starts`, because these kernels take documents as packed sequences. Their shapes would depend on the
-number of documents, which is data, and shapes in this repo must not depend on data.
+With `starts`, the kernels read the batch as packed sequences, one a document (the varlen interface). They need the
+number of documents on the host, so the host waits for the GPU once for each batch, and a CUDA graph cannot contain the
+step. Inside torch.compile, a table of fixed size holds the documents, so that no shape depends on data.
 """
 
 import functools
@@ -20,7 +21,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from kernels.attention._flash import VERSIONS, Kernels, newest_version, version_unavailable
+from kernels.attention._flash import VERSIONS, Documents, Kernels, newest_version, version_unavailable
 from kernels.direct import bypass_dispatcher
 from kernels.packed import gradient_buffer, gradient_views
 from kernels.registry import Unavailable
@@ -66,6 +67,31 @@ def load_kernels(name: str) -> Kernels:
     return VERSIONS[name].load()
 
 
+@torch.library.custom_op("hotswap::document_bounds", mutates_args=())
+def document_bounds(starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Map starts (B, T) to the first rows of all documents in the flattened batch, and their number on the CPU.
+
+    The first rows are (B T + 1,) int32, and B T after the last document. Waits for the GPU.
+    """
+    rows = starts.numel()
+    begins = starts == torch.arange(starts.shape[1], dtype=starts.dtype, device=starts.device)
+    first_rows = begins.flatten().nonzero().flatten()
+    bounds = torch.full((rows + 1,), rows, dtype=torch.int32, device=starts.device)
+    bounds[: len(first_rows)] = first_rows
+    return bounds, torch.tensor(len(first_rows))
+
+
+@document_bounds.register_fake
+def _(starts):
+    size = (starts.numel() + 1,)
+    return starts.new_empty(size, dtype=torch.int32), torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@functools.lru_cache(maxsize=1)  # all layers of a step ask for the same documents
+def remembered_bounds(starts: Tensor, tensor_version: int) -> tuple[Tensor, Tensor]:
+    return document_bounds(starts)
+
+
 @torch.library.custom_op("hotswap::flash_fwd", mutates_args=())
 def flash_fwd(
     q: Tensor,
@@ -75,18 +101,35 @@ def flash_fwd(
     scale: float,
     window: int | None,
     lengths: Tensor | None,
+    bounds: Tensor | None,
+    count: Tensor | None,
     version: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D), fp16 or bf16 -> out (B, Tq, H, D), lse (B, H, Tq) fp32."""
+    """q (B, Tq, H, D), k and v (B, Tk, Hkv, D), fp16 or bf16 -> out (B, Tq, H, D), lse (B, H, Tq) fp32.
+
+    bounds and count are the results of document_bounds(), or None. With them, lse is (H, B Tq).
+    """
     forward, _ = load_kernels(choose_version(version, q))
-    out, lse = forward(*map(contiguous_channels, (q, k, v)), causal, scale, window, lengths)
-    return out.contiguous(), lse
+    documents = select_documents(q, bounds, count)
+    tensors = pack(documents, *map(contiguous_channels, (q, k, v)))
+    out, lse = forward(*tensors, causal, scale, window, lengths, documents)
+    return out.view(q.shape) if documents else out.contiguous(), lse
 
 
 @flash_fwd.register_fake
-def _(q, k, v, causal, scale, window, lengths, version):
+def _(q, k, v, causal, scale, window, lengths, bounds, count, version):
     B, Tq, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, Tq), dtype=torch.float32)
+    lse_shape = (B, H, Tq) if bounds is None else (H, B * Tq)
+    return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def select_documents(q: Tensor, bounds: Tensor | None, count: Tensor | None) -> Documents | None:
+    return None if bounds is None else Documents(bounds[: count.item() + 1], longest=q.shape[1])
+
+
+def pack(documents: Documents | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return (B, T, ...) tensors as (B T, ...) if there are documents, and otherwise as they are."""
+    return tuple(tensor.flatten(0, 1) for tensor in tensors) if documents else tensors
 
 
 @torch.library.custom_op("hotswap::flash_bwd", mutates_args=())
@@ -100,13 +143,16 @@ def flash_bwd(
     causal: bool,
     scale: float,
     window: int | None,
+    bounds: Tensor | None,
+    count: Tensor | None,
     version: str | None,
 ) -> Tensor:
     """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
     _, backward = load_kernels(choose_version(version, q))
-    grads = gradient_buffer(q, k)
-    q, k, v = map(contiguous_channels, (q, k, v))
-    backward(dout.contiguous(), q, k, v, out, lse, causal, scale, window, *gradient_views(grads, q, k))
+    grads, documents = gradient_buffer(q, k), select_documents(q, bounds, count)
+    tensors = pack(documents, dout.contiguous(), *map(contiguous_channels, (q, k, v)), out)
+    gradients = pack(documents, *gradient_views(grads, q, k))  # views of grads
+    backward(*tensors, lse, causal, scale, window, *gradients, documents)
     return grads
 
 
@@ -114,14 +160,14 @@ flash_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, ctx.window, _, ctx.version = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, ctx.causal, ctx.scale, ctx.window, _, bounds, count, ctx.version = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, count)
 
 
 def _backward(ctx, dout, _dlse):
-    q, k, *rest = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = flash_bwd(dout, q, k, *rest, ctx.causal, ctx.scale, ctx.window, ctx.version)
-    return *gradient_views(grads, q, k), None, None, None, None, None
+    *tensors, bounds, count = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
+    grads = flash_bwd(dout, *tensors, ctx.causal, ctx.scale, ctx.window, bounds, count, ctx.version)
+    return *gradient_views(grads, *tensors[:2]), *[None] * 7
 
 
 flash_bwd = bypass_dispatcher(flash_bwd)
@@ -133,6 +179,9 @@ def contiguous_channels(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, version=None):
-    scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
-    return flash_fwd(q, k, v, causal, scale, window, lengths, version)[0]
+def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None, version=None):
+    scale, bounds, count = 1 / sqrt(q.shape[-1]) if scale is None else scale, None, None
+    if starts is not None:
+        compiling = torch.compiler.is_compiling()  # torch.compile itself merges equal calls of an operator
+        bounds, count = document_bounds(starts) if compiling else remembered_bounds(starts, starts._version)
+    return flash_fwd(q, k, v, causal, scale, window, lengths, bounds, count, version)[0]

@@ -4,6 +4,7 @@ STAND_INS[version](monkeypatch) installs a stand-in for one test. It returns Non
 destroy. A stand-in raises if it is called in a way that its package does not document.
 """
 
+import itertools
 import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,21 @@ from types import ModuleType
 import torch
 
 
-def documented(q, k, v, scale, causal, left=-1, right=-1, lengths=None):
+def documented(q, k, v, scale, causal, left=-1, right=-1, lengths=None, bounds=None):
     """Return out and lse as flash-attn's README defines them.
 
     Causal attention is aligned bottom right. With a window, "query at position i will only attend to keys between
-    [i + seqlen_k - seqlen_q - window_size[0], i + seqlen_k - seqlen_q + window_size[1]]".
+    [i + seqlen_k - seqlen_q - window_size[0], i + seqlen_k - seqlen_q + window_size[1]]". With `bounds`, the tensors
+    are packed, and each sequence is a call of its own.
     """
+    if bounds is not None:
+        assert lengths is None
+        assert (bounds.dtype, bounds[0].item(), bounds[-1].item()) == (torch.int32, 0, len(q))
+        parts = [
+            documented(*(t[None, start:end] for t in (q, k, v)), scale, causal, left, right)
+            for start, end in itertools.pairwise(bounds.tolist())
+        ]
+        return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
     heads, queries = q.shape[2], q.shape[1]
     k, v = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
@@ -45,7 +55,18 @@ def gradients(dout, q, k, v, *limits):
 def check_saved(dout, out, lse):
     """Assert that a backward gets tensors in the shapes that its forward returned."""
     assert dout.shape == out.shape
-    assert lse.shape == (out.shape[0], out.shape[2], out.shape[1])
+    packed = out.dim() == 3
+    assert lse.shape == ((out.shape[1], out.shape[0]) if packed else (out.shape[0], out.shape[2], out.shape[1]))
+
+
+def same_sequences(cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None):
+    """Return the bounds of packed sequences, which must be equal for queries and keys; None if they are not packed."""
+    if cu_seqlens_q is None:
+        assert (cu_seqlens_k, max_seqlen_q, max_seqlen_k) == (None, None, None)
+        return None
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    assert max_seqlen_q == max_seqlen_k >= cu_seqlens_q.diff().max()
+    return cu_seqlens_q
 
 
 def install(monkeypatch, name, **functions):
@@ -61,15 +82,21 @@ def install(monkeypatch, name, **functions):
 def fa4(monkeypatch):
     """Install flash_attn/cute/interface.py of 4.0.0b36, with the arguments that we use. A window is an int or None."""
 
-    def forward(q, k, v, *, seqused_k=None, softmax_scale=None, causal=False, window_size_left=None, return_lse=False):
+    def forward(
+        q, k, v, *, seqused_k=None, softmax_scale=None, causal=False, window_size_left=None, return_lse=False, **packed
+    ):
         assert return_lse
         left = -1 if window_size_left is None else window_size_left
-        return (*documented(q, k, v, softmax_scale, causal, left, -1, seqused_k), None, None, None)
+        limits = left, -1, seqused_k, same_sequences(**packed)
+        return (*documented(q, k, v, softmax_scale, causal, *limits), None, None, None)
 
-    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, window_size_left=None, dq, dk, dv):
+    def backward(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, window_size_left=None, dq, dk, dv, **packed
+    ):
         check_saved(dout, out, lse)
         left = -1 if window_size_left is None else window_size_left
-        for grad, value in zip((dq, dk, dv), gradients(dout, q, k, v, softmax_scale, causal, left), strict=True):
+        limits = left, -1, None, same_sequences(**packed)
+        for grad, value in zip((dq, dk, dv), gradients(dout, q, k, v, softmax_scale, causal, *limits), strict=True):
             grad.copy_(value)
         return dq, dk, dv
 
@@ -79,24 +106,29 @@ def fa4(monkeypatch):
 def fa3(monkeypatch):
     """Install the operators of hopper/flash_api.cpp, with the arguments that we use."""
     library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    packed = "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None"
     library.define(
-        "fwd(Tensor q, Tensor k, Tensor v, *, Tensor? seqused_k=None, float? softmax_scale=None, bool is_causal=False, "
-        "int window_size_left=-1, int window_size_right=-1, int num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"fwd(Tensor q, Tensor k, Tensor v, *, {packed}, Tensor? seqused_k=None, float? softmax_scale=None, "
+        "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, int num_splits=0) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
     )
     library.define(
         "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!)? dq=None, "
-        "Tensor(b!)? dk=None, Tensor(c!)? dv=None, *, float? softmax_scale=None, bool is_causal=False, "
+        f"Tensor(b!)? dk=None, Tensor(c!)? dv=None, *, {packed}, float? softmax_scale=None, bool is_causal=False, "
         "int window_size_left=-1, int window_size_right=-1) -> Tensor"
     )
 
-    def forward(q, k, v, *, softmax_scale, is_causal=False, window_size_left=-1, seqused_k=None, num_splits=0):
+    def forward(
+        q, k, v, *, softmax_scale, is_causal=False, window_size_left=-1, seqused_k=None, num_splits=0, **packed
+    ):
         assert num_splits == (seqused_k is None)
-        limits = window_size_left, -1, seqused_k
+        limits = window_size_left, -1, seqused_k, same_sequences(**packed)
         return (*documented(q, k, v, softmax_scale, is_causal, *limits), q.new_empty(0), q.new_empty(0))
 
-    def backward(dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, is_causal=False, window_size_left=-1):
+    def backward(dout, q, k, v, out, lse, dq, dk, dv, *, softmax_scale, is_causal=False, window_size_left=-1, **packed):
         check_saved(dout, out, lse)
-        values = gradients(dout, q, k, v, softmax_scale, is_causal, window_size_left)
+        limits = window_size_left, -1, None, same_sequences(**packed)
+        values = gradients(dout, q, k, v, softmax_scale, is_causal, *limits)
         for grad, value in zip((dq, dk, dv), values, strict=True):
             grad.copy_(value)
         return lse.clone()
@@ -127,6 +159,25 @@ def fa2(monkeypatch):
         for grad, value in zip((dq, dk, dv), values, strict=True):
             grad.copy_(value)
 
+    def varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+    ):  # fmt: skip
+        assert (dropout_p, softcap, alibi_slopes) == (0, 0, None)
+        bounds = same_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        limits = window_size_left, window_size_right, None, bounds
+        return (*documented(q, k, v, softmax_scale, causal, *limits), None, None)
+
+    def varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+    ):  # fmt: skip
+        check_saved(dout, out, softmax_lse)
+        bounds = same_sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        limits = window_size_left, window_size_right, None, bounds
+        for grad, value in zip((dq, dk, dv), gradients(dout, q, k, v, softmax_scale, causal, *limits), strict=True):
+            grad.copy_(value)
+
     def with_kvcache(
         q, k_cache, v_cache, *, cache_seqlens, softmax_scale, causal, window_size, return_softmax_lse=False
     ):
@@ -134,6 +185,7 @@ def fa2(monkeypatch):
         return documented(q, k_cache, v_cache, softmax_scale, causal, *window_size, cache_seqlens)
 
     names = {"_flash_attn_forward": forward, "_flash_attn_backward": backward, "flash_attn_with_kvcache": with_kvcache}
+    names |= {"_flash_attn_varlen_forward": varlen_forward, "_flash_attn_varlen_backward": varlen_backward}
     install(monkeypatch, "flash_attn.flash_attn_interface", **names)
     sys.modules["flash_attn"].__version__ = "2.8.3"
 
@@ -152,6 +204,9 @@ def built_in(monkeypatch):
         if cum_seq_q is None:
             assert seqused_k is None  # PyTorch ignores it without cum_seq_q
             return (*documented(q, k, v, *limits), empty, empty, empty)
+        if seqused_k is None:
+            bounds = same_sequences(cum_seq_q, cum_seq_k, max_q, max_k)
+            return (*documented(q, k, v, *limits, None, bounds), empty, empty, empty)
         outs, lses = [], []
         for b, (start, end, first) in enumerate(zip(cum_seq_q[:-1], cum_seq_q[1:], cum_seq_k[:-1], strict=True)):
             assert end - start == max_q
@@ -166,10 +221,9 @@ def built_in(monkeypatch):
         dout, q, k, v, out, lse, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state, unused, *,
         scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        assert cum_seq_q is None
-        assert cum_seq_k is None
         check_saved(dout, out, lse)
-        return gradients(dout, q, k, v, scale, is_causal, window_size_left, window_size_right)
+        bounds = None if cum_seq_q is None else same_sequences(cum_seq_q, cum_seq_k, max_q, max_k)
+        return gradients(dout, q, k, v, scale, is_causal, window_size_left, window_size_right, None, bounds)
 
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")

@@ -18,7 +18,6 @@ from tests.kernels.flash_packages import STAND_INS
 from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-CASES = [case for case in contract.CASES if "documents" not in contract.CASES[case]]
 
 
 def clear_caches():
@@ -52,7 +51,7 @@ def capability(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", contract.CASES)
 @pytest.mark.parametrize("name", _flash.VERSIONS)
 def test_each_version_is_called_as_documented(name, case, stand_in, monkeypatch):
     """The stand-in checks the call. Outputs and gradients in float64 agree with reference()."""
@@ -80,7 +79,7 @@ def test_a_cache_is_not_copied(stand_in, monkeypatch, rows, same_strides):
     assert (_flash.pack_cache(k, v)[0].data_ptr() == k.data_ptr()) == (same_strides or rows == 1)
 
 
-@pytest.mark.parametrize("case", ["64", "gqa", "lengths", "window", "packed"])
+@pytest.mark.parametrize("case", ["64", "gqa", "lengths", "window", "packed", "documents"])
 def test_torch_compile_gives_the_same_results(stand_in, monkeypatch, case):
     """One graph gives the outputs and gradients of the uncompiled function."""
     stand_in("fa4")
@@ -90,6 +89,31 @@ def test_torch_compile_gives_the_same_results(stand_in, monkeypatch, case):
     got = outputs_and_gradients(torch.compile(flash.attention, fullgraph=True), inputs)
     for key, value in outputs_and_gradients(flash.attention, inputs).items():
         torch.testing.assert_close(got[key], value)
+
+
+def test_documents_are_counted_once_a_batch(stand_in, monkeypatch):
+    """Counting makes the host wait for the GPU. Two layers, their backward and the compiled function count once each.
+
+    A batch that is written over the last one is counted again.
+    """
+    stand_in("torch")
+    monkeypatch.setattr(flash, "choose_version", lambda version, q: "torch")
+    inputs = case_inputs("attention", "documents", torch.float32, "cpu")
+    calls, original = [], torch.Tensor.nonzero
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda tensor: calls.append(1) or original(tensor))
+
+    def two_layers(q, k, v, causal, scale, starts):
+        return flash.attention(flash.attention(q, k, v, starts=starts), k, v, starts=starts)
+
+    first = outputs_and_gradients(two_layers, inputs)
+    assert len(calls) == 1
+    torch.compiler.reset()
+    compiled = outputs_and_gradients(torch.compile(two_layers, fullgraph=True, backend="aot_eager"), inputs)
+    torch.testing.assert_close(compiled, first)
+    assert len(calls) == 2
+    inputs["starts"].zero_()
+    assert not torch.equal(outputs_and_gradients(two_layers, inputs)["out0"], first["out0"])
+    assert len(calls) == 3
 
 
 def test_autograd_saves_the_inputs_the_output_and_lse():
@@ -233,9 +257,7 @@ def test_attn_version_pins_a_version(stand_in, capability, monkeypatch):
     plain = KernelsConfig(norm="eager", mlp="eager", loss="eager", compile=False)
     assert label(plain, AttnConfig("flash", "fa4")) == "eager-flash.fa4"
     stand_in("torch")
-    with pytest.raises(Unavailable, match=r"kernels.attention.flash takes no starts .*choose attn=.*eager"):
-        resolve(plain, AttnConfig("flash", "torch"), GPU, ["starts"])
-    function = resolve(plain, AttnConfig("flash", "torch"), GPU, ["lengths", "window"]).attention
+    function = resolve(plain, AttnConfig("flash", "torch"), GPU, ["lengths", "window", "starts"]).attention
     monkeypatch.setattr(flash, "choose_version", lambda version, q: version)
     q = torch.randn(1, 5, 2, 8, dtype=torch.float64)
     torch.testing.assert_close(torch.compile(function, fullgraph=True)(q, q, q), contract.reference(q, q, q))
@@ -243,7 +265,7 @@ def test_attn_version_pins_a_version(stand_in, capability, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", contract.CASES)
 @pytest.mark.parametrize("version", _flash.VERSIONS)
 def test_every_version_against_float64(version, case, dtype):
     """Outputs and gradients follow the rule of kernels/check.py."""
