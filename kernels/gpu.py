@@ -78,18 +78,19 @@ def make_context_current() -> None:
         torch.cuda.is_current_stream_capturing()  # takes 1 us, and is allowed in a CUDA graph
 
 
-def check_dtypes(op: str, *tensors: torch.Tensor | None, fp8: bool = False) -> None:
+def check_dtypes(op: str, *tensors: torch.Tensor | None, fp8: bool = False, impl: str = "triton") -> None:
     """Check that the Triton kernels of `op` support the dtypes of `tensors`, and with `fp8` that they can round to fp8.
 
-    Raises Unavailable if they cannot, or if Triton's interpreter runs them and a dtype is bfloat16.
+    They belong to the backend `impl`. Raises Unavailable if they cannot, or if Triton's interpreter runs them and a
+    dtype is bfloat16.
     """
     if fp8 and os.environ.get("TRITON_INTERPRET") == "1" and not INTERPRETER_ROUNDS_TO_FP8:
-        raise Unavailable(f"{op}=triton in Triton's interpreter cannot round to fp8: choose kernels.{op}=eager")
+        raise Unavailable(f"{op}={impl} in Triton's interpreter cannot round to fp8: choose kernels.{op}=eager")
     for dtype in {tensor.dtype for tensor in tensors if tensor is not None}:
         if dtype not in DTYPES:
-            raise Unavailable(f"{op}=triton supports float32, bfloat16 and float16, not {dtype}: choose one of them")
+            raise Unavailable(f"{op}={impl} supports float32, bfloat16 and float16, not {dtype}: choose one of them")
         if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
-            raise Unavailable(f"{op}=triton in Triton's interpreter gives wrong results in bfloat16: choose fp32")
+            raise Unavailable(f"{op}={impl} in Triton's interpreter gives wrong results in bfloat16: choose fp32")
 
 
 @functools.lru_cache

@@ -17,6 +17,8 @@ So the chunks of a group write their dlogits by columns into one matrix, and the
 dx of a chunk of 5,632 tokens has 44 x 3 tiles of 128 x 256: one for each multiprocessor of an H200.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -115,17 +117,24 @@ def linear_cross_entropy(
 
     If gradients is False, dx and dweight are empty. If whole is True, all tokens are one chunk.
     """
+    chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, cross_entropy_)
+
+
+def linear_cross_entropy_in_chunks(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, chunk: int, cross_entropy: Callable
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute linear_cross_entropy(), `chunk` tokens at a time. Another backend may pass its own cross_entropy_()."""
     (N, C), V = x.shape, len(weight)
     count = (targets != ignore_index).sum().clamp(min=1)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
-    chunk = N if whole else chunk_tokens("linear_cross_entropy", x, V, LOGITS_BYTES)
     dx = torch.empty_like(x) if gradients else x.new_empty(0)
     dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients and chunk < N else x.new_empty(0)
     buffer = x.new_empty(min(chunk, N), V)
     for start in range(0, N, chunk):
         tokens = slice(start, start + chunk)
         logits = torch.mm(x[tokens], weight.T, out=buffer[: len(x[tokens])])
-        cross_entropy_(logits, targets[tokens], losses[tokens], count, ignore_index, gradients)
+        cross_entropy(logits, targets[tokens], losses[tokens], count, ignore_index, gradients)
         if not gradients:
             continue
         torch.mm(logits, weight, out=dx[tokens])  # `logits` now holds their gradient

@@ -1,8 +1,9 @@
 """Backends that wrap other people's kernels: the code around their functions, and the error if a package is missing.
 
 The packages need a GPU. Here plain PyTorch replaces the functions that the backends call, with the signatures of
-liger-kernel 0.8.5, quack-kernels 0.6.5 and flashinfer-python 0.6.12. On a GPU with the packages, test_backends.py and
-test_decode.py test the real functions.
+liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0 and flashinfer-python 0.6.12, and of our own kernels in
+Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions. If Helion is installed,
+test_backends.py also runs its LayerNorm in Triton's interpreter.
 """
 
 import sys
@@ -10,17 +11,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from kernels import decode
 from kernels.check import broken_rule
+from kernels.loss import liger_cute
+from kernels.mlp import nvmath
 from kernels.registry import Unavailable, backend, contract, load, unavailable
 from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU = torch.device("cpu")
-WRAPPED = [("norm", "liger"), ("norm", "quack"), ("loss", "liger")]
+WRAPPED = [
+    *[("norm", impl) for impl in ("liger", "quack", "helion")],
+    *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion")],
+    ("mlp", "nvmath"),
+]
 CASES = {
     "norm": ["fp32_residual", "fp32_embedding", "no_bias", "non_contiguous"],
-    "loss": ["some_ignored", "all_ignored", "non_contiguous"],
+    "loss": ["some_ignored", "all_ignored", "non_contiguous", "odd"],
+    "mlp": ["many_rows", "one_row", "no_bias", "non_contiguous"],
+}
+ONE_DTYPE = {  # helion's kernels refuse bf16 under TRITON_INTERPRET=1, which the tests set on a CPU
+    ("norm", "helion"): torch.float32,
+    ("loss", "helion"): torch.float32,
+    ("loss", "liger_cute"): torch.bfloat16,
 }
 
 
@@ -48,7 +62,9 @@ def layer_norm_backward(dY, X, W, B, Mean, RSTD):
     return tuple(result.to(t.dtype) for result, t in zip(results, (X, W, B), strict=True))
 
 
-def fused_linear_cross_entropy_forward(_input, weight, target, *, ignore_index, accum_dtype):
+def fused_linear_cross_entropy_forward(_input, weight, target, *, ignore_index, accum_dtype, chunk_mem_const=1):
+    assert type(chunk_mem_const) is int
+    assert chunk_mem_const >= 1
     counts = (target != ignore_index).unsqueeze(1)
     log_probs = (_input @ weight.T).float().log_softmax(-1)
     onehot = torch.arange(len(weight)) == target.unsqueeze(1)
@@ -60,6 +76,85 @@ def fused_linear_cross_entropy_forward(_input, weight, target, *, ignore_index, 
     return loss, None, None, None, dlogits @ weight, dweight, None
 
 
+def _dlogits(x, weight, target, lse, ignore_index):
+    onehot = torch.arange(len(weight)) == target.unsqueeze(1)
+    return ((x @ weight.T).float() - lse[:, None]).exp().sub(onehot.float()) * (target != ignore_index).unsqueeze(1)
+
+
+def fused_scaled_cross_entropy_forward(_input, weight, target, *, ignore_index):
+    assert _input.dtype == weight.dtype == torch.bfloat16
+    assert _input.shape[1] % 64 == 0
+    logits, counts = (_input @ weight.T).float(), target != ignore_index
+    losses = logits.logsumexp(1) - logits.gather(1, target.where(counts, 0)[:, None])[:, 0]
+    return losses * counts, None, logits.logsumexp(1), _input, weight, _input.shape[1]
+
+
+def fused_scaled_cross_entropy_backward(
+    grad_output, x_padded, weight_padded, target, lse, *, temperature, ignore_index, hidden_size
+):
+    assert grad_output.shape == lse.shape == target.shape
+    assert (temperature, hidden_size) == (1.0, x_padded.shape[1])
+    dlogits = _dlogits(x_padded, weight_padded, target, lse, ignore_index) * grad_output[:, None]
+    dlogits = dlogits.to(x_padded.dtype)
+    return dlogits @ weight_padded, dlogits.T @ x_padded
+
+
+def helion_cross_entropy(logits, targets, losses, count, ignore_index, write):
+    counts = targets != ignore_index
+    loss = logits.float().logsumexp(1) - logits.float().gather(1, targets.where(counts, 0)[:, None])[:, 0]
+    losses.copy_(loss * counts)
+    if write:
+        onehot = torch.arange(logits.shape[1]) == targets[:, None]
+        logits.copy_((logits.float().softmax(1) - onehot.float()) * counts[:, None] / count)
+
+
+def helion_norm_fwd(x, residual, weight, bias, eps, y, stream, mean, rstd):
+    _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, None if residual is None else stream, eps, True)
+
+
+def helion_norm_bwd(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, dbias):
+    options = {"mean": mean, "is_layernorm": True}
+    _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, programs=len(dweight), **options)
+
+
+class Matmul:
+    """nvmath's planned matmul: the operands are fixed in shape, and results are stored by columns."""
+
+    made = 0
+
+    def __init__(self, a, b, options):
+        assert options == {"memory_limit": "32 MiB"}
+        Matmul.made += 1
+        self.a, self.b = a, b
+
+    def plan(self, epilog, epilog_inputs):
+        self.epilog, self.inputs = epilog, epilog_inputs
+
+    def reset_operands_unchecked(self, a, b, epilog_inputs):
+        self.a, self.b, self.inputs = a, b, epilog_inputs
+
+    def release_operands(self):
+        self.a = self.b = self.inputs = None
+
+    def execute(self, release_workspace):
+        assert release_workspace
+        product, dtype = self.a.float() @ self.b.float(), self.a.dtype
+        if self.epilog in ("GELU_AUX", "GELU_AUX_BIAS"):
+            h = product if self.epilog == "GELU_AUX" else product + self.inputs["bias"].float()[:, None]
+            result, others = gelu(h, approximate="tanh"), {"gelu_aux": by_columns(h.to(dtype))}
+        else:
+            h = self.inputs["gelu_aux"].float()
+            assert h.stride(0) == 1
+            result = torch.ops.aten.gelu_backward(product, h, approximate="tanh")
+            others = {"dgelu_bgrad": result.sum(1).to(dtype)} if self.epilog == "DGELU_BGRAD" else {}
+        result = by_columns(result.to(dtype))
+        return (result, others) if others else result
+
+
+def by_columns(matrix):
+    return matrix.T.contiguous().T
+
+
 def _rmsnorm_fwd(x, weight, out, bias, rstd, mean, residual, residual_out, eps, is_layernorm):
     stream = x.float() if residual is None else x.float() + residual.float()
     for result, to in zip(_normalize(stream, weight, bias, eps), (out, mean, rstd), strict=True):
@@ -68,10 +163,17 @@ def _rmsnorm_fwd(x, weight, out, bias, rstd, mean, residual, residual_out, eps, 
         residual_out.copy_(stream)
 
 
-def _rmsnorm_bwd(x, weight, dout, rstd, dx, dw_partial, db_partial, dresidual_out, dresidual, *, mean, is_layernorm):
+def _rmsnorm_bwd(
+    x, weight, dout, rstd, dx, dw_partial, db_partial, dresidual_out, dresidual, *, mean, is_layernorm, programs=2
+):
     dstream, dweight, dbias = _gradients(dout, x, weight, mean, rstd)
     dstream = dstream if dresidual_out is None else dstream + dresidual_out.float()
-    for result, to in ((dstream, dx), (dstream, dresidual), (dweight / 2, dw_partial), (dbias / 2, db_partial)):
+    for result, to in (
+        (dstream, dx),
+        (dstream, dresidual),
+        (dweight / programs, dw_partial),
+        (dbias / programs, db_partial),
+    ):
         if to is not None:
             to.copy_(result)
 
@@ -82,10 +184,22 @@ def packages(monkeypatch):
     for name, members in {
         "liger_kernel.ops.layer_norm": (layer_norm_forward, layer_norm_backward),
         "liger_kernel.ops.fused_linear_cross_entropy": (fused_linear_cross_entropy_forward,),
+        liger_cute.MODULE: (fused_scaled_cross_entropy_forward, fused_scaled_cross_entropy_backward),
         "quack.rmsnorm": (_rmsnorm_fwd, _rmsnorm_bwd),
+        "nvmath.linalg.advanced": (Matmul,),
     }.items():
         module = SimpleNamespace(**{member.__name__: member for member in members}, layernorm_bwd=None)
         monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["liger_kernel.ops.fused_linear_cross_entropy"]._CHUNK_MEM_CONST = 1
+    names = "GELU_AUX", "GELU_AUX_BIAS", "DGELU", "DGELU_BGRAD"
+    sys.modules["nvmath.linalg.advanced"].MatmulEpilog = dict(zip(names, names, strict=True))
+    monkeypatch.setattr(nvmath, "plans", {})
+    monkeypatch.setitem(sys.modules, "helion.language", SimpleNamespace(register_block_size=None))
+    norms = {"norm_fwd": helion_norm_fwd, "norm_bwd": helion_norm_bwd}
+    norm_kernels = SimpleNamespace(**norms, kernel=lambda function, block_sizes, num_warps: function)
+    monkeypatch.setitem(sys.modules, "kernels.norm._helion", norm_kernels)
+    loss_kernels = SimpleNamespace(kernel=lambda columns, write, num_warps: helion_cross_entropy)
+    monkeypatch.setitem(sys.modules, "kernels.loss._helion", loss_kernels)
     monkeypatch.setitem(sys.modules, "quack.rmsnorm_config", SimpleNamespace(get_sm_count=lambda N, device: 2))
 
 
@@ -93,6 +207,8 @@ def packages(monkeypatch):
 @pytest.mark.parametrize(("op", "impl", "case"), [(*pair, case) for pair in WRAPPED for case in CASES[pair[0]]])
 def test_a_wrapped_kernel_follows_the_rule(op, impl, case, dtype, packages):
     """Outputs and gradients follow the rule of kernels/check.py, also in one graph of torch.compile."""
+    if dtype != ONE_DTYPE.get((op, impl), dtype):
+        pytest.skip(f"{op}={impl} takes only {ONE_DTYPE[op, impl]} here")
     function = getattr(backend(op, impl), op)
     inputs = case_inputs(op, case, dtype, CPU)
     truth = outputs_and_gradients(contract(op).reference, inputs, dtype=torch.float64)
@@ -107,17 +223,45 @@ def test_quack_needs_an_even_width_in_16_bits(packages):
         backend("norm", "quack").norm(**case_inputs("norm", "769", torch.bfloat16, CPU))
 
 
+def test_nvmath_plans_each_shape_once(packages):
+    """A plan works for new tensors of its shape, and keeps no tensors. Widths must be multiples of 8."""
+    made = Matmul.made
+    for case in ("no_bias", "many_rows"):
+        inputs = case_inputs("mlp", case, torch.float32, CPU)
+        for _ in range(2):
+            inputs["x"].detach().normal_()
+            torch.testing.assert_close(nvmath.mlp(**inputs), contract("mlp").reference(**inputs))
+    assert Matmul.made - made == 2
+    assert all(plan.a is None and plan.inputs is None for plan in nvmath.plans.values())
+    for case in ("769", "odd"):
+        with pytest.raises(
+            Unavailable, match=r"^mlp=nvmath needs widths that are multiples of 8, not \d+ and \d+: choose"
+        ):
+            nvmath.mlp(**case_inputs("mlp", case, torch.float32, CPU))
+
+
+def test_liger_cute_takes_bfloat16(packages):
+    with pytest.raises(Unavailable, match=r"^loss=liger_cute takes bfloat16, not torch.float32: choose "):
+        liger_cute.loss(**case_inputs("loss", "odd", torch.float32, CPU))
+
+
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, packages):
     """The message is one line. It names a missing package before a missing GPU."""
     for op, impl in WRAPPED:
-        assert unavailable(op, impl, CPU).startswith("it needs an NVIDIA GPU of compute capability")
+        if (op, impl) != ("norm", "helion"):  # it also runs in Triton's interpreter
+            assert unavailable(op, impl, CPU).startswith("it needs an NVIDIA GPU of compute capability")
     for name in list(sys.modules):
-        if name.split(".")[0] in ("liger_kernel", "quack"):
+        if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion"):
             monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     for op, impl, package in (
         ("norm", "liger", "liger-kernel"),
+        ("norm", "helion", "helion>=1.5"),
+        ("loss", "helion", "helion>=1.5"),
+        ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
+        ("loss", "liger_large", "liger-kernel>=0.8.5"),
+        ("loss", "liger_cute", "liger-kernel[cutedsl]>=0.8.5"),
         ("norm", "quack", "quack-kernels[cu13]>=0.6.2"),
         ("loss", "torch_chunked", "torch>=2.13"),
     ):

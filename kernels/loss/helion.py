@@ -1,0 +1,65 @@
+"""The loss of triton.py with its softmax in Helion (https://github.com/pytorch/helion): one kernel of 20 lines.
+
+Matmuls, chunks and bytes are triton.py's, as in Helion's own example of a fused linear cross-entropy, so the two differ
+only in the kernel over the logits. Helion's kernel also reads each row twice, but it compares every column with the
+target and with the end of the row, which cross_entropy_kernel in _softmax.py avoids. The size of the
+tiles is triton.py's before tuning; norm/helion.py says how to tune it.
+"""
+
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import check_dtypes, gpu_unavailable, package_unavailable, triton_detail
+from kernels.loss.triton import (
+    LOGITS_BYTES,
+    apply_to_rows,
+    backward,
+    chunk_tokens,
+    empty_outputs,
+    linear_cross_entropy_in_chunks,
+    setup_context,
+    softmax_launch,
+)
+
+RUNS = ("helion_cross_entropy",)
+
+
+def unavailable(device: torch.device) -> str | None:
+    missing = package_unavailable("helion>=1.5", "helion.language.register_block_size")
+    return missing or gpu_unavailable(device)  # Triton's interpreter has no libdevice, where Helion's exp comes from
+
+
+def detail(weight: Tensor, **inputs) -> str:
+    return f"helion {version('helion')}, {triton_detail(weight=weight)}"
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, write: bool
+) -> None:
+    """Write the losses (n,) of logits (n, V), and if `write` is true overwrite the logits with their gradient."""
+    from kernels.loss import _helion
+
+    launch = softmax_launch(logits.shape[1])
+    kernel = _helion.kernel(launch["BLOCK_V"], write, launch["num_warps"])
+    kernel(logits, targets, losses, count.view(1), ignore_index, write)
+
+
+@torch.library.custom_op("hotswap::helion_linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mean loss in fp32 and its gradients dx and dweight, as linear_cross_entropy() of triton.py does."""
+    chunk = chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, cross_entropy_)
+
+
+linear_cross_entropy.register_fake(empty_outputs)
+linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
+
+
+def loss(x, weight, targets, ignore_index=-1):
+    check_dtypes("loss", x, weight, impl="helion")
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index)

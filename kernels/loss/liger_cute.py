@@ -1,0 +1,92 @@
+"""Liger-Kernel's newer loss for Hopper, in CuTe DSL: the forward never writes the logits.
+
+Its forward multiplies x by the head and keeps only the maximum and the sum of exponentials of each token, in registers,
+as FlashAttention does with scores. The logits cost a matmul again in the backward, a single kernel: 1,024 tokens at a
+time it recomputes them, writes their gradient, and multiplies it into dx and dweight. That is 4 matmuls where
+liger.py and triton.py have 3, and 100 MB of logits at V = 50,304. dweight is summed in bf16, so it loses digits with
+every 1,024 tokens. Liger calls this the fused scaled cross-entropy; its other loss for Hopper needs multiples of 128
+tokens and of 256 classes, which 50,304 is not.
+"""
+
+from importlib.metadata import version
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import gpu_unavailable, package_unavailable
+from kernels.registry import Unavailable
+
+MODULE = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+WIDTH = 64  # Liger's kernels need rows of a multiple of this
+RUNS = ("(?i)cross_?entropy|scaledce|fusedbackward",)
+
+
+def unavailable(device: torch.device) -> str | None:
+    missing = package_unavailable("liger-kernel[cutedsl]>=0.8.5", f"{MODULE}.fused_scaled_cross_entropy_backward")
+    if reason := missing or gpu_unavailable(device, (9, 0)):
+        return reason
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "it needs a GPU of compute capability 9.0 (Hopper): choose kernels.loss=liger"
+    return None
+
+
+def detail(**inputs) -> str:
+    return f"liger-kernel {version('liger-kernel')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
+
+
+@torch.library.custom_op("hotswap::liger_scaled_cross_entropy", mutates_args=())
+def token_losses(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Map x (N, C), weight (V, C) and targets (N,) to the loss and the log-sum-exp of each token, (N,) in fp32.
+
+    The loss of a token with the target ignore_index is 0. C is a multiple of WIDTH.
+    """
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import fused_scaled_cross_entropy_forward
+
+    losses, _, lse, *_ = fused_scaled_cross_entropy_forward(x, weight, targets, ignore_index=ignore_index)
+    return losses, lse
+
+
+@token_losses.register_fake
+def _(x, weight, targets, ignore_index):
+    losses, lse = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    return losses, lse
+
+
+@torch.library.custom_op("hotswap::liger_scaled_cross_entropy_bwd", mutates_args=())
+def gradients(
+    dlosses: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return dx and dweight. dlosses is (N,)."""
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import fused_scaled_cross_entropy_backward
+
+    options = {"temperature": 1.0, "ignore_index": ignore_index, "hidden_size": x.shape[1]}
+    return fused_scaled_cross_entropy_backward(dlosses, x, weight, targets, lse, **options)
+
+
+gradients.register_fake(lambda dlosses, x, weight, *_: (torch.empty_like(x), torch.empty_like(weight)))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.ignore_index = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)  # lse gets no gradient
+
+
+def _backward(ctx, dlosses, _dlse):
+    return *gradients(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None
+
+
+gradients = bypass_dispatcher(gradients)
+token_losses = bypass_dispatcher(token_losses, _backward, _setup_context)
+
+
+def loss(x, weight, targets, ignore_index=-1):
+    if x.dtype != torch.bfloat16:
+        raise Unavailable(f"loss=liger_cute takes bfloat16, not {x.dtype}: choose kernels.loss=liger")
+    x, targets = x.flatten(0, -2), targets.flatten()
+    padding = (0, -x.shape[1] % WIDTH)
+    x, weight = (F.pad(tensor, padding) if padding[1] else tensor.contiguous() for tensor in (x, weight))
+    losses, _ = token_losses(x, weight, targets, ignore_index)
+    return losses.sum() / (targets != ignore_index).sum().clamp(min=1)

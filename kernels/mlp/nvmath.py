@@ -1,0 +1,115 @@
+"""The epilogues of cuBLASLt, called with nvmath-python: GELU, its derivative and a bias gradient inside two matmuls.
+
+    forward   cuBLASLt  a = gelu(h), h = x W_fc^T + b_fc       the epilogue GELU_AUX_BIAS stores h and a
+              cuBLAS    y = a W_proj^T + b_proj
+    backward  cuBLASLt  dh = (dy W_proj) gelu'(h)              DGELU_BGRAD loads h; it stores dh and its sum, db_fc
+              cuBLAS    dW_proj = dy^T a, dx = dh W_fc, dW_fc = dh^T x
+
+triton.py fuses as much, but recomputes a in its backward. No epilogue of cuBLASLt does that, so here autograd saves a
+beside h, as for eager: 2 F bytes a token more in bf16. PyTorch itself calls only the forward's epilogue without h.
+cuBLASLt stores matrices by columns, so this file asks for the transposes: a^T = gelu(W_fc x^T), as (F, N).
+
+Planning a matmul waits for the GPU, so product() keeps the plans.
+"""
+
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import gpu_unavailable, package_unavailable
+from kernels.registry import Unavailable
+
+WORKSPACE = "32 MiB"  # as much as NVIDIA recommends for cuBLAS on Hopper; nvmath's default is 80% of the GPU
+MAX_PLANS = 64
+plans = {}
+
+
+def unavailable(device: torch.device) -> str | None:
+    missing = package_unavailable("nvmath-python>=1.0", "nvmath.linalg.advanced.Matmul")
+    return missing or gpu_unavailable(device)
+
+
+def detail(**inputs) -> str:
+    return f"nvmath-python {version('nvmath-python')}, CUDA {torch.version.cuda}"
+
+
+def product(a: Tensor, b: Tensor, epilog: str, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return epilog(a @ b) by columns, and the epilogue's other outputs. The epilogue reads `inputs`."""
+    from nvmath.linalg.advanced import Matmul, MatmulEpilog
+
+    key = [epilog, a.device]
+    for tensor in (a, b):
+        alignment = min(256, tensor.data_ptr() & -tensor.data_ptr())  # cuBLASLt chooses its kernel for it
+        key += [tensor.shape, tensor.stride(), tensor.dtype, alignment]
+    if plan := plans.get(tuple(key)):
+        plan.reset_operands_unchecked(a=a, b=b, epilog_inputs=inputs)
+    else:
+        while len(plans) >= MAX_PLANS:
+            plans.pop(next(iter(plans))).free()
+        plan = plans[tuple(key)] = Matmul(a, b, options={"memory_limit": WORKSPACE})
+        plan.plan(epilog=MatmulEpilog[epilog], epilog_inputs=inputs)
+    result = plan.execute(release_workspace=True)  # a kept workspace would tie the plan to one stream
+    plan.release_operands()
+    return result if isinstance(result, tuple) else (result, {})
+
+
+@torch.library.custom_op("hotswap::nvmath_mlp_fwd", mutates_args=())
+def mlp_fwd(
+    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y (N, C), and what the backward needs: h and gelu(h), (N, F)."""
+    epilog, inputs = ("GELU_AUX", {}) if b_fc is None else ("GELU_AUX_BIAS", {"bias": b_fc})
+    a, others = product(w_fc, x.T, epilog, inputs)
+    a, h = a.T, others["gelu_aux"].T
+    return a @ w_proj.T if b_proj is None else torch.addmm(b_proj, a, w_proj.T), h, a
+
+
+@mlp_fwd.register_fake
+def _(x, w_fc, b_fc, w_proj, b_proj):
+    h, a = (x.new_empty(x.shape[0], w_fc.shape[0]) for _ in range(2))
+    return torch.empty_like(x), h, a
+
+
+@torch.library.custom_op("hotswap::nvmath_mlp_bwd", mutates_args=())
+def mlp_bwd(
+    dy: Tensor, x: Tensor, h: Tensor, a: Tensor, w_fc: Tensor, w_proj: Tensor, has_b_fc: bool, has_b_proj: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty."""
+    dh, others = product(w_proj.T, dy.T, "DGELU_BGRAD" if has_b_fc else "DGELU", {"gelu_aux": h.T})
+    dh = dh.T
+    db_fc = others["dgelu_bgrad"] if has_b_fc else x.new_empty(0)
+    return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, dy.sum(0) if has_b_proj else x.new_empty(0)
+
+
+@mlp_bwd.register_fake
+def _(dy, x, h, a, w_fc, w_proj, has_b_fc, has_b_proj):
+    db_fc = x.new_empty(w_fc.shape[0] if has_b_fc else 0)
+    db_proj = x.new_empty(w_proj.shape[0] if has_b_proj else 0)
+    return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
+
+
+def _setup_context(ctx, inputs, output):
+    x, w_fc, b_fc, w_proj, b_proj = inputs
+    ctx.save_for_backward(x, *output[1:], w_fc, w_proj)
+    ctx.biases = b_fc is not None, b_proj is not None
+    ctx.set_materialize_grads(False)  # h and a get no gradients
+
+
+def _backward(ctx, dy, _dh, _da):
+    dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.biases)
+    has_b_fc, has_b_proj = ctx.biases
+    return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None
+
+
+mlp_bwd = bypass_dispatcher(mlp_bwd)
+mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
+
+
+def mlp(x, w_fc, b_fc, w_proj, b_proj):
+    if any(width % 8 for width in w_fc.shape):  # cuBLASLt stores h in rows of a multiple of 8
+        F, C = w_fc.shape
+        raise Unavailable(f"mlp=nvmath needs widths that are multiples of 8, not {C} and {F}: choose kernels.mlp=eager")
+    x_rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return mlp_fwd(x_rows, w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)[0].view(x.shape)

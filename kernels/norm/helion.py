@@ -1,0 +1,89 @@
+"""LayerNorm in Helion (https://github.com/pytorch/helion), with the addition fused forward and backward.
+
+Helion compiles Python over tiles of tensors to Triton kernels. It writes offsets, masks and launches; a config chooses
+the sizes of the tiles and the number of warps. So the two kernels in _helion.py need half the lines of triton.py's for
+the same bytes. The configs here are triton.py's choices before tuning. Without a config, Helion would search for
+minutes at the first call; to tune by hand, call helion.kernel(norm_fwd).autotune(arguments), and copy what it prints.
+"""
+
+import functools
+from importlib.metadata import version
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import check_dtypes, multiprocessors, package_unavailable, triton_detail, triton_unavailable
+from kernels.norm._triton_backward import backward, empty_gradients, setup_context
+from kernels.norm.triton import empty_outputs
+
+RUNS = "helion_norm_fwd", "helion_norm_bwd"
+FAMILY = "_norm_"
+PROGRAM_ELEMENTS = 4096  # of the forward: 16 elements a thread
+PROGRAMS = 4  # of the backward, for each multiprocessor
+
+
+def unavailable(device: torch.device) -> str | None:
+    return package_unavailable("helion>=1.5", "helion.language.register_block_size") or triton_unavailable(device)
+
+
+def detail(**inputs) -> str:
+    return f"helion {version('helion')}, {triton_detail(**inputs)}"
+
+
+@torch.library.custom_op("hotswap::helion_norm_fwd", mutates_args=())
+def norm_fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
+    from kernels.norm import _helion
+
+    outputs, width = empty_outputs(x, residual, weight, bias, eps), triton.next_power_of_2(x.shape[1])
+    rows = max(1, PROGRAM_ELEMENTS // width)
+    kernel = _helion.kernel(_helion.norm_fwd, (rows,), num_warps=min(16, max(1, rows * width // 512)))
+    kernel(x, residual, weight, bias, eps, *outputs)
+    return outputs
+
+
+norm_fwd.register_fake(empty_outputs)
+
+
+@torch.library.custom_op("hotswap::helion_norm_bwd", mutates_args=())
+def norm_bwd(
+    dy: Tensor,
+    dstream: Tensor | None,
+    stream: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    x_dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dx, dresidual, dweight and dbias, as norm_bwd() of _triton_backward.py does."""
+    from kernels.norm import _helion
+
+    (N, C), width = stream.shape, triton.next_power_of_2(stream.shape[1])
+    block = triton.next_power_of_2(triton.cdiv(N, PROGRAMS * multiprocessors(stream.device)))
+    rows = min(block, 2 if width <= 4096 else 1)
+    dx, dresidual, _, dbias = empty_gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
+    partial = stream.new_empty(2, triton.cdiv(N, block), C, dtype=torch.float32)
+    kernel = _helion.kernel(_helion.norm_bwd, (block, rows), num_warps=min(16, max(1, width // 256)))
+    both, sums = dresidual if x_dtype != stream_dtype else None, (partial[0], None if bias is None else partial[1])
+    kernel(dy, dstream, stream, weight, mean, rstd, dx, both, *sums)
+    dweight = partial[0].sum(0).to(weight.dtype)
+    return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
+
+
+norm_bwd.register_fake(empty_gradients)
+norm_bwd = bypass_dispatcher(norm_bwd)
+norm_fwd = bypass_dispatcher(norm_fwd, functools.partial(backward, norm_bwd=norm_bwd), setup_context)
+
+
+def norm(x, residual, weight, bias, eps=1e-5):
+    check_dtypes("norm", x, residual, weight, impl="helion")
+    C = x.shape[-1]
+    residual_rows = None if residual is None else residual.reshape(-1, C).contiguous()
+    y, stream, _, _ = norm_fwd(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
+    return y.view(x.shape), x if residual is None else stream.view(x.shape)
