@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import multiprocessing.spawn
 import os
 import shutil
 import signal
@@ -15,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 import torch
+
+from tests.fork_server import start
 
 # A background job (`make test &`) ignores SIGINT, and so would the programs that the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -168,6 +171,29 @@ def called(monkeypatch, capsys):
         return (code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory):
+    """The path of a Python that starts in 0.1 s: see tests/fork_server.py."""
+    server, python = start(tmp_path_factory.mktemp("fork_server"))
+    yield str(python)
+    server.stdin.close()
+    server.wait()
+
+
+@pytest.fixture
+def quick_python(monkeypatch, fork_server):
+    """Start Python programs as forks of a process that has imported torch, also the programs that they start.
+
+    A killed program may live on for a moment after its wait() returns.
+    """
+    monkeypatch.setattr(sys, "executable", fork_server)
+    monkeypatch.setenv("PYTHON_EXEC", fork_server)  # for torchrun
+    executable = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(fork_server)
+    yield
+    multiprocessing.set_executable(executable)
 
 
 @pytest.fixture

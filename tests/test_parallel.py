@@ -71,6 +71,7 @@ def test_ddp_gives_the_figures_of_one_process(hotswap, tmp_path, alone):
     assert Path("run/sample.txt").read_text() == Path("alone/sample.txt").read_text()
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_path, alone):
     """A sharded checkpoint resumes in one process, an unsharded one on two ranks (zero2). read_weights() reads both."""
     code, out, err = torchrun(tmp_path, *BASE, "parallel=fsdp", "train.sharded_checkpoints=true", "train.stop_after=3")
@@ -90,6 +91,7 @@ def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_p
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_context_gives_the_figures_of_one_process(hotswap, tmp_path, alone):
     """Each rank has 64 tokens of every sequence of 128. The row counts a sequence once, and parity holds."""
     code, out, err = torchrun(tmp_path, *BASE, "parallel=context", "proof=true")
@@ -109,6 +111,7 @@ def checkpoint_weights(folder):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.usefixtures("quick_python")
 def test_a_resumed_job_draws_the_same_dropout_on_every_rank(tmp_path, monkeypatch, parallel):
     """After step 4 the losses are bit-equal to the uninterrupted job's. The states of rank 0 and rank 1 differ."""
     monkeypatch.chdir(tmp_path)
@@ -130,6 +133,7 @@ def test_a_resumed_job_draws_the_same_dropout_on_every_rank(tmp_path, monkeypatc
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_full_disk_is_a_warning_and_then_an_error(hotswap, tmp_path):
     """Every rank writes sharded checkpoints. No file may be larger than 200 KiB."""
     assert hotswap(*BASE, "train.max_steps=1", "out_dir=first")[0] == 0  # writes the tokens
@@ -146,6 +150,7 @@ def test_a_full_disk_is_a_warning_and_then_an_error(hotswap, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_sweep_needs_a_single_process(tmp_path):
     code, _, err = torchrun(tmp_path, "-m", *BASE, "seed=1,2")
     assert code == 1
@@ -212,6 +217,7 @@ with join_ranks(torch.device("cpu")) as ranks:
 """
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_ranks_average_gradients_while_the_backward_runs(tmp_path):
     """Three optimizers make the steps of one process, and twice the same bits."""
     script = tmp_path / "averaging.py"
@@ -295,6 +301,7 @@ def test_split_sequences_have_the_loss_and_gradients_of_one_process(tmp_path, ca
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp", "zero2", "context"])
+@pytest.mark.usefixtures("quick_python")
 def test_replayed_steps_of_two_gpus_equal_uncaptured_steps(tmp_path, monkeypatch, parallel):
     """With deterministic kernels, every bit is the same. The evaluation after each step sees the newest weights."""
     monkeypatch.chdir(tmp_path)
@@ -335,6 +342,7 @@ train.main()
         ),
     ],
 )
+@pytest.mark.usefixtures("quick_python")
 def test_a_rank_that_dies_ends_the_job_with_its_reason(tmp_path, monkeypatch, fault, reason):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "failing.py"

@@ -84,6 +84,7 @@ TESTS = [
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_new_op_and_a_new_backend_need_no_other_edit(checkout):
     """In a copy of the repo with these files, the generic tests and toy_checks.py test them and pass."""
     (checkout / "kernels/toy").mkdir()

@@ -346,6 +346,7 @@ print(n)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_all_checkpoints_are_complete_when_a_save_is_killed(tmp_path):
     """Killed before each file operation of a save, the run has only complete checkpoints, and never fewer than two."""
     saved, copies = tmp_path / "saved", tmp_path / "copies"

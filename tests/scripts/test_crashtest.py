@@ -190,6 +190,7 @@ def test_a_folder_is_used_once(command):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_small(tmp_path):
     """Three real runs, each with two faults or one."""
     (tmp_path / "book.txt").write_text("All work and no play makes Jack a dull boy.\n" * 400)

@@ -61,6 +61,7 @@ BODIES = {
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_broken_backend_is_named_and_the_others_still_run(checkout):
     for path in (checkout / "kernels" / "norm").glob("[!_]*.py"):
         if path.stem != "eager":

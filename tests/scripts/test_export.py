@@ -34,7 +34,7 @@ from tests.model.test_pretrained import (
 )
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "scripts.export"]
+COMMAND = ["-m", "scripts.export"]
 OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.25, "beta1": 0.8, "beta2": 0.9}
 
 
@@ -293,18 +293,21 @@ def test_a_mistake_prints_one_line(command):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_the_error_names_the_hub_when_it_cannot_be_reached(tmp_path):
     """The command runs from a shell, with HF_ENDPOINT at a port where nobody listens."""
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     arguments = "checkpoint=gpt2-medium", f"path={tmp_path / 'x'}"
-    process = subprocess.run([*COMMAND, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, *COMMAND, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert (process.returncode, process.stdout, process.stderr.count("\n")) == (1, "", 1), process.stderr
     assert "error: gpt2-medium: " in process.stderr
     assert "http://127.0.0.1:9 cannot be reached" in process.stderr
 
 
 def test_help_shows_every_key_with_its_comment():
-    process = subprocess.run([*COMMAND, "--help"], cwd=ROOT, capture_output=True, text=True)
+    process = subprocess.run([sys.executable, *COMMAND, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0
     line = "format: hf                          # hf (weights, config, tokenizer of transformers) | nanogpt (ckpt.pt)"
     assert line in process.stdout

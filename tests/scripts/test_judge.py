@@ -152,6 +152,7 @@ def test_a_signal_ends_the_training_and_names_the_command_that_continues(called,
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
     """Every part is real. The verdict is the machine's."""
     monkeypatch.chdir(tmp_path)

@@ -88,6 +88,7 @@ def test_a_stopped_search_continues_when_it_runs_again_in_its_folder(called, mon
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch, tmp_path):
     """The limit is 0.1 GiB. keep=true appends the row to results/, and the table is printed last."""
     monkeypatch.setattr(lab_rows, "RESULTS", tmp_path / "results")
@@ -108,6 +109,7 @@ def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch,
     assert len([line for line in out.splitlines() if line.startswith("train    T")]) == len(attempts)
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_two_processes_split_the_sequence_of_an_attempt(monkeypatch):
     """torchrun starts them. If the memory of one is full, both end."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
@@ -177,6 +179,7 @@ def test_a_mistake_prints_one_line(called, arguments, message):
     assert err.startswith(f"error: {message}")
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_no_folder_is_left_when_the_first_prediction_fails(called, monkeypatch, tmp_path):
     """The child process finds a mistake in the config. The command prints it as its own error."""
     monkeypatch.chdir(tmp_path)

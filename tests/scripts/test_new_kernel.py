@@ -94,6 +94,7 @@ def test_a_template_generates_the_text_of_eager(called, monkeypatch, tmp_path, c
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_the_tests_of_backends_test_a_file_outside_the_repo(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text((ROOT / "kernels/norm/_template.py").read_text())

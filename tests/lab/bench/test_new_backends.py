@@ -86,6 +86,7 @@ def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(monkeypatch, t
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_broken_kernels_are_named_in_one_line(checkout):
     for name, text in FILES.items():
         (checkout / f"kernels/norm/{name}.py").write_text(text)

@@ -23,6 +23,7 @@ def recipe(cfg):
     return Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed)
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_row_of_a_right_run_has_a_proof_and_wrong_runs_have_no_speed(hotswap, monkeypatch):
     """One test, because these runs share their references.
 
@@ -99,6 +100,7 @@ def test_a_row_without_parity_says_why(overrides, why, hotswap):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_run_without_references_trains_and_says_why(hotswap, tmp_path, monkeypatch):
     """The folder of the references is a file in the first run. In the second run their process fails."""
     (tmp_path / ".cache").mkdir()

@@ -133,6 +133,7 @@ def test_the_sweep_of_the_repo_has_every_decoder(sweep):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_sweep_of_real_generations(checkout):
     words = ["checkpoint=random", "model=tiny", "device=cpu", "precision=fp32", "max_new_tokens=40", "attn=eager,sdpa"]
     words += ["batch=2", f"prompt={PROMPT}", "out_dir=out/mine"]

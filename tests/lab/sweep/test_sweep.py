@@ -304,6 +304,7 @@ def test_commands_of_a_wandb_agent_compose(monkeypatch, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_a_sweep_of_real_runs_is_stopped_and_continues(called, monkeypatch, tmp_path):
     """The first job resumes from its step. Another has a kernel that cannot run, and a third one a config error."""
     monkeypatch.chdir(tmp_path)
@@ -356,6 +357,7 @@ def norm(x, residual, weight, bias, eps=1e-5):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_an_equal_kernel_is_a_tie_and_five_percent_are_slower(checkout):
     """A kernel, a copy of it, and a kernel that makes the step 5% longer have three runs each, in turns.
 
