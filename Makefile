@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: smoke test test-all mutants format lock clean
+.PHONY: smoke lint test test-all mutants format lock clean
 
 smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 	$(BIN)/python train.py +experiment=smoke
@@ -10,13 +10,15 @@ smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 		'  python train.py -m +experiment=smoke attn=eager,sdpa   # swap a kernel, and compare' \
 		'  python train.py kernels=triton attn=triton             # GPT-2 124M, on an NVIDIA GPU'
 
-test: .venv/installed  ## lint, and the tests to run after a change: 4 minutes on two cores
+lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+test: lint  ## lint, and the tests to run after a change
 	$(BIN)/python -m pytest -m "not exhaustive"
 
-test-all: test  ## and the exhaustive tests: 10 minutes in all
-	$(BIN)/python -m pytest -m exhaustive
+test-all: lint  ## lint, and every test
+	$(BIN)/python -m pytest
 
 mutants: .venv/installed  ## change one line of the program at a time: a test must fail
 	$(BIN)/python -m tests.mutants

@@ -142,7 +142,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Skip the tests marked `gpu` if there is no GPU."""
+    """Skip the tests marked `gpu` if there is no GPU. The exhaustive tests run first, so that no long test is last."""
+    items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
