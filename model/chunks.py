@@ -1,8 +1,11 @@
 """A block that computes everything but attention on one chunk of tokens after another: model.checkpointing=chunks.
 
 Norm, linear layers and MLP compute each token by itself, so their tensors need not exist for the whole sequence (Arctic
-Long Sequence Training, arXiv:2506.13996, does this for MLP and loss). Whole are only q, k, v, the output of attention,
-and the gradients of these. The block's input waits in pinned host memory, and the backward recomputes the rest from it.
+Long Sequence Training, arXiv:2506.13996, does this for MLP and loss). Only q, k, v, attention's output and their
+gradients exist for the whole sequence. The block's input waits in pinned host memory, and the backward recomputes the
+rest from it: the norm and the product before attention twice, everything else once.
+
+With precision=fp8, kernels/fp8.py derives the scale of dy from the number of rows of a call, so here from a chunk's.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,66 +18,71 @@ CHUNK_BYTES = 2**26  # of a chunk of the block's input: 43,690 tokens of 768 cha
 # allocated in powers of two
 
 
-class ChunkedBlock(torch.autograd.Function):
-    """x (B, T, C) -> x + attention + MLP, by the parts of Block that take a chunk: qkv() and after_attention().
+def run_in_chunks(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tensor | None) -> Tensor:
+    """Return the stream after the block. x (B, T, C) is the stream before it."""
+    if not torch.is_grad_enabled():
+        return forward(block, x, rope, starts)
+    weights = block.weights_before_attention() + block.weights_after_attention()
+    return ChunkedBlock.apply(block, rope, starts, x, *trained(weights))
 
-    The gradients of the weights are sums over the chunks, in fp32. The gradient of x takes the memory of the gradient
-    of the output.
-    """
+
+def forward(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tensor | None) -> Tensor:
+    q, k, v = join((block.qkv(x[:, chunk], part_of(rope, chunk)) for chunk in chunks(x)), x.shape[1])
+    out = block.attn.attend(q, k, v, starts)
+    del q, k, v
+    [y] = join(([block.after_attention(out[:, chunk], x[:, chunk])] for chunk in chunks(x)), x.shape[1])
+    return y
+
+
+class ChunkedBlock(torch.autograd.Function):
+    """forward() with a backward. The gradients of the weights are sums over the chunks, in fp32."""
 
     @staticmethod
-    def forward(
-        ctx, block: nn.Module, rope: Tensor | None, starts: Tensor | None, x: Tensor, *weights: Tensor
-    ) -> Tensor:
+    def forward(ctx, block: nn.Module, rope: Tensor | None, starts: Tensor | None, x: Tensor, *weights: Tensor):
         ctx.block, ctx.rope, ctx.starts = block, rope, starts
         ctx.parts = [to_host(x[:, chunk]) for chunk in chunks(x)]
-        q, k, v = join((block.qkv(x[:, chunk], part_of(rope, chunk)) for chunk in chunks(x)), x.shape[1])
-        out = block.attn.attend(q, k, v, starts)
-        del q, k, v
-        [y] = join(([block.after_attention(out[:, chunk], x[:, chunk])] for chunk in chunks(x)), x.shape[1])
-        return y
+        return forward(block, x, rope, starts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        block, rope = ctx.block, ctx.rope
-        before, after = block.weights_before_attention(), block.weights_after_attention()
+        block, rope, starts, parts = ctx.block, ctx.rope, ctx.starts, ctx.parts
+        ctx.rope = ctx.starts = ctx.parts = None  # the loss, which may live on, holds ctx
+        before, after = trained(block.weights_before_attention()), trained(block.weights_after_attention())
         sums = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in (*before, *after)}
 
         def inputs() -> Iterator[tuple[slice, Tensor]]:
             """Yield each chunk, and its part of x on the device."""
-            for chunk, part in zip(chunks(dy), ctx.parts, strict=True):
+            for chunk, part in zip(chunks(dy), parts, strict=True):
                 yield chunk, part.to(dy.device, non_blocking=True).requires_grad_()
 
-        with torch.no_grad():
-            q, k, v = join((block.qkv(x, part_of(rope, chunk)) for chunk, x in inputs()), dy.shape[1])
+        q, k, v = join((block.qkv(x, part_of(rope, chunk)) for chunk, x in inputs()), dy.shape[1])
         q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
         with torch.enable_grad():
-            out = block.attn.attend(q, k, v, ctx.starts)
-        values, dout = out.detach(), torch.empty_like(out)
-        dx = dy if dy.is_contiguous() else dy.contiguous()  # the next block made dy for this block alone
+            out = block.attn.attend(q, k, v, starts)
+        dout = torch.empty_like(out)
+        first_dx = []  # for each chunk the gradient of x except through attention, on the host
         for chunk, x in inputs():
-            part = values[:, chunk].detach().requires_grad_()
+            part = out[:, chunk].detach().requires_grad_()
             with torch.enable_grad():
                 y = block.after_attention(part, x)
-            dx[:, chunk], dout[:, chunk] = add_gradients(y, (x, part), dx[:, chunk], after, sums)
-            del x, part, y
-        del values
+            dx_part, dout[:, chunk] = add_gradients(y, (x, part), dy[:, chunk], after, sums)
+            first_dx.append(to_host(dx_part))
+            del x, part, y, dx_part
         dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
         del out, dout, q, k, v
-        for chunk, x in inputs():
+        dx = torch.empty_like(dy)
+        for (chunk, x), on_host in zip(inputs(), first_dx, strict=True):
             with torch.enable_grad():
                 y = block.qkv(x, part_of(rope, chunk))
             [dx_part] = add_gradients(y, (x,), [d[:, chunk] for d in (dq, dk, dv)], before, sums)
-            dx[:, chunk] += dx_part
+            dx[:, chunk] = dx_part + on_host.to(dy.device, non_blocking=True)
             del x, y, dx_part
         return None, None, None, dx, *(total.to(weight.dtype) for weight, total in sums.items())
 
 
-def run_in_chunks(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tensor | None) -> Tensor:
-    """Return the stream after the block. x (B, T, C) is the stream before it."""
-    weights = block.weights_before_attention() + block.weights_after_attention()
-    return ChunkedBlock.apply(block, rope, starts, x, *weights)
+def trained(weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [weight for weight in weights if weight.requires_grad]
 
 
 def chunks(x: Tensor) -> Iterator[slice]:

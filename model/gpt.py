@@ -71,13 +71,13 @@ class GPTConfig:
         )
         check(
             self.checkpointing in ("block", "host") or not self.keep_attention,
-            "model.keep_attention=true needs a checkpoint: choose model.checkpointing=block or host",
+            "model.keep_attention=true works only with model.checkpointing=block or host",
         )
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
         check(
             self.checkpointing != "chunks" or not self.dropout,
-            f"model.checkpointing=chunks cannot draw dropout's random numbers twice: model.dropout={self.dropout} must "
-            "be 0, or choose model.checkpointing=host",
+            f"model.checkpointing=chunks does not support dropout: model.dropout={self.dropout} must be 0, or choose "
+            "model.checkpointing=host",
         )
 
     def check_length(self, length: int, key: str = "") -> None:
@@ -194,8 +194,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """(x, residual) -> (x, residual), (B, T, C) each: x is the output of the last branch, not yet added to the stream.
 
-    The next norm adds x to residual, because a kernel can do both in one pass. With checkpointing=chunks the sum is
-    returned as x.
+    The next norm adds x to residual, because a kernel can do both in one pass. With checkpointing=chunks it returns
+    (x + residual, None).
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
@@ -210,13 +210,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, rope: Tensor | None, starts: Tensor | None, cache: Cache | None
     ) -> tuple[Tensor, Tensor | None]:
-        if self.chunked and torch.is_grad_enabled():
+        if self.chunked and cache is None:
             return run_in_chunks(self, x if residual is None else residual + x, rope, starts), None
         h, residual = self.ln_1(x, residual)
         h, residual = self.ln_2(self.drop(self.attn(h, rope, starts, cache)), residual)
         return self.drop(self.mlp(h)), residual
 
-    # The three parts of forward() without a cache, for model/chunks.py: the first and the last need no other tokens
+    # forward() without a cache is qkv(), attn.attend() and after_attention(). model/chunks.py calls the first and the
+    # third on chunks of tokens
 
     def qkv(self, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         return self.attn.qkv(self.ln_1(x, None)[0], rope)

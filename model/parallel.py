@@ -7,7 +7,7 @@ here averages the optimizer's sums, which are in fp32.
 Under FSDP (Zhao et al. 2023, arXiv:2304.11277) each rank holds some rows of each weight. While a block runs, the
 weights of the next block are gathered. After the block's forward its weights are freed, and the backward gathers them
 again. With "zero2", after ZeRO stage 2 (Rajbhandari et al. 2020, arXiv:1910.02054), they stay until its backward. On
-two H100s a step of 1558M with 8 sequences a GPU then takes 197 ms instead of 206, and 28.1 GiB instead of 25.3.
+two H100s a step of 1558M with 8 sequences a GPU then takes 195 ms instead of 203, and 28.1 GiB instead of 25.3.
 
 With "context", each rank holds all weights, as under DDP, and a part of each sequence (model/context.py).
 """

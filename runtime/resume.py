@@ -16,7 +16,7 @@ from runtime.checkpoint import (
     verify,
 )
 from runtime.config import UserError, check, command_line
-from runtime.run import KILLED, make_unique_folder, read_row, write_row
+from runtime.run import KILLED, explain_unwritable, make_unique_folder, read_row, write_row
 from terminal import printable
 
 
@@ -73,7 +73,8 @@ def finished_line(folder: Path, path: Path, name: str) -> str:
     row = read_row(folder) or {"name": name, "command": command_line(), "status": KILLED}
     if row["status"].startswith(KILLED):
         row["status"] = f"failed: killed after its last step: {path} is complete, but the figures of the row are lost"
-        write_row(folder, row)
+        with explain_unwritable(folder):
+            write_row(folder, row)
     reason = "" if row["status"] == "ok" else f"; its status is {row['status']}"
     return f"done     already: {path} is of the run's last step{reason}"
 

@@ -28,7 +28,7 @@ from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker
 from terminal import printable, warn
 
 UNFINISHED = "stopped: it was killed, or is still running"  # the status on the disk until the run ends
-KILLED = "stopped: killed"  # what read_row() makes of it if no process uses the folder
+KILLED = "stopped: killed"  # read_row() returns this instead of UNFINISHED if no process locks the folder
 
 
 class Run:
@@ -216,11 +216,15 @@ def lock_folder(folder: Path) -> TextIO:
     make_folder(str(folder), folder.name)
     with explain_unwritable(folder):
         file = (folder / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"out_dir={folder} is in use by a running process; choose another folder") from None
-    return file
+    for wait in (0.01, 0.1, None):  # is_in_use() of another process holds the lock for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if wait is None:
+                break
+            time.sleep(wait)
+    raise UserError(f"out_dir={folder} is in use by a running process; choose another folder")
 
 
 def is_in_use(folder: Path) -> bool:
@@ -307,7 +311,8 @@ def make_folder(out_dir: str | None, name: str) -> Path:
 
     Raises UserError if it cannot be written, or if its name has control characters, because many lines print it.
     """
-    check(printable(out_dir) == str(out_dir), f"out_dir={out_dir} has control characters; choose another folder")
+    if out_dir:
+        check(printable(out_dir) == out_dir, f"out_dir={out_dir} has control characters; choose another folder")
     folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)

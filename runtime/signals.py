@@ -1,8 +1,8 @@
 """SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end a loop after its current step. Outside of a loop, they end the program.
 
 SLURM sends SIGUSR1 before the time limit of a job that asks for it, and SIGTERM before it takes the machines away. A
-terminal that closes sends SIGHUP. It reaches neither a program under nohup, nor the processes that a program starts in
-a process group of their own, so the program ends these.
+terminal that closes sends SIGHUP. A program under nohup ignores it. Child processes in a process group of their own do
+not get it, so their parent ends them.
 
 A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
 """
@@ -125,14 +125,15 @@ def exit_quietly() -> Iterator[None]:
 
 
 def discard_unread_output() -> bool:
-    """If nobody reads stdout or stderr any more, send it to /dev/null. Return whether that is so.
+    """Redirect stdout or stderr to /dev/null if its reader has ended, or its terminal has closed.
 
-    It is then a pipe whose reader has ended, or a terminal that has closed.
+    Return whether one was redirected.
     """
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
     closed = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
-    for descriptor in closed:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    with open(os.devnull, "w") as nowhere:
+        for descriptor in closed:
+            os.dup2(nowhere.fileno(), descriptor)
     return bool(closed)

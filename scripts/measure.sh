@@ -105,16 +105,16 @@ auto() {
 lean="kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope"
 context_checkpoints() { longest checkpoints $lean model.checkpointing=block mode=train; }
 context_host() { minutes=5 longest host $lean model.checkpointing=host mode=train; } # pinning 96 GiB takes 1 of the 5
-# the backward of 8 million tokens keeps 147 GB on the host, so it needs a machine with 256 GiB
+# the forward of 8 million tokens keeps 147 GB on the host, so it needs a machine with 256 GiB
 context_chunks() { minutes=5 longest chunks $lean model.checkpointing=chunks mode=train; }
 context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
 context_eager() { longest eager kernels=eager mode=train; }
 context_compile() { longest compile kernels=compile mode=train; }
 half_million() { sequence half-million 524288 5; }
-two_million() {
-    # about nine minutes; sotu.txt twice, because once it has too few training tokens for a sample of this length
+two_million() { long_text sequence two-million 2097152 1; } # about nine minutes
+long_text() { # COMMAND ...: with sotu.txt twice, because once it has too few training tokens for such a sample
     mkdir -p out && cat sotu.txt sotu.txt >out/twice.txt
-    text="data=text data.path=out/twice.txt data.tokenizer=gpt2" sequence two-million 2097152 1
+    text="data=text data.path=out/twice.txt data.tokenizer=gpt2" "$@"
 }
 # Half a million tokens on one GPU and on two, which split the sequence; two million on two (five minutes); and the
 # longest context of two
@@ -122,9 +122,7 @@ context_two() {
     local two="torchrun --standalone --nproc_per_node=2"
     sequence half-million-one 524288 5
     launch=$two sequence half-million-two 524288 5 parallel=context
-    mkdir -p out && cat sotu.txt sotu.txt >out/twice.txt
-    text="data=text data.path=out/twice.txt data.tokenizer=gpt2" launch=$two \
-        sequence two-million-two 2097152 1 parallel=context
+    launch=$two long_text sequence two-million-two 2097152 1 parallel=context
     launch=$two minutes=5 longest host-two $lean model.checkpointing=host mode=train parallel=context
 }
 sequence() { # NAME T STEPS WORDS ...

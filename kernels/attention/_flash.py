@@ -26,10 +26,10 @@ Kernels = tuple[Callable, Callable]
 
 
 class Documents(NamedTuple):
-    """Where each document begins in packed tensors (N, H, D), and N: (documents + 1,) int32. `longest` is a bound."""
+    """The documents in packed tensors (N, H, D)."""
 
-    bounds: Tensor
-    longest: int
+    bounds: Tensor  # (documents + 1,) int32: the first row of each document, then N
+    longest: int  # the number of rows of the longest document
 
 
 def varlen_options(documents: Documents | None) -> dict:
@@ -76,6 +76,8 @@ def keep_compiled_kernels() -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
+        return
+    if not os.access(folder, os.W_OK):
         return
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
@@ -137,8 +139,8 @@ def fa2() -> Kernels:
 
     def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
         options = {**kernel_options(causal, scale, window), "deterministic": False, **varlen_options(documents)}
-        differentiate = _flash_attn_varlen_backward if documents else _flash_attn_backward
-        differentiate(dout, q, k, v, out, lse, dq, dk, dv, **options)
+        backward_kernel = _flash_attn_varlen_backward if documents else _flash_attn_backward
+        backward_kernel(dout, q, k, v, out, lse, dq, dk, dv, **options)
 
     return forward, backward
 

@@ -10,8 +10,9 @@ attn.version pins one. detail() reports which one it uses. Version 4 compiles it
 machine, which takes 4 to 25 s.
 
 With `starts`, the kernels read the batch as packed sequences, one a document (the varlen interface). They need the
-number of documents on the host, so the host waits for the GPU once for each batch, and a CUDA graph cannot contain the
-step. Inside torch.compile, a table of fixed size holds the documents, so that no shape depends on data.
+number of documents on the host, so a CUDA graph cannot contain the step. The host waits for the GPU once for each
+batch, or for each block of each batch if the blocks are compiled one by one (torch.compile with several ranks). Inside
+torch.compile, a table of fixed size holds the documents, so that no shape depends on data.
 """
 
 import functools
@@ -69,26 +70,27 @@ def load_kernels(name: str) -> Kernels:
 
 @torch.library.custom_op("hotswap::document_bounds", mutates_args=())
 def document_bounds(starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Map starts (B, T) to the first rows of all documents in the flattened batch, and their number on the CPU.
+    """Map starts (B, T) to the first rows of all documents in the flattened batch, and two numbers on the CPU.
 
-    The first rows are (B T + 1,) int32, and B T after the last document. Waits for the GPU.
+    The first rows are (B T + 1,) int32, and B T after the last document. The numbers are those of the documents, and of
+    the rows of the longest one: (2,) int64. Waits for the GPU.
     """
     rows = starts.numel()
     begins = starts == torch.arange(starts.shape[1], dtype=starts.dtype, device=starts.device)
     first_rows = begins.flatten().nonzero().flatten()
     bounds = torch.full((rows + 1,), rows, dtype=torch.int32, device=starts.device)
     bounds[: len(first_rows)] = first_rows
-    return bounds, torch.tensor(len(first_rows))
+    return bounds, torch.tensor([len(first_rows), int(bounds.diff().max())])
 
 
 @document_bounds.register_fake
 def _(starts):
     size = (starts.numel() + 1,)
-    return starts.new_empty(size, dtype=torch.int32), torch.empty((), dtype=torch.int64, device="cpu")
+    return starts.new_empty(size, dtype=torch.int32), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
-@functools.lru_cache(maxsize=1)  # all layers of a step ask for the same documents
-def remembered_bounds(starts: Tensor, tensor_version: int) -> tuple[Tensor, Tensor]:
+@functools.lru_cache(maxsize=1)  # all layers of a step ask for the same documents. It keeps 8 bytes a token alive
+def cached_bounds(starts: Tensor, tensor_version: int) -> tuple[Tensor, Tensor]:
     return document_bounds(starts)
 
 
@@ -102,34 +104,37 @@ def flash_fwd(
     window: int | None,
     lengths: Tensor | None,
     bounds: Tensor | None,
-    count: Tensor | None,
+    sizes: Tensor | None,
     version: str | None,
 ) -> tuple[Tensor, Tensor]:
     """q (B, Tq, H, D), k and v (B, Tk, Hkv, D), fp16 or bf16 -> out (B, Tq, H, D), lse (B, H, Tq) fp32.
 
-    bounds and count are the results of document_bounds(), or None. With them, lse is (H, B Tq).
+    bounds and sizes are the results of document_bounds(), or None. With them, lse is (H, B Tq).
     """
     forward, _ = load_kernels(choose_version(version, q))
-    documents = select_documents(q, bounds, count)
+    documents = select_documents(bounds, sizes)
     tensors = pack(documents, *map(contiguous_channels, (q, k, v)))
     out, lse = forward(*tensors, causal, scale, window, lengths, documents)
     return out.view(q.shape) if documents else out.contiguous(), lse
 
 
 @flash_fwd.register_fake
-def _(q, k, v, causal, scale, window, lengths, bounds, count, version):
+def _(q, k, v, causal, scale, window, lengths, bounds, sizes, version):
     B, Tq, H, _ = q.shape
     lse_shape = (B, H, Tq) if bounds is None else (H, B * Tq)
     return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-def select_documents(q: Tensor, bounds: Tensor | None, count: Tensor | None) -> Documents | None:
-    return None if bounds is None else Documents(bounds[: count.item() + 1], longest=q.shape[1])
+def select_documents(bounds: Tensor | None, sizes: Tensor | None) -> Documents | None:
+    if bounds is None:
+        return None
+    number, longest = sizes.tolist()
+    return Documents(bounds[: number + 1], longest)
 
 
 def pack(documents: Documents | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return (B, T, ...) tensors as (B T, ...) if there are documents, and otherwise as they are."""
-    return tuple(tensor.flatten(0, 1) for tensor in tensors) if documents else tensors
+    """View (B, T, ...) tensors as (B T, ...) if there are documents. Otherwise return them as they are."""
+    return tuple(tensor.view(-1, *tensor.shape[2:]) for tensor in tensors) if documents else tensors
 
 
 @torch.library.custom_op("hotswap::flash_bwd", mutates_args=())
@@ -144,12 +149,12 @@ def flash_bwd(
     scale: float,
     window: int | None,
     bounds: Tensor | None,
-    count: Tensor | None,
+    sizes: Tensor | None,
     version: str | None,
 ) -> Tensor:
     """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
     _, backward = load_kernels(choose_version(version, q))
-    grads, documents = gradient_buffer(q, k), select_documents(q, bounds, count)
+    grads, documents = gradient_buffer(q, k), select_documents(bounds, sizes)
     tensors = pack(documents, dout.contiguous(), *map(contiguous_channels, (q, k, v)), out)
     gradients = pack(documents, *gradient_views(grads, q, k))  # views of grads
     backward(*tensors, lse, causal, scale, window, *gradients, documents)
@@ -160,13 +165,13 @@ flash_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale, ctx.window, _, bounds, count, ctx.version = inputs
-    ctx.save_for_backward(q, k, v, *output, bounds, count)
+    q, k, v, ctx.causal, ctx.scale, ctx.window, _, bounds, sizes, ctx.version = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, sizes)
 
 
 def _backward(ctx, dout, _dlse):
-    *tensors, bounds, count = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = flash_bwd(dout, *tensors, ctx.causal, ctx.scale, ctx.window, bounds, count, ctx.version)
+    *tensors, bounds, sizes = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
+    grads = flash_bwd(dout, *tensors, ctx.causal, ctx.scale, ctx.window, bounds, sizes, ctx.version)
     return *gradient_views(grads, *tensors[:2]), *[None] * 7
 
 
@@ -180,8 +185,8 @@ def contiguous_channels(tensor: Tensor) -> Tensor:
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None, version=None):
-    scale, bounds, count = 1 / sqrt(q.shape[-1]) if scale is None else scale, None, None
+    scale, bounds, sizes = 1 / sqrt(q.shape[-1]) if scale is None else scale, None, None
     if starts is not None:
         compiling = torch.compiler.is_compiling()  # torch.compile itself merges equal calls of an operator
-        bounds, count = document_bounds(starts) if compiling else remembered_bounds(starts, starts._version)
-    return flash_fwd(q, k, v, causal, scale, window, lengths, bounds, count, version)[0]
+        bounds, sizes = document_bounds(starts) if compiling else cached_bounds(starts, starts._version)
+    return flash_fwd(q, k, v, causal, scale, window, lengths, bounds, sizes, version)[0]

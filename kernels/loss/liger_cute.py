@@ -1,11 +1,12 @@
 """Liger-Kernel's newer loss for Hopper, in CuTe DSL: the forward never writes the logits.
 
 Its forward multiplies x by the head and keeps only the maximum and the sum of exponentials of each token, in registers,
-as FlashAttention does with scores. The logits cost a matmul again in the backward, a single kernel: 1,024 tokens at a
-time it recomputes them, writes their gradient, and multiplies it into dx and dweight. That is 4 matmuls where
-liger.py and triton.py have 3, and 100 MB of logits at V = 50,304. dweight is summed in bf16, so it loses digits with
-every 1,024 tokens. Liger calls this the fused scaled cross-entropy; its other loss for Hopper needs multiples of 128
-tokens and of 256 classes, which 50,304 is not.
+as FlashAttention does with scores. The backward is one kernel. For 1,024 tokens at a time it recomputes the logits,
+writes their gradient (100 MB at V = 50,304), and multiplies it into dx and dweight. That is 4 matmuls where liger.py
+and triton.py have 3. dweight is summed in bf16, which rounds it once for every 1,024 tokens.
+
+Liger calls this the fused scaled cross-entropy. Its other loss for Hopper needs multiples of 128 tokens and of 256
+classes, which 50,304 is not.
 """
 
 from importlib.metadata import version

@@ -1,7 +1,7 @@
 """The loss of liger.py in chunks as large as triton.py's: the option chunk_mem_const, new in liger-kernel 0.8.5.
 
 Liger rounds a chunk up to a power of two. At N = 65,536, C = 768 and V = 50,304 the option is 4 and a chunk has 4,096
-tokens, so that 400 MB of logits take the place of 100 MB, and each of the 16 chunks adds to dweight instead of 64.
+tokens. A chunk's logits take 400 MB instead of 100, and dweight is summed 16 times instead of 64.
 """
 
 import torch
@@ -17,5 +17,5 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def loss(x, weight, targets, ignore_index=-1):
-    budget = max(1, LOGITS_BYTES // (x.numel() * x.element_size()))
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, budget)
+    x_multiples = max(1, LOGITS_BYTES // (x.numel() * x.element_size()))  # the logits take as much as so many x
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, x_multiples)

@@ -5,9 +5,10 @@
     backward  cuBLASLt  dh = (dy W_proj) gelu'(h)              DGELU_BGRAD loads h; it stores dh and its sum, db_fc
               cuBLAS    dW_proj = dy^T a, dx = dh W_fc, dW_fc = dh^T x
 
-triton.py fuses as much, but recomputes a in its backward. No epilogue of cuBLASLt does that, so here autograd saves a
-beside h, as for eager: 2 F bytes a token more in bf16. PyTorch itself calls only the forward's epilogue without h.
-cuBLASLt stores matrices by columns, so this file asks for the transposes: a^T = gelu(W_fc x^T), as (F, N).
+for x (N, C) and W_fc (F, C). cuBLASLt's GELU is the tanh form. triton.py fuses as much, but recomputes a in its
+backward. No epilogue of cuBLASLt does that, so here autograd saves a beside h, as for eager: 2 F bytes a token more in
+bf16. PyTorch calls only GELU_BIAS, which does not store h. cuBLASLt stores matrices by columns, so this file asks for
+the transposes: a^T = gelu(W_fc x^T), as (F, N).
 
 Planning a matmul waits for the GPU, so product() keeps the plans.
 """
@@ -22,7 +23,7 @@ from kernels.gpu import gpu_unavailable, package_unavailable
 from kernels.registry import Unavailable
 
 WORKSPACE = "32 MiB"  # as much as NVIDIA recommends for cuBLAS on Hopper; nvmath's default is 80% of the GPU
-MAX_PLANS = 64
+MAX_PLANS = 64  # a model has 2; each length of a prompt adds one
 plans = {}
 
 
@@ -39,20 +40,24 @@ def product(a: Tensor, b: Tensor, epilog: str, inputs: dict[str, Tensor]) -> tup
     """Return epilog(a @ b) by columns, and the epilogue's other outputs. The epilogue reads `inputs`."""
     from nvmath.linalg.advanced import Matmul, MatmulEpilog
 
-    key = [epilog, a.device]
-    for tensor in (a, b):
-        alignment = min(256, tensor.data_ptr() & -tensor.data_ptr())  # cuBLASLt chooses its kernel for it
-        key += [tensor.shape, tensor.stride(), tensor.dtype, alignment]
-    if plan := plans.get(tuple(key)):
+    key = epilog, a.device, *layout(a), *layout(b)
+    if plan := plans.pop(key, None):
         plan.reset_operands_unchecked(a=a, b=b, epilog_inputs=inputs)
     else:
         while len(plans) >= MAX_PLANS:
             plans.pop(next(iter(plans))).free()
-        plan = plans[tuple(key)] = Matmul(a, b, options={"memory_limit": WORKSPACE})
+        plan = Matmul(a, b, options={"memory_limit": WORKSPACE})
         plan.plan(epilog=MatmulEpilog[epilog], epilog_inputs=inputs)
+    plans[key] = plan  # the last one, so that the plan that was not used for longest is freed first
     result = plan.execute(release_workspace=True)  # a kept workspace would tie the plan to one stream
     plan.release_operands()
     return result if isinstance(result, tuple) else (result, {})
+
+
+def layout(tensor: Tensor) -> tuple:
+    """Return what cuBLASLt chooses its kernel for."""
+    alignment = min(256, tensor.data_ptr() & -tensor.data_ptr())
+    return tensor.shape, tensor.stride(), tensor.dtype, alignment
 
 
 @torch.library.custom_op("hotswap::nvmath_mlp_fwd", mutates_args=())

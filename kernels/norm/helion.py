@@ -70,8 +70,8 @@ def norm_bwd(
     dx, dresidual, _, dbias = empty_gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
     partial = stream.new_empty(2, triton.cdiv(N, block), C, dtype=torch.float32)
     kernel = _helion.kernel(_helion.norm_bwd, (block, rows), num_warps=min(16, max(1, width // 256)))
-    both, sums = dresidual if x_dtype != stream_dtype else None, (partial[0], None if bias is None else partial[1])
-    kernel(dy, dstream, stream, weight, mean, rstd, dx, both, *sums)
+    second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
+    kernel(dy, dstream, stream, weight, mean, rstd, dx, second, partial[0], None if bias is None else partial[1])
     dweight = partial[0].sum(0).to(weight.dtype)
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 

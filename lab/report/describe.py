@@ -203,8 +203,11 @@ def search_settings(row: dict) -> tuple[str, ...]:
     A setting that the row does not have is "".
     """
     config, model = row["config"], row["config"]["model"]
-    checkpointing = {"block": "a checkpoint a block", "host": "a checkpoint a block, on the host"}
-    checkpointing["chunks"] = "a checkpoint a block, on the host, in chunks"
+    checkpointing = {
+        "block": "a checkpoint a block",
+        "host": "a checkpoint a block, on the host",
+        "chunks": "a checkpoint a block, on the host, in chunks",
+    }
     saved = checkpointing.get(model.get("checkpointing"), "")
     if model.get("keep_attention"):
         saved += ", attention kept"
