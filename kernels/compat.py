@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401  there are no public names
 from torch.autograd import profiler
 from torch.utils._python_dispatch import (
@@ -33,6 +34,11 @@ def is_observed() -> bool:
     PyTorch has no public query for dispatch modes and profilers.
     """
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled
+
+
+def fake_mode() -> FakeTensorMode | None:
+    """Return the active FakeTensorMode, or None. PyTorch has no public query."""
+    return detect_fake_mode()
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

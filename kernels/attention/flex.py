@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from kernels.compat import allow_graphs
+from kernels.compat import allow_graphs, fake_mode
 
 BLOCK = 128  # PyTorch's default
 RUNS = "flex_attention", "flex_attention_backward"
@@ -33,7 +33,7 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     if torch.compiler.is_compiling():
         return attention_in_blocks(q, k, v, scale, block_mask(*shape, lengths, starts))
     if lengths is None and starts is None:
-        return compiled_version(attention_in_blocks)(q, k, v, scale, cached_block_mask(*shape))
+        return compiled_version(attention_in_blocks)(q, k, v, scale, cached_block_mask(*shape, mode=fake_mode()))
     # PyTorch 2.11 cannot compile documents with a window for dynamic lengths (CantSplit), so compile each length
     compiled_attention = compiled_version(attention, dynamic=None if starts is None else False)
     return compiled_attention(q, k, v, causal=causal, scale=scale, lengths=lengths, window=window, starts=starts)
@@ -120,4 +120,7 @@ def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
     return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
-cached_block_mask = functools.lru_cache(maxsize=64)(block_mask)
+@functools.lru_cache(maxsize=64)
+def cached_block_mask(*shape, mode: object) -> BlockMask:
+    """Return block_mask(*shape). A mask of fake tensors serves only the FakeTensorMode in which it was made."""
+    return block_mask(*shape)

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from kernels.registry import KernelError
 from kernels.sampling import Sampling
-from lab.proof.memory import simulate, split_peak, tensor_bytes
+from lab.proof.memory import predict_parts, simulate, tensor_bytes
 from lab.recipe import Recipe
 from model.decoder import CHUNK, Decoder
 from model.generate import stream
@@ -207,26 +207,33 @@ def memory_limits(memory_gib: float | None, device: torch.device) -> tuple[float
 def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dict:
     """Predict the GiB that run_attempt() would take: the weights, the mode's other parts, and the peak.
 
-    `opaque` names the ops whose own allocations are not predicted. With torch.compile, the prediction is for the
-    uncompiled model, because it is unknown which tensors Inductor keeps. For every decoder, the prediction is for
-    blocks, because all share the prefill, which takes more than a step. It leaves out copies of the weights by pack().
+    `opaque` names the ops whose own allocations are not predicted. For every decoder, the prediction is for blocks,
+    because all share the prefill, which takes more than a step. It leaves out copies of the weights by pack().
     """
+    predict_mode = predict_generation if mode == "generate" else predict_training
+    parts, opaque = predict_mode(recipe, length, device)
+    return {"T": length, **{f"{part}_gib": size / GIB for part, size in parts.items()}, "opaque": sorted(opaque)}
+
+
+def predict_training(recipe: Recipe, length: int, device: torch.device) -> tuple[dict[str, float], set[str]]:
+    def start(recipe: Recipe) -> tuple[GPT, Optimizer, list[tuple[Tensor, ...]]]:
+        model, optimizer, batch = build_trainer(recipe, length, device, SimulatedRanks(0, world_size()))
+        return model, optimizer, [batch]
+
+    return predict_parts(recipe, device, start)
+
+
+def predict_generation(recipe: Recipe, length: int, device: torch.device) -> tuple[dict[str, float], set[str]]:
     prefill_only = recipe.kernels.decode != "blocks"
     recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False, decode="blocks"))
     with simulate(device) as usage:
-        if mode == "generate":
-            decoder, idx = build_decoder(recipe, length, device, prefill_only)
-            # All 246 chunks of 4 million tokens took 25 s, and these take 0.3 s
-            decoder.prefill(idx, kept=tokens_before_last_chunks(length))
-            if not prefill_only:
-                decoder.step()
-            parts = {"weights": tensor_bytes(decoder.model.parameters())}
-            parts |= {"kv_cache": tensor_bytes(chain(*decoder.kv)), "peak": usage.peak}
-        else:
-            model, optimizer, batch = build_trainer(recipe, length, device, SimulatedRanks(0, world_size()))
-            lr = recipe.optim.learning_rate
-            parts = split_peak(usage, model, optimizer, batch, lambda: train_step(model, optimizer, [batch], lr))
-    return {"T": length, **{f"{part}_gib": size / GIB for part, size in parts.items()}, "opaque": sorted(usage.opaque)}
+        decoder, idx = build_decoder(recipe, length, device, prefill_only)
+        # All 246 chunks of 4 million tokens took 25 s, and these take 0.3 s
+        decoder.prefill(idx, kept=tokens_before_last_chunks(length))
+        if not prefill_only:
+            decoder.step()
+        parts = {"weights": tensor_bytes(decoder.model.parameters()), "kv_cache": tensor_bytes(chain(*decoder.kv))}
+        return parts | {"peak": usage.peak}, usage.opaque
 
 
 def window_is_free(recipe: Recipe, device: torch.device) -> bool:

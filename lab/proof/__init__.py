@@ -86,7 +86,5 @@ def proof_lines(row: dict) -> str:
     for side, parts in memory.items():
         if parts:
             split = ", ".join(f"{name} {gib:.3g}" for name, gib in parts.items() if name != "peak")
-            if side == "predicted" and row["config"]["kernels"]["compile"]:
-                side += " without torch.compile"
             lines.append(f"memory   {side} {parts['peak']:.3g} GiB: {split}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 A fake tensor has a shape, a dtype and a device, and no memory. Operators, autograd, the optimizer and
 torch.utils.checkpoint run on fake tensors unchanged, and create the same tensors as on real ones. So no backend needs a
 formula: activation checkpoints, a sliding window, and attention that writes T x T scores are counted without further
-code.
+code. torch.compile runs too, and generates no code (lab/proof/compiled.py).
 
     with simulate(device) as usage:
         model = recipe.build(device)
@@ -26,14 +26,17 @@ from torch import Tensor, nn
 from data.loader import Batch
 from kernels.compat import TorchDispatchMode, storage_id
 from lab import compat
+from lab.proof.compiled import simulate_code
 from lab.recipe import Recipe
 from model.gpt import GPT
 from model.optim import Optimizer
+from model.parallel import prepare
 from model.step import make_optimizer, train_step
 from runtime.device import GIB, OutOfMemory
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
 
+FEW_LAYERS = 2, 3  # of a compiled model
 USABLE = 0.9  # of a GPU's memory: predictions miss the CUDA context, cuBLAS's workspace and gaps between tensors
 
 
@@ -49,6 +52,10 @@ class MemoryUsage(TorchDispatchMode):
         self.device, self.now, self.peak = device.type, 0, 0
         self.storages: set[int] = set()
         self.opaque: set[str] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # without it, Dynamo does not compile while this mode is active
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if function := compat.custom_op_function(func.name()):
@@ -83,7 +90,7 @@ class MemoryUsage(TorchDispatchMode):
 @contextmanager
 def simulate(device: torch.device) -> Iterator[MemoryUsage]:
     """Make all new tensors fake, and yield the memory that the tensors on `device` would take."""
-    with compat.fake_tensors(), MemoryUsage(device) as usage:
+    with compat.fake_tensors(), compat.compile_with(simulate_code), MemoryUsage(device) as usage:
         yield usage
 
 
@@ -91,45 +98,56 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def split_peak(
-    usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch: Batch, step: Callable[[], object]
-) -> dict[str, int]:
+def split_peak(usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batches: list[Batch]) -> dict[str, float]:
     """Run one simulated step. Return the bytes of weights, gradients, optimizer state, activations, and the peak.
 
     Activations are the tensors that the forward of the last micro-batch saves for its backward.
     """
     optimizer.state()  # creates the moments, which exist from the first step on
-    before = usage.now
+    before, backward = usage.now, optimizer.backward
     parts = {"weights": tensor_bytes(model.parameters()), "gradients": 0}
-    parts["optimizer"] = before - parts["weights"] - tensor_bytes(batch)
-    model.register_forward_hook(lambda *_: parts.update(activations=usage.now - before))
+    parts["optimizer"] = before - parts["weights"] - tensor_bytes(batches[0])
+
+    def observed_backward(loss: Tensor, last: bool) -> None:  # torch.compile would compile a hook of the model, too
+        nonlocal before
+        parts["activations"] = usage.now - before
+        backward(loss, last)
+        before = usage.now  # the gradients of this micro-batch stay
+
+    optimizer.backward = observed_backward
     optimizer.observer = lambda _, gradient: parts.update(gradients=parts["gradients"] + gradient.nbytes)
-    step()
+    train_step(model, optimizer, batches, 0.0)
     return parts | {"peak": usage.peak}
+
+
+def predict_parts(recipe: Recipe, device: torch.device, start: Callable[[Recipe], tuple]) -> tuple[dict, set[str]]:
+    """Return split_peak() of the step that start(recipe) prepares (model, optimizer, batches), and the opaque ops.
+
+    torch.compile traces 12 layers in 20 s. So a compiled model is traced with FEW_LAYERS, and each layer adds the same.
+    """
+    layers, (few, more) = recipe.model.n_layer, FEW_LAYERS
+    if recipe.kernels.compile and layers > more:
+        sizes = [replace(recipe, model=replace(recipe.model, n_layer=count)) for count in FEW_LAYERS]
+        (less, opaque), (next_one, _) = (predict_parts(size, device, start) for size in sizes)
+        return {part: less[part] + (layers - few) * (next_one[part] - less[part]) for part in less}, opaque
+    with simulate(device) as usage:
+        return split_peak(usage, *start(recipe)), usage.opaque
 
 
 def predict_step(
     recipe: Recipe, batch_size: int, block_size: int, micro_steps: int, device: torch.device
-) -> dict[str, float] | None:
-    """Predict the GiB of a training step by part, without torch.compile.
+) -> dict[str, float]:
+    """Predict the GiB of a training step by part."""
 
-    None if the model runs FlexAttention, which fake tensors cannot run outside torch.compile.
-    """
-    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
-    with simulate(device) as usage:
-        model = recipe.build(device)
-        optimizer = make_optimizer(model, recipe.optim)
+    def start(recipe: Recipe) -> tuple[GPT, Optimizer, list[Batch]]:
+        model = prepare(recipe.build(device), "ddp", recipe.kernels.compile, recipe.seed, Ranks())
         batch = torch.zeros(2, batch_size, block_size, dtype=torch.int64, device=device).unbind()
         if recipe.documents:
             batch = *batch, torch.zeros(batch_size, block_size, dtype=torch.int32, device=device)
-        batches = [batch] * min(2, micro_steps)  # the second one adds to the gradients of the first
-        try:
-            parts = split_peak(usage, model, optimizer, batch, lambda: train_step(model, optimizer, batches, 0.0))
-        except RuntimeError as error:
-            if "HigherOrderOperator" not in str(error):
-                raise
-            return None
-    return in_gib(parts)
+        # the second batch adds to the gradients of the first
+        return model, make_optimizer(model, recipe.optim), [batch] * min(2, micro_steps)
+
+    return in_gib(predict_parts(recipe, device, start)[0])
 
 
 def measure_step(model: GPT, optimizer: Optimizer, batches: list[Batch], peak_gib: float) -> dict[str, float]:
@@ -166,15 +184,12 @@ def in_gib(parts: dict[str, float]) -> dict[str, float]:
 def largest_batch_size(recipe: Recipe, train: TrainConfig, device: torch.device, gib: float) -> int | None:
     """Return the largest divisor of train.batch_size, below it, whose predicted peak is at most `gib`.
 
-    None if no such batch size fits, or if the step cannot be predicted.
+    None if no such batch size fits.
     """
     for size in range(train.batch_size // 2, 0, -1):
         if train.batch_size % size == 0:
             micro_steps = train.tokens_per_step // (size * train.block_size)
-            parts = predict_step(recipe, size, train.block_size, micro_steps, device)
-            if parts is None:
-                return None
-            if parts["peak"] <= gib:
+            if predict_step(recipe, size, train.block_size, micro_steps, device)["peak"] <= gib:
                 return size
     return None
 

@@ -51,8 +51,7 @@ def length_cells(row: dict) -> list[str]:
         seconds = f"{full_attention:,.1f}, by shorter ones; {seconds}"
     peak = f"{train['peak_gib']:.2f}"
     if prediction := train.get("prediction"):
-        uncompiled = " uncompiled" if row["config"]["kernels"]["compile"] else ""
-        peak += f" ({prediction['peak_gib']:.2f}{uncompiled})"
+        peak += f" ({prediction['peak_gib']:.2f})"
     return [f"**{trained}**", seconds, peak, generated]
 
 

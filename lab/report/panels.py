@@ -26,8 +26,8 @@ TEXT = {
     "speed": ("Speed", "Tokens a second. The whiskers are p20 to p80 of one run, or the range of several runs."),
     "memory": (
         "Memory",
-        "Peak GiB of tensors. The upper, pale bar is predicted (without torch.compile). The lower bar is "
-        "measured, which needs a GPU. The percentage is the prediction's error.",
+        "Peak GiB of tensors. The upper, pale bar is predicted. The lower bar is measured, which needs a GPU. The "
+        "percentage is the prediction's error.",
     ),
     "tradeoff": ("Speed against memory", "A ring: no other choice at its settings is faster in as little memory."),
     "families": ("Where the step's time goes", "One profiled step by families of kernels. Idle: no kernel runs."),

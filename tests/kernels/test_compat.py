@@ -54,6 +54,13 @@ def test_python_function_is_still_needed():
     assert not public, f"a custom op has its Python function in {public}: use that in place of python_function()"
 
 
+def test_fake_mode_is_the_active_mode():
+    assert compat.fake_mode() is None
+    with compat.FakeTensorMode() as mode:
+        assert compat.fake_mode() is mode
+    assert not public_names(torch.compiler, "fake_mode"), "use the public name in place of fake_mode()"
+
+
 @pytest.mark.parametrize("name", ["FakeTensorMode", "TorchDispatchMode"])
 def test_modes_still_have_no_public_name(name):
     public = [module.__name__ for module in (torch, torch.utils, torch.library) if hasattr(module, name)]

@@ -146,8 +146,10 @@ def test_forward_at_any_length(forward_at_lengths, length):
 
 def test_the_mask_is_cached():
     """Equal arguments give the same mask object."""
-    assert flex.cached_block_mask(300, 300, CPU, True, None) is flex.cached_block_mask(300, 300, CPU, True, None)
-    assert flex.cached_block_mask(300, 300, CPU, True, None) is not flex.cached_block_mask(300, 300, CPU, True, 200)
+    mask = flex.cached_block_mask(300, 300, CPU, True, None, mode=None)
+    assert mask is flex.cached_block_mask(300, 300, CPU, True, None, mode=None)
+    assert mask is not flex.cached_block_mask(300, 300, CPU, True, 200, mode=None)
+    assert mask is not flex.cached_block_mask(300, 300, CPU, True, None, mode="a FakeTensorMode")
 
 
 def test_layers_share_the_mask_of_documents():

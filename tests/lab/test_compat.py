@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from kernels.attention import flash
-from kernels.compat import FakeTensorMode
+from kernels.compat import FakeTensorMode, TorchDispatchMode
 from lab import compat
+from lab.proof.memory import MemoryUsage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -151,3 +152,38 @@ def test_uses_triton_looks_for_kernels_in_the_module_of_the_function():
     assert isinstance(store_one_kernel, KernelInterface), "triton.jit returns no KernelInterface: change uses_triton()"
     assert compat.uses_triton(double._init_fn)
     assert not compat.uses_triton(flash.attention)
+
+
+class Passive(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def backend_calls(mode) -> int:
+    """Return how often torch.compile calls its backend under a dispatch mode, on fake tensors."""
+    calls = []
+    torch.compiler.reset()
+    with compat.fake_tensors(), compat.compile_with(lambda graph, _: calls.append(graph) or graph), mode:
+        torch.compile(lambda x: x + 1)(torch.zeros(2))
+    return len(calls)
+
+
+def test_dynamo_compiles_under_a_mode_only_if_the_mode_says_so():
+    """MemoryUsage.ignore_compile_internals() says so."""
+    assert backend_calls(MemoryUsage(torch.device("cpu"))) == 1
+    assert backend_calls(Passive()) == 0
+
+
+def test_compile_with_ends_with_the_context():
+    with compat.compile_with(lambda graph, _: None):
+        pass
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1)).item() == 1
+
+
+def test_operators_are_fused_as_the_partitioner_says():
+    """A matmul is not in the partitioner's table. A view is recognised by its schema."""
+    graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.t.default(torch.ops.aten.tanh.default(x))).graph
+    _, tanh, view, _ = graph.nodes
+    matmul = graph.call_function(torch.ops.aten.mm.default, (tanh, view))
+    assert [compat.is_fusible(node) for node in (tanh, matmul)] == [True, False]
+    assert [compat.is_view(node) for node in (tanh, view, matmul)] == [False, True, False]

@@ -74,19 +74,17 @@ def test_longest_is_found_whatever_was_predicted(predicted, most):
     assert row.get("context/train/prediction_error") == (predicted and pytest.approx(predicted / 2**16 - 1))
 
 
-@pytest.mark.parametrize("cause", ["compile", "opaque"])
-def test_two_short_attempts_correct_an_uncertain_prediction(cause):
-    """The prediction is twice the memory, for the uncompiled model, or because an op's own memory was not seen."""
+def test_two_short_attempts_correct_an_uncertain_prediction():
+    """The prediction is twice the memory, because an op's own memory was not seen."""
     attempts = {}
     for uncertain in (False, True):
         machine = Machine(predicted=2**17)
-        machine.first.row["opaque"] = ["an op"] if uncertain and cause == "opaque" else []
-        overrides = ["kernels.compile=true"] if uncertain and cause == "compile" else []
-        row = longest(machine, *overrides)
+        machine.first.row["opaque"] = ["an op"] if uncertain else []
+        row = longest(machine)
         assert row["context/max_train"] == machine.LIMIT
         assert row["context/train/predicted"] == machine.LIMIT // 2
         attempts[uncertain] = len(machine.attempted)
-    assert attempts == {False: 2 + 16, True: 2 + (4 if cause == "compile" else 2)}
+    assert attempts == {False: 2 + 16, True: 2 + 2}
 
 
 def test_prediction_that_short_attempts_confirm_is_kept():

@@ -236,7 +236,16 @@ def test_an_op_whose_allocations_are_not_seen_is_named():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("choice", ["kernels=eager", "kernels=triton", "kernels=triton model.checkpointing=host"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "kernels=eager",
+        "kernels=triton",
+        "kernels=triton model.checkpointing=host",
+        "kernels=compile",
+        "kernels=triton attn=flex",
+    ],
+)
 def test_predicted_peak_on_a_gpu(choice):
     """The prediction is within 10% of 3 GiB. It does not count the workspaces of cuBLAS and cuDNN."""
     size = "model=gpt2_124m", "model.n_layer=12", "precision=bf16", "memory_gib=null"
