@@ -16,7 +16,8 @@ import re
 import zlib
 from pathlib import Path
 
-ENDS_WITH_CRC32 = re.compile(rb'": "[0-9a-f]{8}"\}$')  # also if the name of the key was damaged
+# A line of figures has a step and ends like this, also if the name of the last key was damaged
+ENDS_WITH_CRC32 = re.compile(rb'": "[0-9a-f]{8}"\}$')
 PREFIX_BYTES = len('{"sha256": ""') + 64
 
 
@@ -78,7 +79,7 @@ def read_line(line: bytes) -> dict:
     row = json.loads(line, parse_constant=lambda name: None)
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object")
-    if "crc32" in row or ENDS_WITH_CRC32.search(line):
+    if "crc32" in row or ("step" in row and ENDS_WITH_CRC32.search(line)):
         text = line.decode()
         if text != add_crc32(text[: text.rindex(", ")] + "}"):
             raise ValueError("its CRC-32 is wrong")
