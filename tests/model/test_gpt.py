@@ -358,7 +358,12 @@ def test_checkpoints_on_the_host(monkeypatch):
     class Offload(torch.autograd.graph.saved_tensors_hooks):
         def __init__(self, pin_memory):
             assert pin_memory
-            super().__init__(lambda t: offloaded.append(t.shape) or t.clone(), lambda t: t)
+            super().__init__(self.pack, lambda t: t)
+
+        def pack(self, tensor):
+            if tensor.numel():  # the checkpoint of torch 2.11 also saves an empty tensor
+                offloaded.append(tensor.shape)
+            return tensor.clone()
 
     monkeypatch.setattr(recompute, "save_on_cpu", Offload)
     idx, targets = torch.randint(97, (2, 2, 24), generator=torch.Generator().manual_seed(1))
