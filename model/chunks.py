@@ -114,7 +114,7 @@ def add_gradients(
     weights: list[Tensor],
     sums: dict[Tensor, Tensor],
 ) -> list[Tensor]:
-    """Return the gradients of the inputs, and add those of the weights to `sums`."""
+    """Add the gradients of the weights to `sums`, and return the gradients of the inputs."""
     gradients = torch.autograd.grad(y, (*inputs, *weights), dy)
     for weight, gradient in zip(weights, gradients[len(inputs) :], strict=True):
         sums[weight] += gradient

@@ -216,14 +216,12 @@ def lock_folder(folder: Path) -> TextIO:
     make_folder(str(folder), folder.name)
     with explain_unwritable(folder):
         file = (folder / ".lock").open("w")
-    for wait in (0.01, 0.1, None):  # is_in_use() of another process holds the lock for a moment
+    for _ in range(3):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except BlockingIOError:
-            if wait is None:
-                break
-            time.sleep(wait)
+            time.sleep(0.05)  # is_in_use() of another process holds the lock for a moment
     raise UserError(f"out_dir={folder} is in use by a running process; choose another folder")
 
 

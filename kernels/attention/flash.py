@@ -70,10 +70,10 @@ def load_kernels(name: str) -> Kernels:
 
 @torch.library.custom_op("hotswap::document_bounds", mutates_args=())
 def document_bounds(starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Map starts (B, T) to the first rows of all documents in the flattened batch, and two numbers on the CPU.
+    """Map starts (B, T) to (bounds, sizes) of the documents in the flattened batch. Waits for the GPU.
 
-    The first rows are (B T + 1,) int32, and B T after the last document. The numbers are those of the documents, and of
-    the rows of the longest one: (2,) int64. Waits for the GPU.
+    bounds (B T + 1,) int32 has the first row of each document, and B T in the places that are left. sizes (2,) int64,
+    on the CPU, has the number of documents and the rows of the longest one.
     """
     rows = starts.numel()
     begins = starts == torch.arange(starts.shape[1], dtype=starts.dtype, device=starts.device)
@@ -185,7 +185,8 @@ def contiguous_channels(tensor: Tensor) -> Tensor:
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None, version=None):
-    scale, bounds, sizes = 1 / sqrt(q.shape[-1]) if scale is None else scale, None, None
+    scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
+    bounds = sizes = None
     if starts is not None:
         compiling = torch.compiler.is_compiling()  # torch.compile itself merges equal calls of an operator
         bounds, sizes = document_bounds(starts) if compiling else cached_bounds(starts, starts._version)

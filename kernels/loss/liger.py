@@ -29,15 +29,15 @@ def detail(**inputs) -> str:
 
 @torch.library.custom_op("hotswap::liger_linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, budget: int
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, x_multiples: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss in fp32 and its gradients dx and dweight for x (N, C), weight (V, C) and targets (N,).
 
-    If gradients is False, dx and dweight are empty. The logits of a chunk take about `budget` times the memory of x.
+    If gradients is False, dx and dweight are empty. The logits of a chunk take about x_multiples times the memory of x.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
-    options = {} if budget == 1 else {"chunk_mem_const": budget}  # older versions lack it
+    options = {} if x_multiples == 1 else {"chunk_mem_const": x_multiples}  # older versions lack it
     with torch.no_grad():  # Liger overwrites the logits only under no_grad, as inside an autograd.Function
         x, weight = (tensor.detach().requires_grad_(gradients) for tensor in (x, weight))
         loss, *_, dx, dweight, _ = fused_linear_cross_entropy_forward(
@@ -51,4 +51,4 @@ linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_c
 
 
 def loss(x, weight, targets, ignore_index=-1):
-    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, 1)  # budget=1: Liger's default
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, 1)  # Liger's default

@@ -17,5 +17,5 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def loss(x, weight, targets, ignore_index=-1):
-    x_multiples = max(1, LOGITS_BYTES // (x.numel() * x.element_size()))  # the logits take as much as so many x
+    x_multiples = max(1, LOGITS_BYTES // (x.numel() * x.element_size()))
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, x_multiples)

@@ -74,7 +74,7 @@ def test_a_fault_begins_with_its_save(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damage_changes_one_place_of_one_file(tmp_path, kind):
-    """Of the checkpoints only the newest is damaged."""
+    """Only the newest checkpoint is damaged, never an older one."""
     for seed in range(20):
         write_run(tmp_path)
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -138,7 +138,7 @@ def test_verdicts_become_a_table(results):
 
 
 def test_the_report_of_the_folder_shows_the_verdict(tmp_path):
-    """A wrong backend has no training, and its reason stands in the place of the ratio."""
+    """A wrong backend was not trained, so the table shows the reason instead of the ratio."""
     wrong = judge_claim(CLAIM, CASES | {"fp32 769": "wrong: out0 | error 1"}, {}, [])
     append_rows(tmp_path / "judge.jsonl", [wrong | {"command": "judge --wrong", "env": ENV}, verdict_of(90)])
     write_report(tmp_path)

@@ -47,9 +47,9 @@ def test_equal_programs_are_a_tie_with_one_run_of_few_intervals(intervals):
 
 
 def test_the_interval_has_95_percent():
-    """Of 100 pairs whose log ratios have a spread of 10%, it ends 1.96 standard errors from the mean; 1.64 is 90%.
+    """It ends 1.96 standard errors from the mean. An interval of 90% would end 1.64 from it.
 
-    The quantiles of 1000 draws are off by up to 10%.
+    The log ratios of 100 pairs have a spread of 10%. The quantiles of 1000 draws are off by up to 10%.
     """
     spread = 0.1
     logs = [spread * NormalDist().inv_cdf((i + 0.5) / 100) for i in range(100)]
