@@ -86,9 +86,14 @@ def trained(weights: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def chunks(x: Tensor) -> Iterator[slice]:
-    """Yield slices of the tokens of x (B, T, C), each of at most CHUNK_BYTES and of at least one token."""
-    size = max(1, CHUNK_BYTES // (x.shape[0] * x.shape[2] * x.element_size()))
+    """Yield slices of the tokens of x (B, T, C)."""
+    size = chunk_tokens(x.shape[0], x.shape[2], x.dtype)
     return (slice(start, min(start + size, x.shape[1])) for start in range(0, x.shape[1], size))
+
+
+def chunk_tokens(B: int, C: int, dtype: torch.dtype) -> int:
+    """Return how many tokens of each of B sequences a chunk has: CHUNK_BYTES at most, and at least one token."""
+    return max(1, CHUNK_BYTES // (B * C * dtype.itemsize))
 
 
 def join(chunked: Iterable[Sequence[Tensor]], T: int) -> list[Tensor]:

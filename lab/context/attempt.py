@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from kernels.registry import KernelError
 from kernels.sampling import Sampling
-from lab.proof.memory import predict_parts, simulate, tensor_bytes
+from lab.proof.memory import predict_parts, recipe_chunk, simulate, tensor_bytes
 from lab.recipe import Recipe
 from model.decoder import CHUNK, Decoder
 from model.generate import stream
@@ -216,11 +216,11 @@ def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dic
 
 
 def predict_training(recipe: Recipe, length: int, device: torch.device) -> tuple[dict[str, float], set[str]]:
-    def start(recipe: Recipe) -> tuple[GPT, Optimizer, list[tuple[Tensor, ...]]]:
+    def start(recipe: Recipe, length: int) -> tuple[GPT, Optimizer, list[tuple[Tensor, ...]]]:
         model, optimizer, batch = build_trainer(recipe, length, device, SimulatedRanks(0, world_size()))
         return model, optimizer, [batch]
 
-    return predict_parts(recipe, device, start)
+    return predict_parts(recipe, device, start, length, world_size() * recipe_chunk(recipe, 1))
 
 
 def predict_generation(recipe: Recipe, length: int, device: torch.device) -> tuple[dict[str, float], set[str]]:

@@ -28,7 +28,8 @@ from kernels.compat import TorchDispatchMode, storage_id
 from lab import compat
 from lab.proof.compiled import simulate_code
 from lab.recipe import Recipe
-from model.gpt import GPT
+from model.chunks import chunk_tokens
+from model.gpt import GPT, PRECISIONS
 from model.optim import Optimizer
 from model.parallel import prepare
 from model.step import make_optimizer, train_step
@@ -36,7 +37,8 @@ from runtime.device import GIB, OutOfMemory
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
 
-FEW_LAYERS = 2, 3  # of a compiled model
+FEW_LAYERS = 2, 3
+FEW_CHUNKS = 8, 16  # with fewer than 6 chunks, the peak of GPT-2 124M is not in a block
 USABLE = 0.9  # of a GPU's memory: predictions miss the CUDA context, cuBLAS's workspace and gaps between tensors
 
 
@@ -120,18 +122,38 @@ def split_peak(usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch
     return parts | {"peak": usage.peak}
 
 
-def predict_parts(recipe: Recipe, device: torch.device, start: Callable[[Recipe], tuple]) -> tuple[dict, set[str]]:
-    """Return split_peak() of the step that start(recipe) prepares (model, optimizer, batches), and the opaque ops.
+def predict_parts(
+    recipe: Recipe, device: torch.device, start: Callable[[Recipe, int], tuple], length: int, chunk: int
+) -> tuple[dict[str, float], set[str]]:
+    """Return split_peak() of the step that start(recipe, length) prepares (model, optimizer, batches), and the opaque
+    ops. With model.checkpointing=chunks, a chunk has `chunk` tokens of a sequence.
 
-    torch.compile traces 12 layers in 20 s. So a compiled model is traced with FEW_LAYERS, and each layer adds the same.
+    torch.compile traces 12 layers in 20 s, and 24 chunks in 12 layers take 75 s. So FEW_LAYERS are simulated if the
+    model is compiled or has many chunks, and of many chunks FEW_CHUNKS. Each layer and each chunk adds the same.
     """
-    layers, (few, more) = recipe.model.n_layer, FEW_LAYERS
-    if recipe.kernels.compile and layers > more:
-        sizes = [replace(recipe, model=replace(recipe.model, n_layer=count)) for count in FEW_LAYERS]
-        (less, opaque), (next_one, _) = (predict_parts(size, device, start) for size in sizes)
-        return {part: less[part] + (layers - few) * (next_one[part] - less[part]) for part in less}, opaque
+    many_chunks = recipe.model.checkpointing == "chunks" and length > FEW_CHUNKS[1] * chunk
+    if recipe.model.n_layer > FEW_LAYERS[1] and (recipe.kernels.compile or many_chunks):
+
+        def predict_layers(count: int) -> tuple[dict[str, float], set[str]]:
+            smaller = replace(recipe, model=replace(recipe.model, n_layer=count))
+            return predict_parts(smaller, device, start, length, chunk)
+
+        return extrapolate(predict_layers, FEW_LAYERS, recipe.model.n_layer)
+    if many_chunks:
+        return extrapolate(
+            lambda count: predict_parts(recipe, device, start, count * chunk, chunk), FEW_CHUNKS, length / chunk
+        )
     with simulate(device) as usage:
-        return split_peak(usage, *start(recipe)), usage.opaque
+        return split_peak(usage, *start(recipe, length)), usage.opaque
+
+
+def extrapolate(
+    predict: Callable[[int], tuple[dict[str, float], set[str]]], sizes: tuple[int, int], size: float
+) -> tuple[dict[str, float], set[str]]:
+    """Return what predict(size) would return if the bytes of each part are linear, from predict() at two sizes."""
+    (near, opaque), (far, _) = map(predict, sizes)
+    steps = (size - sizes[0]) / (sizes[1] - sizes[0])
+    return {part: near[part] + steps * (far[part] - near[part]) for part in near}, opaque
 
 
 def predict_step(
@@ -139,15 +161,20 @@ def predict_step(
 ) -> dict[str, float]:
     """Predict the GiB of a training step by part."""
 
-    def start(recipe: Recipe) -> tuple[GPT, Optimizer, list[Batch]]:
+    def start(recipe: Recipe, length: int) -> tuple[GPT, Optimizer, list[Batch]]:
         model = prepare(recipe.build(device), "ddp", recipe.kernels.compile, recipe.seed, Ranks())
-        batch = torch.zeros(2, batch_size, block_size, dtype=torch.int64, device=device).unbind()
+        batch = torch.zeros(2, batch_size, length, dtype=torch.int64, device=device).unbind()
         if recipe.documents:
-            batch = *batch, torch.zeros(batch_size, block_size, dtype=torch.int32, device=device)
+            batch = *batch, torch.zeros(batch_size, length, dtype=torch.int32, device=device)
         # the second batch adds to the gradients of the first
         return model, make_optimizer(model, recipe.optim), [batch] * min(2, micro_steps)
 
-    return in_gib(predict_parts(recipe, device, start)[0])
+    return in_gib(predict_parts(recipe, device, start, block_size, recipe_chunk(recipe, batch_size))[0])
+
+
+def recipe_chunk(recipe: Recipe, batch_size: int) -> int:
+    """Return how many tokens of a sequence a chunk has with model.checkpointing=chunks."""
+    return chunk_tokens(batch_size, recipe.model.n_embd, PRECISIONS[recipe.precision][0])
 
 
 def measure_step(model: GPT, optimizer: Optimizer, batches: list[Batch], peak_gib: float) -> dict[str, float]:

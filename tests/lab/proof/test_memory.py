@@ -14,6 +14,7 @@ from kernels.compat import TorchDispatchMode
 from kernels.registry import unavailable
 from lab.context import attempt
 from lab.context.prober import ROOT
+from lab.proof import memory
 from lab.proof.memory import simulate
 from model import chunks, decoder
 from model.gpt import PRECISIONS
@@ -162,6 +163,21 @@ def test_chunks_take_less_memory_a_token(monkeypatch):
         short, long = (predict_bytes(cfg, length)["peak"] for length in (8192, 16384))
         slopes[checkpointing] = (long - short) / 8192 / cfg.model.n_embd
     assert slopes["chunks"] < 0.75 * slopes["host"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_many_chunks_take_as_much_as_the_simulation_of_all(monkeypatch, world_size):
+    """The prediction simulates 8 and 16 chunks in two layers and in three, and the line is right to the byte.
+
+    A last chunk that is not full may take less at the peak, so there is none.
+    """
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**16)
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    cfg = config("precision=bf16", "attn=sdpa", "model.n_layer=5", "model.pos=rope", "model.checkpointing=chunks")
+    length = 37 * world_size * 2**16 // (2 * cfg.model.n_embd)
+    line = predict_bytes(cfg, length)
+    monkeypatch.setattr(memory, "FEW_CHUNKS", (98, 99))
+    assert line == pytest.approx(predict_bytes(cfg, length), rel=0, abs=1)
 
 
 @pytest.mark.parametrize(("precision", "stored", "state"), [("fp32", 4, 8), ("amp", 4, 8), ("bf16", 2, 12)])
