@@ -80,9 +80,13 @@ def choose_backend(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple
     raise Unavailable(f"{op}=auto: nothing was measured for `{entry}` on this device: run {FILL_COMMAND} dtype={dtype}")
 
 
+def choose_function(op: str, *tensors: Tensor | None, fp8: bool = False) -> Callable:
+    return choose_backend(op, *tensors, fp8=fp8)[1]
+
+
 def call(op: str, *tensors: Tensor | None, fp8: bool = False, **options):
     """Call the backend that choose_backend() returns. It may lack the argument fp8, so it gets only fp8=True."""
-    _, function = choose_backend(op, *tensors, fp8=fp8)
+    function = choose_function(op, *tensors, fp8=fp8)
     return function(*tensors, **options, **({"fp8": True} if fp8 else {}))
 
 

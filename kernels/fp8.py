@@ -63,6 +63,10 @@ class InFp8:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
 
 def unavailable(device: torch.device) -> str | None:
     """Return why products in fp8 cannot run on `device`, or None. A CPU computes them in fp32."""

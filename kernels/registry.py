@@ -40,6 +40,7 @@ A backend is a file with the op's function. It may also define
     FP8_KEYS = True        attention only: k and v may be float8_e4m3fn, the dtype of a cache with generate.kv=fp8
     norm_in_fp8            norm only: like norm(), with y as InFp8 of kernels/fp8.py
     INPUT_IN_FP8 = True    linear and mlp only: with fp8=True, x may be InFp8
+    choose(*tensors)       auto only: the function of the backend that it calls for these arguments of the op
     OWN_SCALES = True      in fp8 its scales differ from those in kernels/fp8.py: see check.py
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
     candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
@@ -233,12 +234,29 @@ def resolve(
 
 def norm_before(op: str, ops: Ops) -> Callable:
     """Return the norm whose output goes to `op` of `ops`. It writes fp8 if both backends can."""
-    function = getattr(ops, op)
-    if "fp8" not in getattr(function, "keywords", {}):
+    next_op = getattr(ops, op)
+    if "fp8" not in getattr(next_op, "keywords", {}):
         return ops.norm
-    if not getattr(sys.modules[function.func.__module__], "INPUT_IN_FP8", False):
-        return ops.norm
-    return getattr(sys.modules[ops.norm.__module__], "norm_in_fp8", ops.norm)
+    choose_norm, choose_next = (getattr(module_of(function), "choose", None) for function in (ops.norm, next_op.func))
+    if not choose_norm and not choose_next:
+        return fp8_norm(ops.norm, next_op.func)
+
+    def norm(x, residual, weight, bias, eps=1e-5):
+        first = choose_norm(x, residual, weight, bias) if choose_norm else ops.norm
+        then = choose_next(weight, fp8=True) if choose_next else next_op.func  # its tensors have weight's C and dtype
+        return fp8_norm(first, then)(x, residual, weight, bias, eps=eps)
+
+    return norm
+
+
+def fp8_norm(norm: Callable, next_op: Callable) -> Callable:
+    """Return the function of norm's backend that writes fp8 if it has one and next_op's backend reads it, else norm."""
+    in_fp8 = getattr(module_of(next_op), "INPUT_IN_FP8", False)
+    return getattr(module_of(norm), "norm_in_fp8", norm) if in_fp8 else norm
+
+
+def module_of(function: Callable) -> ModuleType:
+    return sys.modules[function.__module__]
 
 
 def cpp_compiler() -> str | None:

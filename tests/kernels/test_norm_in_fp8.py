@@ -6,11 +6,13 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from kernels import fp8
+from kernels.fp8 import InFp8
 from kernels.linear.triton import linear
 from kernels.norm import CASES, inputs
 from kernels.norm.triton import norm, norm_in_fp8
 from kernels.quantize import quantize, unit_of
 from kernels.registry import AttnConfig, KernelsConfig, norm_before, resolve
+from kernels.tuned import write_table
 from model.gpt import GPT, GPTConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,3 +76,28 @@ def test_only_ops_that_take_fp8_get_it():
     ops = resolve(kernels, AttnConfig("sdpa"), DEVICE, in_fp8=True)
     assert norm_before("linear", ops) is ops.norm
     assert norm_before("mlp", ops) is norm_in_fp8
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chosen", [("triton", "triton"), ("triton", "eager"), ("eager", "triton")])
+def test_auto_writes_fp8_where_it_chooses_triton_for_both(chosen, compiled, tables):
+    """Of linear and the norm before it. The MLP and its norm are named, so they write fp8 if auto chooses the norm."""
+    dtype, (norm_impl, linear_impl) = str(DTYPE).removeprefix("torch."), chosen
+    entries = {f"norm {dtype}": norm_impl, f"linear {dtype} fp8": linear_impl}
+    write_table(tables[0], {name: {"parameters": {"64": impl}} for name, impl in entries.items()})
+    kernels = KernelsConfig(norm="auto", linear="auto", mlp="triton")
+    ops = resolve(kernels, AttnConfig("sdpa"), DEVICE, in_fp8=True)
+    arguments = inputs((5, 64), dtype=DTYPE, device=DEVICE)
+    weight = torch.randn(192, 64, dtype=DTYPE, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+
+    def layer():
+        y, _ = norm_before("linear", ops)(**arguments)
+        return isinstance(y, InFp8), ops.linear(y, weight, None)
+
+    in_fp8, out = (torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer)()
+    assert in_fp8 == (chosen == ("triton", "triton"))
+    y, _ = norm_before("mlp", ops)(**arguments)
+    assert isinstance(y, InFp8) == (norm_impl == "triton")
+    expected = resolve(KernelsConfig(norm=norm_impl, linear=linear_impl), AttnConfig("sdpa"), DEVICE, in_fp8=True)
+    y, _ = expected.norm(**arguments)
+    assert torch.equal(out, expected.linear(y, weight, None))
