@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.errors import DataError, one_line
 from terminal import warn
@@ -28,6 +28,14 @@ SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
 FILES_TO_SPLIT_BY_HASH = 20  # with fewer text files, each file is cut: its last part is for validation
 # folders of the standard library with tests or installed packages
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Document(NamedTuple):
+    """A document, or the part of it that is in one split."""
+
+    split: str  # train | val
+    text: str
+    goes_on: bool = False  # the next text is the rest of this document, which is in the other split
 
 
 class Source(ABC):
@@ -42,8 +50,8 @@ class Source(ABC):
     val_fraction: float = 0.1  # 1: all documents are for validation, none for training
 
     @abstractmethod
-    def documents(self, position: Any = None) -> Iterator[tuple[str, str]]:
-        """Yield (`train` or `val`, text) of each document, or only of the documents after `position`.
+    def documents(self, position: Any = None) -> Iterator[Document]:
+        """Yield each document, or only the documents after `position`.
 
         Raises DataError if a document cannot be read.
         """
@@ -67,38 +75,38 @@ class Files(Source):
         if encoding_errors != "strict":
             self.identity.append(encoding_errors)
 
-    def documents(self, position: list[int] | None = None) -> Iterator[tuple[str, str]]:
-        first_file, documents_read = position or (0, 0)
+    def documents(self, position: list[int] | None = None) -> Iterator[Document]:
+        first_file, texts_read = position or (0, 0)
         for file_number in range(first_file, len(self.files)):
-            documents = islice(self.file_documents(self.files[file_number]), documents_read, None)
+            documents = islice(self.file_documents(self.files[file_number]), texts_read, None)
             for document in documents:
-                documents_read += 1
-                self.last_position = [file_number, documents_read]
+                texts_read += 1
+                self.last_position = [file_number, texts_read]
                 yield document
-            documents_read = 0
+            texts_read = 0
 
     def position(self) -> list[int]:
-        """Return [number of the file, how many of its documents were read]."""
+        """Return [number of the file, how many texts of it were read]."""
         return self.last_position
 
-    def file_documents(self, file: Path) -> Iterator[tuple[str, str]]:
-        """Yield (split, text) of each document of one file."""
+    def file_documents(self, file: Path) -> Iterator[Document]:
+        """Yield the documents of one file."""
         suffix = known_suffix(file)
         if suffix in ROW_SUFFIXES:
             read_rows = parquet_texts if suffix == ".parquet" else jsonl_texts
             for text in read_rows(file, self.column):
-                yield split_of(text, self.val_fraction), text
+                yield Document(split_of(text, self.val_fraction), text)
             return
         text = read_text(file, self.encoding_errors)
         if text is None:
             return
         if self.split_by_hash:
-            yield split_of(text, self.val_fraction), text
+            yield Document(split_of(text, self.val_fraction), text)
             return
         cut = int(len(text) * (1 - Fraction(str(self.val_fraction))))  # the float 0.1 is not exactly a tenth
         if self.val_fraction < 1:
-            yield "train", text[:cut]
-        yield "val", text[cut:]
+            yield Document("train", text[:cut], goes_on=True)
+        yield Document("val", text[cut:])
 
 
 def split_of(text: str, val_fraction: float) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from data.corpus import Source, file_stamps, local_path, split_of, text_of
+from data.corpus import Document, Source, file_stamps, local_path, split_of, text_of
 from data.errors import DataError, one_line
 from data.tokenizer import is_reachable
 
@@ -38,7 +38,7 @@ class Hub(Source):
         self.files = sorted(file for file in folder.rglob("*") if file.is_file()) if self.is_local else []
         self.identity = [self.path, subset, column, file_stamps(self.files)]
 
-    def documents(self, position: dict | None = None) -> Iterator[tuple[str, str]]:
+    def documents(self, position: dict | None = None) -> Iterator[Document]:
         if find_spec("datasets") is None:
             raise DataError(f"{self.path} needs Hugging Face's datasets: pip install datasets")
         if not self.is_local:
@@ -49,7 +49,7 @@ class Hub(Source):
             self.stream.load_state_dict(position["stream"])
         for row in self.rows():
             if (text := text_of(row, self.column, f"data set {self.path}")) is not None:
-                yield split_of(text, self.val_fraction), text
+                yield Document(split_of(text, self.val_fraction), text)
 
     def position(self) -> dict:
         return {"revision": self.revision, "stream": self.stream.state_dict()}

@@ -41,7 +41,8 @@ class Piece(NamedTuple):
 
     split: str
     text: str
-    opens_document: bool
+    after_eot: bool  # it is the first part of its document in this split
+    ends_document: bool
 
 
 Chunk = list[Piece]  # about PIECE_CHARACTERS characters in total; a worker tokenizes one chunk at a time
@@ -149,7 +150,7 @@ def tokenize(
             for split, split_ids in ids.items():
                 writers[split].append(split_ids)
                 tokens += len(split_ids)
-            documents += sum(piece.opens_document for piece in chunk)
+            documents += sum(piece.ends_document for piece in chunk)
             watch(documents, tokens)
             if position is not None and tokens - recorded_tokens >= RECORD_EVERY_TOKENS:
                 states = {split: writer.sync() for split, writer in writers.items()}
@@ -167,17 +168,17 @@ def tokenize(
 def read_chunks(source: Source, position: Any) -> Iterator[tuple[Chunk, Any]]:
     """Yield (chunk, position after the chunk) for the documents after `position`.
 
-    The position is None if the chunk ends inside a document.
+    The position is None if the chunk ends inside a text.
     """
     chunk, size = [], 0
-    for split, text in source.documents(position):
+    for split, text, goes_on in source.documents(position):
         piece_texts = list(split_into_pieces(text, PIECE_CHARACTERS))
         for number, piece_text in enumerate(piece_texts, 1):
-            chunk.append(Piece(split, piece_text, opens_document=number == 1))
+            ends_text = number == len(piece_texts)
+            chunk.append(Piece(split, piece_text, after_eot=number == 1, ends_document=ends_text and not goes_on))
             size += len(piece_text)
             if size >= PIECE_CHARACTERS:
-                ends_document = number == len(piece_texts)
-                yield chunk, (source.position() if ends_document else None)
+                yield chunk, (source.position() if ends_text else None)
                 chunk, size = [], 0
     if chunk:
         yield chunk, source.position()
@@ -188,7 +189,7 @@ def encode_chunk(tokenizer: Tokenizer, chunk: Chunk) -> dict[str, np.ndarray]:
     eot = np.array([tokenizer.eot], np.uint16)
     ids = {split: [np.zeros(0, np.uint16)] for split in SPLITS}  # np.concatenate needs at least one array
     for piece in chunk:
-        if piece.opens_document:
+        if piece.after_eot:
             ids[piece.split].append(eot)
         ids[piece.split].append(tokenizer.encode(piece.text))
     return {split: np.concatenate(arrays) for split, arrays in ids.items()}

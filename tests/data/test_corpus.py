@@ -11,7 +11,7 @@ from data.errors import DataError
 
 def texts_of(source, split=None):
     """Return the texts of one split of a source, or of both splits if `split` is None."""
-    return [text for document_split, text in source.documents() if split in (None, document_split)]
+    return [document.text for document in source.documents() if split in (None, document.split)]
 
 
 def test_stdlib_is_python_source_split_by_file():
@@ -132,7 +132,7 @@ def test_files_that_are_not_utf8_can_be_repaired_or_skipped(tmp_path, capsys):
     texts = {}
     for errors in ("replace", "skip"):
         source = text_source(str(tmp_path), val_fraction=1, encoding_errors=errors)
-        texts[errors] = [text for _, text in source.documents()]
+        texts[errors] = texts_of(source)
         assert source.identity[-1] == errors  # other tokens, so another folder of shards
     assert texts == {"replace": ["\ufffdt\ufffd", "summer"], "skip": ["summer"]}
     assert capsys.readouterr().err == f"warning: {tmp_path}/a\\x1b[2J.txt is not UTF-8 text (byte 0), and is skipped\n"
@@ -173,8 +173,8 @@ def test_every_row_is_a_document(tmp_path, form):
     write_rows(tmp_path, texts, form)
     source = text_source(str(tmp_path / form), val_fraction=0.2)
     documents = list(source.documents())
-    assert [document for _, document in documents] == [*texts[:600], ""]
-    assert all(split == split_of(document, 0.2) for split, document in documents)
+    assert [document.text for document in documents] == [*texts[:600], ""]
+    assert all(document.split == split_of(document.text, 0.2) for document in documents)
     assert 0.14 < len(texts_of(source, "val")) / 601 < 0.26  # 0.2 +- 4 standard deviations
 
 

@@ -33,8 +33,10 @@ def folder(tmp_path):
 
 def test_documents_are_the_rows_in_order(folder):
     documents = list(Hub(str(folder), val_fraction=0.3).documents())
-    assert [text for _, text in documents] == list(filter(None, TEXTS))
-    assert 20 < sum(split == "val" for split, _ in documents) < 62  # of 136 documents: 41 +- 4 standard deviations
+    assert [document.text for document in documents] == list(filter(None, TEXTS))
+    assert (
+        20 < sum(document.split == "val" for document in documents) < 62
+    )  # of 136 documents: 41 +- 4 standard deviations
 
 
 def test_a_stream_resumes_after_a_position_twice(folder):

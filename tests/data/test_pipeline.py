@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.corpus import Source, text_source
+from data.corpus import Document, Source, text_source
 from data.errors import DataError
 from data.pipeline import count_recorded_documents, encode_in_order, worker_pool, write_shards
 from data.shards import Writer, open_shards
@@ -36,7 +36,7 @@ class Numbered(Source):
                 raise DataError("the network is gone")
             self.read.append(number)
             self.next_number = number + 1
-            yield "val" if number % 7 == 0 else "train", f"document {number}\n" * (number % 9)
+            yield Document("val" if number % 7 == 0 else "train", f"document {number}\n" * (number % 9))
 
     def position(self):
         return self.next_number
@@ -168,6 +168,18 @@ def test_a_stream_that_fails_twice_resumes_twice(tmp_path, expected):
     assert first.read[-1] == 79
     assert third.read[-1] == 199
     assert [path.name for path in folder.iterdir() if path.is_file()] == []
+
+
+def test_a_text_file_that_is_cut_is_one_document(tmp_path):
+    """Each of its two parts opens with an eot in its own split."""
+    for name, lines in (("a", 20), ("b", 30)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name}, line {number}\n" for number in range(lines)))
+    watch = Watch()
+    prepare(tmp_path / "x", text_source(str(tmp_path / "*.txt")), watch=watch)
+    assert watch.documents[-1] == 2
+    for split in ("train", "val"):
+        [shard] = open_shards(tmp_path / "x", split, 257)
+        assert np.count_nonzero(shard.tokens == Bytes.eot) == 2
 
 
 def test_a_failure_before_the_first_record_leaves_only_the_lock_file(tmp_path):
