@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from runtime.config import UserError, check
 from runtime.signals import STOPPED, Stopped
 from runtime.watchdog import Watchdog
+from terminal import warn
 
 
 class RankFailed(UserError):
@@ -234,23 +235,41 @@ def unused_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     waits for the answer to this word. Rank 0 answers until all have confirmed, because the first words that it reads
     may be of ended processes. Raises UserError after 10 minutes.
     """
-    name, end = uuid.uuid4().hex, time.monotonic() + 600
+    name = uuid.uuid4().hex
     if rank:
         store.set(f"hello{rank}", name)
-        try:
-            store.wait([f"answer-{name}"], timedelta(minutes=10))
-        except dist.DistError as error:
-            raise UserError(f"rank {rank}: rank 0 did not join the job within 10 minutes") from error
+        wait_for_ranks(rank, lambda: [] if store.check([f"answer-{name}"]) else [0])
         name = store.get(f"answer-{name}").decode()
         store.set(f"{name}-{rank}", "")
         return dist.PrefixStore(name, store)
-    while missing := [other for other in range(1, world_size) if not store.check([f"{name}-{other}"])]:
-        check(time.monotonic() < end, f"rank {', '.join(map(str, missing))} did not join the job within 10 minutes")
+
+    def answer() -> list[int]:
+        missing = [other for other in range(1, world_size) if not store.check([f"{name}-{other}"])]
         for other in missing:
             if store.check([f"hello{other}"]):
                 store.set(f"answer-{store.get(f'hello{other}').decode()}", name)
-        time.sleep(0.02)
+        return missing
+
+    wait_for_ranks(rank, answer)
     return dist.PrefixStore(name, store)
+
+
+def wait_for_ranks(rank: int, missing: Callable[[], list[int]]) -> None:
+    """Call missing() until it returns no ranks. Raises UserError after 10 minutes.
+
+    If a missing rank was killed, torchrun sends SIGTERM to the others. A store.wait() would not notice this signal, and
+    torchrun would kill this rank, too, after 30 s, without a word.
+    """
+    end, ranks = time.monotonic() + 600, missing()
+    try:
+        while ranks:
+            names = ", ".join(map(str, ranks))
+            check(time.monotonic() < end, f"rank {rank}: rank {names} did not join the job within 10 minutes")
+            time.sleep(0.05)
+            ranks = missing()
+    except Stopped as stop:
+        warn(f"rank {rank} got {stop} before rank {names} had joined the job (killed?); torchrun's report names it")
+        raise
 
 
 def leave(ranks: Ranks) -> None:

@@ -7,14 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime.checkpoint import find_checkpoint, newest_valid, read_weights, verify
 from runtime.config import UserError
-from runtime.ranks import rank_device
+from runtime.ranks import rank_device, unused_store
+from runtime.signals import Signals, Stopped
 from tests.test_train import QUICK, ROOT, config, metrics, row
 
 BASE = [word for word in QUICK if not word.startswith(("train.checkpoint_every", "train.batch_size"))]
@@ -351,6 +354,18 @@ def test_a_rank_that_dies_ends_the_job_with_its_reason(tmp_path, monkeypatch, fa
     assert code == 1
     assert f"error: {reason}\n" in err
     assert row()["status"] == f"failed: {reason}"
+
+
+@pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
+def test_a_rank_that_waits_for_a_killed_rank_says_so(rank, other, capsys):
+    """torchrun sends SIGTERM to the other ranks, here while they wait in the job's store."""
+    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.start()
+    with Signals(), pytest.raises(Stopped) as stopped:
+        unused_store(dist.HashStore(), rank, 2)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    expected = f"rank {rank} got SIGTERM before rank {other} had joined the job (killed?); torchrun's report names it"
+    assert capsys.readouterr().err == f"warning: {expected}\n"
 
 
 RESTARTED = """
