@@ -211,17 +211,20 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
 def lock_folder(folder: Path) -> TextIO:
     """Make the folder and lock it, until this process ends or closes the returned file.
 
-    Raises UserError if another process holds the lock, or as make_folder() does.
+    The file holds its own inode number: see is_copy(). Raises UserError if another process holds the lock, or as
+    make_folder() does.
     """
     make_folder(str(folder), folder.name)
     with explain_unwritable(folder):
-        file = (folder / ".lock").open("w")
-    for _ in range(3):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            time.sleep(0.05)  # is_in_use() of another process holds the lock for a moment
+        file = (folder / ".lock").open("a")
+        for _ in range(3):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.truncate(0)
+                print(os.fstat(file.fileno()).st_ino, file=file, flush=True)
+                return file
+            except BlockingIOError:
+                time.sleep(0.05)  # is_in_use() of another process holds the lock for a moment
     raise UserError(f"out_dir={folder} is in use by a running process; choose another folder")
 
 
@@ -233,6 +236,12 @@ def is_in_use(folder: Path) -> bool:
     except OSError:
         return True
     return False
+
+
+def is_copy(folder: Path) -> bool:
+    """Return whether the folder was copied, so that its lock says nothing about the run. Older runs do not know it."""
+    lock = folder / ".lock"
+    return lock.read_text().strip() not in ("", str(lock.stat().st_ino))
 
 
 def write_row(folder: Path, row: dict) -> None:
@@ -256,7 +265,7 @@ def read_config(folder: Path) -> DictConfig:
 def read_row(folder: Path) -> dict | None:
     """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read.
 
-    The status of a killed run is KILLED, with its last step.
+    The status of a killed run is KILLED, with its last step. A copy of its folder may also be of a run that goes on.
     """
     try:
         row = json.loads((folder / "result.json").read_text(), parse_constant=lambda name: None)  # NaN
@@ -264,6 +273,8 @@ def read_row(folder: Path) -> dict | None:
         if status == UNFINISHED and not is_in_use(folder):
             step = last_step(folder / "metrics.jsonl")
             status = f"{KILLED} after step {step}" if step else KILLED
+            if is_copy(folder):
+                status += ", or copied while it ran"
         return row | {"status": status}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

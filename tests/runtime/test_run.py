@@ -102,6 +102,23 @@ def test_the_row_of_a_killed_run_says_so(tmp_path):
     assert read_row(tmp_path)["status"] == "ok"
 
 
+def test_a_copy_of_a_running_run_is_not_called_killed(tmp_path):
+    """Nobody locks the copy. The original, and the copy of a run that has ended, keep their status."""
+    run = Run(tmp_path / "run", "name", config(*QUICK), Tracker(None))
+    with pytest.raises(UserError, match="is in use by a running process"):
+        Run(tmp_path / "run", "name", config(*QUICK), Tracker(None))
+    shutil.copytree(tmp_path / "run", tmp_path / "before")
+    run.begin(kernels={}, env={})
+    run.log(3, {"train/loss": 1.0})
+    shutil.copytree(tmp_path / "run", tmp_path / "after")
+    assert read_row(tmp_path / "before")["status"] == "stopped: killed, or copied while it ran"
+    assert read_row(tmp_path / "after")["status"] == "stopped: killed after step 3, or copied while it ran"
+    run.lock.close()
+    assert read_row(tmp_path / "run")["status"] == "stopped: killed after step 3"
+    Run(tmp_path / "after", "name", config(*QUICK), Tracker(None), resume=True).lock.close()
+    assert read_row(tmp_path / "after")["status"] == "stopped: killed after step 3"
+
+
 @pytest.mark.parametrize(
     "text", ["", "[1]", "3", "a: ${nope}", "a: [1", "\0", "[" * 5000, "a: &a [*a]", "!!python/object:os.system x"]
 )
