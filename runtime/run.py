@@ -273,6 +273,8 @@ def read_row(folder: Path) -> dict | None:
         if status == UNFINISHED and not is_in_use(folder):
             step = last_step(folder / "metrics.jsonl")
             status = f"{KILLED} after step {step}" if step else KILLED
+            if step and step == row.get("config", {}).get("train", {}).get("max_steps"):
+                status += ", its last"  # resume.finished_line() knows whether the last checkpoint is complete
             if is_copy(folder):
                 status += ", or copied while it ran"
         return row | {"status": status}

@@ -98,6 +98,8 @@ def test_the_row_of_a_killed_run_says_so(tmp_path):
     assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
     run.lock.close()
     assert read_row(tmp_path)["status"] == "stopped: killed after step 3"
+    run.log(run.config.train.max_steps, {"train/loss": 1.0})
+    assert read_row(tmp_path)["status"] == f"stopped: killed after step {run.config.train.max_steps}, its last"
     run.close("ok")
     assert read_row(tmp_path)["status"] == "ok"
 
