@@ -1,8 +1,10 @@
 """The start of every command, before it imports torch (3 s) and Hydra (0.4 s)."""
 
-from pathlib import Path
+import os
 
-from runtime.signals import exit_on_early_interrupt
+from runtime.interrupt import exit_on_early_interrupt
+
+CONFIGS = os.path.join(os.path.dirname(__file__), "..", "configs")  # importing pathlib takes 10 ms
 
 
 def start_command(name: str) -> None:
@@ -11,7 +13,7 @@ def start_command(name: str) -> None:
     A command calls this before its imports. A command without a YAML file reads its command line with argparse.
     """
     exit_on_early_interrupt()
-    if (Path(__file__).parents[1] / f"configs/{name}.yaml").exists():
+    if os.path.exists(os.path.join(CONFIGS, f"{name}.yaml")):
         from lab.commands import answer_help
 
         answer_help(name)

@@ -25,7 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from runtime import compat
-from runtime.signals import exit_on_early_interrupt, exit_quietly
+from runtime.interrupt import exit_on_early_interrupt
+from runtime.signals import exit_quietly
 from terminal import printable
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from runtime.interrupt import exit_at_once
 from terminal import warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
@@ -90,24 +91,13 @@ def requeue_slurm_job() -> None:
         warn(f"`{' '.join(command)}` failed, so submit the job again: {problem}")
 
 
-def exit_on_early_interrupt() -> None:
-    """Let Ctrl-C end the process at once with one line, until exit_quietly(). Python would print a traceback."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may let a background job ignore it
-        signal.signal(signal.SIGINT, _exit_at_once)
-
-
-def _exit_at_once(*_) -> None:
-    os.write(sys.stderr.fileno(), b"interrupted\n")
-    os._exit(128 + signal.SIGINT)
-
-
 @contextmanager
 def exit_quietly() -> Iterator[None]:
     """Exit without a traceback after Ctrl-C (code 130), and after the reader of our output has ended (code 141).
 
     Ctrl-C raises KeyboardInterrupt within this context. `python -m scripts.doctor | head -1` is such a reader.
     """
-    if signal.getsignal(signal.SIGINT) is _exit_at_once:
+    if signal.getsignal(signal.SIGINT) is exit_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would change the exit code
     try:

@@ -129,13 +129,15 @@ def test_a_loop_ends_after_its_step_when_its_terminal_closes(handler, code):
     ],
 )
 def test_two_interrupts_are_one_line(moment):
-    program = "import atexit, os, signal\nfrom runtime.signals import exit_quietly, exit_on_early_interrupt\n"
+    program = "import atexit, os, signal\n"
+    program += "from runtime.interrupt import exit_on_early_interrupt\nfrom runtime.signals import exit_quietly\n"
     program += f"def interrupt(): os.kill(os.getpid(), signal.SIGINT)\n{moment}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("module", ["hydra", "torch"])  # the first large import, and the largest
+# the first slow import, the first of another package, and the slowest
+@pytest.mark.parametrize("module", ["subprocess", "hydra", "torch"])
 @pytest.mark.parametrize("command", [["train.py"], ["-m", "scripts.doctor"], ["-m", "scripts.blame"]])
 def test_a_command_answers_an_interrupt_while_it_imports(tmp_path, command, module):
     """Here the import of this module is the interrupt."""
