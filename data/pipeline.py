@@ -30,6 +30,7 @@ from data.corpus import Source
 from data.errors import DataError
 from data.shards import SHARD_TOKENS, Writer, read_if_valid
 from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
+from terminal import printable
 
 SPLITS = ("train", "val")
 PROGRESS = "progress.json"
@@ -123,7 +124,7 @@ def preparation_lock(folder: Path, wait: bool) -> contextlib.AbstractContextMana
             raise DataError(
                 f"another process is preparing {folder}: wait for it, or end it and run this again"
             ) from None
-    print(f"waiting for another process, which is preparing {folder}", file=sys.stderr)
+    print(printable(f"waiting for another process, which is preparing {folder}"), file=sys.stderr)
     return lock.acquire()
 
 

@@ -76,7 +76,7 @@ def finished_line(folder: Path, path: Path, name: str) -> str:
         with explain_unwritable(folder):
             write_row(folder, row)
     reason = "" if row["status"] == "ok" else f"; its status is {row['status']}"
-    return f"done     already: {path} is of the run's last step{reason}"
+    return printable(f"done     already: {path} is of the run's last step{reason}")
 
 
 def checkpoint_model_config(out_dir: str | None, resume: str | None) -> dict | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from checked_json import read_line
 from runtime.config import check
-from terminal import warn
+from terminal import printable, warn
 
 INIT_SECONDS = 20  # if W&B has not answered after this time, the run continues offline
 
@@ -110,7 +110,7 @@ class Wandb(Tracker):
         if not list(folder.parent.glob(f"{folder.name}/{runs}")):
             return None
         name = "*" if folder.name == "*" else shlex.quote(folder.name)
-        return f"wandb    offline; to upload: wandb sync {shlex.quote(str(folder.parent))}/{name}/{runs}"
+        return printable(f"wandb    offline; to upload: wandb sync {shlex.quote(str(folder.parent))}/{name}/{runs}")
 
     @contextlib.contextmanager
     def _warn_of_failure(self) -> Iterator[None]:
@@ -232,7 +232,7 @@ class TensorBoard(Tracker):
 
     def view_line(self, folder: Path) -> str | None:
         folder = folder.parent if folder.name == "*" else folder
-        return f"board    tensorboard --logdir {shlex.quote(str(folder))}"
+        return printable(f"board    tensorboard --logdir {shlex.quote(str(folder))}")
 
 
 def last_step(metrics: Path) -> int | None:

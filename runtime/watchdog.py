@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runtime.torch_compat import flight_records, pending_collective
-from terminal import warn
+from terminal import printable, warn
 
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 ROOT = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ class Watchdog:
                     found = self._explain_hang()
                     reason = self.report(found)
                     if reason == found:
-                        print(f"error: {reason}", file=sys.stderr, flush=True)
+                        print(f"error: {printable(reason)}", file=sys.stderr, flush=True)
             except (dist.DistError, RuntimeError):
                 reason = "torchrun, which holds the job's store, has ended"
             # Rank 0 is the first to end, because it writes the row, and torchrun then ends all others

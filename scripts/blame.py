@@ -32,7 +32,7 @@ def blame(run: Path, step: int | None, device_name: str) -> bool:
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     recipes, replays = list(swaps(recipe)), []
     if line := check_repeatable(kept, device, recipes[0][1], recipes[-1][1]):
-        print(line)
+        print(printable(line))
     for name, swapped in recipes:
         try:
             replays.append(replay(name, swapped, kept, device))
@@ -44,7 +44,7 @@ def blame(run: Path, step: int | None, device_name: str) -> bool:
             print(f"replay   {name}", flush=True)
         if replays[0].first is None:  # nothing to repair
             break
-    print(verdict(replays, kept))
+    print(printable(verdict(replays, kept)))
     return replays[0].first is not None
 
 

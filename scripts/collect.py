@@ -78,7 +78,7 @@ def main() -> None:
             skipped += 1
             print(printable(f"{run}: skipped, {reason}"))
         else:
-            print(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}")
+            print(printable(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}"))
     if skipped == len(arguments.runs):
         commands = "train.py, scripts.generate or scripts.max_context"
         sys.exit(f"error: no row to collect; pass the folders of finished runs of {commands}")

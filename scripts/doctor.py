@@ -28,6 +28,7 @@ from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.run import make_folder
 from runtime.trackers import LoggerConfig, make_tracker
+from terminal import printable
 
 COLUMNS = 100
 
@@ -84,7 +85,7 @@ def answer_line(op: str, impl: str, column: str, status: str) -> str:
     verdict, _, text = status.partition(": ")
     if verdict == "ok":
         text = f"{column}, {text}"
-    return wrap(f"{op:<10} {impl:<17} {verdict:<12} {text}", indent=42)
+    return wrap(printable(f"{op:<10} {impl:<17} {verdict:<12} {text}"), indent=42)
 
 
 @command(Config, "doctor")
@@ -112,7 +113,7 @@ def main(cfg: Config) -> None:
                 if not cfg.matrix:
                     print(answer_line(op, impl, column, status), flush=True)
     if cfg.matrix:
-        print(f"\n{tables(rows)}")
+        print(printable(f"\n{tables(rows)}"))
         files = write_rows(rows, "support.jsonl", folder, cfg.keep)
         print(f"\nrows     {', '.join(map(str, files))}")
     total = f"{counts.total()} answers of {len(rows)} backends"
@@ -120,7 +121,7 @@ def main(cfg: Config) -> None:
     answers = {f"{row['op']}/{row['impl']}": row for row in rows}
     track_rows(tracker, "doctor", cfg, {"answers": dict(counts), **answers}, folder)
     if errors:
-        print("\n".join(errors), file=sys.stderr)
+        print(printable("\n".join(errors)), file=sys.stderr)
         sys.exit(1)
 
 

@@ -11,6 +11,7 @@ from model.export import FILES, check_exportable, check_free, export, file_names
 from model.pretrained import read_pretrained, read_shape
 from model.sources import local_path
 from runtime.config import check
+from terminal import printable
 
 
 @dataclass
@@ -36,7 +37,7 @@ def main(cfg: Config) -> None:
     source = read_pretrained(cfg.checkpoint)
     files = export(source, cfg.format, folder)
     millions = sum(weight.numel() for weight in source.weights.values()) / 1e6
-    print(f"{source.name}: {millions:.1f}M parameters in fp32 -> {', '.join(map(str, files))}")
+    print(printable(f"{source.name}: {millions:.1f}M parameters in fp32 -> {', '.join(map(str, files))}"))
 
 
 if __name__ == "__main__":

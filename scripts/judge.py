@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
     files.append(folder / "judge.md")
     if "ratio" in row and find_spec("matplotlib"):
         files.append(speed_figure(row, folder / "judge.png"))
-    print(f"\n{page(row)}\ndone     {', '.join(map(str, files))}", flush=True)
+    print(printable(f"\n{page(row)}\ndone     {', '.join(map(str, files))}"), flush=True)
     track_rows(tracker, f"judge-{cfg.op}", cfg, {f"{cfg.op}/{cfg.impl}": row}, folder)
     if row["verdict"] not in EXIT_CODES:
         raise UserError(f"no verdict: {row['reason']}")
@@ -101,7 +101,7 @@ def settle(
     words = training_words(claim, device, training)
     recipe, shape = read_recipe([*words, choose_backends(claim, claim.impl)])
     about = {"command": judge_command(training), "env": environment(device)}
-    print(f"judge    {claim}, on {about['env']['device']}", flush=True)
+    print(printable(f"judge    {claim}, on {about['env']['device']}"), flush=True)
     for line in ignored_settings(claim.op, recipe):
         print(f"note     {line}", flush=True)
     statuses = probe_cases(claim, recipe, shape[1], device, limit)

@@ -170,7 +170,7 @@ def search_modes(
         prediction = first_prediction if mode == modes[0] else prober.predict(mode)
         prediction.limit_gib = first_prediction.limit_gib
         if not prediction.row:
-            print(f"{mode:<8} no prediction: {prediction.failure or f'not even {OCTAVE} tokens'}")
+            print(printable(f"{mode:<8} no prediction: {prediction.failure or f'not even {OCTAVE} tokens'}"))
         run.row |= Search(prober, recipe, mode, prediction, run, earlier).longest()
 
 
@@ -196,7 +196,7 @@ def main(cfg: Config) -> None:
     out_dir = f"{cfg.out_dir}/{hydra.job.num}-{name}" if is_sweep else cfg.out_dir
     row = read_row(Path(out_dir)) if is_sweep else None
     if row and row["status"] == "ok" and is_same_search(row, config):
-        print(f"done     before: {out_dir}/result.json")
+        print(printable(f"done     before: {out_dir}/result.json"))
         return
     prober = Prober(["-m", "scripts.max_context", *hydra.overrides.task], cfg.probe_minutes)
     with Signals():
@@ -225,7 +225,7 @@ def main(cfg: Config) -> None:
     files = [folder / "result.json"]
     if cfg.keep:
         files.append(keep_rows([run.row], "context.jsonl"))
-    print(f"\n{max_context_table([run.row])}\n\ndone     {', '.join(map(str, files))}")
+    print(printable(f"\n{max_context_table([run.row])}\n\ndone     {', '.join(map(str, files))}"))
 
 
 if __name__ == "__main__":

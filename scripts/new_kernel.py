@@ -11,6 +11,7 @@ from pathlib import Path
 from kernels.names import ALL_OPS, OPS, override_key
 from lab.commands import command
 from runtime.config import UserError, check, quote_override
+from terminal import printable
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_FREE = "compile"  # means torch.compile, where the name of a backend is expected
@@ -69,9 +70,9 @@ def main(cfg: Config) -> None:
     file = folder / f"{cfg.name}.py"
     write_file(file, cfg.template.read_text())
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    print(f"wrote    {shown}: plain PyTorch that runs as it is; the place of your kernel is marked in it")
+    print(printable(f"wrote    {shown}: plain PyTorch that runs as it is; the place of your kernel is marked in it"))
     for line, purpose in commands(cfg.op, cfg.name, str(file) if cfg.path else None).items():
-        print(f"\n# {purpose}\n{line}")
+        print(printable(f"\n# {purpose}\n{line}"))
 
 
 if __name__ == "__main__":

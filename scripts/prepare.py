@@ -15,6 +15,7 @@ from tqdm import tqdm
 from data import DataConfig, DataError, open_dataset, prepare, recorded_documents
 from lab.commands import command
 from runtime.config import check
+from terminal import printable
 
 LINE_SECONDS = 10  # between two lines of progress, if there is no terminal for a bar
 
@@ -77,12 +78,13 @@ def main(cfg: Config) -> None:
         progress.bar.close()
     seconds, rate = time.perf_counter() - progress.start, progress.rate()
     verify = cfg.verify or progress.documents > 0
-    print(f"data     {open_dataset(cfg.data, verify).summary}{', verified' if verify else ''}")
+    summary = open_dataset(cfg.data, verify).summary
+    print(printable(f"data     {summary}{', verified' if verify else ''}"))
     if progress.documents:
         print(f"speed    {rate:,.0f} tokens/s: {progress.documents:,} documents, {seconds:.1f} s, {workers} workers")
     else:
         print("speed    not measured: the shards existed already")
-    print(f"folder   {folder}")
+    print(printable(f"folder   {folder}"))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from lab.rows import track_rows
 from runtime.config import UserError, check
 from runtime.device import device_name, select_device
 from runtime.trackers import LoggerConfig, make_tracker
+from terminal import printable
 
 
 @dataclass
@@ -50,7 +51,7 @@ def main(cfg: Config) -> None:
     [prompt] = prompts.make_prompts(cfg.prompt, None, cfg.prompt_tokens, recipe.source, recipe.tokenizer, cfg.seed)
     new_tokens = prompts.fit_new_tokens([prompt], cfg.max_new_tokens, recipe.source, race.NEW_TOKENS)
     print(f"device   {device_name(device)}, torch {torch.__version__}, precision {cfg.precision}")
-    print(f"model    {recipe.model_text}")
+    print(printable(f"model    {recipe.model_text}"))
     racers = []
     for number, (entry, contestant) in enumerate(entries, 1):
         if sys.stdout.isatty():
@@ -78,7 +79,7 @@ def print_result(racers: list[Racer], prompt: str) -> None:
         print(f"\n--- {'all' if same else racer.name}")
         show(f"{prompt}{racer.text}\n", raw=False)
     print("\nThe decoders ran one after the other, each alone on the device.\n")
-    print(f"{race.table(racers)}\n{race.verdict(racers)}")
+    print(printable(f"{race.table(racers)}\n{race.verdict(racers)}"))
 
 
 def main_with_exact_prompt() -> None:

@@ -58,14 +58,14 @@ def main() -> None:
         return
     try:
         if len(arguments.folders) > 1:
-            print(side_by_side(arguments.folders))
+            print(printable(side_by_side(arguments.folders)))
             return
         files, source = write_report(arguments.folders[0], arguments.force)
         if arguments.wandb:
             files += publish(source, arguments.wandb, files)
     except (UserError, OSError) as error:
         sys.exit(f"error: {printable(error)}")
-    print("\n".join(map(str, files)))
+    print(printable("\n".join(map(str, files))))
 
 
 if __name__ == "__main__":

@@ -131,15 +131,15 @@ def reproduce(path: Path, name: str | None, out_dir: str | None) -> Ratio:
     check(len(step_seconds(kept)) > 1, f"{where}: it has fewer than 2 timed intervals, which give no spread")
     reproduction_command(kept, Path("out"))  # refuses before it makes a folder
     folder = make_folder(out_dir, f"reproduce-{kept['name']}")
-    print(f"row      {where}: {kept['name']}, started {kept['started']}")
-    print(f"command  {kept['command']}\n", flush=True)
+    print(printable(f"row      {where}: {kept['name']}, started {kept['started']}"))
+    print(printable(f"command  {kept['command']}\n"), flush=True)
     code = subprocess.run(reproduction_command(kept, folder), stdin=subprocess.DEVNULL).returncode
     row = read_row(folder)
     check(code == 0 and row is not None, f"{where}: its command failed here with exit code {code}; see its lines above")
     compared = ratio([row], [kept])
     check(compared is not None, f"{where}: its command was too short here to measure a speed with a spread")
     lines = [speed_line(row, kept, compared), loss_line(row, kept), *difference_lines(row, kept)]
-    print("\n" + "\n".join(filter(None, lines)))
+    print(printable("\n" + "\n".join(filter(None, lines))))
     print(f"done     {folder / 'result.json'}")
     return compared
 

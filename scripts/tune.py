@@ -23,6 +23,7 @@ from lab.rows import track_rows
 from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
 from runtime.trackers import LoggerConfig, make_tracker
+from terminal import printable
 
 
 @dataclass
@@ -67,7 +68,7 @@ def main(cfg: Config) -> None:
     if cfg.auto:
         print(heading, flush=True)
         store_choices(cfg.configs, device)
-        print(f"\ndone     {path}")
+        print(printable(f"\ndone     {path}"))
         choices = {entry: facts for entry, facts in read_table(path).items() if is_choice(entry)}
         track_rows(tracker, "tune-auto", cfg, choices)
         return
@@ -79,7 +80,7 @@ def main(cfg: Config) -> None:
     measured = {"triton": env["triton"], "date": time.strftime("%Y-%m-%d")}
     entries = store_parameters(cfg.configs[0], path, measured, device)
     best = [rows[-1] | fastest(rows) for rows in entries.values()]
-    print(f"\n{table(best)}\n\ndone     {path}")
+    print(printable(f"\n{table(best)}\n\ndone     {path}"))
     track_rows(tracker, f"tune-{cfg.op}", cfg, {row["entry"]: row for row in best})
 
 
@@ -108,7 +109,7 @@ def store_parameters(config: OpConfig, path: Path, measured: dict, device: torch
                     rows.append(row)
                     write_table(path, {row["entry"]: {**fastest(rows), "timed": row["timed"], **measured}})
     except KeyboardInterrupt:
-        print(f"interrupted: {path} has the results so far (kernels: {len(entries)})", file=sys.stderr)
+        print(printable(f"interrupted: {path} has the results so far (kernels: {len(entries)})"), file=sys.stderr)
         sys.exit(130)
     return entries
 

@@ -9,6 +9,7 @@ from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.recipe import Recipe
 from runtime.config import check
 from runtime.run import Run
+from terminal import printable
 
 OCTAVE = 128  # how many lengths there are from one power of two to the next
 INDICES = 23 * OCTAVE  # number of lengths, which are all below 2^30 tokens
@@ -233,17 +234,17 @@ def attempt_line(mode: str, row: dict) -> str:
         cells.append(f"window {row['window']}")
     if row.get("computed", row["T"]) < row["T"]:
         cells.append(f"the last {row['computed']:,} computed")
-    return " | ".join(cells)
+    return printable(" | ".join(cells))
 
 
 def summary(mode: str, figures: dict, length: int | None) -> str:
     """Return the result of a search in a line, for the terminal. `figures` come from Search.longest()."""
     if not length:
-        return f"{mode:<8} not even {OCTAVE} tokens: {figures['limit']}"
+        return printable(f"{mode:<8} not even {OCTAVE} tokens: {figures['limit']}")
     predicted = ""
     if prediction := figures.get("prediction"):
         predicted = f", predicted {prediction['peak_gib']:.2f} ({figures['prediction_error']:+.1%})"
-    return (
+    return printable(
         f"{mode:<8} the longest T is {length:,}: peak {figures['peak_gib']:.2f} GiB{predicted}, "
         f"{figures['headroom_gib']:.2f} to spare; the next length: {figures['limit']}"
     )

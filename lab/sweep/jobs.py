@@ -27,7 +27,7 @@ from runtime.config import UserError, check, quote_override
 from runtime.console import progress_bar
 from runtime.run import KILLED, UNFINISHED, read_config, read_row, write_row
 from runtime.signals import Signals
-from terminal import warn
+from terminal import printable, warn
 
 GRACE = 10.0  # seconds that a job has to end after a signal
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
@@ -123,7 +123,7 @@ class SweepJob:
             write_row(self.folder, row)
         seconds = int(time.monotonic() - self.start_time)
         figure = f"{speed(row):,.0f} tok/s" if speed(row) else row["status"]
-        return f"{self.folder.name}  {figure}  {seconds // 60}:{seconds % 60:02}"
+        return printable(f"{self.folder.name}  {figure}  {seconds // 60}:{seconds % 60:02}")
 
     def failure(self) -> str:
         """Return the status of a job that wrote no row: its error, or how the process ended."""

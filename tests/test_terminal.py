@@ -1,0 +1,63 @@
+"""What the user's files and commands hold is printed without control characters, which could move the cursor."""
+
+import sys
+import time
+
+from lab.context.search import attempt_line, summary
+from lab.sweep.jobs import SweepJob
+from runtime.resume import finished_line
+from runtime.run import write_row
+from runtime.trackers import TensorBoard
+from scripts import collect, prepare, reproduce
+from terminal import CONTROLS
+
+ESCAPE, SHOWN = "\x1b[2J", "\\x1b[2J"
+
+
+def assert_shown(text, times=1):
+    """Assert that the text has the control character, escaped, and no other one."""
+    assert text.count(SHOWN) == times
+    assert not {chr(code) for code in CONTROLS} & set(text)
+
+
+def test_lines_with_texts_of_a_run(tmp_path):
+    """A path, the status of an attempt, and the last line of a job's log, whose bar shows it."""
+    folder = tmp_path / ESCAPE
+    folder.mkdir()
+    write_row(folder, {"status": "ok"})
+    assert_shown(finished_line(folder, folder / "checkpoints/step-000001", "name"))
+    assert_shown(TensorBoard.view_line(None, folder))
+    assert_shown(attempt_line("train", {"T": 128, "status": f"failed: {ESCAPE}"}))
+    assert_shown(summary("train", {"limit": f"failed: {ESCAPE}"}, None))
+    job = SweepJob(tmp_path / "1-base", [], [], [None])
+    job.folder.mkdir()
+    (job.folder / "log.txt").write_text(ESCAPE)
+    job.command, job.start_time, job.timeout_status = "python train.py", time.monotonic(), None
+    job.process = type("Ended", (), {"returncode": 1})
+    assert_shown(job.complete_row())
+
+
+def test_commands_print_paths_escaped(called, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lab.rows.RESULTS", tmp_path)
+    (tmp_path / "a.txt").write_text("a few words\n" * 100)
+    words = "data=text", "data.path=a.txt", f'data.name="{ESCAPE}"', f'data.cache="{tmp_path}/{ESCAPE}"', "workers=1"
+    code, out, err = called("prepare.py", prepare.main, *words)
+    assert (code, err) == (0, "")
+    assert_shown(out, times=3)  # the name in the summary and in the folder, and data.cache
+    row = {"name": "run", "status": "ok", "config": {"train": {}}, "env": {"device": "cpu"}}
+    (tmp_path / ESCAPE).mkdir(exist_ok=True)
+    write_row(tmp_path / ESCAPE, row)
+    code, out, _ = called("collect.py", collect.main, ESCAPE)
+    assert code == 0
+    assert_shown(out)
+
+
+def test_the_command_of_a_row_is_printed_escaped(called, monkeypatch, tmp_path):
+    """A row may be somebody else's. Here its command is not run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: sys.exit("not run"))
+    row = {"name": "run", "status": "ok", "started": ESCAPE, "config": {}, "perf/laps_s": [1.0, 1.0]}
+    write_row(tmp_path, row | {"command": f"python train.py data.path='{ESCAPE}'"})
+    _, out, _ = called("reproduce.py", reproduce.main, tmp_path)
+    assert_shown(out, times=2)
