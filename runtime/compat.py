@@ -17,15 +17,18 @@ from hydra.core.plugins import Plugins
 from terminal import printable
 
 triton_cache = Counter()  # "hit" and "miss": whether Triton found a kernel in its cache on the disk
+fa4_before: set[tuple] = set()  # the kernels that FlashAttention-4 had at the last reset_compile_counters()
 
 
 def reset_compile_counters() -> None:
-    """Set the counts of compilations to zero, and count the hits and misses of Triton's cache too.
+    """Set the counts of compilations to zero, and count the hits and misses of Triton's and FA4's cache too.
 
     torch.compile has no public counters. Triton calls the listener each time that it needs a compiled kernel.
     """
     compile_counters().clear()
     triton_cache.clear()
+    fa4_before.clear()
+    fa4_before.update(fa4_kernels())
     if find_spec("triton"):
         from triton import knobs
 
@@ -39,6 +42,25 @@ def compile_counters() -> dict[str, Counter]:
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters if dynamo else defaultdict(Counter)
+
+
+def fa4_cache() -> Counter:
+    """Return how many kernels FlashAttention-4 found in its cache on the disk ("hit"), and compiled ("miss").
+
+    FA4 has no counters (4.0.0b36). Only a kernel that this process has compiled can be exported.
+    """
+    new = [kernel for key, kernel in fa4_kernels().items() if key not in fa4_before]
+    return Counter("miss" if hasattr(kernel, "export_to_c") else "hit" for kernel in new)
+
+
+def fa4_kernels() -> dict[tuple, object]:
+    """Return the kernels that FlashAttention-4 has in memory; {} if nothing has imported it."""
+    module = sys.modules.get("flash_attn.cute.interface")
+    kernels = {}
+    for name, function in vars(module).items() if module else ():
+        if hasattr(function, "compile_cache"):
+            kernels |= {(name, key): kernel for key, kernel in function.compile_cache.cache.items()}
+    return kernels
 
 
 def shorten_argparse_errors() -> None:

@@ -31,9 +31,9 @@ def graph_breaks() -> int:
 def cache_state() -> str | None:
     """Return `warm` if all compiled code came from caches on the disk, or `cold`. None if nothing was compiled."""
     counters = compat.compile_counters()
-    inductor = counters["inductor"]
-    misses = compat.triton_cache["miss"] + inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
-    hits = compat.triton_cache["hit"] + inductor["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    inductor, kernels = counters["inductor"], compat.triton_cache + compat.fa4_cache()
+    misses = kernels["miss"] + inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    hits = kernels["hit"] + inductor["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     if misses:
         return "cold"
     return "warm" if hits else None

@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -67,13 +68,18 @@ def fa4() -> Kernels:
     return forward, backward
 
 
+def kernel_folder() -> Path:
+    """Return the folder in which FA4 keeps what it compiles. It may not exist."""
+    return Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or user_cache() / "flash-attn-4")
+
+
 def keep_compiled_kernels() -> None:
     """Let FA4 keep what it compiles on the disk, unless the user has said otherwise or the disk does not allow it.
 
     FA4 reads the variables when it is imported. With its kernels on the disk, the first step of GPT-2 124M (16 x 1024)
     took 0.9 s on an H100 instead of 4.8 s.
     """
-    folder = user_cache() / "flash-attn-4"
+    folder = kernel_folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.attention._flash import kernel_folder
 from kernels.fastest import FILL_COMMAND
 from kernels.registry import KernelError, cpp_compiler
 from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
@@ -66,7 +67,7 @@ def describe_disk(device: torch.device) -> str:
     triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton"
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
     uses: dict[int, tuple[int, list[str]]] = {}  # file system -> (free bytes, our folders on it)
-    for path in map(Path, ("out", ".cache", table_paths(device)[0].parent, triton, inductor)):
+    for path in map(Path, ("out", ".cache", table_paths(device)[0].parent, triton, inductor, kernel_folder())):
         absolute = path.expanduser().absolute()
         existing = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
         _, names = uses.setdefault(existing.stat().st_dev, (shutil.disk_usage(existing).free, []))

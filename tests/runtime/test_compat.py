@@ -88,6 +88,13 @@ def test_triton_reports_each_hit_and_miss_of_its_cache(monkeypatch, tmp_path):
         assert compat.triton_cache == expected
 
 
+@pytest.mark.gpu
+def test_fa4_keeps_its_kernels_in_dicts():
+    interface = pytest.importorskip("flash_attn.cute.interface", reason="FlashAttention-4 is not installed")
+    assert isinstance(interface._flash_attn_fwd.compile_cache.cache, dict)
+    assert isinstance(interface._flash_attn_bwd.compile_cache.cache, dict)
+
+
 def public_names(module, part):
     return [name for name in dir(module) if part in name and not name.startswith("_")]
 

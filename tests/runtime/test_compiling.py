@@ -1,5 +1,8 @@
 """The counts of graphs, graph breaks and cache hits."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ from runtime import compat, compiling
     ],
 )
 def test_cache_state_is_cold_when_a_compiler_missed_its_cache(inductor, triton, expected):
+    pytest.importorskip("torch._dynamo.utils")  # it holds the counters; this test may be the first that needs them
     compiling.reset()
     assert (compiling.cache_state(), compiling.graphs(), compiling.graph_breaks()) == (None, 0, 0)
     compat.compile_counters()["inductor"].update(inductor)
@@ -26,6 +30,29 @@ def test_cache_state_is_cold_when_a_compiler_missed_its_cache(inductor, triton, 
         knobs = pytest.importorskip("triton").knobs
         for hit in triton:  # as Triton calls its listener
             knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=hit)
+    assert compiling.cache_state() == expected
+    compiling.reset()
+
+
+class Compiled:
+    """A kernel that FlashAttention-4 has compiled, and not read from the disk."""
+
+    def export_to_c(self):
+        """Write the kernel."""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [([], None), ([object()], "warm"), ([Compiled()], "cold"), ([object(), Compiled()], "cold")],
+)
+def test_the_cache_of_flash_attention_4_counts(kernels, expected, monkeypatch):
+    """Kernels of an earlier run in this process do not count."""
+    forward = SimpleNamespace(compile_cache=SimpleNamespace(cache={"earlier": Compiled()}))
+    module = SimpleNamespace(_flash_attn_fwd=forward, other=None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", module)
+    compiling.reset()
+    assert compiling.cache_state() is None
+    forward.compile_cache.cache.update(enumerate(kernels))
     assert compiling.cache_state() == expected
     compiling.reset()
 
