@@ -29,9 +29,9 @@ from lab.recipe import Recipe
 from model import capture
 from model.step import evaluate, make_optimizer, train_step
 from model.vocabulary import take_vocabulary
-from runtime.config import parse
+from runtime.config import UserError, parse
 from runtime.meter import Meter
-from runtime.schedule import OVERFIT_LOSS, predict_last_step
+from runtime.schedule import OVERFIT_LOSS, Due, check_overfit, predict_last_step
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -199,6 +199,12 @@ def test_overfit_drives_the_loss_of_one_batch_to_near_zero(hotswap):
     assert code == 1
     assert err.startswith("error: train.overfit=true: after 4 steps the loss of the only batch is 4.")
     assert row("short")["status"].startswith("failed: train.overfit=true: after 4 steps")
+
+
+def test_a_loss_that_is_not_a_number_is_no_success_of_overfit():
+    settings, last = config(*QUICK, "train.overfit=true").train, Due(*[True] * 5, interrupted=False)
+    with pytest.raises(UserError, match=r"the loss of the only batch is nan, not below 0\.1"):
+        check_overfit(settings, last, 60, math.nan)
 
 
 def test_the_number_of_micro_steps_does_not_change_the_loss(hotswap):

@@ -12,6 +12,7 @@ from data import DataConfig, open_dataset, prepare_command
 from data.corpus import text_source
 from data.errors import DataError
 from data.loader import Windows
+from data.shards import digest
 from tests.data.test_corpus import texts_of
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
@@ -72,7 +73,10 @@ def test_another_column_or_val_fraction_gives_another_data_set(tmp_path):
 
 def test_the_fingerprint_depends_only_on_the_tokens(folder, tmp_path):
     """The same text has the same fingerprint in another folder, with other file times, and in another cache."""
-    fingerprint = open_dataset(data_config(tmp_path, path=str(folder))).fingerprint
+    dataset = open_dataset(data_config(tmp_path, path=str(folder)))
+    fingerprint = dataset.fingerprint
+    assert (fingerprint["train"], fingerprint["val"]) == (digest(dataset.train), digest(dataset.val))
+    assert fingerprint["train"] != fingerprint["val"]
     assert {key: fingerprint[key] for key in ("name", "tokenizer")} == {"name": "text", "tokenizer": "bytes"}
     assert json.loads(json.dumps(fingerprint)) == fingerprint
     moved = folder.rename(tmp_path / "moved")

@@ -2,6 +2,7 @@
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,9 +35,8 @@ def folder(tmp_path):
 def test_documents_are_the_rows_in_order(folder):
     documents = list(Hub(str(folder), val_fraction=0.3).documents())
     assert [document.text for document in documents] == list(filter(None, TEXTS))
-    assert (
-        20 < sum(document.split == "val" for document in documents) < 62
-    )  # of 136 documents: 41 +- 4 standard deviations
+    held_out = [document for document in documents if document.split == "val"]
+    assert 20 < len(held_out) < 62  # of 136 documents: 41 +- 4 standard deviations
 
 
 def test_a_stream_resumes_after_a_position_twice(folder):
@@ -51,6 +51,26 @@ def test_a_stream_resumes_after_a_position_twice(folder):
             position = json.loads(json.dumps(source.position()))
             documents_read += count
         assert list(Hub(str(folder)).documents(position)) == documents[documents_read:]
+
+
+def test_a_resumed_stream_reads_the_revision_of_its_start(monkeypatch):
+    """The hub has a newer one by then. Here no request is sent."""
+    import datasets
+    import huggingface_hub
+
+    opened = []
+    newest = SimpleNamespace(dataset_info=lambda path, timeout: SimpleNamespace(sha="newest"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: newest)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: opened.append((words, options["revision"])))
+    hub = Hub("owner/name", "subset")
+    for hub.revision in (None, "first"):
+        hub.open_stream()
+    assert opened == [(("owner/name", "subset"), "newest"), (("owner/name", "subset"), "first")]
+
+
+def test_another_path_subset_or_column_is_another_data_set():
+    sources = Hub("o/n"), Hub("o/m"), Hub("o/n", "subset"), Hub("o/n", column="body")
+    assert len({str(source.identity) for source in sources}) == len(sources)
 
 
 def test_an_interrupted_preparation_resumes_with_the_same_bytes(folder, tmp_path, monkeypatch):

@@ -132,6 +132,7 @@ DAMAGES = [
     (lambda file: damage(file, 0, b"\0"), "magic 20240384 and version 1, not 20240520 and 1"),
     (lambda file: damage(file, 4, b"\7"), "magic 20240520 and version 7"),
     (lambda file: damage(file, 0, b"", cut=1), "1031 bytes, but 4 tokens take 1032"),
+    (lambda file: file.write_bytes(file.read_bytes() + b"\0\0"), "1034 bytes, but 4 tokens take 1032"),
     (lambda file: damage(file, 8, b"\xff\xff\xff\x7f"), "1032 bytes, but 2147483647 tokens take 4294968318"),
     (replace_by_folder, "Is a directory"),
     (lambda file: file.write_bytes(b"short"), "5 bytes, less than the header's 1024"),
@@ -204,6 +205,23 @@ def test_a_shard_is_read_only_when_the_index_does_not_match_its_file(folder, tmp
         assert tokens_read == [4, 4, 3] * 2
 
 
+def test_verify_reads_shards_whose_size_and_time_are_those_of_the_index(folder, tokens_read):
+    file = folder / "train" / "000001.bin"
+    time = file.stat().st_mtime_ns
+    damage(file, HEADER_BYTES + 2, b"\x01")
+    os.utime(file, ns=(time, time))
+    assert len(open_shards(folder, "train", 10)) == 3
+    assert tokens_read == []
+    with pytest.raises(DataError, match="its tokens changed after they were written"):
+        open_shards(folder, "train", 10, verify=True)
+
+
+def test_facts_are_of_all_parts_of_a_file(monkeypatch):
+    monkeypatch.setattr("data.shards.READ_TOKENS", 2)
+    tokens = np.array([7, 1, 2], np.uint16)
+    assert read_facts(tokens) == {"tokens": 3, "sha256": hashlib.sha256(tokens).hexdigest(), "largest": 7}
+
+
 def test_the_digest_depends_on_the_tokens_and_the_shard_size(tmp_path):
     for name, documents, size in (("a", DOCUMENTS, 4), ("b", DOCUMENTS, 5), ("c", DOCUMENTS[:2], 4)):
         write_split(tmp_path, name, documents, eot=9, shard_tokens=size)
@@ -240,6 +258,10 @@ def test_nanogpt_files_are_opened_without_a_copy(tmp_path, tokens_read):
     assert changed[0].tokens[0] == 7
     assert digest(changed) != digest(val)
     assert tokens_read == [100, 7, 7]
+    stat = (tmp_path / "val.bin").stat()
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    os.utime(tmp_path / "val.bin", ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    assert len(open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")[1][0]) == 9
 
 
 @pytest.mark.parametrize(

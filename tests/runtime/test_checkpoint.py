@@ -76,8 +76,8 @@ def test_save_uses_the_host_memory_that_was_allocated_before(tmp_path):
     assert torch.equal(checkpoints.host_copies["exp_avg.b.c"], state["exp_avg"]["b.c"])
 
 
-def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys):
-    """A copy that cannot be made is a warning, and the older copy stays."""
+def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys, monkeypatch):
+    """A copy that cannot be made, or that is damaged, is a warning, and the older copy stays."""
     folder, disk = tmp_path / "run/checkpoints", tmp_path / "disk"
     checkpoints = Checkpoints(folder, 1, False, Ranks(), CPU, replicate_to=str(disk))
     for step in (1, 2):
@@ -88,9 +88,21 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys):
     assert find_checkpoint(disk / "run") == disk / "run/step-000002"
     (disk / "run/.step-000003").symlink_to("nowhere")  # the copy is written under this name
     checkpoints.save(3, random_tensors(3), {"updates": 3}, facts())
-    checkpoints.close()
+    checkpoints.finish()
     assert capsys.readouterr().err.startswith(f"warning: {folder}/step-000003 has no copy in {disk}/run: ")
     assert verify(folder / "step-000003")["step"] == 3
+    assert find_checkpoint(disk / "run") == disk / "run/step-000002"
+    (disk / "run/.step-000003").unlink()
+
+    def copy_without_bytes(source, target):
+        copytree(source, target)
+        (target / "training.pt").write_bytes(b"")
+
+    copytree = shutil.copytree
+    monkeypatch.setattr("runtime.saver.shutil.copytree", copy_without_bytes)
+    checkpoints.save(4, random_tensors(4), {"updates": 4}, facts())
+    checkpoints.close()
+    assert f"step-000004 has no copy in {disk}/run: {disk}/run/step-000004 is damaged" in capsys.readouterr().err
     assert find_checkpoint(disk / "run") == disk / "run/step-000002"
 
 
@@ -158,7 +170,7 @@ def test_a_checkpoint_is_unchanged_when_the_tensors_change_before_it_is_written(
 
 
 def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
-    save(tmp_path, 10, 20, 30, 40, 50, losses=[3.0, 1.0, 2.0, None, 1.5])
+    save(tmp_path, 10, 20, 30, 40, 50, losses=[3.0, 1.0, 2.0, None, 1.0])
     assert names(checkpoint_folders(tmp_path)) == ["step-000050", "step-000040", "step-000020"]
     assert (tmp_path / "best").resolve() == tmp_path / "step-000020"
     assert open_checkpoints(tmp_path).best == 1.0  # the next process reads it from the manifest
@@ -208,6 +220,14 @@ def test_an_invalid_manifest_is_an_error(tmp_path):
         find_checkpoint(tmp_path / "nowhere")
 
 
+def test_a_renamed_checkpoint_is_not_valid(tmp_path):
+    """Its step would decide what resumes, and what is deleted. The link `best` may lead to it."""
+    save(tmp_path, 1, losses=[1.0])
+    (tmp_path / "step-000001").rename(tmp_path / "step-000002")
+    with pytest.raises(UserError, match=r"step-000002 is not a valid checkpoint: manifest.json is of step 1"):
+        read_manifest(tmp_path / "step-000002")
+
+
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "step-000002" / "training.pt").write_bytes(b"")
@@ -226,6 +246,12 @@ def test_later_checkpoints_are_deleted_when_the_run_resumes_before_them(tmp_path
     checkpoints.close()
     assert newest_valid(tmp_path) == tmp_path / "step-000005"
     assert checkpoints.best == 2.5
+
+
+def test_the_checkpoint_that_a_run_resumes_from_stays(tmp_path):
+    save(tmp_path, 1, 2, 3, keep=3)
+    open_checkpoints(tmp_path, keep=3, steps_before=2)
+    assert names(checkpoint_folders(tmp_path)) == ["step-000002", "step-000001"]
 
 
 def test_a_damaged_best_checkpoint_does_not_count(tmp_path, capsys):

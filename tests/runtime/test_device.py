@@ -1,10 +1,14 @@
-"""What runtime.device does when it is imported."""
+"""What runtime.device does when it is imported, the peak of a job, and the commit of a figure."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from runtime import device
+from runtime.ranks import Ranks
 
 NAMES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
@@ -22,3 +26,35 @@ def test_segments_can_grow_unless_the_user_has_set_the_allocator(user):
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == next(iter(user.values()), "expandable_segments:True")
+
+
+def test_the_peak_of_a_job_is_the_largest_of_its_ranks(monkeypatch):
+    """The ranks need not be alike. `mem/job_peak_gib` is their sum."""
+    names = "mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/alloc_retries"
+    ranks = Ranks(rank=0, world_size=2)
+    monkeypatch.setattr(ranks, "gather", lambda peaks: [peaks, dict(zip(names, (3.0, 4.0, 0), strict=True))])
+    monkeypatch.setattr(device, "process_peaks", lambda _: dict(zip(names, (1.0, 5.0, 2), strict=True)))
+    expected = {**dict(zip(names, (3.0, 5.0, 2), strict=True)), "mem/job_peak_gib": 4.0}
+    assert device.peak_memory(torch.device("cpu"), ranks) == expected
+
+
+def test_the_commit_of_a_changed_tree_is_dirty(monkeypatch, tmp_path):
+    """A copy of the tree without its history has no commit, also inside of another repo."""
+
+    def git(*words):
+        identity = "-c", "user.name=x", "-c", "user.email=x"
+        done = subprocess.run(["git", *identity, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.delenv("HOTSWAP_COMMIT", raising=False)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "file").write_text("1")
+    git("init", "--quiet")
+    git("add", "file")
+    git("commit", "--quiet", "--message", "1")
+    monkeypatch.setattr(device, "ROOT", tmp_path)
+    assert device.git_commit() == git("rev-parse", "HEAD")
+    (tmp_path / "file").write_text("22")
+    assert device.git_commit() == git("rev-parse", "HEAD") + "-dirty"
+    monkeypatch.setattr(device, "ROOT", tmp_path / "copy")
+    assert device.git_commit() is None

@@ -61,6 +61,25 @@ def test_figures_leave_out_the_warmup_and_evaluations(clock, ceiling):
     assert row["perf/mfu_measured_peak"] == 1000 * 1e9 / 800e12
 
 
+def test_the_warmup_of_a_resumed_run_is_in_no_sample(clock, ceiling):
+    """It compiles again: its first step takes 30 s. The first sample is of the step after its warm-up."""
+    m = Meter(CPU, 1000, ceiling, steps_before=10, seconds_before=50.0)
+    for step in range(11, 16):
+        clock.now += 30 if step == 11 else 1
+        m.end_interval(step)
+    assert m.step_seconds == [1, 1]
+    assert m.result()["perf/first_step_s"] == 30
+
+
+def test_mfu_is_of_one_device(ceiling):
+    """Four GPUs make 4000 tokens/s together."""
+    four = Ceiling(CPU, torch.float32, flops_per_token=1e9, devices=4).figures(4000.0)
+    one = ceiling.figures(1000.0)
+    assert four["perf/tokens_per_sec"] == 4 * one["perf/tokens_per_sec"]
+    for key in ("perf/tokens_per_sec_per_device", "perf/mfu", "perf/mfu_measured_peak"):
+        assert four[key] == one[key]
+
+
 def test_data_wait_is_a_mean_per_step(clock, ceiling):
     m = Meter(CPU, 1000, ceiling)
     clock.now += 1

@@ -68,7 +68,7 @@ def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys, damage):
     assert capsys.readouterr().err == f"warning: {path}: line 5 is damaged and is left out\n"
 
 
-@pytest.mark.parametrize("moment", ["before a line", "after the last line"])
+@pytest.mark.parametrize("moment", ["before a line", "before a line, with another file", "after the last line"])
 def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
     folder = tmp_path / "run"
 
@@ -78,7 +78,9 @@ def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
             run.log(1, {})
             shutil.rmtree(folder)
             folder.mkdir()  # as a checkpoint does
-            if moment == "before a line":
+            if moment.endswith("file"):
+                (folder / "metrics.jsonl").touch()
+            if moment.startswith("before"):
                 run.log(2, {})
 
     with pytest.raises(UserError, match=r"run/metrics.jsonl was deleted or replaced during the run"):
@@ -102,6 +104,25 @@ def test_the_row_of_a_killed_run_says_so(tmp_path):
     assert read_row(tmp_path)["status"] == f"stopped: killed after step {run.config.train.max_steps}, its last"
     run.close("ok")
     assert read_row(tmp_path)["status"] == "ok"
+
+
+def test_a_resumed_run_that_cannot_be_built_leaves_the_row(tmp_path):
+    with Run(tmp_path, "name", config(*QUICK), Tracker(None)) as run:
+        run.begin(kernels={}, env={})
+        run.log(1, {"train/loss": 1.0})
+    row = (tmp_path / "result.json").read_bytes()
+    with pytest.raises(UserError, match="no such data"), Run(tmp_path, "n", config(*QUICK), Tracker(None), resume=True):
+        raise UserError("no such data")
+    assert (tmp_path / "result.json").read_bytes() == row
+
+
+def test_a_run_with_a_checkpoint_is_not_overwritten(tmp_path):
+    """Without a line in metrics.jsonl, a run ended before its first step, unless it has checkpoints."""
+    (tmp_path / "metrics.jsonl").touch()
+    Run(tmp_path, "name", config(*QUICK), Tracker(None)).lock.close()
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r"already holds a run \(metrics.jsonl\)"):
+        Run(tmp_path, "name", config(*QUICK), Tracker(None))
 
 
 def test_a_copy_of_a_running_run_is_not_called_killed(tmp_path):

@@ -151,6 +151,18 @@ def test_attempt_that_takes_too_long_is_shortened(predicted, quadratic):
     assert sum(2 * machine.seconds(length) > 60 for length in full) <= 1
 
 
+def test_an_earlier_attempt_counts_only_in_its_mode_and_kind():
+    row, machine = {"T": 128, "shortened": False}, Machine(2**16)
+    earlier = [{"step": 1, "mode": "train", **row, "status": "ok"}]
+    for mode, wanted, found in (
+        ("train", row, {**row, "status": "ok"}),
+        ("generate", row, None),
+        ("train", row | {"shortened": True}, None),
+    ):
+        search = Search(machine, config().recipe, mode, machine.first, machine, earlier)
+        assert search.find_earlier(wanted) == found
+
+
 def test_timeouts_and_crashes_limit_the_length():
     """Without a prediction, no short attempts show that a step will be slow."""
     machine = Machine(predicted=None, quadratic=60 / Machine.LIMIT**2, can_shorten=False, minutes=1)

@@ -1,10 +1,12 @@
 """The proof of a generation fails for wrong logits of any sequence that it compares, and for NaN."""
 
+import math
+
 import pytest
 import torch
 
 from kernels.sampling import Sampling
-from lab.proof.generation import compared_rows, prove, why_wrong
+from lab.proof.generation import compared_rows, judge, prove, why_wrong
 from model.decoder import Decoder
 from model.generate_config import GenerateConfig
 from tests.model.test_generate import varied_gpt
@@ -14,6 +16,22 @@ OPTIONS = {"decode": "blocks", "compiled": False, "options": GenerateConfig()}
 
 def test_the_compared_sequences_are_spread_over_the_batch():
     assert [compared_rows(batch) for batch in (1, 2, 6, 64)] == [[0], [0, 1], [0, 1, 3, 5], [0, 21, 42, 63]]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "error", "lossy", "ok"),
+    [
+        ([0.0, 1.9], 1.0, None, True),
+        ([0.0, 2.1], 1.0, None, False),
+        ([0.0, 1.9], 1.1, None, False),
+        ([0.0, 2.1], 1.1, "int8 rounds", None),
+        ([0.0, 1.9], math.nan, "int8 rounds", False),
+    ],
+)
+def test_a_token_may_be_off_by_twice_the_bound_and_a_logit_by_the_bound(gaps, error, lossy, ok):
+    """Two logits that are each off by the bound, 1 here, may change their order."""
+    proof = judge(torch.tensor(gaps), error, 1.0, lossy)
+    assert (proof["ok"], proof["ties"] + proof["other_tokens"]) == (ok, 1)
 
 
 @pytest.mark.parametrize("broken", [None, "nan", "last"])

@@ -15,7 +15,7 @@ from kernels.registry import unavailable
 from lab.context import attempt
 from lab.context.prober import ROOT
 from lab.proof import memory
-from lab.proof.memory import simulate
+from lab.proof.memory import predict_step, simulate
 from model import chunks, decoder
 from model.gpt import PRECISIONS
 from model.step import train_step
@@ -189,6 +189,12 @@ def test_predicted_weights_gradients_and_optimizer_state(precision, stored, stat
     parts = predict_bytes(cfg, 128)
     assert (parts["weights"], parts["gradients"]) == (stored * count, 4 * count)
     assert 0 < parts["optimizer"] - state * count <= 4 * tensors + 36  # AdamW's steps, four counters, lr
+
+
+def test_the_gradients_of_a_micro_batch_are_there_in_the_next_forward():
+    """The peak of one micro-batch is before the end of its backward, when most gradients are not there yet."""
+    one, two = (predict_step(config().recipe, 1, 16, count, CPU) for count in (1, 2))
+    assert 0.5 * one["gradients"] < two["peak"] - one["peak"] <= one["gradients"]
 
 
 def test_predicted_activations_are_linear_in_T_except_for_scores():

@@ -12,7 +12,7 @@ from kernels.registry import OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
 from lab.report.bench_panels import MARK_OF_OP
 from lab.report.choice_table import choice_tables
-from lab.report.choices import rerun_command
+from lab.report.choices import Choice, rerun_command
 from lab.report.colours import choice_colours, choice_symbols, part_colours
 from lab.report.figures import short_titles
 from lab.report.page import render_page
@@ -54,6 +54,13 @@ def test_a_choice_alone_at_its_settings_is_not_compared(tmp_path):
     measured = read_source(tmp_path).measured_choices
     assert {choice.comparison_text for choice in measured} == {"baseline", "not compared: other GPUs"}
     assert {choice.qualifier for choice in measured} == {"1 GPU", "2 GPUs"}
+
+
+def test_a_choice_has_the_median_speed_and_the_largest_peak_of_its_runs():
+    figures = [(100.0, 3.0), (104.0, 5.0), (120.0, 4.0), (None, None)]
+    keys = "perf/tokens_per_sec", "mem/peak_allocated_gib"
+    choice = Choice([make_row() | dict(zip(keys, pair, strict=True)) for pair in figures])
+    assert (choice.speed, choice.spread, choice.memory) == (104.0, (100.0, 120.0), 5.0)
 
 
 def test_a_copied_command_does_not_name_the_folder_of_the_first_run():

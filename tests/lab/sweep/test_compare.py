@@ -140,6 +140,9 @@ def test_differences_name_everything_but_the_kernels_and_the_folder():
         "train.batch_size: 32, baseline 64",
         "device: H100, baseline H200",
     ]
+    other = base | {"world_size": 2, "env": base["env"] | {"git_commit": "b"}}
+    base["env"]["git_commit"] = "a"
+    assert compare.differences(other, base) == ["GPUs: 2, baseline 1", "git_commit: b, baseline a"]
 
 
 def make_generation(step_ms, *, accepted=1.0, batch=4, intervals=9, **generate):
