@@ -31,6 +31,7 @@ from model.step import evaluate, make_optimizer, train_step
 from model.vocabulary import take_vocabulary
 from runtime.config import UserError, parse
 from runtime.meter import Meter
+from runtime.ranks import Ranks
 from runtime.schedule import OVERFIT_LOSS, Due, check_overfit, predict_last_step
 
 ROOT = Path(__file__).parents[1]
@@ -313,6 +314,12 @@ def test_validation_loss_is_the_mean_over_fixed_batches(tmp_path):
     assert evaluate(model, windows, t.batch_size, t.eval_samples, CPU) == loss
     for size in (1, 2, 12):  # the same samples in other batches
         assert evaluate(model.eval(), windows, size, t.eval_samples, CPU) == pytest.approx(loss, rel=1e-5)
+    parts = []
+    for rank in range(2):  # the first has two of the three batches, and the other one
+        ranks = Ranks(rank, world_size=2)
+        ranks.mean = lambda total: total
+        parts.append(evaluate(model, windows, t.batch_size, t.eval_samples, CPU, ranks))
+    assert sum(parts) / 2 == pytest.approx(loss, rel=1e-5)
 
 
 def test_max_minutes_ends_a_run(hotswap, monkeypatch):

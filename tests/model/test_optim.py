@@ -117,6 +117,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert not same(weights[2], weights[3])
     counters = optimizer.refused, optimizer.first_refused, optimizer.steps
     assert (*map(int, counters), optimizer.updates) == (1, 3, 5, 4)
+    assert int(optimizer.refused_in_a_row) == 0
     net = model()
     without = TorchAdamW(net, OptimConfig(**ADAMW))
     for step in (1, 2, 4, 5):
@@ -127,6 +128,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     weights, optimizer = five_steps_with_a_nan(stop=True)
     assert same(weights[1], weights[4])
     assert (int(optimizer.refused), int(optimizer.first_refused), optimizer.updates) == (3, 3, 2)
+    assert int(optimizer.refused_in_a_row) == 3
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])

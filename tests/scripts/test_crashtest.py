@@ -103,6 +103,8 @@ def test_a_difference_in_one_bit_a_missing_and_a_doubled_step_are_found(tmp_path
     assert run.find_loss().startswith("step 7 has [(4.0")
     write_run(tmp_path, [*LINES, (7, (loss + 2**-50, norm, None))])
     assert run.find_loss().startswith("step 7 has [(4.0")
+    write_run(tmp_path, [*LINES, LINES[6]])
+    assert run.find_loss().startswith("step 7 has [(4.0")
     write_run(tmp_path, without(4))
     assert run.find_loss().startswith("step 4 has None instead of ")
 
@@ -117,6 +119,8 @@ def test_only_a_line_that_was_damaged_may_be_missing(tmp_path):
         other = min({3, 4, 5} - run.gone)
         write_run(tmp_path, without(*run.gone))
         assert run.find_loss() is None
+        write_run(tmp_path, (FIGURES | dict.fromkeys(run.gone, (1.0, 1.0, None))).items())
+        assert run.find_loss().startswith(f"step {min(run.gone)} has [(1.0")
         write_run(tmp_path, without(*run.gone, other))
         assert run.find_loss().startswith(f"step {other} has None")
 

@@ -48,6 +48,12 @@ def test_errors_are_relative_to_the_exact_result():
     assert errors["error/gradients"] == pytest.approx(1e-3, rel=1e-2)
 
 
+def test_an_exact_result_of_zero_does_not_hide_an_error():
+    """dq is zero if each query sees one key. Its error is relative to the largest of the others: the ones."""
+    exact, result = (torch.zeros(4), torch.ones(4)), (torch.full((4,), 1e-3), torch.ones(4))
+    assert bench.largest_error(result, exact) == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize("limits", [{}, {"window": 5}, {"documents": (20, 4, 16)}, {"kv_heads": 1}])
 def test_errors_of_attention_by_its_last_queries(limits):
     """In float32 the error is tiny. Values that are 0.1% off show in the output and in their gradient."""

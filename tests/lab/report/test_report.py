@@ -285,10 +285,11 @@ def test_kernels_have_a_table_and_a_roofline(results, tmp_path):
     row |= {"error/out": 1e-3, "error/gradients": 2e-3, "extra_gib": 0.25}
     row |= {"ceiling/tb_per_s": 4.0, "ceiling/tflops": 700.0}
     faster = row | {"impl": "triton", "both/ms": 1.0, "both/of_floor": 1.0, "extra_gib": None}
+    faster |= {"env": {"git_commit": "5918f41a4eb37d063a85a187505e41749d5699d2-dirty"}}
     rows.append_rows(results / "h200" / "kernels.jsonl", [row | {"both/ms": 9.0}, faster, row])
     kernel, rates = ["norm bfloat16", "124m"], "2.00 (1.50, 2.25)"
     assert cells(tables.kernel_benchmarks("h200")) == [
-        [*kernel, "triton", "1.000", "**1.000** (1.900 to 2.100)", rates, "100.0%", "2.0e-03", "", "unknown"],
+        [*kernel, "triton", "1.000", "**1.000** (1.900 to 2.100)", rates, "100.0%", "2.0e-03", "", "5918f41+"],
         [*kernel, "eager", "1.000", "**2.000** (1.900 to 2.100)", rates, "50.0%", "2.0e-03", "0.25", "unknown"],
     ]
     assert figures.roofline([row, faster], tmp_path / "roof.png").read_bytes().startswith(b"\x89PNG")
