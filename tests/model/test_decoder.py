@@ -347,3 +347,9 @@ def test_every_decoder_draws_the_same_text_of_a_seed(decode, sampling, monkeypat
         options = GenerateConfig(speculate="ngram", draft_tokens=3)
         drafting = Decoder(model, 4, 15, sampling, seed=7, decode=decode, options=options)
         assert streamed(drafting, idx, 6, lengths) == expected
+
+
+def test_two_views_of_a_copy_count_once_and_the_weights_of_the_model_do_not():
+    model, copy = varied_gpt(), torch.zeros(8)
+    packed = {"first": copy[:4], "others": [copy[4:], model.wte.weight]}
+    assert copied_bytes(packed, model) == copy.nbytes
