@@ -29,6 +29,7 @@ from kernels.rope import rope_table, rotate
 from kernels.sampling import Sampling
 from model import chunks, cost, recompute
 from model.decoder import Decoder
+from model.executed import call_shapes
 from model.gpt import GPT, GPTConfig
 from runtime.config import UserError
 
@@ -201,6 +202,14 @@ def test_kernels_fp8_names_the_ops_in_fp8():
             KernelsConfig(fp8=wrong)
     with pytest.raises(KernelError, match=r"^kernels\.fp8 needs precision=fp8: "):
         resolve(KernelsConfig(fp8=["mlp"]), AttnConfig("eager"), torch.device("cpu"))
+
+
+def test_the_calls_of_a_step_are_in_fp8_where_the_step_is():
+    """auto, the judge and the row's `kernels` describe these calls."""
+    for precision, names, expected in (("fp8", None, {"linear", "mlp", "loss"}), ("fp8", ["mlp"], {"mlp"})):
+        calls = call_shapes(SMALL, KernelsConfig(fp8=names), precision, (2, 24))
+        assert {op for op, arguments in calls.items() if arguments.get("fp8")} == expected
+    assert not any("fp8" in arguments for arguments in call_shapes(SMALL, KernelsConfig(), "bf16", (2, 24)).values())
 
 
 def test_fp8_is_refused_by_backends_without_it(monkeypatch):
