@@ -18,6 +18,7 @@ FAMILIES_OF_KERNELS = {
     "_fwd_kernel": "attention",
     "_dkdv_kernel": "attention",
     "_lse_delta_kernel": "attention",
+    "_attention_fwd_gluon_kernel": "attention",
     "_attention_bwd_gluon_kernel": "attention",
     "_mlp_gluon_kernel": "mlp",
     "triton_poi_fused_gelu_gelu_backward_view_5": "mlp",

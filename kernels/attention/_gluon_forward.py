@@ -1,0 +1,358 @@
+"""The forward of triton.py for Hopper, in Gluon. Groups of warps share the keys, and matmuls run beside exponentials.
+
+A program computes one tile of queries after another. Its warps have different roles:
+
+    producer     one warp. By TMA it loads the queries of a tile, and keys and values in blocks of 128 into two rings
+    consumers    two or three warpgroups. Each computes 64 queries of the tile, as _fwd_kernel in triton.py does
+
+A consumer starts q k^T of a block, then p v of the block before it, and computes the softmax of the first. Meanwhile
+the tensor cores work for the other consumers (Shah et al. 2024, arXiv:2407.08608). Two consumers take turns to start
+their matmuls. Three are enough without turns, and faster if p v also runs during the consumer's own softmax.
+
+A consumer begins with the block on the diagonal, so that it masks its first block and no other.
+
+Which tiles a program computes. Behind a causal mask the last tile of a head takes 8 times as long as the first, at
+T = 1024. If program i of P computed tiles i, i + P, i + 2 P ..., the slowest would take 5 to 27% longer than the mean.
+So plan() gives each tile, long ones first, to the program that is free first, counted in blocks: 1% longer. The kernel
+reads the plan from memory. While the consumers finish a tile, the producer already loads the next one.
+
+TFLOP/s in one run on an H100, for (B, T, heads, D) in bf16:
+
+                          this kernel    FlashAttention 4    cuDNN    _fwd_kernel
+    (64, 1024, 12, 64)            348                 257      346            297
+    (2, 16384, 12, 64)            525                 533      431            408
+    (4, 4096, 16, 128)            623                 598      532            418
+
+Each slot has one barrier for "full" (its bytes have arrived) and one for "empty", as in mlp/_gluon.py. Beyond the last
+token TMA loads zeros and stores nothing, and the causal mask hides these keys from every real query.
+"""
+
+import functools
+import heapq
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels.attention._triton_tiles import heads_in_l2
+from kernels.compat import is_observed
+from kernels.gpu import make_context_current, multiprocessors
+from kernels.hopper import barrier, load, store, tma_descriptor
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
+ROWS = gl.constexpr(64)  # queries of a consumer
+BLOCK_N = gl.constexpr(128)  # keys
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # (ROWS, BLOCK_N)
+LONG = 4096  # tokens from which three consumers were faster than two, for heads of 64 channels
+
+
+@gluon.jit
+def _produce(
+    q, k, v, q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, plan_ptr, H, T,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = q_slots.shape[0]
+    SLOTS: gl.constexpr = k_slots.shape[0]
+    D: gl.constexpr = k_slots.shape[4]
+    tiles = gl.cdiv(T, CONSUMERS * ROWS)
+    plan_ptr += gl.program_id(0)
+    count = gl.load(plan_ptr)
+    block = 0  # how many were loaded so far. This gives the slot and the phase of its barriers
+    for i in range(count):
+        plan_ptr += gl.num_programs(0)
+        tile = gl.load(plan_ptr)
+        m, b, h = tile % tiles * (CONSUMERS * ROWS), tile // tiles // H, tile // tiles % H
+        for consumer in gl.static_range(CONSUMERS):
+            mbarrier.wait(empty_q.index(consumer), i & 1 ^ 1)
+            mbarrier.expect(full_q.index(consumer), ROWS * D * 2)
+            load(q, [b, h, m + consumer * ROWS, 0], full_q.index(consumer), q_slots.index(consumer))
+        blocks = gl.cdiv(min(m + CONSUMERS * ROWS, T), BLOCK_N)
+        for j in range(blocks):
+            n, slot, phase = (blocks - 1 - j) * BLOCK_N, block % SLOTS, block // SLOTS & 1
+            mbarrier.wait(empty_k.index(slot), phase ^ 1)
+            mbarrier.expect(full_k.index(slot), BLOCK_N * D * 2)
+            load(k, [b, h // GROUP, n, 0], full_k.index(slot), k_slots.index(slot))
+            mbarrier.wait(empty_v.index(slot), phase ^ 1)
+            mbarrier.expect(full_v.index(slot), BLOCK_N * D * 2)
+            load(v, [b, h // GROUP, n, 0], full_v.index(slot), v_slots.index(slot))
+            block += 1
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _start_scores(q, k_slots, turn, block, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Start q k^T of a block on the tensor cores. The caller waits for the result."""
+    k = k_slots.index(block % k_slots.shape[0]).reshape([BLOCK_N, k_slots.shape[4]])
+    if CONSUMERS == 2:  # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
+        mbarrier.wait(turn.index(CONSUMER), block & 1 ^ (1 - CONSUMER))
+    unused = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
+    return warpgroup_mma(q, k.permute((1, 0)), unused, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _queries(m):
+    return m + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def _softmax(s, largest, scale):
+    """Return p in fp32, the new maxima, the factor for sums with the old ones, and the sums of p.
+
+    The sums are (ROWS, 4), one for each of the four threads that hold a row, so that they need no exchange.
+    """
+    before = largest
+    largest = gl.maximum(before, gl.max(s, 1) * (scale * LOG2E))
+    p = _exp2(s * (scale * LOG2E) - largest[:, None])
+    sums = gl.sum(gl.sum(p.reshape(ROWS, BLOCK_N // 8, 4, 2), 3), 1)
+    return p, largest, _exp2(before - largest), sums
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr,
+    out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, turn,
+    plan_ptr, lse_stride, scale, H, T,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = q_slots.shape[0]
+    SLOTS: gl.constexpr = k_slots.shape[0]
+    D: gl.constexpr = k_slots.shape[4]
+    dtype: gl.constexpr = k_slots.dtype
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # (ROWS, D)
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    # With q in registers the tensor cores read less shared memory, but only then are enough registers left
+    Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and D == 64
+    tiles = gl.cdiv(T, CONSUMERS * ROWS)
+    plan_ptr += gl.program_id(0)
+    count = gl.load(plan_ptr)
+    next_tile = gl.load(plan_ptr + gl.num_programs(0))
+    block = 0
+    for i in range(count):
+        tile = next_tile
+        plan_ptr += gl.num_programs(0)
+        next_tile = gl.load(plan_ptr + gl.num_programs(0))  # arrives during this tile
+        tile_m, b, h = tile % tiles * (CONSUMERS * ROWS), tile // tiles // H, tile // tiles % H
+        m = tile_m + CONSUMER * ROWS
+        blocks = gl.cdiv(min(m + ROWS, T), BLOCK_N)
+        for _ in range(gl.cdiv(min(tile_m + CONSUMERS * ROWS, T), BLOCK_N) - blocks):  # only later consumers need these
+            mbarrier.wait(full_k.index(block % SLOTS), block // SLOTS & 1)
+            mbarrier.arrive(empty_k.index(block % SLOTS))
+            mbarrier.wait(full_v.index(block % SLOTS), block // SLOTS & 1)
+            mbarrier.arrive(empty_v.index(block % SLOTS))
+            block += 1
+
+        mbarrier.wait(full_q.index(CONSUMER), i & 1)
+        q = q_slots.index(CONSUMER).reshape([ROWS, D])
+        if Q_IN_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, SCORES, 2))
+            fence_async_shared()
+            mbarrier.arrive(empty_q.index(CONSUMER))
+        mbarrier.wait(full_k.index(block % SLOTS), block // SLOTS & 1)
+        s = _start_scores(q, k_slots, turn, block, CONSUMER, CONSUMERS)
+        if CONSUMERS == 2:
+            mbarrier.arrive(turn.index(1 - CONSUMER))
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(empty_k.index(block % SLOTS))
+        key = (blocks - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+        s = gl.where(key[None, :] <= _queries(m)[:, None], s, -float("inf"))
+        largest = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
+        p, largest, _, total = _softmax(s, largest, scale)
+        p = gl.convert_layout(p.to(dtype), P, assert_trivial=True)
+        acc = gl.zeros((ROWS, D), gl.float32, OUT)
+        if CONSUMERS == 3:
+            mbarrier.wait(full_k.index((block + 1) % SLOTS), (block + 1) // SLOTS & 1, pred=blocks > 1)
+        for j in range(1, blocks):
+            before, block = block % SLOTS, block + 1
+            slot, phase = block % SLOTS, block // SLOTS & 1
+            if CONSUMERS == 2:
+                mbarrier.wait(full_k.index(slot), phase)
+            s = _start_scores(q, k_slots, turn, block, CONSUMER, CONSUMERS)
+            mbarrier.wait(full_v.index(before), (block - 1) // SLOTS & 1)
+            acc = warpgroup_mma(p, v_slots.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
+            if CONSUMERS == 2:
+                mbarrier.arrive(turn.index(1 - CONSUMER))
+            s = warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(empty_k.index(slot))
+            p, largest, shrink, sums = _softmax(s, largest, scale)
+            total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sums
+            p = gl.convert_layout(p.to(dtype), P, assert_trivial=True)
+            if CONSUMERS == 3:
+                # ptxas moves the wait for acc before the softmax, but not before this wait, which is a loop
+                more = j + 1 < blocks
+                mbarrier.wait(full_k.index((block + 1) % SLOTS), (block + 1) // SLOTS & 1, pred=more)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty_v.index(before))
+            acc *= gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+
+        if not Q_IN_REGISTERS:
+            mbarrier.arrive(empty_q.index(CONSUMER))
+        slot = block % SLOTS
+        mbarrier.wait(full_v.index(slot), block // SLOTS & 1)
+        acc = warpgroup_mma(p, v_slots.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+        block += 1
+        row_total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
+        gl.store(
+            lse_ptr + (b * H + h).to(gl.int64) * lse_stride + _queries(m), largest + gl.log2(row_total), _queries(m) < T
+        )
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty_v.index(slot))
+        acc *= gl.convert_layout(1 / row_total, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
+        tma.store_wait(0)  # wait until the previous store has read its shared memory
+        out_slots.index(CONSUMER).reshape([ROWS, D]).store(acc.to(dtype))
+        fence_async_shared()
+        barrier()  # every thread has passed its fence before one thread stores
+        store(out, [b, h, m, 0], out_slots.index(CONSUMER))
+    tma.store_wait(0)  # the program must not end while a store still reads its shared memory
+
+
+@gluon.jit(do_not_specialize=["lse_stride", "H", "T"])
+def _attention_fwd_gluon_kernel(
+    q, k, v, out, lse_ptr, plan_ptr, lse_stride, scale, H, T,
+    GROUP: gl.constexpr, CONSUMERS: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """Compute out and lse of all heads.
+
+    q and out are descriptors of (B, H, T, D) tensors, k and v of (B, Hkv, T, D) tensors. lse_ptr points to (B, H, T)
+    in fp32, and lse_stride is the distance from one head to the next. plan_ptr points to what plan() returns.
+    """
+    q_slots = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
+    out_slots = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
+    k_slots = gl.allocate_shared_memory(k.dtype, [SLOTS] + k.block_type.shape, k.layout)  # noqa: RUF005
+    v_slots = gl.allocate_shared_memory(k.dtype, [SLOTS] + k.block_type.shape, k.layout)  # noqa: RUF005
+    full_q = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    empty_q = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    full_k = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty_k = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full_v = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty_v = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(full_q.index(i), count=1)
+        mbarrier.init(empty_q.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full_k.index(i), count=1)
+        mbarrier.init(empty_k.index(i), count=CONSUMERS)
+        mbarrier.init(full_v.index(i), count=1)
+        mbarrier.init(empty_v.index(i), count=CONSUMERS)
+    fence_async_shared()  # TMA will count bytes in the barriers
+    barrier()
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (0,
+                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                turn, plan_ptr, lse_stride, scale, H, T,
+            )),
+            (_consume, (1,
+                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                turn, plan_ptr, lse_stride, scale, H, T,
+            )),
+            (_produce, (
+                q, k, v, q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, plan_ptr, H, T,
+                GROUP,
+            )),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (0,
+                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                turn, plan_ptr, lse_stride, scale, H, T,
+            )),
+            (_consume, (1,
+                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                turn, plan_ptr, lse_stride, scale, H, T,
+            )),
+            (_consume, (2,
+                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                turn, plan_ptr, lse_stride, scale, H, T,
+            )),
+            (_produce, (
+                q, k, v, q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, plan_ptr, H, T,
+                GROUP,
+            )),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
+
+def supports(
+    q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, lengths: Tensor | None, window: int | None
+) -> bool:
+    """Return whether forward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits.
+
+    For up to 16 queries triton.py splits the keys instead.
+    """
+    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9 or q.dtype.itemsize != 2:
+        return False
+    if not causal or starts is not None or lengths is not None or window is not None or k.shape[1] != q.shape[1]:
+        return False
+    return k.dtype == q.dtype and q.shape[-1] in (64, 128) and q.shape[1] > 16
+
+
+@functools.lru_cache
+def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int, device: torch.device) -> Tensor:
+    """Return which tiles of M queries each program computes, (1 + rounds, programs) int32.
+
+    The first row says how many, and the others give their numbers. Tile i of head h has the number h tiles + i. The
+    first `heads_at_once` heads come first, because the L2 has room for their keys.
+    """
+    tiles = triton.cdiv(T, M)
+    free = [(0, program) for program in range(programs)]  # (when the program is free, its number)
+    numbers = [[] for _ in range(programs)]
+    for first in range(0, heads, heads_at_once):
+        for i in reversed(range(tiles)):
+            for head in range(first, min(first + heads_at_once, heads)):
+                time, program = free[0]
+                numbers[program].append(head * tiles + i)
+                blocks = triton.cdiv(min((i + 1) * M, T), BLOCK_N.value)
+                heapq.heapreplace(free, (time + blocks + 1, program))  # start and end of a tile take as long as a block
+    rounds = 1 + max(map(len, numbers))  # a program reads one number more than it needs
+    columns = [[len(column), *column, *[0] * (rounds - len(column))] for column in numbers]
+    return torch.tensor(columns, dtype=torch.int32).T.contiguous().to(device)
+
+
+def _head_tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Return a TMA descriptor for tiles (rows, D) of one head of a (B, T, H, D) tensor."""
+    return tma_descriptor(tensor.transpose(1, 2), 1, 1, rows, tensor.shape[-1])
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
+    """Write out (B, T, H, D), and lse (B, H, T or more) as attention_fwd() in triton.py describes it.
+
+    supports() must be true, and can_use_tma() for q, k, v and out.
+    """
+    (B, T, H, D), rows = q.shape, ROWS.value
+    consumers = 3 if D == 64 and T >= LONG else 2
+    programs = min(triton.cdiv(T, consumers * rows) * B * H, multiprocessors(q.device))
+    make_plan = plan.__wrapped__ if is_observed() else plan  # in FakeTensorMode, the tensor must be fake
+    make_context_current()
+    _attention_fwd_gluon_kernel[(programs,)](
+        _head_tiles(q, rows),
+        _head_tiles(k, BLOCK_N.value),
+        _head_tiles(v, BLOCK_N.value),
+        _head_tiles(out, rows),
+        lse,
+        make_plan(T, consumers * rows, B * H, heads_in_l2(k), programs, q.device),
+        lse.stride(1),
+        scale,
+        H,
+        T,
+        GROUP=H // k.shape[2],
+        CONSUMERS=consumers,
+        SLOTS=4 if D == 64 else 2,  # 32 KB each for keys and values at D = 128
+        num_warps=4,
+        # registers per thread when the warps start. The producer's warpgroup then gives most of its own to the others
+        maxnreg=128 if consumers == 3 else 168,
+    )
