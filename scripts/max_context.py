@@ -23,7 +23,7 @@ from kernels.registry import (
     missing_argument,
 )
 from lab.commands import command
-from lab.context.attempt import MODES, WINDOW, memory_limits, predict, run_attempt, window_is_free
+from lab.context.attempt import MODES, WINDOW, host_tokens, memory_limits, predict, run_attempt, window_is_free
 from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.context.search import OCTAVE, Search, predict_longest
 from lab.recipe import Recipe
@@ -121,7 +121,7 @@ def run_probe(
         print_json(row=predict(recipe, mode, length, device))
         return
     row = predict_longest(recipe, mode, usable_gib, device)
-    print_json(row=row)
+    print_json(row=row, host_tokens=host_tokens(recipe, device) if mode == "train" else None)
     quadratic = row is not None and row["T"] > WINDOW and recipe.model.window is None
     print_json(can_shorten=quadratic and (mode == "generate" or window_is_free(recipe, device)))
 

@@ -23,7 +23,7 @@ from lab.proof.memory import predict_parts, recipe_chunk, simulate, tensor_bytes
 from lab.recipe import Recipe
 from model.decoder import CHUNK, Decoder
 from model.generate import stream
-from model.gpt import GPT
+from model.gpt import GPT, PRECISIONS
 from model.optim import Optimizer
 from model.parallel import prepare
 from model.step import make_optimizer, train_step
@@ -34,7 +34,7 @@ from runtime.timing import synchronize
 
 MODES = ("train", "generate")
 NEW_TOKENS = 64
-PROC_STATUS = Path("/proc/self/status")
+PROC_STATUS, PROC_MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 WINDOW = 4096  # the sliding window of a shortened attempt in training
 M_MMAP_THRESHOLD = -3  # glibc's number of the option, from malloc.h
 
@@ -185,6 +185,19 @@ def limit_memory(gib: float | None, device: torch.device) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def host_tokens(recipe: Recipe, device: torch.device) -> int | None:
+    """Return for how many tokens the host's free memory can hold the inputs of all blocks; None if a GPU holds them.
+
+    The backward of a block in chunks also keeps a gradient of its input there. 5% stay free: a full host kills the
+    process without a word.
+    """
+    blocks = {"host": recipe.model.n_layer, "chunks": recipe.model.n_layer + 1}.get(recipe.model.checkpointing)
+    if blocks is None or device.type == "cpu":
+        return None
+    available = int(re.search(r"MemAvailable:\s+(\d+) kB", PROC_MEMINFO.read_text())[1]) * 1024
+    return int(0.95 * available) // (blocks * recipe.model.n_embd * PRECISIONS[recipe.precision][0].itemsize)
 
 
 def memory_limits(memory_gib: float | None, device: torch.device) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """Search for the longest length that fits: start at a prediction, double the steps, then bisect."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ UNPREDICTED_START = 1024  # tokens at which a search without a prediction starts
 LONGEST_START = 2**24  # a search starts at this many tokens at most
 # Two short attempts come first, at 1/16 and 1/8 of min(start, SHORT) tokens. At 1/4 and 1/2 they took 140 s
 SHORT = 2**20
+SHORT_CHUNKS = 2**22  # in chunks, memory is linear from 6 chunks on, which are 262,144 tokens of GPT-2 124M
 
 
 def length_of(index: int) -> int:
@@ -136,6 +138,10 @@ class Search:
         earlier_row = self.find_earlier(row)
         if earlier_row:
             row = earlier_row
+        elif length > (self.prediction.host_tokens or length):
+            tokens = self.prediction.host_tokens
+            why = f"not run: the host's free memory holds the inputs of {tokens:,} tokens"
+            row |= {"status": "host memory", "why": why}
         elif self.is_slow(length) and not shortened:
             seconds = self.two_step_seconds(length)
             row |= {"status": "timeout", "why": f"not run: two steps would take {seconds:.0f} s"}
@@ -163,9 +169,10 @@ class Search:
 
         If attempts cannot be shortened, the index is lowered until a step is not slow, at most to 0.
         """
-        start = predicted or UNPREDICTED_START
+        start = min(predicted or UNPREDICTED_START, self.prediction.host_tokens or math.inf)
         if start > 4 * WINDOW:
-            short = [self.attempt(min(start, SHORT) // divisor) for divisor in (16, 8)]
+            longest = SHORT_CHUNKS if self.recipe.model.checkpointing == "chunks" else SHORT
+            short = [self.attempt(min(start, longest) // divisor) for divisor in (16, 8)]
             self.step_seconds = fit_step_seconds([row for row in short if not row["shortened"]])
             start = self.correct_start(start, short)
         index = index_of(start)
@@ -180,6 +187,7 @@ class Search:
         if not self.prediction.row.get("opaque") or any(row["status"] != "ok" for row in short):
             return predicted
         start = extrapolate_start(short, self.prediction.usable_gib)  # it was 1.4% off at 4.7 million tokens
+        start = min(start, self.prediction.host_tokens or math.inf)
         return start if abs(start / predicted - 1) >= 0.05 else predicted
 
     def longest(self) -> dict:

@@ -4,7 +4,9 @@ import random
 from itertools import pairwise
 
 import pytest
+import torch
 
+from lab.context import attempt
 from lab.context.prober import OUT_OF_MEMORY
 from lab.context.search import INDICES, OCTAVE, Search, fit_step_seconds, index_of, last_that_fits, length_of
 from tests.lab.context.machine import Machine
@@ -85,6 +87,27 @@ def test_two_short_attempts_correct_an_uncertain_prediction():
         assert row["context/train/predicted"] == machine.LIMIT // 2
         attempts[uncertain] = len(machine.attempted)
     assert attempts == {False: 2 + 16, True: 2 + 2}
+
+
+def test_host_memory_ends_the_search_before_the_system_kills_an_attempt(capsys):
+    """Block inputs wait on the host. It has room for fewer tokens than the GPU, and no longer length is tried."""
+    machine = Machine()
+    machine.first.host_tokens = 999_999
+    row = longest(machine, "model.checkpointing=host")
+    assert (row["context/max_train"], row["context/train/limit"]) == (length_of(index_of(999_999)), "host memory")
+    assert machine.attempted == [62_499, 124_999, length_of(index_of(999_999))]
+    assert "not run: the host's free memory holds the inputs of 999,999 tokens" in capsys.readouterr().out
+
+
+def test_tokens_whose_block_inputs_fit_on_the_host(tmp_path, monkeypatch):
+    """GPT-2 124M in bf16 keeps 12 inputs of 1536 bytes a token, and in chunks a gradient of one input more."""
+    (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\nMemFree: 1 kB\nMemAvailable:    1000000 kB\n")
+    monkeypatch.setattr(attempt, "PROC_MEMINFO", tmp_path / "meminfo")
+    tokens = {}
+    for checkpointing in ("block", "host", "chunks"):
+        words = "model=gpt2_124m", "model.n_layer=12", "precision=bf16", f"model.checkpointing={checkpointing}"
+        tokens[checkpointing] = attempt.host_tokens(config(*words).recipe, torch.device("cuda"))
+    assert tokens == {"block": None, "host": 972_800_000 // (12 * 1536), "chunks": 972_800_000 // (13 * 1536)}
 
 
 def test_prediction_that_short_attempts_confirm_is_kept():
