@@ -41,12 +41,15 @@ def backends_of(kernels: dict) -> dict[str, str]:
 
 
 def kernels_cell(row: dict) -> str:
-    """Return a name such as "triton", "eager+triton" or "triton+compile"; eager under torch.compile is "compile"."""
-    kernels = row["config"]["kernels"]
+    """Return a name such as "triton", "eager+triton" or "triton+compile"; eager under torch.compile is "compile".
+
+    Steps are captured where it is possible, so the name says if they were not, because of train.cuda_graph=false.
+    """
+    kernels, train = row["config"]["kernels"], row["config"].get("train", {})
     names = "+".join(sorted(set(backends_of(kernels).values())))
     if kernels["compile"]:
         names = "compile" if names == "eager" else f"{names}+compile"
-    return names + fp8_note(kernels)
+    return names + fp8_note(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
 
 
 def fp8_note(kernels: dict) -> str:
