@@ -1,6 +1,7 @@
 """Fixtures of all tests, and the settings that must be made before torch and Triton are imported."""
 
 import functools
+import gc
 import logging
 import multiprocessing.spawn
 import os
@@ -22,6 +23,9 @@ import torch
 from hydra._internal.hydra import Hydra
 
 from tests.fork_server import start
+
+# Until the tests are collected. Collections of garbage would take 7 s of their imports' 30 s, and find nothing
+gc.disable()
 
 # A background job (`make test &`) ignores SIGINT, and so would the programs that the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -148,6 +152,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish():
+    """Collect garbage again from here on, but pass over what has been imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @functools.cache

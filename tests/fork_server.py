@@ -190,7 +190,9 @@ if __name__ == "__main__":
     if sys.argv[1] == "client":
         client(*sys.argv[2:])
     listener = socket.socket(fileno=int(sys.argv[2]))
+    gc.disable()  # collections during these imports take 1 s
     for module in MODULES:
         importlib.import_module(module)
     gc.freeze()  # a garbage collection in a fork then passes over these modules
+    gc.enable()
     run_and_exit(**serve(listener))
