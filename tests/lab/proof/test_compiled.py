@@ -18,6 +18,7 @@ def predict(B, T, *overrides):
 def test_predicted_activations_are_what_a_compiled_model_saves(overrides):
     """The real model runs AOTAutograd's graphs operator by operator, with Inductor's decompositions."""
     B, T = 2, 72
+    overrides = *overrides, "model.n_layer=1"
     cfg = config(*overrides)
     model = cfg.recipe.build(CPU)
     batch = torch.zeros(2, B, T, dtype=torch.int64).unbind()
@@ -69,14 +70,14 @@ def test_a_result_does_not_overwrite_an_argument_of_another_size():
 
 
 def test_a_compiled_model_is_traced_with_few_layers(monkeypatch):
-    few = predict(2, 72, "model.n_layer=6")
-    monkeypatch.setattr(memory, "FEW_LAYERS", (5, 6))
-    assert predict(2, 72, "model.n_layer=6") == pytest.approx(few, abs=1e-12)
+    few = predict(2, 72, "model.n_layer=4")
+    monkeypatch.setattr(memory, "FEW_LAYERS", (3, 4))
+    assert predict(2, 72, "model.n_layer=4") == pytest.approx(few, abs=1e-12)
 
 
 def test_two_lengths_and_a_step_of_two_micro_batches_are_simulated_in_one_process():
     """Dynamo does not go on with symbolic sizes. The second micro-batch adds to fp32 gradients of bf16 weights."""
-    recipe = config("kernels.compile=true", "precision=bf16").recipe
+    recipe = config("kernels.compile=true", "precision=bf16", "model.n_layer=1").recipe
     short, long = (predict_step(recipe, 2, T, 1, CPU)["activations"] for T in (64, 128))
     assert long == pytest.approx(2 * short, rel=0.01)
     twice = predict_step(recipe, 2, 128, 2, CPU)

@@ -67,7 +67,6 @@ def allocated_peak(work, trace):
     gc.freeze()  # a collection then takes no time
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, CollectGarbage():
         work()
-    gc.unfreeze()
     profiler.export_chrome_trace(str(trace))
     now = peak = 0
     for event in json.loads(trace.read_text())["traceEvents"]:
@@ -160,8 +159,8 @@ def test_chunks_take_less_memory_a_token(monkeypatch):
     slopes = {}
     for checkpointing in ("host", "chunks"):
         cfg = config("precision=bf16", "attn=sdpa", "model.pos=rope", f"model.checkpointing={checkpointing}")
-        short, long = (predict_bytes(cfg, length)["peak"] for length in (8192, 16384))
-        slopes[checkpointing] = (long - short) / 8192 / cfg.model.n_embd
+        short, long = (predict_bytes(cfg, length)["peak"] for length in (2048, 4096))
+        slopes[checkpointing] = (long - short) / 2048 / cfg.model.n_embd
     assert slopes["chunks"] < 0.75 * slopes["host"]
 
 
