@@ -195,13 +195,16 @@ def draw_one_by_one(packed, tokens, cache, seeds, sampling, steps, stops=()):
     return torch.stack(drawn, dim=1)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("case", ["one", "ragged", "fp8_ring"])
+@pytest.mark.parametrize(
+    ("case", "sampling"),
+    [("ragged", sampling) for sampling in SAMPLINGS]
+    + [(case, sampling) for case in ("one", "fp8_ring") for sampling in ("greedy", "all", "both")],
+)
 def test_one_launch_draws_the_tokens_of_single_steps(case, sampling, launch):
     """Token for token, and it leaves the same cache. It changes neither its tokens nor its positions."""
     weights, tokens, cache = case_inputs(case).values()
     packed = pack(weights, cache)
-    for seed in (0, 5):
+    for seed in (0, 5) if case == "ragged" else (5,):
         launch(seed=seed)
         own, other, seeds = copy_cache(cache), copy_cache(cache), seeds_of(seed, len(tokens), DEVICE)
         inputs = tokens.clone(), own.positions.clone()
@@ -350,7 +353,7 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
         own = copy_cache(cache)
         try:
             packed = pack(weights, own)
-            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(2, 3), sampling, 4, stops)
+            drawn = persistent.generate_tokens(packed, tokens, own, seeds_of(2, 3), sampling, 3, stops)
         except (KernelError, AssertionError) as error:
             return str(error)
         return drawn.tolist(), rows_of(own).tolist()
@@ -373,7 +376,7 @@ def test_the_emulator_notices_a_missing_barrier(name, launch, monkeypatch, tmp_p
     monkeypatch.setattr(emulator, "FOLDER", tmp_path / "decode/_persistent")
     emulator.compile_for_cpu.cache_clear()
     pack(weights, copy_cache(cache))  # compile once, and not in each process
-    assert not any(differs(*run) for run in runs.items())
+    assert not any(differs(*run) for run in [*runs.items()][:: len(runs) // len(settings)])  # one run of each setting
     for i in numbers[name]:
         assert any(differs(*run, missing=i) for run in runs.items()), f"{name}: barrier {i} is not needed"
     emulator.compile_for_cpu.cache_clear()

@@ -25,7 +25,7 @@ inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bit
 
 namespace emulator {
 
-constexpr int STACK = 64 << 10, MOST_TICKS = 1 << 17;  // a tick is a turn of every thread
+constexpr int STACK = 64 << 10, MOST_TICKS = 1 << 15;  // a tick is a turn of every thread
 
 struct Meeting {  // of `count` fibers, again and again
   int count, arrived = 0;
