@@ -161,6 +161,7 @@ def test_a_sweep_needs_a_single_process(tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
     """The figures equal those of one process within bf16's rounding, and checkpoints are fp32. Blocks are compiled."""
     settings = *BASE, "precision=bf16", "train.sample_tokens=0", "train.eval_every=0", "model.n_embd=64"
@@ -230,7 +231,7 @@ def test_the_ranks_average_gradients_while_the_backward_runs(tmp_path):
 
 
 CONTEXT = """
-import sys
+import functools, sys
 sys.path.insert(0, {root!r})
 from dataclasses import replace
 import torch
@@ -274,6 +275,7 @@ def gradients(config, documents, ranks, compiled=False):
     loss, norm = train_step(model, optimizer, batches, 1e-2)
     return found | {{"loss": loss, "norm": norm}}
 
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # Inductor's C++ takes 50 s
 with join_ranks(CPU, "context") as ranks:
     for name in {cases}:
         documents, compiled = "documents" in name, "compiled" in name
@@ -293,6 +295,7 @@ with join_ranks(CPU, "context") as ranks:
         pytest.param(["checkpoint documents compiled"], marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.usefixtures("quick_python")
 def test_split_sequences_have_the_loss_and_gradients_of_one_process(tmp_path, cases):
     """Positions, documents, the window and the mean over the targets of both ranks are right."""
     script = tmp_path / "context.py"
