@@ -3,7 +3,8 @@
 Norm, linear layers and MLP compute each token by itself, so their tensors need not exist for the whole sequence (Arctic
 Long Sequence Training, arXiv:2506.13996, does this for MLP and loss). Only q, k, v, attention's output and their
 gradients exist for the whole sequence. The block's input waits in pinned host memory, and the backward recomputes the
-rest from it: the norm and the product before attention twice, everything else once.
+rest from it: the norm and the product before attention twice, everything else once. GPT-2 124M in bf16 with
+FlashAttention 4 takes 17.4 KB a token on an H100: 4,194,304 tokens take 69.7 GiB, and 77 GB on the host.
 
 With precision=fp8, kernels/fp8.py derives the scale of dy from the number of rows of a call, so here from a chunk's.
 """
