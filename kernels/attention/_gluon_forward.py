@@ -30,6 +30,7 @@ token TMA loads zeros and stores nothing, and the causal mask hides these keys f
 import functools
 import heapq
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -302,7 +303,7 @@ def supports(
 
 
 @functools.lru_cache
-def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int, device: torch.device) -> Tensor:
+def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int) -> np.ndarray:
     """Return which tiles of M queries each program computes, (1 + rounds, programs) int32.
 
     The first row says how many, and the others give their numbers. Tile i of head h has the number h tiles + i. The
@@ -320,7 +321,12 @@ def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int, device: 
                 heapq.heapreplace(free, (time + blocks + 1, program))  # start and end of a tile take as long as a block
     rounds = 1 + max(map(len, numbers))  # a program reads one number more than it needs
     columns = [[len(column), *column, *[0] * (rounds - len(column))] for column in numbers]
-    return torch.tensor(columns, dtype=torch.int32).T.contiguous().to(device)
+    return np.array(columns, np.int32).T.copy()
+
+
+@functools.lru_cache
+def plan_on(device: torch.device, *sizes: int) -> Tensor:
+    return torch.tensor(plan(*sizes), device=device)
 
 
 def _head_tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
@@ -336,7 +342,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
     (B, T, H, D), rows = q.shape, ROWS.value
     consumers = 3 if D == 64 and T >= LONG else 2
     programs = min(triton.cdiv(T, consumers * rows) * B * H, multiprocessors(q.device))
-    make_plan = plan.__wrapped__ if is_observed() else plan  # in FakeTensorMode, the tensor must be fake
+    sizes = T, consumers * rows, B * H, heads_in_l2(k), programs
+    fetch_plan = plan_on.__wrapped__ if is_observed() else plan_on  # in FakeTensorMode, the tensor must be fake
     make_context_current()
     _attention_fwd_gluon_kernel[(programs,)](
         _head_tiles(q, rows),
@@ -344,7 +351,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
         _head_tiles(v, BLOCK_N.value),
         _head_tiles(out, rows),
         lse,
-        make_plan(T, consumers * rows, B * H, heads_in_l2(k), programs, q.device),
+        fetch_plan(q.device, *sizes),
         lse.stride(1),
         scale,
         H,

@@ -117,6 +117,8 @@ def mlp(x, w_fc, b_fc, w_proj, b_proj):
         F, C = w_fc.shape
         raise Unavailable(f"mlp=nvmath needs widths that are multiples of 8, not {C} and {F}: choose kernels.mlp=eager")
     if x.is_cuda and x.dtype == torch.float32:  # on an H100 dx was wrong by 1e-5, ten times as much as eager's
-        raise Unavailable("mlp=nvmath is not exact in float32, in cuBLASLt's GELU: choose bfloat16, or kernels.mlp=eager")
+        raise Unavailable(
+            "mlp=nvmath in float32: cuBLASLt's GELU is too inexact; choose bfloat16, or kernels.mlp=eager"
+        )
     x_rows = x.reshape(-1, x.shape[-1]).contiguous()
     return mlp_fwd(x_rows, w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)[0].view(x.shape)

@@ -354,7 +354,7 @@ def test_plan_of_attentions_gluon_forward(T, M, heads, at_once, programs):
     Few tiles for each program cannot be divided evenly, so the last two shapes are not judged.
     """
     kernel = importlib.import_module("kernels.attention._gluon_forward")
-    counts, *rounds = kernel.plan(T, M, heads, at_once, programs, torch.device("cpu")).tolist()
+    counts, *rounds = kernel.plan(T, M, heads, at_once, programs).tolist()
     tiles = -(-T // M)
     numbers = [[row[program] for row in rounds[:count]] for program, count in enumerate(counts)]
     assert sorted(number for column in numbers for number in column) == list(range(heads * tiles))
