@@ -326,7 +326,7 @@ def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int) -> np.nd
 
 @functools.lru_cache
 def plan_on(device: torch.device, *sizes: int) -> Tensor:
-    return torch.tensor(plan(*sizes), device=device)
+    return torch.tensor(plan(*sizes)).to(device)
 
 
 def _head_tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
