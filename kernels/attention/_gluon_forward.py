@@ -2,29 +2,31 @@
 
 A program computes one tile of queries after another. Its warps have different roles:
 
-    producer     one warp. By TMA it loads the queries of a tile, and keys and values in blocks of 128 into two rings
+    producer     one warp. It loads the tile's queries, and all keys and values that they see, 128 at a time, by TMA
     consumers    two or three warpgroups. Each computes 64 queries of the tile, as _fwd_kernel in triton.py does
 
-A consumer starts q k^T of a block, then p v of the block before it, and computes the softmax of the first. Meanwhile
-the tensor cores work for the other consumers (Shah et al. 2024, arXiv:2407.08608). Two consumers take turns to start
-their matmuls. Three are enough without turns, and faster if p v also runs during the consumer's own softmax.
+For each block of 128 keys, a consumer starts q k^T, then starts p v of the previous block, waits for q k^T and computes
+its softmax. During the softmax the tensor cores work for the other consumers (Shah et al. 2024, arXiv:2407.08608). Two
+consumers take turns to start their matmuls. Three need no turns, and are faster if p v runs during their own softmax.
 
 A consumer begins with the block on the diagonal, so that it masks its first block and no other.
 
-Which tiles a program computes. Behind a causal mask the last tile of a head takes 8 times as long as the first, at
-T = 1024. If program i of P computed tiles i, i + P, i + 2 P ..., the slowest would take 5 to 27% longer than the mean.
-So plan() gives each tile, long ones first, to the program that is free first, counted in blocks: 1% longer. The kernel
-reads the plan from memory. While the consumers finish a tile, the producer already loads the next one.
+The plan. Behind a causal mask the last tile of a head takes 8 times as long as the first, at T = 1024. Suppose that the
+tiles are sorted, long ones first, and program i of P computes tiles i, i + P, i + 2 P and so on. For the shapes below,
+the slowest program then takes 5 to 27% longer than the mean. So plan() gives each tile to the program that has the
+fewest blocks so far, and the slowest takes 1% longer. The kernel reads the plan from memory. While the consumers finish
+a tile, the producer already loads the next one.
 
-TFLOP/s in one run on an H100, for (B, T, heads, D) in bf16:
+TFLOP/s in one run on an H100, for (B, T, heads, D) in bf16. The rows in results/h100 are of another run:
 
                           this kernel    FlashAttention 4    cuDNN    _fwd_kernel
     (64, 1024, 12, 64)            348                 257      346            297
     (2, 16384, 12, 64)            525                 533      431            408
     (4, 4096, 16, 128)            623                 598      532            418
 
-Each slot has one barrier for "full" (its bytes have arrived) and one for "empty", as in mlp/_gluon.py. Beyond the last
-token TMA loads zeros and stores nothing, and the causal mask hides these keys from every real query.
+The slots for keys and for values are two rings. Each slot has one barrier for "full" (its bytes have arrived) and one
+for "empty" (its readers are done), as in mlp/_gluon.py. Beyond the last token TMA loads zeros and stores nothing, and
+the causal mask hides these keys from every real query.
 """
 
 import functools
@@ -46,7 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention._triton_tiles import heads_in_l2
-from kernels.compat import is_observed
+from kernels.compat import fake_mode
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper import barrier, load, store, tma_descriptor
 
@@ -55,7 +57,7 @@ LOWEST = gl.constexpr(-1e30)  # below every score, but finite, because -inf - -i
 ROWS = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)  # keys
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # (ROWS, BLOCK_N)
-LONG = 3072  # tokens from which three consumers are faster than two, for heads of 64 channels
+LONG = 3072  # from this many tokens on, three consumers are faster than two, for D = 64
 
 
 @gluon.jit
@@ -69,7 +71,7 @@ def _produce(
     tiles = gl.cdiv(T, CONSUMERS * ROWS)
     plan_ptr += gl.program_id(0)
     count = gl.load(plan_ptr)
-    block = 0  # how many were loaded so far. This gives the slot and the phase of its barriers
+    block = 0  # how many were loaded so far: it gives the slot, and the phase of the slot's barriers
     for i in range(count):
         plan_ptr += gl.num_programs(0)
         tile = gl.load(plan_ptr)
@@ -112,9 +114,10 @@ def _queries(m):
 
 @gluon.jit
 def _softmax(s, largest, scale):
-    """Return p in fp32, the new maxima, the factor for sums with the old ones, and the sums of p.
+    """Return p in fp32, the new maxima, the factor that rescales older sums to them, and the sums of p.
 
-    The sums are (ROWS, 4), one for each of the four threads that hold a row, so that they need no exchange.
+    `largest` has the old maxima. The sums of p are (ROWS, 4): four threads hold a row, and each keeps its own sum, so
+    that they need no exchange.
     """
     before = largest
     largest = gl.maximum(before, gl.max(s, 1) * (scale * LOG2E))
@@ -135,7 +138,7 @@ def _consume(
     dtype: gl.constexpr = k_slots.dtype
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # (ROWS, D)
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    # With q in registers the tensor cores read less shared memory, but only then are enough registers left
+    # q in registers saves reads of shared memory, but only two consumers with D = 64 have registers to spare
     Q_IN_REGISTERS: gl.constexpr = CONSUMERS == 2 and D == 64
     tiles = gl.cdiv(T, CONSUMERS * ROWS)
     plan_ptr += gl.program_id(0)
@@ -149,7 +152,8 @@ def _consume(
         tile_m, b, h = tile % tiles * (CONSUMERS * ROWS), tile // tiles // H, tile // tiles % H
         m = tile_m + CONSUMER * ROWS
         blocks = gl.cdiv(min(m + ROWS, T), BLOCK_N)
-        for _ in range(gl.cdiv(min(tile_m + CONSUMERS * ROWS, T), BLOCK_N) - blocks):  # only later consumers need these
+        loaded = gl.cdiv(min(tile_m + CONSUMERS * ROWS, T), BLOCK_N)
+        for _ in range(loaded - blocks):  # only the last consumers see these blocks
             mbarrier.wait(full_k.index(block % SLOTS), block // SLOTS & 1)
             mbarrier.arrive(empty_k.index(block % SLOTS))
             mbarrier.wait(full_v.index(block % SLOTS), block // SLOTS & 1)
@@ -192,7 +196,8 @@ def _consume(
             total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sums
             p = gl.convert_layout(p.to(dtype), P, assert_trivial=True)
             if CONSUMERS == 3:
-                # ptxas moves the wait for acc before the softmax, but not before this wait, which is a loop
+                # ptxas would move the wait for acc to before the softmax. It does not move it to before this wait for
+                # keys, because that is a loop
                 more = j + 1 < blocks
                 mbarrier.wait(full_k.index((block + 1) % SLOTS), (block + 1) // SLOTS & 1, pred=more)
             acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -306,8 +311,11 @@ def supports(
 def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int) -> np.ndarray:
     """Return which tiles of M queries each program computes, (1 + rounds, programs) int32.
 
-    The first row says how many, and the others give their numbers. Tile i of head h has the number h tiles + i. The
-    first `heads_at_once` heads come first, because the L2 has room for their keys.
+    A column is for one program: how many tiles it computes, their numbers, then zeros. With `tiles` tiles in a head,
+    tile i of head h has the number h * tiles + i. Tiles of the first `heads_at_once` heads come first, because the L2
+    has room for the keys and values of so many heads.
+
+    With 12 heads, a plan takes 30 ms for 64 x 1024 tokens, and 2.5 s for one sequence of 8 million tokens.
     """
     tiles = triton.cdiv(T, M)
     free = [(0, program) for program in range(programs)]  # (when the program is free, its number)
@@ -318,14 +326,16 @@ def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int) -> np.nd
                 time, program = free[0]
                 numbers[program].append(head * tiles + i)
                 blocks = triton.cdiv(min((i + 1) * M, T), BLOCK_N.value)
-                heapq.heapreplace(free, (time + blocks + 1, program))  # start and end of a tile take as long as a block
-    rounds = 1 + max(map(len, numbers))  # a program reads one number more than it needs
+                # start and end of a tile take as long as a block
+                heapq.heapreplace(free, (time + blocks + 1, program))
+    rounds = 1 + max(map(len, numbers))  # a program reads one number beyond its last tile
     columns = [[len(column), *column, *[0] * (rounds - len(column))] for column in numbers]
     return np.array(columns, np.int32).T.copy()
 
 
-@functools.lru_cache
+@functools.cache  # without a limit: a captured CUDA graph reads its plan in every replay, so no plan may be freed
 def plan_on(device: torch.device, *sizes: int) -> Tensor:
+    """Return plan(*sizes) on the device."""
     return torch.tensor(plan(*sizes)).to(device)
 
 
@@ -343,7 +353,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
     consumers = 3 if D == 64 and T >= LONG else 2
     programs = min(triton.cdiv(T, consumers * rows) * B * H, multiprocessors(q.device))
     sizes = T, consumers * rows, B * H, heads_in_l2(k), programs
-    fetch_plan = plan_on.__wrapped__ if is_observed() else plan_on  # in FakeTensorMode, the tensor must be fake
+    fetch_plan = plan_on.__wrapped__ if fake_mode() else plan_on  # a fake tensor serves only its FakeTensorMode
     make_context_current()
     _attention_fwd_gluon_kernel[(programs,)](
         _head_tiles(q, rows),
@@ -358,7 +368,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
         T,
         GROUP=H // k.shape[2],
         CONSUMERS=consumers,
-        SLOTS=4 if D == 64 else 2,  # 32 KB each for keys and values at D = 128
+        SLOTS=4 if D == 64 else 2,  # at D = 128, 128 keys take 32 KB and their values as much
         num_warps=4,
         # registers per thread when the warps start. The producer's warpgroup then gives most of its own to the others
         maxnreg=128 if consumers == 3 else 168,

@@ -9,11 +9,13 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.check import exact_results
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, contract, load
@@ -366,6 +368,32 @@ def test_plan_of_attentions_gluon_forward(T, M, heads, at_once, programs):
         for first in range(0, heads, at_once):
             lengths = [number % tiles for number in column if first <= number // tiles < first + at_once]
             assert lengths == sorted(lengths, reverse=True)
+
+
+def test_attentions_gluon_forward_makes_a_plan_once(monkeypatch):
+    """A profile and a dispatch mode make no other one, and it stays: a captured CUDA graph may read it."""
+    kernel = importlib.import_module("kernels.attention._gluon_forward")
+    plans = []
+    launch = {(4,): lambda *arguments, **_: plans.append(arguments[5])}
+    monkeypatch.setattr(kernel, "_attention_fwd_gluon_kernel", launch)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(kernel, "make_context_current", lambda: None)
+    monkeypatch.setattr(kernel, "tma_descriptor", lambda *_: None)
+
+    def forward(T):
+        x = torch.empty(1, T, 4, 64, dtype=torch.bfloat16)
+        kernel.forward(x, x, x, x, torch.empty(1, 4, T), 1.0)
+
+    for context in (nullcontext(), torch.profiler.profile(), FlopCounterMode(display=False)):
+        with context:
+            forward(200)
+    for T in range(17, 187):
+        forward(T)
+    forward(200)
+    assert all(plan is plans[0] for plan in (*plans[:3], plans[-1]))
+    with FakeTensorMode():
+        forward(200)
+    assert isinstance(plans[-1], FakeTensor)
 
 
 @pytest.mark.gpu
