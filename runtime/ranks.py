@@ -255,21 +255,22 @@ def unused_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
 
 
 def wait_for_ranks(rank: int, missing: Callable[[], list[int]]) -> None:
-    """Call missing() until it returns no ranks. Raises UserError after 10 minutes.
+    """Call missing() until it returns no ranks. Raises UserError after 10 minutes, or if the job's store is gone.
 
-    If a missing rank was killed, torchrun sends SIGTERM to the others. A store.wait() would not notice this signal, and
-    torchrun would kill this rank, too, after 30 s, without a word.
+    If a missing rank was killed, torchrun sends SIGTERM to the others. A store.wait() would not notice this signal.
+    After 30 s torchrun would kill this rank too, without a word.
     """
-    end, ranks = time.monotonic() + 600, missing()
+    end, names = time.monotonic() + 600, "another"
     try:
-        while ranks:
+        while ranks := missing():
             names = ", ".join(map(str, ranks))
             check(time.monotonic() < end, f"rank {rank}: rank {names} did not join the job within 10 minutes")
             time.sleep(0.05)
-            ranks = missing()
     except Stopped as stop:
         warn(f"rank {rank} got {stop} before rank {names} had joined the job (killed?); torchrun's report names it")
         raise
+    except dist.DistError as error:
+        raise UserError(f"rank {rank}: torchrun, which holds the job's store, has ended") from error
 
 
 def leave(ranks: Ranks) -> None:

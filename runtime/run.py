@@ -239,7 +239,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def is_copy(folder: Path) -> bool:
-    """Return whether the folder was copied, so that its lock says nothing about the run. Older runs do not know it."""
+    """Return whether the folder is a copy, in which no run holds the lock. Older runs wrote no number: then False."""
     lock = folder / ".lock"
     return lock.read_text().strip() not in ("", str(lock.stat().st_ino))
 
@@ -265,7 +265,8 @@ def read_config(folder: Path) -> DictConfig:
 def read_row(folder: Path) -> dict | None:
     """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read.
 
-    The status of a killed run is KILLED, with its last step. A copy of its folder may also be of a run that goes on.
+    The status of a killed run is KILLED, with its last step. In a copy of its folder, the status says that the run may
+    have been copied while it ran.
     """
     try:
         row = json.loads((folder / "result.json").read_text(), parse_constant=lambda name: None)  # NaN

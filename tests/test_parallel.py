@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -369,6 +370,16 @@ def test_a_rank_that_waits_for_a_killed_rank_says_so(rank, other, capsys):
     assert stopped.value.code == 128 + signal.SIGTERM
     expected = f"rank {rank} got SIGTERM before rank {other} had joined the job (killed?); torchrun's report names it"
     assert capsys.readouterr().err == f"warning: {expected}\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_when_torchrun_ends_says_so(rank):
+    def check(keys):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    store = SimpleNamespace(set=lambda *_: None, check=check)
+    with pytest.raises(UserError, match=f"rank {rank}: torchrun, which holds the job's store, has ended"):
+        unused_store(store, rank, 2)
 
 
 RESTARTED = """
