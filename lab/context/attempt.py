@@ -188,16 +188,20 @@ def limit_memory(gib: float | None, device: torch.device) -> Iterator[None]:
 
 
 def host_tokens(recipe: Recipe, device: torch.device) -> int | None:
-    """Return for how many tokens the host's free memory can hold the inputs of all blocks; None if a GPU holds them.
+    """Return for how many tokens the host's free memory can hold the inputs of all blocks; None if they stay elsewhere.
 
-    The backward of a block in chunks also keeps a gradient of its input there. 5% stay free: a full host kills the
-    process without a word.
+    5% stay free, because a system with a full memory kills the process without a word. All ranks are on one host.
     """
-    blocks = {"host": recipe.model.n_layer, "chunks": recipe.model.n_layer + 1}.get(recipe.model.checkpointing)
-    if blocks is None or device.type == "cpu":
+    checkpointing, layers, ranks = recipe.model.checkpointing, recipe.model.n_layer, world_size()
+    if checkpointing not in ("host", "chunks") or device.type == "cpu":
         return None
     available = int(re.search(r"MemAvailable:\s+(\d+) kB", PROC_MEMINFO.read_text())[1]) * 1024
-    return int(0.95 * available) // (blocks * recipe.model.n_embd * PRECISIONS[recipe.precision][0].itemsize)
+    token_bytes = recipe.model.n_embd * PRECISIONS[recipe.precision][0].itemsize
+    if checkpointing == "chunks":  # the backward of a block also keeps a gradient of its input there
+        return int(0.95 * available) // ((layers + 1) * token_bytes)
+    input_bytes = int(0.95 * available) // (layers * ranks)
+    input_bytes = 2 ** (input_bytes.bit_length() - 1)  # PyTorch allocates pinned memory in powers of two
+    return ranks * (input_bytes // token_bytes)
 
 
 def memory_limits(memory_gib: float | None, device: torch.device) -> tuple[float, float]:

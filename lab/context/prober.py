@@ -37,7 +37,7 @@ class ProbeResult:
     usable_gib: float | None = None  # how much of limit_gib is free
     kernels: dict | None = None
     row: dict | None = None  # the row of an attempt, or a prediction
-    host_tokens: int | None = None  # how many fit on the host, if it holds the inputs of blocks
+    host_tokens: int | None = None  # how many the host has room for, if it holds the inputs of blocks
     can_shorten: bool = False  # whether a slow attempt can be shortened (see lab.context.attempt.run_attempt)
 
 

@@ -18,7 +18,7 @@ UNPREDICTED_START = 1024  # tokens at which a search without a prediction starts
 LONGEST_START = 2**24  # a search starts at this many tokens at most
 # Two short attempts come first, at 1/16 and 1/8 of min(start, SHORT) tokens. At 1/4 and 1/2 they took 140 s
 SHORT = 2**20
-SHORT_CHUNKS = 2**22  # in chunks, memory is linear from 6 chunks on, which are 262,144 tokens of GPT-2 124M
+SHORT_CHUNKS = 2**22  # instead of SHORT, if in chunks: 1/16 is 6 chunks of GPT-2 124M; below, memory is not linear
 
 
 def length_of(index: int) -> int:
@@ -157,10 +157,14 @@ class Search:
         return row
 
     def find_earlier(self, row: dict) -> dict | None:
-        """Return the row of an earlier attempt in this mode with these T and `shortened`; None if there is none."""
+        """Return the row of an earlier attempt in this mode with these T and `shortened`; None if there is none.
+
+        A row with the status "host memory" does not count, because the host may have more free memory now.
+        """
         wanted = {**row, "mode": self.mode}
         for earlier in self.earlier:
-            if all(earlier.get(key) == value for key, value in wanted.items()):
+            was_run = earlier.get("status") != "host memory"
+            if was_run and all(earlier.get(key) == value for key, value in wanted.items()):
                 return {key: value for key, value in earlier.items() if key not in ("mode", "step")}
         return None
 

@@ -13,8 +13,8 @@ from tests.lab.context.machine import Machine
 from tests.lab.proof.test_memory import config
 
 
-def longest(machine, *overrides, mode="train"):
-    return Search(machine, config(*overrides).recipe, mode, machine.first, machine).longest()
+def longest(machine, *overrides, mode="train", earlier=()):
+    return Search(machine, config(*overrides).recipe, mode, machine.first, machine, earlier).longest()
 
 
 def test_neighbouring_lengths_differ_by_less_than_one_percent():
@@ -100,14 +100,20 @@ def test_host_memory_ends_the_search_before_the_system_kills_an_attempt(capsys):
 
 
 def test_tokens_whose_block_inputs_fit_on_the_host(tmp_path, monkeypatch):
-    """GPT-2 124M in bf16 keeps 12 inputs of 1536 bytes a token, and in chunks a gradient of one input more."""
+    """GPT-2 124M in bf16 keeps 12 inputs of 1536 bytes a token, and in chunks a gradient of one input more.
+
+    Without chunks an input is one pinned allocation, which PyTorch rounds up to a power of two: here 64 MiB of 77. On
+    two ranks it is two, of 32 MiB.
+    """
     (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\nMemFree: 1 kB\nMemAvailable:    1000000 kB\n")
     monkeypatch.setattr(attempt, "PROC_MEMINFO", tmp_path / "meminfo")
     tokens = {}
     for checkpointing in ("block", "host", "chunks"):
         words = "model=gpt2_124m", "model.n_layer=12", "precision=bf16", f"model.checkpointing={checkpointing}"
         tokens[checkpointing] = attempt.host_tokens(config(*words).recipe, torch.device("cuda"))
-    assert tokens == {"block": None, "host": 972_800_000 // (12 * 1536), "chunks": 972_800_000 // (13 * 1536)}
+    assert tokens == {"block": None, "host": 2**26 // 1536, "chunks": 972_800_000 // (13 * 1536)}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert attempt.host_tokens(config(*words[:-1], "model.checkpointing=host").recipe, torch.device("cuda")) == 43690
 
 
 def test_prediction_that_short_attempts_confirm_is_kept():
@@ -172,6 +178,16 @@ def test_attempt_that_takes_too_long_is_shortened(predicted, quadratic):
     assert row["context/train/seconds_of_full_attention"] >= 0.66 * machine.seconds(machine.LIMIT)
     full = [attempt["T"] for attempt in row["context/train/tries"] if not attempt["shortened"]]
     assert sum(2 * machine.seconds(length) > 60 for length in full) <= 1
+
+
+def test_a_search_that_the_host_has_stopped_goes_on_when_it_has_more_memory():
+    machine = Machine()
+    machine.first.host_tokens = 999_999
+    longest(machine, "model.checkpointing=host")
+    again, next_length = Machine(), length_of(index_of(999_999) + 1)
+    again.first.host_tokens = next_length
+    row = longest(again, "model.checkpointing=host", earlier=machine.logged)
+    assert (row["context/max_train"], row["context/train/limit"]) == (next_length, "host memory")
 
 
 def test_an_earlier_attempt_counts_only_in_its_mode_and_kind():
