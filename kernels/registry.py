@@ -243,7 +243,8 @@ def norm_before(op: str, ops: Ops) -> Callable:
 
     def norm(x, residual, weight, bias, eps=1e-5):
         first = choose_norm(x, residual, weight, bias) if choose_norm else ops.norm
-        then = choose_next(weight, fp8=True) if choose_next else next_op.func  # its tensors have weight's C and dtype
+        # weight stands for next_op's tensors: it has the same C and dtype
+        then = choose_next(weight, fp8=True) if choose_next else next_op.func
         return fp8_norm(first, then)(x, residual, weight, bias, eps=eps)
 
     return norm

@@ -125,11 +125,14 @@ def split_peak(usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch
 def predict_parts(
     recipe: Recipe, device: torch.device, start: Callable[[Recipe, int], tuple], length: int, chunk: int
 ) -> tuple[dict[str, float], set[str]]:
-    """Return split_peak() of the step that start(recipe, length) prepares (model, optimizer, batches), and the opaque
-    ops. With model.checkpointing=chunks, a chunk has `chunk` tokens of a sequence.
+    """Return split_peak() of one step, and the opaque ops.
 
-    torch.compile traces 12 layers in 20 s, and 24 chunks in 12 layers take 75 s. So FEW_LAYERS are simulated if the
-    model is compiled or has many chunks, and of many chunks FEW_CHUNKS. Each layer and each chunk adds the same.
+    start(recipe, length) returns the step's model, optimizer and batches. With model.checkpointing=chunks, a chunk has
+    `chunk` tokens of a sequence.
+
+    torch.compile traces 12 layers in 20 s, and 24 chunks in 12 layers take 75 s. So if the model is compiled or has
+    many chunks, only FEW_LAYERS are simulated, and of many chunks only FEW_CHUNKS. Each layer and each chunk adds the
+    same.
     """
     many_chunks = recipe.model.checkpointing == "chunks" and length > FEW_CHUNKS[1] * chunk
     if recipe.model.n_layer > FEW_LAYERS[1] and (recipe.kernels.compile or many_chunks):

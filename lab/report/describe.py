@@ -43,7 +43,7 @@ def backends_of(kernels: dict) -> dict[str, str]:
 def kernels_cell(row: dict) -> str:
     """Return a name such as "triton", "eager+triton" or "triton+compile"; eager under torch.compile is "compile".
 
-    Steps are captured where it is possible, so the name says if they were not, because of train.cuda_graph=false.
+    With train.cuda_graph=false the name ends with "no CUDA graph". Other runs capture their steps where it is possible.
     """
     kernels, train = row["config"]["kernels"], row["config"].get("train", {})
     names = "+".join(sorted(set(backends_of(kernels).values())))
