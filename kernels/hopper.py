@@ -34,3 +34,8 @@ def tma_descriptor(tensor: Tensor | None, *block: int) -> TensorDescriptor | Non
         return None
     layout = _layout(block, tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block), layout)
+
+
+def head_tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Return a TMA descriptor for tiles (rows, D) of one head of a (B, T, H, D) tensor."""
+    return tma_descriptor(tensor.transpose(1, 2), 1, 1, rows, tensor.shape[-1])

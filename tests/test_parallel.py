@@ -164,7 +164,7 @@ def test_a_sweep_needs_a_single_process(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_python")
 def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
-    """The figures equal those of one process within bf16's rounding, and checkpoints are fp32. Blocks are compiled."""
+    """The figures are those of one process, up to bf16's rounding. Checkpoints are in fp32. Blocks are compiled."""
     settings = *BASE, "precision=bf16", "train.sample_tokens=0", "train.eval_every=0", "model.n_embd=64"
     assert hotswap(*settings, "out_dir=alone")[0] == 0
     code, _, err = torchrun(tmp_path, *settings, "parallel=fsdp", "kernels=compile")

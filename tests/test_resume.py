@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(hotswap):
 
 
 def test_a_resumed_run_counts_the_minutes_before_it(hotswap, monkeypatch):
-    """With max_minutes and steps of 1 s, the rates of a resumed run are those of an uninterrupted run of 30 steps."""
+    """A step takes 1 s, and max_minutes=0.5. A resumed run has the learning rates of an uninterrupted one: 30 steps."""
     set_clock(monkeypatch, seconds=1.0)
     settings = *BASE, "train.max_steps=null", "train.max_minutes=0.5", "optim.warmup_steps=2"
     assert hotswap(*settings, "out_dir=whole")[0] == 0
@@ -550,7 +550,7 @@ def test_the_batch_of_a_spike_is_kept(hotswap, monkeypatch):
 
 
 def test_a_resumed_run_keeps_the_counts_of_updates_and_refused_steps(hotswap, monkeypatch):
-    """The losses and counts of a run with two skipped steps equal those of an uninterrupted run."""
+    """Two steps are skipped, one before the resume and one after. Losses and counts are as without a resume."""
     settings = *BASE, "train.max_steps=12", "train.on_nonfinite=skip"
     poison(monkeypatch, 5, 9)
     assert hotswap(*settings, "out_dir=whole")[0] == 0

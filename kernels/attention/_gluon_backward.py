@@ -50,10 +50,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.gpu import multiprocessors
-from kernels.hopper import barrier, load, store, tma_descriptor
+from kernels.hopper import barrier, head_tiles, load, store, tma_descriptor
 
 LOG2E = gl.constexpr(1.4426950408889634)
 D = gl.constexpr(64)  # head dim
@@ -319,11 +318,6 @@ def supports(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: 
     return B * Hkv >= 0.9 * triton.cdiv(B * Hkv, programs) * programs
 
 
-def _head_tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Return a TMA descriptor for tiles (rows, D) of one head of a (B, T, H, D) tensor."""
-    return tma_descriptor(tensor.transpose(1, 2), 1, 1, rows, D.value)
-
-
 def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     """Compute the gradients and write them to dq (B, T, H, D), dk and dv (B, T, Hkv, D).
 
@@ -336,13 +330,13 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     programs = min(B * Hkv, multiprocessors(q.device))
     sums = torch.empty(programs, H // Hkv, blocks * M, D.value, dtype=torch.float32, device=q.device)
     _attention_bwd_gluon_kernel[(programs,)](
-        _head_tiles(q, M),
-        _head_tiles(k, N),
-        _head_tiles(v, N),
-        _head_tiles(dout, M),
-        _head_tiles(dq, M),
-        _head_tiles(dk, N),
-        _head_tiles(dv, N),
+        head_tiles(q, M),
+        head_tiles(k, N),
+        head_tiles(v, N),
+        head_tiles(dout, M),
+        head_tiles(dq, M),
+        head_tiles(dk, N),
+        head_tiles(dv, N),
         tma_descriptor(lse_delta, 2 * M),
         sums,
         scale,

@@ -17,12 +17,12 @@ the slowest program then takes 5 to 27% longer than the mean. So plan() gives ea
 fewest blocks so far, and the slowest takes 1% longer. The kernel reads the plan from memory. While the consumers finish
 a tile, the producer already loads the next one.
 
-TFLOP/s in one run on an H100, for (B, T, heads, D) in bf16. The rows in results/h100 are of another run:
+TFLOP/s on an H100, for (B, T, heads, D) in bf16 (results/h100). On an H200 _fwd_kernel had 295, 449 and 462:
 
-                          this kernel    FlashAttention 4    cuDNN    _fwd_kernel
-    (64, 1024, 12, 64)            348                 257      346            297
-    (2, 16384, 12, 64)            525                 533      431            408
-    (4, 4096, 16, 128)            623                 598      532            418
+                          this kernel    FlashAttention 4    cuDNN
+    (32, 1024, 12, 64)            344                 259      337
+    (2, 16384, 12, 64)            539                 567      442
+    (4, 4096, 16, 128)            651                 637      578
 
 The slots for keys and for values are two rings. Each slot has one barrier for "full" (its bytes have arrived) and one
 for "empty" (its readers are done), as in mlp/_gluon.py. Beyond the last token TMA loads zeros and stores nothing, and
@@ -45,12 +45,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.attention._triton_tiles import heads_in_l2
 from kernels.compat import fake_mode
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, load, store, tma_descriptor
+from kernels.hopper import barrier, head_tiles, load, store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
@@ -61,10 +60,8 @@ LONG = 3072  # from this many tokens on, three consumers are faster than two, fo
 
 
 @gluon.jit
-def _produce(
-    q, k, v, q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, plan_ptr, H, T,
-    GROUP: gl.constexpr,
-):  # fmt: skip
+def _produce(q, k, v, slots, plan_ptr, H, T, GROUP: gl.constexpr):
+    q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v = slots
     CONSUMERS: gl.constexpr = q_slots.shape[0]
     SLOTS: gl.constexpr = k_slots.shape[0]
     D: gl.constexpr = k_slots.shape[4]
@@ -127,11 +124,8 @@ def _softmax(s, largest, scale):
 
 
 @gluon.jit
-def _consume(
-    CONSUMER: gl.constexpr,
-    out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, turn,
-    plan_ptr, lse_stride, scale, H, T,
-):  # fmt: skip
+def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T):
+    q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v = slots
     CONSUMERS: gl.constexpr = q_slots.shape[0]
     SLOTS: gl.constexpr = k_slots.shape[0]
     D: gl.constexpr = k_slots.shape[4]
@@ -257,39 +251,19 @@ def _attention_fwd_gluon_kernel(
         mbarrier.init(empty_v.index(i), count=CONSUMERS)
     fence_async_shared()  # TMA will count bytes in the barriers
     barrier()
+    slots = q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (0,
-                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
-                turn, plan_ptr, lse_stride, scale, H, T,
-            )),
-            (_consume, (1,
-                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
-                turn, plan_ptr, lse_stride, scale, H, T,
-            )),
-            (_produce, (
-                q, k, v, q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, plan_ptr, H, T,
-                GROUP,
-            )),
+            (_consume, (0, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (1, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_produce, (q, k, v, slots, plan_ptr, H, T, GROUP)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0,
-                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
-                turn, plan_ptr, lse_stride, scale, H, T,
-            )),
-            (_consume, (1,
-                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
-                turn, plan_ptr, lse_stride, scale, H, T,
-            )),
-            (_consume, (2,
-                out, lse_ptr, q_slots, k_slots, v_slots, out_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v,
-                turn, plan_ptr, lse_stride, scale, H, T,
-            )),
-            (_produce, (
-                q, k, v, q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v, plan_ptr, H, T,
-                GROUP,
-            )),
+            (_consume, (0, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (1, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (2, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_produce, (q, k, v, slots, plan_ptr, H, T, GROUP)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
 
@@ -339,11 +313,6 @@ def plan_on(device: torch.device, *sizes: int) -> Tensor:
     return torch.tensor(plan(*sizes)).to(device)
 
 
-def _head_tiles(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Return a TMA descriptor for tiles (rows, D) of one head of a (B, T, H, D) tensor."""
-    return tma_descriptor(tensor.transpose(1, 2), 1, 1, rows, tensor.shape[-1])
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
     """Write out (B, T, H, D), and lse (B, H, T or more) as attention_fwd() in triton.py describes it.
 
@@ -356,10 +325,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
     fetch_plan = plan_on.__wrapped__ if fake_mode() else plan_on  # a fake tensor serves only its FakeTensorMode
     make_context_current()
     _attention_fwd_gluon_kernel[(programs,)](
-        _head_tiles(q, rows),
-        _head_tiles(k, BLOCK_N.value),
-        _head_tiles(v, BLOCK_N.value),
-        _head_tiles(out, rows),
+        head_tiles(q, rows),
+        head_tiles(k, BLOCK_N.value),
+        head_tiles(v, BLOCK_N.value),
+        head_tiles(out, rows),
         lse,
         fetch_plan(q.device, *sizes),
         lse.stride(1),

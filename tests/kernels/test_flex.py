@@ -29,7 +29,7 @@ LONG = {  # several blocks of 128, and limits at the edges of blocks, next to th
 
 # For these T attn=flex compiles three graphs: one for the first T, one for the other T that fit into one block of the
 # mask, and one for the rest. None is 16 n + 8: PyTorch's own FlexAttention is wrong there in fp32 on a CPU with AVX2
-# (torch 2.13). Its matmul q k^T computes scores for 16 keys at a time, and stores those of 8 keys after the last one
+# (torch 2.13). It computes the scores of 16 keys at a time, and with 8 left over it writes beyond the last key
 LENGTHS = (44, 50, 60, 300, 301, 302, 205, 128, 129)
 
 

@@ -295,9 +295,14 @@ def test_attentions_gluon_backward(given, monkeypatch):
     """It follows the rule, and two calls give equal bits. With 4 multiprocessors it supports few heads."""
     kernel = importlib.import_module("kernels.attention._gluon_backward")
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 4)
+    assert_right_and_repeatable("backward", given)
+
+
+def assert_right_and_repeatable(part, given):
+    """Skip the test if `part` of attention=triton, forward or backward, is not in Gluon here."""
     module, device, dtype = contract("attention"), torch.device("cuda"), torch.bfloat16
     inputs = module.inputs(**given, dtype=dtype, device=device)
-    if "backward" not in importlib.import_module("kernels.attention.triton").detail(**inputs):
+    if part not in importlib.import_module("kernels.attention.triton").detail(**inputs):
         pytest.skip("needs a Hopper GPU")
     function = load("attention", "triton", device)
     truth = outputs_and_gradients(module.reference, inputs, dtype=torch.float64)
@@ -412,16 +417,7 @@ def test_attentions_gluon_forward_makes_a_plan_once(monkeypatch):
 )
 def test_attentions_gluon_forward(given):
     """It follows the rule, with two consumers and with three, and two calls give equal bits."""
-    module, device, dtype = contract("attention"), torch.device("cuda"), torch.bfloat16
-    inputs = module.inputs(**given, dtype=dtype, device=device)
-    if "forward" not in importlib.import_module("kernels.attention.triton").detail(**inputs):
-        pytest.skip("needs a Hopper GPU")
-    function = load("attention", "triton", device)
-    truth = outputs_and_gradients(module.reference, inputs, dtype=torch.float64)
-    eager = outputs_and_gradients(load("attention", "eager", device), inputs)
-    first, second = (outputs_and_gradients(function, inputs) for _ in range(2))
-    assert_as_good_as_eager(first, eager, truth, inputs, dtype)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_right_and_repeatable("forward", given)
 
 
 @pytest.mark.parametrize(
