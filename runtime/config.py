@@ -215,12 +215,15 @@ def explain_key(key: str, known: list[str]) -> str:
 def command_line(**changes: str) -> str:
     """Return the shell command that runs this job again, with other values for the keys in `changes`.
 
-    In a sweep it is the command of the current job alone.
+    In a sweep it is the command of the current job alone. A program below the current folder has a relative path, so
+    that the command of a kept row names no folder of this machine.
     """
     arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else sys.argv[1:]
     unchanged = [word for word in arguments if word.partition("=")[0].lstrip("+") not in changes]
     module = getattr(sys.modules["__main__"].__spec__, "name", "")
-    program = ["-m", module] if module.startswith("scripts.") else [sys.argv[0]]
+    path, here = Path(sys.argv[0]), Path.cwd()
+    file = path.relative_to(here) if path.is_relative_to(here) else path
+    program = ["-m", module] if module.startswith("scripts.") else [str(file)]
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         machines, address = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["MASTER_ADDR"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.names import config_groups, impls
-from runtime.config import quote_exactly
+from runtime.config import command_line, quote_exactly
 
 ROOT = Path(__file__).parents[2]
 CHOICES = ", ".join(sorted(config_groups()["kernels"]))
@@ -159,3 +159,15 @@ def test_help_shows_groups_backends_and_keys(hotswap):
     assert f"attention  {', '.join(impls('attention'))}\n" in out
     assert "tokens_per_step: 65536" in out
     assert "+experiment=smoke" in out
+
+
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [("/repo/train.py", "train.py"), ("train.py", "train.py"), ("/other/train.py", "/other/train.py")],
+)
+def test_a_command_names_no_folder_above_the_current_one(monkeypatch, program, shown):
+    """scripts.judge starts train.py by its whole path."""
+    monkeypatch.setattr(sys, "argv", [program, "seed=1"])
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/repo"))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert command_line(seed="2") == f"python {shown} seed=2"
