@@ -383,7 +383,7 @@ def test_attentions_gluon_forward_makes_a_plan_once(monkeypatch):
     monkeypatch.setattr(kernel, "_attention_fwd_gluon_kernel", launch)
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(kernel, "make_context_current", lambda: None)
-    monkeypatch.setattr(kernel, "tma_descriptor", lambda *_: None)
+    monkeypatch.setattr(kernel, "head_tiles", lambda *_: None)
 
     def forward(T):
         x = torch.empty(1, T, 4, 64, dtype=torch.bfloat16)

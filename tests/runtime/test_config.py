@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from kernels.names import config_groups, impls
 from runtime.config import command_line, quote_exactly
@@ -168,6 +169,7 @@ def test_help_shows_groups_backends_and_keys(hotswap):
 def test_a_command_names_no_folder_above_the_current_one(monkeypatch, program, shown):
     """scripts.judge starts train.py by its whole path."""
     monkeypatch.setattr(sys, "argv", [program, "seed=1"])
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: False)  # a test before may have composed a config
     monkeypatch.setattr(Path, "cwd", lambda: Path("/repo"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_line(seed="2") == f"python {shown} seed=2"
