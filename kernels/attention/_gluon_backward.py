@@ -1,36 +1,37 @@
-"""The backward of triton.py for Hopper, in Gluon: five matmuls instead of seven, because one program sums a head's dq.
+"""The backward of triton.py for Hopper, in Gluon: five matmuls instead of seven, because one kernel computes all of it.
 
-A tile has a row for each of 128 keys and a column for each of 64 queries. It costs five matmuls:
+For a tile of 64 keys and 64 queries these are
 
     s = k q^T    p = exp2(s - lse)    dp = v dout^T    ds = p (dp - delta)    dv += p dout    dk += ds q    dq += ds^T k
 
-A program takes one block of keys after another. dk and dv of the block stay in registers while the program walks over
-the queries. dq cannot stay in registers, because every block of keys adds to it. So a program takes all blocks of a
-head, and sums dq in fp32 in memory that no other program uses. It waits for no other program, and the order of the
-additions is fixed. In this memory a thread reads only sums that it has written itself, in the order of its registers,
-so no layout is converted and no barrier is necessary. The first block of keys of a head stores dq, and later blocks add
-to it. The block on the diagonal is the last block that a query sees, so it writes the final dq.
+A program takes a block of 128 keys and walks over the queries that see it. dk and dv of the block stay in registers.
+dq cannot: every block of keys adds to it. The warps of a program have different roles:
 
-For a tile a multiprocessor does 1280 clocks of matmuls and 512 of exponentials, and moves 32 KB of dq: it reads 16 KB
-and writes 16 KB. dq stays in the L2 while the L2 has room for 256 T bytes per program. On average half of these bytes
-are in use: at T = 1024, 17 MB of an H200's 50 MB. In one run on an H200, a backward of 12 heads took:
+    producer     one warp. By TMA it loads k and v of a block, then q, dout, lse and delta, 64 queries at a time
+    consumers    two warpgroups. Each computes s, p, dp, ds, dk and dv for 64 of the 128 keys, and writes ds to shared
+                 memory
+    adder        one warpgroup. It multiplies ds^T k for all 128 keys, and adds the result to dq
+    turns        two warps, described below
 
-    B = 64, T = 1024    0.94 ms, and 1.09 ms with the two kernels of _triton_backward.py
-    B = 22, T = 2048    1.23 ms, and 1.24 ms with the two kernels
+So no warpgroup waits for another one in the middle of a tile: while one computes exponentials, the tensor cores work
+for the two others. p and ds enter matmuls as first factors, directly from registers; for D = 64, k and v do, too.
 
-For heads of 128 channels a version of this kernel spilled registers and was slower than the two kernels.
+dq is summed in fp32 in memory, by red.add of 16 bytes a thread in the order of its registers, so no layout is
+converted. Sums in fp32 depend on their order. So the programs take turns for each tile of dq: first comes the block of
+keys on the diagonal, which stores, then the block before it, and at last the first block of the head, which takes the
+sum and writes dq. A counter for each tile says whose turn it is. One warp waits for it and one counts it up, because
+both wait about 1 us for the L2, in which the adder computes the next tile.
 
-The 227 KB of shared memory have room for one program per multiprocessor. Its warps have two roles:
+The programs start the blocks of a head in this order, the short ones first. If all are equally fast, block j reaches a
+tile of dq one step after block j + 1, and nobody waits. No two programs can wait for each other: a block waits only for
+blocks that come before it in the plan (_plan.py), and each program follows the order of the plan.
 
-    producer     one warp. By TMA it loads k and v for blocks of keys into two slots, and q, dout, lse and delta for
-                 blocks of queries into a ring of four slots
-    consumers    two warpgroups. For s, p, dp, ds, dk and dv each computes 64 of the 128 keys. For dq each computes 32
-                 of the 64 channels and needs ds of all keys. So they exchange ds through shared memory, and synchronize
-                 when ds is written and when it has been read
+The sums have room for as many heads R as are computed at the same time. Head h uses the same memory as head h - R,
+whose turns come first.
 
-Matmuls run while their warps do other work: dp runs while the warps compute p, dv while they compute ds, and s of the
-next tile while they store dq. p and ds enter matmuls as first factors, directly from registers. Each slot has one
-barrier for "full" (its bytes have arrived) and one for "empty", as in mlp/_gluon.py.
+TFLOP/s on an H200 for (B, T, heads, D) in bf16, counting five matmuls of T x T / 2:
+
+                          this kernel    the two kernels of _triton_backward.py
 
 Beyond the last query TMA loads zeros for q and dout, and _lse_delta_kernel has written zeros for lse and delta. So p
 is 1 there, but p is multiplied only by zeros. Beyond the last key, the causal mask hides the keys from every real
@@ -51,271 +52,426 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.attention._plan import plan_on
 from kernels.gpu import multiprocessors
 from kernels.hopper import barrier, head_tiles, load, store, tma_descriptor
 
 LOG2E = gl.constexpr(1.4426950408889634)
-D = gl.constexpr(64)  # head dim
-BLOCK_M = gl.constexpr(64)  # queries
-BLOCK_N = gl.constexpr(128)  # keys
-RATIO = gl.constexpr(2)  # BLOCK_N / BLOCK_M: blocks of queries per block of keys
-SLOTS = gl.constexpr(4)  # for blocks of queries
-SLOTS_KV = gl.constexpr(2)  # for blocks of keys
-TILE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  # (128, 64): scores, dk and dv
-DQ = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # (64, 64)
-# dq in memory: four elements of a thread, then four of the next thread, for 256 threads
-FLAT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 8, 1], [2, 1, 0]))
+TILE = gl.constexpr(64)  # queries of a tile, and keys of a consumer
+BLOCK = gl.constexpr(128)  # keys of a program
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # (64, 64): s, dp, and dq
+# dq in memory: four elements of a thread, then four of the next thread
+FLAT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]))
 
 
 @gluon.jit
-def _produce(
-    q, k, v, dout, lse_delta, q_slots, k_slots, v_slots, dout_slots, lse_delta_slots,
-    full, empty, full_kv, empty_kv, heads, Hkv, T, GROUP: gl.constexpr,
-):  # fmt: skip
-    key_blocks = gl.cdiv(T, BLOCK_N)
-    query_blocks = key_blocks * RATIO
-    # How many tiles and how many blocks of keys were loaded so far. They give the slot and the phase of its barriers
-    tile, block_kv = 0, 0
-    for head in range(gl.program_id(0), heads, gl.num_programs(0)):
+def _head_and_block(plan_ptr, T):
+    """Return a key head's number and the number j of a block of its keys. Block j is seen by all but j blocks."""
+    blocks = gl.cdiv(T, BLOCK)
+    number = gl.load(plan_ptr)
+    return number // blocks, blocks - 1 - number % blocks
+
+
+@gluon.jit
+def _produce(q, k, v, dout, lse_delta, queries, keys, plan_ptr, Hkv, T, GROUP: gl.constexpr):
+    q_slots, dout_slots, lse_delta_slots, full, empty = queries
+    k_slots, v_slots, full_kv, empty_kv = keys
+    SLOTS: gl.constexpr = q_slots.shape[0]
+    SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
+    D: gl.constexpr = q_slots.shape[4]
+    tiles = gl.cdiv(T, BLOCK) * 2
+    plan_ptr += gl.program_id(0)
+    count = gl.load(plan_ptr)
+    tile = 0  # how many tiles were loaded so far: it gives the slot, and the phase of the slot's barriers
+    for block in range(count):
+        plan_ptr += gl.num_programs(0)
+        head, j = _head_and_block(plan_ptr, T)
         b, h_kv = head // Hkv, head % Hkv
-        for j in range(key_blocks):
-            slot_kv = block_kv % SLOTS_KV
-            mbarrier.wait(empty_kv.index(slot_kv), block_kv // SLOTS_KV & 1 ^ 1)
-            mbarrier.expect(full_kv.index(slot_kv), 2 * BLOCK_N * D * 2)
-            load(k, [b, h_kv, j * BLOCK_N, 0], full_kv.index(slot_kv), k_slots.index(slot_kv))
-            load(v, [b, h_kv, j * BLOCK_N, 0], full_kv.index(slot_kv), v_slots.index(slot_kv))
-            block_kv += 1
-            for member in range(GROUP):
-                h = h_kv * GROUP + member
-                for i in range(j * RATIO, query_blocks):
-                    slot = tile % SLOTS
-                    mbarrier.wait(empty.index(slot), tile // SLOTS & 1 ^ 1)
-                    mbarrier.expect(full.index(slot), 2 * BLOCK_M * D * 2 + 2 * BLOCK_M * 4)
-                    load(q, [b, h, i * BLOCK_M, 0], full.index(slot), q_slots.index(slot))
-                    offset = ((b * Hkv * GROUP + h) * query_blocks + i) * (2 * BLOCK_M)
-                    load(lse_delta, [offset], full.index(slot), lse_delta_slots.index(slot))
-                    load(dout, [b, h, i * BLOCK_M, 0], full.index(slot), dout_slots.index(slot))
-                    tile += 1
+        slot = block % SLOTS_KV
+        mbarrier.wait(empty_kv.index(slot), block // SLOTS_KV & 1 ^ 1)
+        mbarrier.expect(full_kv.index(slot), 2 * BLOCK * D * 2)
+        for consumer in gl.static_range(2):
+            n = j * BLOCK + consumer * TILE
+            load(k, [b, h_kv, n, 0], full_kv.index(slot), k_slots.index(slot * 2 + consumer))
+            load(v, [b, h_kv, n, 0], full_kv.index(slot), v_slots.index(slot * 2 + consumer))
+        for member in range(GROUP):
+            h = h_kv * GROUP + member
+            for i in range(2 * j, tiles):
+                slot = tile % SLOTS
+                mbarrier.wait(empty.index(slot), tile // SLOTS & 1 ^ 1)
+                mbarrier.expect(full.index(slot), 2 * TILE * D * 2 + 2 * TILE * 4)
+                load(q, [b, h, i * TILE, 0], full.index(slot), q_slots.index(slot))
+                offset = ((b * Hkv * GROUP + h) * tiles + i) * (2 * TILE)
+                load(lse_delta, [offset], full.index(slot), lse_delta_slots.index(slot))
+                load(dout, [b, h, i * TILE, 0], full.index(slot), dout_slots.index(slot))
+                tile += 1
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _start_matmul(k_or_v, q_or_dout):
-    """Start k_or_v (BLOCK_N, D) x q_or_dout^T (D, BLOCK_M) on the tensor cores. The caller waits for the result."""
-    unused = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, TILE)
+    """Start k_or_v (64, D) x q_or_dout^T (D, 64) on the tensor cores. The caller waits for the result."""
+    unused = gl.zeros((TILE, TILE), gl.float32, SCORES)
     return warpgroup_mma(k_or_v, q_or_dout.permute((1, 0)), unused, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _opaque(x):
-    """Return x, but hide its value from LLVM.
-
-    If LLVM knows the value, it computes the addresses that depend on x before the loop and keeps them in 40 registers.
-    """
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+def _start_scores(k, queries, tile, exists):
+    """Start s of a tile, when its queries are loaded. If it does not exist, nobody reads the result."""
+    q_slots, _, _, full, _ = queries
+    slot = tile % q_slots.shape[0]
+    mbarrier.wait(full.index(slot), tile // q_slots.shape[0] & 1, pred=exists)
+    return _start_matmul(k, q_slots.index(slot).reshape([TILE, q_slots.shape[4]]))
 
 
 @gluon.jit
 def _compute_tile(
-    s, dk_sum, dv_sum, tile, shared, slot_kv, dq, sums_ptr, b, h, i, j, query_blocks, scale, DIAGONAL: gl.constexpr
+    s, k, v, dk_sum, dv_sum, tile, more, queries, products, scale, CONSUMER: gl.constexpr, DIAGONAL: gl.constexpr
 ):
-    """Add a tile to the sums of dk, dv and dq: the keys of block j and the queries of block i.
+    """Add a tile to dk and dv, and write its ds. Return s of the next tile, if there are `more`, and the sums.
 
-    Takes s of this tile and the tile's number. Returns s of the next tile, the sums of dk and dv, and tile + 1. If
-    DIAGONAL, the tile is on the diagonal and completes dq.
+    For D = 64, dp is computed during the exponentials, and s of the next tile while dk is. For D = 128 there are no
+    registers for that: there s and dp are computed when they are needed, and p is kept in 16 bits.
     """
-    k_slots, v_slots, q_slots, dout_slots, lse_delta_slots, ds_smem, dq_smem, full, empty = shared
-    dtype: gl.constexpr = dq.dtype
-    factor_layout: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
-    query_layout: gl.constexpr = gl.SliceLayout(0, TILE)
-    part = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, FLAT)))
-    thread = gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(2, FLAT)))
-    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FLAT)))
-    sums_ptr += i * (BLOCK_M * D)
-    sums_ptr += part[:, None, None] * 1024 + thread[None, :, None] * 4 + number[None, None, :]
-
-    slot_kv = _opaque(slot_kv)
-    k, v = k_slots.index(slot_kv).reshape([BLOCK_N, D]), v_slots.index(slot_kv).reshape([BLOCK_N, D])
-    slot = tile % SLOTS
-    q, dout = q_slots.index(slot).reshape([BLOCK_M, D]), dout_slots.index(slot).reshape([BLOCK_M, D])
-    dp = _start_matmul(v, dout)
-    if DIAGONAL:
-        key = j * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, TILE))
-        query = i * BLOCK_M + gl.arange(0, BLOCK_M, query_layout)
-        s = gl.where(key[:, None] <= query[None, :], s, -float("inf"))
-    lse = lse_delta_slots.index(slot).slice(0, BLOCK_M).load(query_layout)
-    p = gl.exp2(s * (scale * LOG2E) - lse[None, :])
-    p_factor = gl.convert_layout(p.to(dtype), factor_layout, assert_trivial=True)
-    dv_sum = warpgroup_mma(p_factor, dout, dv_sum, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    delta = lse_delta_slots.index(slot).slice(BLOCK_M, BLOCK_M).load(query_layout)
-    ds = (p * (dp - delta[None, :])).to(dtype)
-    ds_smem.store(ds)
-    fence_async_shared()  # the tensor cores will read ds
-    dq_sum = gl.load(sums_ptr, mask=j > 0, other=0.0)
-    dq_sum = dq_sum.reshape(4, 2, 4, 8, 4, 2, 2).permute(2, 5, 3, 1, 0, 4, 6).reshape(BLOCK_M, D)
-    dq_sum = gl.convert_layout(dq_sum, DQ, assert_trivial=True)
-    barrier()
-    ds_factor = gl.convert_layout(ds, factor_layout, assert_trivial=True)
-    dk_sum = warpgroup_mma(ds_factor, q, dk_sum, is_async=True)
-    dq_sum = warpgroup_mma(ds_smem.permute((1, 0)), k, dq_sum, is_async=True)
-    tile += 1
-    next_slot = tile % SLOTS
-    # s after the last tile of a head is not used, so its slot need not be full
-    mbarrier.wait(full.index(next_slot), tile // SLOTS & 1, pred=i + 1 < query_blocks)
-    s = _start_matmul(k, q_slots.index(next_slot).reshape([BLOCK_M, D]))
-    dq_sum, dk_sum, dv_sum = warpgroup_mma_wait(1, deps=(dq_sum, dk_sum, dv_sum))
-    mbarrier.arrive(empty.index(slot))
-    if DIAGONAL:
-        tma.store_wait(0)  # wait until the previous store has read dq_smem
-        dq_smem.reshape([BLOCK_M, D]).store((dq_sum * scale).to(dtype))
-        fence_async_shared()
-        barrier()  # every thread has passed its fence before one thread stores
-        store(dq, [b, h, i * BLOCK_M, 0], dq_smem)
+    q_slots, dout_slots, lse_delta_slots, _, empty = queries
+    ds_slots, full_ds, empty_ds, _ = products
+    SLOTS: gl.constexpr = q_slots.shape[0]
+    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
+    D: gl.constexpr = q_slots.shape[4]
+    dtype: gl.constexpr = q_slots.dtype
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    slot, slot_ds = tile % SLOTS, tile % SLOTS_DS
+    q, dout = q_slots.index(slot).reshape([TILE, D]), dout_slots.index(slot).reshape([TILE, D])
+    if D == 64:
+        dp = _start_matmul(v, dout)
     else:
-        flat = dq_sum.reshape(4, 2, 8, 2, 4, 4, 2).permute(4, 3, 0, 2, 5, 1, 6).reshape(4, 256, 4)
-        gl.store(sums_ptr, gl.convert_layout(flat, FLAT, assert_trivial=True))
-    s = warpgroup_mma_wait(0, deps=(s,))
-    return s, dk_sum, dv_sum, tile
+        s = _start_scores(k, queries, tile, True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+    if DIAGONAL:
+        key, query = gl.arange(0, TILE, gl.SliceLayout(1, SCORES)), gl.arange(0, TILE, QUERIES)
+        s = gl.where(key[:, None] <= query[None, :], s, -float("inf"))
+    lse = lse_delta_slots.index(slot).slice(0, TILE).load(QUERIES)
+    p = _exp2(s * (scale * LOG2E) - lse[None, :])
+    p_factor = p.to(dtype)
+    dv_sum = warpgroup_mma(gl.convert_layout(p_factor, FACTOR, assert_trivial=True), dout, dv_sum, is_async=True)
+    if D == 64:
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+    else:
+        p = p_factor.to(gl.float32)
+        dp = _start_matmul(v, dout)
+        dp, dv_sum = warpgroup_mma_wait(0, deps=(dp, dv_sum))
+    delta = lse_delta_slots.index(slot).slice(TILE, TILE).load(QUERIES)
+    ds = (p * (dp - delta[None, :])).to(dtype)
+    mbarrier.wait(empty_ds.index(slot_ds), tile // SLOTS_DS & 1 ^ 1)
+    ds_slots.index(slot_ds * 2 + CONSUMER).store(ds)
+    fence_async_shared()  # the tensor cores will read ds
+    dk_sum = warpgroup_mma(gl.convert_layout(ds, FACTOR, assert_trivial=True), q, dk_sum, is_async=True)
+    mbarrier.arrive(full_ds.index(slot_ds))
+    if D == 64:
+        s = _start_scores(k, queries, tile + 1, more)
+        dk_sum, dv_sum = warpgroup_mma_wait(1, deps=(dk_sum, dv_sum))
+        mbarrier.arrive(empty.index(slot))
+        s = warpgroup_mma_wait(0, deps=(s,))
+    else:
+        dk_sum = warpgroup_mma_wait(0, deps=(dk_sum,))
+        mbarrier.arrive(empty.index(slot))
+    return s, dk_sum, dv_sum, tile + 1
 
 
 @gluon.jit
 def _consume(
-    dq, dk, dv, sums_ptr, q_slots, k_slots, v_slots, dout_slots, lse_delta_slots, ds_smem, dq_smem, grads_smem,
-    full, empty, full_kv, empty_kv, scale, heads, Hkv, T, GROUP: gl.constexpr,
-):  # fmt: skip
-    shared = k_slots, v_slots, q_slots, dout_slots, lse_delta_slots, ds_smem, dq_smem, full, empty
-    key_blocks = gl.cdiv(T, BLOCK_N)
-    query_blocks = key_blocks * RATIO
-    sums_ptr += gl.program_id(0).to(gl.int64) * (GROUP * query_blocks * BLOCK_M * D)
-    tile, block_kv = 0, 0
-    for head in range(gl.program_id(0), heads, gl.num_programs(0)):
+    CONSUMER: gl.constexpr, dk, dv, grads_smem, queries, keys, products, plan_ptr, scale, Hkv, T, GROUP: gl.constexpr
+):
+    q_slots, _, _, full, empty = queries
+    k_slots, v_slots, full_kv, empty_kv = keys
+    ds_slots, full_ds, empty_ds, _ = products
+    SLOTS: gl.constexpr = q_slots.shape[0]
+    SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
+    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
+    D: gl.constexpr = q_slots.shape[4]
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # (64, D): dk and dv
+    tiles = gl.cdiv(T, BLOCK) * 2
+    plan_ptr += gl.program_id(0)
+    count = gl.load(plan_ptr)
+    tile = 0
+    for block in range(count):
+        plan_ptr += gl.num_programs(0)
+        head, j = _head_and_block(plan_ptr, T)
         b, h_kv = head // Hkv, head % Hkv
-        for j in range(key_blocks):
-            slot_kv = block_kv % SLOTS_KV
-            mbarrier.wait(full_kv.index(slot_kv), block_kv // SLOTS_KV & 1)
-            k = k_slots.index(slot_kv).reshape([BLOCK_N, D])
-            dk_sum = gl.zeros((BLOCK_N, D), gl.float32, TILE)
-            dv_sum = gl.zeros((BLOCK_N, D), gl.float32, TILE)
-            for member in range(GROUP):
-                h = h_kv * GROUP + member
-                head_sums_ptr = sums_ptr + member * query_blocks * (BLOCK_M * D)
+        slot_kv = block % SLOTS_KV
+        mbarrier.wait(full_kv.index(slot_kv), block // SLOTS_KV & 1)
+        k = k_slots.index(slot_kv * 2 + CONSUMER).reshape([TILE, D])
+        v = v_slots.index(slot_kv * 2 + CONSUMER).reshape([TILE, D])
+        if D == 64:
+            k = k.load(gl.DotOperandLayout(0, SCORES, 2))
+            v = v.load(gl.DotOperandLayout(0, SCORES, 2))
+        dk_sum = gl.zeros((TILE, D), gl.float32, SUM)
+        dv_sum = gl.zeros((TILE, D), gl.float32, SUM)
+        for _member in range(GROUP):
+            if CONSUMER == 1:  # the first 64 queries do not see its keys
                 mbarrier.wait(full.index(tile % SLOTS), tile // SLOTS & 1)
-                s = _start_matmul(k, q_slots.index(tile % SLOTS).reshape([BLOCK_M, D]))
+                mbarrier.arrive(empty.index(tile % SLOTS))
+                mbarrier.wait(empty_ds.index(tile % SLOTS_DS), tile // SLOTS_DS & 1 ^ 1)
+                mbarrier.arrive(full_ds.index(tile % SLOTS_DS))
+                tile += 1
+            s = gl.zeros((TILE, TILE), gl.float32, SCORES)
+            if D == 64:
+                s = _start_scores(k, queries, tile, True)
                 s = warpgroup_mma_wait(0, deps=(s,))
-                for i in gl.static_range(RATIO):
-                    s, dk_sum, dv_sum, tile = _compute_tile(
-                        s, dk_sum, dv_sum, tile, shared, slot_kv, dq, head_sums_ptr, b, h, j * RATIO + i, j,
-                        query_blocks, scale, DIAGONAL=True,
-                    )  # fmt: skip
-                for i in range(j * RATIO + RATIO, query_blocks):
-                    s, dk_sum, dv_sum, tile = _compute_tile(
-                        s, dk_sum, dv_sum, tile, shared, slot_kv, dq, head_sums_ptr, b, h, i, j,
-                        query_blocks, scale, DIAGONAL=False,
-                    )  # fmt: skip
-            mbarrier.arrive(empty_kv.index(slot_kv))
-            tma.store_wait(0)
-            grads_smem.index(0).reshape([BLOCK_N, D]).store((dk_sum * scale).to(dk.dtype))
-            grads_smem.index(1).reshape([BLOCK_N, D]).store(dv_sum.to(dv.dtype))
-            fence_async_shared()
-            barrier()
-            store(dk, [b, h_kv, j * BLOCK_N, 0], grads_smem.index(0))
-            store(dv, [b, h_kv, j * BLOCK_N, 0], grads_smem.index(1))
-            block_kv += 1
+            more = 2 * j + 2 < tiles
+            s, dk_sum, dv_sum, tile = _compute_tile(
+                s, k, v, dk_sum, dv_sum, tile, CONSUMER == 0 or more, queries, products, scale, CONSUMER, DIAGONAL=True
+            )
+            if CONSUMER == 0:
+                s, dk_sum, dv_sum, tile = _compute_tile(
+                    s, k, v, dk_sum, dv_sum, tile, more, queries, products, scale, CONSUMER, DIAGONAL=False
+                )
+            for i in range(2 * j + 2, tiles):
+                s, dk_sum, dv_sum, tile = _compute_tile(
+                    s, k, v, dk_sum, dv_sum, tile, i + 1 < tiles, queries, products, scale, CONSUMER, DIAGONAL=False
+                )
+        fence_async_shared()  # TMA will overwrite k and v
+        mbarrier.arrive(empty_kv.index(slot_kv))
+        n = j * BLOCK + CONSUMER * TILE
+        OTHERS: gl.constexpr = grads_smem.shape[0] // 2 - 1  # stores that may still read their own shared memory
+        _store(dv, [b, h_kv, n, 0], grads_smem.index(CONSUMER), dv_sum, OTHERS)
+        _store(dk, [b, h_kv, n, 0], grads_smem.index(OTHERS * 2 + CONSUMER), dk_sum * scale, OTHERS)
     tma.store_wait(0)  # the program must not end while a store still reads its shared memory
 
 
-@gluon.jit(do_not_specialize=["heads", "Hkv", "T"])
+@gluon.jit
+def _store(descriptor, position, smem, x, OTHERS: gl.constexpr):
+    """Store x (64, D) by TMA, when at most the latest OTHERS stores still read shared memory."""
+    tma.store_wait(OTHERS)
+    barrier()  # one thread has waited
+    smem.reshape([TILE, x.shape[1]]).store(x.to(descriptor.dtype))
+    fence_async_shared()
+    barrier()  # every thread has passed its fence before one thread stores
+    store(descriptor, position, smem)
+
+
+@gluon.jit
+def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, scale, DIAGONAL: gl.constexpr):
+    """Add tile i of dq. If DIAGONAL, no block has added to it before. Return tile + 1."""
+    k_slots, _, _, _ = keys
+    ds_slots, full_ds, empty_ds, added = products
+    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
+    D: gl.constexpr = k_slots.shape[4]
+    slot = tile % SLOTS_DS
+    part = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, FLAT)))
+    thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, FLAT)))
+    number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FLAT)))
+    sums_ptr += i * (TILE * D)
+    sums_ptr += part[:, None, None] * 512 + thread[None, :, None] * 4 + number[None, None, :]
+    mbarrier.wait(full_ds.index(slot), tile // SLOTS_DS & 1)
+    if j == 0:
+        tma.store_wait(0)  # wait until the previous store has read dq_smem
+        barrier()
+    for start in gl.static_range(0, D, 64):
+        sums = gl.zeros((TILE, 64), gl.float32, SCORES)
+        if DIAGONAL == 0:
+            # not from the L1, because the sums come from other multiprocessors
+            flat = gl.load(sums_ptr, mask=j == 0, other=0.0, cache_modifier=".cg")
+            sums = flat.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(TILE, 64)
+            sums = gl.convert_layout(sums, SCORES, assert_trivial=True)
+        for consumer in gl.static_range(1 if DIAGONAL == 1 else 2):
+            k = k_slots.index(slot_kv * 2 + consumer).reshape([TILE, D]).slice(start, 64, 1)
+            ds = ds_slots.index(slot * 2 + consumer).permute((1, 0))
+            sums = warpgroup_mma(ds, k, sums, use_acc=DIAGONAL == 0 or consumer > 0, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(sums,))
+        if start == D - 64:
+            mbarrier.arrive(empty_ds.index(slot))
+        if j > 0:
+            flat = sums.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(8, 128, 4)
+            flat = gl.convert_layout(flat, FLAT, assert_trivial=True)
+            if DIAGONAL > 0:
+                gl.store(sums_ptr, flat)
+            else:
+                gl.atomic_add(sums_ptr, flat, sem="relaxed", scope="gpu")
+        else:
+            dq_smem.reshape([TILE, D]).slice(start, 64, 1).store((sums * scale).to(dq.dtype))
+        sums_ptr += TILE * 64
+    if j == 0:
+        fence_async_shared()
+        barrier()  # every thread has passed its fence before one thread stores
+        store(dq, [b, h, i * TILE, 0], dq_smem)
+    mbarrier.arrive(added.index(slot))
+    return tile + 1
+
+
+@gluon.jit
+def _add(dq, dq_smem, keys, products, plan_ptr, sums_ptr, scale, heads_in_sums, Hkv, T, GROUP: gl.constexpr):
+    k_slots, _, full_kv, empty_kv = keys
+    SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
+    D: gl.constexpr = k_slots.shape[4]
+    tiles = gl.cdiv(T, BLOCK) * 2
+    plan_ptr += gl.program_id(0)
+    count = gl.load(plan_ptr)
+    tile = 0
+    for block in range(count):
+        plan_ptr += gl.num_programs(0)
+        head, j = _head_and_block(plan_ptr, T)
+        b, h_kv = head // Hkv, head % Hkv
+        slot = block % SLOTS_KV
+        mbarrier.wait(full_kv.index(slot), block // SLOTS_KV & 1)
+        for member in range(GROUP):
+            h = h_kv * GROUP + member
+            place = (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles * (TILE * D)
+            # DIAGONAL = 1: only the first consumer's keys are seen
+            tile = _add_tile(
+                dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, 2 * j, j, scale, DIAGONAL=1
+            )
+            tile = _add_tile(
+                dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, 2 * j + 1, j, scale, DIAGONAL=2
+            )
+            for i in range(2 * j + 2, tiles):
+                tile = _add_tile(
+                    dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, i, j, scale, DIAGONAL=0
+                )
+        mbarrier.arrive(empty_kv.index(slot))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _wait_until(pointer, least):
+    """Wait until the number in memory is at least `least`. What was written before it was counted up is then seen."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred less; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 less, $0, $2; @less bra again; }",
+        "=r,l,r",
+        [pointer, least],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _turns(products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP: gl.constexpr, END: gl.constexpr):
+    """For each tile of dq, wait until this program's turn begins, or if END, pass it on when the adder is done."""
+    ds_slots, full_ds, empty_ds, added = products
+    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
+    tiles = gl.cdiv(T, BLOCK) * 2
+    plan_ptr += gl.program_id(0)
+    count = gl.load(plan_ptr)
+    tile = 0
+    for _ in range(count):
+        plan_ptr += gl.num_programs(0)
+        head, j = _head_and_block(plan_ptr, T)
+        for member in range(GROUP):
+            turn_ptr = turns_ptr + (head % heads_in_sums * GROUP + member) * tiles
+            for i in range(2 * j, tiles):
+                slot, phase = tile % SLOTS_DS, tile // SLOTS_DS & 1
+                if END:
+                    mbarrier.wait(added.index(slot), phase)
+                    mbarrier.arrive(empty_ds.index(slot))
+                    gl.atomic_add(turn_ptr + i, 1, sem="release", scope="gpu")
+                else:
+                    mbarrier.wait(empty_ds.index(slot), phase ^ 1)
+                    # i // 2 + 1 blocks add to this tile, and before them those of earlier heads in the same memory
+                    _wait_until(turn_ptr + i, head // heads_in_sums * (i // 2 + 1) + i // 2 - j)
+                    mbarrier.arrive(full_ds.index(slot))
+                tile += 1
+
+
+@gluon.jit(do_not_specialize=["heads_in_sums", "Hkv", "T"])
 def _attention_bwd_gluon_kernel(
-    q, k, v, dout, dq, dk, dv, lse_delta, sums_ptr, scale, heads, Hkv, T, GROUP: gl.constexpr
-):
+    q, k, v, dout, dq, dk, dv, lse_delta, plan_ptr, sums_ptr, turns_ptr, scale, heads_in_sums, Hkv, T,
+    GROUP: gl.constexpr, SLOTS: gl.constexpr, SLOTS_KV: gl.constexpr, SLOTS_DS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
     """Compute dq, dk and dv of all heads.
 
     q, dout and dq are descriptors of (B, H, T, D) tensors; k, v, dk and dv of (B, Hkv, T, D) tensors. lse_delta is a
-    descriptor of what _lse_delta_kernel writes. sums_ptr points to fp32 memory for the running sums of dq. `heads` is
-    B Hkv.
+    descriptor of what _lse_delta_kernel writes. plan_ptr points to what plan() returns, sums_ptr to fp32 memory for
+    `heads_in_sums` key heads of dq, and turns_ptr to a zero for each tile in it. A consumer has REGISTERS per thread.
     """
     dtype: gl.constexpr = q.dtype
     q_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
     dout_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    k_slots = gl.allocate_shared_memory(dtype, [SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
-    v_slots = gl.allocate_shared_memory(dtype, [SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
     lse_delta_slots = gl.allocate_shared_memory(gl.float32, [SLOTS] + lse_delta.block_type.shape, lse_delta.layout)  # noqa: RUF005
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    ds_smem = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], layout)
+    k_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
+    v_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype)
+    ds_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_DS, TILE, TILE], layout)
     dq_smem = gl.allocate_shared_memory(dtype, q.block_type.shape, q.layout)
-    grads_smem = gl.allocate_shared_memory(dtype, [2] + k.block_type.shape, k.layout)  # noqa: RUF005
+    # dv and dk of each consumer, at the same place if D = 128
+    grads_smem = gl.allocate_shared_memory(dtype, [256 // k.block_type.shape[3]] + k.block_type.shape, k.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     full_kv = gl.allocate_shared_memory(gl.int64, [SLOTS_KV, 1], mbarrier.MBarrierLayout())
     empty_kv = gl.allocate_shared_memory(gl.int64, [SLOTS_KV, 1], mbarrier.MBarrierLayout())
+    full_ds = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
+    empty_ds = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
+    added = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(SLOTS_KV):
         mbarrier.init(full_kv.index(i), count=1)
-        mbarrier.init(empty_kv.index(i), count=1)
+        mbarrier.init(empty_kv.index(i), count=3)  # the consumers and the adder
+    for i in gl.static_range(SLOTS_DS):
+        mbarrier.init(full_ds.index(i), count=3)  # the consumers, and the warp that waits for the turn
+        mbarrier.init(empty_ds.index(i), count=2)  # the adder, and the warp that passes the turn on
+        mbarrier.init(added.index(i), count=1)
     fence_async_shared()  # TMA will count bytes in the barriers
     barrier()
-    gl.warp_specialize(
-        [
-            (_consume, (
-                dq, dk, dv, sums_ptr, q_slots, k_slots, v_slots, dout_slots, lse_delta_slots, ds_smem, dq_smem,
-                grads_smem, full, empty, full_kv, empty_kv, scale, heads, Hkv, T, GROUP,
-            )),
-            (_produce, (
-                q, k, v, dout, lse_delta, q_slots, k_slots, v_slots, dout_slots, lse_delta_slots,
-                full, empty, full_kv, empty_kv, heads, Hkv, T, GROUP,
-            )),
-        ],
-        [1],  # warps of the producer
-        [24],  # registers per thread of the producer
-    )  # fmt: skip
+    queries = q_slots, dout_slots, lse_delta_slots, full, empty
+    keys = k_slots, v_slots, full_kv, empty_kv
+    products = ds_slots, full_ds, empty_ds, added
+    gl.warp_specialize([
+        (_consume, (0, dk, dv, grads_smem, queries, keys, products, plan_ptr, scale, Hkv, T, GROUP)),
+        (_consume, (1, dk, dv, grads_smem, queries, keys, products, plan_ptr, scale, Hkv, T, GROUP)),
+        (_add, (dq, dq_smem, keys, products, plan_ptr, sums_ptr, scale, heads_in_sums, Hkv, T, GROUP)),
+        (_produce, (q, k, v, dout, lse_delta, queries, keys, plan_ptr, Hkv, T, GROUP)),
+        (_turns, (products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP, False)),
+        (_turns, (products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP, True)),
+    ], [4, 4, 1, 1, 1], [REGISTERS, 512 - 24 - 2 * REGISTERS, 24, 24, 24])  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride", "T", "H", "blocks"])
+@triton.jit(do_not_specialize=["stride", "T", "H", "tiles"])
 def _lse_delta_kernel(
     dout_ptr,  # (B, T, H, D); out has the same shape
     out_ptr,
     lse_ptr,  # (B H, T) fp32; `stride` is the distance from one head to the next
-    lse_delta_ptr,  # (B H, blocks, 2, BLOCK_M) fp32: lse and delta of each block of queries
+    lse_delta_ptr,  # (B H, tiles, 2, TILE) fp32: lse and delta of each tile of queries
     stride,
     T,
     H,
-    blocks,
+    tiles,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Compute delta, and write lse and delta of each block of queries side by side, with 0 beyond the last query."""
-    h, i, b = tl.program_id(0) % H, tl.program_id(0) // H % blocks, tl.program_id(0) // H // blocks
-    row, d = i * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
+    """Compute delta, and write lse and delta of each tile of queries side by side, with 0 beyond the last query."""
+    h, i, b = tl.program_id(0) % H, tl.program_id(0) // H % tiles, tl.program_id(0) // H // tiles
+    row, d = i * TILE + tl.arange(0, TILE), tl.arange(0, D)
     offsets = ((tl.cast(b, tl.int64) * T + row) * H + h)[:, None] * D + d[None, :]
     in_bounds = row < T
     dout = tl.load(dout_ptr + offsets, in_bounds[:, None], other=0.0).to(tl.float32)
     out = tl.load(out_ptr + offsets, in_bounds[:, None], other=0.0).to(tl.float32)
     head = tl.cast(b * H + h, tl.int64)
     lse = tl.load(lse_ptr + head * stride + row, in_bounds, other=0.0)
-    lse_delta_ptr += (head * blocks + i) * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    lse_delta_ptr += (head * tiles + i) * (2 * TILE) + tl.arange(0, TILE)
     tl.store(lse_delta_ptr, lse)
-    tl.store(lse_delta_ptr + BLOCK_M, tl.sum(dout * out, 1))
+    tl.store(lse_delta_ptr + TILE, tl.sum(dout * out, 1))
 
 
 DTYPES = (torch.bfloat16, torch.float16)
+# slots, and registers per thread of a consumer. For D = 64 they take 219 KB of shared memory, for D = 128 209 KB
+LAUNCH = {
+    64: {"SLOTS": 4, "SLOTS_KV": 2, "SLOTS_DS": 3, "REGISTERS": 208},
+    128: {"SLOTS": 2, "SLOTS_KV": 1, "SLOTS_DS": 2, "REGISTERS": 200},
+}
 
 
 def supports(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: int | None) -> bool:
-    """Return whether backward() supports these inputs and is faster here than the two kernels of _triton_backward.py.
-
-    This needs Hopper, a 16-bit dtype, causal attention over whole sequences, a dq that fits in the L2, and enough heads
-    to keep the multiprocessors busy. In a round each of 132 programs computes one key head, and all programs take
-    equally long. For example, 384 heads take three rounds, which are 97% full; 90% is enough.
-    """
-    (B, T, H, head_dim), (_, keys, Hkv, _) = q.shape, k.shape
+    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits."""
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9 or q.dtype not in DTYPES:
         return False
-    if not causal or starts is not None or window is not None or keys != T:
-        return False
-    if head_dim != D.value or H // Hkv * T > 1024:
-        return False
-    programs = multiprocessors(q.device)
-    return B * Hkv >= 0.9 * triton.cdiv(B * Hkv, programs) * programs
+    return causal and starts is None and window is None and k.shape[1] == q.shape[1] and q.shape[-1] in LAUNCH
 
 
 def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
@@ -323,28 +479,28 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
 
     supports() must be true, and can_use_tma() for q, k, v, dout, dq, dk and dv. dout and out must be contiguous.
     """
-    (B, T, H, _), Hkv, M, N = q.shape, k.shape[2], BLOCK_M.value, BLOCK_N.value
-    blocks = triton.cdiv(T, N) * RATIO.value  # blocks of queries in a sequence
-    lse_delta = torch.empty(B * H * blocks * 2 * M, dtype=torch.float32, device=q.device)
-    _lse_delta_kernel[(B * H * blocks,)](dout, out, lse, lse_delta, lse.stride(1), T, H, blocks)
-    programs = min(B * Hkv, multiprocessors(q.device))
-    sums = torch.empty(programs, H // Hkv, blocks * M, D.value, dtype=torch.float32, device=q.device)
+    (B, T, H, D), Hkv, size = q.shape, k.shape[2], TILE.value
+    blocks = triton.cdiv(T, BLOCK.value)  # of keys; each has two tiles of queries
+    tiles = 2 * blocks
+    lse_delta = torch.empty(B * H * tiles * 2 * size, dtype=torch.float32, device=q.device)
+    _lse_delta_kernel[(B * H * tiles,)](dout, out, lse, lse_delta, lse.stride(1), T, H, tiles, D, size)
+    programs = min(B * Hkv * blocks, multiprocessors(q.device))
+    # While the longest block of a head is computed, the other programs compute 2 programs blocks of mean length
+    heads_in_sums = min(B * Hkv, triton.cdiv(2 * programs, blocks) + 1)
+    sums = torch.empty(heads_in_sums * H // Hkv, tiles, size, D, dtype=torch.float32, device=q.device)
+    turns = torch.zeros(heads_in_sums * H // Hkv, tiles, dtype=torch.int32, device=q.device)
     _attention_bwd_gluon_kernel[(programs,)](
-        head_tiles(q, M),
-        head_tiles(k, N),
-        head_tiles(v, N),
-        head_tiles(dout, M),
-        head_tiles(dq, M),
-        head_tiles(dk, N),
-        head_tiles(dv, N),
-        tma_descriptor(lse_delta, 2 * M),
+        *(head_tiles(tensor, size) for tensor in (q, k, v, dout, dq, dk, dv)),
+        tma_descriptor(lse_delta, 2 * size),
+        plan_on(q.device, T, BLOCK.value, B * Hkv, 1, programs, True),
         sums,
+        turns,
         scale,
-        B * Hkv,
+        heads_in_sums,
         Hkv,
         T,
         GROUP=H // Hkv,
-        num_warps=8,
-        # Registers per thread when 12 warps start. The producer's warpgroup then gives most of its own to the consumers
-        maxnreg=168,
+        num_warps=4,
+        maxnreg=128,  # registers per thread when 16 warps start. Then the consumers get more, and the others less
+        **LAUNCH[D],
     )

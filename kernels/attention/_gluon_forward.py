@@ -29,10 +29,6 @@ for "empty" (its readers are done), as in mlp/_gluon.py. Beyond the last token T
 the causal mask hides these keys from every real query.
 """
 
-import functools
-import heapq
-
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -46,8 +42,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.attention._plan import plan_on
 from kernels.attention._triton_tiles import heads_in_l2
-from kernels.compat import fake_mode
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper import barrier, head_tiles, load, store
 
@@ -281,38 +277,6 @@ def supports(
     return k.dtype == q.dtype and q.shape[-1] in (64, 128) and q.shape[1] > 16
 
 
-@functools.lru_cache
-def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int) -> np.ndarray:
-    """Return which tiles of M queries each program computes, (1 + rounds, programs) int32.
-
-    A column is for one program: how many tiles it computes, their numbers, then zeros. With `tiles` tiles in a head,
-    tile i of head h has the number h * tiles + i. Tiles of the first `heads_at_once` heads come first, because the L2
-    has room for the keys and values of so many heads.
-
-    With 12 heads, a plan takes 30 ms for 64 x 1024 tokens, and 2.5 s for one sequence of 8 million tokens.
-    """
-    tiles = triton.cdiv(T, M)
-    free = [(0, program) for program in range(programs)]  # (when the program is free, its number)
-    numbers = [[] for _ in range(programs)]
-    for first in range(0, heads, heads_at_once):
-        for i in reversed(range(tiles)):
-            for head in range(first, min(first + heads_at_once, heads)):
-                time, program = free[0]
-                numbers[program].append(head * tiles + i)
-                blocks = triton.cdiv(min((i + 1) * M, T), BLOCK_N.value)
-                # start and end of a tile take as long as a block
-                heapq.heapreplace(free, (time + blocks + 1, program))
-    rounds = 1 + max(map(len, numbers))  # a program reads one number beyond its last tile
-    columns = [[len(column), *column, *[0] * (rounds - len(column))] for column in numbers]
-    return np.array(columns, np.int32).T.copy()
-
-
-@functools.cache  # without a limit: a captured CUDA graph reads its plan in every replay, so no plan may be freed
-def plan_on(device: torch.device, *sizes: int) -> Tensor:
-    """Return plan(*sizes) on the device."""
-    return torch.tensor(plan(*sizes)).to(device)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
     """Write out (B, T, H, D), and lse (B, H, T or more) as attention_fwd() in triton.py describes it.
 
@@ -322,7 +286,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
     consumers = 3 if D == 64 and T >= LONG else 2
     programs = min(triton.cdiv(T, consumers * rows) * B * H, multiprocessors(q.device))
     sizes = T, consumers * rows, B * H, heads_in_l2(k), programs
-    fetch_plan = plan_on.__wrapped__ if fake_mode() else plan_on  # a fake tensor serves only its FakeTensorMode
     make_context_current()
     _attention_fwd_gluon_kernel[(programs,)](
         head_tiles(q, rows),
@@ -330,7 +293,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
         head_tiles(v, BLOCK_N.value),
         head_tiles(out, rows),
         lse,
-        fetch_plan(q.device, *sizes),
+        plan_on(q.device, *sizes),
         lse.stride(1),
         scale,
         H,
