@@ -63,6 +63,12 @@ def custom_op_function(name: str) -> Callable | None:
     return definition._init_fn if definition else None
 
 
+def custom_op_fake(name: str) -> Callable | None:
+    """Return the function given to register_fake() of a torch.library.custom_op. None for any other operator."""
+    definition = OPDEFS.get(name)
+    return definition._abstract_fn if definition else None
+
+
 def uses_triton(function: Callable) -> bool:
     """Return whether the function's module has Triton kernels, or imports a function from a kernels/*.py that has them.
 

@@ -11,18 +11,15 @@ consumers take turns to start their matmuls. Three need no turns, and are faster
 
 A consumer begins with the block on the diagonal, so that it masks its first block and no other.
 
-The plan. Behind a causal mask the last tile of a head takes 8 times as long as the first, at T = 1024. Suppose that the
-tiles are sorted, long ones first, and program i of P computes tiles i, i + P, i + 2 P and so on. For the shapes below,
-the slowest program then takes 5 to 27% longer than the mean. So plan() gives each tile to the program that has the
-fewest blocks so far, and the slowest takes 1% longer. The kernel reads the plan from memory. While the consumers finish
-a tile, the producer already loads the next one.
+A plan says which tiles each program computes (_plan.py), long ones first. While the consumers finish a tile, the
+producer already loads the next one.
 
-TFLOP/s on an H100, for (B, T, heads, D) in bf16 (results/h100). On an H200 _fwd_kernel had 295, 449 and 462:
+TFLOP/s on an H200 (commit b668dbf), for (B, T, heads, D) in bf16. _fwd_kernel of triton.py had 295, 449 and 462:
 
                           this kernel    FlashAttention 4    cuDNN
-    (32, 1024, 12, 64)            344                 259      337
-    (2, 16384, 12, 64)            539                 567      442
-    (4, 4096, 16, 128)            651                 637      578
+    (32, 1024, 12, 64)            339                 264      335
+    (2, 16384, 12, 64)            551                 555      455
+    (4, 4096, 16, 128)            657                 646      574
 
 The slots for keys and for values are two rings. Each slot has one barrier for "full" (its bytes have arrived) and one
 for "empty" (its readers are done), as in mlp/_gluon.py. Beyond the last token TMA loads zeros and stores nothing, and

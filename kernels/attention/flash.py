@@ -161,7 +161,19 @@ def flash_bwd(
     return grads
 
 
-flash_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
+@flash_bwd.register_fake
+def _(dout, q, k, *_):
+    """Also allocate what the kernels allocate in fp32, so that lab/proof/memory.py counts it.
+
+    These are the sums of dq, which all versions have, and two numbers per query. If query heads share a key head, they
+    are also the sums of dk and dv.
+    """
+    grads = gradient_buffer(q, k)
+    B, T, H, D = q.shape
+    workspace = [q.new_empty(B, T, H, D + 2, dtype=torch.float32)]
+    if k.shape[2] != H:
+        workspace.append(k.new_empty(2, *k.shape, dtype=torch.float32))
+    return grads
 
 
 def _setup_context(ctx, inputs, output):

@@ -28,10 +28,9 @@ dq in registers, and a loop over queries can keep only dk and dv. So one kernel 
 dv, and both recompute s and dp: seven matmuls. Every sum has a fixed order, so the result has the same bits each time.
 The dq kernel has dout of its queries in registers, so it also reads out and computes delta.
 
-A single kernel with five matmuls has to sum dq in memory, and reads and writes 8 D bytes per query for every tile of
-keys. If many programs added to the same dq, atomics would add in a different order each time, and programs that take
-turns would wait for each other. With one program per head neither happens: _gluon_backward.py does this on Hopper, for
-D = 64, T <= 1024 and enough heads to keep all multiprocessors busy. Its docstring explains these limits.
+A single kernel with five matmuls has to sum dq in memory, which moves 8 D bytes per query for every tile of keys. If
+many programs added to the same dq in any order, the bits would differ each time. On Hopper _gluon_backward.py lets them
+take turns, in an order in which hardly any program waits.
 
 q, k and v may be views of one packed tensor, because the kernels read tiles by strides, on Hopper with TMA. Their
 gradients are views of one buffer in the same order, so that autograd does not have to concatenate them (packed.py).

@@ -10,9 +10,9 @@ code. torch.compile runs too, and generates no code (lab/proof/compiled.py).
     print(usage.now, usage.peak)
 
 The simulation runs the Python function of a custom op that launches Triton kernels, and so counts all that the op
-allocates. It does not count the workspaces that cuBLAS and cuDNN allocate inside an operator, nor the allocator's gaps
-between tensors. Its peak for a step in fp32 on a CPU equals PyTorch's allocator to the byte
-(tests/lab/proof/test_memory.py).
+allocates. Of other custom ops it runs the fake, which allocates the op's workspace, too (attention/flash.py). It does
+not count the workspaces that cuBLAS and cuDNN allocate inside an operator, nor the allocator's gaps between tensors.
+Its peak for a step in fp32 on a CPU equals PyTorch's allocator to the byte (tests/lab/proof/test_memory.py).
 """
 
 import weakref
@@ -46,7 +46,8 @@ class MemoryUsage(TorchDispatchMode):
     """Counts the bytes of the tensors that are created on `device` while the mode is active.
 
     `now` is the number of bytes alive, and `peak` its maximum so far. A storage counts once, however many tensors view
-    it, until the last of them is freed. `opaque` names the custom ops whose own allocations were not counted.
+    it, until the last of them is freed. `opaque` names the custom ops of which only what their fake allocates was
+    counted.
     """
 
     def __init__(self, device: torch.device):
@@ -68,6 +69,9 @@ class MemoryUsage(TorchDispatchMode):
             except RuntimeError:  # the function reads values or addresses, and a fake tensor has none
                 pass
             self.opaque.add(func.name())
+            if fake := compat.custom_op_fake(func.name()):
+                with self:
+                    return fake(*args, **(kwargs or {}))
         if kwargs and "out" in kwargs:  # creates nothing. PyTorch 2.11 cannot run addmm with out_dtype on fake tensors
             return kwargs["out"]
         out = func(*args, **(kwargs or {}))

@@ -243,17 +243,38 @@ def test_prediction_of_a_long_prompt_simulates_only_its_last_chunks(monkeypatch)
 
 
 def test_an_op_whose_allocations_are_not_seen_is_named():
+    """What its fake allocates counts: the result, and here a workspace of 500 elements."""
+
     @torch.library.custom_op("hotswap_test::double", mutates_args=())
     def double(x: torch.Tensor) -> torch.Tensor:
         return x + x
 
-    double.register_fake(torch.empty_like)
+    @double.register_fake
+    def _(x):
+        y, workspace = torch.empty_like(x), x.new_empty(500)
+        return y if workspace.numel() else workspace
+
     with simulate(CPU) as usage:
         x = torch.zeros(1000)
         y = double(x)
-        assert (usage.now, usage.peak, usage.opaque) == (8000, 8000, {"hotswap_test::double"})
+        assert (usage.now, usage.peak, usage.opaque) == (8000, 10_000, {"hotswap_test::double"})
         del x, y
-        assert (usage.now, usage.peak) == (0, 8000)
+        assert (usage.now, usage.peak) == (0, 10_000)
+
+
+def test_the_workspace_of_flash_attentions_backward_counts():
+    """It has a sum of dq in fp32 and two numbers for each query, and with grouped heads sums of dk and dv."""
+    B, T, H, D = 2, 100, 4, 64
+    for Hkv in (4, 2):
+        with simulate(CPU) as usage:
+            q, dout, out = (torch.empty(B, T, H, D, dtype=torch.bfloat16) for _ in range(3))
+            k, v = (torch.empty(B, T, Hkv, D, dtype=torch.bfloat16) for _ in range(2))
+            before = usage.now
+            torch.ops.hotswap.flash_bwd(dout, q, k, v, out, q.new_empty(B, H, T), True, 1.0, None, None, None, None)
+        gradients = B * T * (H + 2 * Hkv) * D * 2
+        workspace = B * T * H * (D + 2) * 4 + (B * T * 2 * Hkv * D * 4 if Hkv < H else 0)
+        lse = B * H * T * 2
+        assert usage.peak - before - lse == gradients + workspace
 
 
 @pytest.mark.gpu
