@@ -33,7 +33,8 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     if torch.compiler.is_compiling():
         return attention_in_blocks(q, k, v, scale, block_mask(*shape, lengths, starts))
     if lengths is None and starts is None:
-        return compiled_version(attention_in_blocks)(q, k, v, scale, cached_block_mask(*shape, mode=fake_mode()))
+        make_mask = block_mask if fake_mode() else cached_block_mask  # a fake mask serves only its FakeTensorMode
+        return compiled_version(attention_in_blocks)(q, k, v, scale, make_mask(*shape))
     # PyTorch 2.11 cannot compile documents with a window for dynamic lengths (CantSplit), so compile each length
     compiled_attention = compiled_version(attention, dynamic=None if starts is None else False)
     return compiled_attention(q, k, v, causal=causal, scale=scale, lengths=lengths, window=window, starts=starts)
@@ -120,7 +121,6 @@ def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
     return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
-@functools.lru_cache(maxsize=64)
-def cached_block_mask(*shape, mode: object) -> BlockMask:
-    """Return block_mask(*shape). A mask of fake tensors serves only the FakeTensorMode in which it was made."""
-    return block_mask(*shape)
+# without a limit: a captured CUDA graph reads its mask in every replay, so no mask may be freed. A mask takes 17 KB at
+# T = 4096, and 4 MB at T = 65,536
+cached_block_mask = functools.cache(block_mask)

@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from kernels import attention as contract
 from kernels.attention import flex
+from kernels.compat import FakeTensor, FakeTensorMode
 from kernels.registry import unavailable
 from tests.kernels.test_backends import assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
@@ -104,12 +105,22 @@ def test_forward_at_any_length(forward_at_lengths, length):
     torch.testing.assert_close(out, contract.reference(**inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_the_mask_is_cached():
-    """Equal arguments give the same mask object."""
-    mask = flex.cached_block_mask(300, 300, CPU, True, None, mode=None)
-    assert mask is flex.cached_block_mask(300, 300, CPU, True, None, mode=None)
-    assert mask is not flex.cached_block_mask(300, 300, CPU, True, 200, mode=None)
-    assert mask is not flex.cached_block_mask(300, 300, CPU, True, None, mode="a FakeTensorMode")
+def test_a_mask_stays_in_memory():
+    """Equal arguments give the same mask, however many others were made: a captured CUDA graph may still read it."""
+    mask = flex.cached_block_mask(300, 300, CPU, True, None)
+    for window in range(1, 200):
+        assert flex.cached_block_mask(300, 300, CPU, True, window) is not mask
+    assert flex.cached_block_mask(300, 300, CPU, True, None) is mask
+
+
+def test_a_fake_mask_is_not_cached(monkeypatch):
+    """Its memory could not be read outside its FakeTensorMode."""
+    monkeypatch.setattr(flex, "compiled_version", lambda function: lambda q, k, v, scale, mask: mask)
+    with FakeTensorMode():
+        first, second = (flex.attention(*[torch.empty(1, 301, 1, 16)] * 3) for _ in range(2))
+    real = flex.attention(*[torch.empty(1, 301, 1, 16)] * 3)
+    assert first is not second
+    assert [isinstance(mask.kv_indices, FakeTensor) for mask in (first, second, real)] == [True, True, False]
 
 
 def test_layers_share_the_mask_of_documents():
