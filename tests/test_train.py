@@ -236,7 +236,8 @@ def test_a_wrong_file_outside_the_repo_stops_the_run(hotswap, tmp_path):
     )
     code, _, err = hotswap(*QUICK, "kernels.norm=wrong.py")
     assert code == 1
-    assert err.startswith("error: wrong.py breaks the contract of kernels/norm/__init__.py (wrong: out0: error ")
+    assert err.startswith("error: wrong.py breaks the contract norm(x, residual, weight, bias, eps=1e-5) -> ")
+    assert "(y, new_residual) of kernels/norm/__init__.py (wrong: out0: error " in err
     assert "python -m scripts.doctor op=norm impl=wrong.py tells more" in err
 
 

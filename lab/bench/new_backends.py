@@ -16,7 +16,7 @@ import torch
 
 from checked_json import read_json, write_json
 from kernels.lookup import ROOT, source, source_file
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, impl_by_op
+from kernels.registry import AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
 
@@ -61,9 +61,16 @@ def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.d
             raise KernelError(f"{source(op, chosen[op])} could not be checked ({status}): {more}")
         if first_word(status) in ERRORS:
             raise WrongKernel(
-                f"{source(op, chosen[op])} breaks the contract of kernels/{op}/__init__.py ({status}): {more}"
+                f"{source(op, chosen[op])} breaks the contract{signature(op)} of kernels/{op}/__init__.py "
+                f"({status}): {more}"
             )
     return statuses
+
+
+def signature(op: str) -> str:
+    """Return " norm(x, ...) -> (y, new_residual)" from the contract's docstring; "" if it has no such line."""
+    lines = map(str.strip, (contract(op).__doc__ or "").splitlines())
+    return next((f" {line}" for line in lines if line.startswith(f"{op}(") and " -> " in line), "")
 
 
 def cache_key(op: str, impl: str, device: torch.device) -> str:

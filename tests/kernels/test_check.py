@@ -27,3 +27,22 @@ def test_the_rounding_of_a_sum_grows_with_the_root_of_its_length():
     assert rounding_error(torch.float32, 10**4) == pytest.approx(100 * unit)
     assert rounding_error(torch.float32, 1) == pytest.approx(unit)
     assert rounding_error(torch.bfloat16, 10**4) == 2.0**-8
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["out0", "d_x", "d_weight"], "it returns 1 instead of 2 tensors"),
+        (["out0", "out1", "d_weight"], "its backward gives no gradient of x"),
+        (
+            ["out0", "out1", "d_x", "d_weight", "d_eps"],
+            "its backward gives a gradient of eps, and the contract gives none",
+        ),
+        (["out0", "out1", "d_x", "d_weight"], None),
+    ],
+)
+def test_missing_results_are_named(names, reason):
+    results = dict.fromkeys(names, torch.ones(2))
+    expected = dict.fromkeys(["out0", "out1", "d_x", "d_weight"], torch.ones(2))
+    truth = {name: tensor.double() for name, tensor in expected.items()}
+    assert broken_rule(results, expected, truth, {"x": torch.ones(2)}, torch.float32) == reason
