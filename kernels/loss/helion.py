@@ -28,7 +28,7 @@ RUNS = ("helion_cross_entropy",)
 
 
 def unavailable(device: torch.device) -> str | None:
-    missing = package_unavailable("helion>=1.5", "helion.language.register_block_size")
+    missing = package_unavailable("helion==1.5.0", "helion.language.register_block_size")
     return missing or gpu_unavailable(device)  # Triton's interpreter has no libdevice, where Helion's exp comes from
 
 

@@ -25,11 +25,32 @@ PROGRAMS = 4  # of the backward, for each multiprocessor
 
 
 def unavailable(device: torch.device) -> str | None:
-    return package_unavailable("helion>=1.5", "helion.language.register_block_size") or triton_unavailable(device)
+    return package_unavailable("helion==1.5.0", "helion.language.register_block_size") or triton_unavailable(device)
 
 
 def detail(**inputs) -> str:
     return f"helion {version('helion')}, {triton_detail(**inputs)}"
+
+
+def forward_kernel(x: Tensor):
+    """Return the kernel for x (N, C)."""
+    from kernels.norm import _helion
+
+    width = triton.next_power_of_2(x.shape[1])
+    # If there is only one row, Helion 1.5.0 masks no rows: the others of its program would overwrite the results
+    rows = 1 if len(x) == 1 else max(1, PROGRAM_ELEMENTS // width)
+    return _helion.kernel(_helion.norm_fwd, (rows,), num_warps=min(16, max(1, rows * width // 512)))
+
+
+def backward_kernel(stream: Tensor):
+    """Return the kernel for the stream (N, C), and the number of its programs."""
+    from kernels.norm import _helion
+
+    N, width = len(stream), triton.next_power_of_2(stream.shape[1])
+    block = triton.next_power_of_2(triton.cdiv(N, PROGRAMS * multiprocessors(stream.device)))
+    rows = min(block, 2 if width <= 4096 else 1)
+    kernel = _helion.kernel(_helion.norm_bwd, (block, rows), num_warps=min(16, max(1, width // 256)))
+    return kernel, triton.cdiv(N, block)
 
 
 @torch.library.custom_op("hotswap::helion_norm_fwd", mutates_args=())
@@ -37,12 +58,8 @@ def norm_fwd(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
-    from kernels.norm import _helion
-
-    outputs, width = empty_outputs(x, residual, weight, bias, eps), triton.next_power_of_2(x.shape[1])
-    rows = max(1, PROGRAM_ELEMENTS // width)
-    kernel = _helion.kernel(_helion.norm_fwd, (rows,), num_warps=min(16, max(1, rows * width // 512)))
-    kernel(x, residual, weight, bias, eps, *outputs)
+    outputs = empty_outputs(x, residual, weight, bias, eps)
+    forward_kernel(x)(x, residual, weight, bias, eps, *outputs)
     return outputs
 
 
@@ -62,14 +79,9 @@ def norm_bwd(
     stream_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dresidual, dweight and dbias, as norm_bwd() of _triton_backward.py does."""
-    from kernels.norm import _helion
-
-    (N, C), width = stream.shape, triton.next_power_of_2(stream.shape[1])
-    block = triton.next_power_of_2(triton.cdiv(N, PROGRAMS * multiprocessors(stream.device)))
-    rows = min(block, 2 if width <= 4096 else 1)
+    kernel, programs = backward_kernel(stream)
     dx, dresidual, _, dbias = empty_gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
-    partial = stream.new_empty(2, triton.cdiv(N, block), C, dtype=torch.float32)
-    kernel = _helion.kernel(_helion.norm_bwd, (block, rows), num_warps=min(16, max(1, width // 256)))
+    partial = stream.new_empty(2, programs, stream.shape[1], dtype=torch.float32)
     second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
     kernel(dy, dstream, stream, weight, mean, rstd, dx, second, partial[0], None if bias is None else partial[1])
     dweight = partial[0].sum(0).to(weight.dtype)

@@ -3,10 +3,14 @@
 The packages need a GPU. Here plain PyTorch replaces the functions that the backends call, with the signatures of
 liger-kernel 0.8.5, quack-kernels 0.6.5, nvmath-python 1.0.0 and flashinfer-python 0.6.12, and of our own kernels in
 Helion. On a GPU with the packages, test_backends.py and test_decode.py test the real functions. If Helion is installed,
-test_backends.py also runs its LayerNorm in Triton's interpreter.
+test_backends.py also runs its LayerNorm in Triton's interpreter, and compile_helion.py compiles its kernels.
 """
 
+import os
+import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +25,7 @@ from kernels.registry import Unavailable, backend, contract, load, unavailable
 from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_inputs, outputs_and_gradients
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 WRAPPED = [
     *[("norm", impl) for impl in ("liger", "quack", "helion")],
     *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion")],
@@ -256,8 +261,8 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     for op, impl, package in (
         ("norm", "liger", "liger-kernel"),
-        ("norm", "helion", "helion>=1.5"),
-        ("loss", "helion", "helion>=1.5"),
+        ("norm", "helion", "helion==1.5.0"),
+        ("loss", "helion", "helion==1.5.0"),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
         ("loss", "liger_large", "liger-kernel>=0.8.5"),
@@ -271,6 +276,37 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         assert message.startswith(f"{op}={impl} cannot run here: it needs ")
         assert message.endswith(f": pip install '{package}'")
         assert "\n" not in message
+
+
+def test_a_helion_that_cannot_be_imported_is_named_with_the_version_that_can(monkeypatch):
+    """Helion 1.5.1 imports IntelGPUError, which torch 2.11 does not have."""
+    error = ImportError("cannot import name 'IntelGPUError' from 'torch._inductor.runtime.triton_compat'")
+
+    class Broken:
+        def find_spec(self, name, *_):
+            if name == "helion":
+                raise error
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "helion"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    for op in ("norm", "loss"):
+        with pytest.raises(Unavailable) as raised:
+            load(op, "helion", CPU)
+        assert str(raised.value) == (
+            f"{op}=helion cannot run here: it needs helion==1.5.0 ({error}): pip install 'helion==1.5.0'"
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(find_spec("helion") is None, reason="Helion is not installed")
+@pytest.mark.parametrize(("interpret", "word", "lines"), [("0", "registers", 10), ("1", "are right", 3)])
+def test_helions_kernels_compile_for_hopper_and_its_loss_is_right(interpret, word, lines):
+    command = [sys.executable, "-m", "tests.kernels.compile_helion"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "HELION_INTERPRET": interpret}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(word) == lines
 
 
 def xqa_batch_decode_with_kv_cache(
