@@ -11,13 +11,14 @@ import torch
 
 from kernels.registry import OPS, check_name, override_key, runs_in_fp8
 from lab.bench.op import DTYPES, measure
-from lab.bench.probe import PROBE_DTYPES, Probe, case_probes, first_word, run_probes
+from lab.bench.probe import PROBE_DTYPES, PROCESSES, Probe, case_probes, first_word, run_probes
 from lab.recipe import Recipe
 from model.executed import call_shapes
 from model.gpt import PRECISIONS
 from runtime.config import check, quote_override
 from runtime.run import read_row
 
+GROUPS = min(8, PROCESSES)  # of cases; each has a process, and on a GPU a CUDA context of half a GiB
 # The exit code of scripts.judge. 1 is an error, as in every command
 EXIT_CODES = {"faster": 0, "tie": 2, "slower": 3, "wrong": 4}
 ON_GPU = ["+experiment=throughput", "precision=bf16"]
@@ -73,17 +74,22 @@ def probe_cases(claim: Claim, recipe: Recipe, length: int, device: torch.device,
     """Return {"fp32 768": status of the backend, ...}: every case of the op in fp32 and in bf16.
 
     The last case, such as "fp8 training", is the op's call in this training, for one sequence of `length` tokens.
-    `limit` is the time of one answer, in seconds.
+    `limit` is the time of one answer, in seconds. The cases run in GROUPS processes, because most of their time goes
+    into compilation, which uses one core.
     """
-    call, dtype = training_call(claim.op, recipe, (1, length))
-    groups = [(name, case_probes(claim.op, claim.impl, PROBE_DTYPES[name])) for name in ("fp32", "bf16")]
-    groups.append((recipe.precision, {"training": Probe(claim.op, claim.impl, call, dtype, strict=True)}))
-    answers = run_probes([list(probes.values()) for _, probes in groups], device, limit)
-    return {
-        f"{precision} {case}": status
-        for (precision, probes), statuses in zip(groups, answers, strict=True)
-        for case, status in zip(probes, statuses, strict=True)
+    probes = {
+        f"{precision} {case}": probe
+        for precision in ("fp32", "bf16")
+        for case, probe in case_probes(claim.op, claim.impl, PROBE_DTYPES[precision]).items()
     }
+    call, dtype = training_call(claim.op, recipe, (1, length))
+    probes[f"{recipe.precision} training"] = Probe(claim.op, claim.impl, call, dtype, strict=True)
+    cases = list(probes)
+    groups = [cases[first::GROUPS] for first in range(GROUPS)]
+    answers = run_probes([[probes[case] for case in group] for group in groups], device, limit)
+    pairs = zip(groups, answers, strict=True)
+    statuses = {case: status for group, answer in pairs for case, status in zip(group, answer, strict=True)}
+    return {case: statuses[case] for case in cases}
 
 
 def wrong_answers(statuses: dict[str, str]) -> list[str]:

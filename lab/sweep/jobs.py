@@ -31,7 +31,13 @@ from terminal import printable, warn
 
 GRACE = 10.0  # seconds that a job has to end after a signal
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
-SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats"}  # keys of the sweep, not of its jobs
+SWEEP_KEYS = {
+    "out_dir",
+    "sweep",
+    "sweep.timeout",
+    "sweep.repeats",
+    "sweep.own_caches",
+}  # keys of the sweep, not of its jobs
 
 
 class SweepJob:
@@ -167,13 +173,19 @@ def job_overrides(words: list[str]) -> set[str]:
 
 
 def plan_jobs(
-    folder: Path, jobs: list[list[str]], added: list[str], flags: list[str], gpus: list[str | None], repeats: int = 1
+    folder: Path,
+    jobs: list[list[str]],
+    added: list[str],
+    flags: list[str],
+    gpus: list[str | None],
+    repeats: int = 1,
+    own_caches: bool = False,
 ) -> list[SweepJob]:
     """Return the jobs in the order in which they run, in folders named after what varies.
 
     Each job has its own overrides, followed by `added`. Every second repeat runs in reverse order (A B B A). A repeat
-    of all jobs takes one GPU, because two GPUs may differ by more than two kernels do. With repeats, a job has compile
-    caches of its own on each GPU, which are empty in its first run.
+    of all jobs takes one GPU, because two GPUs may differ by more than two kernels do. With `own_caches`, a job has
+    compile caches of its own on each GPU, which are empty in its first run.
     """
     for key in sorted(SWEEP_KEYS):
         values = {word for words in jobs for word in words if word.lstrip("+").startswith(f"{key}=")}
@@ -187,7 +199,8 @@ def plan_jobs(
             job_gpus, caches = gpus, None
             if repeats > 1:
                 gpu_number = repeat % len(gpus)
-                job_gpus, caches = [gpus[gpu_number]], folder / name / "caches" / str(gpu_number)
+                job_gpus = [gpus[gpu_number]]
+                caches = folder / name / "caches" / str(gpu_number) if own_caches else None
             job_folder = folder / (f"{name}.{repeat + 1}" if repeat else name)
             repeat_jobs.append(SweepJob(job_folder, words + added, flags, job_gpus, caches))
         if repeat % 2:

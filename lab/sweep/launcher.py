@@ -37,6 +37,7 @@ EXACT = "prompt"  # scripts.generate quotes the value of this key for Hydra; the
 class SweepConfig:
     timeout: float | None  # minutes that a job may take; null: no limit
     repeats: int  # runs of each job
+    own_caches: bool  # with repeats, each job has compile caches of its own
 
     def __post_init__(self):
         limit = self.timeout
@@ -117,7 +118,8 @@ class Launcher(launcher.Launcher):
         if repeats > 1:
             gpus = gpus[:repeats]  # each repeat of all jobs takes one GPU
         words = [list(map(as_typed, words)) for words in job_overrides]
-        jobs = plan_jobs(folder, words, self.added_overrides(folder), self.config_dirs(), gpus, repeats)
+        own_caches = cfg.sweep.own_caches and repeats > 1
+        jobs = plan_jobs(folder, words, self.added_overrides(folder), self.config_dirs(), gpus, repeats, own_caches)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock_folder(folder) as lock, Signals() as signals:
             signals.looping = True

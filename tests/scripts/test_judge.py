@@ -46,7 +46,7 @@ def command(called, monkeypatch, tmp_path):
 def test_the_exit_code_is_the_verdict(command, tmp_path, ms, code):
     got, out, err, trained = command(ms, CASES, "--", "model=tiny", "train.max_steps=5")
     assert (got, err) == (code, "")
-    assert trained[:2] == ["-m", "sweep.repeats=3"]
+    assert trained[:3] == ["-m", "sweep.repeats=3", "sweep.own_caches=false"]
     assert trained[-3:] == ["model=tiny", "train.max_steps=5", "kernels.norm=eager,triton"]
     folder = tmp_path / "judged"
     assert (folder / "judge.md").read_text() in out

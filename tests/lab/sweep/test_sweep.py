@@ -153,6 +153,17 @@ def test_repeats_run_in_the_order_abba(sweep):
     ]
 
 
+def test_repeats_share_the_users_caches_if_asked(sweep, monkeypatch):
+    """A key of the sweep is no argument of its jobs."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    assert sweep("seed=4,3", "sweep.repeats=2", "sweep.own_caches=false")[0] == 0
+    rows = read_rows()
+    assert len(rows) == 4
+    assert {row["caches"][1] for row in rows.values()} == {"mine"}
+    assert not any("own_caches" in row["command"] for row in rows.values())
+    assert not list(Path("sweep").glob("*/caches"))
+
+
 @pytest.mark.exhaustive
 def test_each_repeat_of_all_jobs_takes_one_gpu(sweep, monkeypatch):
     """Compared runs are then on the same GPU, although one GPU is done sooner. Each GPU has its own compile caches."""
