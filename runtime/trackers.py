@@ -139,9 +139,9 @@ def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | Non
     """
     import wandb
 
-    wandb.setup(settings=wandb.Settings(silent=True))
     for mode in ("online", "offline") if logger.mode == "online" else ("offline",):
         try:
+            wandb.setup(settings=wandb.Settings(silent=True))  # reads WANDB_*, and refuses a wrong value
             if mode == "online" and not wandb.login(prompt=False, verify=False):
                 raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
             return wandb.init(

@@ -5,6 +5,7 @@ The tests read the results with W&B's own command, `wandb leet inspect`, and wit
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -41,6 +42,16 @@ def no_account(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def new_wandb(no_account):
+    """Let W&B read its environment variables in this test, and again in the next one. It reads them once."""
+    import wandb
+
+    wandb.teardown()
+    yield
+    wandb.teardown()
 
 
 def inspect(folder, *options):
@@ -172,6 +183,7 @@ def test_the_run_continues_offline_when_there_is_no_api_key(hotswap, tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("new_wandb")
 def test_the_run_continues_offline_when_the_server_does_not_answer(hotswap, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr("runtime.trackers.INIT_SECONDS", 3)
@@ -202,6 +214,15 @@ def kill_wandb_process():
     [child] = [pid for pid in children if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(child, signal.SIGKILL)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # WNOWAIT leaves the exit status to W&B
+
+
+@pytest.mark.usefixtures("new_wandb")
+def test_the_run_continues_without_wandb_when_a_variable_of_wandb_has_a_wrong_value(hotswap, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "perhaps")
+    code, _, err = hotswap(*SMALL)
+    assert code == 0
+    assert re.match(r"warning: the run continues without W&B: 1 validation error for Settings silent .*\n$", err)
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
 
 
 def test_the_run_continues_without_wandb_when_its_process_is_killed(hotswap, tmp_path, monkeypatch):
