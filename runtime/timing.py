@@ -1,5 +1,6 @@
 """How long a function takes on a device, and how fast a matmul and a copy are on it."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -37,12 +38,15 @@ def measured_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def median_seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the median of 10 calls after 3 for warm-up. Each call is synchronised."""
+def median_seconds(function: Callable[[], object], device: torch.device, enough: float = math.inf) -> float:
+    """Return the median of 10 calls after 3 for warm-up. Each call is synchronised.
+
+    The timed calls end before the tenth if they have taken `enough` seconds together.
+    """
     for _ in range(3):
         function()
     seconds = []
-    for _ in range(10):
+    while not seconds or (len(seconds) < 10 and sum(seconds) < enough):
         synchronize(device)
         start = time.perf_counter()
         function()
@@ -63,7 +67,8 @@ def time_in_turns(
     seem to take as long as Python takes to launch it. If the launches of a turn do not fit into the GPU's queue (about
     1,000), the turn has fewer calls. If a function itself waits for the GPU, its time includes this wait.
     """
-    call_seconds = {name: median_seconds(function, device) for name, function in functions.items()}
+    # 10 calls of a slow function would take longer than its turns, and only say that a turn is one call
+    call_seconds = {name: median_seconds(function, device, 5 * seconds) for name, function in functions.items()}
     calls = {name: max(1, int(seconds / median)) for name, median in call_seconds.items()}
     launch_seconds = {name: _launch_seconds(function, device) for name, function in functions.items()}
     samples = {name: [] for name in functions}

@@ -1,10 +1,12 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.registry import OPS, KernelError, Unavailable, contract, load
 from lab.bench import op as bench
+from runtime import timing
 from runtime.timing import time_in_turns
 
 CPU = torch.device("cpu")
@@ -112,6 +114,24 @@ def test_time_in_turns_reverses_the_order_in_every_second_round():
     samples = time_in_turns(works, CPU, rounds=2, seconds=0)
     assert order[-4:] == ["a", "b", "b", "a"]
     assert {name: len(times) for name, times in samples.items()} == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(2**-10, 3 + 10 + 5 * 20), (2**-5, 3 + 4 + 4), (2.0, 3 + 1 + 4)])
+def test_a_slow_function_is_called_less_often_before_its_turns(monkeypatch, seconds, calls):
+    """3 calls for warm-up, up to 10 until they took 0.1 s, and in each of 4 rounds as many as take 0.02 s.
+
+    If a turn has several calls, another turn tests whether the host launches them in time.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    called = []
+
+    def work():
+        called.append(1)
+        clock[0] += seconds
+
+    assert time_in_turns({"work": work}, CPU, rounds=4)["work"] == pytest.approx([seconds] * 4)
+    assert len(called) == calls
 
 
 def test_as_list():
