@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from kernels.registry import load
 from lab.commands import command, compose, take_training
 from lab.judge.claim import (
     EXIT_CODES,
@@ -98,6 +99,7 @@ def settle(
 ) -> dict:
     """Test the backend, train with both backends in `folder`, measure the op alone. Return the row of the verdict."""
     device, chosen = select_device(device_name), f"{claim.op}={claim.impl}"
+    load(claim.op, claim.backends[0], device)  # raises Unavailable before the probes, which take a minute
     words = training_words(claim, device, training)
     recipe, shape = read_recipe([*words, choose_backends(claim, claim.impl)])
     about = {"command": judge_command(training), "env": environment(device)}

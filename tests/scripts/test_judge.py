@@ -103,6 +103,12 @@ while True:
 """
 
 
+def test_a_baseline_that_cannot_run_here_is_an_error_before_the_probes(command):
+    code, out, err, trained = command(80, CASES, "op=attention", "impl=math", "against=cudnn")
+    assert (code, out, trained) == (1, "", [])
+    assert err == "error: attention=cudnn cannot run here: cuDNN needs an NVIDIA GPU; on a CPU choose attn=sdpa\n"
+
+
 def test_a_backend_that_cannot_run_the_training_is_not_trained(command):
     """The arguments after the dashes decide what the training calls, so they also decide what is tested."""
     statuses = CASES | {"fp8 training": "unavailable: mlp takes no fp8"}
