@@ -37,12 +37,12 @@ class Recipe:
         return ["starts"] if self.documents else []
 
     def check_kernels(self, device: torch.device) -> dict[str, str]:
-        """Return the results of check_new_backends(); empty with kernels.check=false.
+        """Return the results of check_new_backends().
 
         Raises Unavailable if kernels cannot run on `device`, and WrongKernel if a new one is wrong.
         """
         load_ops(*self.groups, device, self.attention_needs)
-        return check_new_backends(self.kernels, self.attn, device) if self.kernels.check else {}
+        return check_new_backends(self.kernels, self.attn, device)
 
     def build(self, device: torch.device, weights: Pretrained | None = None) -> GPT:
         """Return the model of this recipe, not compiled."""

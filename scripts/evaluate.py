@@ -12,6 +12,7 @@ from tqdm import tqdm
 from data.errors import DataError
 from kernels.registry import AttnConfig, KernelsConfig, label
 from lab import evaluation
+from lab.bench.new_backends import check_new_backends
 from lab.commands import command
 from model import cost, pretrained
 from model.executed import executed_kernels
@@ -64,6 +65,7 @@ def main(cfg: Config) -> None:
         Run(folder, name, cfg, make_tracker(cfg.logger)) as run,
         explain_out_of_memory(name, "batch_size or block_size"),
     ):
+        run.row["checks"] = check_new_backends(cfg.kernels, cfg.attn, device)
         reset_peak_memory(device)
         groups = config, cfg.kernels, cfg.attn, cfg.precision
         model = build(*groups, device, weights=source, needs=["starts"] if documents else []).eval()

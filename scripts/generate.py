@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
+from lab.bench.new_backends import check_new_backends
 from lab.commands import command
 from lab.generation import measure, prompts, writing
 from lab.generation.interactive import answer_prompts
@@ -115,6 +116,7 @@ def generate(
     Raises Wrong if the proof fails.
     """
     idx, lengths = (tensor.to(device) for tensor in prompts.make_batch(chosen))
+    run.row["checks"] = check_new_backends(recipe.kernels, recipe.attn, device)
     bandwidth = measured_bandwidth(device)
     reset_peak_memory(device)
     decoder = recipe.build_decoder(len(idx), idx.shape[1] + new_tokens, device)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from kernels.sampling import seeds_of
+from lab.bench.new_backends import check_new_backends
 from lab.generation.prompts import NEW_TOKENS, Prompt, check_room, encode_prompt, make_batch
 from lab.generation.recipe import GenerationRecipe
 from lab.generation.writing import Arrival, read_stream, show
@@ -33,6 +34,7 @@ def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device:
     most = max_new_tokens or NEW_TOKENS
     is_rope = recipe.source.model["pos"] != "learned"
     capacity = ROPE_PROMPT + most if is_rope else recipe.source.model["block_size"]
+    check_new_backends(recipe.kernels, recipe.attn, device)
     decoder = recipe.build_decoder(1, capacity, device)
     row = {"kernels": recipe.executed_kernels(decoder, (1, 1), device), "env": environment(device)}
     row["config"] = {"precision": recipe.precision}

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from kernels.registry import impls, unavailable
 from lab import evaluation
+from lab.bench.new_backends import WrongKernel
 from model.gpt import GPT
 from scripts import evaluate as script
 from tests.model.test_gpt import SMALL, gpt, hugging_face
@@ -29,6 +30,17 @@ def evaluate(called, monkeypatch, tmp_path):
     """Run the command in this process: evaluate("checkpoint=run") -> (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: called("evaluate.py", script.main, "device=cpu", "precision=fp32", *arguments)
+
+
+def test_a_new_kernel_is_checked_before_the_evaluation(evaluate, monkeypatch, hf_model):
+    def refuse(kernels, attn, device):
+        assert (kernels.norm, attn.impl, device) == ("eager", "math", CPU)
+        raise WrongKernel("mine.py is wrong")
+
+    monkeypatch.setattr(script, "check_new_backends", refuse)
+    code, _, err = evaluate(*TEXT, "attn=math", "out_dir=run")
+    assert (code, err) == (1, "error: mine.py is wrong\n")
+    assert json.loads(Path("run/result.json").read_text())["status"] == "wrong: mine.py is wrong"
 
 
 @pytest.fixture

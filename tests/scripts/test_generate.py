@@ -12,6 +12,7 @@ import torch
 
 from data.tokenizer import Bytes
 from kernels.decode import blocks
+from lab.bench.new_backends import WrongKernel
 from model import cost
 from scripts import generate as script
 from tests.model.test_generate import DECODING, greedy, varied_gpt
@@ -200,6 +201,17 @@ def test_a_proof_compares_with_full_forwards_before_the_speed_is_printed(command
     assert result["receipt"]["families"]
     assert result["memory"]["predicted"]["kv_cache"] * 2**30 == pytest.approx(result["mem/kv_cache_gib"] * 2**30)
     assert result["memory"]["measured"] is None  # on a CPU
+
+
+def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):
+    def refuse(kernels, attn, device):
+        assert (kernels.norm, attn.impl) == ("eager", "math")
+        raise WrongKernel("mine.py is wrong")
+
+    monkeypatch.setattr(script, "check_new_backends", refuse)
+    code, out, err = command("prompt=a", "attn=math", "out_dir=run")
+    assert (code, out, err) == (1, "", "error: mine.py is wrong\n")
+    assert row()["status"] == "wrong: mine.py is wrong"
 
 
 def test_a_wrong_decoder_has_no_speed(command, monkeypatch):

@@ -55,6 +55,7 @@ def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_
     choice = KernelsConfig(mlp="triton_recompute"), AttnConfig("sdpa"), CPU
     assert check_new_backends(*choice) == {}
     monkeypatch.setitem(SHIPPED, "mlp", "eager triton")
+    assert check_new_backends(KernelsConfig(mlp="triton_recompute", check=False), *choice[1:]) == {}
     assert check_new_backends(*choice) == check_new_backends(*choice) == {"mlp": "ok: torch"}
     assert probed == [("mlp", "triton_recompute")]
     monkeypatch.setattr(torch, "__version__", "another")
@@ -71,7 +72,7 @@ def test_a_wrong_answer_is_an_error_each_time(monkeypatch, tmp_path):
             check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
         assert str(error.value) == (
             f"kernels/norm/eager.py breaks the contract {CONTRACT} (wrong: out0): "
-            "python -m scripts.doctor op=norm impl=eager tells more, and kernels.check=false trains with it"
+            "python -m scripts.doctor op=norm impl=eager tells more, and kernels.check=false runs it"
         )
 
 
