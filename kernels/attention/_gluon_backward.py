@@ -24,7 +24,10 @@ both wait about 1 us for the L2, in which the adder computes the next tile.
 
 The programs start the blocks of a head in this order, the short ones first. If all are equally fast, block j reaches a
 tile of dq one step after block j + 1, and nobody waits. No two programs can wait for each other: a block waits only for
-blocks that come before it in the plan (_plan.py), and each program follows the order of the plan.
+blocks that come before it in the plan (_plan.py), and each program follows the order of the plan. But every program
+must run: there is one for each multiprocessor, and one that does not start, because another kernel has its
+multiprocessor, keeps the others waiting. NCCL's kernels would do that during a backward on several GPUs, so supports()
+refuses it there. Two of these kernels in two streams of a GPU can wait for each other forever.
 
 The sums have room for as many heads R as are computed at the same time. Head h uses the same memory as head h - R,
 whose turns come first.
@@ -50,7 +53,7 @@ query. TMA does not store beyond the tensor.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, distributed
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -309,6 +312,7 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
         fence_async_shared()
         barrier()  # every thread has passed its fence before one thread stores
         store(dq, [b, h, i * TILE, 0], dq_smem)
+    barrier()  # every thread has added
     mbarrier.arrive(added.index(slot))
     return tile + 1
 
@@ -477,7 +481,12 @@ LAUNCH = {
 
 
 def supports(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: int | None) -> bool:
-    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits."""
+    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits.
+
+    It does not if there are several processes.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return False
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9 or q.dtype not in DTYPES:
         return False
     return causal and starts is None and window is None and k.shape[1] == q.shape[1] and q.shape[-1] in LAUNCH

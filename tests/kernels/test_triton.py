@@ -251,6 +251,8 @@ def test_gradients_of_attention_are_in_one_buffer():
         (True, {"B": 50, "T": 1}),
         (True, {"T": 256, "Hkv": 3, "B": 44, "dtype": torch.float16}),
         (True, {"B": 1, "T": 16384, "D": 128}),
+        (True, {"processes": 1}),
+        (False, {"processes": 2}),
         (False, {"D": 80}),
         (False, {"dtype": torch.float32}),
         (False, {"Tk": 1100}),
@@ -267,6 +269,8 @@ def test_inputs_that_attentions_gluon_backward_supports(supported, changed, monk
     case = {"B": 32, "T": 1024, "H": 12, "Hkv": 12, "D": 64, "device": "cuda", "dtype": torch.bfloat16, **changed}
     kernel = importlib.import_module("kernels.attention._gluon_backward")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: "processes" in case)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: case["processes"])
     with FakeTensorMode():
         q, k = (
             torch.empty(case["B"], T, heads, case["D"], device=case["device"], dtype=case["dtype"])
