@@ -211,7 +211,8 @@ class Checkpoints:
             temporary.mkdir(parents=True, exist_ok=True)
             if state:
                 save_tensors(state.pop("model"), temporary / WEIGHTS)
-            torch.save({**state, **rest}, temporary / TRAINING)
+            with (temporary / TRAINING).open("wb") as file:  # with a path, PyTorch's error would not say why
+                torch.save({**state, **rest}, file)
             if (metrics := self.folder.parent / "metrics.jsonl").exists():  # a resumed run continues it
                 fsync(metrics)
             write_manifest(temporary, facts)
@@ -221,7 +222,8 @@ class Checkpoints:
         except (OSError, RuntimeError, SafetensorError) as error:
             # a full disk can raise any of these
             shutil.rmtree(temporary, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
+            reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
             free = shutil.disk_usage(next(parent for parent in self.folder.parents if parent.is_dir())).free
             raise UserError(
                 f"{final} could not be written: {reason}; earlier checkpoints stay, and {free / 2**30:.1f} GiB are free"
@@ -254,18 +256,20 @@ class Checkpoints:
         """Copy the newest checkpoint, verify the copy, and delete the older copies. A failure is only a warning."""
         temporary = copy.with_name(f".{copy.name}")
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            shutil.copytree(newest, temporary)
+            for incomplete in copy.parent.glob(".step-*"):  # of a copy that was killed
+                remove(incomplete)
+            copy_folder(newest, temporary)
             for path in [*temporary.rglob("*"), temporary]:
                 fsync(path)
             discard(copy)
             temporary.rename(copy)
             fsync(copy.parent)
             verify(copy)
-            for path in [*copy.parent.glob(".step-*"), *checkpoint_folders(copy.parent)]:
+            for path in checkpoint_folders(copy.parent):
                 if path != copy:
                     shutil.rmtree(path)
         except (OSError, UserError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # it would take the room of the next copy
             reason = getattr(error, "strerror", None) or str(error)
             warn(f"{newest} has no copy in {copy.parent}: {reason}")
 
@@ -287,6 +291,16 @@ def discard(path: Path) -> None:
         hidden = path.with_name(f".{path.name}-old")
         path.rename(hidden)
         remove(hidden)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder. It ends at the first error, while shutil.copytree() would try every other file, too."""
+    target.mkdir(parents=True)
+    for path in sorted(source.rglob("*")):  # a folder comes before its files
+        if path.is_dir():
+            (target / path.relative_to(source)).mkdir()
+        else:
+            shutil.copyfile(path, target / path.relative_to(source))
 
 
 def remove(path: Path) -> None:

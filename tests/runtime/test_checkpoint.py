@@ -1,5 +1,6 @@
 """Checkpoints: a load returns what was saved, and an incomplete or damaged checkpoint is never used."""
 
+import errno
 import json
 import math
 import os
@@ -86,20 +87,30 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys, m
     assert names((disk / "run").iterdir()) == ["step-000002"]
     assert verify(disk / "run/step-000002") == verify(folder / "step-000002")
     assert find_checkpoint(disk / "run") == disk / "run/step-000002"
-    (disk / "run/.step-000003").symlink_to("nowhere")  # the copy is written under this name
+    copied = []
+
+    def fill_the_disk(source, target):
+        copied.append(copyfile(source, target))
+        if len(copied) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    copyfile = shutil.copyfile
+    monkeypatch.setattr("runtime.saver.shutil.copyfile", fill_the_disk)
+    (disk / "run/.step-000001").symlink_to("nowhere")  # what a killed copy left
     checkpoints.save(3, random_tensors(3), {"updates": 3}, facts())
     checkpoints.finish()
-    assert capsys.readouterr().err.startswith(f"warning: {folder}/step-000003 has no copy in {disk}/run: ")
+    warning = f"warning: {folder}/step-000003 has no copy in {disk}/run: No space left on device\n"
+    assert (capsys.readouterr().err, len(copied)) == (warning, 2)
     assert verify(folder / "step-000003")["step"] == 3
-    assert find_checkpoint(disk / "run") == disk / "run/step-000002"
-    (disk / "run/.step-000003").unlink()
+    assert names((disk / "run").iterdir()) == ["step-000002"]  # nothing else takes the room of the next copy
 
     def copy_without_bytes(source, target):
-        copytree(source, target)
-        (target / "training.pt").write_bytes(b"")
+        if source.name == "training.pt":
+            target.write_bytes(b"")
+        else:
+            copyfile(source, target)
 
-    copytree = shutil.copytree
-    monkeypatch.setattr("runtime.saver.shutil.copytree", copy_without_bytes)
+    monkeypatch.setattr("runtime.saver.shutil.copyfile", copy_without_bytes)
     checkpoints.save(4, random_tensors(4), {"updates": 4}, facts())
     checkpoints.close()
     assert f"step-000004 has no copy in {disk}/run: {disk}/run/step-000004 is damaged" in capsys.readouterr().err
@@ -302,12 +313,15 @@ def test_a_copy_of_the_folder_can_save_when_best_became_a_folder(tmp_path):
     assert (copy / "best").resolve() == copy / "step-000002"
 
 
-def test_earlier_checkpoints_stay_when_the_disk_is_full(tmp_path, capsys):
-    """During the second save no file can have more than 1,000 bytes, as on a full disk. Then there is space again."""
+@pytest.mark.parametrize("full", ["model.safetensors", "training.pt"])
+def test_earlier_checkpoints_stay_when_the_disk_is_full(tmp_path, capsys, full):
+    """During the second save a file cannot have all of its bytes, as on a full disk. Then there is space again."""
     save(tmp_path, 1)
+    size = (tmp_path / "step-000001" / full).stat().st_size
+    assert (size > (tmp_path / "step-000001/model.safetensors").stat().st_size) == (full == "training.pt")
     checkpoints = open_checkpoints(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
     try:
         checkpoints.save(2, random_tensors(2), {}, facts())
         checkpoints.finish()
@@ -315,6 +329,7 @@ def test_earlier_checkpoints_stay_when_the_disk_is_full(tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     warning = capsys.readouterr().err
     assert warning.startswith(f"warning: {tmp_path}/step-000002 could not be written: ")
+    assert "File too large" in warning
     assert warning.endswith(" GiB are free\n")
     assert warning.count("\n") == 1
     assert names(tmp_path.iterdir()) == ["step-000001"]
