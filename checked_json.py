@@ -40,7 +40,10 @@ def write_json(path: Path, facts: dict, indent: int | None = None) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file. A kill leaves the old content or the new one. On return, the new content is on the disk."""
+    """Write a file. A kill leaves the old content or the new one. On return, the new content is on the disk.
+
+    An OSError has the file's name, also on a full disk.
+    """
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -48,8 +51,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:  # the disk is full
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
 
 

@@ -1,6 +1,8 @@
 """Read and append rows in .jsonl files, as in results/<device>/, and send rows to a tracker."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from omegaconf import OmegaConf
 
 from checked_json import read_line
 from kernels.tuned import device_slug
-from runtime.config import command_line
+from runtime.config import UserError, command_line
 from runtime.run import make_folder
 from runtime.trackers import Tracker
 
@@ -16,9 +18,12 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def read_rows(device: str, kind: str = "train") -> list[dict]:
-    """Return the rows of a device, oldest first; empty if there is no file."""
+    """Return the rows of a device, oldest first; empty if there is no file. Raises UserError if a line is damaged."""
     path = RESULTS / device / f"{kind}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    good, bad = read_jsonl(path)
+    if bad:
+        raise UserError(f"{path}: line {bad[0]} is damaged; restore the file: git checkout {path}")
+    return [row for _, row in good]
 
 
 def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], list[int]]:
@@ -33,10 +38,17 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], list[int]]:
 
 
 def append_rows(path: Path, rows: list[dict]) -> Path:
-    """Append rows to a .jsonl file, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    """Append rows to a .jsonl file, and return its path. Raises UserError, and adds nothing, if the disk is full."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(lines) < len(lines):
+                file.truncate(size)  # the next row would continue the half line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
     return path
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from kernels.tuned import device_slug
 from lab import rows
 from runtime import compat
+from runtime.config import UserError
 from runtime.run import read_row
 from runtime.signals import exit_quietly
 from terminal import printable
@@ -77,8 +78,11 @@ def main() -> None:
         if reason := why_skipped(row):
             skipped += 1
             print(printable(f"{run}: skipped, {reason}"))
-        else:
+            continue
+        try:
             print(printable(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}"))
+        except UserError as error:
+            sys.exit(f"error: {printable(error)}")
     if skipped == len(arguments.runs):
         commands = "train.py, scripts.generate or scripts.max_context"
         sys.exit(f"error: no row to collect; pass the folders of finished runs of {commands}")

@@ -52,20 +52,23 @@ def parse_arguments() -> argparse.Namespace:
 @exit_quietly()
 def main() -> None:
     arguments = parse_arguments()
-    if not arguments.folders:
-        for file in chain(write_readmes(), draw_results()):
-            print(file)
-        return
     try:
         if len(arguments.folders) > 1:
             print(printable(side_by_side(arguments.folders)))
-            return
-        files, source = write_report(arguments.folders[0], arguments.force)
-        if arguments.wandb:
-            files += publish(source, arguments.wandb, files)
-    except (UserError, OSError) as error:
+        elif arguments.folders:
+            files, source = write_report(arguments.folders[0], arguments.force)
+            if arguments.wandb:
+                files += publish(source, arguments.wandb, files)
+            print(printable("\n".join(map(str, files))))
+        else:
+            for file in chain(write_readmes(), draw_results()):
+                print(file)
+    except UserError as error:
         sys.exit(f"error: {printable(error)}")
-    print(printable("\n".join(map(str, files))))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        sys.exit(f"error: {printable(error.filename)}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from checked_json import write_atomically
 from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables
@@ -52,7 +53,7 @@ def write_readmes() -> Iterator[Path]:
     for readme in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))):
         text = readme.read_text()
         if MARKED.search(text):
-            readme.write_text(fill(text))
+            write_atomically(readme, fill(text).encode())
             yield readme
 
 

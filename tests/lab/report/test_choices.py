@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_the_last_report(called, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     code, _, err = called("report.py", report.main, tmp_path)
-    assert (code, err) == (1, "error: [Errno 28] No space left on device\n")
+    assert (code, err) == (1, f"error: {tmp_path}/report.html: No space left on device\n")
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
 
 
