@@ -24,6 +24,7 @@ from yaml import YAMLError
 from checked_json import add_crc32, read_line, write_atomically
 from runtime.config import UserError, check, command_line
 from runtime.ranks import Ranks
+from runtime.signals import find_interrupt
 from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker
 from terminal import printable, warn
 
@@ -300,6 +301,7 @@ def status_of(error: BaseException | None) -> str:
     """Return the status of a run that ended with this error. With None it is `ok`."""
     if error is None:
         return "ok"
+    error = find_interrupt(error) or error
     word = getattr(error, "status", "failed")
     return word if word == "oom" else f"{word}: {str(error) or type(error).__name__}"
 

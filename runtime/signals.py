@@ -95,23 +95,45 @@ def requeue_slurm_job() -> None:
 def exit_quietly() -> Iterator[None]:
     """Exit without a traceback after Ctrl-C (code 130), and after the reader of our output has ended (code 141).
 
-    Ctrl-C raises KeyboardInterrupt within this context. `python -m scripts.doctor | head -1` is such a reader.
+    Ctrl-C raises KeyboardInterrupt within this context, and does nothing after it, because the program ends there.
+    `python -m scripts.doctor | head -1` is such a reader.
     """
-    if signal.getsignal(signal.SIGINT) is exit_at_once:
+    if signal.getsignal(signal.SIGINT) in (exit_at_once, ignore_interrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would change the exit code
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Python may end in C code, without our handler
     try:
         try:
             yield
         finally:
             sys.stdout.flush()  # here, because an error at the interpreter's exit cannot be caught
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, ignore_interrupt)
     except BrokenPipeError:
         if not discard_unread_output():  # it was the pipe of another process
             raise
         sys.exit(128 + signal.SIGPIPE)
+    except (KeyboardInterrupt, Stopped, Exception) as error:
+        interrupt = find_interrupt(error)
+        if interrupt is None:
+            raise
+        code = interrupt.code if isinstance(interrupt, Stopped) else 128 + signal.SIGINT
+        if code == 128 + signal.SIGINT:
+            print("interrupted", file=sys.stderr)
+        sys.exit(code)
+
+
+def ignore_interrupt(*_) -> None:
+    """Do nothing: the handler of Ctrl-C while Python ends. It would print a traceback, or change the exit code."""
+
+
+def find_interrupt(error: BaseException | None) -> BaseException | None:
+    """Return the KeyboardInterrupt or Stopped that caused this error, or is this error; None if neither did.
+
+    Python 3.11 turns an interrupt within a class's __set_name__ into a RuntimeError, as in the import of Dynamo.
+    """
+    while error and not isinstance(error, KeyboardInterrupt | Stopped):
+        error = error.__cause__
+    return error
 
 
 def discard_unread_output() -> bool:

@@ -22,6 +22,7 @@ import pytest
 import torch
 from hydra._internal.hydra import Hydra
 
+from runtime.signals import ignore_interrupt
 from tests.fork_server import start
 
 # Until the tests are collected. Collections of garbage would take 7 s of their imports' 30 s, and find nothing
@@ -202,6 +203,8 @@ def called(monkeypatch, capsys):
             code = stop.code if isinstance(stop.code, int) else 1
             if isinstance(stop.code, str):
                 print(stop.code, file=sys.stderr)
+        if signal.getsignal(signal.SIGINT) is ignore_interrupt:  # a command ends here, and pytest goes on
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return (code, *capsys.readouterr())
 
     return call

@@ -166,7 +166,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(hotswap, monkeypatc
         return open_dataset(config)
 
     monkeypatch.setattr(data, "open_dataset", interrupted)
-    assert hotswap(*BASE) == (code, "", "")
+    assert hotswap(*BASE) == (code, "", "interrupted\n" if name == "SIGINT" else "")
     assert row()["status"] == f"stopped: {name}"
     monkeypatch.setattr(data, "open_dataset", open_dataset)
     assert hotswap(*BASE, "train.max_steps=1")[0] == 0

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.signals import STOPPED, Signals, Stopped
+from runtime.run import status_of
+from runtime.signals import STOPPED, Signals, Stopped, exit_quietly
 
 ROOT = Path(__file__).parents[2]
 LONG = "print('line\\n' * 100_000)"
@@ -120,20 +121,41 @@ def test_a_loop_ends_after_its_step_when_its_terminal_closes(handler, code):
     assert os.waitstatus_to_exitcode(status) == (code or -signal.SIGKILL)
 
 
+# Python 3.11 makes it a RuntimeError
+IN_A_CLASS = "type('C', (), {'a': type('D', (), {'__set_name__': lambda *_: interrupt()})()})"
+
+
 @pytest.mark.parametrize(
     "moment",
     [
         "exit_on_early_interrupt(); interrupt(); interrupt()",
         "exit_on_early_interrupt()\nwith exit_quietly(): interrupt()",
         "atexit.register(interrupt)\nwith exit_quietly(): interrupt()",  # the second Ctrl-C comes at the very end
+        "threading._register_atexit(interrupt)\nwith exit_quietly(): interrupt()",  # Python waits for its threads
+        f"with exit_quietly(): {IN_A_CLASS}",
     ],
 )
 def test_two_interrupts_are_one_line(moment):
-    program = "import atexit, os, signal\n"
+    program = "import atexit, os, signal, threading\n"
     program += "from runtime.interrupt import exit_on_early_interrupt\nfrom runtime.signals import exit_quietly\n"
     program += f"def interrupt(): os.kill(os.getpid(), signal.SIGINT)\n{moment}"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_a_signal_that_became_another_error_is_the_reason():
+    """The row of the run says so, and the exit code is that of the signal. An error of the clean-up stays an error."""
+    error = RuntimeError("Error calling __set_name__")
+    error.__cause__ = Stopped(143, "SIGTERM")
+    assert status_of(error) == "stopped: SIGTERM"
+    with pytest.raises(SystemExit) as stopped, exit_quietly():
+        raise error
+    assert stopped.value.code == 143
+    error = OSError("the disk is full")
+    error.__context__ = Stopped(143, "SIGTERM")
+    assert status_of(error) == "failed: the disk is full"
+    with pytest.raises(OSError, match="full"), exit_quietly():
+        raise error
 
 
 # the first slow import, the first of another package, and the slowest

@@ -73,7 +73,7 @@ def test_a_stopped_search_continues_when_it_runs_again_in_its_folder(called, mon
         words = "device=cpu", "memory_gib=1", f"out_dir={tmp_path / name}"
         for machine.stop in stops:
             code, out, err = called("max_context.py", max_context.main, *words)
-            assert (code, err) == (130 if machine.stop else 0, "")
+            assert (code, err) == ((130, "interrupted\n") if machine.stop else (0, ""))
             assert (f"out_dir={tmp_path / name}" in out.splitlines()[-1]) == bool(machine.stop)
         assert len(machine.attempted) > 25  # in both modes
         rows[name] = json.loads((tmp_path / name / "result.json").read_text())
