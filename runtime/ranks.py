@@ -201,17 +201,20 @@ def join_ranks(device: torch.device, parallel: str = "ddp", hang_minutes: float 
             ranks.watchdog.stop()
         return
     store, rank, size = next(rendezvous("env://"))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=unused_store(store, rank, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(minutes=hang_minutes + 5) if hang_minutes else None,  # the watchdog's line comes first
-    )
+    store = unused_store(store, rank, size, hang_minutes)
     ranks = Ranks(rank, size, count_batch_ranks(parallel, size))
-    ranks.watchdog.start(dist.group.WORLD.get_group_store(), hang_minutes)
+    timeout = timedelta(minutes=hang_minutes + 5) if hang_minutes else None  # the watchdog's line comes first
+    # Before gloo connects, where a stopped rank would keep the others. A clone, because gloo's waits lock the store
+    ranks.watchdog.start(store.clone(), hang_minutes)
     try:
         with ranks.share_failure(), ranks.print_on_rank0_only(), ranks.at_exit:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
             yield ranks
         leave(ranks)
         # Skip the interpreter's shutdown: all files are closed. Once in a few hundred runs on a busy machine, rank 0
@@ -227,7 +230,7 @@ def join_ranks(device: torch.device, parallel: str = "ddp", hang_minutes: float 
         ranks.watchdog.done.set()
 
 
-def unused_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+def unused_store(store: dist.Store, rank: int, world_size: int, hang_minutes: float | None = None) -> dist.Store:
     """Return a store that the ranks of this start share, and that no earlier start has used.
 
     After a restart (--max-restarts), torchrun's store still has the addresses of the ended processes, and gloo would
@@ -236,9 +239,10 @@ def unused_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     may be of ended processes. Raises UserError after 10 minutes.
     """
     name = uuid.uuid4().hex
+    minutes = min(10.0, max(1.0, hang_minutes or 10.0))  # a rank needs some time to start
     if rank:
         store.set(f"hello{rank}", name)
-        wait_for_ranks(rank, lambda: [] if store.check([f"answer-{name}"]) else [0])
+        wait_for_ranks(rank, lambda: [] if store.check([f"answer-{name}"]) else [0], minutes)
         name = store.get(f"answer-{name}").decode()
         store.set(f"{name}-{rank}", "")
         return dist.PrefixStore(name, store)
@@ -250,21 +254,25 @@ def unused_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
                 store.set(f"answer-{store.get(f'hello{other}').decode()}", name)
         return missing
 
-    wait_for_ranks(rank, answer)
+    wait_for_ranks(rank, answer, minutes)
     return dist.PrefixStore(name, store)
 
 
-def wait_for_ranks(rank: int, missing: Callable[[], list[int]]) -> None:
-    """Call missing() until it returns no ranks. Raises UserError after 10 minutes, or if the job's store is gone.
+def wait_for_ranks(rank: int, missing: Callable[[], list[int]], minutes: float) -> None:
+    """Call missing() until it returns no ranks. Raises UserError after `minutes`, or if the job's store is gone.
 
     If a missing rank was killed, torchrun sends SIGTERM to the others. A store.wait() would not notice this signal.
     After 30 s torchrun would kill this rank too, without a word.
     """
-    end, names = time.monotonic() + 600, "another"
+    end, names = time.monotonic() + 60 * minutes, "another"
     try:
         while ranks := missing():
             names = ", ".join(map(str, ranks))
-            check(time.monotonic() < end, f"rank {rank}: rank {names} did not join the job within 10 minutes")
+            check(
+                time.monotonic() < end,
+                f"rank {rank}: rank {names} did not join the job within {minutes:g} minutes: it is stopped, or its "
+                "machine is down; raise runtime.hang_minutes if a start may take so long",
+            )
             time.sleep(0.05)
     except Stopped as stop:
         warn(f"rank {rank} got {stop} before rank {names} had joined the job (killed?); torchrun's report names it")

@@ -106,6 +106,11 @@ class Watchdog:
         """Return the beats of a rank. It never waits, because adding 0 makes a missing key 0."""
         return self.store.add(f"beats{rank}", 0)
 
+    def _state(self, rank: int) -> list:
+        """Return what _beat() wrote last for a rank. It never waits: a rank may have been stopped before."""
+        key = f"state{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else [0, "its machine", "is not seen"]
+
     def _explain_hang(self) -> str:
         """Name the ranks that are stopped or late, and say where the others are. It takes 3 s, to see who beats."""
         ranks = range(self.world_size)
@@ -113,7 +118,7 @@ class Watchdog:
         for _ in range(3):
             time.sleep(1.0)
             self._beat(pending_collective())  # here only, because it reads 2,000 records
-        states = [json.loads(self.store.get(f"state{rank}")) for rank in ranks]
+        states = [self._state(rank) for rank in ranks]
         stopped = [self._count(rank) == before[rank] for rank in ranks]
         counts = [collectives for rank, (collectives, _, _) in enumerate(states) if not stopped[rank]]
         found: dict[str, list[int]] = {}  # what ranks do, with the missing ranks first -> these ranks

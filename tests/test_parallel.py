@@ -382,6 +382,55 @@ def test_a_rank_that_waits_when_torchrun_ends_says_so(rank):
         unused_store(store, rank, 2)
 
 
+def test_a_rank_that_never_joins_is_named(monkeypatch):
+    """A short runtime.hang_minutes leaves it a minute to start."""
+    clock = iter(range(0, 600, 10))
+    monkeypatch.setattr("runtime.ranks.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("runtime.ranks.time.sleep", lambda _: None)
+    with pytest.raises(UserError, match="rank 1: rank 0 did not join the job within 1 minutes: it is stopped, or"):
+        unused_store(dist.HashStore(), 1, 2, hang_minutes=0.05)
+    assert next(clock) == 70  # it ended at 60
+
+
+STOPPED_IN_START = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch.distributed as dist
+import train
+from runtime import watchdog
+watchdog.GRACE = 1.0
+exit_process = os._exit
+def kill_and_exit(code):
+    "Kill the stopped rank, as torchrun does after 30 seconds."
+    os.kill(int(Path("stopped").read_text()), signal.SIGKILL)
+    exit_process(code)
+def stop(*_, **options):
+    Path("stopped").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+if os.environ["RANK"] == "0":
+    dist.init_process_group = stop
+else:
+    os._exit = kill_and_exit
+train.main()
+"""
+
+
+@pytest.mark.usefixtures("quick_python")
+def test_a_rank_that_is_stopped_before_gloo_connects_ends_the_job(tmp_path, monkeypatch):
+    """There the other rank answers no signal, and gloo waits for its own time-out, five minutes longer."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED_IN_START.format(root=str(ROOT)))
+    code, _, err = torchrun(tmp_path, *BASE, "runtime.hang_minutes=0.05", script=script)
+    assert code == 1
+    assert re.search(
+        r"error: the job made no progress for 0.05 minutes: rank 0 on \S+ is stopped, or its machine is down; "
+        r"rank 1 on \S+ is at train.py:\d+ \(main\); resume it with ",
+        err,
+    )
+
+
 RESTARTED = """
 import os, shutil, signal, sys, time
 from pathlib import Path
