@@ -16,17 +16,17 @@ from kernels.fastest import FILL_COMMAND
 from kernels.registry import KernelError, cpp_compiler
 from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
 from runtime.device import GIB
+from runtime.host_memory import total_memory
 
 PACKAGES = ("flash-attn-4", "flash-attn", "liger-kernel", "quack-kernels", "wandb", "datasets", "tiktoken")
 
 
 def describe_machine(device: torch.device, env: dict) -> Iterator[str]:
     """Yield lines about the GPU, the host, versions, packages, the compiler, free disk space, and tables."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     versions = {"python": env["python"], "torch": env["torch"], "cuda": torch.version.cuda}
     versions |= {"cudnn": torch.backends.cudnn.version(), "triton": env["triton"]}
     yield f"gpu      {describe_gpu(device, env['driver'])}"
-    yield f"host     {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory:.1f} GiB"
+    yield f"host     {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {total_memory() / GIB:.1f} GiB"
     yield f"versions {', '.join(f'{name} {number or None}' for name, number in versions.items())}"
     yield f"packages {describe_packages()}"
     yield f"compiler {cpp_compiler() or 'none, but torch.compile needs one: apt install g++'}"

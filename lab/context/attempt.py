@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import math
-import os
 import re
 import resource
 import time
@@ -29,12 +28,13 @@ from model.parallel import prepare
 from model.step import make_optimizer, train_step
 from runtime.config import check
 from runtime.device import GIB, OutOfMemory, explain_out_of_memory, process_peaks, reset_peak_memory
+from runtime.host_memory import free_memory, total_memory
 from runtime.ranks import Ranks, world_size
 from runtime.timing import synchronize
 
 MODES = ("train", "generate")
 NEW_TOKENS = 64
-PROC_STATUS, PROC_MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
+PROC_STATUS = Path("/proc/self/status")
 WINDOW = 4096  # the sliding window of a shortened attempt in training
 M_MMAP_THRESHOLD = -3  # glibc's number of the option, from malloc.h
 
@@ -195,7 +195,7 @@ def host_tokens(recipe: Recipe, device: torch.device) -> int | None:
     checkpointing, layers, ranks = recipe.model.checkpointing, recipe.model.n_layer, world_size()
     if checkpointing not in ("host", "chunks") or device.type == "cpu":
         return None
-    available = int(re.search(r"MemAvailable:\s+(\d+) kB", PROC_MEMINFO.read_text())[1]) * 1024
+    available = free_memory()
     token_bytes = recipe.model.n_embd * PRECISIONS[recipe.precision][0].itemsize
     if checkpointing == "chunks":  # the backward of a block also keeps a gradient of its input there
         return int(0.95 * available) // ((layers + 1) * token_bytes)
@@ -216,8 +216,8 @@ def memory_limits(memory_gib: float | None, device: torch.device) -> tuple[float
         return limit, min(limit, free)
     check(memory_gib is not None, "device=cpu: the search would fill the machine's memory; give memory_gib=...")
     check(PROC_STATUS.exists(), f"memory_gib={memory_gib} on a CPU needs Linux, which can limit a process's memory")
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    check(memory_gib <= total, f"memory_gib={memory_gib}: this machine has {total:.1f} GiB")
+    total = total_memory() / GIB
+    check(memory_gib <= total, f"memory_gib={memory_gib}: this machine or container has {total:.1f} GiB")
     return memory_gib, memory_gib
 
 

@@ -172,7 +172,10 @@ def test_a_shortened_attempt_computes_the_last_chunks(called, monkeypatch):
         (["mode=generate", "precision=fp8"], "mode=generate cannot run: precision=fp8 cannot generate: "),
         (["train.batch_size=4"], "unknown key train.batch_size; "),
         (["attn=flash", "attn.version=fa9"], "attn.version=fa9: choose fa4, "),
-        (["mode=train", "probe=predict", "device=cpu", "memory_gib=inf"], "memory_gib=inf: this machine has "),
+        (
+            ["mode=train", "probe=predict", "device=cpu", "memory_gib=inf"],
+            "memory_gib=inf: this machine or container has ",
+        ),
         (["mode=train", "probe=predict", "device=cpu"], "device=cpu: the search would fill the machine's memory; give"),
     ],
 )

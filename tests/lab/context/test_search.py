@@ -9,6 +9,7 @@ import torch
 from lab.context import attempt
 from lab.context.prober import OUT_OF_MEMORY
 from lab.context.search import INDICES, OCTAVE, Search, fit_step_seconds, index_of, last_that_fits, length_of
+from runtime import host_memory
 from tests.lab.context.machine import Machine
 from tests.lab.proof.test_memory import config
 
@@ -106,7 +107,7 @@ def test_tokens_whose_block_inputs_fit_on_the_host(tmp_path, monkeypatch):
     two ranks it is two, of 32 MiB.
     """
     (tmp_path / "meminfo").write_text("MemTotal: 9999999 kB\nMemFree: 1 kB\nMemAvailable:    1000000 kB\n")
-    monkeypatch.setattr(attempt, "PROC_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "PROC", tmp_path)
     tokens = {}
     for checkpointing in ("block", "host", "chunks"):
         words = "model=gpt2_124m", "model.n_layer=12", "precision=bf16", f"model.checkpointing={checkpointing}"

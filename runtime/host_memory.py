@@ -1,0 +1,58 @@
+"""The memory of the host that this process may use: the machine's, or less if a container or SLURM limits it.
+
+Linux limits a container with a control group. A group's limit holds for all processes in the group and in the groups
+below it. Version 2 of the groups (docs.kernel.org/admin-guide/cgroup-v2.html) and version 1 have different files. A
+container may see its own group as the root, or by its name on the host, where it sees no file. So every folder from the
+name up to the root counts if it has the files.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# limit, use, and the part of the use that the system drops when memory runs short: cached files
+VERSION_2 = "memory.max", "memory.current", "inactive_file"
+VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def total_memory() -> int:
+    """Return the bytes of memory that this process may use in all."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(limit for limit, _ in group_limits())])
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that are free for this process. It needs Linux."""
+    machine = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", (PROC / "meminfo").read_text())[1])
+    return min([machine, *(free for _, free in group_limits())])
+
+
+def group_limits() -> Iterator[tuple[int, int]]:
+    """Yield (limit, free bytes below it) of each control group with a limit that this process is in."""
+    for line in read(PROC / "self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (CGROUPS / "memory", VERSION_1) if controllers else (CGROUPS, VERSION_2)
+        folder = root / name.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root) and (found := read_group(group, *files)):
+                yield found
+
+
+def read_group(group: Path, limit_file: str, use_file: str, cache: str) -> tuple[int, int] | None:
+    """Return (limit, free bytes below it) of a control group; None if it has no limit or no files."""
+    limit, use = read(group / limit_file), read(group / use_file)
+    if not (limit.isdigit() and use.isdigit()):  # the limit may be the word "max"
+        return None
+    cached = re.search(rf"^{cache} (\d+)$", read(group / "memory.stat"), re.MULTILINE)  # a sandbox may lack this file
+    return int(limit), int(limit) - int(use) + (int(cached[1]) if cached else 0)
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
