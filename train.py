@@ -164,10 +164,10 @@ def write_sample(job: Job) -> None:
     try:
         text = generate.sample_text(job.step.model, job.dataset.tokenizer, job.train.sample_tokens, job.recipe.seed)
     except registry.Unavailable as reason:
-        print(f"sample   none: {reason}")
+        print(console.sample_line(f"none: {reason}"))
         return
     job.run.write_sample(text)
-    print(f"sample   {text!r}")
+    print(console.sample_line(repr(text)))
 
 
 def finish(job: Job, due: schedule.Due, signals: Signals) -> None:

@@ -84,6 +84,10 @@ def val_line(step: int, last: int | None, loss: float) -> str:
     return f"step {step:05d}{f'/{last:05d}' if last else ''} | val loss {loss:.4f}"
 
 
+def sample_line(text: str) -> str:
+    return printable(f"sample   {text}")
+
+
 def power_line(row: dict) -> str:
     """Return a line break and the figures of runtime/power.py; empty if the row has none."""
     if "power/watts" not in row:

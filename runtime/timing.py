@@ -22,13 +22,19 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     The matmul is 8192^3 on a GPU and 1024^3 on a CPU, or smaller if these would take too long: 1024^3 in bf16 takes 4 s
     on a CPU without AVX-512.
     """
-    size, largest = 128, 8192 if device.type == "cuda" else 1024
+    size, largest, previous = 64, 8192 if device.type == "cuda" else 1024, None
     while True:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        seconds = median_seconds(lambda a=a, b=b: a @ b, device)
-        if size == largest or 8 * 13 * seconds > 1:  # 13 calls of the next size, with 8 times the FLOPs
-            return 2 * size**3 / seconds
-        size *= 2
+
+        def multiply(a=a, b=b):
+            return a @ b
+
+        fastest = min(call_seconds(multiply, device, warmup=1, calls=2))
+        # The next size takes up to 8 times as long, but on a busy CPU every small call waits some 20 ms for a core
+        growth = min(8.0, max(1.0, fastest / previous)) if previous else 0.0
+        if size == largest or 13 * growth * fastest > 1:
+            return 2 * size**3 / median_seconds(multiply, device)
+        size, previous = 2 * size, fastest
 
 
 def measured_bandwidth(device: torch.device) -> float:
@@ -39,20 +45,27 @@ def measured_bandwidth(device: torch.device) -> float:
 
 
 def median_seconds(function: Callable[[], object], device: torch.device, enough: float = math.inf) -> float:
-    """Return the median of 10 calls after 3 for warm-up. Each call is synchronised.
+    """Return the median of call_seconds()."""
+    return statistics.median(call_seconds(function, device, enough=enough))
 
-    The timed calls end before the tenth if they have taken `enough` seconds together.
+
+def call_seconds(
+    function: Callable[[], object], device: torch.device, warmup: int = 3, calls: int = 10, enough: float = math.inf
+) -> list[float]:
+    """Return the seconds of `calls` calls after `warmup` others. Each call is synchronised.
+
+    The timed calls end before the last if they have taken `enough` seconds together.
     """
-    for _ in range(3):
+    for _ in range(warmup):
         function()
     seconds = []
-    while not seconds or (len(seconds) < 10 and sum(seconds) < enough):
+    while not seconds or (len(seconds) < calls and sum(seconds) < enough):
         synchronize(device)
         start = time.perf_counter()
         function()
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return seconds
 
 
 def time_in_turns(
@@ -68,8 +81,8 @@ def time_in_turns(
     1,000), the turn has fewer calls. If a function itself waits for the GPU, its time includes this wait.
     """
     # 10 calls of a slow function would take longer than its turns, and only say that a turn is one call
-    call_seconds = {name: median_seconds(function, device, 5 * seconds) for name, function in functions.items()}
-    calls = {name: max(1, int(seconds / median)) for name, median in call_seconds.items()}
+    medians = {name: median_seconds(function, device, 5 * seconds) for name, function in functions.items()}
+    calls = {name: max(1, int(seconds / median)) for name, median in medians.items()}
     launch_seconds = {name: _launch_seconds(function, device) for name, function in functions.items()}
     samples = {name: [] for name in functions}
 

@@ -153,13 +153,13 @@ def test_a_run_is_complete_if_its_attention_refuses_a_single_key(hotswap, monkey
     @functools.wraps(attention)
     def refusing(q, k, v, **rest):
         if k.shape[1] == 1:
-            raise registry.Unavailable("it refuses a single key")
+            raise registry.Unavailable("it refuses a single key\x1b[31m")
         return attention(q, k, v, **rest)
 
     monkeypatch.setattr(module, "attention", refusing)
     code, out, err = hotswap(*QUICK, "train.max_steps=1", "train.sample_tokens=4")
     assert (code, err) == (0, "")
-    assert re.search(r"^sample   none: it refuses a single key$", out, re.MULTILINE)
+    assert re.search(r"^sample   none: it refuses a single key\\x1b\[31m$", out, re.MULTILINE)
     assert row()["status"] == "ok"
 
 

@@ -137,6 +137,23 @@ def test_only_a_gpu_with_a_known_name_has_mfu(monkeypatch, name, tflops):
     assert all(peak > 1e13 for peak in BF16_PEAK.values())
 
 
+@pytest.mark.parametrize(("wait", "flops", "size"), [(0, 20e9, 1024), (0.02, 100e9, 1024), (0, 0.5e9, 256)])
+def test_the_speed_of_a_busy_and_of_a_slow_cpu(monkeypatch, wait, flops, size):
+    """On a busy CPU every call waits for a core. By a small matmul it seemed 300 times as slow as it is.
+
+    1024^3 on a slow CPU takes 4 s. Each probe takes less than 2 s.
+    """
+    spent = []
+
+    def seconds(work, device, warmup=3, calls=10):
+        spent.extend((warmup + calls) * [wait + 2 * len(work()) ** 3 / flops])
+        return spent[-calls:]
+
+    monkeypatch.setattr(timing, "call_seconds", seconds)
+    assert timing.measured_flops(CPU, torch.float32) == pytest.approx(2 * size**3 / (wait + 2 * size**3 / flops))
+    assert sum(spent) < 2
+
+
 @pytest.mark.parametrize(("seconds", "size"), [(2**-10, 1024), (2**-1, 128)])
 def test_measured_flops_and_bandwidth_follow_from_the_seconds_of_a_matmul_and_a_copy(monkeypatch, seconds, size):
     """A matmul of n^3 is 2 n^3 FLOP, and a copy reads and writes 2^27 bytes. Here each call takes `seconds`.
@@ -145,11 +162,11 @@ def test_measured_flops_and_bandwidth_follow_from_the_seconds_of_a_matmul_and_a_
     """
     results = []
 
-    def timed(work, device):
+    def timed(work, device, **_):
         results.append(work())
-        return seconds
+        return [seconds] * 10
 
-    monkeypatch.setattr(timing, "median_seconds", timed)
+    monkeypatch.setattr(timing, "call_seconds", timed)
     assert timing.measured_flops(CPU, torch.bfloat16) == 2 * size**3 / seconds
     assert timing.measured_bandwidth(CPU) == 2**28 / seconds
     *_, product, copy = results
