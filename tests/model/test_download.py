@@ -76,31 +76,69 @@ def hub(monkeypatch, tmp_path):
     return set_address
 
 
-def test_a_model_on_the_hub(hub, folder, monkeypatch):
-    """For the shape only config.json is downloaded. Nothing in the cache is requested again."""
+@pytest.fixture
+def server(hub, folder, monkeypatch):
+    """The hub that has the model in `folder`; hub() has its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.folder, server.asked = folder, []
     monkeypatch.setattr(download, "HUB_SECONDS", 60)  # the test does not depend on the machine's speed
-    (folder / "pytorch_model.bin").write_bytes(b"not wanted")
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub(f"http://127.0.0.1:{server.server_port}")
-    try:
-        assert read_shape("openai-community/gpt2")[:3] == (MODEL, {}, "gpt2")
-        assert {line.rsplit("/", 1)[1] for line in server.asked if line.startswith("GET") and "resolve" in line} == {
-            "config.json"
-        }
-        with pytest.raises(UserError, match=r"openai/gpt5: .* and http://127.0.0.1:\d+ answers 404: check the name"):
-            read_pretrained("openai/gpt5")
-        assert equal(read_pretrained("openai-community/gpt2").weights, dict(gpt().state_dict()))
-        assert not [line for line in server.asked if ".bin" in line]
-        asked = len(server.asked)
-        read_pretrained("openai-community/gpt2")
-        assert len(server.asked) == asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_on_the_hub(hub, folder, server):
+    """For the shape only config.json is downloaded. Nothing in the cache is requested again."""
+    (folder / "pytorch_model.bin").write_bytes(b"not wanted")
+    assert read_shape("openai-community/gpt2")[:3] == (MODEL, {}, "gpt2")
+    assert {line.rsplit("/", 1)[1] for line in server.asked if line.startswith("GET") and "resolve" in line} == {
+        "config.json"
+    }
+    with pytest.raises(UserError, match=r"openai/gpt5: .* and http://127.0.0.1:\d+ answers 404: check the name"):
+        read_pretrained("openai/gpt5")
+    assert equal(read_pretrained("openai-community/gpt2").weights, dict(gpt().state_dict()))
+    assert not [line for line in server.asked if ".bin" in line]
+    asked = len(server.asked)
+    read_pretrained("openai-community/gpt2")
+    assert len(server.asked) == asked
+    server.shutdown()
     hub(None)
     assert equal(read_pretrained("openai-community/gpt2").weights, dict(gpt().state_dict()))
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_part_of_the_weights_that_is_missing_in_the_cache_is_downloaded(
+    hub, folder, server, tmp_path, monkeypatch, checks
+):
+    """A download that was killed leaves such a cache. Older versions of huggingface_hub return it without a check."""
+    import huggingface_hub
+
+    snapshot_download = huggingface_hub.snapshot_download
+
+    def without_check(*arguments, local_files_only=False, **more):
+        if local_files_only and (snapshots := [*(tmp_path / "cache").rglob("snapshots/*")]):
+            return str(snapshots[0])
+        return snapshot_download(*arguments, local_files_only=local_files_only, **more)
+
+    if not checks:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", without_check)
+    (folder / "model.safetensors").unlink()
+    hugging_face(gpt()).save_pretrained(folder, max_shard_size="20KB")
+    *_, part = sorted(folder.glob("model-*.safetensors"))
+    read_pretrained("openai-community/gpt2")
+    [cached] = (tmp_path / "cache").rglob(f"snapshots/*/{part.name}")
+    cached.resolve().unlink()
+    cached.unlink()
+    server.asked.clear()
+    assert equal(read_pretrained("openai-community/gpt2").weights, dict(gpt().state_dict()))
+    downloads = [line for line in server.asked if line.startswith("GET") and "resolve" in line]
+    assert [line.rsplit("/", 1)[1] for line in downloads] == [part.name]
+    cached.unlink()
+    hub(None)
+    with pytest.raises(UserError, match="it is not in the hub's cache, and HF_HUB_OFFLINE forbids the download"):
+        read_pretrained("openai-community/gpt2")
 
 
 def test_no_network(hub, monkeypatch):
