@@ -2,7 +2,8 @@
 
     {"sha256": "5f2d...","step": 26, ...}
 
-A line of a .jsonl file has a checksum, too. It is the last key, so that other tools read the line as before.
+A row in result.json and a line of metrics.jsonl have a checksum, too. It is the last key, so that other tools read them
+as before.
 
     {"step": 26, "train/loss": 5.25, "crc32": "91c35b02"}
 
@@ -70,15 +71,17 @@ def prefix(rest: bytes) -> bytes:
 
 
 def add_crc32(text: str) -> str:
-    """Return the text of a JSON object with its CRC-32 as the last key."""
-    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}'
+    """Return the text of a JSON object, which may be indented, with its CRC-32 as the last key."""
+    start = text[:-1].rstrip()
+    crc32 = zlib.crc32(f"{start}}}".encode())
+    return f'{start}, "crc32": "{crc32:08x}"}}'
 
 
 def read_line(line: bytes) -> dict:
-    """Return the JSON object in a line of a .jsonl file, without its CRC-32. NaN and infinity become None.
+    """Return the JSON object in a line of a .jsonl file or in result.json, without its CRC-32.
 
-    Raises ValueError or RecursionError if it is no JSON object, or if the CRC-32 is wrong. A line without a CRC-32 is
-    not checked, because older versions wrote none.
+    NaN and infinity become None. Raises ValueError or RecursionError if it is no JSON object, or if the CRC-32 is
+    wrong. A line without a CRC-32 is not checked, because older versions wrote none.
     """
     row = json.loads(line, parse_constant=lambda name: None)
     if not isinstance(row, dict):

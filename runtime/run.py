@@ -247,7 +247,8 @@ def is_copy(folder: Path) -> bool:
 
 def write_row(folder: Path, row: dict) -> None:
     """Write the row as result.json. A kill leaves either the old row or the new row, complete."""
-    write_atomically(folder / "result.json", f"{json.dumps(without_nonfinite(row), indent=1)}\n".encode())
+    text = json.dumps(without_nonfinite(row), indent=1)
+    write_atomically(folder / "result.json", f"{add_crc32(text)}\n".encode())
 
 
 def read_config(folder: Path) -> DictConfig:
@@ -270,7 +271,7 @@ def read_row(folder: Path) -> dict | None:
     have been copied while it ran.
     """
     try:
-        row = json.loads((folder / "result.json").read_text(), parse_constant=lambda name: None)  # NaN
+        row = read_line((folder / "result.json").read_bytes().rstrip(b"\n"))
         status = printable(" ".join(row["status"].split()))
         if status == UNFINISHED and not is_in_use(folder):
             step = last_step(folder / "metrics.jsonl")
