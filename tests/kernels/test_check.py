@@ -1,11 +1,13 @@
 """The rule of kernels/check.py, on made-up results with a known error."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.check import broken_rule, rounding_error
+from kernels import check
+from kernels.check import broken_rule, exact_results, poisoned_memory, rounding_error
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,58 @@ def test_missing_results_are_named(names, reason):
     expected = dict.fromkeys(["out0", "out1", "d_x", "d_weight"], torch.ones(2))
     truth = {name: tensor.double() for name, tensor in expected.items()}
     assert broken_rule(results, expected, truth, {"x": torch.ones(2)}, torch.float32) == reason
+
+
+def test_each_result_is_measured_by_its_own_scale():
+    """An error of 1e-3 is nothing beside 10^6, and wrong beside 1. An exact result of zero has no scale of its own."""
+    truth = {
+        "out0": torch.ones(100).double(),
+        "d_x": torch.full((100,), 1e6).double(),
+        "d_b": torch.zeros(100).double(),
+    }
+    eager = {name: exact.float() for name, exact in truth.items()}
+    inputs = {"x": torch.ones(100)}
+    for name, error, is_right in (("out0", 1e-3, False), ("d_x", 1e-3, True), ("d_b", 1e-3, True), ("d_b", 10, False)):
+        results = eager | {name: eager[name] + error}
+        assert (broken_rule(results, eager, truth, inputs, torch.float32) is None) == is_right, (name, error)
+
+
+@pytest.mark.parametrize("shape", [(10_000, 4), (4, 10_000)])
+def test_the_longest_sum_goes_over_a_column_or_a_row(shape):
+    """It has 10,000 terms, so rounding is 100 units; of all 40,000 terms it would be 200."""
+    truth = torch.ones(8, dtype=torch.float64)
+    for units, is_right in ((90, True), (110, False)):
+        result = (truth + units * 2.0**-23).float()
+        reason = broken_rule(
+            {"d_w": result}, {"d_w": truth.float()}, {"d_w": truth}, {"x": torch.ones(shape)}, torch.float32
+        )
+        assert (reason is None) == is_right, reason
+
+
+def test_results_have_the_shapes_and_dtypes_of_the_contract():
+    truth = {"out0": torch.ones(2, 3).double(), "d_x": torch.ones(2, 3).double()}
+    eager = {name: exact.float() for name, exact in truth.items()}
+    for results, reason in (
+        (eager | {"d_x": torch.ones(3, 2)}, r"d_x has shape (3, 2), but the reference has (2, 3)"),
+        (eager | {"d_x": truth["d_x"]}, "d_x has dtype torch.float64, but eager has torch.float32"),
+    ):
+        assert broken_rule(results, eager, truth, {"x": torch.ones(2, 3)}, torch.float32) == reason
+
+
+def test_a_backend_with_scales_of_its_own_is_compared_with_the_product_without_fp8(monkeypatch):
+    """reference() rounds the operands to fp8 as eager does, and this backend rounds them in another way."""
+    module = SimpleNamespace(reference=lambda x, fp8=False: x.round() if fp8 else x)
+    monkeypatch.setattr(check, "contract", lambda op: module)
+    for own_scales, exact in ((False, 1.0), (True, 1.25)):
+        monkeypatch.setattr(check, "backend", lambda op, impl, own=own_scales: SimpleNamespace(OWN_SCALES=own))
+        results = exact_results("linear", "mine", {"x": torch.full((1,), 1.25), "fp8": True})
+        assert results["out0"].item() == exact
+        assert results["out0"].dtype == torch.float64
+
+
+def test_new_memory_is_nan_however_a_kernel_allocates_it():
+    x = torch.ones(2, 3)
+    with poisoned_memory():
+        new = torch.empty(2), torch.empty_like(x), torch.empty_strided((2, 3), (3, 1)), x.new_empty(4)
+        assert torch.empty(2, dtype=torch.int32).dtype == torch.int32
+    assert all(tensor.isnan().all() for tensor in new)

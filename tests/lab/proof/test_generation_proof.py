@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from kernels.sampling import Sampling
-from lab.proof.generation import compared_rows, judge, prove, why_wrong
+from lab.proof.generation import compared_rows, judge, prove, to_float64, why_wrong
 from model.decoder import Decoder
+from model.generate import generate
 from model.generate_config import GenerateConfig
 from tests.model.test_generate import varied_gpt
 from tests.model.test_gpt import SMALL
@@ -59,6 +60,19 @@ def test_wrong_logits_fail(broken, monkeypatch):
         proof = prove(decoder, OPTIONS, "fp32", idx, torch.full((6,), 4))
     assert (why_wrong(proof) is None) == (broken is None)
     assert proof["compared"] == 4
+
+
+def test_the_bound_is_twice_the_error_of_eager_pytorch():
+    """Computed here from one forward over the same tokens, in fp32 and in float64."""
+    model, sampling = varied_gpt().eval(), Sampling(97, temperature=0)
+    idx = torch.randint(97, (1, 4), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        proof = prove(Decoder(model, 1, 8, sampling), OPTIONS, "fp32", idx, torch.full((1,), 4))
+        text = generate(model, idx, proof["new_tokens"], n_vocab=97, temperature=0)
+        in_float32 = model(text[:, :-1])[0, 3:, :97].double()
+        exact = to_float64(model)(text[:, :-1])[0, 3:, :97]
+    error = (in_float32 - exact).abs().max().item()
+    assert proof["logits_bound"] == pytest.approx(2 * error + 2.0**-24 * exact.abs().max().item(), rel=0.3)
 
 
 def test_a_compiled_step_is_compiled_once():

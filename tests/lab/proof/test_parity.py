@@ -1,6 +1,7 @@
 """The arithmetic of parity, on gradients and losses with a known error."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,24 @@ def test_the_bound_follows_the_rounding_of_eager_pytorch():
     assert "the first 20 losses are off by" in parity.why_wrong(judge(noise, 5 * loss_noise))
     assert parity.why_wrong(judge(noise, loss_noise)) is None
     assert parity.why_wrong({"ok": None, "why": "the run resumes from a checkpoint"}) is None
+
+
+@pytest.mark.parametrize(("factor", "is_right"), [(1.9, True), (2.1, False), (3.9, False)])
+def test_the_whole_gradient_has_a_smaller_bound_than_a_parameter(factor, is_right):
+    """Every element is off by `factor` times eager's rounding. A parameter may be off by 4 times, and no more."""
+    truth, rounded, run = (first_steps(torch.full((64,), 1 + error)) for error in (0, 1e-2, factor * 1e-2))
+    result = parity.judge(run, truth, rounded)
+    assert result["gradient_error"] == pytest.approx(factor * 1e-2, rel=1e-4)
+    assert result["gradient_worst_of_bound"] < 1
+    assert result["ok"] == is_right
+
+
+def test_a_recorded_loss_stays_when_the_next_step_overwrites_it():
+    """A step from a CUDA graph writes each loss to the same tensor."""
+    recorder, loss = parity.Recorder(SimpleNamespace()), torch.tensor(0.0)
+    for step in range(parity.STEPS + 5):
+        recorder.add_loss(loss.fill_(step))
+    assert recorder.steps["losses"].tolist() == list(range(parity.STEPS))
 
 
 def judge_bias(error, true_bias):

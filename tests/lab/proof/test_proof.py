@@ -1,5 +1,8 @@
 """proof=true end to end: the row of a right run has a proof, and the row of a wrong run shows no speed."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -142,6 +145,49 @@ def test_references_do_not_depend_on_the_size_of_micro_batches(tmp_path):
     losses, gradient = distance(references_by_size[1], references_by_size[4])
     assert losses < ROUNDING
     assert 0 < gradient < ROUNDING / 10
+
+
+def test_the_reference_in_fp32_rounds_its_weights_as_the_run_does(tmp_path):
+    """Otherwise the rounding of the weights would count as an error of the run's kernels."""
+    cfg, losses = config(*QUICK, "train.max_steps=4", "attn=sdpa"), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        path = tmp_path / f"{dtype}.json"
+        references.write_reference(recipe(cfg), cfg.data, cfg.train, None, dtype, CPU, path)
+        losses[dtype] = references.read_steps(path)["losses"]
+    differences = (losses[torch.bfloat16] / losses[torch.float32] - 1).abs()
+    assert ROUNDING / 100 < differences.max() < 2**-8  # bf16's unit
+
+
+def test_a_reference_is_of_everything_that_decides_its_numbers(tmp_path, monkeypatch):
+    """If one of these changes, both references are made again. The kernels change neither."""
+    paths = []
+
+    def make(work, arguments, description):
+        paths.append(arguments[-1])
+        write_json(arguments[-1], {"losses": [10.0]})
+
+    def made(*overrides, fingerprint="a", init_from=None, documents=False):
+        cfg = config(*QUICK, *overrides)
+        paths.clear()
+        facts = replace(recipe(cfg), documents=documents), cfg.data, cfg.train, init_from
+        references.read_or_make_references(*facts, SimpleNamespace(fingerprint=fingerprint), CPU)
+        return len(paths)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(references, "run_in_process", make)
+    assert made("precision=bf16") == 2
+    assert made("precision=bf16", "kernels.norm=triton", "attn=eager", "train.log_every=9") == 0
+    for change in ("seed=7", "model.n_layer=2", "model.window=8", "optim.learning_rate=1", "optim.warmup_steps=3"):
+        assert made("precision=bf16", change) == 2, change
+    for change in ("train.max_steps=5", "train.tokens_per_step=1024", "train.block_size=64", "train.overfit=true"):
+        assert made("precision=bf16", change) == 2, change
+    for fact in ({"fingerprint": "b"}, {"init_from": "weights.pt"}, {"documents": True}):
+        assert made("precision=bf16", **fact) == 2, fact
+    assert made("precision=fp32") == 1  # without rounded weights; both references are one
+    (tmp_path / "weights.pt").write_bytes(b"other weights")
+    assert made("precision=bf16", init_from="weights.pt") == 2
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert made("precision=bf16") == 2
 
 
 def test_largest_batch_size_is_the_largest_divisor_that_is_predicted_to_fit():

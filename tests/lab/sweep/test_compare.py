@@ -59,6 +59,14 @@ def test_the_interval_has_95_percent():
         assert end - math.log1p(compare.RESOLUTION) == pytest.approx(1.96 * spread / 100**0.5, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("runs", "t"), [(3, 4.303), (4, 3.182), (5, 2.776), (6, 2.571), (9, 2.306), (11, 2.228), (21, 2.086), (101, 1.984)]
+)
+def test_few_runs_have_the_interval_of_students_t(runs, t):
+    """t is from a table, at 97.5%. A bootstrap's variance lacks the factor n / (n - 1), and it has 1.96 for t."""
+    assert compare.widening(runs) == pytest.approx((runs / (runs - 1)) ** 0.5 * t / 1.96, rel=0.006)
+
+
 def test_one_interval_each_has_no_ratio():
     """One interval does not show its noise, but one interval of each of two runs does."""
     assert compare.ratio([make_run(100, intervals=1)], [make_run(100, intervals=1)]) is None
@@ -86,6 +94,16 @@ def test_a_drift_cancels_in_the_order_abba():
     in_order = [make_run(100, drift=0.01 * i, **exact) for i in range(4)]
     assert compare.ratio([in_order[1], in_order[2]], [in_order[0], in_order[3]]).value == pytest.approx(1, abs=1e-3)
     assert compare.ratio(in_order[2:], in_order[:2]).value == pytest.approx(0.98, abs=2e-3)
+
+
+@pytest.mark.parametrize("intervals", [12, 13])
+def test_a_pause_in_one_interval_does_not_count(intervals):
+    """The median of the intervals' ratios counts, also for runs of different lengths."""
+    exact = {"process": 0.0, "spread": 0.0}
+    rows = make_runs(100, 2, 1, intervals=intervals, **exact)
+    for row in rows:
+        row["perf/laps_s"][3] *= 10
+    assert compare.ratio(rows, make_runs(100, 2, 2, **exact)).value == pytest.approx(1)
 
 
 def test_each_interval_is_compared_with_the_interval_of_the_same_steps():
@@ -140,6 +158,9 @@ def test_differences_name_everything_but_the_kernels_and_the_folder():
         "train.batch_size: 32, baseline 64",
         "device: H100, baseline H200",
     ]
+    old, new = make_run(100), make_run(100, proof=True, train={"batch_size": 64, "overfit": True})  # two versions' keys
+    assert compare.differences(new, old) == ["proof: True, baseline None", "train.overfit: True, baseline None"]
+    assert compare.differences(old, new) == ["proof: None, baseline True", "train.overfit: None, baseline True"]
     other = base | {"world_size": 2, "env": base["env"] | {"git_commit": "b"}}
     base["env"]["git_commit"] = "a"
     assert compare.differences(other, base) == ["GPUs: 2, baseline 1", "git_commit: b, baseline a"]
