@@ -432,7 +432,7 @@ def test_a_rank_that_is_stopped_before_gloo_connects_ends_the_job(tmp_path, monk
 
 
 RESTARTED = """
-import os, shutil, signal, sys, time
+import os, resource, shutil, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import train
@@ -449,6 +449,8 @@ attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 step = capture.train_step
 def failing(model, optimizer, batches, lr):
     fault = {{0: 7, 1: 10}}.get(attempt)
+    if optimizer.ranks.is_main and (attempt, int(optimizer.steps)) == (2, 10):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))  # a full disk
     if optimizer.ranks.rank == 1 and optimizer.steps == fault:
         shutil.copytree("run", f"before{{attempt}}", ignore=shutil.ignore_patterns("checkpoints"))
         newest = Path(f"run/checkpoints/step-{{fault - 1:06}}")
@@ -465,17 +467,18 @@ train.main()
 
 
 @pytest.mark.exhaustive
-def test_torchrun_restarts_a_job_whose_rank_is_killed_and_then_stopped(tmp_path, monkeypatch):
+def test_torchrun_restarts_a_job_after_a_kill_a_stop_and_a_full_disk(tmp_path, monkeypatch):
     """It goes on by itself from the last good checkpoint. The repeated steps have the same figures, bit for bit.
 
     Rank 1 damages the newest checkpoint, and is killed. After the first restart it is stopped, and a line says so.
+    After the second one the last checkpoint does not fit on the disk.
     """
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED.format(root=str(ROOT)))
     settings = *BASE, "train.max_steps=12", "train.checkpoint_every=3", "train.eval_every=0", "train.sample_tokens=0"
     settings += "train.resume=auto", "runtime.hang_minutes=0.05"
-    code, out, err = torchrun(tmp_path, *settings, script=script, restarts=2)
+    code, out, err = torchrun(tmp_path, *settings, script=script, restarts=3)
     assert code == 0, err
     assert "warning: run/checkpoints/step-000006 is damaged: training.pt has 1000 of " in err
     assert re.search(
@@ -483,7 +486,8 @@ def test_torchrun_restarts_a_job_whose_rank_is_killed_and_then_stopped(tmp_path,
         r"rank 0 on \S+ waits for gloo:all_reduce number \d+ at model/\w+.py:\d+ \(\w+\); resume it with ",
         err,
     )
-    assert [out.count(f"step {step:05}/00012") for step in (3, 4, 7, 9, 10)] == [1, 2, 2, 1, 2]
+    assert "error: run/checkpoints/step-000012 could not be written: " in err
+    assert [out.count(f"step {step:05}/00012") for step in (3, 4, 7, 9, 10, 12)] == [1, 2, 2, 1, 3, 2]
     assert row()["resumed_from"] == "run/checkpoints/step-000009"
     for before, steps in (("before0", 7), ("before1", 10)):
         assert torch.equal(figures(before), figures("run")[: 2 * steps])

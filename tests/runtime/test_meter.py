@@ -61,6 +61,23 @@ def test_figures_leave_out_the_warmup_and_evaluations(clock, ceiling):
     assert row["perf/mfu_measured_peak"] == 1000 * 1e9 / 800e12
 
 
+def test_an_interval_ends_when_the_gpu_has_done_its_work(clock, ceiling, monkeypatch):
+    """The host launches each step in 1 ms. The GPU, on which the meter waits, takes a second."""
+    m, launched = Meter(CPU, 1000, ceiling), []
+
+    def synchronize(device):
+        clock.now += len(launched)
+        launched.clear()
+
+    monkeypatch.setattr(meter, "synchronize", synchronize)
+    for step in range(1, 10):
+        clock.now += 0.001
+        launched.append(step)
+        if step % 3 == 0:
+            m.end_interval(step)
+    assert m.result()["perf/tokens_per_sec"] == pytest.approx(1000 / 1.001)
+
+
 def test_the_warmup_of_a_resumed_run_is_in_no_sample(clock, ceiling):
     """It compiles again: its first step takes 30 s. The first sample is of the step after its warm-up."""
     m = Meter(CPU, 1000, ceiling, steps_before=10, seconds_before=50.0)

@@ -11,6 +11,7 @@ from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.context.search import index_of, length_of
 from model import decoder
 from model.gpt import GPT
+from runtime.run import read_row
 from scripts import max_context
 from tests.lab.context.machine import Machine
 
@@ -76,7 +77,7 @@ def test_a_stopped_search_continues_when_it_runs_again_in_its_folder(called, mon
             assert (code, err) == ((130, "interrupted\n") if machine.stop else (0, ""))
             assert (f"out_dir={tmp_path / name}" in out.splitlines()[-1]) == bool(machine.stop)
         assert len(machine.attempted) > 25  # in both modes
-        rows[name] = json.loads((tmp_path / name / "result.json").read_text())
+        rows[name] = read_row(tmp_path / name)
         logged = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["T"] for line in logged] == machine.attempted
     own = ("name", "started", "command", "config")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from runtime.run import read_row, write_row
 from scripts import reproduce
 from tests.test_train import QUICK
 
@@ -51,10 +52,10 @@ def test_a_run_is_run_again_and_compared(command, hotswap, monkeypatch):
     """The real command: its losses are equal, and its speed ties with a row of steps that differ by 100x."""
     monkeypatch.setenv("HOTSWAP_COMMIT", "abc")
     assert hotswap(*QUICK, "train.max_steps=5")[0] == 0
-    row = json.loads(Path("run/result.json").read_text())
+    row = read_row(Path("run"))
     row["perf/laps_s"] = [row["perf/step_ms"] / 1e3 * factor for factor in (0.1, 1, 10)]
     row["command"] = row["command"].replace(sys.argv[0], "train.py")
-    Path("run/result.json").write_text(json.dumps(row))
+    write_row(Path("run"), row)
     code, out, err = command("run")
     assert (code, err) == (0, "")
     assert re.search(r"^speed    [\d,]+ tok/s, the row has [\d,]+: tie, \d", out, re.MULTILINE)
