@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.sweep.table import sweep_table
+from lab.sweep.table import median_run, speed, sweep_table
 
 
 def make_run(decode="blocks", tokens_per_sec=2000.0, batch=1, status="ok", **changes):
@@ -35,6 +35,12 @@ def test_generation_has_columns_of_its_own():
         ["2-triton", "4,000", "2.000x (1.990 to 2.010, 1 run)", "3,995 to 4,005", "0.25 / 0.38", *rest],
         ["1-blocks", "2,000", "1,995 to 2,005", "0.50 / 0.75", *rest],
     ]
+
+
+@pytest.mark.parametrize(("speeds", "median"), [([5.0], 5), ([1.0, 9.0, 5.0], 5), ([9.0, 1.0], 1), ([7, 1, 9, 5], 5)])
+def test_the_median_run_is_the_slower_of_two(speeds, median):
+    """A table must not show the faster of two runs."""
+    assert speed(median_run([make_run(tokens_per_sec=value) for value in speeds])) == median
 
 
 def test_each_choice_is_compared_with_the_first_of_its_settings():
