@@ -323,7 +323,7 @@ def test_earlier_checkpoints_stay_when_the_disk_is_full(tmp_path, capsys, full):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
     try:
-        checkpoints.save(2, random_tensors(2), {}, facts())
+        checkpoints.save(2, random_tensors(2), {"random": torch.zeros(2**16)}, facts())  # more than a buffer holds
         checkpoints.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
