@@ -162,7 +162,7 @@ def test_the_speed_of_a_busy_and_of_a_slow_cpu(monkeypatch, wait, flops, size):
     """
     spent = []
 
-    def seconds(work, device, warmup=3, calls=10):
+    def seconds(work, device, warmup=3, calls=10, **_):
         spent.extend((warmup + calls) * [wait + 2 * len(work()) ** 3 / flops])
         return spent[-calls:]
 
