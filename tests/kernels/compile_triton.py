@@ -1,6 +1,6 @@
 """Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
 
-In bf16 no kernel may spill, except some in Gluon, which say how much. This is a separate program,
+In bf16 no kernel may spill, except some in Gluon. `spilled` limits what these may spill. This is a separate program,
 because the tests run Triton's interpreter, which holds for a whole process.
 """
 
@@ -154,7 +154,7 @@ def compile_gluon_attention() -> None:
         kernel = _gluon_forward._attention_fwd_gluon_kernel
         assert "setmaxnreg" in compile_kernel(name, kernel, 90, types, GluonASTSource, spilled, **fixed)
     size = _gluon_backward.TILE.value
-    # outside the loop over tiles; for D = 128 also 9 registers of a consumer in it
+    # Bytes. The code outside the loop over tiles spills them, and for D = 128 the loop also spills 9 registers
     spilled = {64: 144, 128: 272} if NEWER_TRITON else {64: 16, 128: 200}
     for D, launch in _gluon_backward.LAUNCH.items():
         types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), descriptor_type(1, 1, size, D))

@@ -32,6 +32,11 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x + x
 
 
+@double.register_fake
+def fake_double(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 @pytest.fixture
 def every_warning():
     """PyTorch repeats the warnings that it otherwise gives once in a process."""
@@ -140,10 +145,16 @@ def test_function_of_a_custom_op():
     assert torch.ops.hotswap_test.compat_double.default.name() == "hotswap_test::compat_double"
 
 
+def test_fake_of_a_custom_op():
+    fake = compat.custom_op_fake("hotswap_test::compat_double")
+    assert fake is fake_double, "a custom op no longer keeps its fake: change custom_op_fake()"
+    assert compat.custom_op_fake("aten::add.Tensor") is None
+
+
 def test_there_is_still_no_public_lookup_of_a_custom_op():
-    operator, function = torch.ops.hotswap_test.compat_double.default, double._init_fn
-    public = [name for name in dir(operator) if not name.startswith("_") and getattr(operator, name, None) is function]
-    assert not public, f"an operator has its Python function in {public}: use that in custom_op_function()"
+    operator, functions = torch.ops.hotswap_test.compat_double.default, (double._init_fn, fake_double)
+    public = [name for name in dir(operator) if not name.startswith("_") and getattr(operator, name, None) in functions]
+    assert not public, f"an operator has its Python functions in {public}: use them in custom_op_function()"
 
 
 @needs_triton
