@@ -13,41 +13,47 @@ dq cannot: every block of keys adds to it. The warps of a program have different
     adder        one warpgroup. It multiplies ds^T k for all 128 keys, and adds the result to dq
     turns        two warps, described below
 
-So no warpgroup waits for another one in the middle of a tile: while one computes exponentials, the tensor cores work
-for the two others. p and ds enter matmuls as first factors, directly from registers; for D = 64, k and v do, too.
+So no warpgroup waits for another one in the middle of a tile. While one computes exponentials, the tensor cores work
+for the other two. The consumers' matmuls read p and ds from registers, and for D = 64 also k and v.
 
-dq is summed in fp32 in memory, by red.add of 16 bytes a thread in the order of its registers, so no layout is
-converted. Sums in fp32 depend on their order. So the programs take turns for each tile of dq: first comes the block of
-keys on the diagonal, which stores, then the block before it, and at last the first block of the head, which takes the
-sum and writes dq. A counter for each tile says whose turn it is. One warp waits for it and one counts it up, because
-both wait about 1 us for the L2, in which the adder computes the next tile.
+dq is summed in fp32 in memory. A thread adds four numbers with one red.add of 16 bytes. The sums lie in memory in the
+order of the threads' registers, so no layout is converted.
 
-The programs start the blocks of a head in this order, the short ones first. If all are equally fast, block j reaches a
-tile of dq one step after block j + 1, and nobody waits. No two programs can wait for each other: a block waits only for
-blocks that come before it in the plan (_plan.py), and each program follows the order of the plan. But every program
-must run: there is one for each multiprocessor, and one that does not start, because another kernel has its
-multiprocessor, keeps the others waiting. NCCL's kernels would do that during a backward on several GPUs, so supports()
-refuses it there. Two of these kernels in two streams of a GPU can wait for each other forever.
+The bits of a sum depend on its order, so the programs take turns at each tile of dq. The block of keys on the diagonal
+comes first and stores its product. The blocks before it follow one by one and add theirs. The first block of the head
+comes last: it loads the sum, adds its product and writes dq. A counter for each tile says whose turn it is. One warp
+waits for the turn and another warp counts up. Each of them waits about 1 us for the L2, and meanwhile the adder
+computes the next tile.
 
-The sums have room for as many heads R as are computed at the same time. Head h uses the same memory as head h - R,
-whose turns come first.
+The programs start the blocks of a head in the order of the turns, short ones first. If all programs are equally fast,
+block j reaches a tile of dq one step after block j + 1, and no program waits. The turns cannot deadlock if all programs
+run: a block waits only for blocks before it in the plan (_plan.py), and each program follows the order of the plan.
 
-TFLOP/s on an H200 (commit b668dbf) for (B, T, heads, D) in bf16, all in one run except the two kernels of
-_triton_backward.py, which computed these shapes before. For T = 1024 these were an older kernel like this one, in which
-a program computed whole heads:
+All programs must run at once: if another kernel has a multiprocessor, the program for it does not start, and the other
+programs wait for it. A program fills a multiprocessor, and there are no more programs than multiprocessors, so all of
+them run as soon as other kernels have ended. During a backward on several GPUs NCCL's kernels would delay them, so
+supports() refuses that. The launch does not check that all programs can run. They may wait forever if two of these
+kernels start at once in two streams, or if the process may use only a part of the GPU (a green context).
+
+The sums have room for R heads, as many as are computed at the same time. Head h reuses the memory of head h - R, and
+its turns come after those of head h - R.
+
+TFLOP/s on an H200 (commit b668dbf) for (B, T, heads, D) in bf16. "before" is of older runs: for T = 1024 an older
+kernel, in which a program computed whole heads, and for the other shapes the two kernels of _triton_backward.py. The
+other columns are of one run.
 
                           this kernel    before    FlashAttention 4    cuDNN
     (64, 1024, 12, 64)            406       305                 329      255
     (2, 16384, 12, 64)            508       379                 537      429
     (4, 4096, 16, 128)            442       418                 560      484
 
-At T = 16,384 the GPU is at its power limit. At D = 128 a consumer has too few registers: ptxas then lets no other work
-of a warpgroup run beside its matmuls. With 208 registers it does, but keeps 22 values of a consumer and some of the
-adder in memory, and the kernel reaches 394.
+At T = 16,384 the GPU is at its power limit. At D = 128 a consumer has too few registers, so ptxas lets none of its
+other work overlap its matmuls. With 208 registers they overlap, but ptxas spills 22 registers of a consumer and some of
+the adder, and the kernel reaches 394.
 
-Beyond the last query TMA loads zeros for q and dout, and _lse_delta_kernel has written zeros for lse and delta. So p
-is 1 there, but p is multiplied only by zeros. Beyond the last key, the causal mask hides the keys from every real
-query. TMA does not store beyond the tensor.
+Beyond the last query TMA loads zeros for q and dout, and _lse_delta_kernel writes zeros for lse and delta. So p is 1
+there, but it multiplies only zeros. Beyond the last key, the causal mask hides the keys from every real query. TMA does
+not store beyond the tensor.
 """
 
 import torch
@@ -78,7 +84,7 @@ FLAT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]
 
 @gluon.jit
 def _head_and_block(plan_ptr, T):
-    """Return a key head's number and the number j of a block of its keys. Block j is seen by all but j blocks."""
+    """Return the number of a key head, and the number j of a block of its keys. All but the first j blocks see it."""
     blocks = gl.cdiv(T, BLOCK)
     number = gl.load(plan_ptr)
     return number // blocks, blocks - 1 - number % blocks
@@ -133,7 +139,7 @@ def _start_matmul(k_or_v, q_or_dout):
 
 @gluon.jit
 def _start_scores(k, queries, tile, exists):
-    """Start s of a tile, when its queries are loaded. If it does not exist, nobody reads the result."""
+    """Wait for a tile's queries and start its s. If the tile does not exist, do not wait: nobody reads the result."""
     q_slots, _, _, full, _ = queries
     slot = tile % q_slots.shape[0]
     mbarrier.wait(full.index(slot), tile // q_slots.shape[0] & 1, pred=exists)
@@ -144,10 +150,11 @@ def _start_scores(k, queries, tile, exists):
 def _compute_tile(
     s, k, v, dk_sum, dv_sum, tile, more, queries, products, scale, CONSUMER: gl.constexpr, DIAGONAL: gl.constexpr
 ):
-    """Add a tile to dk and dv, and write its ds. Return s of the next tile, if there are `more`, and the sums.
+    """Add a tile to dk and dv, and write its ds. Return s of the next tile, both sums, and tile + 1.
 
-    For D = 64, dp is computed during the exponentials, and s of the next tile while dk is. For D = 128 there are no
-    registers for that: there s and dp are computed when they are needed, and p is kept in 16 bits.
+    Without `more` there is no next tile, and s is not valid. For D = 64, dp is computed during the exponentials, and
+    the next s during dk. For D = 128 there are too few registers for that: s and dp are computed just before their use,
+    and p is kept in 16 bits.
     """
     q_slots, dout_slots, lse_delta_slots, _, empty = queries
     ds_slots, full_ds, empty_ds, _ = products
@@ -225,7 +232,7 @@ def _consume(
         dk_sum = gl.zeros((TILE, D), gl.float32, SUM)
         dv_sum = gl.zeros((TILE, D), gl.float32, SUM)
         for _member in range(GROUP):
-            if CONSUMER == 1:  # the first 64 queries do not see its keys
+            if CONSUMER == 1:  # the first 64 queries of the block do not see its keys
                 mbarrier.wait(full.index(tile % SLOTS), tile // SLOTS & 1)
                 mbarrier.arrive(empty.index(tile % SLOTS))
                 mbarrier.wait(empty_ds.index(tile % SLOTS_DS), tile // SLOTS_DS & 1 ^ 1)
@@ -258,7 +265,7 @@ def _consume(
 
 @gluon.jit
 def _store(descriptor, position, smem, x, OTHERS: gl.constexpr):
-    """Store x (64, D) by TMA, when at most the latest OTHERS stores still read shared memory."""
+    """Wait until at most OTHERS stores still read their shared memory, then store x (64, D) by TMA."""
     tma.store_wait(OTHERS)
     barrier()  # one thread has waited
     smem.reshape([TILE, x.shape[1]]).store(x.to(descriptor.dtype))
@@ -269,7 +276,11 @@ def _store(descriptor, position, smem, x, OTHERS: gl.constexpr):
 
 @gluon.jit
 def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, scale, DIAGONAL: gl.constexpr):
-    """Add tile i of dq. If DIAGONAL, no block has added to it before. Return tile + 1."""
+    """Add the product of block j to tile i of dq. Return tile + 1.
+
+    DIAGONAL is 1 for the first tile that sees the block, and 2 for the second one; no block has added to them before.
+    The first tile sees only the first consumer's keys. For later tiles DIAGONAL is 0.
+    """
     k_slots, _, _, _ = keys
     ds_slots, full_ds, empty_ds, added = products
     SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
@@ -335,7 +346,6 @@ def _add(dq, dq_smem, keys, products, plan_ptr, sums_ptr, scale, heads_in_sums, 
         for member in range(GROUP):
             h = h_kv * GROUP + member
             place = (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles * (TILE * D)
-            # DIAGONAL = 1: only the first consumer's keys are seen
             tile = _add_tile(
                 dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, 2 * j, j, scale, DIAGONAL=1
             )
@@ -352,7 +362,7 @@ def _add(dq, dq_smem, keys, products, plan_ptr, sums_ptr, scale, heads_in_sums, 
 
 @gluon.jit
 def _wait_until(pointer, least):
-    """Wait until the number in memory is at least `least`. What was written before it was counted up is then seen."""
+    """Wait until the number in memory is at least `least`. The caller then sees what was written before the count."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred less; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 less, $0, $2; @less bra again; }",
         "=r,l,r",
@@ -365,7 +375,7 @@ def _wait_until(pointer, least):
 
 @gluon.jit
 def _turns(products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP: gl.constexpr, END: gl.constexpr):
-    """For each tile of dq, wait until this program's turn begins, or if END, pass it on when the adder is done."""
+    """For each tile of dq, wait for this program's turn. If END, instead pass the turn on when the adder is done."""
     ds_slots, full_ds, empty_ds, added = products
     SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
     tiles = gl.cdiv(T, BLOCK) * 2
@@ -385,7 +395,7 @@ def _turns(products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP: gl.constexpr,
                     gl.atomic_add(turn_ptr + i, 1, sem="release", scope="gpu")
                 else:
                     mbarrier.wait(empty_ds.index(slot), phase ^ 1)
-                    # i // 2 + 1 blocks add to this tile, and before them those of earlier heads in the same memory
+                    # i // 2 + 1 blocks add to this tile. i // 2 - j come before this one, after all of earlier heads
                     _wait_until(turn_ptr + i, head // heads_in_sums * (i // 2 + 1) + i // 2 - j)
                     mbarrier.arrive(full_ds.index(slot))
                 tile += 1
@@ -473,7 +483,7 @@ def _lse_delta_kernel(
 
 
 DTYPES = (torch.bfloat16, torch.float16)
-# slots, and registers per thread of a consumer. For D = 64 they take 219 KB of shared memory, for D = 128 209 KB
+# Slots, and registers per thread of a consumer. The kernel takes 219 KB of shared memory for D = 64, 209 for D = 128
 LAUNCH = {
     64: {"SLOTS": 4, "SLOTS_KV": 2, "SLOTS_DS": 3, "REGISTERS": 208},
     128: {"SLOTS": 2, "SLOTS_KV": 1, "SLOTS_DS": 2, "REGISTERS": 200},
@@ -503,7 +513,7 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     lse_delta = torch.empty(B * H * tiles * 2 * size, dtype=torch.float32, device=q.device)
     _lse_delta_kernel[(B * H * tiles,)](dout, out, lse, lse_delta, lse.stride(1), T, H, tiles, D, size)
     programs = min(B * Hkv * blocks, multiprocessors(q.device))
-    # While the longest block of a head is computed, the other programs compute 2 programs blocks of mean length
+    # While one program computes the longest block of a head, each program computes two blocks of mean length
     heads_in_sums = min(B * Hkv, triton.cdiv(2 * programs, blocks) + 1)
     sums = torch.empty(heads_in_sums * H // Hkv, tiles, size, D, dtype=torch.float32, device=q.device)
     turns = torch.zeros(heads_in_sums * H // Hkv, tiles, dtype=torch.int32, device=q.device)
@@ -519,6 +529,6 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
         T,
         GROUP=H // Hkv,
         num_warps=4,
-        maxnreg=128,  # registers per thread when 16 warps start. Then the consumers get more, and the others less
+        maxnreg=128,  # registers per thread when 16 warps start. Then the consumers get more, and the others fewer
         **LAUNCH[D],
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.compat import fake_mode
 
-TILE = 128  # keys of a block in the forward, queries in the backward
+TILE = 128  # time is counted in tiles of 128 keys in the forward, and of 128 queries in the backward
 
 
 @functools.lru_cache
@@ -23,8 +23,8 @@ def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int, short_fi
     """Return which blocks of M tokens each program computes, (1 + rounds, programs) int32.
 
     A column is for one program: how many blocks it computes, their numbers, then zeros. With `blocks` blocks in a head,
-    block i of head h has the number h * blocks + i, and takes as long as i + 1 tiles of (M, M). Blocks of the first
-    `heads_at_once` heads come first, and of these the long ones, or with `short_first` the short ones.
+    block i of head h has the number h * blocks + i, and is the longer, the larger i is. Blocks of the first
+    `heads_at_once` heads come first. Among them long blocks come first, or short blocks if `short_first`.
 
     With 12 heads, a plan takes 30 ms for 64 x 1024 tokens, and 2.5 s for one sequence of 8 million tokens.
     """

@@ -165,8 +165,8 @@ def flash_bwd(
 def _(dout, q, k, *_):
     """Also allocate what the kernels allocate in fp32, so that lab/proof/memory.py counts it.
 
-    These are the sums of dq, which all versions have, and two numbers per query. If query heads share a key head, they
-    are also the sums of dk and dv.
+    All versions allocate sums of dq, and two numbers per query. If query heads share a key head, versions 3 and 4 also
+    allocate sums of dk and dv. (Version 2 then allocates dk and dv of every query head, in 16 bits.)
     """
     grads = gradient_buffer(q, k)
     B, T, H, D = q.shape

@@ -10,9 +10,9 @@ code. torch.compile runs too, and generates no code (lab/proof/compiled.py).
     print(usage.now, usage.peak)
 
 The simulation runs the Python function of a custom op that launches Triton kernels, and so counts all that the op
-allocates. Of other custom ops it runs the fake, which allocates the op's workspace, too (attention/flash.py). It does
-not count the workspaces that cuBLAS and cuDNN allocate inside an operator, nor the allocator's gaps between tensors.
-Its peak for a step in fp32 on a CPU equals PyTorch's allocator to the byte (tests/lab/proof/test_memory.py).
+allocates. For any other custom op it runs the op's fake, which may also allocate a workspace (attention/flash.py). It
+does not count the workspaces that cuBLAS and cuDNN allocate inside an operator, nor the allocator's gaps between
+tensors. Its peak for a step in fp32 on a CPU equals PyTorch's allocator to the byte (tests/lab/proof/test_memory.py).
 """
 
 import weakref
@@ -46,8 +46,8 @@ class MemoryUsage(TorchDispatchMode):
     """Counts the bytes of the tensors that are created on `device` while the mode is active.
 
     `now` is the number of bytes alive, and `peak` its maximum so far. A storage counts once, however many tensors view
-    it, until the last of them is freed. `opaque` names the custom ops of which only what their fake allocates was
-    counted.
+    it, until the last of them is freed. `opaque` names the custom ops for which only the allocations of their
+    fakes were counted.
     """
 
     def __init__(self, device: torch.device):
