@@ -365,7 +365,7 @@ def _wait_until(pointer, least):
     """Wait until the number in memory is at least `least`. The caller then sees what was written before the count."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred less; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 less, $0, $2; @less bra again; }",
-        "=r,l,r",
+        "=&r,l,r",  # & because the loop writes the output before it reads the inputs again
         [pointer, least],
         dtype=gl.int32,
         is_pure=False,
