@@ -137,17 +137,20 @@ def test_a_hover_shows_all_figures_and_a_click_copies_the_command(source, open_p
     tab.wait_for_function(toast_has_command, arg=fourth.command)
 
 
-@pytest.mark.parametrize(("width", "options"), [(390, {"is_mobile": True, "has_touch": True}), (800, {})])
-def test_nothing_is_wider_than_the_screen(source, open_page, width, options):
-    tab = open_page(source.folder, width, **options)
-    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+PHONE = {"width": 390, "is_mobile": True, "has_touch": True}
+
+
+@pytest.mark.parametrize("screen", [PHONE, {"width": 800, "color_scheme": "dark"}], ids=["phone", "window"])
+def test_nothing_is_wider_than_the_screen(source, open_page, screen):
+    tab = open_page(source.folder, **screen)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= screen["width"]
     elements = "[...document.querySelectorAll('.plot, td, .tiles div, #speed text')]"
     right = tab.evaluate(f"Math.max(...{elements}.map(e => e.getBoundingClientRect().right))")
-    assert right <= width
+    assert right <= screen["width"]
 
 
 def test_the_page_follows_the_dark_and_light_mode(source, open_page):
-    tab = open_page(source.folder, color_scheme="dark")
+    tab = open_page(source.folder, width=800, color_scheme="dark")
     plot = "document.querySelector('#speed .plot')"
     colours = f"[getComputedStyle(document.body).backgroundColor, {plot}.layout.font.color]"
     assert tab.evaluate(colours) == ["rgb(17, 18, 20)", "#ececee"]
