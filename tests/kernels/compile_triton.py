@@ -30,6 +30,7 @@ from kernels.attention import triton_naive as attention_naive
 from kernels.cache import FP8
 from kernels.compat import FakeTensorMode
 from kernels.decode import _many as decode_many
+from kernels.decode import _sampling as sampling
 from kernels.decode import _step as decode_step
 from kernels.decode import int8
 from kernels.decode import triton as decode
@@ -130,6 +131,7 @@ def main(capability: int) -> None:
         compile_fp8()
     compile_attention(capability)
     compile_decode(capability)
+    compile_sampling(capability)
     if capability == 90:
         compile_gluon_attention()
 
@@ -379,6 +381,26 @@ def reduction_layouts(ttgir: str) -> tuple[str, ...]:
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     operands = re.findall(r'"tt\.reduce"\(.*?\}\) : \(tensor<[^,]*, (#\w+)>', ttgir, re.DOTALL)
     return tuple(layouts[operand] for operand in operands)
+
+
+def compile_sampling(capability: int) -> None:
+    """Compile both kernels for GPT-2's vocabulary. None may spill, but for 8 bytes on an A100.
+
+    In fp32 only the kernels with all limits are compiled, because the others leave out parts of them.
+    """
+    block = sampling.block_size(50257)
+    limits = [("temperature", "top_k", "top_p"), ("top_k", "top_p"), ("top_p",), ("top_k",), ()]
+    for dtype, off in [(torch.bfloat16, off) for off in limits] + [(torch.float32, ())]:
+        types = {"logits_ptr": POINTERS[dtype], "summary_ptr": "*fp32", "list_ptr": "*i32", "temperature": "fp32"}
+        types |= dict.fromkeys(("seeds_ptr", "positions_ptr", "tokens_ptr", "output_ptr"), "*i64") | {"top_p": "fp32"}
+        fixed = {**dict.fromkeys(off), "BLOCK": block, "STEP": 1, "PDL": capability == 90}
+        name = f"{POINTERS[dtype]} without {', '.join(off) or 'nothing'}"
+        summary = f"sampling, summary {name}"
+        ptx = compile_kernel(summary, sampling._summary_kernel, capability, types, **fixed, SIZE=64)
+        assert "ld.global.v4" in ptx
+        fixed |= {"SHIFT": sampling.SHIFTS[dtype], "num_warps": sampling.draw_warps(block)}
+        spilled = 8 if capability == 80 else 0
+        compile_kernel(f"sampling, draw {name}", sampling._draw_kernel, capability, types, spilled=spilled, **fixed)
 
 
 if __name__ == "__main__":
