@@ -13,6 +13,8 @@ import faulthandler
 import fcntl
 import gc
 import importlib
+import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -69,7 +71,8 @@ def client(address: str, *argv: str) -> None:
         signal.signal(number, lambda number, _: os.kill(pid, number))
     [code] = struct.unpack("i", server.recv(4))
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code in SIGNALS:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
@@ -129,14 +132,14 @@ def run(argv: list[str], folder: str, environment: dict[str, str], files: list[i
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    open_streams()
+    sys.executable, *words = argv
+    options = [*itertools.takewhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), words)]
+    words = words[len(options) :]  # -B and -u, which multiprocessing and torchrun pass on
+    open_streams(unbuffered="-u" in options or bool(os.environ.get("PYTHONUNBUFFERED")))
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    sys.executable, *words = argv
     multiprocessing.set_executable(sys.executable)
     multiprocessing.process.ORIGINAL_DIR = folder
-    while words[0].startswith("-") and words[0] not in ("-m", "-c"):
-        words.pop(0)  # -B and -u, which multiprocessing and torchrun pass on
     kind = words.pop(0) if words[0] in ("-m", "-c") else "script"
     sys.argv = ["-c", *words[1:]] if kind == "-c" else words
     first = {"-m": folder, "-c": "", "script": str(Path(words[0]).resolve().parent)}[kind]
@@ -174,14 +177,13 @@ def run_and_exit(**request) -> None:
         os._exit(code)
 
 
-def open_streams() -> None:
-    """Open sys.stdin, stdout and stderr anew, because a terminal and PYTHONUNBUFFERED change how they buffer."""
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+def open_streams(unbuffered: bool) -> None:
+    """Open sys.stdin, stdout and stderr anew, because a terminal and Python's option -u change how they buffer."""
     sys.stdin = open(0, closefd=False)  # noqa: SIM115, open until the end
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
         lines = number == 2 or os.isatty(number)
-        stream = open(number, "w", closefd=False, errors=errors)  # noqa: SIM115
-        stream.reconfigure(line_buffering=lines, write_through=unbuffered)
+        binary = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(binary, errors=errors, line_buffering=lines, write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -44,6 +44,14 @@ def test_signals_reach_a_program_and_end_the_client_too(quick_python):
             time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("quick_python")
+def test_an_unbuffered_program_has_written_its_output_when_it_is_killed():
+    program = "import os; print('begin'); print('end', end=''); os.kill(os.getpid(), 9)"
+    for words, output in ((["-u"], "begin\nend"), ([], "")):
+        done = subprocess.run([sys.executable, *words, "-c", program], env={}, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (-9, output)
+
+
 def test_a_program_starts_others_in_the_same_way(quick_python, tmp_path):
     """The processes of multiprocessing inherit open files by their number, and share the modules of one server."""
     (tmp_path / "program.py").write_text("""

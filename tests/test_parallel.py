@@ -467,6 +467,7 @@ train.main()
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_torchrun_restarts_a_job_after_a_kill_a_stop_and_a_full_disk(tmp_path, monkeypatch):
     """It goes on by itself from the last good checkpoint. The repeated steps have the same figures, bit for bit.
 
@@ -495,6 +496,7 @@ def test_torchrun_restarts_a_job_after_a_kill_a_stop_and_a_full_disk(tmp_path, m
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_slurms_warning_saves_one_checkpoint_of_all_ranks_and_requeues_the_job(tmp_path, monkeypatch):
     """SIGUSR1 to torchrun, which passes it on. A stub of scontrol writes down its arguments."""
     monkeypatch.chdir(tmp_path)

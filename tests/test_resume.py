@@ -49,6 +49,7 @@ def read_until(process, beginning):
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
+@pytest.mark.usefixtures("quick_python")
 def test_a_killed_and_resumed_run_is_bit_equal(hotswap, tmp_path, precision):
     """A SIGKILL after step 23 of 40: losses and gradient norms equal an uninterrupted run's, with dropout."""
     settings = *BASE, "train.max_steps=40", "train.checkpoint_every=20", "model.dropout=0.1", f"precision={precision}"
@@ -58,7 +59,7 @@ def test_a_killed_and_resumed_run_is_bit_equal(hotswap, tmp_path, precision):
     process = program(tmp_path, *settings)
     read_until(process, "step 00023/00040")
     process.kill()
-    process.wait()
+    process.communicate()  # until the program has closed its files
     newest = checkpoint_folders(Path("run/checkpoints"))[0].name
     assert newest in ("step-000020", "step-000030")  # the evaluation after step 30 may have made a best checkpoint
     code, out, err = hotswap(*settings, RESUME)
@@ -116,6 +117,7 @@ def test_precisions_share_checkpoints(hotswap):
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("SIGTERM", "SIGUSR1")), "SIGINT"]
 )
+@pytest.mark.usefixtures("quick_python")
 def test_a_signal_saves_a_checkpoint_and_prints_how_to_resume(hotswap, tmp_path, name):
     """The run ends after its step with exit code 75. The printed command resumes it at the next step."""
     process = program(tmp_path, *QUICK, "train.max_steps=100000", "train.log_every=1")
@@ -381,6 +383,7 @@ def test_best_is_the_lowest_validation_loss(hotswap):
     assert row()["checkpoint/pause_ms"] > 0
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_folder_is_locked_by_its_run(hotswap, tmp_path):
     """A second run on the folder is refused, and changes nothing. A killed run leaves no lock."""
     assert hotswap(*BASE, "train.max_steps=1")[0] == 0
@@ -391,7 +394,7 @@ def test_a_folder_is_locked_by_its_run(hotswap, tmp_path):
     assert (code, err) == (1, "error: out_dir=run is in use by a running process; choose another folder\n")
     assert Path("run/config.yaml").read_text() == before
     process.kill()
-    process.wait()
+    process.communicate()  # until the program has closed its files
     assert hotswap(*BASE, "train.max_steps=2", RESUME)[0] == 0
 
 
