@@ -173,8 +173,8 @@ def test_many_chunks_take_as_much_as_the_simulation_of_all(monkeypatch, world_si
     """
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**16)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    cfg = config("precision=bf16", "attn=sdpa", "model.n_layer=5", "model.pos=rope", "model.checkpointing=chunks")
-    length = 37 * world_size * 2**16 // (2 * cfg.model.n_embd)
+    cfg = config("precision=bf16", "attn=sdpa", "model.n_layer=4", "model.pos=rope", "model.checkpointing=chunks")
+    length = 19 * world_size * 2**16 // (2 * cfg.model.n_embd)
     line = predict_bytes(cfg, length)
     monkeypatch.setattr(memory, "FEW_CHUNKS", (98, 99))
     assert line == pytest.approx(predict_bytes(cfg, length), rel=0, abs=1)
