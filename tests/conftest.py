@@ -33,6 +33,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CACHE = Path(__file__).parents[1] / ".cache/tests"
 
+# Inductor's pool for compiling would be another process, which imports torch for 2 s in each program that compiles
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 # The tests, and the programs that they start, must not read the user's tables of launch parameters
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
 
