@@ -161,13 +161,25 @@ def test_a_sweep_needs_a_single_process(tmp_path):
     assert "error: a sweep (-m) cannot run under torchrun: run torchrun once for each job" in err
 
 
+COMPILED = """
+import functools, sys
+sys.path.insert(0, {root!r})
+import torch
+torch.compile = functools.partial(torch.compile, backend="aot_eager")  # Inductor's C++ takes 15 s
+import train
+train.main()
+"""
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_python")
 def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
     """The figures are those of one process, up to bf16's rounding. Checkpoints are in fp32. Blocks are compiled."""
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED.format(root=str(ROOT)))
     settings = *BASE, "precision=bf16", "train.sample_tokens=0", "train.eval_every=0", "model.n_embd=64"
     assert hotswap(*settings, "out_dir=alone")[0] == 0
-    code, _, err = torchrun(tmp_path, *settings, "parallel=fsdp", "kernels=compile")
+    code, _, err = torchrun(tmp_path, *settings, "parallel=fsdp", "kernels=compile", script=script)
     assert code == 0, err
     torch.testing.assert_close(figures("run"), figures("alone"), rtol=2**-6, atol=0)
     held = verify(newest_valid(Path("run/checkpoints")))
