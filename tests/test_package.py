@@ -81,6 +81,7 @@ def installed(request, tmp_path):
     return tmp_path / "site"
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_program_uses_the_package_beside_modules_with_the_names_of_rooms(installed, tmp_path):
     """It builds, trains and loads a GPT, and calls an op. `import data` stays the program's own."""
     folder = tmp_path / "program"

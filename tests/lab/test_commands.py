@@ -36,6 +36,7 @@ def test_tab_completion_imports_no_torch():
     assert "torch" not in modules
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_help_with_a_wrong_choice_explains_the_choice():
     """The quick answer fails, and the program itself, which imports torch, prints the error."""
     result = subprocess.run(

@@ -137,6 +137,7 @@ def test_a_gpu_that_is_missing_is_an_error(hotswap, monkeypatch):
     assert "use device=cpu" in err
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_program_prints_the_error_only(tmp_path):
     """As a process: exit code 1, the error on stderr, no stdout, and no new file."""
     command = [sys.executable, str(ROOT / "train.py"), "+train.step=5"]

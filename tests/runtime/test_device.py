@@ -14,6 +14,7 @@ NAMES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 @pytest.mark.parametrize("user", [{}, {NAMES[0]: "max_split_size_mb:64"}, {NAMES[1]: "max_split_size_mb:64"}])
 def test_segments_can_grow_unless_the_user_has_set_the_allocator(user):
     """PyTorch uses the setting of runtime.device, also if PyTorch is imported first.

@@ -23,6 +23,7 @@ from scripts import doctor
 CPU = torch.device("cpu")
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_machine_and_every_backend_are_listed(called):
     """The exit code is 0 when every backend is ok, or says why it cannot run."""
     code, out, err = called("doctor.py", doctor.main, "op=norm", "device=cpu")
@@ -88,6 +89,7 @@ def test_a_broken_backend_is_named_and_the_others_still_run(checkout):
     assert process.returncode == 1
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_the_table_of_a_readme_equals_the_printed_one_when_the_matrix_is_kept(called, monkeypatch, tmp_path):
     """keep=true appends the rows of a small matrix to results/. A README's section made from them equals the output."""
     monkeypatch.setattr(contract("norm"), "SIZES", {str(C): {"shape": (5, C)} for C in (5, 64)})

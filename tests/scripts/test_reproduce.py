@@ -48,6 +48,7 @@ def fake_run(monkeypatch, code=0, **changes):
     return commands
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_run_is_run_again_and_compared(command, hotswap, monkeypatch):
     """The real command: its losses are equal, and its speed ties with a row of steps that differ by 100x."""
     monkeypatch.setenv("HOTSWAP_COMMIT", "abc")

@@ -12,6 +12,7 @@ CPU = torch.device("cpu")
 NORM = Probe("norm", "eager", {"shape": (3, 64)}, torch.float32)
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_another_process_continues_after_a_failure():
     bad = NORM._replace(shape={"shapes": (3, 64)})
     first, second = run_probes([[NORM, bad, NORM], [NORM]], CPU, limit=60)

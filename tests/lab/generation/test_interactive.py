@@ -69,6 +69,7 @@ class Session:
             os.close(self.terminal)
 
 
+@pytest.mark.usefixtures("quick_python")
 def test_a_conversation(tmp_path):
     """Each answer has its figures. Ctrl-C stops an answer. A prompt is too long. Ctrl-D ends with exit code 0.
 
@@ -97,6 +98,7 @@ def test_a_conversation(tmp_path):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("quick_python")
 def test_answers_are_the_texts_of_runs(tmp_path, called):
     """Answer n has the draws of seed + n, and ends with the 80th position. Ctrl-C at the prompt ends the program."""
     save_model(tmp_path)
