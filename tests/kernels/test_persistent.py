@@ -236,11 +236,13 @@ def test_a_sequence_that_stops_repeats_its_token(stopping, launch):
     packed, seeds, sampling = pack(weights, cache), seeds_of(2, 3, DEVICE), SAMPLINGS["all"]
     free = persistent.generate_tokens(packed, tokens, copy_cache(cache), seeds, sampling, 8, ()).tolist()
     stops = tuple({row[2] for row in free[:stopping]})
+    other = copy_cache(cache)
+    expected = draw_one_by_one(packed, tokens, other, seeds, sampling, 8, stops).tolist()
     for seed in (0, 1, 2):
         launch(seed=seed)
-        own, other = copy_cache(cache), copy_cache(cache)
+        own = copy_cache(cache)
         drawn = persistent.generate_tokens(packed, tokens, own, seeds, sampling, 8, stops)
-        assert drawn.tolist() == draw_one_by_one(packed, tokens, other, seeds, sampling, 8, stops).tolist()
+        assert drawn.tolist() == expected
         assert torch.equal(rows_of(own), rows_of(other))
     assert any(row[-1] == row[-2] for row in drawn.tolist())
 
