@@ -96,7 +96,8 @@ def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch,
     The limit is on the process's data, which holds the heap's gaps too: on a busy machine they were 10% of the limit.
     """
     monkeypatch.setattr(lab_rows, "RESULTS", tmp_path / "results")
-    choice = "model=tiny", "attn=eager", "precision=fp32", "device=cpu", "memory_gib=0.1", "mode=train"
+    choice = "model=tiny", "model.n_layer=1", "attn=eager", "precision=fp32", "device=cpu", "memory_gib=0.1"
+    choice += ("mode=train",)
     code, out, err = called("max_context.py", max_context.main, *choice, "keep=true", f"out_dir={tmp_path / 'run'}")
     assert (code, err) == (0, "")
     row = json.loads((tmp_path / "run" / "result.json").read_text())
