@@ -163,7 +163,8 @@ def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
     """Every part is real. The verdict is the machine's."""
     monkeypatch.chdir(tmp_path)
     arguments = "op=loss", "impl=torch_chunked", "against=eager", "device=cpu", "repeats=1", "rounds=1"
-    small = "train.batch_size=2", "train.tokens_per_step=256", "train.max_steps=22", "train.log_every=1", "proof=false"
+    small = "model.n_layer=1", "train.batch_size=2", "train.tokens_per_step=256", "train.max_steps=22"
+    small += "train.log_every=1", "proof=false"
     code, out, err = called("judge.py", script.main_with_training, *arguments, "out_dir=judged", "--", *small)
     assert (code in (0, 2, 3), err) == (True, "")
     assert "loss=torch_chunked is right. Training with it runs at " in out
