@@ -62,10 +62,11 @@ def test_a_killed_and_resumed_run_is_bit_equal(hotswap, tmp_path, precision):
     process.kill()
     process.communicate()  # until the program has closed its files
     newest = checkpoint_folders(Path("run/checkpoints"))[0].name
-    assert newest in ("step-000020", "step-000030")  # the evaluation after step 30 may have made a best checkpoint
+    # The evaluations after steps 15 and 30 may have made best checkpoints, and a kill may come before step 20 is saved
+    assert newest in ("step-000015", "step-000020", "step-000030")
     code, out, err = hotswap(*settings, RESUME)
     assert (code, err) == (0, "")
-    assert "step 00021/00040" in out or newest == "step-000030"
+    assert f"step {int(newest[-6:]) + 1:05}/00040" in out
     assert list(curve()) == list(range(1, 41))
     assert curve() == curve("whole")
     assert row()["val/loss"] == row("whole")["val/loss"]
