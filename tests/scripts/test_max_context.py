@@ -102,7 +102,7 @@ def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch,
     assert (code, err) == (0, "")
     row = json.loads((tmp_path / "run" / "result.json").read_text())
     [results_file] = tmp_path.glob("results/*/context.jsonl")
-    assert json.loads(results_file.read_text()) == row
+    assert {**json.loads(results_file.read_text()), "crc32": row["crc32"]} == row
     longest, attempts = row["context/max_train"], row["context/train/tries"]
     assert (row["status"], row["context/train/limit"]) == ("ok", "oom")
     assert longest == pytest.approx(row["context/train/predicted"], rel=0.15)
