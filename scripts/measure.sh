@@ -47,6 +47,7 @@ fp8_1558m() { both_precisions 1558m model=gpt2_1558m train.batch_size=16 train.t
 both_precisions() { # NAME WORDS ...
     local beside=h200-fp8
     sweep "fp8-$1" $short "${@:2}" attn=flash precision=bf16,fp8 kernels=compile,triton
+    sweep "fp8-$1-attention" $short "${@:2}" attn=triton precision=bf16,fp8 kernels=triton
     sweep "fp8-$1-torchao" $short "${@:2}" attn=flash precision=fp8 kernels=compile,triton,torchao kernels.compile=true \
         kernels.fp8='[linear,mlp]' # torchao has no loss
 }
