@@ -65,10 +65,11 @@ def main() -> None:
                 print(file)
     except UserError as error:
         sys.exit(f"error: {printable(error)}")
-    except BrokenPipeError:
+    except BrokenPipeError:  # exit_quietly() handles it
         raise
     except OSError as error:
-        sys.exit(f"error: {printable(error.filename)}: {error.strerror}")
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error
+        sys.exit(f"error: {printable(reason)}")
 
 
 if __name__ == "__main__":

@@ -178,6 +178,18 @@ def test_a_full_disk_leaves_the_last_report(called, tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
 
 
+def test_an_error_without_a_file_says_what_happened(called, tmp_path, monkeypatch):
+    """An error of the network, such as requests raises, is an OSError whose filename and strerror are None."""
+
+    def fail(*_):
+        raise ConnectionError("no answer from W&B")
+
+    write_row(tmp_path / "1", make_row())
+    monkeypatch.setattr(report, "publish", fail)
+    code, _, err = called("report.py", report.main, tmp_path, "--wandb")
+    assert (code, err) == (1, "error: no answer from W&B\n")
+
+
 def test_a_mistake_is_one_line(called, tmp_path):
     with pytest.raises(UserError, match="name the folder of a sweep"):
         read_source(tmp_path)
