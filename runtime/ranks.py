@@ -204,7 +204,8 @@ def join_ranks(device: torch.device, parallel: str = "ddp", hang_minutes: float 
     store = unused_store(store, rank, size, hang_minutes)
     ranks = Ranks(rank, size, count_batch_ranks(parallel, size))
     timeout = timedelta(minutes=hang_minutes + 5) if hang_minutes else None  # the watchdog's line comes first
-    # Before gloo connects, where a stopped rank would keep the others. A clone, because gloo's waits lock the store
+    # The watchdog starts before gloo connects, because gloo waits for a stopped rank. It has a clone of the store,
+    # because gloo's waits lock the store
     ranks.watchdog.start(store.clone(), hang_minutes)
     try:
         with ranks.share_failure(), ranks.print_on_rank0_only(), ranks.at_exit:
@@ -236,10 +237,11 @@ def unused_store(store: dist.Store, rank: int, world_size: int, hang_minutes: fl
     After a restart (--max-restarts), torchrun's store still has the addresses of the ended processes, and gloo would
     wait for them (PyTorch's issue 135712). So rank 0 chooses a new name. Each other rank writes a random word, and
     waits for the answer to this word. Rank 0 answers until all have confirmed, because the first words that it reads
-    may be of ended processes. Raises UserError after 10 minutes.
+    may be of ended processes. Raises UserError after `hang_minutes`, but not before 1 minute, because a rank needs some
+    time to start, and not after 10.
     """
     name = uuid.uuid4().hex
-    minutes = min(10.0, max(1.0, hang_minutes or 10.0))  # a rank needs some time to start
+    minutes = min(10.0, max(1.0, hang_minutes or 10.0))
     if rank:
         store.set(f"hello{rank}", name)
         wait_for_ranks(rank, lambda: [] if store.check([f"answer-{name}"]) else [0], minutes)
@@ -271,7 +273,7 @@ def wait_for_ranks(rank: int, missing: Callable[[], list[int]], minutes: float) 
             check(
                 time.monotonic() < end,
                 f"rank {rank}: rank {names} did not join the job within {minutes:g} minutes: it is stopped, or its "
-                "machine is down; raise runtime.hang_minutes if a start may take so long",
+                "machine is down; runtime.hang_minutes, up to 10, gives it more time",
             )
             time.sleep(0.05)
     except Stopped as stop:

@@ -107,9 +107,9 @@ class Watchdog:
         return self.store.add(f"beats{rank}", 0)
 
     def _state(self, rank: int) -> list:
-        """Return what _beat() wrote last for a rank. It never waits: a rank may have been stopped before."""
+        """Return what _beat() wrote last for a rank. It never waits, not even for a first beat."""
         key = f"state{rank}"
-        return json.loads(self.store.get(key)) if self.store.check([key]) else [0, "its machine", "is not seen"]
+        return json.loads(self.store.get(key)) if self.store.check([key]) else [0, "an unknown machine", "has no beat"]
 
     def _explain_hang(self) -> str:
         """Name the ranks that are stopped or late, and say where the others are. It takes 3 s, to see who beats."""

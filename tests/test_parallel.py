@@ -430,7 +430,7 @@ train.main()
 
 @pytest.mark.usefixtures("quick_python")
 def test_a_rank_that_is_stopped_before_gloo_connects_ends_the_job(tmp_path, monkeypatch):
-    """There the other rank answers no signal, and gloo waits for its own time-out, five minutes longer."""
+    """While gloo connects, the other rank answers no signal, and gloo's own time-out comes five minutes later."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "stopped.py"
     script.write_text(STOPPED_IN_START.format(root=str(ROOT)))
