@@ -146,7 +146,6 @@ def test_a_sweep_of_real_generations(checkout):
         ("sdpa", 2),
     ]
     assert all((row["status"], row["config"]["prompt"]) == ("ok", PROMPT) for row in rows.values())
-    assert len({row["started"] for row in rows.values()}) == 2
     [ratio] = [line for line in done.stdout.splitlines() if line.startswith("2-")]
     assert ", 1 run)" in ratio
     again = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=280)
