@@ -31,13 +31,8 @@ from terminal import printable, warn
 
 GRACE = 10.0  # seconds that a job has to end after a signal
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
-SWEEP_KEYS = {
-    "out_dir",
-    "sweep",
-    "sweep.timeout",
-    "sweep.repeats",
-    "sweep.own_caches",
-}  # keys of the sweep, not of its jobs
+# keys of the sweep, not of its jobs
+SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats", "sweep.own_caches"}
 
 
 class SweepJob:
@@ -184,8 +179,8 @@ def plan_jobs(
     """Return the jobs in the order in which they run, in folders named after what varies.
 
     Each job has its own overrides, followed by `added`. Every second repeat runs in reverse order (A B B A). A repeat
-    of all jobs takes one GPU, because two GPUs may differ by more than two kernels do. With `own_caches`, a job has
-    compile caches of its own on each GPU, which are empty in its first run.
+    of all jobs takes one GPU, because two GPUs may differ by more than two kernels do. With repeats and `own_caches`, a
+    job has compile caches of its own on each GPU, which are empty in its first run.
     """
     for key in sorted(SWEEP_KEYS):
         values = {word for words in jobs for word in words if word.lstrip("+").startswith(f"{key}=")}

@@ -118,8 +118,8 @@ class Launcher(launcher.Launcher):
         if repeats > 1:
             gpus = gpus[:repeats]  # each repeat of all jobs takes one GPU
         words = [list(map(as_typed, words)) for words in job_overrides]
-        own_caches = cfg.sweep.own_caches and repeats > 1
-        jobs = plan_jobs(folder, words, self.added_overrides(folder), self.config_dirs(), gpus, repeats, own_caches)
+        added, flags = self.added_overrides(folder), self.config_dirs()
+        jobs = plan_jobs(folder, words, added, flags, gpus, repeats, cfg.sweep.own_caches)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock_folder(folder) as lock, Signals() as signals:
             signals.looping = True
