@@ -99,7 +99,7 @@ def settle(
 ) -> dict:
     """Test the backend, train with both backends in `folder`, measure the op alone. Return the row of the verdict."""
     device, chosen = select_device(device_name), f"{claim.op}={claim.impl}"
-    load(claim.op, claim.backends[0], device)  # raises Unavailable before the probes, which take a minute
+    load(claim.op, claim.backends[0], device)  # raises Unavailable here, before a minute of probes
     words = training_words(claim, device, training)
     recipe, shape = read_recipe([*words, choose_backends(claim, claim.impl)])
     about = {"command": judge_command(training), "env": environment(device)}
@@ -116,7 +116,7 @@ def settle(
     runs, benchmark = {}, []
     if not wrong_answers(statuses) and not undecided_answers(statuses):
         print(f"right    in {sum(status.startswith('ok') for status in statuses.values())} cases", flush=True)
-        # the verdict has no first step, so both backends share the compiled kernels of the other ops
+        # shared caches save compilation, and the verdict leaves out the first steps, which compile
         sweep = ["-m", f"sweep.repeats={repeats}", "sweep.own_caches=false"]
         train([*sweep, *words, choose_backends(claim, *claim.backends)], folder)
         runs = read_training(claim, folder)

@@ -4,6 +4,7 @@ The evidence is the answers of strict probes (lab/bench/probe.py), the rows of a
 turns, and a benchmark of the op, at the shape that it has in this training.
 """
 
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ from model.gpt import PRECISIONS
 from runtime.config import check, quote_override
 from runtime.run import read_row
 
-GROUPS = min(8, PROCESSES)  # of cases; each has a process, and on a GPU a CUDA context of half a GiB
+# The cases run in so many processes at once. On a GPU each process has a CUDA context of half a GiB
+GROUPS = min(8, PROCESSES)
 # The exit code of scripts.judge. 1 is an error, as in every command
 EXIT_CODES = {"faster": 0, "tie": 2, "slower": 3, "wrong": 4}
 ON_GPU = ["+experiment=throughput", "precision=bf16"]
@@ -87,8 +89,7 @@ def probe_cases(claim: Claim, recipe: Recipe, length: int, device: torch.device,
     cases = list(probes)
     groups = [cases[first::GROUPS] for first in range(GROUPS)]
     answers = run_probes([[probes[case] for case in group] for group in groups], device, limit)
-    pairs = zip(groups, answers, strict=True)
-    statuses = {case: status for group, answer in pairs for case, status in zip(group, answer, strict=True)}
+    statuses = dict(zip(chain(*groups), chain(*answers), strict=True))
     return {case: statuses[case] for case in cases}
 
 
