@@ -43,7 +43,7 @@ def write_json(path: Path, facts: dict, indent: int | None = None) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file. A kill leaves the old content or the new one. On return, the new content is on the disk.
 
-    An OSError has the file's name, also on a full disk.
+    An OSError names the file, also if the disk is full.
     """
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     try:

@@ -2,8 +2,8 @@
 
 Linux limits a container with a control group. A group's limit holds for all processes in the group and in the groups
 below it. Version 2 of the groups (docs.kernel.org/admin-guide/cgroup-v2.html) and version 1 have different files. A
-container may see its own group as the root, or by its name on the host, where it sees no file. So every folder from the
-name up to the root counts if it has the files.
+container may see its group as the root, or may only know the name that the group has on the host, where it finds no
+files. So we read the files in every folder from this name up to the root.
 """
 
 import os
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# limit, use, and the part of the use that the system drops when memory runs short: cached files
+# the file of the limit, the file of the use, and the key of cached files, which the system drops when memory runs short
 VERSION_2 = "memory.max", "memory.current", "inactive_file"
 VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 

@@ -100,7 +100,8 @@ def exit_quietly() -> Iterator[None]:
     """
     if signal.getsignal(signal.SIGINT) in (exit_at_once, ignore_interrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # Python may end in C code, without our handler
+    # Later, at its very end, Python removes our handler, but keeps SIG_IGN
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     try:
         try:
             yield
@@ -123,13 +124,13 @@ def exit_quietly() -> Iterator[None]:
 
 
 def ignore_interrupt(*_) -> None:
-    """Do nothing: the handler of Ctrl-C while Python ends. It would print a traceback, or change the exit code."""
+    """Handle Ctrl-C while Python ends: a KeyboardInterrupt would print a traceback, or change the exit code."""
 
 
 def find_interrupt(error: BaseException | None) -> BaseException | None:
     """Return the KeyboardInterrupt or Stopped that caused this error, or is this error; None if neither did.
 
-    Python 3.11 turns an interrupt within a class's __set_name__ into a RuntimeError, as in the import of Dynamo.
+    Python 3.11 turns an interrupt within a class's __set_name__ into a RuntimeError. This happens in Dynamo's import.
     """
     while error and not isinstance(error, KeyboardInterrupt | Stopped):
         error = error.__cause__

@@ -30,9 +30,9 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
             return a @ b
 
         fastest = min(call_seconds(multiply, device, warmup=1, calls=2))
-        # The next size takes up to 8 times as long, but on a busy CPU every small call waits some 20 ms for a core
+        # The next size has 8 times the FLOPs. But on a busy CPU a small call mostly waits for a core, some 20 ms
         growth = min(8.0, max(1.0, fastest / previous)) if previous else 0.0
-        if size == largest or 13 * growth * fastest > 1:
+        if size == largest or 13 * growth * fastest > 1:  # 3 calls for warm-up and 10 timed ones
             return 2 * size**3 / median_seconds(multiply, device)
         size, previous = 2 * size, fastest
 
@@ -54,7 +54,7 @@ def call_seconds(
 ) -> list[float]:
     """Return the seconds of `calls` calls after `warmup` others. Each call is synchronised.
 
-    The timed calls end before the last if they have taken `enough` seconds together.
+    There are fewer calls if these have taken `enough` seconds together.
     """
     for _ in range(warmup):
         function()
@@ -80,8 +80,8 @@ def time_in_turns(
     seem to take as long as Python takes to launch it. If the launches of a turn do not fit into the GPU's queue (about
     1,000), the turn has fewer calls. If a function itself waits for the GPU, its time includes this wait.
     """
-    # 10 calls of a slow function would take longer than its turns, and only say that a turn is one call
-    medians = {name: median_seconds(function, device, 5 * seconds) for name, function in functions.items()}
+    # `enough`, because a slow function has one call in each turn, however exact its median is
+    medians = {name: median_seconds(function, device, enough=5 * seconds) for name, function in functions.items()}
     calls = {name: max(1, int(seconds / median)) for name, median in medians.items()}
     launch_seconds = {name: _launch_seconds(function, device) for name, function in functions.items()}
     samples = {name: [] for name in functions}

@@ -156,9 +156,9 @@ def test_only_a_gpu_with_a_known_name_has_mfu(monkeypatch, name, tflops):
 
 @pytest.mark.parametrize(("wait", "flops", "size"), [(0, 20e9, 1024), (0.02, 100e9, 1024), (0, 0.5e9, 256)])
 def test_the_speed_of_a_busy_and_of_a_slow_cpu(monkeypatch, wait, flops, size):
-    """On a busy CPU every call waits for a core. By a small matmul it seemed 300 times as slow as it is.
+    """On a busy CPU every call waits for a core, so a small matmul would make it seem 300 times as slow as it is.
 
-    1024^3 on a slow CPU takes 4 s. Each probe takes less than 2 s.
+    On a slow CPU 1024^3 takes 4 s. The whole measurement takes less than 2 s.
     """
     spent = []
 

@@ -121,7 +121,7 @@ def test_a_loop_ends_after_its_step_when_its_terminal_closes(handler, code):
     assert os.waitstatus_to_exitcode(status) == (code or -signal.SIGKILL)
 
 
-# Python 3.11 makes it a RuntimeError
+# an interrupt within __set_name__, which Python 3.11 turns into a RuntimeError
 IN_A_CLASS = "type('C', (), {'a': type('D', (), {'__set_name__': lambda *_: interrupt()})()})"
 
 
