@@ -6,9 +6,9 @@ correct results, and stores the fastest in the user's table (tuned.py). The name
 takes the backend of the width that is nearest by ratio. Training does not time any backend. A run prints and records
 the backends that it uses.
 
-Every op is timed alone. So with precision=fp8 the choice does not count that a norm can write fp8 for the op after it
-(norm_before() in registry.py). To count it, the norm would be timed with each op that reads its output, and linear has
-two calls, of which only one reads a norm's output.
+Every op is timed alone. So with precision=fp8 the choice ignores that a norm can write fp8 for the next op
+(norm_before() in registry.py). Otherwise each op would be timed together with the norm before it, and linear twice,
+because only one of its two calls follows a norm.
 """
 
 import math

@@ -11,8 +11,8 @@ consumers take turns to start their matmuls. Three need no turns, and are faster
 
 A consumer begins with the block on the diagonal, so that it masks its first block and no other.
 
-A plan says which tiles each program computes (_plan.py), long ones first. While the consumers finish a tile, the
-producer already loads the next one.
+_plan.py gives each program its tiles, long ones first. While the consumers finish a tile, the producer already loads
+the next one.
 
 TFLOP/s on an H200 (commit b668dbf), for (B, T, heads, D) in bf16. _fwd_kernel of triton.py had 295, 449 and 462:
 

@@ -37,7 +37,7 @@ def forward_kernel(x: Tensor):
     from kernels.norm import _helion
 
     width = triton.next_power_of_2(x.shape[1])
-    # If there is only one row, Helion 1.5.0 masks no rows: the others of its program would overwrite the results
+    # For a single row, Helion 1.5.0 omits the mask of rows. A program with more rows would overwrite the results
     rows = 1 if len(x) == 1 else max(1, PROGRAM_ELEMENTS // width)
     return _helion.kernel(_helion.norm_fwd, (rows,), num_warps=min(16, max(1, rows * width // 512)))
 

@@ -224,9 +224,8 @@ def memory_limits(memory_gib: float | None, device: torch.device) -> tuple[float
 def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dict:
     """Predict the GiB that run_attempt() would take: the weights, the mode's other parts, and the peak.
 
-    `opaque` names the ops for which only the allocations of their fakes are predicted. For every decoder, the
-    prediction is for blocks, because all share the prefill, which takes more than a step. It leaves out copies of the
-    weights by pack().
+    `opaque` names the ops of which only the fakes' allocations are predicted. For every decoder, the prediction is for
+    blocks, because all share the prefill, which takes more than a step. It leaves out copies of the weights by pack().
     """
     predict_mode = predict_generation if mode == "generate" else predict_training
     parts, opaque = predict_mode(recipe, length, device)

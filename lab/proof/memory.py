@@ -46,8 +46,8 @@ class MemoryUsage(TorchDispatchMode):
     """Counts the bytes of the tensors that are created on `device` while the mode is active.
 
     `now` is the number of bytes alive, and `peak` its maximum so far. A storage counts once, however many tensors view
-    it, until the last of them is freed. `opaque` names the custom ops for which only the allocations of their
-    fakes were counted.
+    it, until the last of them is freed. `opaque` names the custom ops of which only the fakes' allocations were
+    counted.
     """
 
     def __init__(self, device: torch.device):
