@@ -133,8 +133,9 @@ def run(argv: list[str], folder: str, environment: dict[str, str], files: list[i
     os.environ.clear()
     os.environ.update(environment)
     sys.executable, *words = argv
-    options = [*itertools.takewhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), words)]
-    words = words[len(options) :]  # -B and -u, which multiprocessing and torchrun pass on
+    # -B and -u, which multiprocessing and torchrun pass on
+    options = list(itertools.takewhile(lambda word: word.startswith("-") and word not in ("-m", "-c"), words))
+    words = words[len(options) :]
     open_streams(unbuffered="-u" in options or bool(os.environ.get("PYTHONUNBUFFERED")))
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()

@@ -33,7 +33,7 @@ def results_of_flips(path, read, flips=2000):
     """
 
     def write_byte(place, byte):
-        with path.open("r+b") as file:  # to write the whole file anew would wait for the disk
+        with path.open("r+b") as file:  # writing the whole file would wait for the disk
             file.seek(place)
             file.write(bytes([byte]))
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -94,8 +94,10 @@ def test_flips_in_a_line_of_figures(facts):
 
 
 def test_flips_in_the_row_of_a_run(tmp_path):
-    """A damaged row is left out of the reports. Other programs read result.json as JSON; a row of an older version has
-    no CRC-32. The name of the CRC's own key may be damaged: then the row has one key more."""
+    """A damaged row is left out of the reports. The row of an older version has no CRC-32, and is read unchecked.
+
+    If the flip is in the name "crc32", the row counts as an older one. Then it has one key more.
+    """
     row = {"name": "a", "status": "ok", "train/loss": 5.125, "perf/laps_s": [0.25, 0.5], "config": {"seed": 1}}
     path = tmp_path / "result.json"
     path.write_text(json.dumps(row, indent=1))

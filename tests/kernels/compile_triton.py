@@ -1,6 +1,6 @@
 """Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
 
-In bf16 no kernel may spill, except some in Gluon. `spilled` limits what these may spill. This is a separate program,
+In bf16 a kernel may spill only as many bytes as its `spilled` says: 0 for most kernels. This is a separate program,
 because the tests run Triton's interpreter, which holds for a whole process.
 """
 
@@ -156,7 +156,7 @@ def compile_gluon_attention() -> None:
         kernel = _gluon_forward._attention_fwd_gluon_kernel
         assert "setmaxnreg" in compile_kernel(name, kernel, 90, types, GluonASTSource, spilled, **fixed)
     size = _gluon_backward.TILE.value
-    # Bytes. The code outside the loop over tiles spills them, and for D = 128 the loop also spills 9 registers
+    # bytes, most of them spilled outside the loop over tiles; for D = 128 the loop also spills 9 registers
     spilled = {64: 144, 128: 272} if NEWER_TRITON else {64: 16, 128: 200}
     for D, launch in _gluon_backward.LAUNCH.items():
         types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), descriptor_type(1, 1, size, D))
@@ -325,7 +325,7 @@ def compile_decode(capability: int) -> None:
     rows load W before they wait. Their reductions have the same layouts for any number of rows, so the sums have the
     same order. With 16 rows LayerNorm has 128 numbers a thread, so 512 bytes of stack are allowed; otherwise 64.
 
-    For compute capability 8.0 there are fewer sizes, because all of these take half a minute more.
+    For compute capability 8.0 there are fewer sizes, because all sizes would take half a minute more.
     """
     sizes = {"n_layer": 2, "vocab": 50304, "rows": 1024, "lengths": [1000]}
     small, large = {"width": 768, "heads": 12, **sizes}, {"width": 1600, "heads": 25, **sizes}
@@ -384,9 +384,9 @@ def reduction_layouts(ttgir: str) -> tuple[str, ...]:
 
 
 def compile_sampling(capability: int) -> None:
-    """Compile both kernels for GPT-2's vocabulary. None may spill, but for 8 bytes on an A100.
+    """Compile both kernels for GPT-2's vocabulary. On an A100 the second one may spill 8 bytes.
 
-    In fp32 only the kernels with all limits are compiled, because the others leave out parts of them.
+    In fp32 the kernels are compiled with all limits only, because kernels without a limit are parts of these.
     """
     block = sampling.block_size(50257)
     limits = [("temperature", "top_k", "top_p"), ("top_k", "top_p"), ("top_p",), ("top_k",), ()]

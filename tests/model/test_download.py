@@ -78,7 +78,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def server(hub, folder, monkeypatch):
-    """The hub that has the model in `folder`; hub() has its address."""
+    """Start a hub that has the model in `folder`, and set its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.folder, server.asked = folder, []
     monkeypatch.setattr(download, "HUB_SECONDS", 60)  # the test does not depend on the machine's speed

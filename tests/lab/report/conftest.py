@@ -21,7 +21,7 @@ def browser():
 def open_page(browser):
     """open_page(folder, ...) shows the folder's report in a tab, with all filters off.
 
-    Calls with the same arguments share a tab, because to load a page takes 2.7 s of CPU time. The module's last test
+    Calls with the same arguments share a tab, because loading a page takes 2.7 s of CPU time. The module's last test
     fails if a page has loaded anything from a network, or has printed an error.
     """
     contexts, requests, errors = [], [], []
