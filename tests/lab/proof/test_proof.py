@@ -158,8 +158,8 @@ def test_the_reference_in_fp32_rounds_its_weights_as_the_run_does(tmp_path):
     assert ROUNDING / 100 < differences.max() < 2**-8  # bf16's unit
 
 
-def test_a_reference_is_of_everything_that_decides_its_numbers(tmp_path, monkeypatch):
-    """If one of these changes, both references are made again. The kernels change neither."""
+def test_everything_that_decides_a_reference_makes_a_new_one(tmp_path, monkeypatch):
+    """If one of these settings changes, both references are made again. Other kernels have the same references."""
     paths = []
 
     def make(work, arguments, description):
