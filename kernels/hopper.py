@@ -4,6 +4,7 @@ import functools
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -16,6 +17,12 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 GLUON_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
+
+
+@gluon.jit
+def exp2(x):
+    """Return 2^x in one instruction, with subnormal numbers as 0. gl.exp2 scales those up and down."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @functools.lru_cache

@@ -35,8 +35,8 @@ them run as soon as other kernels have ended. During a backward on several GPUs 
 supports() refuses that. The launch does not check that all programs can run. They may wait forever if two of these
 kernels start at once in two streams, or if the process may use only a part of the GPU (a green context).
 
-The sums have room for R heads, as many as are computed at the same time. Head h reuses the memory of head h - R, and
-its turns come after those of head h - R.
+The sums have room for R heads, as many as are computed at the same time. Head h reuses the memory of head h - R, after
+the last turn of head h - R.
 
 TFLOP/s on an H200 (commit b668dbf) for (B, T, heads, D) in bf16. "before" is of older runs: for T = 1024 an older
 kernel, in which a program computed whole heads, and for the other shapes the two kernels of _triton_backward.py. The
@@ -72,7 +72,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.attention._plan import plan_on
 from kernels.gpu import multiprocessors
-from kernels.hopper import barrier, head_tiles, load, store, tma_descriptor
+from kernels.hopper import barrier, exp2, head_tiles, load, store, tma_descriptor
 
 LOG2E = gl.constexpr(1.4426950408889634)
 TILE = gl.constexpr(64)  # queries of a tile, and keys of a consumer
@@ -126,11 +126,6 @@ def _produce(q, k, v, dout, lse_delta, queries, keys, plan_ptr, Hkv, T, GROUP: g
 
 
 @gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _start_matmul(k_or_v, q_or_dout):
     """Start k_or_v (64, D) x q_or_dout^T (D, 64) on the tensor cores. The caller waits for the result."""
     unused = gl.zeros((TILE, TILE), gl.float32, SCORES)
@@ -175,7 +170,7 @@ def _compute_tile(
         key, query = gl.arange(0, TILE, gl.SliceLayout(1, SCORES)), gl.arange(0, TILE, QUERIES)
         s = gl.where(key[:, None] <= query[None, :], s, -float("inf"))
     lse = lse_delta_slots.index(slot).slice(0, TILE).load(QUERIES)
-    p = _exp2(s * (scale * LOG2E) - lse[None, :])
+    p = exp2(s * (scale * LOG2E) - lse[None, :])
     p_factor = p.to(dtype)
     dv_sum = warpgroup_mma(gl.convert_layout(p_factor, FACTOR, assert_trivial=True), dout, dv_sum, is_async=True)
     if D == 64:

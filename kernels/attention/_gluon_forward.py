@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.attention._plan import plan_on
 from kernels.attention._triton_tiles import heads_in_l2
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, head_tiles, load, store
+from kernels.hopper import barrier, exp2, head_tiles, load, store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
@@ -83,11 +83,6 @@ def _produce(q, k, v, slots, plan_ptr, H, T, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _start_scores(q, k_slots, turn, block, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Start q k^T of a block on the tensor cores. The caller waits for the result."""
     k = k_slots.index(block % k_slots.shape[0]).reshape([BLOCK_N, k_slots.shape[4]])
@@ -111,9 +106,9 @@ def _softmax(s, largest, scale):
     """
     before = largest
     largest = gl.maximum(before, gl.max(s, 1) * (scale * LOG2E))
-    p = _exp2(s * (scale * LOG2E) - largest[:, None])
+    p = exp2(s * (scale * LOG2E) - largest[:, None])
     sums = gl.sum(gl.sum(p.reshape(ROWS, BLOCK_N // 8, 4, 2), 3), 1)
-    return p, largest, _exp2(before - largest), sums
+    return p, largest, exp2(before - largest), sums
 
 
 @gluon.jit

@@ -112,7 +112,7 @@ def filled_ops(tables, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_op_takes_the_backend_of_the_nearest_width(filled_ops, compiled, monkeypatch):
-    """Widths 64 and 256 were measured. Up to 128, their geometric mean, the backend of 64 runs; above, that of 256."""
+    """Widths 64 and 256 were measured. The border is 128, their geometric mean."""
     marks = {"eager": 1.0, "torch_chunked": 2.0}
     for impl, mark in marks.items():
         monkeypatch.setattr(backend("loss", impl), "loss", lambda x, *_, mark=mark, **more: x.sum() * mark)

@@ -1,4 +1,4 @@
-"""The memory that the host gives this process, in files like those of machines and containers."""
+"""The host memory that a process may use. The tests write files like those of a machine and of a container."""
 
 import os
 

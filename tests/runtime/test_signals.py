@@ -144,7 +144,7 @@ def test_two_interrupts_are_one_line(moment):
 
 
 def test_a_signal_that_became_another_error_is_the_reason():
-    """The row of the run says so, and the exit code is that of the signal. An error of the clean-up stays an error."""
+    """The row names the signal, and the exit code is the signal's. An error during the clean-up stays an error."""
     error = RuntimeError("Error calling __set_name__")
     error.__cause__ = Stopped(143, "SIGTERM")
     assert status_of(error) == "stopped: SIGTERM"
