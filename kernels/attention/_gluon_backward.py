@@ -25,15 +25,10 @@ comes last: it loads the sum, adds its product and writes dq. A counter for each
 waits for the turn and another warp counts up. Each of them waits about 1 us for the L2, and meanwhile the adder
 computes the next tile.
 
-The programs start the blocks of a head in the order of the turns, short ones first. If all programs are equally fast,
-block j reaches a tile of dq one step after block j + 1, and no program waits. The turns cannot deadlock if all programs
-run: a block waits only for blocks before it in the plan (_plan.py), and each program follows the order of the plan.
-
-All programs must run at once: if another kernel has a multiprocessor, the program for it does not start, and the other
-programs wait for it. A program fills a multiprocessor, and there are no more programs than multiprocessors, so all of
-them run as soon as other kernels have ended. During a backward on several GPUs NCCL's kernels would delay them, so
-supports() refuses that. The launch does not check that all programs can run. They may wait forever if two of these
-kernels start at once in two streams, or if the process may use only a part of the GPU (a green context).
+The blocks of a head start in the order of the turns, short ones first. If all programs are equally fast, block j
+reaches a tile of dq one step after block j + 1, and no program waits. A program takes the next block by a ticket: it
+adds 1 to a counter in memory. A block waits only for blocks with earlier tickets, and the programs that took those are
+running. So the turns cannot deadlock, even if other kernels leave no room for some of the programs.
 
 The sums have room for R heads, as many as are computed at the same time. Head h reuses the memory of head h - R, after
 the last turn of head h - R.
@@ -59,7 +54,7 @@ not store beyond the tensor.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, distributed
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -70,7 +65,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from kernels.attention._plan import plan_on
 from kernels.gpu import multiprocessors
 from kernels.hopper import barrier, exp2, head_tiles, load, store, tma_descriptor
 
@@ -83,27 +77,48 @@ FLAT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]
 
 
 @gluon.jit
-def _head_and_block(plan_ptr, T):
+def _head_and_block(ticket, T):
     """Return the number of a key head, and the number j of a block of its keys. All but the first j blocks see it."""
     blocks = gl.cdiv(T, BLOCK)
-    number = gl.load(plan_ptr)
-    return number // blocks, blocks - 1 - number % blocks
+    return ticket // blocks, blocks - 1 - ticket % blocks
 
 
 @gluon.jit
-def _produce(q, k, v, dout, lse_delta, queries, keys, plan_ptr, Hkv, T, GROUP: gl.constexpr):
+def _take_ticket(tickets, ticket_ptr, block):
+    """Take the next ticket of the grid for this program's next block, give it to the other warps, and return it."""
+    slots, full, empty = tickets
+    slot = block % slots.shape[0]
+    mbarrier.wait(empty.index(slot), block // slots.shape[0] & 1 ^ 1)
+    ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+    slots.index(slot).store(gl.full([1], ticket, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(full.index(slot))
+    return ticket
+
+
+@gluon.jit
+def _read_ticket(tickets, block):
+    """Wait for the ticket of this program's next block, and return it."""
+    slots, full, empty = tickets
+    slot = block % slots.shape[0]
+    mbarrier.wait(full.index(slot), block // slots.shape[0] & 1)
+    ticket = gl.max(slots.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    mbarrier.arrive(empty.index(slot))
+    return ticket
+
+
+@gluon.jit
+def _produce(q, k, v, dout, lse_delta, queries, keys, tickets, ticket_ptr, all_blocks, Hkv, T, GROUP: gl.constexpr):
     q_slots, dout_slots, lse_delta_slots, full, empty = queries
     k_slots, v_slots, full_kv, empty_kv = keys
     SLOTS: gl.constexpr = q_slots.shape[0]
     SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
     D: gl.constexpr = q_slots.shape[4]
     tiles = gl.cdiv(T, BLOCK) * 2
-    plan_ptr += gl.program_id(0)
-    count = gl.load(plan_ptr)
-    tile = 0  # how many tiles were loaded so far: it gives the slot, and the phase of the slot's barriers
-    for block in range(count):
-        plan_ptr += gl.num_programs(0)
-        head, j = _head_and_block(plan_ptr, T)
+    block = 0  # how many blocks were loaded so far
+    tile = 0  # and how many tiles: it gives the slot, and the phase of the slot's barriers
+    ticket = _take_ticket(tickets, ticket_ptr, block)
+    while ticket < all_blocks:
+        head, j = _head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
         slot = block % SLOTS_KV
         mbarrier.wait(empty_kv.index(slot), block // SLOTS_KV & 1 ^ 1)
@@ -123,6 +138,8 @@ def _produce(q, k, v, dout, lse_delta, queries, keys, plan_ptr, Hkv, T, GROUP: g
                 load(lse_delta, [offset], full.index(slot), lse_delta_slots.index(slot))
                 load(dout, [b, h, i * TILE, 0], full.index(slot), dout_slots.index(slot))
                 tile += 1
+        block += 1
+        ticket = _take_ticket(tickets, ticket_ptr, block)
 
 
 @gluon.jit
@@ -199,8 +216,9 @@ def _compute_tile(
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, dk, dv, grads_smem, queries, keys, products, plan_ptr, scale, Hkv, T, GROUP: gl.constexpr
-):
+    CONSUMER: gl.constexpr, dk, dv, grads_smem, queries, keys, products, tickets, scale, all_blocks, Hkv, T,
+    GROUP: gl.constexpr,
+):  # fmt: skip
     q_slots, _, _, full, empty = queries
     k_slots, v_slots, full_kv, empty_kv = keys
     ds_slots, full_ds, empty_ds, _ = products
@@ -210,12 +228,10 @@ def _consume(
     D: gl.constexpr = q_slots.shape[4]
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # (64, D): dk and dv
     tiles = gl.cdiv(T, BLOCK) * 2
-    plan_ptr += gl.program_id(0)
-    count = gl.load(plan_ptr)
-    tile = 0
-    for block in range(count):
-        plan_ptr += gl.num_programs(0)
-        head, j = _head_and_block(plan_ptr, T)
+    block, tile = 0, 0
+    ticket = _read_ticket(tickets, block)
+    while ticket < all_blocks:
+        head, j = _head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
         slot_kv = block % SLOTS_KV
         mbarrier.wait(full_kv.index(slot_kv), block // SLOTS_KV & 1)
@@ -255,6 +271,8 @@ def _consume(
         OTHERS: gl.constexpr = grads_smem.shape[0] // 2 - 1  # stores that may still read their own shared memory
         _store(dv, [b, h_kv, n, 0], grads_smem.index(CONSUMER), dv_sum, OTHERS)
         _store(dk, [b, h_kv, n, 0], grads_smem.index(OTHERS * 2 + CONSUMER), dk_sum * scale, OTHERS)
+        block += 1
+        ticket = _read_ticket(tickets, block)
     tma.store_wait(0)  # the program must not end while a store still reads its shared memory
 
 
@@ -324,17 +342,15 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
 
 
 @gluon.jit
-def _add(dq, dq_smem, keys, products, plan_ptr, sums_ptr, scale, heads_in_sums, Hkv, T, GROUP: gl.constexpr):
+def _add(dq, dq_smem, keys, products, tickets, sums_ptr, scale, heads_in_sums, all_blocks, Hkv, T, GROUP: gl.constexpr):
     k_slots, _, full_kv, empty_kv = keys
     SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
     D: gl.constexpr = k_slots.shape[4]
     tiles = gl.cdiv(T, BLOCK) * 2
-    plan_ptr += gl.program_id(0)
-    count = gl.load(plan_ptr)
-    tile = 0
-    for block in range(count):
-        plan_ptr += gl.num_programs(0)
-        head, j = _head_and_block(plan_ptr, T)
+    block, tile = 0, 0
+    ticket = _read_ticket(tickets, block)
+    while ticket < all_blocks:
+        head, j = _head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
         slot = block % SLOTS_KV
         mbarrier.wait(full_kv.index(slot), block // SLOTS_KV & 1)
@@ -352,6 +368,8 @@ def _add(dq, dq_smem, keys, products, plan_ptr, sums_ptr, scale, heads_in_sums, 
                     dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, i, j, scale, DIAGONAL=0
                 )
         mbarrier.arrive(empty_kv.index(slot))
+        block += 1
+        ticket = _read_ticket(tickets, block)
     tma.store_wait(0)
 
 
@@ -369,17 +387,15 @@ def _wait_until(pointer, least):
 
 
 @gluon.jit
-def _turns(products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP: gl.constexpr, END: gl.constexpr):
+def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl.constexpr, END: gl.constexpr):
     """For each tile of dq, wait for this program's turn. If END, instead pass the turn on when the adder is done."""
     ds_slots, full_ds, empty_ds, added = products
     SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
     tiles = gl.cdiv(T, BLOCK) * 2
-    plan_ptr += gl.program_id(0)
-    count = gl.load(plan_ptr)
-    tile = 0
-    for _ in range(count):
-        plan_ptr += gl.num_programs(0)
-        head, j = _head_and_block(plan_ptr, T)
+    block, tile = 0, 0
+    ticket = _read_ticket(tickets, block)
+    while ticket < all_blocks:
+        head, j = _head_and_block(ticket, T)
         for member in range(GROUP):
             turn_ptr = turns_ptr + (head % heads_in_sums * GROUP + member) * tiles
             for i in range(2 * j, tiles):
@@ -394,18 +410,21 @@ def _turns(products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP: gl.constexpr,
                     _wait_until(turn_ptr + i, head // heads_in_sums * (i // 2 + 1) + i // 2 - j)
                     mbarrier.arrive(full_ds.index(slot))
                 tile += 1
+        block += 1
+        ticket = _read_ticket(tickets, block)
 
 
-@gluon.jit(do_not_specialize=["heads_in_sums", "Hkv", "T"])
+@gluon.jit(do_not_specialize=["heads_in_sums", "all_blocks", "Hkv", "T"])
 def _attention_bwd_gluon_kernel(
-    q, k, v, dout, dq, dk, dv, lse_delta, plan_ptr, sums_ptr, turns_ptr, scale, heads_in_sums, Hkv, T,
+    q, k, v, dout, dq, dk, dv, lse_delta, sums_ptr, turns_ptr, scale, heads_in_sums, all_blocks, Hkv, T,
     GROUP: gl.constexpr, SLOTS: gl.constexpr, SLOTS_KV: gl.constexpr, SLOTS_DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dv of all heads.
 
     q, dout and dq are descriptors of (B, H, T, D) tensors; k, v, dk and dv of (B, Hkv, T, D) tensors. lse_delta is a
-    descriptor of what _lse_delta_kernel writes. plan_ptr points to what plan() returns, sums_ptr to fp32 memory for
-    `heads_in_sums` key heads of dq, and turns_ptr to a zero for each tile in it. A consumer has REGISTERS per thread.
+    descriptor of what _lse_delta_kernel writes. sums_ptr points to fp32 memory for `heads_in_sums` key heads of dq,
+    turns_ptr to a zero for the tickets and one for each tile in that memory. `all_blocks` is the number of blocks of
+    all heads. A consumer has REGISTERS per thread.
     """
     dtype: gl.constexpr = q.dtype
     q_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
@@ -418,6 +437,7 @@ def _attention_bwd_gluon_kernel(
     dq_smem = gl.allocate_shared_memory(dtype, q.block_type.shape, q.layout)
     # dv and dk of each consumer, at the same place if D = 128
     grads_smem = gl.allocate_shared_memory(dtype, [256 // k.block_type.shape[3]] + k.block_type.shape, k.layout)  # noqa: RUF005
+    ticket_slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     full_kv = gl.allocate_shared_memory(gl.int64, [SLOTS_KV, 1], mbarrier.MBarrierLayout())
@@ -425,6 +445,8 @@ def _attention_bwd_gluon_kernel(
     full_ds = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
     empty_ds = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
     added = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
+    full_ticket = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty_ticket = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -435,18 +457,22 @@ def _attention_bwd_gluon_kernel(
         mbarrier.init(full_ds.index(i), count=3)  # the consumers, and the warp that waits for the turn
         mbarrier.init(empty_ds.index(i), count=2)  # the adder, and the warp that passes the turn on
         mbarrier.init(added.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(full_ticket.index(i), count=1)
+        mbarrier.init(empty_ticket.index(i), count=5)  # all but the producer
     fence_async_shared()  # TMA will count bytes in the barriers
     barrier()
     queries = q_slots, dout_slots, lse_delta_slots, full, empty
     keys = k_slots, v_slots, full_kv, empty_kv
     products = ds_slots, full_ds, empty_ds, added
+    tickets = ticket_slots, full_ticket, empty_ticket
     gl.warp_specialize([
-        (_consume, (0, dk, dv, grads_smem, queries, keys, products, plan_ptr, scale, Hkv, T, GROUP)),
-        (_consume, (1, dk, dv, grads_smem, queries, keys, products, plan_ptr, scale, Hkv, T, GROUP)),
-        (_add, (dq, dq_smem, keys, products, plan_ptr, sums_ptr, scale, heads_in_sums, Hkv, T, GROUP)),
-        (_produce, (q, k, v, dout, lse_delta, queries, keys, plan_ptr, Hkv, T, GROUP)),
-        (_turns, (products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP, False)),
-        (_turns, (products, plan_ptr, turns_ptr, heads_in_sums, T, GROUP, True)),
+        (_consume, (0, dk, dv, grads_smem, queries, keys, products, tickets, scale, all_blocks, Hkv, T, GROUP)),
+        (_consume, (1, dk, dv, grads_smem, queries, keys, products, tickets, scale, all_blocks, Hkv, T, GROUP)),
+        (_add, (dq, dq_smem, keys, products, tickets, sums_ptr, scale, heads_in_sums, all_blocks, Hkv, T, GROUP)),
+        (_produce, (q, k, v, dout, lse_delta, queries, keys, tickets, turns_ptr, all_blocks, Hkv, T, GROUP)),
+        (_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP, False)),
+        (_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP, True)),
     ], [4, 4, 1, 1, 1], [REGISTERS, 512 - 24 - 2 * REGISTERS, 24, 24, 24])  # fmt: skip
 
 
@@ -486,12 +512,7 @@ LAUNCH = {
 
 
 def supports(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: int | None) -> bool:
-    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits.
-
-    It does not if there are several processes.
-    """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        return False
+    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits."""
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9 or q.dtype not in DTYPES:
         return False
     return causal and starts is None and window is None and k.shape[1] == q.shape[1] and q.shape[-1] in LAUNCH
@@ -511,15 +532,15 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     # While one program computes the longest block of a head, each program computes two blocks of mean length
     heads_in_sums = min(B * Hkv, triton.cdiv(2 * programs, blocks) + 1)
     sums = torch.empty(heads_in_sums * H // Hkv, tiles, size, D, dtype=torch.float32, device=q.device)
-    turns = torch.zeros(heads_in_sums * H // Hkv, tiles, dtype=torch.int32, device=q.device)
+    turns = torch.zeros(1 + heads_in_sums * H // Hkv * tiles, dtype=torch.int32, device=q.device)
     _attention_bwd_gluon_kernel[(programs,)](
         *(head_tiles(tensor, size) for tensor in (q, k, v, dout, dq, dk, dv)),
         tma_descriptor(lse_delta, 2 * size),
-        plan_on(q.device, T, BLOCK.value, B * Hkv, 1, programs, True),
         sums,
         turns,
         scale,
         heads_in_sums,
+        B * Hkv * blocks,
         Hkv,
         T,
         GROUP=H // Hkv,

@@ -1,8 +1,8 @@
-"""Which program of a Gluon kernel computes which blocks of a causal attention.
+"""Which program of _gluon_forward.py computes which blocks of a causal attention.
 
 Behind a causal mask the last block of a head takes 8 times as long as the first, at T = 1024 and with blocks of 128. If
-program i of P computed blocks i, i + P, i + 2 P and so on, the slowest program of _gluon_forward.py would take 5 to 27%
-longer than the mean. So a plan gives each block to the program that has the least to do so far.
+program i of P computed blocks i, i + P, i + 2 P and so on, the slowest program would take 5 to 27% longer than the
+mean. So a plan gives each block to the program that has the least to do so far.
 """
 
 import functools
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from kernels.compat import fake_mode
 
-TILE = 128  # time is counted in tiles of 128 keys in the forward, and of 128 queries in the backward
+TILE = 128  # time is counted in tiles of 128 keys
 
 
 @functools.lru_cache
-def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int, short_first: bool = False) -> np.ndarray:
+def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int) -> np.ndarray:
     """Return which blocks of M tokens each program computes, (1 + rounds, programs) int32.
 
     A column is for one program: how many blocks it computes, their numbers, then zeros. With `blocks` blocks in a head,
     block i of head h has the number h * blocks + i, and is the longer, the larger i is. Blocks of the first
-    `heads_at_once` heads come first. Among them long blocks come first, or short blocks if `short_first`.
+    `heads_at_once` heads come first, and among them long blocks.
 
     With 12 heads, a plan takes 30 ms for 64 x 1024 tokens, and 2.5 s for one sequence of 8 million tokens.
     """
@@ -32,7 +32,7 @@ def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int, short_fi
     free = [(0, program) for program in range(programs)]  # (when the program is free, its number)
     numbers = [[] for _ in range(programs)]
     for first in range(0, heads, heads_at_once):
-        for i in range(blocks) if short_first else reversed(range(blocks)):
+        for i in reversed(range(blocks)):
             for head in range(first, min(first + heads_at_once, heads)):
                 time, program = free[0]
                 numbers[program].append(head * blocks + i)

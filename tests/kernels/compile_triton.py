@@ -161,7 +161,7 @@ def compile_gluon_attention() -> None:
     for D, launch in _gluon_backward.LAUNCH.items():
         types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), descriptor_type(1, 1, size, D))
         types |= {"lse_delta": descriptor_type(2 * size, dtype=gl.float32), "scale": "fp32"}
-        types |= {"sums_ptr": "*fp32", "turns_ptr": "*i32", "plan_ptr": "*i32"}
+        types |= {"sums_ptr": "*fp32", "turns_ptr": "*i32"}
         fixed = {"GROUP": 1, "num_warps": 4, "maxnreg": 128, **launch}
         kernel = _gluon_backward._attention_bwd_gluon_kernel
         ptx = compile_kernel(f"attention backward in Gluon {D}", kernel, 90, types, GluonASTSource, spilled[D], **fixed)
