@@ -25,6 +25,22 @@ def exp2(x):
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
+@gluon.jit
+def split_columns(tile, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Split a tile's columns into COUNT parts, each in the layout of a wgmma of its size. No data moves."""
+    parts = (tile,)
+    for _ in gl.static_range(COUNT.bit_length() - 1):
+        halves = ()
+        for i in gl.static_range(len(parts)):
+            part = parts[i]
+            halves += part.reshape(part.shape[0], 2, part.shape[1] // 2).permute(0, 2, 1).split()
+        parts = halves
+    out = ()
+    for i in gl.static_range(COUNT):
+        out += (gl.convert_layout(parts[i], layout, assert_trivial=True),)
+    return out
+
+
 @functools.lru_cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Return the layout of a tile in shared memory.

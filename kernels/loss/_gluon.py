@@ -1,103 +1,326 @@
-"""The softmax of _softmax.py for Hopper, in Gluon, with each row in shared memory, so that GPU memory is read once.
+"""Logits that never exist: on Hopper, the matmul of triton.py's loss exponentiates in its epilogue, in Gluon.
 
-_softmax.py reads each row twice, and its second pass should find the row in the L2 cache. But each multiprocessor runs
-three programs with a row of 100 KB each. These rows are 40 MB in all, and as many bytes are on their way to memory. So
-most of a row has left the L2 before the second pass. 65,536 rows of 50,304, which are 6.6 GB, take 4.7 ms (receipts of
-124M). At the copy rate of an H200 this is the time of three passes over memory: two reads and one write.
+_softmax.py reads all logits and writes their gradient, (softmax(logits) - onehot(target)) / count. At 65,536 tokens and
+V = 50,304 that moves 13.2 GB, 3.2 ms at the copy rate of an H200, while the three matmuls take 23 ms. The pass seems
+necessary, because a softmax needs the sum of its whole row. But the two matmuls that read the gradient are linear, so
+they can use unnormalised numbers, and the sum divides a factor of the product, or the product, instead:
 
-Here a program copies its whole row of 100 KB into shared memory. All copies are asynchronous and start at once. Three
-passes over shared memory follow: the maximum, the sum of exponentials, and the gradient. Two programs fit on a
-multiprocessor, so one can load its row while the other computes. Each thread reads only what it copied itself, so no
-barrier is necessary between copy and read.
+    p          = exp(x W^T - shift)     in the epilogue of the matmul, which also sums each row of its tile
+    total      = the sum of a row of p
+    p[target] -= total                  one number of each row
+    dx         = (p W) / (total count)
+    dW         = p^T (x / (total count))
+
+x and dx are 65 times as small as p. FlashAttention (Dao et al. 2022, arXiv:2205.14135) also divides last.
+
+The shift of a row must be known before the matmul, so it cannot be the row's maximum. It is the target's logit + ROOM
+(in base 2), which is a product of two vectors. Then total is at least 2^-ROOM, and the loss of a row is
+log2(total) + ROOM. p is in bf16, which has the range of fp32, so it overflows only if the loss of a row is above
+128 + ROOM bits, 110 nats. _cross_entropy_finish_kernel computes such rows again with their maximum as shift.
+
+The matmul has two consumers that take its tiles in turns: one multiplies while the other exponentiates and stores.
+kernels/mlp/_gluon.py explains this schedule and its barriers.
 """
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from kernels.hopper import barrier, copy
+from kernels.gpu import make_context_current, multiprocessors
+from kernels.hopper import barrier, exp2, load, split_columns, store, tma_descriptor
+from kernels.tiles import place
 
-LOG2E = gl.constexpr(1.4426950408889634)
-BLOCK = gl.constexpr(4096)  # columns of one part of a row: 16 bytes a thread
-WARPS = gl.constexpr(16)
-MAX_ROW_BYTES = 108 * 1024  # so two rows, and the space for sums over threads, fit into the 227 KB of shared memory
-MIN_COLUMNS = 16384  # narrower rows were not measured
+LOG2E = tl.constexpr(1.4426950408889634)
+ROOM = tl.constexpr(32.0)
+LARGEST = tl.constexpr(2.0**120)  # of a row's total; above it p may have overflowed
+BLOCK_N = gl.constexpr(128)  # rows of a tile
+BLOCK_V = gl.constexpr(128)  # columns of a tile, words of the vocabulary
+BLOCK_C = gl.constexpr(64)  # channels of a k-step
+SLICE = gl.constexpr(32)  # columns that are stored at once
+BUFFERS = gl.constexpr(2)  # slices of a consumer that may wait to be stored
+STAGES = gl.constexpr(6)  # k-steps in shared memory; all of it takes 224 of the 227 KB
+GROUP = gl.constexpr(32)  # tiles of rows that share a tile of W in the L2: 716 TFLOP/s, and 654 with 8
 
 
 @gluon.jit
+def _produce(x, w, xs, ws, full, empty, N, V, C):
+    """Load the operands of all tiles of this program, one k-step after another, into a ring of slots."""
+    tiles_n, tiles_v = gl.cdiv(N, BLOCK_N), gl.cdiv(V, BLOCK_V)
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), tiles_n * tiles_v, gl.num_programs(0)):
+        tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
+        for step in range(gl.cdiv(C, BLOCK_C)):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), (BLOCK_N + BLOCK_V) * BLOCK_C * 2)
+            load(x, [tile_n * BLOCK_N, step * BLOCK_C], full.index(stage), xs.index(stage))
+            load(w, [tile_v * BLOCK_V, step * BLOCK_C], full.index(stage), ws.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
+    xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C,
+    PARTIAL: gl.constexpr,
+):  # fmt: skip
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
+    tiles_n, tiles_v, steps = gl.cdiv(N, BLOCK_N), gl.cdiv(V, BLOCK_V), gl.cdiv(C, BLOCK_C)
+    programs = gl.num_programs(0)
+    position = CONSUMER * steps  # of this tile in the ring
+    parity = 0  # 1 if this consumer has computed an odd number of tiles
+    for tile in range(gl.program_id(0) + CONSUMER * programs, tiles_n * tiles_v, 2 * programs):
+        tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
+        n = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
+        shifts = gl.load(target_logits_ptr + n, n < N, other=0.0) + ROOM
+        stage, phase, last = position % STAGES, position // STAGES & 1, 0
+        logits = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, TILE)
+        # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
+        mbarrier.wait(turn.index(CONSUMER), parity ^ (1 - CONSUMER))
+        for step in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            logits = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), logits, is_async=True)
+            logits = warpgroup_mma_wait(1, deps=(logits,))  # one stays in flight; the matmul of slot `last` is done
+            mbarrier.arrive(empty.index(last), pred=step > 0)
+            last = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        mbarrier.arrive(turn.index(1 - CONSUMER))
+        logits = warpgroup_mma_wait(0, deps=(logits,))
+        mbarrier.arrive(empty.index(last))
+
+        parts = split_columns(logits, BLOCK_V // SLICE, PART)
+        sums = gl.zeros((BLOCK_N,), gl.float32, gl.SliceLayout(1, PART))
+        for i in gl.static_range(BLOCK_V // SLICE):
+            numbers = exp2(parts[i] * LOG2E - shifts[:, None])
+            v = tile_v * BLOCK_V + i * SLICE
+            if PARTIAL:
+                columns = v + gl.arange(0, SLICE, gl.SliceLayout(0, PART))
+                numbers = gl.where(columns[None, :] < V, numbers, 0.0)
+            sums += gl.sum(numbers, 1)
+            buffer = CONSUMER * BUFFERS + i % BUFFERS
+            tma.store_wait(BUFFERS - 1)  # until TMA has read the previous contents of this buffer
+            p_out.index(buffer).store(numbers.to(p.dtype))
+            fence_async_shared()
+            barrier()  # every thread has passed its fence before one thread starts the store
+            store(p, [tile_n * BLOCK_N, v], p_out.index(buffer))
+        gl.store(sums_ptr + tile_v.to(gl.int64) * N + n, sums, n < N)
+        position += 2 * steps
+        parity ^= 1
+    tma.store_wait(0)  # shared memory is freed when the program ends, so wait until all stores have read it
+
+
+@gluon.jit(do_not_specialize=["N"])
 def _cross_entropy_gluon_kernel(
-    logits_ptr,  # (n, V); the kernel overwrites them with their gradient
-    targets_ptr,  # (n,) int64
-    losses_ptr,  # (n,) fp32
-    count_ptr,  # (1,) number of targets other than ignore_index, in all chunks
-    ignore_index,
-    V: gl.constexpr,
+    x,  # descriptor of (N, C)
+    w,  # descriptor of (V, C)
+    p,  # descriptor of (N, V)
+    target_logits_ptr,  # (N,) fp32, in base 2
+    sums_ptr,  # (tiles along V, N) fp32: the sums of p in each tile
+    N,
+    V,
+    C,
+    PARTIAL: gl.constexpr,  # whether the last tile along V is partial
 ):
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-    full_parts: gl.constexpr = V // BLOCK  # the number of full parts
-    parts: gl.constexpr = (V + BLOCK - 1) // BLOCK  # the number of all parts; the last part may be partial
-    row_parts = gl.allocate_shared_memory(
-        logits_ptr.dtype.element_ty, [parts, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
-    row = gl.program_id(0).to(gl.int64)
-    logits_ptr += row * V
-    columns = gl.arange(0, BLOCK, layout)
-    in_row = columns < V - full_parts * BLOCK  # for the last part, if it is partial
-    for i in gl.static_range(full_parts):
-        copy(row_parts.index(i), logits_ptr + i * BLOCK + columns)
-        async_copy.commit_group()
-    if parts > full_parts:
-        copy(row_parts.index(full_parts), logits_ptr + full_parts * BLOCK + columns, mask=in_row)
-        async_copy.commit_group()
-    target = gl.load(targets_ptr + row)
-    not_ignored = target != ignore_index
-    in_vocab = (target >= 0) & (target < V)
-    target_logit = gl.load(logits_ptr + gl.where(in_vocab, target, 0)).to(gl.float32) * LOG2E
-    target_logit = gl.where(in_vocab, target_logit, float("nan"))
-    count = gl.load(count_ptr).to(gl.float32)
-
-    maxima = gl.full((BLOCK,), -float("inf"), gl.float32, layout)
-    for i in gl.static_range(full_parts):
-        async_copy.wait_group(parts - 1 - i)
-        maxima = gl.maximum(maxima, row_parts.index(i).load(layout).to(gl.float32))
-    if parts > full_parts:
-        async_copy.wait_group(0)
-        last = row_parts.index(full_parts).load(layout).to(gl.float32)
-        maxima = gl.maximum(maxima, gl.where(in_row, last, -float("inf")))
-    largest = gl.max(maxima, 0) * LOG2E
-    sums = gl.zeros((BLOCK,), gl.float32, layout)
-    for i in range(full_parts):
-        sums += gl.exp2(row_parts.index(i).load(layout).to(gl.float32) * LOG2E - largest)
-    if parts > full_parts:
-        last = row_parts.index(full_parts).load(layout).to(gl.float32)
-        sums += gl.where(in_row, gl.exp2(last * LOG2E - largest), 0.0)
-    lse = largest + gl.log2(gl.sum(sums, 0))  # base 2, like all exponentials and logarithms here
-    gl.store(losses_ptr + row, gl.where(not_ignored, lse - target_logit, 0.0) / LOG2E)
-    shift = gl.where(not_ignored, lse + gl.log2(count), float("inf"))  # the gradient of an ignored row is 0
-    for i in range(full_parts):
-        p = gl.exp2(row_parts.index(i).load(layout).to(gl.float32) * LOG2E - shift)
-        gl.store(logits_ptr + i * BLOCK + columns, p.to(logits_ptr.dtype.element_ty))
-    if parts > full_parts:
-        p = gl.exp2(row_parts.index(full_parts).load(layout).to(gl.float32) * LOG2E - shift)
-        gl.store(logits_ptr + full_parts * BLOCK + columns, p.to(logits_ptr.dtype.element_ty), mask=in_row)
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
+    ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
+    p_out = gl.allocate_shared_memory(p.dtype, [2 * BUFFERS] + p.block_type.shape, p.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()  # TMA counts its bytes in these barriers
     barrier()
-    target_grad = gl.exp2(target_logit - shift) - 1.0 / count
-    gl.store(logits_ptr + target, target_grad.to(logits_ptr.dtype.element_ty), mask=not_ignored & in_vocab)
+    gl.warp_specialize([
+        (_consume, (0, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_consume, (1, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_produce, (x, w, xs, ws, full, empty, N, V, C)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
-def supports(V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether to use this kernel: on Hopper, in 16-bit dtypes, for long rows that fit into shared memory."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or dtype.itemsize != 2:
+@triton.jit(do_not_specialize=["N", "ignore_index"])
+def _cross_entropy_shift_kernel(
+    x_ptr,  # (N, C)
+    w_ptr,  # (V, C)
+    targets_ptr,  # (N,) int64
+    target_logits_ptr,  # (N,) fp32
+    ignore_index,
+    N,
+    V,
+    C,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the target's logit of each row, in base 2. It is infinity for an ignored row, so its p is 0.
+
+    For a target outside the vocabulary it is the first word's, and _cross_entropy_finish_kernel writes NaN as the loss.
+    """
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    target = tl.load(targets_ptr + n, n < N, other=ignore_index)
+    word = tl.where((target >= 0) & (target < V), target, 0)
+    products = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, C, BLOCK):
+        c = start + tl.arange(0, BLOCK)[None, :]
+        mask = (n[:, None] < N) & (c < C)
+        x = tl.load(x_ptr + n.to(tl.int64)[:, None] * C + c, mask, other=0.0).to(tl.float32)
+        products += x * tl.load(w_ptr + word[:, None] * C + c, mask, other=0.0).to(tl.float32)
+    logits = tl.where(target == ignore_index, float("inf"), tl.sum(products, 1) * LOG2E)
+    tl.store(target_logits_ptr + n, logits, n < N)
+
+
+@triton.jit
+def _logits(x_ptr, w_ptr, n, v, N, V, C, BLOCK: tl.constexpr):
+    """Return the logits of rows n and columns v in base 2, and -inf outside the matrix."""
+    total = tl.zeros((n.shape[0], v.shape[0]), tl.float32)
+    for start in range(0, C, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + n.to(tl.int64)[:, None] * C + c[None, :], (n[:, None] < N) & (c[None, :] < C), other=0.0)
+        w = tl.load(w_ptr + v.to(tl.int64)[None, :] * C + c[:, None], (v[None, :] < V) & (c[:, None] < C), other=0.0)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    return tl.where((n[:, None] < N) & (v[None, :] < V), total * LOG2E, -float("inf"))
+
+
+@triton.jit(do_not_specialize=["N", "ignore_index"])
+def _cross_entropy_finish_kernel(
+    x_ptr,  # (N, C)
+    w_ptr,  # (V, C)
+    p_ptr,  # (N, V)
+    targets_ptr,  # (N,) int64
+    target_logits_ptr,  # (N,) fp32, in base 2
+    sums_ptr,  # (tiles, N) fp32
+    losses_ptr,  # (N,) fp32
+    count_ptr,  # (1,) number of targets other than ignore_index, in all chunks
+    scales_ptr,  # (N,) fp32: 1 / (total count), 0 for an ignored row
+    scaled_x_ptr,  # (N, C): x times the scale
+    ignore_index,
+    tiles,
+    N,
+    V,
+    C,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the losses and the scales, scale x, and subtract the total at the target of each row of p."""
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_bounds = n < N
+    target = tl.load(targets_ptr + n, in_bounds, other=ignore_index)
+    ignored, in_vocab = target == ignore_index, (target >= 0) & (target < V)
+    target_logit = tl.load(target_logits_ptr + n, in_bounds, other=float("inf"))
+    count = tl.load(count_ptr).to(tl.float32)
+    sums = tl.zeros((32, ROWS), tl.float32)
+    for start in range(0, tiles, 32):
+        i = start + tl.arange(0, 32)[:, None]
+        sums += tl.load(sums_ptr + i.to(tl.int64) * N + n[None, :], (i < tiles) & in_bounds[None, :], other=0.0)
+    total, shift = tl.sum(sums, 0), target_logit + ROOM
+    too_large = (total < LARGEST) == 0  # or NaN
+    if tl.sum(too_large.to(tl.int32), 0) > 0:  # compute these rows again, with their maximum as shift
+        largest = tl.full((ROWS,), -float("inf"), tl.float32)
+        for start in range(0, V, BLOCK):
+            logits = _logits(x_ptr, w_ptr, n, start + tl.arange(0, BLOCK), N, V, C, BLOCK)
+            largest = tl.maximum(largest, tl.max(logits, 1))
+        total = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, V, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            p = tl.exp2(_logits(x_ptr, w_ptr, n, v, N, V, C, BLOCK) - largest[:, None])
+            total += tl.sum(p, 1)
+            mask = in_bounds[:, None] & (v[None, :] < V)
+            tl.store(p_ptr + n.to(tl.int64)[:, None] * V + v[None, :], p.to(p_ptr.dtype.element_ty), mask)
+        shift = largest
+        tl.debug_barrier()  # all threads must write p before one overwrites p[target]
+    loss = tl.where(in_vocab, (tl.log2(total) + shift - target_logit) / LOG2E, float("nan"))
+    tl.store(losses_ptr + n, tl.where(ignored, 0.0, loss), in_bounds)
+    scale = tl.where(ignored, 0.0, 1.0 / (total * count))
+    tl.store(scales_ptr + n, scale, in_bounds)
+    at_target = (tl.exp2(target_logit - shift) - total).to(p_ptr.dtype.element_ty)
+    tl.store(p_ptr + n.to(tl.int64) * V + target, at_target, in_bounds & in_vocab & (ignored == 0))
+    for start in range(0, C, BLOCK):
+        c = start + tl.arange(0, BLOCK)[None, :]
+        offsets, mask = n.to(tl.int64)[:, None] * C + c, in_bounds[:, None] & (c < C)
+        x = tl.load(x_ptr + offsets, mask, other=0.0).to(tl.float32)
+        tl.store(scaled_x_ptr + offsets, (x * scale[:, None]).to(scaled_x_ptr.dtype.element_ty), mask)
+
+
+def supports(x: Tensor, weight: Tensor) -> bool:
+    """Return whether this method can be used: in bf16, on Hopper, with rows of a multiple of 16 bytes for TMA.
+
+    In fp16 p would overflow.
+    """
+    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(weight) % 8 or x.shape[-1] % 8:
         return False
-    row_bytes = 2 * BLOCK.value * triton.cdiv(V, BLOCK.value)
-    return V % 8 == 0 and V >= MIN_COLUMNS and row_bytes <= MAX_ROW_BYTES
+    return torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int) -> None:
-    """Do what triton.py's cross_entropy_() does with write=True. The logits must start at a multiple of 16 bytes."""
-    _cross_entropy_gluon_kernel[(len(logits),)](
-        logits, targets, losses, count, ignore_index, V=logits.shape[1], num_warps=WARPS.value, maxnreg=64
+def unnormalised_gradient(
+    x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return x / (total count) (n, C) and 1 / (total count).
+
+    The latter is (n, 1) in fp32. All tensors are contiguous. `count` is as in cross_entropy_() of triton.py.
+    """
+    (N, C), V = x.shape, len(weight)
+    x, weight = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, weight))  # TMA needs it
+    tiles_n, tiles_v = triton.cdiv(N, BLOCK_N.value), triton.cdiv(V, BLOCK_V.value)
+    make_context_current()
+    logits_of_targets = target_logits(x, weight, targets, ignore_index)
+    sums = torch.empty(tiles_v, N, dtype=torch.float32, device=x.device)
+    _cross_entropy_gluon_kernel[(min(tiles_n * tiles_v, multiprocessors(x.device)),)](
+        tma_descriptor(x, BLOCK_N.value, BLOCK_C.value),
+        tma_descriptor(weight, BLOCK_V.value, BLOCK_C.value),
+        tma_descriptor(out, BLOCK_N.value, SLICE.value),
+        logits_of_targets,
+        sums,
+        N,
+        V,
+        C,
+        PARTIAL=V % BLOCK_V.value != 0,
+        num_warps=4,
+        maxnreg=168,  # for all 12 warps at the start; then the producer's warpgroup gives most of it to the consumers
     )
+    return finish(x, weight, out, targets, logits_of_targets, sums, losses, count, ignore_index)
+
+
+def target_logits(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """Return what _cross_entropy_shift_kernel computes."""
+    (N, C), logits = x.shape, torch.empty(len(x), dtype=torch.float32, device=x.device)
+    arguments = x, weight, targets, logits, ignore_index, N, len(weight), C
+    _cross_entropy_shift_kernel[(triton.cdiv(N, 4),)](*arguments, ROWS=4, BLOCK=1024)
+    return logits
+
+
+def finish(
+    x: Tensor,
+    weight: Tensor,
+    p: Tensor,
+    targets: Tensor,
+    target_logits: Tensor,
+    sums: Tensor,
+    losses: Tensor,
+    count: Tensor,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """Run _cross_entropy_finish_kernel, and return its scaled x and its scales (n, 1)."""
+    (N, C), scaled_x = x.shape, torch.empty_like(x)
+    scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
+    tensors = x, weight, p, targets, target_logits, sums, losses, count, scales, scaled_x
+    sizes = ignore_index, len(sums), N, len(weight), C
+    _cross_entropy_finish_kernel[(triton.cdiv(N, 16),)](*tensors, *sizes, ROWS=16, BLOCK=64)
+    return scaled_x, scales

@@ -9,6 +9,8 @@ tokens needs one (n, V) buffer, and only until its gradients are done.
     dx      = dlogits W                                        cuBLAS
     dW     += dlogits^T x                                      cuBLAS, summed in fp32
 
+On Hopper in bf16, _gluon.py computes the first two lines in one kernel, and the logits of a chunk never exist either.
+
 A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
 C = 768). backward() only multiplies dx and dW by the gradient of the loss.
 
@@ -80,10 +82,6 @@ def cross_entropy_(
     given, (n,) fp32, dlogits_in_fp8() can compute the gradient from what is written there.
     """
     V = logits.shape[1]
-    assert not (write and shifts is not None), "the Gluon kernel writes no shifts"
-    if write and _gluon.supports(V, logits.dtype, logits.device):
-        _gluon.cross_entropy_(logits, targets, losses, count, ignore_index)
-        return
     launch = launch_parameters("cross_entropy", f"{V} {logits.dtype}", softmax_launch(V), logits.device)
     arguments = logits, targets, losses, count, shifts, ignore_index
     cross_entropy_kernel[(len(logits),)](*arguments, V=V, WRITE=write, **launch)
@@ -118,13 +116,25 @@ def linear_cross_entropy(
     If gradients is False, dx and dweight are empty. If whole is True, all tokens are one chunk.
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, cross_entropy_)
+    fused = gradients and _gluon.supports(x, weight)
+    arguments = x, weight.contiguous(), targets, ignore_index, gradients, chunk
+    return linear_cross_entropy_in_chunks(*arguments, None if fused else cross_entropy_)
 
 
 def linear_cross_entropy_in_chunks(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, chunk: int, cross_entropy: Callable
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    gradients: bool,
+    chunk: int,
+    cross_entropy: Callable | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute linear_cross_entropy(), `chunk` tokens at a time. Another backend may pass its own cross_entropy_()."""
+    """Compute linear_cross_entropy(), `chunk` tokens at a time.
+
+    `cross_entropy` overwrites logits with their gradient, as cross_entropy_() does. If it is None, _gluon.py computes
+    the gradient without logits.
+    """
     (N, C), V = x.shape, len(weight)
     count = (targets != ignore_index).sum().clamp(min=1)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
@@ -133,18 +143,26 @@ def linear_cross_entropy_in_chunks(
     buffer = x.new_empty(min(chunk, N), V)
     for start in range(0, N, chunk):
         tokens = slice(start, start + chunk)
-        logits = torch.mm(x[tokens], weight.T, out=buffer[: len(x[tokens])])
-        cross_entropy(logits, targets[tokens], losses[tokens], count, ignore_index, gradients)
+        x_chunk, scales, dlogits = x[tokens], None, buffer[: len(x[tokens])]
+        if cross_entropy is None:
+            x_chunk, scales = _gluon.unnormalised_gradient(
+                x_chunk, weight, targets[tokens], losses[tokens], count, ignore_index, dlogits
+            )
+        else:
+            torch.mm(x_chunk, weight.T, out=dlogits)
+            cross_entropy(dlogits, targets[tokens], losses[tokens], count, ignore_index, gradients)
         if not gradients:
             continue
-        torch.mm(logits, weight, out=dx[tokens])  # `logits` now holds their gradient
+        torch.mm(dlogits, weight, out=dx[tokens])
+        if scales is not None:
+            dx[tokens] *= scales
         if chunk >= N:  # one chunk needs no sum in fp32
-            dweight = logits.T @ x
+            dweight = dlogits.T @ x_chunk
         elif x.dtype == torch.float32:
-            dweight.addmm_(logits.T, x[tokens])
+            dweight.addmm_(dlogits.T, x_chunk)
         else:  # cuBLAS adds a product of bf16 matrices to the fp32 sum
-            torch.addmm(dweight, logits.T, x[tokens], out_dtype=torch.float32, out=dweight)
-    del logits, buffer  # free them before dweight is cast
+            torch.addmm(dweight, dlogits.T, x_chunk, out_dtype=torch.float32, out=dweight)
+    del dlogits, buffer  # free them before dweight is cast
     return losses.sum() / count, dx, dweight.to(weight.dtype)
 
 
@@ -231,8 +249,8 @@ def apply_to_rows(op, x, weight, targets, ignore_index, *options):
     return mean_loss
 
 
-def detail(weight, fp8=False, **rest) -> str:
+def detail(x, weight, fp8=False, **rest) -> str:
     text = triton_detail(weight=weight)
     if fp8:
         return f"{text}, fp8"
-    return f"{text}, Gluon softmax" if _gluon.supports(len(weight), weight.dtype, weight.device) else text
+    return f"{text}, Gluon" if _gluon.supports(x, weight) else text

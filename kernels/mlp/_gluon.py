@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, load, reinterpret, store, tma_descriptor
+from kernels.hopper import barrier, load, reinterpret, split_columns, store, tma_descriptor
 from kernels.quantize import ROUND_E4M3, ROUND_E5M2
 from kernels.tiles import place
 
@@ -83,22 +83,6 @@ def _to_fp8(x, dtype: gl.constexpr):
         out = gl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
     else:
         out = gl.inline_asm_elementwise(ROUND_E5M2, "=r,f,f,f,f", [x], dtype=gl.float8e5, is_pure=True, pack=4)
-    return out
-
-
-@gluon.jit
-def _slices(tile, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Split a tile's columns into COUNT parts, each in the layout of a wgmma of its size. No data moves."""
-    parts = (tile,)
-    for _ in gl.static_range(COUNT.bit_length() - 1):
-        halves = ()
-        for i in gl.static_range(len(parts)):
-            part = parts[i]
-            halves += part.reshape(part.shape[0], 2, part.shape[1] // 2).permute(0, 2, 1).split()
-        parts = halves
-    out = ()
-    for i in gl.static_range(COUNT):
-        out += (gl.convert_layout(parts[i], layout, assert_trivial=True),)
     return out
 
 
@@ -188,14 +172,14 @@ def _consume(
         if BACKWARD:  # read h while the last wgmma is in flight
             left_half = reinterpret(xs.index(stage), h.dtype, h.block_type.shape, h.layout)
             right_half = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
-            h_parts = _slices(left_half.load(half_layout), SLICES // 2, slice_layout)
-            h_parts += _slices(right_half.load(half_layout), SLICES // 2, slice_layout)
+            h_parts = split_columns(left_half.load(half_layout), SLICES // 2, slice_layout)
+            h_parts += split_columns(right_half.load(half_layout), SLICES // 2, slice_layout)
             fence_async_shared()
             mbarrier.arrive(empty.index(stage))
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(empty.index(last))
 
-        parts = _slices(total, SLICES, slice_layout)
+        parts = split_columns(total, SLICES, slice_layout)
         for i in gl.static_range(SLICES):
             columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
             product = parts[i] * unit if FP8 else parts[i]

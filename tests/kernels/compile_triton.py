@@ -114,9 +114,7 @@ def main(capability: int) -> None:
     )
     compile_sums_and_adamw(capability)
     if capability == 90:
-        threads = {"num_warps": loss_gluon.WARPS.value, "maxnreg": 64}
-        kernel = loss_gluon._cross_entropy_gluon_kernel
-        compile_kernel("loss in Gluon", kernel, 90, types, GluonASTSource, V=50304, **threads)
+        compile_gluon_loss()
     for backward in (False, True):
         size = mlp.default_launch(torch.bfloat16, backward)
         size.pop("programs")
@@ -170,6 +168,24 @@ def compile_gluon_attention() -> None:
         assert "add.v4.f32" in ptx  # 16 bytes at once
         types = dict.fromkeys(("lse_ptr", "lse_delta_ptr"), "*fp32")
         compile_kernel("attention lse and delta", _gluon_backward._lse_delta_kernel, 90, types, D=D, TILE=size)
+
+
+def compile_gluon_loss() -> None:
+    """Compile the loss whose matmul exponentiates, for Hopper."""
+    n, v, c, columns = (getattr(loss_gluon, name).value for name in ("BLOCK_N", "BLOCK_V", "BLOCK_C", "SLICE"))
+    types = dict.fromkeys(("target_logits_ptr", "sums_ptr", "losses_ptr", "scales_ptr"), "*fp32")
+    types |= {"targets_ptr": "*i64", "count_ptr": "*i64"}
+    for name, kernel, size in (
+        ("shift", loss_gluon._cross_entropy_shift_kernel, {"ROWS": 4, "BLOCK": 1024}),
+        ("finish", loss_gluon._cross_entropy_finish_kernel, {"ROWS": 16, "BLOCK": 64}),
+    ):
+        compile_kernel(f"loss in Gluon, {name}", kernel, 90, types, **size)
+    types |= {"x": descriptor_type(n, c), "w": descriptor_type(v, c), "p": descriptor_type(n, columns)}
+    launch = {"PARTIAL": False, "num_warps": 4, "maxnreg": 168}
+    kernel = loss_gluon._cross_entropy_gluon_kernel
+    ptx = compile_kernel("loss in Gluon", kernel, 90, types, GluonASTSource, **launch)
+    assert "wgmma" in ptx
+    assert "setmaxnreg" in ptx
 
 
 def compile_gluon_mlp(backward: bool, fp8: bool) -> None:

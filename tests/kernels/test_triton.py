@@ -5,6 +5,7 @@ test_backends.py tests their results, on a CPU in Triton's interpreter.
 
 import functools
 import importlib
+import math
 import os
 import random
 import re
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 if torch.cuda.is_available():
-    DTYPES, VOCABS = [torch.float32, torch.bfloat16], [131, 16384]  # on Hopper a loss of 16384 words runs in Gluon
+    DTYPES, VOCABS = [torch.float32, torch.bfloat16], [131, 16384]  # in bf16 on Hopper the loss runs in Gluon
 else:
     DTYPES, VOCABS = [torch.float32], [131]  # Triton's interpreter does not support bf16
 
@@ -449,32 +450,69 @@ def test_attentions_gluon_forward(given):
 
 
 @pytest.mark.parametrize(
-    ("supported", "V", "dtype", "device", "capability"),
+    ("supported", "changed"),
     [
-        (True, 50304, torch.bfloat16, "cuda", (9, 0)),
-        (True, 16384, torch.float16, "cuda", (9, 0)),
-        (False, 50257, torch.bfloat16, "cuda", (9, 0)),  # rows are not aligned to 16 bytes
-        (True, 53248, torch.bfloat16, "cuda", (9, 0)),
-        (False, 53256, torch.bfloat16, "cuda", (9, 0)),  # two rows do not fit into shared memory
-        (False, 8192, torch.bfloat16, "cuda", (9, 0)),
-        (False, 50304, torch.float32, "cuda", (9, 0)),
-        (False, 50304, torch.bfloat16, "cuda", (10, 0)),
-        (False, 50304, torch.bfloat16, "cpu", (9, 0)),
+        (True, {}),
+        (True, {"V": 1024, "C": 8}),
+        (False, {"V": 50257}),  # rows are not aligned to 16 bytes
+        (False, {"C": 60}),
+        (False, {"dtype": torch.float16}),  # exponentials would overflow
+        (False, {"dtype": torch.float32}),
+        (False, {"capability": (10, 0)}),
+        (False, {"device": "cpu"}),
     ],
+    ids=str,
 )
-def test_inputs_that_the_gluon_loss_supports(supported, V, dtype, device, capability, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    kernel = importlib.import_module("kernels.loss._gluon")
-    assert kernel.supports(V, dtype, torch.device(device)) is supported
+def test_inputs_that_the_gluon_loss_supports(supported, changed, monkeypatch):
+    """Each case changes GPT-2 124M on an H200."""
+    case = {"C": 768, "V": 50304, "dtype": torch.bfloat16, "device": "cuda", "capability": (9, 0), **changed}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
+    with FakeTensorMode():
+        options = {"dtype": case["dtype"], "device": case["device"]}
+        x, weight = (torch.empty(rows, case["C"], **options) for rows in (4, case["V"]))
+    assert importlib.import_module("kernels.loss._gluon").supports(x, weight) is supported
+
+
+@pytest.mark.parametrize("scale", [1.0, 40.0], ids=["small logits", "large logits"])
+def test_loss_from_unnormalised_exponentials(scale):
+    """The kernels before and after the matmul of loss/_gluon.py, with the matmul and its epilogue in PyTorch.
+
+    With large logits some rows overflow, and the last kernel computes them again. One target is ignored, and one is
+    outside the vocabulary, which makes only its own loss NaN.
+    """
+    kernel, device = importlib.import_module("kernels.loss._gluon"), torch.device(DEVICE)
+    N, V, C = 37, 136, 72
+    inputs = contract("loss").inputs((N, C), vocab=V, scale=scale, dtype=torch.float32, device=device)
+    x, weight, targets = inputs["x"].detach(), inputs["weight"].detach(), inputs["targets"]
+    targets[3], targets[5] = -1, V + 7
+    logits = x.double() @ weight.double().T
+    target_logits = kernel.target_logits(x, weight, targets, ignore_index=-1)
+    right = torch.arange(N, device=device) != 5
+    picked = logits.gather(1, targets.clamp(0, V - 1)[:, None]).squeeze(1) * math.log2(math.e)
+    torch.testing.assert_close(target_logits[right], picked.where(targets != -1, math.inf)[right].float())
+    p = torch.exp2(logits.float() * math.log2(math.e) - (target_logits[:, None] + kernel.ROOM.value))
+    assert bool((p.sum(1) > kernel.LARGEST.value).any()) == (scale > 1)
+    sums = torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)])
+    count, losses = torch.tensor(N - 1, device=device), torch.empty(N, device=device)
+    scaled_x, scales = kernel.finish(x, weight, p, targets, target_logits, sums, losses, count, ignore_index=-1)
+    exact = torch.nn.functional.cross_entropy(logits[right], targets[right], ignore_index=-1, reduction="none")
+    rounding = 2**-20 * max(kernel.ROOM.value, logits.abs().max().item())  # of sums of 72 products in fp32
+    torch.testing.assert_close(losses[right].double(), exact, rtol=0, atol=rounding)
+    assert losses[5].isnan()
+    onehot = torch.nn.functional.one_hot(targets.clamp(0, V - 1), V)
+    dlogits = (logits.softmax(1) - onehot) * (targets != -1)[:, None] / (N - 1)
+    torch.testing.assert_close((scales.double() * p.double())[right], dlogits[right], rtol=4 * rounding, atol=1e-7)
+    torch.testing.assert_close(scaled_x, scales * x)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "given",
     [
-        {"shape": (2700, 64), "vocab": 50304, "ignored": 0.1},  # more than one chunk
-        {"shape": (130, 64), "vocab": 16384, "scale": 30.0},
+        {"shape": (5000, 64), "vocab": 50304, "ignored": 0.1},  # more than one chunk
+        {"shape": (130, 64), "vocab": 16384, "scale": 30.0},  # p overflows
         {"shape": (5, 128), "vocab": 53248, "ignored": 1.0},
+        {"shape": (300, 72), "vocab": 1000},  # partial tiles in each dimension
     ],
     ids=str,
 )
