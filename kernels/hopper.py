@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -39,6 +39,33 @@ def split_columns(tile, COUNT: gl.constexpr, layout: gl.constexpr):
     for i in gl.static_range(COUNT):
         out += (gl.convert_layout(parts[i], layout, assert_trivial=True),)
     return out
+
+
+@gluon.jit
+def multiply_in_turn(
+    total, xs, ws, full, empty, turn, position, parity, steps, CONSUMER: gl.constexpr, W_BY_ROWS: gl.constexpr
+):
+    """Wait for this consumer's turn, and add the product of a tile to total: x W^T, or x W if W_BY_ROWS is False.
+
+    kernels/mlp/_gluon.py explains the ring of slots and the turns. Return total, the last slot, and the slot and the
+    phase after it. The last wgmma is still in flight, and its slot is not released.
+    """
+    STAGES: gl.constexpr = xs.shape[0]
+    stage, phase, last = position % STAGES, position // STAGES & 1, 0
+    # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
+    mbarrier.wait(turn.index(CONSUMER), parity ^ (1 - CONSUMER))
+    for step in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        w_tile = ws.index(stage).permute((1, 0)) if W_BY_ROWS else ws.index(stage)
+        total = warpgroup_mma(xs.index(stage), w_tile, total, is_async=True)
+        total = warpgroup_mma_wait(1, deps=(total,))  # one wgmma stays in flight; the wgmma of slot `last` is done
+        mbarrier.arrive(empty.index(last), pred=step > 0)
+        last = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return total, last, stage, phase
 
 
 @functools.lru_cache

@@ -79,8 +79,17 @@ FLAT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]
 @gluon.jit
 def _head_and_block(ticket, T):
     """Return the number of a key head, and the number j of a block of its keys. All but the first j blocks see it."""
-    blocks = gl.cdiv(T, BLOCK)
+    blocks = (T + BLOCK - 1) // BLOCK
     return ticket // blocks, blocks - 1 - ticket % blocks
+
+
+@gluon.jit
+def _turns_before(head, j, i, heads_in_sums):
+    """Return how many turns at tile i of dq come before that of block j of this head, in the memory of the tile.
+
+    i // 2 + 1 blocks of a head add to this tile. i // 2 - j of them come before block j, after all of earlier heads.
+    """
+    return head // heads_in_sums * (i // 2 + 1) + i // 2 - j
 
 
 @gluon.jit
@@ -115,7 +124,7 @@ def _produce(q, k, v, dout, lse_delta, queries, keys, tickets, ticket_ptr, all_b
     D: gl.constexpr = q_slots.shape[4]
     tiles = gl.cdiv(T, BLOCK) * 2
     block = 0  # how many blocks were loaded so far
-    tile = 0  # and how many tiles: it gives the slot, and the phase of the slot's barriers
+    tile = 0  # how many tiles were loaded so far: it gives the slot, and the phase of the slot's barriers
     ticket = _take_ticket(tickets, ticket_ptr, block)
     while ticket < all_blocks:
         head, j = _head_and_block(ticket, T)
@@ -406,8 +415,7 @@ def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl
                     gl.atomic_add(turn_ptr + i, 1, sem="release", scope="gpu")
                 else:
                     mbarrier.wait(empty_ds.index(slot), phase ^ 1)
-                    # i // 2 + 1 blocks add to this tile. i // 2 - j come before this one, after all of earlier heads
-                    _wait_until(turn_ptr + i, head // heads_in_sums * (i // 2 + 1) + i // 2 - j)
+                    _wait_until(turn_ptr + i, _turns_before(head, j, i, heads_in_sums))
                     mbarrier.arrive(full_ds.index(slot))
                 tile += 1
         block += 1
@@ -422,9 +430,9 @@ def _attention_bwd_gluon_kernel(
     """Compute dq, dk and dv of all heads.
 
     q, dout and dq are descriptors of (B, H, T, D) tensors; k, v, dk and dv of (B, Hkv, T, D) tensors. lse_delta is a
-    descriptor of what _lse_delta_kernel writes. sums_ptr points to fp32 memory for `heads_in_sums` key heads of dq,
-    turns_ptr to a zero for the tickets and one for each tile in that memory. `all_blocks` is the number of blocks of
-    all heads. A consumer has REGISTERS per thread.
+    descriptor of what _lse_delta_kernel writes. sums_ptr points to fp32 memory for `heads_in_sums` key heads of dq.
+    turns_ptr points to zeros: the counter of tickets, then a counter for each tile in that memory. `all_blocks` is the
+    number of blocks of all heads. A consumer has REGISTERS per thread.
     """
     dtype: gl.constexpr = q.dtype
     q_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005

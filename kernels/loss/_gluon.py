@@ -1,9 +1,9 @@
-"""Logits that never exist: on Hopper, the matmul of triton.py's loss exponentiates in its epilogue, in Gluon.
+"""The loss of triton.py for Hopper, in Gluon: the matmul writes exponentials of the logits, so no logits exist.
 
 _softmax.py reads all logits and writes their gradient, (softmax(logits) - onehot(target)) / count. At 65,536 tokens and
 V = 50,304 that moves 13.2 GB, 3.2 ms at the copy rate of an H200, while the three matmuls take 23 ms. The pass seems
 necessary, because a softmax needs the sum of its whole row. But the two matmuls that read the gradient are linear, so
-they can use unnormalised numbers, and the sum divides a factor of the product, or the product, instead:
+they can read unnormalised exponentials. For dW the sum divides x before the matmul. For dx it divides the product:
 
     p          = exp(x W^T - shift)     in the epilogue of the matmul, which also sums each row of its tile
     total      = the sum of a row of p
@@ -11,12 +11,14 @@ they can use unnormalised numbers, and the sum divides a factor of the product, 
     dx         = (p W) / (total count)
     dW         = p^T (x / (total count))
 
-x and dx are 65 times as small as p. FlashAttention (Dao et al. 2022, arXiv:2205.14135) also divides last.
+At C = 768, x and dx have 65 times fewer numbers than p. FlashAttention (Dao et al. 2022, arXiv:2205.14135) also
+divides last.
 
 The shift of a row must be known before the matmul, so it cannot be the row's maximum. It is the target's logit + ROOM
 (in base 2), which is a product of two vectors. Then total is at least 2^-ROOM, and the loss of a row is
 log2(total) + ROOM. p is in bf16, which has the range of fp32, so it overflows only if the loss of a row is above
-128 + ROOM bits, 110 nats. _cross_entropy_finish_kernel computes such rows again with their maximum as shift.
+128 + ROOM bits, 110 nats. If a loss is above 77 nats, _cross_entropy_finish_kernel computes its row again with the
+row's maximum as shift, and the 15 rows beside it.
 
 The matmul has two consumers that take its tiles in turns: one multiplies while the other exponentiates and stores.
 kernels/mlp/_gluon.py explains this schedule and its barriers.
@@ -32,23 +34,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, exp2, load, split_columns, store, tma_descriptor
+from kernels.hopper import barrier, exp2, load, multiply_in_turn, split_columns, store, tma_descriptor
 from kernels.tiles import place
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROOM = tl.constexpr(32.0)
-LARGEST = tl.constexpr(2.0**120)  # of a row's total; above it p may have overflowed
+LARGEST = tl.constexpr(2.0**80)  # of a row's total, so that total * count does not overflow, either
 BLOCK_N = gl.constexpr(128)  # rows of a tile
 BLOCK_V = gl.constexpr(128)  # columns of a tile, words of the vocabulary
 BLOCK_C = gl.constexpr(64)  # channels of a k-step
 SLICE = gl.constexpr(32)  # columns that are stored at once
 BUFFERS = gl.constexpr(2)  # slices of a consumer that may wait to be stored
-STAGES = gl.constexpr(6)  # k-steps in shared memory; all of it takes 224 of the 227 KB
+STAGES = gl.constexpr(6)  # k-steps in shared memory; the kernel takes 224 of the 227 KB
 GROUP = gl.constexpr(32)  # tiles of rows that share a tile of W in the L2: 716 TFLOP/s, and 654 with 8
 
 
@@ -86,20 +87,10 @@ def _consume(
         tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
         n = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
         shifts = gl.load(target_logits_ptr + n, n < N, other=0.0) + ROOM
-        stage, phase, last = position % STAGES, position // STAGES & 1, 0
         logits = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, TILE)
-        # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
-        mbarrier.wait(turn.index(CONSUMER), parity ^ (1 - CONSUMER))
-        for step in range(steps):
-            mbarrier.wait(full.index(stage), phase)
-            logits = warpgroup_mma(xs.index(stage), ws.index(stage).permute((1, 0)), logits, is_async=True)
-            logits = warpgroup_mma_wait(1, deps=(logits,))  # one stays in flight; the matmul of slot `last` is done
-            mbarrier.arrive(empty.index(last), pred=step > 0)
-            last = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+        logits, last, _, _ = multiply_in_turn(
+            logits, xs, ws, full, empty, turn, position, parity, steps, CONSUMER, W_BY_ROWS=True
+        )
         mbarrier.arrive(turn.index(1 - CONSUMER))
         logits = warpgroup_mma_wait(0, deps=(logits,))
         mbarrier.arrive(empty.index(last))
@@ -170,9 +161,10 @@ def _cross_entropy_shift_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the target's logit of each row, in base 2. It is infinity for an ignored row, so its p is 0.
+    """Compute the target's logit of each row, in base 2. It is infinity for an ignored row, so the matmul writes p = 0.
 
-    For a target outside the vocabulary it is the first word's, and _cross_entropy_finish_kernel writes NaN as the loss.
+    If the target is outside the vocabulary, it is the logit of word 0, and _cross_entropy_finish_kernel writes NaN as
+    the loss.
     """
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     target = tl.load(targets_ptr + n, n < N, other=ignore_index)
@@ -219,7 +211,7 @@ def _cross_entropy_finish_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the losses and the scales, scale x, and subtract the total at the target of each row of p."""
+    """Compute the losses and the scales, scale x, and subtract each row's total from its p[target]."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_bounds = n < N
     target = tl.load(targets_ptr + n, in_bounds, other=ignore_index)
@@ -264,20 +256,29 @@ def supports(x: Tensor, weight: Tensor) -> bool:
 
     In fp16 p would overflow.
     """
-    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or len(weight) % 8 or x.shape[-1] % 8:
+    if x.device.type != "cuda" or any(tensor.dtype != torch.bfloat16 for tensor in (x, weight)):
+        return False
+    if len(weight) % 8 or x.shape[-1] % 8:
         return False
     return torch.cuda.get_device_capability(x.device)[0] == 9
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return a (n, C) tensor as TMA needs it: contiguous, at a multiple of 16 bytes."""
+    if tensor.stride() == (tensor.shape[1], 1) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def unnormalised_gradient(
     x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return x / (total count) (n, C) and 1 / (total count).
+    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
 
-    The latter is (n, 1) in fp32. All tensors are contiguous. `count` is as in cross_entropy_() of triton.py.
+    The scale of a row is 1 / (total count). All tensors are contiguous, and x and weight are from aligned(). `count` is
+    as in cross_entropy_() of triton.py.
     """
     (N, C), V = x.shape, len(weight)
-    x, weight = (tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in (x, weight))  # TMA needs it
     tiles_n, tiles_v = triton.cdiv(N, BLOCK_N.value), triton.cdiv(V, BLOCK_V.value)
     make_context_current()
     logits_of_targets = target_logits(x, weight, targets, ignore_index)

@@ -1,9 +1,9 @@
 """The loss of triton.py with its softmax in Helion (https://github.com/pytorch/helion): one kernel of 20 lines.
 
-Matmuls, chunks and bytes are triton.py's, as in Helion's own example of a fused linear cross-entropy, so the two differ
-only in the kernel over the logits. Helion's kernel also reads each row twice, but it compares every column with the
-target and with the end of the row, which cross_entropy_kernel in _softmax.py avoids. The size of the
-tiles is triton.py's before tuning; norm/helion.py says how to tune it.
+Matmuls, chunks and bytes are those of triton.py without Hopper, as in Helion's own example of a fused linear
+cross-entropy, so the two differ only in the kernel over the logits. Helion's kernel also reads each row twice, but it
+compares every column with the target and with the end of the row, which cross_entropy_kernel in _softmax.py avoids. The
+size of the tiles is triton.py's before tuning; norm/helion.py says how to tune it.
 """
 
 from importlib.metadata import version

@@ -9,7 +9,8 @@ tokens needs one (n, V) buffer, and only until its gradients are done.
     dx      = dlogits W                                        cuBLAS
     dW     += dlogits^T x                                      cuBLAS, summed in fp32
 
-On Hopper in bf16, _gluon.py computes the first two lines in one kernel, and the logits of a chunk never exist either.
+On Hopper in bf16, _gluon.py replaces the first two lines if gradients are needed. Then not even the logits of a chunk
+exist. Without gradients, as in validation, the loss is that of logits that were rounded to bf16.
 
 A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
 C = 768). backward() only multiplies dx and dW by the gradient of the loss.
@@ -116,9 +117,10 @@ def linear_cross_entropy(
     If gradients is False, dx and dweight are empty. If whole is True, all tokens are one chunk.
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fused = gradients and _gluon.supports(x, weight)
-    arguments = x, weight.contiguous(), targets, ignore_index, gradients, chunk
-    return linear_cross_entropy_in_chunks(*arguments, None if fused else cross_entropy_)
+    cross_entropy = cross_entropy_
+    if gradients and _gluon.supports(x, weight):
+        x, weight, cross_entropy = _gluon.aligned(x), _gluon.aligned(weight), None
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, cross_entropy)
 
 
 def linear_cross_entropy_in_chunks(
@@ -155,7 +157,7 @@ def linear_cross_entropy_in_chunks(
             continue
         torch.mm(dlogits, weight, out=dx[tokens])
         if scales is not None:
-            dx[tokens] *= scales
+            dx[tokens].mul_(scales)
         if chunk >= N:  # one chunk needs no sum in fp32
             dweight = dlogits.T @ x_chunk
         elif x.dtype == torch.float32:

@@ -39,13 +39,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, load, reinterpret, split_columns, store, tma_descriptor
+from kernels.hopper import barrier, load, multiply_in_turn, reinterpret, split_columns, store, tma_descriptor
 from kernels.quantize import ROUND_E4M3, ROUND_E5M2
 from kernels.tiles import place
 
@@ -129,7 +128,6 @@ def _consume(
     SLICE: gl.constexpr,
 ):  # fmt: skip
     """Run one consumer: multiply, then run the epilogue, for every second tile of this program."""
-    STAGES: gl.constexpr = xs.shape[0]
     SLICES: gl.constexpr = BLOCK_F // SLICE
     BUFFERS: gl.constexpr = a_out.shape[0] // 2  # slices of each output that may wait to be stored
     FP8: gl.constexpr = xs.dtype.primitive_bitwidth == 8
@@ -150,21 +148,10 @@ def _consume(
     for tile in range(first, gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), 2 * programs):
         tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
         n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
-        stage, phase, last = position % STAGES, position // STAGES & 1, 0
         total = gl.zeros((BLOCK_N, BLOCK_F), gl.float32, tile_layout)
-        # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
-        mbarrier.wait(turn.index(CONSUMER), parity ^ (1 - CONSUMER))
-        for step in range(steps):
-            mbarrier.wait(full.index(stage), phase)
-            w_tile = ws.index(stage) if BACKWARD and not FP8 else ws.index(stage).permute((1, 0))
-            total = warpgroup_mma(xs.index(stage), w_tile, total, is_async=True)
-            total = warpgroup_mma_wait(1, deps=(total,))  # one wgmma stays in flight; the wgmma of slot `last` is done
-            mbarrier.arrive(empty.index(last), pred=step > 0)
-            last = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+        total, last, stage, phase = multiply_in_turn(
+            total, xs, ws, full, empty, turn, position, parity, steps, CONSUMER, W_BY_ROWS=FP8 or not BACKWARD
+        )
         if BACKWARD:
             # wait for h before giving `turn` away, because `turn` promises that all earlier positions have been full
             mbarrier.wait(full.index(stage), phase)

@@ -181,11 +181,11 @@ def compile_gluon_loss() -> None:
     ):
         compile_kernel(f"loss in Gluon, {name}", kernel, 90, types, **size)
     types |= {"x": descriptor_type(n, c), "w": descriptor_type(v, c), "p": descriptor_type(n, columns)}
-    launch = {"PARTIAL": False, "num_warps": 4, "maxnreg": 168}
-    kernel = loss_gluon._cross_entropy_gluon_kernel
-    ptx = compile_kernel("loss in Gluon", kernel, 90, types, GluonASTSource, **launch)
-    assert "wgmma" in ptx
-    assert "setmaxnreg" in ptx
+    kernel, launch = loss_gluon._cross_entropy_gluon_kernel, {"num_warps": 4, "maxnreg": 168}
+    for partial in (False, True):
+        ptx = compile_kernel("loss in Gluon", kernel, 90, types, GluonASTSource, PARTIAL=partial, **launch)
+        assert "wgmma" in ptx
+        assert "setmaxnreg" in ptx
 
 
 def compile_gluon_mlp(backward: bool, fp8: bool) -> None:
