@@ -477,19 +477,22 @@ def test_inputs_that_the_gluon_loss_supports(supported, changed, monkeypatch):
     assert importlib.import_module("kernels.loss._gluon").supports(x, weight) is supported
 
 
-@pytest.mark.parametrize(("scale", "count"), [(1.0, 36), (40.0, 36), (40.0, 2**24)])
-def test_loss_from_unnormalised_exponentials(scale, count):
+@pytest.mark.parametrize(("scale", "count", "bits"), [(1.0, 36, None), (40.0, 36, None), (60.0, 2**24, 145)])
+def test_loss_from_unnormalised_exponentials(scale, count, bits):
     """The kernels before and after the matmul of loss/_gluon.py, with the matmul and its epilogue in PyTorch.
 
-    With large logits some totals are too large, and the last kernel computes these rows again. One target is ignored,
-    and one is outside the vocabulary, which makes only its own loss NaN.
+    With large logits some totals are too large, and the last kernel computes these rows again. If `bits` is given, the
+    losses are about as large, so that p does not overflow, but total * count would. One target is ignored, and one is
+    outside the vocabulary, which makes only its own loss NaN.
     """
     kernel, device = importlib.import_module("kernels.loss._gluon"), torch.device(DEVICE)
     N, V, C = 37, 136, 72
     inputs = contract("loss").inputs((N, C), vocab=V, scale=scale, dtype=torch.float32, device=device)
     x, weight, targets = inputs["x"].detach(), inputs["weight"].detach(), inputs["targets"]
-    targets[3], targets[5] = -1, V + 7
     logits = x.double() @ weight.double().T
+    if bits:
+        targets = (logits.logsumexp(1, keepdim=True) - logits - bits * math.log(2)).abs().argmin(1)
+    targets[3], targets[5] = -1, V + 7
     target_logits = kernel.target_logits(x, weight, targets, ignore_index=-1)
     right = torch.arange(N, device=device) != 5
     picked = logits.gather(1, targets.clamp(0, V - 1)[:, None]).squeeze(1) * math.log2(math.e)
