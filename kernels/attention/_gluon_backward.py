@@ -169,7 +169,7 @@ def _start_scores(k, queries, tile, exists):
 
 @gluon.jit
 def _compute_tile(
-    s, k, v, dk_sum, dv_sum, tile, more, queries, products, scale, CONSUMER: gl.constexpr, DIAGONAL: gl.constexpr
+    s, k, v, dk_sum, dv_sum, tile, more, queries, products, scales, CONSUMER: gl.constexpr, DIAGONAL: gl.constexpr
 ):
     """Add a tile to dk and dv, and write its ds. Return s of the next tile, both sums, and tile + 1.
 
@@ -196,7 +196,7 @@ def _compute_tile(
         key, query = gl.arange(0, TILE, gl.SliceLayout(1, SCORES)), gl.arange(0, TILE, QUERIES)
         s = gl.where(key[:, None] <= query[None, :], s, -float("inf"))
     lse = lse_delta_slots.index(slot).slice(0, TILE).load(QUERIES)
-    p = exp2(s * (scale * LOG2E) - lse[None, :])
+    p = exp2(s * scales[1] - lse[None, :])
     p_factor = p.to(dtype)
     dv_sum = warpgroup_mma(gl.convert_layout(p_factor, FACTOR, assert_trivial=True), dout, dv_sum, is_async=True)
     if D == 64:
@@ -225,7 +225,7 @@ def _compute_tile(
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, dk, dv, grads_smem, queries, keys, products, tickets, scale, all_blocks, Hkv, T,
+    CONSUMER: gl.constexpr, dk, dv, grads_smem, queries, keys, products, tickets, scales, all_blocks, Hkv, T,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     q_slots, _, _, full, empty = queries
@@ -264,22 +264,22 @@ def _consume(
                 s = warpgroup_mma_wait(0, deps=(s,))
             more = 2 * j + 2 < tiles
             s, dk_sum, dv_sum, tile = _compute_tile(
-                s, k, v, dk_sum, dv_sum, tile, CONSUMER == 0 or more, queries, products, scale, CONSUMER, DIAGONAL=True
+                s, k, v, dk_sum, dv_sum, tile, CONSUMER == 0 or more, queries, products, scales, CONSUMER, DIAGONAL=True
             )
             if CONSUMER == 0:
                 s, dk_sum, dv_sum, tile = _compute_tile(
-                    s, k, v, dk_sum, dv_sum, tile, more, queries, products, scale, CONSUMER, DIAGONAL=False
+                    s, k, v, dk_sum, dv_sum, tile, more, queries, products, scales, CONSUMER, DIAGONAL=False
                 )
             for i in range(2 * j + 2, tiles):
                 s, dk_sum, dv_sum, tile = _compute_tile(
-                    s, k, v, dk_sum, dv_sum, tile, i + 1 < tiles, queries, products, scale, CONSUMER, DIAGONAL=False
+                    s, k, v, dk_sum, dv_sum, tile, i + 1 < tiles, queries, products, scales, CONSUMER, DIAGONAL=False
                 )
         fence_async_shared()  # TMA will overwrite k and v
         mbarrier.arrive(empty_kv.index(slot_kv))
         n = j * BLOCK + CONSUMER * TILE
         OTHERS: gl.constexpr = grads_smem.shape[0] // 2 - 1  # stores that may still read their own shared memory
         _store(dv, [b, h_kv, n, 0], grads_smem.index(CONSUMER), dv_sum, OTHERS)
-        _store(dk, [b, h_kv, n, 0], grads_smem.index(OTHERS * 2 + CONSUMER), dk_sum * scale, OTHERS)
+        _store(dk, [b, h_kv, n, 0], grads_smem.index(OTHERS * 2 + CONSUMER), dk_sum * scales[0], OTHERS)
         block += 1
         ticket = _read_ticket(tickets, block)
     tma.store_wait(0)  # the program must not end while a store still reads its shared memory
@@ -424,7 +424,7 @@ def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl
 
 @gluon.jit(do_not_specialize=["heads_in_sums", "all_blocks", "Hkv", "T"])
 def _attention_bwd_gluon_kernel(
-    q, k, v, dout, dq, dk, dv, lse_delta, sums_ptr, turns_ptr, scale, heads_in_sums, all_blocks, Hkv, T,
+    q, k, v, dout, dq, dk, dv, lse_delta, sums_ptr, turns_ptr, scale, scale_log2, heads_in_sums, all_blocks, Hkv, T,
     GROUP: gl.constexpr, SLOTS: gl.constexpr, SLOTS_KV: gl.constexpr, SLOTS_DS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dv of all heads.
@@ -432,7 +432,8 @@ def _attention_bwd_gluon_kernel(
     q, dout and dq are descriptors of (B, H, T, D) tensors; k, v, dk and dv of (B, Hkv, T, D) tensors. lse_delta is a
     descriptor of what _lse_delta_kernel writes. sums_ptr points to fp32 memory for `heads_in_sums` key heads of dq.
     turns_ptr points to zeros: the counter of tickets, then a counter for each tile in that memory. `all_blocks` is the
-    number of blocks of all heads. A consumer has REGISTERS per thread.
+    number of blocks of all heads. A consumer has REGISTERS per thread. scale_log2 is scale * LOG2E, which takes no
+    register as an argument.
     """
     dtype: gl.constexpr = q.dtype
     q_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
@@ -474,9 +475,10 @@ def _attention_bwd_gluon_kernel(
     keys = k_slots, v_slots, full_kv, empty_kv
     products = ds_slots, full_ds, empty_ds, added
     tickets = ticket_slots, full_ticket, empty_ticket
+    scales = scale, scale_log2
     gl.warp_specialize([
-        (_consume, (0, dk, dv, grads_smem, queries, keys, products, tickets, scale, all_blocks, Hkv, T, GROUP)),
-        (_consume, (1, dk, dv, grads_smem, queries, keys, products, tickets, scale, all_blocks, Hkv, T, GROUP)),
+        (_consume, (0, dk, dv, grads_smem, queries, keys, products, tickets, scales, all_blocks, Hkv, T, GROUP)),
+        (_consume, (1, dk, dv, grads_smem, queries, keys, products, tickets, scales, all_blocks, Hkv, T, GROUP)),
         (_add, (dq, dq_smem, keys, products, tickets, sums_ptr, scale, heads_in_sums, all_blocks, Hkv, T, GROUP)),
         (_produce, (q, k, v, dout, lse_delta, queries, keys, tickets, turns_ptr, all_blocks, Hkv, T, GROUP)),
         (_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP, False)),
@@ -547,6 +549,7 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
         sums,
         turns,
         scale,
+        scale * LOG2E.value,
         heads_in_sums,
         B * Hkv * blocks,
         Hkv,

@@ -158,7 +158,7 @@ def compile_gluon_attention() -> None:
     spilled = {64: 144, 128: 272} if NEWER_TRITON else {64: 16, 128: 200}
     for D, launch in _gluon_backward.LAUNCH.items():
         types = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), descriptor_type(1, 1, size, D))
-        types |= {"lse_delta": descriptor_type(2 * size, dtype=gl.float32), "scale": "fp32"}
+        types |= {"lse_delta": descriptor_type(2 * size, dtype=gl.float32), "scale": "fp32", "scale_log2": "fp32"}
         types |= {"sums_ptr": "*fp32", "turns_ptr": "*i32"}
         fixed = {"GROUP": 1, "num_warps": 4, "maxnreg": 128, **launch}
         kernel = _gluon_backward._attention_bwd_gluon_kernel
