@@ -7,7 +7,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -39,6 +45,22 @@ def split_columns(tile, COUNT: gl.constexpr, layout: gl.constexpr):
     for i in gl.static_range(COUNT):
         out += (gl.convert_layout(parts[i], layout, assert_trivial=True),)
     return out
+
+
+@gluon.jit
+def start_barriers(STAGES: gl.constexpr):
+    """Return full and empty of each slot, and turn of two consumers: barriers that kernels/mlp/_gluon.py explains."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()  # TMA counts its bytes in these barriers
+    barrier()
+    return full, empty, turn
 
 
 @gluon.jit

@@ -86,9 +86,9 @@ def _head_and_block(ticket, T):
 
 @gluon.jit
 def _turns_before(head, j, i, heads_in_sums):
-    """Return how many turns at tile i of dq come before that of block j of this head, in the memory of the tile.
+    """Return how many blocks add to the memory of tile i of dq before block j of this head.
 
-    i // 2 + 1 blocks of a head add to this tile. i // 2 - j of them come before block j, after all of earlier heads.
+    First come the earlier heads in this memory, each with i // 2 + 1 blocks. Then come i // 2 - j blocks of this head.
     """
     return head // heads_in_sums * (i // 2 + 1) + i // 2 - j
 

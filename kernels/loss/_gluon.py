@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, exp2, load, multiply_in_turn, split_columns, store, tma_descriptor
+from kernels.hopper import barrier, exp2, load, multiply_in_turn, split_columns, start_barriers, store, tma_descriptor
 from kernels.tiles import place
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -131,16 +131,7 @@ def _cross_entropy_gluon_kernel(
     xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
     ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
     p_out = gl.allocate_shared_memory(p.dtype, [2 * BUFFERS] + p.block_type.shape, p.layout)  # noqa: RUF005
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()  # TMA counts its bytes in these barriers
-    barrier()
+    full, empty, turn = start_barriers(STAGES)
     gl.warp_specialize([
         (_consume, (0, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
         (_consume, (1, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),

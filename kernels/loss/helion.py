@@ -1,11 +1,12 @@
 """The loss of triton.py with its softmax in Helion (https://github.com/pytorch/helion): one kernel of 20 lines.
 
-Matmuls, chunks and bytes are those of triton.py without Hopper, as in Helion's own example of a fused linear
-cross-entropy, so the two differ only in the kernel over the logits. Helion's kernel also reads each row twice, but it
-compares every column with the target and with the end of the row, which cross_entropy_kernel in _softmax.py avoids. The
-size of the tiles is triton.py's before tuning; norm/helion.py says how to tune it.
+As in Helion's own example of a fused linear cross-entropy, a chunk has two matmuls and one kernel over its logits. Only
+this kernel differs from triton.py on other GPUs than Hopper. It also reads each row twice, but it compares every column
+with the target and with the end of the row, which cross_entropy_kernel in _softmax.py avoids. The size of the tiles is
+triton.py's before tuning; norm/helion.py says how to tune it.
 """
 
+from functools import partial
 from importlib.metadata import version
 
 import torch
@@ -19,6 +20,7 @@ from kernels.loss.triton import (
     backward,
     chunk_tokens,
     empty_outputs,
+    from_logits,
     linear_cross_entropy_in_chunks,
     setup_context,
     softmax_launch,
@@ -53,7 +55,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss in fp32 and its gradients dx and dweight, as linear_cross_entropy() of triton.py does."""
     chunk = chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, cross_entropy_)
+    fill = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill)
 
 
 linear_cross_entropy.register_fake(empty_outputs)

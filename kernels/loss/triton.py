@@ -10,7 +10,7 @@ tokens needs one (n, V) buffer, and only until its gradients are done.
     dW     += dlogits^T x                                      cuBLAS, summed in fp32
 
 On Hopper in bf16, _gluon.py replaces the first two lines if gradients are needed. Then not even the logits of a chunk
-exist. Without gradients, as in validation, the loss is that of logits that were rounded to bf16.
+exist. In validation they do, and bf16 rounds them.
 
 A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
 C = 768). backward() only multiplies dx and dW by the gradient of the loss.
@@ -21,6 +21,7 @@ dx of a chunk of 5,632 tokens has 44 x 3 tiles of 128 x 256: one for each multip
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -117,10 +118,28 @@ def linear_cross_entropy(
     If gradients is False, dx and dweight are empty. If whole is True, all tokens are one chunk.
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    cross_entropy = cross_entropy_
+    fill = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
     if gradients and _gluon.supports(x, weight):
-        x, weight, cross_entropy = _gluon.aligned(x), _gluon.aligned(weight), None
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, cross_entropy)
+        x, weight, fill = _gluon.aligned(x), _gluon.aligned(weight), _gluon.unnormalised_gradient
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill)
+
+
+def from_logits(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    count: Tensor,
+    ignore_index: int,
+    out: Tensor,
+    *,
+    cross_entropy: Callable,
+    write: bool,
+) -> tuple[Tensor, None]:
+    """Write the logits into `out`, and call cross_entropy_() or a function like it. Return x, and no scales."""
+    torch.mm(x, weight.T, out=out)
+    cross_entropy(out, targets, losses, count, ignore_index, write)
+    return x, None
 
 
 def linear_cross_entropy_in_chunks(
@@ -130,12 +149,12 @@ def linear_cross_entropy_in_chunks(
     ignore_index: int,
     gradients: bool,
     chunk: int,
-    cross_entropy: Callable | None,
+    fill: Callable,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute linear_cross_entropy(), `chunk` tokens at a time.
 
-    `cross_entropy` overwrites logits with their gradient, as cross_entropy_() does. If it is None, _gluon.py computes
-    the gradient without logits.
+    `fill` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
+    unnormalised_gradient() of _gluon.py. It returns the x for dW, and what multiplies dx, or None.
     """
     (N, C), V = x.shape, len(weight)
     count = (targets != ignore_index).sum().clamp(min=1)
@@ -145,14 +164,8 @@ def linear_cross_entropy_in_chunks(
     buffer = x.new_empty(min(chunk, N), V)
     for start in range(0, N, chunk):
         tokens = slice(start, start + chunk)
-        x_chunk, scales, dlogits = x[tokens], None, buffer[: len(x[tokens])]
-        if cross_entropy is None:
-            x_chunk, scales = _gluon.unnormalised_gradient(
-                x_chunk, weight, targets[tokens], losses[tokens], count, ignore_index, dlogits
-            )
-        else:
-            torch.mm(x_chunk, weight.T, out=dlogits)
-            cross_entropy(dlogits, targets[tokens], losses[tokens], count, ignore_index, gradients)
+        dlogits = buffer[: len(x[tokens])]
+        x_chunk, scales = fill(x[tokens], weight, targets[tokens], losses[tokens], count, ignore_index, dlogits)
         if not gradients:
             continue
         torch.mm(dlogits, weight, out=dx[tokens])

@@ -44,7 +44,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, load, multiply_in_turn, reinterpret, split_columns, store, tma_descriptor
+from kernels.hopper import (
+    barrier,
+    load,
+    multiply_in_turn,
+    reinterpret,
+    split_columns,
+    start_barriers,
+    store,
+    tma_descriptor,
+)
 from kernels.quantize import ROUND_E4M3, ROUND_E5M2
 from kernels.tiles import place
 
@@ -247,16 +256,7 @@ def _mlp_gluon_kernel(
     columns_out = a_out  # not used, unless dh is stored twice
     if dh_columns is not None:
         columns_out = gl.allocate_shared_memory(dh_columns.dtype, [OUTS] + a.block_type.shape, a.layout)  # noqa: RUF005
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()  # TMA counts its bytes in these barriers
-    barrier()
+    full, empty, turn = start_barriers(STAGES)
     # each tuple of arguments is written out, because a sum of two tuples cannot contain None
     gl.warp_specialize(
         [

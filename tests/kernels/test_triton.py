@@ -368,8 +368,8 @@ def test_plan_of_attention(T, M, heads, at_once, programs):
     No program works 3% longer than the mean. Few blocks for each program cannot be divided evenly, so the last two
     shapes are not judged.
     """
-    plan = importlib.import_module("kernels.attention._plan")
-    counts, *rounds = plan.plan(T, M, heads, at_once, programs).tolist()
+    forward = importlib.import_module("kernels.attention._gluon_forward")
+    counts, *rounds = forward.plan(T, M, heads, at_once, programs).tolist()
     blocks = -(-T // M)
     numbers = [[row[program] for row in rounds[:count]] for program, count in enumerate(counts)]
     assert sorted(number for column in numbers for number in column) == list(range(heads * blocks))
@@ -421,7 +421,7 @@ def test_programs_that_take_turns_never_deadlock():
 
 def test_attentions_gluon_forward_makes_a_plan_once():
     """A profile and a dispatch mode make no other one, and it stays: a captured CUDA graph may read it."""
-    plan_on, cpu = importlib.import_module("kernels.attention._plan").plan_on, torch.device("cpu")
+    plan_on, cpu = importlib.import_module("kernels.attention._gluon_forward").plan_on, torch.device("cpu")
     plans = []
     for context in (nullcontext(), torch.profiler.profile(), FlopCounterMode(display=False)):
         with context:
@@ -511,6 +511,28 @@ def test_loss_from_unnormalised_exponentials(scale, count, bits):
     got = count * scales.double() * p.double()
     torch.testing.assert_close(got[right], dlogits[right], rtol=4 * rounding, atol=1e-6)
     torch.testing.assert_close(scaled_x, scales * x)
+
+
+@pytest.mark.parametrize("chunk", [5, 13])
+def test_loss_without_logits_in_chunks(chunk, monkeypatch):
+    """The loss that loss/_gluon.py computes follows the rule, with the matmul and its epilogue in PyTorch."""
+    kernel = importlib.import_module("kernels.loss._gluon")
+
+    def multiply(x, weight, p, target_logits, sums, *_, **__):
+        p.copy_(torch.exp2(x @ weight.T * math.log2(math.e) - (target_logits[:, None] + kernel.ROOM.value)))
+        sums.copy_(torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)]))
+
+    monkeypatch.setattr(kernel, "supports", lambda x, weight: True)
+    monkeypatch.setattr(kernel, "make_context_current", lambda: None)
+    monkeypatch.setattr(kernel, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(kernel, "tma_descriptor", lambda tensor, *block: tensor)
+    monkeypatch.setattr(kernel, "_cross_entropy_gluon_kernel", {(1,): multiply, (2,): multiply})
+    inputs = contract("loss").inputs((13, 24), vocab=136, ignored=0.3, dtype=torch.float32, device=DEVICE)
+    truth = outputs_and_gradients(contract("loss").reference, inputs, dtype=torch.float64)
+    eager = outputs_and_gradients(load("loss", "eager", DEVICE), inputs)
+    with override_tables({"linear_cross_entropy": {"chunk": chunk}}):
+        got = outputs_and_gradients(load("loss", "triton", DEVICE), inputs)
+    assert_as_good_as_eager(got, eager, truth, inputs, torch.float32)
 
 
 @pytest.mark.gpu

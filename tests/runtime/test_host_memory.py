@@ -1,4 +1,4 @@
-"""The host memory that a process may use. The tests write files like those of a machine and of a container."""
+"""How much host memory a process may use. The tests replace the files that a machine and a container report it in."""
 
 import os
 
