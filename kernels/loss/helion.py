@@ -55,8 +55,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean loss in fp32 and its gradients dx and dweight, as linear_cross_entropy() of triton.py does."""
     chunk = chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fill = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill)
+    fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
 linear_cross_entropy.register_fake(empty_outputs)

@@ -118,10 +118,10 @@ def linear_cross_entropy(
     If gradients is False, dx and dweight are empty. If whole is True, all tokens are one chunk.
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fill = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
     if gradients and _gluon.supports(x, weight):
-        x, weight, fill = _gluon.aligned(x), _gluon.aligned(weight), _gluon.unnormalised_gradient
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill)
+        x, weight, fill_dlogits = _gluon.aligned(x), _gluon.aligned(weight), _gluon.unnormalised_gradient
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
 def from_logits(
@@ -149,11 +149,11 @@ def linear_cross_entropy_in_chunks(
     ignore_index: int,
     gradients: bool,
     chunk: int,
-    fill: Callable,
+    fill_dlogits: Callable,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute linear_cross_entropy(), `chunk` tokens at a time.
 
-    `fill` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
+    `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
     unnormalised_gradient() of _gluon.py. It returns the x for dW, and what multiplies dx, or None.
     """
     (N, C), V = x.shape, len(weight)
@@ -165,7 +165,7 @@ def linear_cross_entropy_in_chunks(
     for start in range(0, N, chunk):
         tokens = slice(start, start + chunk)
         dlogits = buffer[: len(x[tokens])]
-        x_chunk, scales = fill(x[tokens], weight, targets[tokens], losses[tokens], count, ignore_index, dlogits)
+        x_chunk, scales = fill_dlogits(x[tokens], weight, targets[tokens], losses[tokens], count, ignore_index, dlogits)
         if not gradients:
             continue
         torch.mm(dlogits, weight, out=dx[tokens])
