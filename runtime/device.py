@@ -24,9 +24,10 @@ ROOT = Path(__file__).parent.parent
 
 # Let segments of GPU memory grow, unless the user has set the allocator. By default their sizes are fixed: eager GPT-2
 # 124M at T = 146,432 then reserved 139 GiB of an H200 for 113 GiB of tensors, and ran out of memory at T = 147,456.
-# PyTorch reads the variable when it first uses a GPU
+# And let 8 threads pin host memory: 0.13 s a GiB instead of 0.40. PyTorch reads the variable when it first uses a GPU
+ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
 
 
 class OutOfMemory(UserError):

@@ -16,7 +16,7 @@ NAMES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_python")
 @pytest.mark.parametrize("user", [{}, {NAMES[0]: "max_split_size_mb:64"}, {NAMES[1]: "max_split_size_mb:64"}])
-def test_segments_can_grow_unless_the_user_has_set_the_allocator(user):
+def test_the_allocator_is_set_unless_the_user_has_set_it(user):
     """PyTorch uses the setting of runtime.device, also if PyTorch is imported first.
 
     PyTorch shows the setting only through a private function (torch 2.11 and 2.13).
@@ -26,7 +26,7 @@ def test_segments_can_grow_unless_the_user_has_set_the_allocator(user):
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert result.stdout.strip() == next(iter(user.values()), "expandable_segments:True")
+    assert result.stdout.strip() == next(iter(user.values()), device.ALLOCATOR)
 
 
 def test_the_peak_of_a_job_is_the_largest_of_its_ranks(monkeypatch):
