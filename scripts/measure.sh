@@ -13,6 +13,7 @@ speed="+experiment=throughput $text"
 short="precision=bf16 train.max_steps=25"
 wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton kernels.compile=true"
+two="torchrun --standalone --nproc_per_node=2"
 all=sdpa,flash,triton,flex,mem_efficient,triton_naive,eager,math
 
 run() { # NAME WORDS ...; with launch=COMMAND instead of python
@@ -65,7 +66,7 @@ overlap() { on_two_gpus overlap kernels=triton attn=sdpa; }
 overlap_compile() { on_two_gpus overlap-compile kernels=compile attn=sdpa; }
 on_two_gpus() { # NAME WORDS ...
     local words="$speed precision=bf16 proof=false train.max_steps=50 ${*:2}"
-    local two="torchrun --standalone --nproc_per_node=2" large="model=gpt2_1558m train.batch_size=8" parallel
+    local large="model=gpt2_1558m train.batch_size=8" parallel
     python train.py $words out_dir="out/$1-124m"
     $two train.py $words train.tokens_per_step=131072 out_dir="out/$1-124m-ddp"
     $two train.py $words train.tokens_per_step=131072 parallel=fsdp out_dir="out/$1-124m-fsdp"
@@ -105,9 +106,11 @@ auto() {
 # a checkpoint per block; with these two, its step of half a million tokens takes 57 s and 37.5 GiB
 lean="kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope"
 context_checkpoints() { longest checkpoints $lean model.checkpointing=block mode=train; }
-context_host() { minutes=5 longest host $lean model.checkpointing=host mode=train; } # pinning 96 GiB takes 1 of the 5
-# the forward of 8 million tokens keeps 147 GB on the host, so it needs a machine with 256 GiB
-context_chunks() { minutes=5 longest chunks $lean model.checkpointing=chunks mode=train; }
+context_host() { minutes=5 longest host $lean model.checkpointing=host mode=train; }
+# these two need a host with 256 GiB, and six minutes each
+chunks="$lean model.checkpointing=chunks mode=train"
+context_chunks() { minutes=5 longest chunks $chunks; }
+context_chunks_two() { launch="$two" minutes=5 longest chunks-two $chunks parallel=context; }
 context_triton() { longest triton kernels=triton attn=flash model.pos=rope; }
 context_eager() { longest eager kernels=eager mode=train; }
 context_compile() { longest compile kernels=compile mode=train; }
@@ -120,7 +123,6 @@ long_text() { # COMMAND ...: with sotu.txt twice, because once it has too few tr
 # Half a million tokens on one GPU and on two, which split the sequence; two million on two (five minutes); and the
 # longest context of two
 context_two() {
-    local two="torchrun --standalone --nproc_per_node=2"
     sequence half-million-one 524288 5
     launch=$two sequence half-million-two 524288 5 parallel=context
     launch=$two long_text sequence two-million-two 2097152 1 parallel=context

@@ -129,8 +129,8 @@ def run_attempt(
 ) -> dict:
     """Return the row of one attempt: status, seconds, and peaks in GiB (on a CPU, the growth of the process).
 
-    Several ranks split the sequence of a training step. The row has the largest peaks. On several ranks, full memory
-    raises an error, because the other ranks would wait forever.
+    Several ranks split the sequence of a training step. The row has the largest peaks, and in `room_gib` the smallest
+    allocator_room(). On several ranks, full memory raises an error, because the other ranks would wait forever.
 
     A shortened attempt takes the same memory in less time: training has a window of WINDOW tokens (the search checks
     window_is_free() first), and generation computes only the last chunks of the prompt. Its new tokens still read the
@@ -162,8 +162,15 @@ def run_attempt(
         row["status"] = f"failed: the loss is {row.pop('loss')}"
     peaks = process_peaks(device)
     peak = (process_bytes("VmHWM") - before) / GIB if device.type == "cpu" else peaks["mem/peak_allocated_gib"]
+    if not ranks.single and device.type == "cuda":
+        row["room_gib"] = -ranks.max_over_ranks(-allocator_room(device))[0]
     peak, reserved = ranks.max_over_ranks(peak, peaks["mem/peak_reserved_gib"] or 0.0)
     return row | {"peak_gib": peak, "reserved_gib": reserved or None}
+
+
+def allocator_room(device: torch.device) -> float:
+    """Return how many GiB the allocator can have: without what others hold, such as the CUDA context and NCCL."""
+    return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / GIB
 
 
 def process_bytes(name: str) -> int:

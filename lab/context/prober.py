@@ -32,6 +32,7 @@ class ProbeResult:
     """What a child process printed. `failure` says why the process failed; it is None if the process succeeded."""
 
     failure: str | None = None
+    why: str | None = None  # the error that said that the memory is full
     env: dict | None = None
     limit_gib: float | None = None  # memory_gib, or the device's memory
     usable_gib: float | None = None  # how much of limit_gib is free
@@ -96,5 +97,8 @@ class Prober:
                 full = [line for line in error_lines if OUT_OF_MEMORY.search(line)]
                 error_lines = full or [line for line in error_lines if RANK_ERROR.match(line)]
             last_line = error_lines[-1] if error_lines else f"exit code {code}"
-            facts["failure"] = "oom" if OUT_OF_MEMORY.search(last_line) else f"failed: {last_line}"
+            if OUT_OF_MEMORY.search(last_line):
+                facts |= {"failure": "oom", "why": last_line}
+            else:
+                facts["failure"] = f"failed: {last_line}"
         return ProbeResult(**facts)

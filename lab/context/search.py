@@ -147,7 +147,7 @@ class Search:
             row |= {"status": "timeout", "why": f"not run: two steps would take {seconds:.0f} s"}
         else:
             result = self.prober.attempt(self.mode, length, shortened)
-            row = result.row or {**row, "status": result.failure}
+            row = result.row or {**row, "status": result.failure, **({"why": result.why} if result.why else {})}
             if not self.rows:  # a config that is refused at the first length is refused at every length
                 check(not row["status"].startswith(REFUSED), row["status"].removeprefix(REFUSED))
         self.rows.append(row)
@@ -187,10 +187,21 @@ class Search:
         return index
 
     def correct_start(self, predicted: int, short: list[dict]) -> float:
-        """Return the T that two short attempts suggest, if the prediction misses an op's memory and is 5% off."""
-        if not self.prediction.row.get("opaque") or any(row["status"] != "ok" for row in short):
+        """Return the T to start at, by the prediction and two short attempts.
+
+        Several ranks have less room than the prediction, which does not know NCCL's memory. And if the prediction
+        misses an op's memory and is 5% off, the short attempts replace it.
+        """
+        if any(row["status"] != "ok" for row in short):
             return predicted
-        start = extrapolate_start(short, self.prediction.usable_gib)  # it was 1.4% off at 4.7 million tokens
+        usable_gib = self.prediction.usable_gib
+        room = min(row.get("room_gib", usable_gib) for row in short)
+        if room < usable_gib:
+            missing = extrapolate_start(short, usable_gib) - extrapolate_start(short, room)
+            predicted, usable_gib = max(predicted - missing, OCTAVE), room
+        if not self.prediction.row.get("opaque"):
+            return predicted
+        start = extrapolate_start(short, usable_gib)  # it was 1.4% off at 4.7 million tokens
         start = min(start, self.prediction.host_tokens or math.inf)
         return start if abs(start / predicted - 1) >= 0.05 else predicted
 

@@ -123,7 +123,9 @@ def test_two_processes_split_the_sequence_of_an_attempt(monkeypatch):
     prober = Prober(["-m", "scripts.max_context", *words], minutes=2)
     row = prober.attempt("train", length=256, shortened=False).row
     assert (row["T"], row["status"]) == (256, "ok")
-    assert prober.attempt("train", length=16384, shortened=False).failure == "oom"
+    result = prober.attempt("train", length=16384, shortened=False)
+    assert result.failure == "oom"
+    assert "T=16384" in result.why
 
 
 def test_probe_run_makes_one_attempt_in_this_process(called):

@@ -90,6 +90,22 @@ def test_two_short_attempts_correct_an_uncertain_prediction():
     assert attempts == {False: 2 + 16, True: 2 + 2}
 
 
+def test_ranks_start_lower_because_nccl_takes_memory(monkeypatch):
+    """The prediction is for 84 GiB, all that is free, and the attempts find that NCCL leaves 80."""
+    machine = Machine()
+    machine.first.usable_gib, machine.first.row = 84.0, machine.prediction(84 * 2**14)
+    attempt_of_one = machine.attempt
+
+    def attempt_of_two(*arguments):
+        result = attempt_of_one(*arguments)
+        result.row["room_gib"] = 80.0
+        return result
+
+    monkeypatch.setattr(machine, "attempt", attempt_of_two)
+    assert longest(machine)["context/max_train"] == machine.LIMIT
+    assert machine.attempted == [65536, 131072, machine.LIMIT, machine.LIMIT + 8192]
+
+
 def test_host_memory_ends_the_search_before_the_system_kills_an_attempt(capsys):
     """Block inputs wait on the host. It has room for fewer tokens than the GPU, and no longer length is tried."""
     machine = Machine()
