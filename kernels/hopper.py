@@ -23,12 +23,38 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 GLUON_DTYPES = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
+ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+UNPACK_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 
 
 @gluon.jit
 def exp2(x):
     """Return 2^x in one instruction, with subnormal numbers as 0. gl.exp2 scales those up and down."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def to_16_bits(x, dtype: gl.constexpr):
+    """Return x.to(dtype), for a kernel that then needs the rounded numbers in fp32 again.
+
+    Triton would then round one number at a time (F2F), which takes 16 times as long as to round two (F2FP).
+    """
+    if dtype == gl.bfloat16:
+        out = gl.inline_asm_elementwise(ROUND_BF16, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        out = gl.inline_asm_elementwise(ROUND_FP16, "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2)
+    return out
+
+
+@gluon.jit
+def to_fp32(x):
+    """Return x.to(gl.float32). In bf16 it takes one instruction a number, where Triton takes 1.5."""
+    if x.dtype == gl.bfloat16:
+        out = gl.inline_asm_elementwise(UNPACK_BF16, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    else:
+        out = x.to(gl.float32)
+    return out
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import multiprocessors
 
-ROWS = {"BLOCK_N": 64, "BLOCK_C": 64, "num_warps": 4}  # 128 bytes of a row in bf16: a cache line
+ROWS = {"BLOCK_N": 32, "BLOCK_C": 64, "num_warps": 4}  # 128 bytes of a row in bf16: a cache line
 PARTIAL_SUMS = {"BLOCK_N": 512, "BLOCK_C": 8, "num_warps": 4}  # few iterations, so that all loads are in flight
 PROGRAMS = 8  # for each multiprocessor
 

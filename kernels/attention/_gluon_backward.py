@@ -67,7 +67,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.gpu import multiprocessors
-from kernels.hopper import barrier, exp2, head_tiles, load, store, tma_descriptor
+from kernels.hopper import barrier, exp2, head_tiles, load, store, tma_descriptor, to_16_bits, to_fp32
 
 LOG2E = gl.constexpr(1.4426950408889634)
 TILE = gl.constexpr(64)  # queries of a tile, and keys of a consumer
@@ -198,12 +198,12 @@ def _compute_tile(
         s = gl.where(key[:, None] <= query[None, :], s, -float("inf"))
     lse = lse_delta_slots.index(slot).slice(0, TILE).load(QUERIES)
     p = exp2(s * scales[1] - lse[None, :])
-    p_factor = p.to(dtype)
+    p_factor = to_16_bits(p, dtype)
     dv_sum = warpgroup_mma(gl.convert_layout(p_factor, FACTOR, assert_trivial=True), dout, dv_sum, is_async=True)
     if D == 64:
         dp = warpgroup_mma_wait(1, deps=(dp,))
     else:
-        p = p_factor.to(gl.float32)
+        p = to_fp32(p_factor)
         dp = _start_matmul(v, dout)
         dp, dv_sum = warpgroup_mma_wait(0, deps=(dp, dv_sum))
     delta = lse_delta_slots.index(slot).slice(TILE, TILE).load(QUERIES)

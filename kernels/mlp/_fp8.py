@@ -121,7 +121,7 @@ def proj_and_gelu_backward(
     partial, parameters = None, gluon_launch(dy, w, h, backward=True)
     if parameters:
         if sums:
-            partial = torch.empty(triton.cdiv(N, parameters["BLOCK_N"]), F, dtype=torch.float32, device=device)
+            partial = _gluon.empty_partial_sums(N, F, parameters, device)
         _gluon.launch_kernel(dy, w, None, h, a, dh, partial, parameters, dh_columns, dy_scale(N), w_unit)
     else:
         unit = unit_of(dy_scale(N), device)

@@ -1,7 +1,8 @@
 """The kernel of triton.py for Hopper, in Gluon (Triton's lower-level dialect). The epilogue runs during a matmul.
 
     forward   h = x W_fc^T + b_fc     stores h and a = gelu(h)
-    backward  da = dy W_proj          loads h; stores dh = da gelu'(h), a again, and each tile's column sums of dh
+    backward  da = dy W_proj          loads h; stores dh = da gelu'(h), a again, and column sums of dh, one for the
+                                      rows of each warp in each tile
 
 One program a multiprocessor walks over the tiles of (N, F). Its warps have three roles, which run at the same time:
 
@@ -53,6 +54,8 @@ from kernels.hopper import (
     start_barriers,
     store,
     tma_descriptor,
+    to_16_bits,
+    to_fp32,
 )
 from kernels.quantize import ROUND_E4M3, ROUND_E5M2
 from kernels.tiles import place
@@ -60,6 +63,7 @@ from kernels.tiles import place
 K0 = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
 K1 = gl.constexpr(0.044715)
 LOG2E = gl.constexpr(1.4426950408889634)
+WARPS = gl.constexpr(4)  # of a consumer
 A_SCALE = gl.constexpr(X_SCALE)  # of a in fp8
 
 
@@ -106,7 +110,7 @@ def _produce(
     steps = gl.cdiv(C, BLOCK_C)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), gl.num_programs(0)):
-        tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
+        tile_f, tile_n = place(tile, gl.cdiv(F, BLOCK_F), gl.cdiv(N, BLOCK_N), GROUP)
         n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         for step in range(steps + BACKWARD):  # in the backward, one more step loads h
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -155,7 +159,7 @@ def _consume(
     parity = 0  # 1 if this consumer has computed an odd number of tiles
     first = gl.program_id(0) + CONSUMER * programs
     for tile in range(first, gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), 2 * programs):
-        tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
+        tile_f, tile_n = place(tile, gl.cdiv(F, BLOCK_F), gl.cdiv(N, BLOCK_N), GROUP)
         n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         total = gl.zeros((BLOCK_N, BLOCK_F), gl.float32, tile_layout)
         total, last, stage, phase = multiply_in_turn(
@@ -180,7 +184,7 @@ def _consume(
             columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
             product = parts[i] * unit if FP8 else parts[i]
             if BACKWARD:
-                h_rounded = h_parts[i].to(gl.float32)
+                h_rounded = to_fp32(h_parts[i])
                 s = _gelu_over_h(h_rounded)
                 gelu = h_rounded * s
                 derivative = s + (gelu - gelu * s) * (h_rounded * h_rounded * (3 * K0 * K1) + K0)
@@ -191,11 +195,12 @@ def _consume(
                     value += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
             if BACKWARD and FP8:
                 result = _to_fp8(value + 0.0 * value, dh.dtype)
-            else:
+            elif BACKWARD:
                 result = value.to(h.dtype)
-                value = result.to(gl.float32)
-            if not BACKWARD:
-                gelu = value * _gelu_over_h(value)
+            else:
+                result = to_16_bits(value, h.dtype)
+                h_rounded = to_fp32(result)
+                gelu = h_rounded * _gelu_over_h(h_rounded)
             if FP8:
                 scaled = gelu * A_SCALE
                 if not BACKWARD:  # the forward's NaN is enough: the loss is then NaN, and the step is refused
@@ -220,10 +225,14 @@ def _consume(
             else:
                 store(a, [n, f + i * SLICE], a_out.index(buffer))
             if partial_ptr is not None:
-                sums = gl.sum(value, 0)
+                # a warp sums its own rows, 16 of every 64, and waits for no other warp
+                sums = gl.sum(gl.sum(value.reshape(BLOCK_N // 64, WARPS, 16, SLICE), 0), 1)
                 if FP8:
                     sums *= x_unit
-                gl.store(partial_ptr + tile_n.to(gl.int64) * F + columns, sums, columns < F)
+                row = tile_n * WARPS + gl.arange(0, WARPS, gl.SliceLayout(1, sums.type.layout))
+                column = f + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(0, sums.type.layout))
+                offsets = row.to(gl.int64)[:, None] * F + column[None, :]
+                gl.store(partial_ptr + offsets, sums, (column < F)[None, :])
         position += 2 * (steps + BACKWARD)
         parity ^= 1
     tma.store_wait(0)  # shared memory is freed when the program ends, so wait until all stores have read it
@@ -239,7 +248,7 @@ def _mlp_gluon_kernel(
 
     x, w, h, a, dh and dh_columns are TMA descriptors. In the forward x is the input (N, C) and w is w_fc (F, C). In the
     backward x is dy (N, C) and w is w_proj (C, F). h, a and dh are (N, F). b_ptr points to b_fc (F,), and partial_ptr
-    to the column sums of dh, (tiles along N, F) fp32.
+    to the column sums of dh, see empty_partial_sums().
 
     In fp8 x_unit is 1 / the scale of x, and of dh in the backward, and w_unit_ptr points to 1 / the scale of w. In the
     backward w is w_proj by columns (F, C), and dh_columns and a are (F, N rounded up to a multiple of 16).
@@ -307,6 +316,11 @@ def candidates(backward: bool) -> list[dict]:
     slices = {"SLICE": 64, "OUTS": 2}, {"OUTS": 2, "STAGES": 6}, {"OUTS": 2}, {"SLICE": 64, "OUTS": 2, "GROUP": 4}
     tall = [] if backward else [{"BLOCK_N": 64, "BLOCK_F": 256, "SLICE": 64, "OUTS": 4, "STAGES": 4}]
     return [{"GROUP": 4}, {"GROUP": 2}, {"GROUP": 16}, {"GROUP": 32}, *slices, *tall]
+
+
+def empty_partial_sums(N: int, F: int, launch: dict, device: torch.device) -> Tensor:
+    """Return a tensor for the column sums of dh: (tiles along N x warps of a consumer, F) in fp32."""
+    return torch.empty(triton.cdiv(N, launch["BLOCK_N"]) * WARPS.value, F, dtype=torch.float32, device=device)
 
 
 def launch_kernel(

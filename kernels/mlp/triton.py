@@ -199,9 +199,11 @@ def mlp_bwd(
         launch_kernel(x, w_fc, b_fc, h, a)
     partial, db_fc = None, x.new_empty(0)
     if b_fc is not None:
-        _, launch = choose_launch(dy, F, backward=True)
-        tiles = triton.cdiv(N, launch["BLOCK_N"])
-        partial = torch.empty(tiles, F, dtype=torch.float32, device=x.device)
+        use_gluon, launch = choose_launch(dy, F, backward=True)
+        if use_gluon:
+            partial = _gluon.empty_partial_sums(N, F, launch, x.device)
+        else:
+            partial = torch.empty(triton.cdiv(N, launch["BLOCK_N"]), F, dtype=torch.float32, device=x.device)
     launch_kernel(dy, w_proj, None, h, a, dh=dh, partial=partial)
     if b_fc is not None:
         db_fc = add_partial_sums(partial, x.dtype)
