@@ -12,7 +12,14 @@ from itertools import cycle
 from kernels.registry import OPS
 from lab.report.choices import rerun_command
 from lab.report.colours import CARD, INK, QUIET
-from lab.report.describe import model_size, newest_attention, newest_kernels, newest_searches, search_settings
+from lab.report.describe import (
+    attention_settings,
+    model_size,
+    newest_attention,
+    newest_kernels,
+    newest_searches,
+    search_settings,
+)
 from lab.report.plot import PREDICTION_ERROR, Panel, figure, format_values, hover_text, scatter
 from lab.report.source import ReportSource
 from lab.rows import read_rows
@@ -229,5 +236,7 @@ def attention_figure(rows: list[dict], colours: dict[str, str]) -> tuple[dict | 
 
 
 def attention_command(row: dict) -> str:
-    settings = [f"{key}={row[key]}" for key in ("impl", "batch", "heads", "head_dim", "dtype") if row[key]]
-    return " ".join(["python -m scripts.bench_attention", f"lengths=[{row['T']}]", *settings])
+    settings = [f"{key}={value}" for key, value in attention_settings(row).items() if value]
+    if row["batch"] is None:
+        settings.append("batch=null")  # the default is 1
+    return " ".join(["python -m scripts.bench_attention", f"lengths=[{row['T']}] impl={row['impl']}", *settings])

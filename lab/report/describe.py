@@ -182,15 +182,23 @@ def newest_kernels(rows: list[dict]) -> dict[tuple[str, ...], dict]:
     return {(row["op"], row["dtype"], row["shape"], row["impl"]): row for row in rows}
 
 
-def newest_attention(rows: list[dict]) -> dict[tuple[int, str], dict]:
-    """Return (T, backend) -> its newest row of scripts.bench_attention, the shortest T first.
+def attention_settings(row: dict) -> dict:
+    """Return the settings of a row of scripts.bench_attention, without T and the backend."""
+    return {key: row[key] for key in ("batch", "heads", "kv_heads", "head_dim", "window", "documents", "dtype")}
 
-    Rows whose batch, heads, dtype and so on differ from the last row's are left out.
-    """
-    keys = ("batch", "heads", "kv_heads", "head_dim", "window", "documents", "dtype")
-    shapes = [[row[key] for key in keys] for row in rows]
-    newest = {(row["T"], row["impl"]): row for row, shape in zip(rows, shapes, strict=True) if shape == shapes[-1]}
-    return dict(sorted(newest.items()))
+
+def attention_groups(rows: list[dict]) -> list[list[dict]]:
+    """Return the rows of scripts.bench_attention in groups of the same settings: those with the most T first."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in reversed(rows):  # of groups with equally many T, the newest comes first
+        groups.setdefault(tuple(attention_settings(row).values()), []).insert(0, row)
+    return sorted(groups.values(), key=lambda group: -len({row["T"] for row in group}))
+
+
+def newest_attention(rows: list[dict]) -> dict[tuple[int, str], dict]:
+    """Return (T, backend) -> its newest row of the first group of attention_groups(), the shortest T first."""
+    first = next(iter(attention_groups(rows)), [])
+    return dict(sorted({(row["T"], row["impl"]): row for row in first}.items()))
 
 
 def newest_searches(rows: list[dict]) -> list[dict]:

@@ -14,6 +14,8 @@ from lab.bench.op import UNITS
 from lab.report.describe import (
     BASELINE,
     attention_cell,
+    attention_groups,
+    attention_settings,
     batch_cell,
     choice_key,
     commit,
@@ -213,8 +215,16 @@ def attention_benchmark_cell(row: dict | None) -> str:
 
 
 def attention_benchmarks(device: str) -> str:
+    """Return a table for each group of settings. Above each but the first stands what differs from the first."""
     rows = results.read_rows(device, "attention")
-    return attention_table(rows) if rows else "No rows yet: `python -m scripts.bench_attention keep=true`."
+    if not rows:
+        return "No rows yet: `python -m scripts.bench_attention keep=true`."
+    first, *others = attention_groups(rows)
+    parts, settings = [attention_table(first)], attention_settings(first[0])
+    for group in others:
+        words = [f"{key}={value}" for key, value in attention_settings(group[0]).items() if value != settings[key]]
+        parts += [f"With `{' '.join(words)}`:", attention_table(group)]
+    return "\n\n".join(parts)
 
 
 def support_tables(device: str) -> str:

@@ -4,6 +4,7 @@ import torch
 from kernels.registry import contract, load
 from lab.bench import attention
 from lab.bench.attention import AttentionShape, measure
+from lab.report.describe import attention_groups
 from lab.report.figures import attention_plot
 from lab.report.tables import attention_table
 
@@ -60,8 +61,11 @@ def test_gradients_that_are_zero_are_right(length, limits):
         assert row["status"] == "ok", row
 
 
-def test_the_table_has_the_newest_shape_only():
+def test_the_table_has_the_shape_with_the_most_lengths():
+    """Other shapes have tables of their own below it."""
     row = {"T": 64, "impl": "eager", "both/ms": 1.0, "status": "ok", **vars(shape())}
     rows = [{**row, "T": 128}, {**row, "batch": 4}, row, {**row, "both/ms": 2.0}]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in attention_table(rows).splitlines()[2:]]
     assert cells == [["64", "2.00 ms"], ["128", "1.00 ms"]]
+    rows += [{**row, "documents": 8, "both/ms": 0.5}]
+    assert [[row["documents"] for row in group] for group in attention_groups(rows)] == [[None] * 3, [8], [None]]
