@@ -25,6 +25,11 @@ writes nothing outside the matrix, and its loads read zeros there. In the backwa
 slot of h follows the slots of its tile's operands, and the consumer reads h into registers at once. The forward rounds
 h before it computes gelu(h), so forward and backward compute the same bits of a.
 
+An epilogue costs time although it runs during a matmul: at 65,536 x 768 on an H200 the forward took 601 us, and 523
+without gelu. The GPU is at its power limit, and each instruction takes energy. So numbers are rounded in pairs, and a
+warp sums its own rows of dh without the other warps. The forward then took 561 us instead of 612 and the backward 697
+instead of 720, in turns, beside 564 and 567 for the matmuls alone.
+
 In fp8 (see _fp8.py) x, w, a and dh are in 8 bits. A k-step has 128 channels, so a slot has the same bytes. The tensor
 cores need the sum's dimension contiguous in both operands, so in the backward w is W_proj by columns, (F, C). The
 matmuls of the backward that follow need dh by rows and by columns, and a by columns. A consumer has these numbers in
