@@ -25,6 +25,7 @@ _descriptor = gl.shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
 ROUND_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 ROUND_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# the first output must not share the input's register ("=&f"), because the second instruction still reads it
 UNPACK_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 
 
@@ -36,9 +37,10 @@ def exp2(x):
 
 @gluon.jit
 def to_16_bits(x, dtype: gl.constexpr):
-    """Return x.to(dtype), for a kernel that then needs the rounded numbers in fp32 again.
+    """Return x.to(dtype). It rounds two numbers in one instruction (F2FP).
 
-    Triton would then round one number at a time (F2F), which takes 16 times as long as to round two (F2FP).
+    Triton does so, too, unless the result is converted back to fp32. Then it rounds one number at a time (F2F), and two
+    take 16 times as long.
     """
     if dtype == gl.bfloat16:
         out = gl.inline_asm_elementwise(ROUND_BF16, "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -51,7 +53,7 @@ def to_16_bits(x, dtype: gl.constexpr):
 def to_fp32(x):
     """Return x.to(gl.float32). In bf16 it takes one instruction a number, where Triton takes 1.5."""
     if x.dtype == gl.bfloat16:
-        out = gl.inline_asm_elementwise(UNPACK_BF16, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+        out = gl.inline_asm_elementwise(UNPACK_BF16, "=&f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
     else:
         out = x.to(gl.float32)
     return out

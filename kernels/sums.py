@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import multiprocessors
 
-ROWS = {"BLOCK_N": 32, "BLOCK_C": 64, "num_warps": 4}  # 128 bytes of a row in bf16: a cache line
+ROWS = {"BLOCK_N": 32, "BLOCK_C": 64, "num_warps": 4}  # 64 columns are a cache line in bf16; with 64 rows 8% slower
 PARTIAL_SUMS = {"BLOCK_N": 512, "BLOCK_C": 8, "num_warps": 4}  # few iterations, so that all loads are in flight
 PROGRAMS = 8  # for each multiprocessor
 
@@ -36,7 +36,7 @@ def _sum_rows_kernel(
 
 
 def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of the rows of `partial` (N, C) fp32, contiguous, with few rows: (C,) in `dtype`.
+    """Return the sum of the rows of `partial` (N, C) fp32, contiguous: (C,) in `dtype`. It is fast for few rows.
 
     PyTorch's sum takes 20 us for 512 rows of 3072 on an H200, and a copy of them would take 2.
     """

@@ -107,7 +107,7 @@ auto() {
 lean="kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope"
 context_checkpoints() { longest checkpoints $lean model.checkpointing=block mode=train; }
 context_host() { minutes=5 longest host $lean model.checkpointing=host mode=train; }
-# these two need a host with 256 GiB, and six minutes each
+# these two need a host with 256 GiB, and take seven minutes each
 chunks="$lean model.checkpointing=chunks mode=train"
 context_chunks() { minutes=5 longest chunks $chunks; }
 context_chunks_two() { launch="$two" minutes=5 longest chunks-two $chunks parallel=context; }

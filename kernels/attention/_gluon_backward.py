@@ -42,11 +42,10 @@ other columns are of one run.
     (2, 16384, 12, 64)            508       379                 537      429
     (4, 4096, 16, 128)            442       418                 560      484
 
-The figures are older than the tickets, with which the backward at T = 16,384 reaches 487, and than the rounding of p
-in pairs, with which D = 128 reaches 463 (416 without, in the same run). At T = 16,384 the GPU is at its power limit. At
-D = 128 a consumer has too few registers, so ptxas waits for each wgmma before the next instruction. With 208 registers
-it does not, and it spilled 22 registers of a consumer and reached 394; since the rounding in pairs it spills 2, which
-was not timed.
+The figures predate two changes. With tickets, T = 16,384 reaches 487. With p rounded in pairs, D = 128 reaches 463, and
+416 without in the same run. At T = 16,384 the GPU is at its power limit. At D = 128 a consumer has too few registers:
+ptxas waits for each wgmma before the next instruction. With 208 registers it does not. Before p was rounded in pairs it
+then spilled 22 registers of a consumer, and the kernel reached 394. Now it spills 2, which nobody has timed yet.
 
 Beyond the last query TMA loads zeros for q and dout, and _lse_delta_kernel writes zeros for lse and delta. So p is 1
 there, but it multiplies only zeros. Beyond the last key, the causal mask hides the keys from every real query. TMA does

@@ -169,7 +169,7 @@ def run_attempt(
 
 
 def allocator_room(device: torch.device) -> float:
-    """Return how many GiB the allocator can have: without what others hold, such as the CUDA context and NCCL."""
+    """Return the GiB that PyTorch's allocator holds or could still get. The CUDA context and NCCL hold the others."""
     return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / GIB
 
 

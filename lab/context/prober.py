@@ -32,7 +32,7 @@ class ProbeResult:
     """What a child process printed. `failure` says why the process failed; it is None if the process succeeded."""
 
     failure: str | None = None
-    why: str | None = None  # the error that said that the memory is full
+    why: str | None = None  # the out-of-memory error
     env: dict | None = None
     limit_gib: float | None = None  # memory_gib, or the device's memory
     usable_gib: float | None = None  # how much of limit_gib is free

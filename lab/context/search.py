@@ -147,7 +147,9 @@ class Search:
             row |= {"status": "timeout", "why": f"not run: two steps would take {seconds:.0f} s"}
         else:
             result = self.prober.attempt(self.mode, length, shortened)
-            row = result.row or {**row, "status": result.failure, **({"why": result.why} if result.why else {})}
+            row = result.row or {**row, "status": result.failure}
+            if result.why:
+                row["why"] = result.why
             if not self.rows:  # a config that is refused at the first length is refused at every length
                 check(not row["status"].startswith(REFUSED), row["status"].removeprefix(REFUSED))
         self.rows.append(row)
@@ -173,12 +175,13 @@ class Search:
 
         If attempts cannot be shortened, the index is lowered until a step is not slow, at most to 0.
         """
-        start = min(predicted or UNPREDICTED_START, self.prediction.host_tokens or math.inf)
+        host_tokens = self.prediction.host_tokens or math.inf
+        start = min(predicted or UNPREDICTED_START, host_tokens)
         if start > 4 * WINDOW:
             longest = SHORT_CHUNKS if self.recipe.model.checkpointing == "chunks" else SHORT
             short = [self.attempt(min(start, longest) // divisor) for divisor in (16, 8)]
             self.step_seconds = fit_step_seconds([row for row in short if not row["shortened"]])
-            start = self.correct_start(start, short)
+            start = min(self.correct_start(predicted, short), host_tokens)
         index = index_of(start)
         if self.can_shorten(length_of(index)):
             return index
@@ -189,21 +192,17 @@ class Search:
     def correct_start(self, predicted: int, short: list[dict]) -> float:
         """Return the T to start at, by the prediction and two short attempts.
 
-        Several ranks have less room than the prediction, which does not know NCCL's memory. And if the prediction
-        misses an op's memory and is 5% off, the short attempts replace it.
+        The prediction ignores NCCL's memory, so several ranks start lower. If the prediction misses an op's memory and
+        the short attempts differ from it by 5%, they replace it.
         """
         if any(row["status"] != "ok" for row in short):
             return predicted
-        usable_gib = self.prediction.usable_gib
-        room = min(row.get("room_gib", usable_gib) for row in short)
-        if room < usable_gib:
-            missing = extrapolate_start(short, usable_gib) - extrapolate_start(short, room)
-            predicted, usable_gib = max(predicted - missing, OCTAVE), room
-        if not self.prediction.row.get("opaque"):
-            return predicted
+        usable_gib = min(row.get("room_gib", self.prediction.usable_gib) for row in short)
         start = extrapolate_start(short, usable_gib)  # it was 1.4% off at 4.7 million tokens
-        start = min(start, self.prediction.host_tokens or math.inf)
-        return start if abs(start / predicted - 1) >= 0.05 else predicted
+        missing = extrapolate_start(short, self.prediction.usable_gib) - start
+        predicted = max(predicted - missing, OCTAVE)
+        is_better = self.prediction.row.get("opaque") and abs(start / predicted - 1) >= 0.05
+        return start if is_better else predicted
 
     def longest(self) -> dict:
         """Search, print the result, and return the figures of this mode for the row."""

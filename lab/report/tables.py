@@ -215,14 +215,15 @@ def attention_benchmark_cell(row: dict | None) -> str:
 
 
 def attention_benchmarks(device: str) -> str:
-    """Return a table for each group of settings. Above each but the first stands what differs from the first."""
+    """Return a table for each group of settings. The line above a later table says how it differs from the first."""
     rows = results.read_rows(device, "attention")
     if not rows:
         return "No rows yet: `python -m scripts.bench_attention keep=true`."
     first, *others = attention_groups(rows)
     parts, settings = [attention_table(first)], attention_settings(first[0])
     for group in others:
-        words = [f"{key}={value}" for key, value in attention_settings(group[0]).items() if value != settings[key]]
+        other = attention_settings(group[0])
+        words = [f"{key}={value or 'null'}" for key, value in other.items() if value != settings[key]]
         parts += [f"With `{' '.join(words)}`:", attention_table(group)]
     return "\n\n".join(parts)
 

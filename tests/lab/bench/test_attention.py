@@ -1,12 +1,15 @@
+import json
+
 import pytest
 import torch
 
 from kernels.registry import contract, load
+from lab import rows as lab_rows
 from lab.bench import attention
 from lab.bench.attention import AttentionShape, measure
-from lab.report.describe import attention_groups
+from lab.report.bench_panels import attention_command
 from lab.report.figures import attention_plot
-from lab.report.tables import attention_table
+from lab.report.tables import attention_benchmarks, attention_table
 
 CPU = torch.device("cpu")
 
@@ -61,11 +64,17 @@ def test_gradients_that_are_zero_are_right(length, limits):
         assert row["status"] == "ok", row
 
 
-def test_the_table_has_the_shape_with_the_most_lengths():
-    """Other shapes have tables of their own below it."""
+def test_a_table_for_each_shape(tmp_path, monkeypatch):
+    """The shape with the most T comes first. The others name what differs, as on the command line."""
     row = {"T": 64, "impl": "eager", "both/ms": 1.0, "status": "ok", **vars(shape())}
-    rows = [{**row, "T": 128}, {**row, "batch": 4}, row, {**row, "both/ms": 2.0}]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in attention_table(rows).splitlines()[2:]]
+    rows = [{**row, "T": 128}, {**row, "batch": None}, row, {**row, "both/ms": 2.0}, {**row, "documents": 8}]
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu/attention.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(lab_rows, "RESULTS", tmp_path)
+    first, documents, table, batch, _ = attention_benchmarks("gpu").split("\n\n")
+    assert first == attention_table(rows)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()[2:]]
     assert cells == [["64", "2.00 ms"], ["128", "1.00 ms"]]
-    rows += [{**row, "documents": 8, "both/ms": 0.5}]
-    assert [[row["documents"] for row in group] for group in attention_groups(rows)] == [[None] * 3, [8], [None]]
+    assert (documents, batch) == ("With `documents=8`:", "With `batch=null`:")
+    assert table.splitlines()[2].split() == ["|", "64", "|", "1.00", "ms", "|"]
+    assert attention_command(rows[1]).split()[-1] == "batch=null"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lab.context import attempt
-from lab.context.prober import OUT_OF_MEMORY
+from lab.context.prober import OUT_OF_MEMORY, ProbeResult
 from lab.context.search import INDICES, OCTAVE, Search, fit_step_seconds, index_of, last_that_fits, length_of
 from runtime import host_memory
 from tests.lab.context.machine import Machine
@@ -90,20 +90,33 @@ def test_two_short_attempts_correct_an_uncertain_prediction():
     assert attempts == {False: 2 + 16, True: 2 + 2}
 
 
-def test_ranks_start_lower_because_nccl_takes_memory(monkeypatch):
-    """The prediction is for 84 GiB, all that is free, and the attempts find that NCCL leaves 80."""
+@pytest.mark.parametrize(("opaque", "host_tokens"), [([], None), (["an op"], None), ([], 999_999)])
+def test_ranks_start_lower_because_nccl_takes_memory(opaque, host_tokens, monkeypatch):
+    """The prediction is for 84 GiB, all that is free, and the attempts find that NCCL leaves 76 of the 80 that exist.
+
+    If the host's memory ends the search, the room of the GPU does not matter.
+    """
     machine = Machine()
-    machine.first.usable_gib, machine.first.row = 84.0, machine.prediction(84 * 2**14)
+    machine.LIMIT = 76 * 2**14
+    machine.first.usable_gib, machine.first.row = 84.0, machine.prediction(84 * 2**14) | {"opaque": opaque}
+    machine.first.host_tokens = host_tokens
     attempt_of_one = machine.attempt
 
     def attempt_of_two(*arguments):
         result = attempt_of_one(*arguments)
-        result.row["room_gib"] = 80.0
+        result.row["room_gib"] = 76.0
         return result
 
     monkeypatch.setattr(machine, "attempt", attempt_of_two)
-    assert longest(machine)["context/max_train"] == machine.LIMIT
-    assert machine.attempted == [65536, 131072, machine.LIMIT, machine.LIMIT + 8192]
+    longest_of_all = min(machine.LIMIT, host_tokens or machine.LIMIT)
+    assert longest(machine)["context/max_train"] == length_of(index_of(longest_of_all))
+    assert len(machine.attempted) == 2 + (1 if host_tokens else 2)
+
+
+def test_the_row_of_a_full_memory_says_why():
+    machine = Machine()
+    machine.attempt = lambda *_: ProbeResult(failure="oom", why="T=128: the memory is full")
+    assert longest(machine)["context/train/tries"][0]["why"] == "T=128: the memory is full"
 
 
 def test_host_memory_ends_the_search_before_the_system_kills_an_attempt(capsys):
