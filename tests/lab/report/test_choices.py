@@ -23,7 +23,7 @@ from lab.rows import append_rows
 from lab.sweep import compare
 from runtime.config import UserError
 from scripts import report
-from tests.lab.report.sample_rows import ENV, make_config, make_row, write_row, write_sweep
+from tests.lab.report.sample_rows import ENV, make_config, make_generation_row, make_row, write_row, write_sweep
 
 
 def test_choices_that_differ_in_kernels_alone_are_compared(tmp_path):
@@ -244,5 +244,14 @@ def test_folders_side_by_side(called, tmp_path):
     assert note == "- new: git_commit: abcdef12, baseline f3adfe01"
     write_row(tmp_path / "other" / "1", make_row(precision="bf16"))
     code, _, err = called("report.py", report.main, tmp_path / "old", tmp_path / "other")
+    assert code == 1
+    assert "have no measured choice in common" in err
+
+
+def test_a_generation_is_not_compared_with_a_training(called, tmp_path):
+    """Their configs have few keys in common, and these are equal."""
+    write_row(tmp_path / "old" / "1", make_generation_row("blocks", "compile"))
+    write_row(tmp_path / "new" / "1", make_row("compile", precision="bf16"))
+    code, _, err = called("report.py", report.main, tmp_path / "old", tmp_path / "new")
     assert code == 1
     assert "have no measured choice in common" in err
