@@ -46,6 +46,7 @@ class SweepJob:
         self, folder: Path, words: list[str], flags: list[str], gpus: list[str | None], caches: Path | None = None
     ):
         self.folder, self.words, self.flags, self.gpus, self.caches = folder, words, flags, gpus, caches
+        self.died = False  # True after complete_row(), if the job could not write its status itself
         if row := self.row:
             try:
                 row_words = shlex.split(str(row.get("command")))
@@ -120,6 +121,7 @@ class SweepJob:
         """Write the row of the ended job if the job wrote none or ran out of time. Return a line for the terminal."""
         row = self.row or {"name": self.folder.name, "command": self.command, "status": KILLED}
         if row["status"].startswith((UNFINISHED, KILLED)) or (self.timeout_status and row["status"] != "ok"):
+            self.died = row["status"].startswith((UNFINISHED, KILLED))
             row["status"] = self.timeout_status or self.failure()
             write_row(self.folder, row)
         seconds = int(time.monotonic() - self.start_time)

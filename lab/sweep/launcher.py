@@ -160,9 +160,9 @@ class Launcher(launcher.Launcher):
         return [f"logger.group={quote_override(folder.name)}"]
 
     def track_failures(self, jobs: list[SweepJob], logger: LoggerConfig) -> None:
-        """Send to the tracker the rows of jobs that wrote none, such as killed jobs: the sweep wrote these rows."""
+        """Send to the tracker the rows of jobs that ended without a status, such as killed jobs."""
         for job in jobs:
-            if job.row and "config" not in job.row:
+            if job.died:
                 track_ended_run(logger, job.folder, job.row)
 
     def config_dirs(self) -> list[str]:

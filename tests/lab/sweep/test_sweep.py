@@ -49,6 +49,10 @@ if seed == 16 and "train.resume" not in words and not os.path.exists("stopped-on
     os.kill(os.getppid(), signal.SIGINT)
     signal.pause()
     status = "stopped: SIGINT after step 1"
+if seed == 17:
+    row = {"command": shlex.join(["python", *sys.argv]), "status": "stopped: killed after step 1", "config": {}}
+    json.dump(row, open(words["out_dir"] + "/result.json", "w"))
+    os.kill(os.getpid(), signal.SIGKILL)
 if seed < 10:
     time.sleep(0.1 if seed < 5 else 1.0)
 row = {"command": shlex.join(["python", *sys.argv]), "status": status, "pid": os.getpid(), "start": started_at}
@@ -110,10 +114,12 @@ def test_the_rows_that_the_sweep_writes_go_to_the_tracker(sweep, monkeypatch):
     sent = []
     monkeypatch.setattr(launcher, "track_ended_run", lambda logger, folder, row: sent.append((logger, folder, row)))
     for _ in range(2):
-        assert sweep("seed=4,10,14", "logger=wandb")[0] == 1
-    [(logger, folder, row)] = sent
+        assert sweep("seed=4,10,14,17", "logger=wandb")[0] == 1
+    before, during = sent  # a job that died before it had a config, and one that died in its first steps
+    logger, folder, row = before
     assert (logger.name, logger.group, folder) == ("wandb", "sweep", Path("sweep/2-seed.10"))
     assert row["status"] == "failed: exit code -11 (Segmentation fault)"
+    assert (during[1], during[2]["status"]) == (Path("sweep/4-seed.17"), "failed: exit code -9 (Killed)")
 
 
 def test_table_has_no_ratios_if_the_first_job_has_no_speed(sweep):
