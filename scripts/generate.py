@@ -116,7 +116,7 @@ def generate(
     Raises Wrong if the proof fails.
     """
     idx, lengths = (tensor.to(device) for tensor in prompts.make_batch(chosen))
-    run.row["checks"] = check_new_backends(recipe.kernels, recipe.attn, device)
+    run.row["checks"] = check_new_backends(recipe.kernels, recipe.attn, device, generates=True)
     bandwidth = measured_bandwidth(device)
     reset_peak_memory(device)
     decoder = recipe.build_decoder(len(idx), idx.shape[1] + new_tokens, device)

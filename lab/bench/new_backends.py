@@ -26,6 +26,7 @@ SHIPPED = {
     "attention": "auto cudnn eager flash flex math mem_efficient sdpa triton triton_naive",
     "mlp": "auto eager torchao triton triton_recompute",
     "loss": "auto eager liger torch_chunked triton triton_whole",
+    "decode": "blocks flashinfer huggingface int8 persistent persistent_int8 torchao triton",
 }
 CACHE = Path(".cache/checks")
 LIMIT = 120.0  # seconds of one check
@@ -37,15 +38,18 @@ class WrongKernel(KernelError):
     status = "wrong"
 
 
-def check_new_backends(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> dict[str, str]:
+def check_new_backends(
+    kernels: KernelsConfig, attn: AttnConfig, device: torch.device, generates: bool = False
+) -> dict[str, str]:
     """Return {op: the doctor's status} of each chosen backend that is not in SHIPPED: "ok: ...", or "unavailable: ...".
 
-    With kernels.check=false it checks nothing, and returns {}. Raises WrongKernel, which names the file, if such a
-    backend is wrong, and KernelError if the check has no answer.
+    The backend of decode counts only if the run `generates`. With kernels.check=false it checks nothing, and returns
+    {}. Raises WrongKernel, which names the file, if such a backend is wrong, and KernelError if a check has no answer.
     """
     if not kernels.check:
         return {}
-    chosen = {op: impl for op, impl in impl_by_op(kernels, attn).items() if impl not in SHIPPED.get(op, "").split()}
+    chosen = impl_by_op(kernels, attn) | ({"decode": kernels.decode} if generates else {})
+    chosen = {op: impl for op, impl in chosen.items() if impl not in SHIPPED.get(op, "").split()}
     paths = {op: CACHE / f"{cache_key(op, impl, device)}.json" for op, impl in chosen.items()}
     statuses = {}
     for op, path in paths.items():

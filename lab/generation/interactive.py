@@ -34,7 +34,7 @@ def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device:
     most = max_new_tokens or NEW_TOKENS
     is_rope = recipe.source.model["pos"] != "learned"
     capacity = ROPE_PROMPT + most if is_rope else recipe.source.model["block_size"]
-    check_new_backends(recipe.kernels, recipe.attn, device)
+    check_new_backends(recipe.kernels, recipe.attn, device, generates=True)
     decoder = recipe.build_decoder(1, capacity, device)
     row = {"kernels": recipe.executed_kernels(decoder, (1, 1), device), "env": environment(device)}
     row["config"] = {"precision": recipe.precision}

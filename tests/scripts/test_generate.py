@@ -204,8 +204,8 @@ def test_a_proof_compares_with_full_forwards_before_the_speed_is_printed(command
 
 
 def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):
-    def refuse(kernels, attn, device):
-        assert (kernels.norm, attn.impl) == ("eager", "math")
+    def refuse(kernels, attn, device, generates):
+        assert (kernels.norm, attn.impl, generates) == ("eager", "math", True)
         raise WrongKernel("mine.py is wrong")
 
     monkeypatch.setattr(script, "check_new_backends", refuse)

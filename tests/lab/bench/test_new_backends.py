@@ -87,6 +87,24 @@ def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(monkeypatch, t
     assert not (tmp_path / "cache").exists()  # the next run checks again
 
 
+def test_a_new_decoder_is_checked_before_a_generation_only(monkeypatch, tmp_path):
+    probed = []
+
+    def answer(groups, device, limit):
+        probed.extend((probe.op, probe.impl) for [probe] in groups)
+        return [["wrong: out0"] for _ in groups]
+
+    monkeypatch.setattr(new_backends, "run_probes", answer)
+    monkeypatch.setattr(new_backends, "CACHE", tmp_path)
+    monkeypatch.setitem(SHIPPED, "decode", "blocks")
+    choice = KernelsConfig(decode="triton"), AttnConfig("sdpa"), CPU
+    assert check_new_backends(*choice) == {}
+    assert probed == []
+    with pytest.raises(WrongKernel, match=r"^kernels/decode/triton.py breaks the contract decode\("):
+        check_new_backends(*choice, generates=True)
+    assert probed == [("decode", "triton")]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_python")
 def test_broken_kernels_are_named_in_one_line(checkout):
