@@ -1,4 +1,4 @@
-"""Run a kept row again on this machine: `python -m scripts.reproduce results/h200/train.jsonl 12`.
+"""Run a kept row again on this machine: `python -m scripts.reproduce results/h200/train.jsonl 20`.
 
 ROWS is a file of rows in results/, or the folder of a run. ROW names one row of a file: its line, or a part of its
 command, name or commit that no other row has. The row's command runs again in a new folder. Then a line each gives
