@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from lab.bench.probe import ERRORS, first_word
-from lab.judge.claim import Claim, answers_with, undecided_answers, wrong_answers
+from lab.judge.claim import Claim, undecided_answers, wrong_answers
 from lab.report.colours import CHOICE_COLOURS, GREY
 from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_size
 from lab.report.figures import save, subplots
@@ -116,7 +116,11 @@ def page(row: dict) -> str:
         f"The cases compare outputs and gradients with float64. New memory holds NaN, and each call is repeated. Of "
         f"{counts.total()} cases, {', '.join(f'{count} {be(count)} {word}' for word, count in counts.items())}."
     )
-    lines += [f"- {answer}" for answer in answers_with(row["cases"], *ERRORS)]
+    cases_of: dict[str, list[str]] = {}  # a kernel that cannot be imported gives every case the same status
+    for case, status in row["cases"].items():
+        if first_word(status) in ERRORS:
+            cases_of.setdefault(status, []).append(case)
+    lines += [f"- {', '.join(cases)}: {status}" for status, cases in cases_of.items()]
     lines += [f"- {status}" for status in skipped]
     env = row["env"]
     versions = f"torch {env['torch']} and triton {env['triton']}, at commit {env['git_commit']}"

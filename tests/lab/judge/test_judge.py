@@ -103,6 +103,15 @@ def test_a_wrong_case_is_the_verdict_and_no_speed_is_shown():
     assert "tokens/s" not in text
 
 
+def test_cases_with_the_same_error_share_a_line():
+    statuses = dict.fromkeys(("fp32 769", "bf16 769"), "failed: exit code 1") | {"fp32 narrow": "wrong: out0: error 1"}
+    row = judge_claim(CLAIM, statuses, {}, []) | {"command": "judge", "env": ENV}
+    assert [line for line in page(row).splitlines() if line.startswith("- ")] == [
+        "- fp32 769, bf16 769: failed: exit code 1",
+        "- fp32 narrow: wrong: out0: error 1",
+    ]
+
+
 def test_a_case_without_an_answer_is_neither_right_nor_wrong():
     statuses = CASES | {"fp32 769": "undecided: no answer within 120 s", "fp32 8192": "undecided: out of memory"}
     row = judge_claim(CLAIM, statuses, {}, []) | {"command": "judge", "env": ENV}
