@@ -6,6 +6,7 @@ and the place of the Triton kernel. The command then prints how to test it.
 
 import shlex
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 
 from kernels.names import ALL_OPS, OPS, override_key
@@ -25,8 +26,9 @@ class Config:
 
     def __post_init__(self):
         check(self.op in ALL_OPS, f"op={self.op}: choose {', '.join(ALL_OPS)}")
-        is_name = self.name.isidentifier() and not self.name.startswith("_") and self.name != NOT_FREE
-        check(is_name, f"name={self.name}: it must be a name in Python without _ at its start, and not {NOT_FREE}")
+        is_free = self.name.isidentifier() and not iskeyword(self.name) and self.name != NOT_FREE
+        is_free = is_free and not self.name.startswith("_")
+        check(is_free, f"name={self.name}: it must be a name in Python without _ at its start, and not {NOT_FREE}")
         check(self.template.exists(), f"op={self.op} has no template {self.template}: copy kernels/{self.op}/eager.py")
 
     @property

@@ -21,11 +21,11 @@ from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
 
 SHIPPED = {
-    "norm": "auto eager liger quack triton triton_recompute",
+    "norm": "auto eager helion liger quack triton triton_recompute",
     "linear": "auto eager torchao triton",
     "attention": "auto cudnn eager flash flex math mem_efficient sdpa triton triton_naive",
-    "mlp": "auto eager torchao triton triton_recompute",
-    "loss": "auto eager liger torch_chunked triton triton_whole",
+    "mlp": "auto eager nvmath torchao triton triton_recompute",
+    "loss": "auto eager helion liger liger_cute liger_large torch_chunked triton triton_whole",
     "decode": "blocks flashinfer huggingface int8 persistent persistent_int8 torchao triton",
 }
 CACHE = Path(".cache/checks")
