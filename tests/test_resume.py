@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -410,6 +411,8 @@ def test_a_disk_that_is_full_from_step_5_on(hotswap, monkeypatch):
 
     def filling(model, optimizer, batches, lr):
         if optimizer.steps == 4:
+            while not Path("run/checkpoints/step-000003").exists():  # a thread writes it
+                time.sleep(0.01)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
         return step(model, optimizer, batches, lr)
 
