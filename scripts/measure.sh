@@ -127,7 +127,7 @@ context_two() {
     launch=$two sequence half-million-two 524288 5 parallel=context
     launch=$two long_text sequence two-million-two 2097152 1 parallel=context
     launch=$two minutes=5 longest host-two $lean model.checkpointing=host mode=train parallel=context
-    launch=$two minutes=5 longest chunks-two $lean model.checkpointing=chunks mode=train parallel=context
+    context_chunks_two
 }
 sequence() { # NAME T STEPS WORDS ...
     local length="train.block_size=$2 model.block_size=$2 train.batch_size=1 train.tokens_per_step=$2"
