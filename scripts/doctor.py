@@ -56,6 +56,7 @@ class Config:
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
         check(self.soak is None or self.soak > 0, f"soak={self.soak}: it must be more than 0 minutes")
         check(self.matrix or not self.keep, "keep=true stores the rows of a matrix: add matrix=true")
+        check(self.matrix or not self.out_dir, f"out_dir={self.out_dir} is for the rows of a matrix: add matrix=true")
 
 
 def wrap(text: str, indent: int) -> str:
