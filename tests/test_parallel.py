@@ -49,7 +49,7 @@ def figures(folder):
 
 @pytest.fixture
 def alone(hotswap):
-    """Return the figures of the run in one process, which makes two micro-steps where each of two ranks makes one."""
+    """Return the figures of one process. In each step it makes two micro-steps, and two ranks make one each."""
     code, _, err = hotswap(*BASE, "out_dir=alone")
     assert (code, err) == (0, "")
     return figures("alone")
@@ -174,7 +174,7 @@ train.main()
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_python")
 def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
-    """The figures equal those of one process, up to bf16's rounding. Blocks are compiled, and checkpoints in fp32."""
+    """The figures equal those of one process, up to bf16's rounding. Blocks are compiled. Checkpoints are in fp32."""
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED.format(root=str(ROOT)))
     settings = *BASE, "precision=bf16", "train.sample_tokens=0", "train.eval_every=0", "model.n_embd=64"

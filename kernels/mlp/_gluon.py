@@ -186,7 +186,6 @@ def _consume(
 
         parts = split_columns(total, SLICES, slice_layout)
         for i in gl.static_range(SLICES):
-            columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
             product = parts[i] * unit if FP8 else parts[i]
             if BACKWARD:
                 h_rounded = to_fp32(h_parts[i])
@@ -197,6 +196,7 @@ def _consume(
             else:
                 value = product
                 if b_ptr is not None:
+                    columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
                     value += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
             if BACKWARD and FP8:
                 result = _to_fp8(value + 0.0 * value, dh.dtype)

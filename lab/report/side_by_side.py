@@ -19,13 +19,12 @@ def side_by_side(folders: list[Path]) -> str:
     first, *others = (read_source(folder) for folder in folders)
     names = column_names(folders)
     lines = []
-    for kind in ("measured_choices", "measured_generations"):
-        for choice in getattr(first, kind):
-            line = [choice.title, format_speed(choice)]
-            for source in others:
-                match = next((other for other in getattr(source, kind) if have_same_settings(other, choice)), None)
-                line += [format_speed(match), ratio_cell(match, choice)] if match else ["", ""]
-            lines.append(line)
+    for choice in measured(first):
+        line = [choice.title, format_speed(choice)]
+        for source in others:
+            match = next((other for other in measured(source) if have_same_settings(other, choice)), None)
+            line += [format_speed(match), ratio_cell(match, choice)] if match else ["", ""]
+        lines.append(line)
     lines = [line for line in lines if any(line[2:])]
     check(lines, f"{', '.join(map(str, folders))} have no measured choice in common: their configs differ")
     head = ["choice", names[0]]
@@ -37,14 +36,21 @@ def side_by_side(folders: list[Path]) -> str:
 
 
 def have_same_settings(one: Choice, other: Choice) -> bool:
-    """Return whether the settings are equal that both configs have. A later commit may have new ones."""
-    return agree_on_common_keys(settings(one.row), settings(other.row))
+    """Return whether both are of training, or both of generation, and the settings are equal that both configs have.
+
+    A later commit may have new ones.
+    """
+    return one.generates == other.generates and agree_on_common_keys(settings(one.row), settings(other.row))
 
 
 def agree_on_common_keys(value: Any, other: Any) -> bool:
     if isinstance(value, dict) and isinstance(other, dict):
         return all(agree_on_common_keys(value[key], other[key]) for key in value.keys() & other.keys())
     return value == other
+
+
+def measured(source: ReportSource) -> list[Choice]:
+    return [*source.measured_choices, *source.measured_generations]
 
 
 def column_names(folders: list[Path]) -> list[str]:
