@@ -42,10 +42,9 @@ other columns are of one run.
     (2, 16384, 12, 64)            508       379                 537      429
     (4, 4096, 16, 128)            442       418                 560      484
 
-The figures predate two changes. With tickets, T = 16,384 reaches 487. With p rounded in pairs, D = 128 reaches 463, and
-416 without in the same run. At T = 16,384 the GPU is at its power limit. At D = 128 a consumer has too few registers:
-ptxas waits for each wgmma before the next instruction. With 208 registers it does not. Before p was rounded in pairs it
-then spilled 22 registers of a consumer, and the kernel reached 394. Now it spills 2, which nobody has timed yet.
+The figures predate three changes. With tickets, T = 16,384 reaches 487, at the GPU's power limit. At D = 128, rounding
+p in pairs gave 463 instead of 416, and 208 registers for a consumer give 494 instead of 469: with 200, ptxas waits for
+each wgmma before the next instruction. FlashAttention 4 reached 503 in the run of the 494.
 
 Beyond the last query TMA loads zeros for q and dout, and _lse_delta_kernel writes zeros for lse and delta. So p is 1
 there, but it multiplies only zeros. Beyond the last key, the causal mask hides the keys from every real query. TMA does
@@ -426,15 +425,14 @@ def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl
 @gluon.jit(do_not_specialize=["heads_in_sums", "all_blocks", "Hkv", "T"])
 def _attention_bwd_gluon_kernel(
     q, k, v, dout, dq, dk, dv, lse_delta, sums_ptr, turns_ptr, scale, scale_log2, heads_in_sums, all_blocks, Hkv, T,
-    GROUP: gl.constexpr, SLOTS: gl.constexpr, SLOTS_KV: gl.constexpr, SLOTS_DS: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, SLOTS: gl.constexpr, SLOTS_KV: gl.constexpr, SLOTS_DS: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, dk and dv of all heads.
 
     q, dout and dq are descriptors of (B, H, T, D) tensors; k, v, dk and dv of (B, Hkv, T, D) tensors. lse_delta is a
     descriptor of what _lse_delta_kernel writes. sums_ptr points to fp32 memory for `heads_in_sums` key heads of dq.
     turns_ptr points to zeros: the counter of tickets, then a counter for each tile in that memory. `all_blocks` is the
-    number of blocks of all heads. A consumer has REGISTERS per thread. scale_log2 is scale * LOG2E, which takes no
-    register as an argument.
+    number of blocks of all heads. scale_log2 is scale * LOG2E, which takes no register as an argument.
     """
     dtype: gl.constexpr = q.dtype
     q_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
@@ -484,7 +482,7 @@ def _attention_bwd_gluon_kernel(
         (_produce, (q, k, v, dout, lse_delta, queries, keys, tickets, turns_ptr, all_blocks, Hkv, T, GROUP)),
         (_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP, False)),
         (_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP, True)),
-    ], [4, 4, 1, 1, 1], [REGISTERS, 512 - 24 - 2 * REGISTERS, 24, 24, 24])  # fmt: skip
+    ], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride", "T", "H", "tiles"])
@@ -515,10 +513,10 @@ def _lse_delta_kernel(
 
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Slots, and registers per thread of a consumer. The kernel takes 219 KB of shared memory for D = 64, 209 for D = 128
+# The kernel takes 219 KB of shared memory for D = 64, 209 for D = 128
 LAUNCH = {
-    64: {"SLOTS": 4, "SLOTS_KV": 2, "SLOTS_DS": 3, "REGISTERS": 208},
-    128: {"SLOTS": 2, "SLOTS_KV": 1, "SLOTS_DS": 2, "REGISTERS": 200},
+    64: {"SLOTS": 4, "SLOTS_KV": 2, "SLOTS_DS": 3},
+    128: {"SLOTS": 2, "SLOTS_KV": 1, "SLOTS_DS": 2},
 }
 
 
