@@ -37,7 +37,6 @@ from kernels.quantize import (
     with_layouts,
 )
 from kernels.sums import add_partial_sums
-from kernels.tuned import launch_parameters
 
 
 @triton.jit
@@ -87,20 +86,12 @@ def _gelu_fp8_kernel(
         store_rows(a0, a1, a2, a3, a_ptr, quads, f, N, F)
 
 
-def gluon_launch(x: Tensor, w: Tensor, h: Tensor, backward: bool) -> dict | None:
-    """Return the launch parameters of the kernel of _gluon.py for x (N, C) and w in fp8, or None if it cannot run."""
-    (F, C), name = w.shape, "mlp_fp8_bwd" if backward else "mlp_fp8_fwd"
-    if not _gluon.supports(h.dtype, C, F, h.device, fp8=True):
-        return None
-    return launch_parameters(name, f"{C} {F} {h.dtype}", _gluon.default_launch(fp8=True), h.device)
-
-
 def fc_and_gelu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return h = x w^T + bias (N, F) in `dtype`, and gelu(h) in fp8 by rows, for x (N, C) and w (F, C) in fp8."""
     N, F, device = len(x), len(w), x.device
     h, a = x.new_empty(N, F, dtype=dtype), empty_fp8(N, F, E4M3, device)
-    if parameters := gluon_launch(x, w, h, backward=False):
-        _gluon.launch_kernel(x, w, bias, h, a, None, None, parameters, x_scale=X_SCALE, w_unit=w_unit)
+    if _gluon.supports(dtype, x.shape[1], F, device, fp8=True):
+        _gluon.launch_kernel(x, w, bias, h, a, None, None, x_scale=X_SCALE, w_unit=w_unit)
         return h, a
     h = product(x, w, (unit_of(X_SCALE, device), w_unit), dtype, bias)
     _, programs, parameters = tiles("gelu_fp8_fwd", h)
@@ -118,11 +109,11 @@ def proj_and_gelu_backward(
     (N, F), device = h.shape, h.device
     a = empty_fp8(F, N, E4M3, device)
     dh, dh_columns = (empty_fp8(*size, E5M2, device) for size in ((N, F), (F, N)))
-    partial, parameters = None, gluon_launch(dy, w, h, backward=True)
-    if parameters:
+    partial = None
+    if _gluon.supports(h.dtype, dy.shape[1], F, device, fp8=True):
         if sums:
-            partial = _gluon.empty_partial_sums(N, F, parameters, device)
-        _gluon.launch_kernel(dy, w, None, h, a, dh, partial, parameters, dh_columns, dy_scale(N), w_unit)
+            partial = _gluon.empty_partial_sums(N, F, device)
+        _gluon.launch_kernel(dy, w, None, h, a, dh, partial, dh_columns, dy_scale(N), w_unit)
     else:
         unit = unit_of(dy_scale(N), device)
         da = product(dy, w, (unit, w_unit), h.dtype)

@@ -121,19 +121,15 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     """
     if kernel == "quantize" or kernel.startswith("gelu_fp8"):
         return quantize_candidates()
-    if "SLICE" in default:
-        return _gluon.candidates(backward=kernel.endswith("_bwd"))
     choices = [(128, 128, 32, 8, 3, 1), (128, 128, 32, 8, 4, 1), (128, 128, 64, 8, 3, 1), (128, 64, 32, 8, 3, 1)]
     choices += [(128, 64, 32, 4, 4, 2), (64, 128, 32, 4, 3, 2), (64, 64, 32, 4, 3, 4)]
     return [dict(zip(PARAMETERS, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
 
-def choose_launch(x: Tensor, F: int, backward: bool) -> tuple[bool, dict]:
-    """Return whether the kernel of _gluon.py runs, and the launch parameters. x is (N, C): the input, or dy."""
-    C, device = x.shape[1], x.device
-    use_gluon = _gluon.supports(x.dtype, C, F, device)
-    default = _gluon.default_launch() if use_gluon else default_launch(x.dtype, backward)
-    return use_gluon, launch_parameters("mlp_bwd" if backward else "mlp_fwd", f"{C} {F} {x.dtype}", default, device)
+def choose_launch(x: Tensor, F: int, backward: bool) -> dict:
+    """Return the launch parameters of _mlp_kernel. x is (N, C): the input, or dy."""
+    key = f"{x.shape[1]} {F} {x.dtype}"
+    return launch_parameters("mlp_bwd" if backward else "mlp_fwd", key, default_launch(x.dtype, backward), x.device)
 
 
 def launch_kernel(x, w, b, h, a, dh=None, partial=None) -> None:
@@ -142,10 +138,10 @@ def launch_kernel(x, w, b, h, a, dh=None, partial=None) -> None:
     The arguments have the shapes of _mlp_kernel: in the backward, x is dy and w is w_proj.
     """
     (N, C), F, backward = x.shape, h.shape[1], dh is not None
-    use_gluon, launch = choose_launch(x, F, backward)
-    if use_gluon:
-        _gluon.launch_kernel(x, w, b, h, a, dh, partial, launch)
+    if _gluon.supports(x.dtype, C, F, x.device):
+        _gluon.launch_kernel(x, w, b, h, a, dh, partial)
         return
+    launch = choose_launch(x, F, backward)
     programs = launch.pop("programs") * multiprocessors(x.device)
     tiles = triton.cdiv(N, launch["BLOCK_N"]) * triton.cdiv(F, launch["BLOCK_F"])
     _mlp_kernel[(min(tiles, programs),)](
@@ -198,11 +194,11 @@ def mlp_bwd(
         launch_kernel(x, w_fc, b_fc, h, a)
     partial, db_fc = None, x.new_empty(0)
     if b_fc is not None:
-        use_gluon, launch = choose_launch(dy, F, backward=True)
-        if use_gluon:
-            partial = _gluon.empty_partial_sums(N, F, launch, x.device)
+        if _gluon.supports(dy.dtype, dy.shape[1], F, x.device):
+            partial = _gluon.empty_partial_sums(N, F, x.device)
         else:
-            partial = torch.empty(triton.cdiv(N, launch["BLOCK_N"]), F, dtype=torch.float32, device=x.device)
+            rows = triton.cdiv(N, choose_launch(dy, F, backward=True)["BLOCK_N"])
+            partial = torch.empty(rows, F, dtype=torch.float32, device=x.device)
     launch_kernel(dy, w_proj, None, h, a, dh=dh, partial=partial)
     if b_fc is not None:
         db_fc = add_partial_sums(partial, x.dtype)

@@ -144,6 +144,14 @@ def test_an_op_without_candidates_is_an_error(command, monkeypatch):
     assert command("op=mlp")[2] == "error: kernels/mlp/triton.py has no candidates() to try\n"
 
 
+def test_an_op_whose_kernels_look_up_no_parameters_is_an_error(command, monkeypatch):
+    """On Hopper, mlp in bf16 is such an op: its kernels in Gluon have constants."""
+    for module in ("triton", "_triton_backward"):
+        monkeypatch.setattr(f"kernels.norm.{module}.launch_parameters", lambda kernel, key, default, device: default)
+    message = "error: op=norm float32: its kernels have fixed launch parameters on this device: tune another op\n"
+    assert command(*NARROW)[2] == message
+
+
 def test_a_broken_table_is_an_error_before_the_search(command, tables):
     write_table(tables[0], {})
     tables[0].write_text("{")
