@@ -53,12 +53,14 @@ both_precisions() { # NAME WORDS ...
         kernels.fp8='[linear,mlp]' # torchao has no loss
 }
 
-# Steps of 16 and of 4 sequences, replayed from a CUDA graph and not
+# Steps of 16 and of 4 sequences, and of 128 tokens of a tiny model, replayed from a CUDA graph and not
 small_steps() {
     for size in 16 4; do
         sweep "small-$size" $short attn=flash train.batch_size=$size train.tokens_per_step=$((1024 * size)) \
             kernels=triton,compile train.cuda_graph=true,false
     done
+    sweep small-tiny precision=bf16 train.max_steps=400 model=tiny data.tokenizer=bytes train.block_size=128 \
+        train.batch_size=1 train.tokens_per_step=128 kernels=triton,compile train.cuda_graph=true,false
 }
 
 # GPT-2 124M and 1558M on one GPU and on two, in about 3 minutes; with torch.compile in about 6
