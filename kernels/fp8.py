@@ -141,7 +141,8 @@ def product(
     if a.is_cuda and dtype != torch.float64:
         columns, a, b = len(b), pad(a, rows=1), pad(b)
         bias = F.pad(bias, (0, len(b) - columns)) if bias is not None and len(b) > columns else bias
-        fast = fast and a.shape[1] <= LONGEST_FAST_SUM
+        if a.shape[1] > LONGEST_FAST_SUM:  # a branch: torch.compile passes no comparison of dynamic sizes to _scaled_mm
+            fast = False
         out = torch._scaled_mm(a, b.T, *units, bias=bias, out_dtype=dtype, use_fast_accum=fast)
         return out[:, :columns].contiguous() if columns < len(b) else out
     sums = torch.promote_types(dtype, torch.float32)

@@ -4,6 +4,8 @@ import os
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kernels import fp8
 from kernels.fp8 import E4M3, E5M2, X_SCALE, gradient_scale, pad, product, quantize, weight_scale
@@ -178,3 +180,13 @@ def test_compile_in_fp8_is_refused_without_such_a_ptxas(ptxas, monkeypatch):
     settings = KernelsConfig(norm="eager", linear="eager", mlp="eager", loss="eager", decode="blocks", compile=True)
     with pytest.raises(Unavailable, match="precision=fp8 cannot run here: it needs ptxas"):
         resolve(settings, AttnConfig("eager"), torch.device("cuda"), in_fp8=True)
+
+
+def test_torch_compile_takes_a_gpu_product_whose_sizes_change():
+    """The tensors are fake, so no GPU is needed. bench_kernels op=mlp calls a compiled product with two sizes."""
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+        compiled = torch.compile(product, backend="eager", fullgraph=True, dynamic=True)
+        unit = torch.empty((), device=GPU)
+        for columns in (64, 128):
+            a, b = (torch.empty(rows, columns, dtype=E4M3, device=GPU) for rows in (32, 16))
+            assert compiled(a, b, (unit, unit), torch.bfloat16).shape == (32, 16)
