@@ -33,18 +33,16 @@ running. So the turns cannot deadlock, even if other kernels leave no room for s
 The sums have room for R heads, as many as are computed at the same time. Head h reuses the memory of head h - R, after
 the last turn of head h - R.
 
-TFLOP/s on an H200 (commit b668dbf) for (B, T, heads, D) in bf16. "before" is of older runs: for T = 1024 an older
-kernel, in which a program computed whole heads, and for the other shapes the two kernels of _triton_backward.py. The
-other columns are of one run.
+TFLOP/s of the backward on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). "before" is an older run
+of older kernels (6245ceb): for D = 64 and T = 1024 a program computed whole heads, the others are _triton_backward.py.
 
                           this kernel    before    FlashAttention 4    cuDNN
-    (64, 1024, 12, 64)            406       305                 329      255
-    (2, 16384, 12, 64)            508       379                 537      429
-    (4, 4096, 16, 128)            442       418                 560      484
+    (32, 1024, 12, 64)            398       299                 319      245
+    (2, 16384, 12, 64)            532       394                 581      451
+    (4, 4096, 16, 128)            541       419                 562      483
 
-The figures predate three changes. With tickets, T = 16,384 reaches 487, at the GPU's power limit. At D = 128, rounding
-p in pairs gave 463 instead of 416, and 208 registers for a consumer give 494 instead of 469: with 200, ptxas waits for
-each wgmma before the next instruction. FlashAttention 4 reached 503 in the run of the 494.
+At T = 16,384 the GPU is at its power limit. At D = 128 a consumer needs 208 registers: with 200, ptxas waits for each
+wgmma before the next instruction, and the kernel is 5% slower.
 
 Beyond the last query TMA loads zeros for q and dout, and _lse_delta_kernel writes zeros for lse and delta. So p is 1
 there, but it multiplies only zeros. Beyond the last key, the causal mask hides the keys from every real query. TMA does

@@ -16,12 +16,13 @@ The plan. Behind a causal mask the last tile of a head takes 8 times as long as 
 the mean. So plan() gives each tile, long ones first, to the program that has the least to do so far. The kernel reads
 the plan from memory. While the consumers finish a tile, the producer already loads the next one.
 
-TFLOP/s on an H200 (commit b668dbf), for (B, T, heads, D) in bf16. _fwd_kernel of triton.py had 295, 449 and 462:
+TFLOP/s on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). _fwd_kernel of triton.py had 295, 449 and
+462 in an older run:
 
                           this kernel    FlashAttention 4    cuDNN
-    (32, 1024, 12, 64)            339                 264      335
-    (2, 16384, 12, 64)            551                 555      455
-    (4, 4096, 16, 128)            657                 646      574
+    (32, 1024, 12, 64)            344                 267      336
+    (2, 16384, 12, 64)            557                 572      448
+    (4, 4096, 16, 128)            658                 647      584
 
 The slots for keys and for values are two rings. Each slot has one barrier for "full" (its bytes have arrived) and one
 for "empty" (its readers are done), as in mlp/_gluon.py. Beyond the last token TMA loads zeros and stores nothing, and
