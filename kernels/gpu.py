@@ -7,6 +7,7 @@ import os
 import torch
 import triton
 
+from kernels.names import override_key
 from kernels.registry import Unavailable
 from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
 
@@ -90,7 +91,8 @@ def check_dtypes(op: str, *tensors: torch.Tensor | None, fp8: bool = False, impl
         if dtype not in DTYPES:
             raise Unavailable(f"{op}={impl} supports float32, bfloat16 and float16, not {dtype}: choose one of them")
         if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
-            raise Unavailable(f"{op}={impl} in Triton's interpreter gives wrong results in bfloat16: choose fp32")
+            remedy = f"choose fp32, or {override_key(op)}=eager"
+            raise Unavailable(f"{op}={impl} in Triton's interpreter gives wrong results in bfloat16: {remedy}")
 
 
 @functools.lru_cache

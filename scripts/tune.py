@@ -79,7 +79,8 @@ def main(cfg: Config) -> None:
         print("a trial: the times of Triton's interpreter say nothing about a GPU")
     measured = {"triton": env["triton"], "date": time.strftime("%Y-%m-%d")}
     entries = store_parameters(cfg.configs[0], path, measured, device)
-    check(entries, f"op={cfg.op} {cfg.dtype}: its kernels have fixed launch parameters on this device: tune another op")
+    shapes = ", ".join(cfg.configs[0].shape)
+    check(entries, f"op={cfg.op} {cfg.dtype}: nothing to tune on this device at {shapes}: choose another shape or op")
     best = [rows[-1] | fastest(rows) for rows in entries.values()]
     print(printable(f"\n{table(best)}\n\ndone     {path}"))
     track_rows(tracker, f"tune-{cfg.op}", cfg, {row["entry"]: row for row in best})

@@ -58,6 +58,7 @@ def linear(x, weight, bias, fp8=False):
         return F.linear(x, weight, bias)
     if any(size % 16 for size in weight.shape):  # torchao pads only the summed dimension
         sizes = " x ".join(map(str, weight.shape))
-        raise Unavailable(f"torchao's fp8 needs weights whose sizes are multiples of 16, not {sizes}: choose eager")
+        why = f"torchao's fp8 needs weights whose sizes are multiples of 16, not {sizes}"
+        raise Unavailable(f"{why}: choose kernels.linear=eager and kernels.mlp=eager")
     y = matmul_in_fp8(x, weight, dweight_in_fp8(weight))
     return y if bias is None else y + bias

@@ -112,7 +112,8 @@ class GenerationKeys:
         check(self.top_k >= 0, f"top_k={self.top_k}: it must be at least 1, or 0 for no limit")
         check(0 < self.top_p <= 1, f"top_p={self.top_p}: it must be in (0, 1]; 1 is no limit")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
-        precisions = [name for name in PRECISIONS if name != "fp8"]  # for training; its weights are in bf16
+        check(self.precision != "fp8", "precision=fp8 cannot generate: choose precision=bf16")
+        precisions = [name for name in PRECISIONS if name != "fp8"]
         check(self.precision in precisions, f"precision={self.precision}: choose {', '.join(precisions)}")
         check(self.kernels.fp8 is None, "kernels.fp8 is for training: remove it")
         if self.stop is None:

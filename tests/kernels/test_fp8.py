@@ -9,7 +9,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kernels import fp8
 from kernels.fp8 import E4M3, E5M2, X_SCALE, gradient_scale, pad, product, quantize, weight_scale
-from kernels.registry import AttnConfig, KernelsConfig, Unavailable, resolve
+from kernels.gpu import check_dtypes
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, backend, contract, resolve
 
 GPU = torch.device("cuda")
 needs_gpu = pytest.mark.skipif(
@@ -190,3 +191,19 @@ def test_torch_compile_takes_a_gpu_product_whose_sizes_change():
         for columns in (64, 128):
             a, b = (torch.empty(rows, columns, dtype=E4M3, device=GPU) for rows in (32, 16))
             assert compiled(a, b, (unit, unit), torch.bfloat16).shape == (32, 16)
+
+
+@pytest.mark.parametrize(("op", "key"), [("norm", "kernels.norm"), ("attention", "attn")])
+def test_the_interpreter_refuses_bf16_and_names_the_key_of_the_op(op, key, monkeypatch):
+    """A trial of precision=fp8 on a CPU cannot choose fp32, but it can choose eager for this op."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(Unavailable, match=f"^{op}=triton in .* in bfloat16: choose fp32, or {key}=eager$"):
+        check_dtypes(op, torch.empty(1, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("op", ["linear", "mlp"])
+def test_torchao_refuses_an_odd_width_and_names_the_keys(op):
+    pytest.importorskip("torchao")
+    arguments = contract(op).inputs(**contract(op).CASES["fp8_odd"], dtype=torch.float32)
+    with pytest.raises(Unavailable, match=r"multiples of 16, not 131 x 65: choose kernels\.linear=eager and kernels"):
+        getattr(backend(op, "torchao"), op)(**arguments)

@@ -256,6 +256,7 @@ def test_random_weights_of_a_shape(command):
         (["stop=[1.5]"], "stop=[1.5]: it must be a list of texts and token ids"),
         (["seed=-1"], "seed=-1: it must be in [0, 2^63)"),
         (["precision=fp16"], "precision=fp16: choose fp32, amp, bf16"),
+        (["precision=fp8"], "precision=fp8 cannot generate: choose precision=bf16"),
         (["tokenizer=gpt3"], "tokenizer=gpt3: choose bytes or gpt2"),
         (["tokenizer=gpt2"], "tokenizer=gpt2 has 50257 ids, and ckpt.pt only 264: name the one it trained with"),
         (['checkpoint="~nobody-here/x"'], "~nobody-here/x: there can be no such file or folder"),
