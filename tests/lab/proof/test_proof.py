@@ -132,6 +132,9 @@ def test_the_reference_in_fp8_has_the_ops_of_the_run_in_fp8(hotswap, monkeypatch
     assert (code, err) == (0, "")
     assert "parity   not compared: enough" in out
     assert in_fp8 == [("fp32", None), ("fp8", ["mlp"])]
+    # these runs may take minutes, and come before the header
+    line = "parity   first runs eager PyTorch in {}, once for this config\n"
+    assert out.startswith(line.format("fp32") + line.format("fp8"))
 
 
 def test_references_do_not_depend_on_the_size_of_micro_batches(tmp_path):
