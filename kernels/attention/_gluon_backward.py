@@ -33,8 +33,8 @@ running. So the turns cannot deadlock, even if other kernels leave no room for s
 The sums have room for R heads, as many as are computed at the same time. Head h reuses the memory of head h - R, after
 the last turn of head h - R.
 
-TFLOP/s of the backward on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). "before" is an older run
-of older kernels (6245ceb): for D = 64 and T = 1024 a program computed whole heads, the others are _triton_backward.py.
+TFLOP/s of the backward on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). "before" is of an older
+run (6245ceb). At T = 1024 it is a kernel whose programs computed whole heads, and elsewhere _triton_backward.py.
 
                           this kernel    before    FlashAttention 4    cuDNN
     (32, 1024, 12, 64)            398       299                 319      245
