@@ -35,6 +35,21 @@ def flight_records() -> dict[str, bytes]:
     return {backend: getattr(c10d, reader)() for backend, reader in readers.items() if hasattr(c10d, reader)}
 
 
+def name_groups(record: bytes, world_size: int) -> bytes:
+    """Return a flight record in which torchfrtrace finds the group of each collective by its name.
+
+    gloo records all groups under the name "", where torchfrtrace ends with a KeyError, and a second group without its
+    ranks. Every group of a job has all ranks.
+    """
+    content = pickle.loads(record)
+    if "" not in content["pg_config"]:
+        return record
+    groups = {entry["process_group"] for entry in content["entries"]}
+    ranks = str(list(range(world_size)))
+    content["pg_config"] = {name: {"name": name, "desc": description, "ranks": ranks} for name, description in groups}
+    return pickle.dumps(content)
+
+
 def pending_collective() -> str | None:
     """Return the first collective that this rank has begun and not ended, such as "gloo:all_reduce number 4"."""
     for record in flight_records().values():

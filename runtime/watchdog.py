@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from runtime.torch_compat import flight_records, pending_collective
+from runtime.torch_compat import flight_records, name_groups, pending_collective
 from terminal import printable, warn
 
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
@@ -93,7 +93,7 @@ class Watchdog:
             # Rank 0 is the first to end, because it writes the row, and torchrun then ends all others
             if reason and not self.done.wait(GRACE if self.rank == 0 else GRACE + 2):
                 if self.folder and self.world_size > 1:
-                    write_records(self.folder / "collectives", self.rank)
+                    write_records(self.folder / "collectives", self.rank, self.world_size)
                 self.on_stuck(reason)
                 os._exit(1)
 
@@ -154,11 +154,11 @@ def is_ours(path: str) -> bool:
     return path.startswith(f"{ROOT}/") and "site-packages" not in path and not path.endswith("/runtime/ranks.py")
 
 
-def write_records(folder: Path, rank: int) -> None:
+def write_records(folder: Path, rank: int, world_size: int) -> None:
     """Write PyTorch's records of this rank's last collectives, for torchfrtrace."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for backend, record in flight_records().items():
-            (folder / f"{backend}-rank{rank}").write_bytes(record)
+            (folder / f"{backend}-rank{rank}").write_bytes(name_groups(record, world_size))
     except OSError as error:
         warn(f"{folder} cannot be written: {error.strerror}")

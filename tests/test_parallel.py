@@ -452,9 +452,9 @@ from model import capture
 from runtime import watchdog
 watchdog.GRACE = 1.0
 write_records = watchdog.write_records
-def write_records_and_kill(folder, rank):
+def write_records_and_kill(*arguments):
     "Kill the stopped rank, as torchrun does after 30 seconds."
-    write_records(folder, rank)
+    write_records(*arguments)
     os.kill(int(Path("stopped").read_text()), signal.SIGKILL)
 watchdog.write_records = write_records_and_kill
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

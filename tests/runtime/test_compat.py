@@ -3,7 +3,10 @@
 import argparse
 import copy
 import importlib.util
+import os
 import pickle
+import re
+import subprocess
 import sys
 from types import ModuleType
 
@@ -17,6 +20,7 @@ from hydra.plugins import launcher
 from omegaconf import OmegaConf
 
 from runtime import compat, torch_compat
+from runtime.watchdog import write_records
 
 
 def test_the_flight_recorder_has_the_collectives_of_gloo(tmp_path):
@@ -30,6 +34,26 @@ def test_the_flight_recorder_has_the_collectives_of_gloo(tmp_path):
         assert torch_compat.pending_collective() is None
     finally:
         dist.destroy_process_group()
+
+
+def record_collectives(rank, folder):
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(2), group=dist.new_group(backend="gloo"))
+    dist.all_reduce(torch.ones(3))
+    if rank == 0:
+        dist.all_reduce(torch.ones(5), async_op=True)
+    write_records(folder / "collectives", rank, world_size=2)
+    os._exit(0)  # without a wait for the collective that rank 1 does not join
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torchfrtrace reads gloo's records from PyTorch 2.13 on")
+def test_torchfrtrace_names_the_rank_that_is_missing_in_a_collective_of_gloo(tmp_path):
+    torch.multiprocessing.spawn(record_collectives, (tmp_path,), nprocs=2)
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "-p", "gloo-rank"]
+    done = subprocess.run([*command, tmp_path / "collectives"], capture_output=True, text=True)
+    report = done.stdout + done.stderr
+    assert done.returncode == 0, report
+    assert re.findall(r"missing ranks: (.*)\s+input sizes: (.*)", report) == [("{1}", "[[5]]")]
 
 
 def test_compile_counters_count_graphs_and_graph_breaks():
