@@ -25,6 +25,7 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )  # what libraries print when the memory is full; the last is oneDNN's
 RANK_ERROR = re.compile(r"error: |\[rank\d+\]: \w")  # how an error of a process under torchrun begins
+ROOT_CAUSE = re.compile(r"^Root Cause.*?exitcode +: (-?\d+)", re.DOTALL | re.MULTILINE)  # in torchrun's report
 
 
 @dataclass
@@ -89,16 +90,24 @@ class Prober:
             out.seek(0)
             err.seek(0)
             facts = {key: value for line in out if line.startswith("{") for key, value in json.loads(line).items()}
-            error_lines = err.read().strip().splitlines()
+            errors = err.read().strip()
         if code is None:
             facts["failure"] = "timeout"
         elif code:
+            error_lines = errors.splitlines()
             if launcher:  # any process may be the first to fail, and torchrun's own lines come last
                 full = [line for line in error_lines if OUT_OF_MEMORY.search(line)]
                 error_lines = full or [line for line in error_lines if RANK_ERROR.match(line)]
-            last_line = error_lines[-1] if error_lines else f"exit code {code}"
+                if first := ROOT_CAUSE.search(errors):
+                    code = int(first[1])
+            last_line = error_lines[-1] if error_lines else describe_exit(code)
             if OUT_OF_MEMORY.search(last_line):
                 facts |= {"failure": "oom", "why": last_line}
             else:
                 facts["failure"] = f"failed: {last_line}"
         return ProbeResult(**facts)
+
+
+def describe_exit(code: int) -> str:
+    """Name the exit code, and the signal that ended the process if there was one."""
+    return f"exit code {code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"

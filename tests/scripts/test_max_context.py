@@ -128,6 +128,17 @@ def test_two_processes_split_the_sequence_of_an_attempt(monkeypatch):
     assert "T=16384" in result.why
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_attempt_that_crashes_names_the_signal(processes, monkeypatch, tmp_path):
+    """torchrun's own exit code is 1, and its report names the signal."""
+    script = tmp_path / "crash.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    for key, value in {"RANK": "0", "WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(key, value)
+    result = Prober([str(script)], minutes=1).attempt("train", length=128, shortened=False)
+    assert result.failure == "failed: exit code -11 (Segmentation fault)"
+
+
 def test_probe_run_makes_one_attempt_in_this_process(called):
     """A prompt of 200 tokens is prefilled, and 64 new tokens follow."""
     code, out, _ = called("max_context.py", max_context.main, *ATTEMPT, "mode=generate", "model.pos=rope", "length=200")
