@@ -24,6 +24,7 @@ from terminal import printable, warn
 
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 ROOT = Path(__file__).parents[1]
+RANKS = ROOT / "runtime" / "ranks.py"  # the calls of collectives
 WAITS = {"data/loader.py": "data", "runtime/saver.py": "the disk", "runtime/timing.py": "the GPU"}  # file -> for what
 
 
@@ -142,16 +143,19 @@ def note_change(last: tuple[int, int] | None, count: int, beat: int) -> tuple[in
 def main_thread_place(collective: str | None) -> str:
     """Say where the main thread is: in which line of this repo, and for what it waits there."""
     frame = sys._current_frames()[threading.main_thread().ident]
+    communicates = False
     while frame.f_back and not is_ours(frame.f_code.co_filename):
+        communicates |= frame.f_code.co_filename == str(RANKS)
         frame = frame.f_back
     path = os.path.relpath(frame.f_code.co_filename, ROOT)
-    wait = WAITS.get(path) or collective
+    known = None if communicates else WAITS.get(path)
+    wait = known or collective
     return f"{f'waits for {wait}' if wait else 'is'} at {path}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def is_ours(path: str) -> bool:
     """Return whether this file is in this repo, outside of a virtual environment and of the calls of collectives."""
-    return path.startswith(f"{ROOT}/") and "site-packages" not in path and not path.endswith("/runtime/ranks.py")
+    return path.startswith(f"{ROOT}/") and "site-packages" not in path and path != str(RANKS)
 
 
 def write_records(folder: Path, rank: int, world_size: int) -> None:

@@ -1,11 +1,16 @@
 """The watchdog of one process, and of ranks that share a store. tests/test_parallel.py stops a rank of a real job."""
 
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from runtime import watchdog
+from runtime.ranks import Ranks
+from runtime.saver import Checkpoints
 from runtime.watchdog import Watchdog
 
 
@@ -56,3 +61,14 @@ def test_a_rank_that_has_begun_fewer_collectives_is_late(monkeypatch, ranks):
     assert "30 minutes: rank 2 on " in found
     assert "is late, and waits for data; rank 0 on " in found
     assert "stopped" not in found
+
+
+def test_a_rank_in_a_collective_of_a_checkpoint_waits_for_the_collective(monkeypatch, tmp_path):
+    """Elsewhere in runtime/saver.py it waits for the disk."""
+    places = []
+    names = {"places": places, "thread": ThreadPoolExecutor(1), "place": watchdog.main_thread_place}
+    source = "def gather(*_): places.append(thread.submit(place, 'gloo:all_gather number 3').result())"
+    exec(compile(source, "torch/distributed.py", "exec"), names)  # code outside of this repo
+    monkeypatch.setattr(dist, "all_gather_object", names["gather"])
+    Checkpoints(tmp_path / "checkpoints", 2, False, Ranks(0, 2), torch.device("cpu"), 0)
+    assert re.fullmatch(r"waits for gloo:all_gather number 3 at runtime/saver.py:\d+ \(__init__\)", places[0])
