@@ -7,6 +7,7 @@ checks the values.
 
 import contextlib
 import difflib
+import importlib
 import os
 import re
 import shlex
@@ -66,40 +67,67 @@ def cli(
 
         @exit_quietly()
         def program() -> None:
-            jobs = failed = 0
-
-            @exit_quietly()  # also here, because Hydra prints a line above a BrokenPipeError
-            def job(cfg: DictConfig) -> None:  # hydra/launcher=basic calls this once for each job of a sweep
-                nonlocal jobs, failed
-                jobs += 1
-                parsed = None
-                try:
-                    parsed = parse(cfg, schema, complete)
-                    main(parsed)
-                except (UserError, *errors) as error:  # the next job still runs
-                    failed += 1
-                    # all ranks find the same mistakes in the config, so only rank 0 prints these
-                    if parsed or os.environ.get("RANK", "0") == "0":
-                        print(f"error: {printable(error)}", file=sys.stderr)
-
+            task = program.new_task()
             store_named_choices(groups or {}, sys.argv[1:])
             try:
-                run_hydra(configs, name, job)
+                run_hydra(configs, name, task)
             except Exception as error:
-                if jobs or isinstance(error, BrokenPipeError):
+                if task.jobs or isinstance(error, BrokenPipeError):
                     raise
                 # before the first job, every error is a mistake on the command line or in a YAML file
                 sys.exit(f"error: {printable(explain_error(error, schema))}")
-            if failed:
+            if task.failed:
                 sys.exit(1)
 
+        program.new_task = lambda: Task(main, schema, errors, complete)
         return program
 
     return decorate
 
 
-def run_hydra(configs: Path, name: str, job: Callable[[DictConfig], None]) -> None:
-    """Compose `configs/name.yaml` and the command line, and call `job` with the config, or print what --help asks for.
+class Task:
+    """What Hydra calls with a composed config. It checks the config and calls the `main` of a program.
+
+    hydra/launcher=submitit_slurm pickles it for another process, which imports the program. There it raises UserError.
+    """
+
+    def __init__(self, main: Callable, schema: type, errors: tuple, complete: Callable | None):
+        self.main, self.schema, self.errors, self.complete = main, schema, errors, complete
+        self.jobs = self.failed = 0  # hydra/launcher=basic runs all jobs of a sweep in this process
+        self.unpickled = False
+
+    def __call__(self, cfg: DictConfig) -> None:
+        with exit_quietly():  # also here, because Hydra prints a line above a BrokenPipeError
+            self.jobs += 1
+            parsed = None
+            try:
+                parsed = parse(cfg, self.schema, self.complete)
+                self.main(parsed)
+            except (UserError, *self.errors) as error:  # the next job still runs
+                if self.unpickled:
+                    raise
+                self.failed += 1
+                # all ranks find the same mistakes in the config, so only rank 0 prints these
+                if parsed or os.environ.get("RANK", "0") == "0":
+                    print(f"error: {printable(error)}", file=sys.stderr)
+
+    def __reduce__(self):
+        module = self.main.__module__
+        if module == "__main__":
+            spec, file = sys.modules[module].__spec__, sys.modules[module].__file__
+            module = spec.name if spec else Path(file).stem
+        return import_task, (module,)
+
+
+def import_task(module: str) -> Task:
+    """Return the task of a program in this process."""
+    task = importlib.import_module(module).main.new_task()
+    task.unpickled = True
+    return task
+
+
+def run_hydra(configs: Path, name: str, task: Task) -> None:
+    """Compose `configs/name.yaml` and the command line, and call `task` with the config, or print what --help asks for.
 
     Raises Hydra's errors.
     """
@@ -110,7 +138,7 @@ def run_hydra(configs: Path, name: str, job: Callable[[DictConfig], None]) -> No
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     compat.shorten_argparse_errors()
-    hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(job)()
+    hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(task)()
 
 
 @exit_quietly()

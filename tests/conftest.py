@@ -1,5 +1,6 @@
 """Fixtures of all tests, and the settings that must be made before torch and Triton are imported."""
 
+import copy
 import functools
 import gc
 import logging
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 
 from runtime.signals import ignore_interrupt
 from tests.fork_server import start
@@ -300,9 +302,12 @@ def tables(monkeypatch, tmp_path):
 def hotswap(called, monkeypatch, tmp_path):
     """Run train.py in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
 
-    The current folder is an empty one, so each test has its own runs and token shards.
+    The current folder is an empty one, so each test has its own runs and token shards. Hydra forgets the choices that a
+    test adds, such as attn=path/to/mine.py: an error lists all choices.
     """
     import train
 
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: called("train.py", train.main, *arguments, f"data.cache={tmp_path / 'tokens'}")

@@ -1,6 +1,7 @@
 """Every mistake of a user is one line that starts with `error: `, and exit code 1."""
 
 import os
+import pickle
 import shlex
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from kernels.names import config_groups, impls
-from runtime.config import command_line, quote_exactly
+from runtime.config import UserError, command_line, quote_exactly
 
 ROOT = Path(__file__).parents[2]
 CHOICES = ", ".join(sorted(config_groups()["kernels"]))
@@ -174,3 +176,28 @@ def test_a_command_names_no_folder_above_the_current_one(monkeypatch, program, s
     monkeypatch.setattr(Path, "cwd", lambda: Path("/repo"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_line(seed="2") == f"python {shown} seed=2"
+
+
+def test_a_pickled_task_imports_its_program_in_another_process(tmp_path, monkeypatch, capsys):
+    """As with hydra/launcher=submitit_slurm. There a mistake must reach the launcher, so it is no printed line."""
+    program = tmp_path / "pickles_its_task.py"
+    program.write_text(
+        "import pathlib, pickle\n"
+        "from dataclasses import dataclass\n"
+        "from runtime.config import check, cli\n"
+        "@dataclass\n"
+        "class Config:\n"
+        "    x: int\n"
+        "    def __post_init__(self): check(self.x > 0, f'x={self.x}: it must be above 0')\n"
+        "@cli(Config, pathlib.Path('configs').resolve(), 'config')\n"
+        "def main(cfg): print('x is', cfg.x)\n"
+        "if __name__ == '__main__': pathlib.Path('task').write_bytes(pickle.dumps(main.new_task()))\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, program], cwd=tmp_path, env=env, check=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    task = pickle.loads((tmp_path / "task").read_bytes())
+    task(OmegaConf.create({"x": 3}))
+    assert capsys.readouterr().out == "x is 3\n"
+    with pytest.raises(UserError, match=r"^x=0: it must be above 0$"):
+        task(OmegaConf.create({"x": 0}))
