@@ -81,7 +81,10 @@ class Signals:
 
 def requeue_slurm_job() -> None:
     """Put this SLURM job back into the queue, which ends it. Print a warning if that fails."""
-    command = ["scontrol", "requeue", os.environ.get("SLURM_JOB_ID", "")]
+    if "SLURM_JOB_ID" not in os.environ:
+        warn("runtime.requeue=true requeues nothing outside a SLURM job: SLURM_JOB_ID is not set; start the run again")
+        return
+    command = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
         problem = done.stderr.strip() if done.returncode else None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime.run import status_of
-from runtime.signals import STOPPED, Signals, Stopped, exit_quietly
+from runtime.signals import STOPPED, Signals, Stopped, exit_quietly, requeue_slurm_job
 
 ROOT = Path(__file__).parents[2]
 LONG = "print('line\\n' * 100_000)"
@@ -87,6 +87,14 @@ def test_only_slurms_warning_requeues_and_only_a_run_that_can_resume(
     assert calls == [["scontrol", "requeue", "42"]] * requeued
     warning = "warning: `scontrol requeue 42` failed, so submit the job again: slurm_requeue error: Job is disabled\n"
     assert capsys.readouterr().err == warning * requeued
+
+
+def test_outside_a_slurm_job_nothing_is_requeued(monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(subprocess, "run", None)
+    requeue_slurm_job()
+    message = "requeues nothing outside a SLURM job: SLURM_JOB_ID is not set; start the run again"
+    assert capsys.readouterr().err == f"warning: runtime.requeue=true {message}\n"
 
 
 ON_A_TERMINAL = """
