@@ -81,7 +81,8 @@ K1 = gl.constexpr(0.044715)
 LOG2E = gl.constexpr(1.4426950408889634)
 WARPS = gl.constexpr(4)  # of a consumer
 A_SCALE = gl.constexpr(X_SCALE)  # of a in fp8
-# The kernel takes up to 224 of the 227 KB of shared memory: slots of 32 KB, and slices of h, dh and a that are stored
+# The kernel takes up to 224 of the 227 KB of shared memory: slots of 32 KB, which a tile of h must fill, and slices of
+# the outputs
 BLOCK_N = gl.constexpr(128)  # rows of a tile
 BLOCK_F = gl.constexpr(128)  # columns of a tile
 ROW_BYTES = gl.constexpr(128)  # of a k-step: 64 channels in 16 bits, 128 in fp8
@@ -123,10 +124,7 @@ def _to_fp8(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    x, w, h, xs, ws, full, empty, N, F, C,
-    BACKWARD: gl.constexpr,
-):  # fmt: skip
+def _produce(x, w, h, xs, ws, full, empty, N, F, C, BACKWARD: gl.constexpr):
     """Run the producer: load the operands of all tiles of this program into the ring."""
     BITS: gl.constexpr = x.dtype.primitive_bitwidth
     BLOCK_C: gl.constexpr = xs.shape[2]
@@ -160,8 +158,7 @@ def _produce(
 def _consume(
     CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
     xs, ws, full, empty, turn, result_out, columns_out, a_out, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr,
-    x_unit, N, F, C,
-    BACKWARD: gl.constexpr,
+    x_unit, N, F, C, BACKWARD: gl.constexpr,
 ):  # fmt: skip
     """Run one consumer: multiply, then run the epilogue, for every second tile of this program."""
     SLICES: gl.constexpr = BLOCK_F // SLICE
@@ -262,9 +259,8 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["N"])
 def _mlp_gluon_kernel(
-    x, w, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C,
-    BACKWARD: gl.constexpr,
-):  # fmt: skip
+    x, w, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C, BACKWARD: gl.constexpr
+):
     """Run the three roles.
 
     x, w, h, a, dh and dh_columns are TMA descriptors. In the forward x is the input (N, C) and w is w_fc (F, C). In the
