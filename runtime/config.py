@@ -72,7 +72,8 @@ def cli(
             try:
                 run_hydra(configs, name, task)
             except Exception as error:
-                if task.jobs or isinstance(error, BrokenPipeError):
+                is_mistake = not task.pickled or isinstance(error, (UserError, *errors))
+                if task.jobs or not is_mistake or isinstance(error, BrokenPipeError):
                     raise
                 # before the first job, every error is a mistake on the command line or in a YAML file
                 sys.exit(f"error: {printable(explain_error(error, schema))}")
@@ -94,6 +95,7 @@ class Task:
     def __init__(self, main: Callable, schema: type, errors: tuple, complete: Callable | None):
         self.main, self.schema, self.errors, self.complete = main, schema, errors, complete
         self.jobs = self.failed = 0  # hydra/launcher=basic runs all jobs of a sweep in this process
+        self.pickled = False  # its jobs may run in other processes
         self.unpickled = False
 
     def __call__(self, cfg: DictConfig) -> None:
@@ -112,6 +114,7 @@ class Task:
                     print(f"error: {printable(error)}", file=sys.stderr)
 
     def __reduce__(self):
+        self.pickled = True
         module = self.main.__module__
         if module == "__main__":
             spec, file = sys.modules[module].__spec__, sys.modules[module].__file__
@@ -126,7 +129,7 @@ def import_task(module: str) -> Task:
     return task
 
 
-def run_hydra(configs: Path, name: str, task: Task) -> None:
+def run_hydra(configs: Path, name: str, task: Callable[[DictConfig], None]) -> None:
     """Compose `configs/name.yaml` and the command line, and call `task` with the config, or print what --help asks for.
 
     Raises Hydra's errors.
@@ -152,7 +155,7 @@ def answer_help(configs: Path, name: str) -> None:
         return
     compat.list_groups_quickly()
     try:
-        run_hydra(configs, name, job=lambda cfg: None)
+        run_hydra(configs, name, lambda cfg: None)
     except BrokenPipeError:
         raise
     except Exception:  # the full program, which starts next, explains it

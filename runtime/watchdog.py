@@ -93,10 +93,12 @@ class Watchdog:
                 reason = "torchrun, which holds the job's store, has ended"
             # Rank 0 is the first to end, because it writes the row, and torchrun then ends all others
             if reason and not self.done.wait(GRACE if self.rank == 0 else GRACE + 2):
-                if self.folder and self.world_size > 1:
-                    write_records(self.folder / "collectives", self.rank, self.world_size)
-                self.on_stuck(reason)
-                os._exit(1)
+                try:
+                    if self.folder and self.world_size > 1:
+                        write_records(self.folder / "collectives", self.rank, self.world_size)
+                finally:  # also if another version of PyTorch has other records
+                    self.on_stuck(reason)
+                    os._exit(1)
 
     def _beat(self, collective: str | None = None) -> None:
         self.beats = self.store.add(f"beats{self.rank}", 1)

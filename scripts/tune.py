@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
     measured = {"triton": env["triton"], "date": time.strftime("%Y-%m-%d")}
     entries = store_parameters(cfg.configs[0], path, measured, device)
     shapes = ", ".join(cfg.configs[0].shape)
-    check(entries, f"op={cfg.op} {cfg.dtype}: nothing to tune on this device at {shapes}: choose another shape or op")
+    check(entries, f"op={cfg.op} {cfg.dtype}: nothing to tune here at {shapes}: choose another op, dtype or shape")
     best = [rows[-1] | fastest(rows) for rows in entries.values()]
     print(printable(f"\n{table(best)}\n\ndone     {path}"))
     track_rows(tracker, f"tune-{cfg.op}", cfg, {row["entry"]: row for row in best})

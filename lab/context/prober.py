@@ -100,7 +100,8 @@ class Prober:
                 error_lines = full or [line for line in error_lines if RANK_ERROR.match(line)]
                 if first := ROOT_CAUSE.search(errors):
                     code = int(first[1])
-            last_line = error_lines[-1] if error_lines else describe_exit(code)
+            # a process that a signal ended may have printed a warning before
+            last_line = error_lines[-1] if error_lines and code > 0 else describe_exit(code)
             if OUT_OF_MEMORY.search(last_line):
                 facts |= {"failure": "oom", "why": last_line}
             else:

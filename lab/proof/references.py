@@ -109,7 +109,7 @@ def read_or_make_references(
                 if read_steps(path) is None:
                     if path.exists():
                         warn(f"{path} is damaged, and is made again")
-                    print(f"parity   first runs eager PyTorch in {precision}, once for this config", flush=True)
+                    print(f"parity   first eager PyTorch in {precision}, as the reference of this config", flush=True)
                     arguments = eager, data, train, init_from, weight_dtype, device, path
                     run_in_process(write_reference, arguments, f"eager PyTorch in {precision}")
             steps = read_steps(path)

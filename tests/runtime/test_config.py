@@ -178,7 +178,8 @@ def test_a_command_names_no_folder_above_the_current_one(monkeypatch, program, s
     assert command_line(seed="2") == f"python {shown} seed=2"
 
 
-def test_a_pickled_task_imports_its_program_in_another_process(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("words", [["pickles_its_task.py"], ["-m", "pickles_its_task"]], ids=" ".join)
+def test_a_pickled_task_imports_its_program_in_another_process(tmp_path, monkeypatch, capsys, words):
     """As with hydra/launcher=submitit_slurm. There a mistake must reach the launcher, so it is no printed line."""
     program = tmp_path / "pickles_its_task.py"
     program.write_text(
@@ -194,7 +195,7 @@ def test_a_pickled_task_imports_its_program_in_another_process(tmp_path, monkeyp
         "if __name__ == '__main__': pathlib.Path('task').write_bytes(pickle.dumps(main.new_task()))\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, program], cwd=tmp_path, env=env, check=True)
+    subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, check=True)
     monkeypatch.syspath_prepend(tmp_path)
     task = pickle.loads((tmp_path / "task").read_bytes())
     task(OmegaConf.create({"x": 3}))

@@ -132,7 +132,8 @@ def test_two_processes_split_the_sequence_of_an_attempt(monkeypatch):
 def test_an_attempt_that_crashes_names_the_signal(processes, monkeypatch, tmp_path):
     """torchrun's own exit code is 1, and its report names the signal."""
     script = tmp_path / "crash.py"
-    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    crash = "import os, signal, warnings\nwarnings.warn('slow')\nos.kill(os.getpid(), signal.SIGSEGV)"
+    script.write_text(crash)
     for key, value in {"RANK": "0", "WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(key, value)
     result = Prober([str(script)], minutes=1).attempt("train", length=128, shortened=False)

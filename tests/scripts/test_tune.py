@@ -148,7 +148,7 @@ def test_an_op_whose_kernels_look_up_no_parameters_is_an_error(command, monkeypa
     """On Hopper, mlp in bf16 is such an op: its kernels in Gluon have constants."""
     for module in ("triton", "_triton_backward"):
         monkeypatch.setattr(f"kernels.norm.{module}.launch_parameters", lambda kernel, key, default, device: default)
-    message = "error: op=norm float32: nothing to tune on this device at narrow: choose another shape or op\n"
+    message = "error: op=norm float32: nothing to tune here at narrow: choose another op, dtype or shape\n"
     assert command(*NARROW)[2] == message
 
 

@@ -133,7 +133,7 @@ def test_the_reference_in_fp8_has_the_ops_of_the_run_in_fp8(hotswap, monkeypatch
     assert "parity   not compared: enough" in out
     assert in_fp8 == [("fp32", None), ("fp8", ["mlp"])]
     # these runs may take minutes, and come before the header
-    line = "parity   first runs eager PyTorch in {}, once for this config\n"
+    line = "parity   first eager PyTorch in {}, as the reference of this config\n"
     assert out.startswith(line.format("fp32") + line.format("fp8"))
 
 
