@@ -94,6 +94,11 @@ def requeue_slurm_job() -> None:
         warn(f"`{' '.join(command)}` failed, so submit the job again: {problem}")
 
 
+def describe_exit(code: int) -> str:
+    """Name the exit code, and the signal that ended the process if there was one."""
+    return f"exit code {code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+
 @contextmanager
 def exit_quietly() -> Iterator[None]:
     """Exit without a traceback after Ctrl-C (code 130), and after the reader of our output has ended (code 141).

@@ -48,18 +48,18 @@ def figures(folder):
 
 
 @pytest.fixture
-def alone(hotswap):
+def one_process(hotswap):
     """Return the figures of one process. In each step it makes two micro-steps, and two ranks make one each."""
     code, _, err = hotswap(*BASE, "out_dir=alone")
     assert (code, err) == (0, "")
     return figures("alone")
 
 
-def test_ddp_gives_the_figures_of_one_process(hotswap, tmp_path, alone):
+def test_ddp_gives_the_figures_of_one_process(hotswap, tmp_path, one_process):
     """Losses and norms are equal to fp32 rounding. Rank 0 writes the folder and the row, with the job's throughput."""
     code, out, err = torchrun(tmp_path, *BASE)
     assert code == 0, err
-    torch.testing.assert_close(figures("run"), alone, rtol=1e-5, atol=0)
+    torch.testing.assert_close(figures("run"), one_process, rtol=1e-5, atol=0)
     assert out.count("step 00008/00008 | loss") == 1
     assert "512 tokens: 2 processes (ddp) with 1 micro-steps of 2 sequences of 128" in out
     assert out.count("done     run/result.json") == 1
@@ -76,7 +76,7 @@ def test_ddp_gives_the_figures_of_one_process(hotswap, tmp_path, alone):
 
 
 @pytest.mark.usefixtures("quick_python")
-def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_path, alone):
+def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_path, one_process):
     """A sharded checkpoint resumes in one process, an unsharded one on two ranks (zero2). read_weights() reads both."""
     code, out, err = torchrun(tmp_path, *BASE, "parallel=fsdp", "train.sharded_checkpoints=true", "train.stop_after=3")
     assert code == 0, err
@@ -87,7 +87,7 @@ def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_p
     assert (newest_valid(Path("run/checkpoints")) / "model.safetensors").exists()
     code, _, err = torchrun(tmp_path, *BASE, "parallel=zero2", "train.resume=auto")
     assert code == 0, err
-    torch.testing.assert_close(figures("run"), alone, rtol=1e-5, atol=0)
+    torch.testing.assert_close(figures("run"), one_process, rtol=1e-5, atol=0)
     assert Path("run/sample.txt").read_text() == Path("alone/sample.txt").read_text()
     ours, theirs = (checkpoint_weights(folder) for folder in ("run", "alone"))
     assert ours.keys() == theirs.keys()
@@ -96,11 +96,11 @@ def test_fsdp_gives_the_figures_of_one_process_and_resumes_in_one(hotswap, tmp_p
 
 
 @pytest.mark.usefixtures("quick_python")
-def test_context_gives_the_figures_of_one_process(hotswap, tmp_path, alone):
+def test_context_gives_the_figures_of_one_process(hotswap, tmp_path, one_process):
     """Each rank has 64 tokens of every sequence of 128. The row counts a sequence once, and parity holds."""
     code, out, err = torchrun(tmp_path, *BASE, "parallel=context", "proof=true")
     assert code == 0, err
-    torch.testing.assert_close(figures("run"), alone, rtol=1e-5, atol=0)
+    torch.testing.assert_close(figures("run"), one_process, rtol=1e-5, atol=0)
     assert "512 tokens: 2 processes (context) with 2 micro-steps of 2 sequences of 128 in 2 parts" in out
     assert Path("run/sample.txt").read_text() == Path("alone/sample.txt").read_text()
     result = row()
@@ -174,7 +174,7 @@ train.main()
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("quick_python")
 def test_fsdp_in_bf16_keeps_fp32_masters(hotswap, tmp_path):
-    """The figures equal those of one process, up to bf16's rounding. Blocks are compiled. Checkpoints are in fp32."""
+    """The figures are those of one process, up to the rounding of bf16. The checkpoints keep the weights in fp32."""
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED.format(root=str(ROOT)))
     settings = *BASE, "precision=bf16", "train.sample_tokens=0", "train.eval_every=0", "model.n_embd=64"

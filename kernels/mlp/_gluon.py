@@ -88,7 +88,7 @@ BLOCK_F = gl.constexpr(128)  # columns of a tile
 ROW_BYTES = gl.constexpr(128)  # of a k-step: 64 channels in 16 bits, 128 in fp8
 SLICE = gl.constexpr(32)  # columns that are stored at once
 BUFFERS = gl.constexpr(2)  # slices of each output of a consumer that may wait to be stored
-STAGES = gl.constexpr(5)  # slots
+STAGES = gl.constexpr(5)  # slots of the ring
 GROUP = gl.constexpr(8)  # tiles of rows that share the weight's tiles in the L2; 4, 16 and 32 are within 2%
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.ranks import world_size
+from runtime.signals import describe_exit
 
 ROOT = Path(__file__).resolve().parents[2]
 PREDICT_MINUTES = 5  # the least time limit of a prediction, which simulates some ten steps without the GPU
@@ -107,8 +108,3 @@ class Prober:
             else:
                 facts["failure"] = f"failed: {last_line}"
         return ProbeResult(**facts)
-
-
-def describe_exit(code: int) -> str:
-    """Name the exit code, and the signal that ended the process if there was one."""
-    return f"exit code {code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"

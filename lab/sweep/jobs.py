@@ -26,7 +26,7 @@ from lab.sweep.table import speed
 from runtime.config import UserError, check, quote_override
 from runtime.console import progress_bar
 from runtime.run import KILLED, UNFINISHED, read_config, read_row, write_row
-from runtime.signals import Signals
+from runtime.signals import Signals, describe_exit
 from terminal import printable, warn
 
 GRACE = 10.0  # seconds that a job has to end after a signal
@@ -132,7 +132,7 @@ class SweepJob:
         """Return the status of a job that wrote no row: its error, or how the process ended."""
         code = self.process.returncode
         if code < 0:
-            return f"failed: exit code {code} ({signal.strsignal(-code)})"
+            return f"failed: {describe_exit(code)}"
         lines = (self.folder / "log.txt").read_text(errors="replace").splitlines()
         last = lines[-1] if lines else ""
         if last.startswith("error: "):
