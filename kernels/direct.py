@@ -23,12 +23,14 @@ def bypass_dispatcher(
 ) -> Callable:
     """Return a function that does what the torch.library.custom_op `op` does, without the dispatcher where possible.
 
-    `backward` and `setup_context` become the autograd of both the operator and the function. An op without a backward
-    goes through the dispatcher whenever gradients are on, because the dispatcher raises when a gradient is asked for.
+    `backward` and `setup_context` become the autograd of both the operator and the function: see first_derivative(). An
+    op without a backward goes through the dispatcher whenever gradients are on, because the dispatcher raises when a
+    gradient is asked for.
     """
     function = compat.python_function(op)
     call_undispatched = function
     if backward:
+        backward = first_derivative(backward, function.__module__)
         op.register_autograd(backward, setup_context=setup_context)
 
         def forward(ctx, *arguments):
@@ -44,5 +46,31 @@ def bypass_dispatcher(
         if compat.is_observed() or (not backward and torch.is_grad_enabled()):
             return op(*arguments)
         return call_undispatched(*arguments)
+
+    return call
+
+
+def first_derivative(backward: Callable, module: str | None = None) -> Callable:
+    """Return the backward of an autograd function, safe in any context of the caller.
+
+    It raises RuntimeError, which names `module`, if its gradients are to be differentiated again (create_graph=True).
+    PyTorch's once_differentiable would return constants, and a second derivative would silently lack a term. Under
+    torch.autocast it computes without autocast, as the forward does.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx, *douts):
+        if torch.compiler.is_compiling():  # PyTorch itself refuses second derivatives of a compiled function
+            return backward(ctx, *douts)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{module or backward.__module__} has no second derivative (create_graph=True): choose kernels=eager "
+                "attn=eager, and not precision=fp8"
+            )
+        device = next((dout.device.type for dout in douts if dout is not None), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *douts)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *douts)
 
     return call

@@ -36,6 +36,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.direct import first_derivative
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 X_SCALE = 4.0
 DY_SCALE = 64.0  # times the rows
@@ -170,6 +172,7 @@ class Linear(torch.autograd.Function):
         return product(x8, weight8, (x_unit, weight_unit), x.dtype, bias, fast)
 
     @staticmethod
+    @first_derivative
     def backward(ctx, dy):
         x, x_unit, weight8, weight_unit, dy_scale = ctx.saved_tensors
         dy8, dy_unit = quantize(dy, E5M2, dy_scale), 1 / dy_scale

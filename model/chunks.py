@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from kernels.direct import first_derivative
 
 CHUNK_BYTES = 2**26  # of a chunk of the block's input: 43,690 tokens of 768 channels in bf16. Pinned memory is
 # allocated in powers of two
@@ -45,7 +46,7 @@ class ChunkedBlock(torch.autograd.Function):
         return forward(block, x, rope, starts)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, rope, starts, parts = ctx.block, ctx.rope, ctx.starts, ctx.parts
         ctx.rope = ctx.starts = ctx.parts = None  # the loss, which may live on, holds ctx

@@ -11,6 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from kernels.direct import first_derivative
 from kernels.gpu import package_unavailable
 from kernels.linear import dweight_in_fp8
 from kernels.registry import Unavailable
@@ -50,7 +51,21 @@ def settings(emulate: bool, dweight: bool) -> tuple:
 def matmul_in_fp8(x, weight, dweight):
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    return matmul_with_hp_or_float8_args.apply(x, weight.T, *settings(x.device.type == "cpu", dweight))
+    y = matmul_with_hp_or_float8_args.apply(x, weight.T, *settings(x.device.type == "cpu", dweight))
+    return DifferentiableOnce.apply(y)
+
+
+class DifferentiableOnce(torch.autograd.Function):
+    """Return y. In a second derivative, torchao itself would fail with an AssertionError."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.view_as(y)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, dy):
+        return dy
 
 
 def linear(x, weight, bias, fp8=False):

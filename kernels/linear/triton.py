@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import bypass_dispatcher, first_derivative
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
@@ -104,6 +104,7 @@ class LinearWithBias(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @first_derivative
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy_rows = dy.reshape(-1, dy.shape[-1]).contiguous()
@@ -119,5 +120,5 @@ def linear(x, weight, bias, fp8=False):
     check_dtypes("linear", x, weight, fp8=True)
     if isinstance(x, InFp8) and not dweight_in_fp8(weight):
         raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
-    y, *_ = linear_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight.contiguous(), bias)
+    y, *_ = linear_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight, bias)
     return y.view(*x.shape[:-1], len(weight))
