@@ -121,6 +121,11 @@ def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
     return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
-# without a limit: a captured CUDA graph reads its mask in every replay, so no mask may be freed. A mask takes 17 KB at
-# T = 4096, and 4 MB at T = 65,536
-cached_block_mask = functools.cache(block_mask)
+@functools.cache  # without a limit: a captured CUDA graph reads its mask in every replay, so no mask may be freed
+def cached_block_mask(*shape) -> BlockMask:
+    """Return block_mask(*shape), the same one for equal arguments. It takes 17 KB at T = 4096, and 4 MB at T = 65,536.
+
+    A mask that is first used in inference must not be an inference tensor, because autograd could not save it later.
+    """
+    with torch.inference_mode(False):
+        return block_mask(*shape)
