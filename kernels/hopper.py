@@ -128,6 +128,16 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """Return a (n, C) tensor as TMA needs it: contiguous, at a multiple of 16 bytes.
+
+    is_contiguous() is not enough: it ignores the stride of a single row, and TMA does not.
+    """
+    if tensor.stride() == (tensor.shape[1], 1) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def tma_descriptor(tensor: Tensor | None, *block: int) -> TensorDescriptor | None:
     """Return a TMA descriptor of `tensor` for tiles of shape `block`, or None if `tensor` is None."""
     if tensor is None:

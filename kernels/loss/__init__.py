@@ -15,10 +15,14 @@ With fp8=True, a backend and reference() compute the products as logits_in_fp8()
 """
 
 import torch
+from torch import Tensor
 
 from kernels import fp8 as products_in_fp8
 
 LOGITS_SCALE = 2.0**12  # times the targets that count. In one micro-step, probabilities below 2^-29 become 0
+
+TENSORS = {"x": "... C", "weight": "V C", "targets": "..."}
+ANY_STRIDES = ("x",)
 
 SHAPES = {
     "124m": {"shape": (32768, 768), "vocab": 50304},
@@ -60,6 +64,16 @@ def logits_in_fp8(x, weight, targets, ignore_index):
     count = (targets != ignore_index).sum().clamp(min=1)
     dy_scale = products_in_fp8.gradient_scale(count, LOGITS_SCALE)
     return products_in_fp8.linear(x, weight, dy_scale=dy_scale, fast=False)
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return gradient (N, C) times factor, in `dtype`. The factor is in fp32, (N, 1) or a scalar.
+
+    `gradient * scalar` would round the scalar to the dtype of the gradient first. In bf16 that changes 1 / 3 by 0.19%,
+    and in fp16 65,536, the first scale of a GradScaler, becomes infinite. A tensor with a dimension is not rounded.
+    """
+    factor = factor if factor.dim() else factor.reshape(1)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def reference(x, weight, targets, ignore_index=-1, fp8=False):

@@ -45,7 +45,6 @@ def cross_entropy_kernel(
     logits_ptr,  # (n, V); with WRITE the kernel overwrites them with their gradient
     targets_ptr,  # (n,) int64
     losses_ptr,  # (n,) fp32
-    count_ptr,  # (1,) number of targets other than ignore_index, in all chunks
     shifts_ptr,  # (n,) fp32, or None; the gradient is 2^(logits LOG2E - shift), except at the target
     ignore_index,
     V: tl.constexpr,
@@ -74,8 +73,7 @@ def cross_entropy_kernel(
     target_logit = tl.load(logits_ptr + tl.where(in_vocab, target, 0)).to(tl.float32) * LOG2E
     target_logit = tl.where(in_vocab, target_logit, float("nan"))
     tl.store(losses_ptr + row, tl.where(not_ignored, lse - target_logit, 0.0) / LOG2E)
-    count = tl.load(count_ptr).to(tl.float32)
-    shift = tl.where(not_ignored, lse + tl.log2(count), float("inf"))  # the gradient of an ignored row is 0
+    shift = tl.where(not_ignored, lse, float("inf"))  # the gradient of an ignored row is 0
     if shifts_ptr is not None:
         tl.store(shifts_ptr + row, shift)
     if WRITE:
@@ -85,21 +83,21 @@ def cross_entropy_kernel(
         if V % BLOCK_V > 0:
             _softmax_(logits_ptr, V // BLOCK_V * BLOCK_V + columns, shift, V, False)
         tl.debug_barrier()
-        target_grad = tl.exp2(target_logit - shift) - 1.0 / count
+        target_grad = tl.exp2(target_logit - shift) - 1.0
         tl.store(logits_ptr + target, target_grad.to(logits_ptr.dtype.element_ty), not_ignored & in_vocab)
 
 
 @triton.jit
-def _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, log_unit, at_target):
+def _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, scale):
     """Return rows n and columns v of the scaled gradient, and 0 outside the matrix.
 
-    The scale is a power of two. Its log2 is subtracted from the shift, which saves a multiplication a logit.
+    The log2 of the scale is subtracted from the shift, which saves a multiplication a logit.
     """
     logits = load_rows(logits_ptr, n, v, N, V, -float("inf"))
     targets = tl.load(targets_ptr + n, n < N, other=ignore_index)
     targets = tl.where(targets == ignore_index, -1, targets).to(tl.int32)
-    shifts = tl.load(shifts_ptr + n, n < N, other=float("inf")) + log_unit
-    return tl.exp2(logits * LOG2E - shifts[:, None]) - tl.where(targets[:, None] == v[None, :], at_target, 0.0)
+    shifts = tl.load(shifts_ptr + n, n < N, other=float("inf")) - tl.log2(scale)
+    return tl.exp2(logits * LOG2E - shifts[:, None]) - tl.where(targets[:, None] == v[None, :], scale, 0.0)
 
 
 @triton.jit(do_not_specialize=["N", "all_rows", "ignore_index"])  # another batch size must not recompile
@@ -107,8 +105,7 @@ def dlogits_fp8_kernel(
     logits_ptr,  # (N, V)
     targets_ptr,  # (N,) int64
     shifts_ptr,  # (N,) fp32, from cross_entropy_kernel
-    count_ptr,  # (1,) number of targets other than ignore_index, in all chunks
-    unit_ptr,  # 1 / scale, fp32
+    scale_ptr,  # fp32
     rows_ptr,  # (N, V rounded up to a multiple of 16) in e5m2
     columns_ptr,  # (V, all_rows rounded up to a multiple of 16) in e5m2, from the first of the N rows on
     ignore_index,
@@ -119,18 +116,16 @@ def dlogits_fp8_kernel(
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute the gradient of the logits, 2^(logits LOG2E - shift) less 1 / count at the target, in both layouts.
+    """Compute the gradient of the logits, 2^(logits LOG2E - shift) less 1 at the target, times scale, in both layouts.
 
-    It is at most 1 / count, or NaN, so infinities need no care.
+    Without the scale it is at most 1, or NaN, so infinities need no care.
     """
     _, quads, v = tile_of_program(N, V, BLOCK_N, BLOCK_C, GROUP)
     n = 4 * quads
-    unit = tl.load(unit_ptr)
-    log_unit = ((unit.to(tl.int32, bitcast=True) >> 23) - 127).to(tl.float32)
-    at_target = tl.div_rn(tl.div_rn(1.0, tl.load(count_ptr).to(tl.float32)), unit)
-    x0 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, log_unit, at_target)
-    x1 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 1, v, N, V, ignore_index, log_unit, at_target)
-    x2 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 2, v, N, V, ignore_index, log_unit, at_target)
-    x3 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 3, v, N, V, ignore_index, log_unit, at_target)
+    scale = tl.load(scale_ptr)
+    x0 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n, v, N, V, ignore_index, scale)
+    x1 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 1, v, N, V, ignore_index, scale)
+    x2 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 2, v, N, V, ignore_index, scale)
+    x3 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 3, v, N, V, ignore_index, scale)
     store_rows(x0, x1, x2, x3, rows_ptr, quads, v, N, V)
     store_columns(x0, x1, x2, x3, columns_ptr, quads, v, N, V, all_rows)

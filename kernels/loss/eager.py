@@ -14,7 +14,7 @@ float64 result (test_rounding_errors_of_the_loss_average_out).
 import torch
 import torch.nn.functional as F
 
-from kernels.loss import logits_in_fp8
+from kernels.loss import logits_in_fp8, scale_gradient
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -33,14 +33,18 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         x, weight, log_probs, targets = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: PyTorch's own derivative can be differentiated again
+            x, weight = x.view_as(x), weight.view_as(weight)  # without views, dweight would have a part through x
+            loss_sum = linear_cross_entropy(x, weight, targets, ctx.ignore_index, fp8=False)
+            return *torch.autograd.grad(loss_sum, (x, weight), dout, create_graph=True), None, None
         not_ignored = (targets != ctx.ignore_index).unsqueeze(-1)
         targets = targets.unsqueeze(-1).where(not_ignored, 0)
         dlogits = torch.exp(log_probs, out=torch.empty_like(log_probs, dtype=x.dtype))
         dlogits.scatter_(-1, targets, log_probs.gather(-1, targets).expm1().to(x.dtype))
         # scale and mask (N, C) and (V, C) tensors: multiplying dlogits would read and write 13 GB at 65,536 tokens
-        dx = (dlogits @ weight) * (dout * not_ignored)
-        dweight = (dlogits.T @ (x * not_ignored)) * dout
-        return dx.to(x.dtype), dweight.to(x.dtype), None, None
+        with torch.autocast(x.device.type, enabled=False):  # .backward() may be called under autocast
+            dx, dweight = dlogits @ weight, dlogits.T @ (x * not_ignored)
+        return scale_gradient(dx, dout * not_ignored, x.dtype), scale_gradient(dweight, dout, x.dtype), None, None
 
 
 def linear_cross_entropy(x, weight, targets, ignore_index, fp8):

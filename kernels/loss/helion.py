@@ -38,22 +38,20 @@ def detail(weight: Tensor, **inputs) -> str:
     return f"helion {version('helion')}, {triton_detail(weight=weight)}"
 
 
-def cross_entropy_(
-    logits: Tensor, targets: Tensor, losses: Tensor, count: Tensor, ignore_index: int, write: bool
-) -> None:
+def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, write: bool) -> None:
     """Write the losses (n,) of logits (n, V), and if `write` is true overwrite the logits with their gradient."""
     from kernels.loss import _helion
 
     launch = softmax_launch(logits.shape[1])
     kernel = _helion.kernel(launch["BLOCK_V"], write, launch["num_warps"])
-    kernel(logits, targets, losses, count.view(1), ignore_index, write)
+    kernel(logits, targets, losses, ignore_index, write)
 
 
 @torch.library.custom_op("hotswap::helion_linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean loss in fp32 and its gradients dx and dweight, as linear_cross_entropy() of triton.py does."""
+    """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
     chunk = chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)

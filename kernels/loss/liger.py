@@ -31,22 +31,27 @@ def detail(**inputs) -> str:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, x_multiples: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean loss in fp32 and its gradients dx and dweight for x (N, C), weight (V, C) and targets (N,).
+    """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does.
 
-    If gradients is False, dx and dweight are empty. The logits of a chunk take about x_multiples times the memory of x.
+    The logits of a chunk take about x_multiples times the memory of x.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import fused_linear_cross_entropy_forward
 
-    options = {} if x_multiples == 1 else {"chunk_mem_const": x_multiples}  # older versions lack it
+    options = {"ignore_index": ignore_index, "reduction": "sum", "accum_dtype": torch.float32}
+    if x_multiples != 1:  # older versions lack the option
+        options["chunk_mem_const"] = x_multiples
     with torch.no_grad():  # Liger overwrites the logits only under no_grad, as inside an autograd.Function
         x, weight = (tensor.detach().requires_grad_(gradients) for tensor in (x, weight))
-        loss, *_, dx, dweight, _ = fused_linear_cross_entropy_forward(
-            x, weight, targets, ignore_index=ignore_index, accum_dtype=torch.float32, **options
-        )
-    return (loss, dx, dweight) if gradients else (loss, x.new_empty(0), x.new_empty(0))
+        loss_sum, *_, dx, dweight, _ = fused_linear_cross_entropy_forward(x, weight, targets, **options)
+    return (loss_sum, dx, dweight) if gradients else (loss_sum, x.new_empty(0), x.new_empty(0))
 
 
-linear_cross_entropy.register_fake(empty_outputs)
+@linear_cross_entropy.register_fake
+def _(x, weight, targets, ignore_index, gradients, x_multiples):
+    loss_sum, dx, dweight = empty_outputs(x, weight, targets, ignore_index, gradients)
+    return loss_sum, dx, dweight.to(weight.dtype)  # Liger rounds its sum in fp32
+
+
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 

@@ -5,15 +5,18 @@ idea of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989): the forward already co
 tokens needs one (n, V) buffer, and only until its gradients are done.
 
     logits  = x W^T                                            cuBLAS
-    dlogits = (softmax(logits) - onehot(target)) / count       the kernel of _softmax.py, written over the logits
+    dlogits = softmax(logits) - onehot(target)                 the kernel of _softmax.py, written over the logits
     dx      = dlogits W                                        cuBLAS
     dW     += dlogits^T x                                      cuBLAS, summed in fp32
+
+These are the gradients of the sum of the losses, because those of the mean are too small for fp16: a gradient of 1e-8
+becomes 0. backward() multiplies dx and dW by the gradient of the sum, in fp32, and rounds dW there for the first time.
 
 On Hopper in bf16, _gluon.py replaces the first two lines if gradients are needed. Then not even the logits of a chunk
 exist. In validation they do, and bf16 rounds them.
 
 A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
-C = 768). backward() only multiplies dx and dW by the gradient of the loss.
+C = 768).
 
 With fp8 the three products are in fp8. cuBLAS cannot add such a product to dW: each sum moves another 0.6 GB, 0.15 ms.
 So the chunks of a group write their dlogits by columns into one matrix, and the group has one product. At C = 768 the
@@ -31,7 +34,8 @@ from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E5M2, X_SCALE, gradient_scale, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.loss import LOGITS_SCALE, _gluon
+from kernels.hopper import aligned
+from kernels.loss import LOGITS_SCALE, _gluon, scale_gradient
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel
 from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_of
@@ -69,36 +73,29 @@ def softmax_launch(V: int) -> dict[str, int]:
 
 
 def cross_entropy_(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    count: Tensor,
-    ignore_index: int,
-    write: bool,
-    shifts: Tensor | None = None,
+    logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, write: bool, shifts: Tensor | None = None
 ) -> None:
     """Write the losses (n,) in fp32 of contiguous logits (n, V).
 
-    If write is True, also overwrite the logits with their gradient. This is the gradient of the mean loss over all
-    `count` targets other than ignore_index. `count` is a tensor, so that the host does not wait for it. If `shifts` is
-    given, (n,) fp32, dlogits_in_fp8() can compute the gradient from what is written there.
+    If write is True, also overwrite the logits with the gradient of the sum of the losses. If `shifts` is given, (n,)
+    fp32, dlogits_in_fp8() can compute the gradient from what is written there.
     """
     V = logits.shape[1]
     launch = launch_parameters("cross_entropy", f"{V} {logits.dtype}", softmax_launch(V), logits.device)
-    arguments = logits, targets, losses, count, shifts, ignore_index
+    arguments = logits, targets, losses, shifts, ignore_index
     cross_entropy_kernel[(len(logits),)](*arguments, V=V, WRITE=write, **launch)
 
 
 def dlogits_in_fp8(
-    logits: Tensor, targets: Tensor, shifts: Tensor, count: Tensor, unit: Tensor, columns: Tensor, ignore_index: int
+    logits: Tensor, targets: Tensor, shifts: Tensor, scale: Tensor, columns: Tensor, ignore_index: int
 ) -> Tensor:
     """Return the gradient of contiguous logits (N, V) in e5m2 by rows, and write it by columns into columns[:, :N].
 
-    `columns` is a slice of a contiguous matrix. `unit` is 1 / the scale of the gradient.
+    `columns` is a slice of a contiguous matrix. `scale` is the scale of the gradient, a scalar in fp32.
     """
     (N, V), (_, programs, launch) = logits.shape, tiles("dlogits_fp8", logits)
     rows = empty_fp8(N, V, E5M2, logits.device)
-    arguments = logits, targets, shifts, count, unit, rows, columns, ignore_index, N, columns.stride(0), V
+    arguments = logits, targets, shifts, scale, rows, columns, ignore_index, N, columns.stride(0), V
     dlogits_fp8_kernel[(programs,)](*arguments, **launch)
     return rows
 
@@ -113,14 +110,15 @@ def chunk_tokens(kernel: str, x: Tensor, V: int, logits_bytes: int) -> int:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mean loss in fp32 and its gradients dx and dweight for x (N, C), weight (V, C) and targets (N,).
+    """Return the sum of the losses in fp32, and its gradients, for x (N, C), weight (V, C) and targets (N,).
 
-    If gradients is False, dx and dweight are empty. If whole is True, all tokens are one chunk.
+    dx has the dtype of x, and dweight is in fp32. If gradients is False, they are empty. If whole is True, all tokens
+    are one chunk.
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
     if gradients and _gluon.supports(x, weight):
-        x, weight, fill_dlogits = _gluon.aligned(x), _gluon.aligned(weight), _gluon.unnormalised_gradient
+        x, weight, fill_dlogits = aligned(x), aligned(weight), _gluon.unnormalised_gradient
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
@@ -129,7 +127,6 @@ def from_logits(
     weight: Tensor,
     targets: Tensor,
     losses: Tensor,
-    count: Tensor,
     ignore_index: int,
     out: Tensor,
     *,
@@ -138,7 +135,7 @@ def from_logits(
 ) -> tuple[Tensor, None]:
     """Write the logits into `out`, and call cross_entropy_() or a function like it. Return x, and no scales."""
     torch.mm(x, weight.T, out=out)
-    cross_entropy(out, targets, losses, count, ignore_index, write)
+    cross_entropy(out, targets, losses, ignore_index, write)
     return x, None
 
 
@@ -156,37 +153,38 @@ def linear_cross_entropy_in_chunks(
     `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
     unnormalised_gradient() of _gluon.py. It returns the x for dW, and what multiplies dx, or None.
     """
-    (N, C), V = x.shape, len(weight)
-    count = (targets != ignore_index).sum().clamp(min=1)
+    N, V = len(x), len(weight)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
-    dx = torch.empty_like(x) if gradients else x.new_empty(0)
-    dweight = torch.zeros(V, C, dtype=torch.float32, device=x.device) if gradients and chunk < N else x.new_empty(0)
+    _, dx, dweight = empty_outputs(x, weight, targets, ignore_index, gradients)
     buffer = x.new_empty(min(chunk, N), V)
     for start in range(0, N, chunk):
         tokens = slice(start, start + chunk)
         dlogits = buffer[: len(x[tokens])]
-        x_chunk, scales = fill_dlogits(x[tokens], weight, targets[tokens], losses[tokens], count, ignore_index, dlogits)
+        x_chunk, scales = fill_dlogits(x[tokens], weight, targets[tokens], losses[tokens], ignore_index, dlogits)
         if not gradients:
             continue
         torch.mm(dlogits, weight, out=dx[tokens])
         if scales is not None:
             dx[tokens].mul_(scales)
-        if chunk >= N:  # one chunk needs no sum in fp32
-            dweight = dlogits.T @ x_chunk
-        elif x.dtype == torch.float32:
-            dweight.addmm_(dlogits.T, x_chunk)
-        else:  # cuBLAS adds a product of bf16 matrices to the fp32 sum
-            torch.addmm(dweight, dlogits.T, x_chunk, out_dtype=torch.float32, out=dweight)
-    del dlogits, buffer  # free them before dweight is cast
-    return losses.sum() / count, dx, dweight.to(weight.dtype)
+        add_product(dlogits.T, x_chunk, dweight, first=start == 0)
+    return losses.sum(), dx, dweight
+
+
+def add_product(a: Tensor, b: Tensor, total: Tensor, first: bool) -> None:
+    """Add a @ b to `total`, which is in fp32; if it is the `first` product, overwrite `total` with it."""
+    if a.is_cuda and a.dtype != torch.float32:  # cuBLAS adds a product of 16-bit matrices to a sum in fp32
+        options = {"out_dtype": torch.float32, "out": total}
+        torch.mm(a, b, **options) if first else torch.addmm(total, a, b, **options)
+    else:
+        torch.addmm(total, a.float(), b.float(), beta=0 if first else 1, out=total)
 
 
 @linear_cross_entropy.register_fake
 def empty_outputs(x, weight, targets, ignore_index, gradients, whole=False):
     """Allocate what linear_cross_entropy() returns: the operator's fake implementation, here and in liger.py."""
-    empty = x.new_empty(0)
-    mean = x.new_empty((), dtype=torch.float32)
-    return mean, torch.empty_like(x) if gradients else empty, torch.empty_like(weight) if gradients else empty
+    dx = x.new_empty(x.shape if gradients else 0)
+    dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
+    return x.new_empty((), dtype=torch.float32), dx, dweight
 
 
 @torch.library.custom_op("hotswap::linear_cross_entropy_fp8", mutates_args=())
@@ -200,22 +198,21 @@ def linear_cross_entropy_fp8(
     group = max(1, FP8_COLUMNS_BYTES // (V * chunk)) * chunk
     count = (targets != ignore_index).sum().clamp(min=1)
     losses, shifts = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
-    x_unit, unit = unit_of(X_SCALE, x.device), 1 / gradient_scale(count, LOGITS_SCALE)
+    x_unit, scale = unit_of(X_SCALE, x.device), gradient_scale(count, LOGITS_SCALE) / count
+    unit = 1 / scale
     x_rows, x_columns, _ = quantize(x, x_unit)
     weight_rows, weight_columns, weight_unit = quantize_weight(weight)
-    dx = torch.empty_like(x) if gradients else x.new_empty(0)
-    dweight = x.new_empty(0)
+    dx, dweight = x.new_empty(x.shape if gradients else 0), weight.new_empty(0, dtype=torch.float32)
     for start in range(0, N, chunk):
         tokens, in_group = slice(start, start + chunk), start % group
         logits = product(x_rows[tokens], weight_rows, (x_unit, weight_unit), x.dtype, fast=False)
-        cross_entropy_(logits, targets[tokens], losses[tokens], count, ignore_index, False, shifts[tokens])
+        cross_entropy_(logits, targets[tokens], losses[tokens], ignore_index, False, shifts[tokens])
         if not gradients:
             continue
         if in_group == 0:
             columns = empty_fp8(V, min(group, N - start), E5M2, x.device)
-        arguments = logits, targets[tokens], shifts[tokens], count, unit, columns[:, in_group:], ignore_index
-        rows = dlogits_in_fp8(*arguments)
-        del logits, arguments
+        rows = dlogits_in_fp8(logits, targets[tokens], shifts[tokens], scale, columns[:, in_group:], ignore_index)
+        del logits
         dx[tokens] = product(rows, weight_columns, (unit, weight_unit), x.dtype)
         del rows
         if in_group + chunk >= columns.shape[1]:  # the group is complete
@@ -224,7 +221,7 @@ def linear_cross_entropy_fp8(
             part = product(columns, x_group, (unit, x_unit), torch.float32)
             dweight = part if first == 0 else dweight.add_(part)
             del columns, part
-    return losses.sum() / count, dx, dweight.to(weight.dtype)
+    return losses.sum(), dx, dweight
 
 
 linear_cross_entropy_fp8.register_fake(empty_outputs)
@@ -233,13 +230,14 @@ linear_cross_entropy_fp8.register_fake(empty_outputs)
 def setup_context(ctx, inputs, output):
     _, dx, dweight = output
     ctx.save_for_backward(dx, dweight)
+    ctx.dtype = inputs[1].dtype
     ctx.set_materialize_grads(False)  # the outputs dx and dweight get no gradients
 
 
 def backward(ctx, dout, _dx, _dweight):
     dx, dweight = ctx.saved_tensors
     no_gradients = [None] * (len(ctx.needs_input_grad) - 2)
-    return dx * dout.to(dx.dtype), dweight * dout.to(dweight.dtype), *no_gradients
+    return scale_gradient(dx, dout, dx.dtype), scale_gradient(dweight, dout, ctx.dtype), *no_gradients
 
 
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
@@ -254,14 +252,14 @@ def loss(x, weight, targets, ignore_index=-1, fp8=False):
 
 
 def apply_to_rows(op, x, weight, targets, ignore_index, *options):
-    """Call `op` with x as (N, C) and return the loss. `op` computes gradients only if autograd will need them.
+    """Call `op` with x as (N, C) and return the mean loss. `op` computes gradients only if autograd will need them.
 
     `options` are further arguments of `op`: `whole` for linear_cross_entropy(), none for other operators.
     """
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    x, targets = x.flatten(0, -2).contiguous(), targets.flatten()
-    mean_loss, _, _ = op(x, weight, targets, ignore_index, gradients, *options)
-    return mean_loss
+    x, targets = x.reshape(-1, x.shape[-1]).contiguous(), targets.reshape(-1)
+    loss_sum, _, _ = op(x, weight, targets, ignore_index, gradients, *options)
+    return loss_sum / (targets != ignore_index).sum().clamp(min=1)
 
 
 def detail(x, weight, fp8=False, **rest) -> str:

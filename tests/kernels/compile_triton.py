@@ -108,7 +108,7 @@ def main(capability: int) -> None:
             )
             wide = re.compile(r"ld\.global\.v4|cp\.async\.cg\.shared\.global .*, 0x10")
             assert all(wide.search(ptx) and "st.global.v4" in ptx for ptx in (forward, backward))
-    types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "count_ptr": "*i64", "shifts_ptr": "*fp32"}
+    types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "shifts_ptr": "*fp32"}
     compile_kernel(
         "loss", loss.cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
     )
@@ -174,7 +174,7 @@ def compile_gluon_loss() -> None:
     """Compile the loss whose matmul exponentiates, for Hopper."""
     n, v, c, columns = (getattr(loss_gluon, name).value for name in ("BLOCK_N", "BLOCK_V", "BLOCK_C", "SLICE"))
     types = dict.fromkeys(("target_logits_ptr", "sums_ptr", "losses_ptr", "scales_ptr"), "*fp32")
-    types |= {"targets_ptr": "*i64", "count_ptr": "*i64"}
+    types |= {"targets_ptr": "*i64"}
     for name, kernel, size in (
         ("shift", loss_gluon._cross_entropy_shift_kernel, {"ROWS": 4, "BLOCK": 1024}),
         ("finish", loss_gluon._cross_entropy_finish_kernel, {"ROWS": 16, "BLOCK": 64}),
@@ -231,8 +231,8 @@ def compile_sums_and_adamw(capability: int) -> None:
 
 def compile_fp8() -> None:
     """Compile the passes that round to fp8. A thread moves 16 bytes of a tensor at once."""
-    numbers = dict.fromkeys(("maxima_ptr", "unit_ptr", "dy_unit_ptr", "sums_ptr", "shifts_ptr"), "*fp32")
-    numbers |= {"targets_ptr": "*i64", "count_ptr": "*i64"}
+    numbers = dict.fromkeys(("maxima_ptr", "unit_ptr", "scale_ptr", "dy_unit_ptr", "sums_ptr", "shifts_ptr"), "*fp32")
+    numbers |= {"targets_ptr": "*i64"}
     e4m3 = numbers | dict.fromkeys(("rows_ptr", "columns_ptr", "a_ptr"), "*fp8e4nv")
     e5m2 = numbers | dict.fromkeys(("rows_ptr", "columns_ptr", "dh_rows_ptr", "dh_columns_ptr"), "*fp8e5")
     size = quantize.default_launch()

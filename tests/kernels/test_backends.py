@@ -53,7 +53,7 @@ def load_or_skip(op, impl, device, inputs=None):
         if missing := inputs.keys() - inspect.signature(function).parameters.keys():
             pytest.skip(f"{op}={impl} takes no {', '.join(missing)}")
         floats = [tensor.dtype for tensor in float_tensors(inputs.values())]
-        if floats and (device.type == "cuda" or torch.bfloat16 in floats or "fp8" in inputs):
+        if floats and (device.type == "cuda" or any(dtype.itemsize == 2 for dtype in floats) or "fp8" in inputs):
             # raises Unavailable for a dtype or a size: the interpreter lacks bf16, and some kernels fp32 or odd sizes
             function(**inputs)
     except Unavailable as reason:
@@ -103,6 +103,41 @@ def test_against_float64(op, impl, case, dtype, device, poison, fp8_on_a_cpu):
     truth = exact_results(op, impl, inputs)
     eager = outputs_and_gradients(load(op, "eager", device), inputs)
     assert_as_good_as_eager(outputs_and_gradients(function, inputs), eager, truth, inputs, dtype)
+
+
+@pytest.mark.parametrize(("op", "impl"), BACKENDS)
+def test_in_fp16(op, impl, device, poison):
+    """Results follow the rule in fp16."""
+    inputs = case_inputs(op, next(iter(contract(op).CASES)), torch.float16, device)
+    function = load_or_skip(op, impl, device, inputs)
+    truth, eager = exact_results(op, impl, inputs), outputs_and_gradients(load(op, "eager", device), inputs)
+    assert_as_good_as_eager(outputs_and_gradients(function, inputs), eager, truth, inputs, torch.float16)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("impl", impls("loss"))
+def test_small_probabilities_in_fp16(impl, device):
+    """The smallest number of fp16 is 6e-8. A probability of 1 / V, divided by the number of targets, is about as small.
+
+    On a GPU the sizes are of GPT-2 124M: 2e-5 / 16,384 = 1e-9.
+    """
+    shape, vocab = ((16384, 768), 50304) if device.type == "cuda" else ((512, 16), 8192)
+    inputs = contract("loss").inputs(shape, vocab=vocab, dtype=torch.float16, device=device)
+    function = load_or_skip("loss", impl, device, inputs)
+    truth, eager = exact_results("loss", impl, inputs), outputs_and_gradients(load("loss", "eager", device), inputs)
+    assert_as_good_as_eager(outputs_and_gradients(function, inputs), eager, truth, inputs, torch.float16)
+
+
+@pytest.mark.parametrize("dout", [1.0, 1 / 3, 65536.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("impl", impls("loss"))
+def test_the_gradient_of_the_loss_scales_the_gradients(impl, dtype, dout, device):
+    """It may be 1 / 3, as in gradient accumulation over 3, or 65,536, which fp16 lacks, as in the first GradScaler."""
+    inputs = case_inputs("loss", "some_ignored", dtype, device)
+    function = load_or_skip("loss", impl, device, inputs)
+    truth = exact_results("loss", impl, inputs, dout=dout)
+    eager, got = (outputs_and_gradients(f, inputs, dout=dout) for f in (load("loss", "eager", device), function))
+    assert_as_good_as_eager(got, eager, truth, inputs, dtype)
 
 
 @pytest.mark.parametrize(("op", "impl"), BACKENDS)

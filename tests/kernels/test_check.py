@@ -76,6 +76,17 @@ def test_the_longest_sum_goes_over_a_column_or_a_row(shape):
         assert (reason is None) == is_right, reason
 
 
+def test_a_common_factor_is_noticed_although_each_element_may_be_off_by_more():
+    """In bf16 an element may be off by 2^-8 = 0.39%. A gradient that is scaled by bf16(dout) is off by 0.15%."""
+    truth = {"d_x": torch.randn(100, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}
+    eager = {"d_x": truth["d_x"].bfloat16()}
+    factor = torch.tensor(check.DOUT).bfloat16().item() / check.DOUT
+    reason = broken_rule({"d_x": (truth["d_x"] * factor).bfloat16()}, eager, truth, {"x": eager["d_x"]}, torch.bfloat16)
+    assert reason.startswith("d_x: its scale is off by 0.0014")
+    twice_rounded = {"d_x": (eager["d_x"] * 1.3).bfloat16() / 1.3}
+    assert broken_rule(twice_rounded, eager, truth, {"x": eager["d_x"]}, torch.bfloat16) is None
+
+
 def test_results_have_the_shapes_and_dtypes_of_the_contract():
     truth = {"out0": torch.ones(2, 3).double(), "d_x": torch.ones(2, 3).double()}
     eager = {name: exact.float() for name, exact in truth.items()}

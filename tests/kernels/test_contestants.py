@@ -67,16 +67,19 @@ def layer_norm_backward(dY, X, W, B, Mean, RSTD):
     return tuple(result.to(t.dtype) for result, t in zip(results, (X, W, B), strict=True))
 
 
-def fused_linear_cross_entropy_forward(_input, weight, target, *, ignore_index, accum_dtype, chunk_mem_const=1):
+def fused_linear_cross_entropy_forward(
+    _input, weight, target, *, ignore_index, reduction, accum_dtype, chunk_mem_const=1
+):
     assert type(chunk_mem_const) is int
     assert chunk_mem_const >= 1
+    assert reduction == "sum"
     counts = (target != ignore_index).unsqueeze(1)
     log_probs = (_input @ weight.T).float().log_softmax(-1)
     onehot = torch.arange(len(weight)) == target.unsqueeze(1)
-    loss = -(log_probs * (onehot & counts)).sum() / max(1, counts.sum().item())
+    loss = -(log_probs * (onehot & counts)).sum()
     if not _input.requires_grad:
         return loss, None, None, None, torch.zeros_like(_input), None, None
-    dlogits = ((log_probs.exp() - onehot.float()) * counts / counts.sum().clamp(min=1)).to(_input.dtype)
+    dlogits = ((log_probs.exp() - onehot.float()) * counts).to(_input.dtype)
     dweight = (dlogits.T.to(accum_dtype) @ _input.to(accum_dtype)).to(weight.dtype)
     return loss, None, None, None, dlogits @ weight, dweight, None
 
@@ -104,13 +107,13 @@ def fused_scaled_cross_entropy_backward(
     return dlogits @ weight_padded, dlogits.T @ x_padded
 
 
-def helion_cross_entropy(logits, targets, losses, count, ignore_index, write):
+def helion_cross_entropy(logits, targets, losses, ignore_index, write):
     counts = targets != ignore_index
     loss = logits.float().logsumexp(1) - logits.float().gather(1, targets.where(counts, 0)[:, None])[:, 0]
     losses.copy_(loss * counts)
     if write:
         onehot = torch.arange(logits.shape[1]) == targets[:, None]
-        logits.copy_((logits.float().softmax(1) - onehot.float()) * counts[:, None] / count)
+        logits.copy_((logits.float().softmax(1) - onehot.float()) * counts[:, None])
 
 
 def helion_norm_fwd(x, residual, weight, bias, eps, y, stream, mean, rstd):
