@@ -28,6 +28,9 @@ from math import sqrt  # not `import math`: importing the backend math.py sets k
 
 import torch
 
+TENSORS = {"q": "B Tq H D", "k": "B Tk Hkv D", "v": "B Tk Hkv D", "lengths": "B", "starts": "B Tq"}
+ANY_STRIDES = ("q", "k", "v")
+
 SHAPES = {
     "124m": {"shape": (32, 1024, 12, 64)},
     "long": {"shape": (2, 16384, 12, 64)},
@@ -88,6 +91,16 @@ def in_model(*, batch, length, n_head, kv_heads, head_dim, window, learned_posit
     if documents:
         options["documents"] = [length]
     return {"shape": (batch, length, n_head, head_dim), "kv_heads": kv_heads, "window": window, **options}
+
+
+def conflict(q, k, causal=True, starts=None, **_) -> str | None:
+    """Return, in one line, which sizes contradict each other although each tensor has its dimensions, or None."""
+    (_, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
+    if kv_heads * (heads // max(1, kv_heads)) != heads:
+        return f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k and v"
+    if (causal and queries > keys) or (starts is not None and queries != keys):
+        return f"q has {queries} tokens, and k and v have {keys}"
+    return None
 
 
 def reference(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):

@@ -91,7 +91,8 @@ def _(starts):
 
 @functools.lru_cache(maxsize=1)  # all layers of a step ask for the same documents. It keeps 8 bytes a token alive
 def cached_bounds(starts: Tensor, tensor_version: int) -> tuple[Tensor, Tensor]:
-    return document_bounds(starts)
+    with torch.inference_mode(False):  # autograd must be able to save bounds that were first used in inference
+        return document_bounds(starts)
 
 
 @torch.library.custom_op("hotswap::flash_fwd", mutates_args=())
@@ -113,7 +114,7 @@ def flash_fwd(
     """
     forward, _ = load_kernels(choose_version(version, q))
     documents = select_documents(bounds, sizes)
-    tensors = pack(documents, *map(contiguous_channels, (q, k, v)))
+    tensors = pack(documents, *map(aligned_rows, (q, k, v)))
     out, lse = forward(*tensors, causal, scale, window, lengths, documents)
     return out.view(q.shape) if documents else out.contiguous(), lse
 
@@ -155,7 +156,7 @@ def flash_bwd(
     """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
     _, backward = load_kernels(choose_version(version, q))
     grads, documents = gradient_buffer(q, k), select_documents(bounds, sizes)
-    tensors = pack(documents, dout.contiguous(), *map(contiguous_channels, (q, k, v)), out)
+    tensors = pack(documents, dout.contiguous(), *map(aligned_rows, (q, k, v)), out)
     gradients = pack(documents, *gradient_views(grads, q, k))  # views of grads
     backward(*tensors, lse, causal, scale, window, *gradients, documents)
     return grads
@@ -191,15 +192,22 @@ flash_bwd = bypass_dispatcher(flash_bwd)
 flash_fwd = bypass_dispatcher(flash_fwd, _backward, _setup_context)
 
 
-def contiguous_channels(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last stride is 1, as the kernels require: `tensor` itself, or a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def aligned_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a copy, with a last stride of 1, and all rows at multiples of 16 bytes.
+
+    The kernels load 16 bytes at once. At another address PyTorch's own ends with "misaligned address".
+    """
+    distances = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
+    if tensor.stride(-1) == 1 and all(distance % 16 == 0 for distance in distances):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None, version=None):
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     bounds = sizes = None
     if starts is not None:
-        compiling = torch.compiler.is_compiling()  # torch.compile itself merges equal calls of an operator
-        bounds, sizes = document_bounds(starts) if compiling else cached_bounds(starts, starts._version)
+        # torch.compile itself merges equal calls of an operator; an inference tensor has no version
+        cacheable = not torch.compiler.is_compiling() and not starts.is_inference()
+        bounds, sizes = cached_bounds(starts, starts._version) if cacheable else document_bounds(starts)
     return flash_fwd(q, k, v, causal, scale, window, lengths, bounds, sizes, version)[0]

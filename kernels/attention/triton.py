@@ -303,7 +303,6 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     if not causal and (window is not None or starts is not None):
         raise Unavailable("attention=triton supports windows and documents only in causal attention: choose attn=eager")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    starts, lengths = (t if t is None else t.contiguous() for t in (starts, lengths))
     return attention_fwd(q, k, v, starts, lengths, causal, scale, window)[0]
 
 

@@ -17,6 +17,9 @@ import torch
 
 from kernels import fp8 as products_in_fp8
 
+TENSORS = {"x": "... C", "weight": "F C", "bias": "F"}
+ANY_STRIDES = ("x",)
+
 SHAPES = {
     "124m": {"shape": (65536, 768), "out": 2304},
     "124m_fp8": {"shape": (65536, 768), "out": 2304, "fp8": True},

@@ -22,6 +22,9 @@ import torch
 from kernels import fp8 as products_in_fp8
 from kernels import linear
 
+TENSORS = {"x": "... C", "w_fc": "F C", "b_fc": "F", "w_proj": "C F", "b_proj": "C"}
+ANY_STRIDES = ("x",)
+
 SHAPES = {
     "124m": {"shape": (65536, 768)},
     "124m_fp8": {"shape": (65536, 768), "fp8": True},

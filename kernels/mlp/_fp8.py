@@ -201,5 +201,5 @@ mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
 
 
 def mlp(x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
-    y, *_ = mlp_fwd(*with_layouts(x), w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)
+    y, *_ = mlp_fwd(*with_layouts(x), w_fc, b_fc, w_proj, b_proj)
     return y.view(x.shape)

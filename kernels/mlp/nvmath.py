@@ -121,4 +121,4 @@ def mlp(x, w_fc, b_fc, w_proj, b_proj):
             "mlp=nvmath in float32: cuBLASLt's GELU is too inexact; choose bfloat16, or kernels.mlp=eager"
         )
     x_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return mlp_fwd(x_rows, w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj)[0].view(x.shape)
+    return mlp_fwd(x_rows, w_fc, b_fc, w_proj, b_proj)[0].view(x.shape)

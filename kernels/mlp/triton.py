@@ -242,5 +242,5 @@ def apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h):
     """Call mlp_fwd() with x as (N, C) and return y in the shape of x. Raises Unavailable if a dtype is unsupported."""
     check_dtypes("mlp", x, w_fc)
     x_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y, _ = mlp_fwd(x_rows, w_fc.contiguous(), b_fc, w_proj.contiguous(), b_proj, save_h)
+    y, _ = mlp_fwd(x_rows, w_fc, b_fc, w_proj, b_proj, save_h)
     return y.view(x.shape)

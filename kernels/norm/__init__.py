@@ -17,6 +17,9 @@ why_nan(weight, bias), which returns the reason as text for the user, or None.
 
 import torch
 
+TENSORS = {"x": "... C", "residual": "... C", "weight": "C", "bias": "C"}
+ANY_STRIDES = ("x", "residual")
+
 # The shapes to measure: GPT-2's widths, and a wide one. A row is a token.
 SHAPES = {
     "124m": {"shape": (262144, 768)},
