@@ -1,19 +1,33 @@
-"""Every custom op that a backend calls, forward and backward, follows PyTorch's rules for custom ops."""
+"""Every custom operator of kernels/, forward and backward, follows PyTorch's rules for custom operators."""
+
+import contextlib
+import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from kernels.adamw import BLOCK, adamw
+from kernels.attention import document_starts, flash
 from kernels.compat import TorchDispatchMode
-from kernels.registry import OPS, contract, impls
+from kernels.decode import _sampling
+from kernels.norm.triton import norm_in_fp8
+from kernels.registry import OPS, backend, contract, impls
+from kernels.sampling import Sampling
 from tests.kernels.test_backends import DEVICES, case_inputs, float_tensors, load_or_skip
+from tests.kernels.test_contestants import CPU, ONE_DTYPE, WRAPPED, packages  # noqa: F401
+from tests.kernels.test_flash import stand_in  # noqa: F401
 
+ROOT = Path(__file__).parents[2] / "kernels"
 CASES = {  # small, because opcheck calls an op about ten times; every case of an op that is not in the table
     "norm": ["fp32_residual", "plain"],
     "attention": ["64"],
-    "linear": ["no_bias", "fp8"],
+    "linear": ["one_row", "no_bias", "fp8"],
     "mlp": ["one_row", "no_bias", "fp8"],
     "loss": ["some_ignored", "fp8"],
 }
+WITH_CASES = [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES.get(op, contract(op).CASES)]
 UTILS = "test_faketensor", "test_autograd_registration", "test_schema", "test_aot_dispatch_dynamic"
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -34,33 +48,110 @@ class CallRecorder(TorchDispatchMode):
         return result
 
 
+def recorded(function, inputs):
+    """Return (whether its arguments require gradients, op, arguments, results) of each call of an operator.
+
+    The calls are the forward without and with gradients, and the backward.
+    """
+    with CallRecorder() as without_gradients, torch.no_grad():
+        function(**inputs)
+    with CallRecorder() as forward:
+        outputs = function(**inputs)
+    outputs = float_tensors(outputs if isinstance(outputs, tuple) else (outputs,))
+    outputs = [out for out in outputs if out.requires_grad]
+    with CallRecorder() as backward:
+        if outputs:
+            torch.autograd.grad(outputs, float_tensors(inputs.values()), [torch.randn_like(out) for out in outputs])
+    return [
+        (record is forward and bool(outputs), func, args, results)
+        for record in (without_gradients, forward, backward)
+        for func, (args, results) in record.calls.items()
+    ]
+
+
+def opcheck(calls):
+    for requires_gradients, func, args, results in calls:
+        copies = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        if requires_gradients:
+            for copy in float_tensors(copies):
+                copy.requires_grad_()
+        # the last two checks compute with all tensors, which PyTorch cannot do in fp8
+        in_fp8 = any(isinstance(value, torch.Tensor) and value.dtype in FP8 for value in (*args, *results))
+        torch.library.opcheck(func, copies, test_utils=UTILS[:2] if in_fp8 else UTILS)
+
+
+def other_calls(device):
+    """Return functions, and their arguments, that call the operators that no op's function calls."""
+    n = 2 * BLOCK
+    state = {name: torch.rand(n, device=device) for name in ("master", "exp_avg", "exp_avg_sq", "weight", "gradient")}
+    scalars = {"lr": 0.1, "scale": 1.0, "corrections": [0.1, 0.01], "refuse": False}
+    scalars = {name: torch.tensor(value, device=device) for name, value in scalars.items()}
+    rest = {"decayed": 64, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    starts = torch.tensor([document_starts((3, 5))] * 2, dtype=torch.int32, device=device)
+    seeds, positions = (torch.arange(2, device=device) for _ in range(2))
+    draw = {"logits": torch.randn(2, 300, device=device), "seeds": seeds, "positions": positions}
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [
+        (lambda **arguments: adamw(*arguments.values()), state | scalars | rest),
+        (flash.document_bounds, {"starts": starts}),
+        (functools.partial(_sampling.sample_tokens, sampling=Sampling(300, top_k=7)), draw),
+        (lambda **arguments: norm_in_fp8(**arguments)[1], case_inputs("norm", "fp32_residual", dtype, device)),
+    ]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("op", "impl", "case"),
-    [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES.get(op, contract(op).CASES)],
-)
+@pytest.mark.parametrize(("op", "impl", "case"), WITH_CASES)
 def test_opcheck(op, impl, case, device, fp8_on_a_cpu):
     """torch.library.opcheck finds no mistake.
 
-    An op neither changes nor returns its arguments. Its fake outputs have the real shapes and strides, also if sizes
-    are symbols.
+    An op neither changes nor returns its arguments, and no two outputs share memory. Its fake outputs have the real
+    shapes and strides, also if sizes are symbols.
     """
     device = torch.device(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     inputs = case_inputs(op, case, dtype, device)
-    function = load_or_skip(op, impl, device, inputs)
-    with CallRecorder() as forward:
-        outputs = function(**inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    with CallRecorder() as backward:
-        torch.autograd.grad(outputs, float_tensors(inputs.values()), [torch.randn_like(out) for out in outputs])
-    for record in (forward, backward):
-        for func, (args, results) in record.calls.items():
-            copies = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-            if record is forward:
-                for copy in float_tensors(copies):
-                    copy.requires_grad_()
-            # the last two checks compute with all tensors, which PyTorch cannot do in fp8
-            in_fp8 = any(isinstance(value, torch.Tensor) and value.dtype in FP8 for value in (*args, *results))
-            torch.library.opcheck(func, copies, test_utils=UTILS[:2] if in_fp8 else UTILS)
+    opcheck(recorded(load_or_skip(op, impl, device, inputs), inputs))
+
+
+@pytest.mark.parametrize(("op", "impl"), WRAPPED)
+def test_opcheck_of_wrapped_kernels(op, impl, packages):  # noqa: F811
+    """The same for other people's kernels, with plain PyTorch in place of their packages."""
+    inputs = case_inputs(op, CASES[op][0], ONE_DTYPE.get((op, impl), torch.float32), CPU)
+    opcheck(recorded(getattr(backend(op, impl), op), inputs))
+
+
+@pytest.fixture
+def flash_calls(stand_in, monkeypatch):  # noqa: F811
+    """FlashAttention's functions and arguments, with plain PyTorch in place of its package."""
+    stand_in("fa4")
+    monkeypatch.setattr(flash, "choose_version", lambda version, q: "fa4")
+    return [(flash.attention, case_inputs("attention", case, torch.float32, CPU)) for case in ("gqa", "documents")]
+
+
+def test_opcheck_of_flash(flash_calls):
+    for function, inputs in flash_calls:
+        opcheck(recorded(function, inputs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("number", range(4))
+def test_opcheck_of_other_operators(number, device, fp8_on_a_cpu):
+    opcheck(recorded(*other_calls(torch.device(device))[number]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the packages are replaced on a CPU only")
+def test_every_operator_is_checked(packages, flash_calls, fp8_on_a_cpu):  # noqa: F811
+    """The tests above call every operator that a file of kernels/ defines."""
+    calls = [*flash_calls, *other_calls(CPU)]
+    for op, impl, case in WITH_CASES:
+        inputs = case_inputs(op, case, torch.float32, CPU)
+        with contextlib.suppress(pytest.skip.Exception):
+            calls.append((load_or_skip(op, impl, CPU, inputs), inputs))
+    for op, impl in WRAPPED:
+        inputs = case_inputs(op, CASES[op][0], ONE_DTYPE.get((op, impl), torch.float32), CPU)
+        calls.append((getattr(backend(op, impl), op), inputs))
+    called = {func._schema.name for function, inputs in calls for _, func, _, _ in recorded(function, inputs)}
+    source = "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py"))
+    assert set(re.findall(r'custom_op\(\s*"(hotswap::\w+)"', source)) - called == set()
