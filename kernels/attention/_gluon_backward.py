@@ -309,7 +309,7 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
     part = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, FLAT)))
     thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, FLAT)))
     number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FLAT)))
-    sums_ptr += i * (TILE * D)
+    sums_ptr += gl.cast(i, gl.int64) * (TILE * D)
     sums_ptr += part[:, None, None] * 512 + thread[None, :, None] * 4 + number[None, None, :]
     mbarrier.wait(full_ds.index(slot), tile // SLOTS_DS & 1)
     if j == 0:
@@ -404,7 +404,7 @@ def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl
     while ticket < all_blocks:
         head, j = _head_and_block(ticket, T)
         for member in range(GROUP):
-            turn_ptr = turns_ptr + (head % heads_in_sums * GROUP + member) * tiles
+            turn_ptr = turns_ptr + (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles
             for i in range(2 * j, tiles):
                 slot, phase = tile % SLOTS_DS, tile // SLOTS_DS & 1
                 if END:
@@ -519,10 +519,15 @@ LAUNCH = {
 
 
 def supports(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: int | None) -> bool:
-    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits."""
+    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits.
+
+    _produce() reads lse_delta by TMA, whose coordinates are int32.
+    """
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9 or q.dtype not in DTYPES:
         return False
-    return causal and starts is None and window is None and k.shape[1] == q.shape[1] and q.shape[-1] in LAUNCH
+    B, T, H, D = q.shape
+    fits = B * H * triton.cdiv(T, BLOCK.value) * 2 * BLOCK.value < 2**31
+    return causal and starts is None and window is None and k.shape[1] == T and D in LAUNCH and fits
 
 
 def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:

@@ -201,6 +201,7 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         _gluon_backward.backward(dout, q, k, v, out, lse, scale, dq, dk, dv)
         return
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
+    window = None if window is None else min(window, Tk)  # as in the forward
     delta, ends = torch.empty_like(lse), None
     if starts is not None:  # query t sees key j only if starts[t] <= j; starts never decreases
         keys = torch.arange(Tk, dtype=starts.dtype, device=starts.device).repeat(B, 1)

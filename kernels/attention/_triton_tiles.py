@@ -56,15 +56,16 @@ def load_tile(
     """Return a tile (SIZE, WIDTH) of head h of sequence b, from `row` on. It is zero beyond the tensor's `rows` and D.
 
     `source` is kernel_argument() of a (B, T, H, D) tensor. Use TMA only inside a loop: outside of a loop Triton waits
-    for each TMA load before it issues the next one.
+    for each TMA load before it issues the next one. Products with strides are int64, because they may pass 2^31.
     """
     if TMA:
         tile = source.load([b, h, row, 0]).reshape(SIZE, WIDTH)
     else:
         t, d = tl.arange(0, SIZE), tl.arange(0, WIDTH)
-        source += tl.cast(b, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[1] + h * strides[2]
+        source += tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
         in_bounds = (row + t < rows)[:, None] & (d < D)[None, :]
-        tile = tl.load(source + t[:, None] * strides[1] + d[None, :], in_bounds, other=0.0)
+        # not t * stride: Triton would keep it from tile to tile, in 64 bits, which takes 40 registers more in decoding
+        tile = tl.load(source + d[None, :] + (row + t).to(tl.int64)[:, None] * strides[1], in_bounds, other=0.0)
     return tile
 
 
@@ -77,9 +78,9 @@ def store_tile(
         target.store([b, h, row, 0], tile.reshape(1, 1, SIZE, WIDTH))
     else:
         t, d = tl.arange(0, SIZE), tl.arange(0, WIDTH)
-        target += tl.cast(b, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[1] + h * strides[2]
+        target += tl.cast(b, tl.int64) * strides[0] + tl.cast(h, tl.int64) * strides[2]
         in_bounds = (row + t < rows)[:, None] & (d < D)[None, :]
-        tl.store(target + t[:, None] * strides[1] + d[None, :], tile, in_bounds)
+        tl.store(target + d[None, :] + (row + t).to(tl.int64)[:, None] * strides[1], tile, in_bounds)
 
 
 @triton.jit
@@ -90,6 +91,7 @@ def tile_and_head(program, tiles, heads, active_heads):
     starts first, so that the last programs to finish are short. At any time, programs work on only `active_heads`
     heads, so that the keys and values that they share stay in the L2.
     """
+    active_heads = min(active_heads, heads)  # so that the products below are at most the number of programs
     band = program // (active_heads * tiles)  # a band has active_heads heads, the last one maybe fewer
     within = program - band * active_heads * tiles
     width = min(heads - band * active_heads, active_heads)
@@ -168,12 +170,13 @@ def heads_in_l2(k: Tensor) -> int:
 def can_use_tma(*tensors: Tensor) -> bool:
     """Return whether the kernels move tiles of these tensors with TMA, Hopper's copy engine.
 
-    TMA requires that addresses and strides are multiples of 16 bytes. For fp32 the kernels do not use TMA.
+    TMA requires that addresses and strides are multiples of 16 bytes, and strides below 2^40 bytes: a sequence that is
+    alone may have any stride. For fp32 the kernels do not use TMA.
     """
     if not has_tma(tensors[0].device) or tensors[0].dtype == torch.float32:
         return False
     strides = [s * t.element_size() for t in tensors for s in t.stride()[:-1]]  # in bytes
-    return all(stride > 0 and stride % 16 == 0 for stride in strides) and all(t.data_ptr() % 16 == 0 for t in tensors)
+    return all(0 < s < 2**40 and s % 16 == 0 for s in strides) and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def kernel_argument(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:

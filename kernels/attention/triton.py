@@ -174,7 +174,7 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)  # of out as (B Tq H, D)
     b, t, h = row // (Tq * H), row // H % Tq, row % H
     split, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
-    lse = tl.load(part_lse_ptr + (split * heads + b * H + h) * lse_stride + t)
+    lse = tl.load(part_lse_ptr + (split.to(tl.int64) * heads + b * H + h) * lse_stride + t)
     largest = tl.max(lse, 0)
     weight = tl.exp2(lse - largest)
     total = tl.sum(weight, 0)
@@ -212,6 +212,7 @@ def attention_fwd(
     """
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     B, Tq, H, D = q.shape
+    window = None if window is None else min(window, k.shape[1])  # sums with 2^31 - 1 would wrap around
     out, lse = empty_outputs(q)
     decode = Tq <= 16
     tma = not decode and k.dtype == q.dtype and can_use_tma(k, v, out)

@@ -71,7 +71,8 @@ def _probabilities_kernel(
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row, head = tl.program_id(0) * BLOCK_M, tl.program_id(1)
+    tiles = tl.cdiv(Tq, BLOCK_M)
+    row, head = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles
     b, h = head // H, head % H
     rows = row + tl.arange(0, BLOCK_M)
     end = rows + Tk - Tq + 1 if CAUSAL else tl.zeros_like(rows) + Tk  # a row sees the keys before its `end`
@@ -120,7 +121,7 @@ def probabilities(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     p = empty_probabilities(q, k)
     width = max(16, triton.next_power_of_2(D))
-    _probabilities_kernel[(triton.cdiv(Tq, 64), B * H)](
+    _probabilities_kernel[(triton.cdiv(Tq, 64) * B * H,)](
         q,
         k,
         p,
