@@ -149,7 +149,8 @@ def _maxima_kernel(
 ):
     """Store the largest absolute value of each program's elements, or infinity if one of them is NaN."""
     largest = tl.zeros((BLOCK,), tl.float32)
-    for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+    # int64: n, and the counter of the loop after the last element, may pass 2^31
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = start + tl.arange(0, BLOCK).to(tl.int64)
         x = tl.abs(tl.load(x_ptr + i, i < n, other=0.0).to(tl.float32))
         largest = tl.maximum(largest, tl.where(x < float("inf"), x, float("inf")))

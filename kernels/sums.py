@@ -28,11 +28,12 @@ def _sum_rows_kernel(
 ):
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
+    part = tl.program_id(1).to(tl.int64)  # int64, because N, N C and the counter of the loop may pass 2^31
+    for start in range(part * BLOCK_N, N, tl.num_programs(1) * BLOCK_N):
         n = start + tl.arange(0, BLOCK_N).to(tl.int64)
         total += tl.load(x_ptr + n[:, None] * C + c[None, :], (n < N)[:, None] & (c < C)[None, :], other=0.0)
     sums = tl.sum(total, 0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + tl.program_id(1) * C + c, sums, c < C)
+    tl.store(out_ptr + part * C + c, sums, c < C)
 
 
 def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:

@@ -128,13 +128,14 @@ def _attention_kernel(
         part = split.to(tl.int64) * N * HEADS
         tl.store(part_ptr + part * D + offsets, out, mask)
         tl.store(lse_ptr + part + row, largest + tl.log2(total), real)
-        if _is_last_split(count_ptr + tl.program_id(0) * tl.num_programs(2) + tl.program_id(2), active):
+        if _is_last_split(count_ptr + tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2), active):
             largest = tl.full((BLOCK_M,), LOWEST, tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for i in tl.static_range(SPLITS):
-                lse = tl.load(lse_ptr + i * N * HEADS + row, real & (i < active), other=LOWEST)
-                out = tl.load(part_ptr + i * N * Q_WIDTH + offsets, mask & (i < active), other=0.0)
+                part = tl.cast(N, tl.int64) * i * HEADS
+                lse = tl.load(lse_ptr + part + row, real & (i < active), other=LOWEST)
+                out = tl.load(part_ptr + part * D + offsets, mask & (i < active), other=0.0)
                 largest, total, acc = _merge(largest, total, acc, lse, out)
             tl.store(out_ptr + offsets, (acc / total[:, None]).to(q.dtype), mask)
 
@@ -268,7 +269,7 @@ def _vector_attention_kernel(
                 acc = tl.zeros((1, BLOCK_D), tl.float32)
                 for i in tl.static_range(SPLITS):
                     done = tl.full((1,), i, tl.int32) < active
-                    part = i * N * HEADS + row + tl.zeros((1,), tl.int64)
+                    part = tl.cast(N, tl.int64) * i * HEADS + row + tl.zeros((1,), tl.int64)
                     lse = tl.load(lse_ptr + part, done, other=LOWEST)
                     out = tl.load(part_ptr + part[:, None] * D + d[None, :], done[:, None] & in_head, other=0.0)
                     largest, total, acc = _merge(largest, total, acc, lse, out)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode._step import Step, matrix
+from kernels.decode._step import FEW, Step, matrix
 from kernels.decode._tiles import (
     cache_places,
     launch_next_kernel,
@@ -25,7 +25,9 @@ from kernels.decode._tiles import (
     zero_counts,
 )
 from kernels.gpu import SHARED_BYTES, multiprocessors
+from kernels.registry import Unavailable
 
+GRID_Y = 65_535  # CUDA's limit
 BRANCHES = "proj", "fc_proj"  # the products whose result is added to the residual stream: only they may split K
 MAX_PARTS = 8
 COUNTS = ["N", "T", "wpe_rows", "cache_rows"]  # not specialised, so another batch, model or cache compiles nothing
@@ -166,17 +168,24 @@ def norm(step: Step, arguments: dict) -> Tensor:
 
 
 def matmul(step: Step, name: str, x: Tensor, weight, bias: Tensor | None, width: int, **result):
-    """Return x W^T + bias, (N, width). If K is split, return (sums over parts of K (PARTS, N, OUT) fp32, bias)."""
+    """Return x W^T + bias, (N, width). If K is split, return (sums over parts of K (PARTS, N, OUT) fp32, bias).
+
+    Raises Unavailable if W has more tiles of rows than a grid can have.
+    """
     W, scale = matrix(weight)
     OUT, K = W.shape
     default = matmul_launch(name, step.N, OUT, K, step.dtype, multiprocessors(step.device))
     launch = step.parameters(f"{name}_{default['BLOCK_M']}_rows", f"{OUT} {K} {W.dtype}", default)
+    grid = triton.cdiv(step.N, launch["BLOCK_M"]), triton.cdiv(OUT, launch["BLOCK_N"]), launch["PARTS"]
+    if grid[1] > GRID_Y:
+        most = f"{FEW} rows with a matrix of at most {GRID_Y * launch['BLOCK_N']:,} rows, not {OUT:,}"
+        raise Unavailable(f"our Triton decoders multiply more than {most}: choose kernels.decode=blocks")
     parts = launch["PARTS"]
     part = triton.cdiv(K, parts * launch["BLOCK_K"]) * launch["BLOCK_K"]  # columns
     out = step.empty(step.N, width) if parts == 1 else step.empty(parts, step.N, OUT, dtype=torch.float32)
     step.launch(
         _matmul_kernel,
-        (triton.cdiv(step.N, launch["BLOCK_M"]), triton.cdiv(OUT, launch["BLOCK_N"]), parts),
+        grid,
         x_ptr=x,
         weight_ptr=W,
         scale_ptr=scale,

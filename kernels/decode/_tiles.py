@@ -209,7 +209,7 @@ def rotate_pairs(y, rope_ptr, row, n, N, ROTATED: tl.constexpr, D: tl.constexpr)
     offsets = row[:, None] * (D // 2) + (channel % D)[None, :]
     mask = (row < N)[:, None] & (channel < ROTATED)[None, :]
     cos = tl.load(rope_ptr + offsets, mask, other=1.0)
-    sin = tl.load(rope_ptr + N * (D // 2) + offsets, mask, other=0.0)
+    sin = tl.load(rope_ptr + tl.cast(N, tl.int64) * (D // 2) + offsets, mask, other=0.0)
     rotated = tl.join(a * cos - b * sin, b * cos + a * sin)  # (M, HALF, 2)
     return tl.reshape(tl.permute(rotated, (0, 2, 1)), (M, 2 * HALF)).to(y.dtype)
 

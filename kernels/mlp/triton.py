@@ -82,7 +82,8 @@ def _mlp_kernel(
             c = start + tl.arange(0, BLOCK_C)
             x_tile = tl.load(x_ptr + n * C + c[None, :], (n < N) & (c < C)[None, :], other=0.0)
             # w_tile is a (BLOCK_C, BLOCK_F) tile of a (C, F) matrix; in the forward w is the transpose of this matrix
-            w_offsets = c[:, None] * F + f[None, :] if BACKWARD else f[None, :] * C + c[:, None]
+            row = (c if BACKWARD else f).to(tl.int64)  # of w: C F can exceed 2^31, too
+            w_offsets = row[:, None] * F + f[None, :] if BACKWARD else row[None, :] * C + c[:, None]
             w_tile = tl.load(w_ptr + w_offsets, (c < C)[:, None] & (f < F)[None, :], other=0.0)
             total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
         offsets, mask = n * F + f[None, :], (n < N) & (f < F)[None, :]

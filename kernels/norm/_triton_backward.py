@@ -51,7 +51,8 @@ def _norm_bwd_kernel(
         inverse = 1.0 / tl.where(precise, weight, float("nan"))
     dweight = tl.zeros((BLOCK_C,), tl.float32)
     dbias = tl.zeros((BLOCK_C,), tl.float32)
-    for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    program = tl.program_id(0).to(tl.int64)
+    for start in tl.range(program * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS).to(tl.int64)
         mask = (rows < N)[:, None] & in_row[None, :]
         # start all loads before any arithmetic, so that a row waits for memory once
@@ -76,7 +77,7 @@ def _norm_bwd_kernel(
         tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask)
         if HAS_DRESIDUAL:
             tl.store(dresidual_ptr + offsets, dx.to(dresidual_ptr.dtype.element_ty), mask)
-    offsets = tl.program_id(0) * C + columns
+    offsets = program * C + columns
     tl.store(dweight_ptr + offsets, dweight, in_row)
     if HAS_BIAS:
         tl.store(dbias_ptr + offsets, dbias, in_row)

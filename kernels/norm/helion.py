@@ -83,6 +83,8 @@ def norm_bwd(
     dx, dresidual, _, dbias = empty_gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
     partial = stream.new_empty(2, programs, stream.shape[1], dtype=torch.float32)
     second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
+    # Helion takes int32 offsets for a tensor of up to 2^31 elements, whatever its strides are
+    dy, dstream = dy.contiguous(), None if dstream is None else dstream.contiguous()
     kernel(dy, dstream, stream, weight, mean, rstd, dx, second, partial[0], None if bias is None else partial[1])
     dweight = partial[0].sum(0).to(weight.dtype)
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
