@@ -1,7 +1,8 @@
 """Compile our kernels in Helion for a Hopper GPU that is not here: `python -m tests.kernels.compile_helion`.
 
 In bf16 no kernel may spill, and a thread moves 16 bytes at once. Helion writes the Triton kernels from tensors on the
-CPU. With HELION_INTERPRET=1 Helion runs the loss in plain PyTorch instead, and the program compares it with PyTorch's.
+CPU. If a tensor has more than 2^31 elements, its offsets are int64. With HELION_INTERPRET=1 Helion runs the loss in
+plain PyTorch instead, and the program compares it with PyTorch's.
 """
 
 import os
@@ -34,12 +35,13 @@ def compile_for_hopper(name: str, kernel, arguments: tuple) -> str:
         else:
             is_tensor = isinstance(value, torch.Tensor)
             types[parameter.name] = POINTERS[value.dtype] if is_tensor else NUMBERS[type(value)]
-    return compile_kernel(name, kernel, 90, types, **constants, **options)
+    small = all(value.numel() < 2**31 for value in values if isinstance(value, torch.Tensor))
+    return compile_kernel(name, kernel, 90, types, small=small, **constants, **options)
 
 
-def compile_norm(C: int, residual_dtype: torch.dtype) -> None:
-    x, residual = torch.empty(ROWS, C, dtype=torch.bfloat16), torch.empty(ROWS, C, dtype=residual_dtype)
-    weight, numbers = torch.empty(C, dtype=torch.bfloat16), torch.empty(ROWS)
+def compile_norm(rows: int, C: int, residual_dtype: torch.dtype) -> None:
+    x, residual = torch.empty(rows, C, dtype=torch.bfloat16), torch.empty(rows, C, dtype=residual_dtype)
+    weight, numbers = torch.empty(C, dtype=torch.bfloat16), torch.empty(rows)
     arguments = x, residual, weight, weight, 1e-5, torch.empty_like(x), residual, numbers, numbers
     ptx = [compile_for_hopper(f"helion norm forward {C}", forward_kernel(x), arguments)]
     kernel, programs = backward_kernel(residual)
@@ -49,11 +51,11 @@ def compile_norm(C: int, residual_dtype: torch.dtype) -> None:
     assert all("ld.global.v4" in text and "st.global.v4" in text for text in ptx)
 
 
-def compile_loss(write: bool) -> None:
-    launch, logits = softmax_launch(VOCAB), torch.empty(ROWS, VOCAB, dtype=torch.bfloat16)
+def compile_loss(rows: int, write: bool) -> None:
+    launch, logits = softmax_launch(VOCAB), torch.empty(rows, VOCAB, dtype=torch.bfloat16)
     kernel = loss.kernel(launch["BLOCK_V"], write, launch["num_warps"])
-    targets = torch.zeros(ROWS, dtype=torch.int64)
-    ptx = compile_for_hopper("helion loss", kernel, (logits, targets, torch.empty(ROWS), targets[:1], -1, write))
+    targets = torch.zeros(rows, dtype=torch.int64)
+    ptx = compile_for_hopper("helion loss", kernel, (logits, targets, torch.empty(rows), targets[:1], -1, write))
     assert "ld.global.v4" in ptx
     assert ("st.global.v4" in ptx) == write
 
@@ -81,6 +83,8 @@ if __name__ == "__main__":
     else:
         for C in (768, 1600):
             for dtype in (torch.bfloat16, torch.float32):
-                compile_norm(C, dtype)
+                compile_norm(ROWS, C, dtype)
+        compile_norm(2**31 // 768 + 1, 768, torch.bfloat16)
         for write in (True, False):
-            compile_loss(write)
+            compile_loss(ROWS, write)
+        compile_loss(2**31 // VOCAB + 1, True)

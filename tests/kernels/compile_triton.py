@@ -1,7 +1,8 @@
 """Compile our Triton kernels for a GPU that is not here: `python -m tests.kernels.compile_triton 90`.
 
-In bf16 a kernel may spill only as many bytes as its `spilled` says: 0 for most kernels. This is a separate program,
-because the tests run Triton's interpreter, which holds for a whole process.
+In bf16 a kernel may spill only as many bytes as its `spilled` says: 0 for most kernels. No kernel may add to a pointer
+what can pass 2^31 in int32 (narrow_products.py). This is a separate program, because the tests run Triton's
+interpreter, which holds for a whole process.
 """
 
 import contextlib
@@ -42,19 +43,24 @@ from kernels.mlp import triton as mlp
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
+from tests.kernels.narrow_products import kernel_names, narrow_products
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NEWER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> bytes of shared memory that a program may use
+compiled: set[str] = set()  # the names of the kernels that compile_binary() has compiled
 
 
-def compile_kernel(name, kernel, capability, types, source=ASTSource, spilled=0, **constants):
+def compile_kernel(name, kernel, capability, types, source=ASTSource, spilled=0, small=False, **constants):
     """Compile a kernel as compile_binary() does, and return its PTX. compile_binary() describes the arguments."""
-    return compile_binary(name, kernel, capability, types, source, spilled, **constants).asm["ptx"]
+    return compile_binary(name, kernel, capability, types, source, spilled, small, **constants).asm["ptx"]
 
 
-def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0, **constants):
-    """Compile a kernel and check its stack and shared memory. At most `spilled` bytes of stack are allowed.
+def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0, small=False, **constants):
+    """Compile a kernel and check its stack, its shared memory and its offsets.
+
+    At most `spilled` bytes of stack are allowed. Offsets may be products in int32 only if `small` is true: then no
+    tensor that the kernel gets has more than 2^31 elements.
 
     `types` gives the types of the arguments that are not constants, bf16 pointers, strides or 32-bit integers. Pointers
     and integers count as multiples of 16, except integers that the kernel does not specialise.
@@ -77,7 +83,10 @@ def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0,
         usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     print(f"{name}: {registers} registers, {stack} bytes of stack, {binary.metadata.shared} of shared memory")
+    compiled.add(kernel.fn.__name__)
     assert stack <= spilled
+    products = narrow_products(binary.asm.get("ttir") or binary.asm["ttgir"])
+    assert small or not products, f"products in int32: {products}"
     assert binary.metadata.shared <= SHARED[capability]
     return binary
 
@@ -132,6 +141,7 @@ def main(capability: int) -> None:
     compile_sampling(capability)
     if capability == 90:
         compile_gluon_attention()
+        assert not (missing := kernel_names() - compiled), f"nobody compiles {missing}"
 
 
 def descriptor_type(*block, dtype=gl.bfloat16):
@@ -285,6 +295,7 @@ def compile_attention(capability: int) -> None:
         if tma and name == "dkdv":
             descriptors |= dict.fromkeys(("lse_ptr", "delta_ptr"), f"tensordesc<fp32[1, {given['BLOCK_M']}]>")
         given = {key: value for key, value in given.items() if key in arguments}
+        given["spilled"] = 24 if (name, D, capability) == ("dkdv", 64, 80) else 0  # outside the loop
         return compile_kernel(f"attention {name} {D}", kernel, capability, types | descriptors, **given)
 
     tma = capability == 90
@@ -349,10 +360,12 @@ def compile_decode(capability: int) -> None:
     if capability == 90:
         steps += [(decode, {"batch": batch, **small}) for batch in (1, 3, 8, 32, 256)]
         steps += [(decode, {"batch": batch, **large}) for batch in (1, 16)]
+        steps += [(decode, {"batch": 16, **small, "kv_heads": 4})]
         steps += [
             (decode, {"batch": 16, **small, **options}) for options in ({"rope": True}, {"stream_dtype": torch.float32})
         ]
         steps += [(decode, {"batch": 1, **small, "lengths": [100], "rows": 256})]
+        steps += [(decode, {"batch": 1, **small, "lengths": [8000], "rows": 8192})]  # too many keys for registers
         steps += [(decode, {"batch": 1, **small, "kv_dtype": FP8})]
     done, orders = set(), {}
     for kernel, arguments in recorded_launches(*steps):

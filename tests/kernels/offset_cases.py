@@ -1,0 +1,309 @@
+"""For each of our Triton kernels, a launch whose last program has offsets beyond 2^31 elements: see test_offsets.py.
+
+A case takes before(C), the number of rows of C numbers that lie before those of the case: first 0, then so many that
+offsets pass 2^31. Their memory is never touched. It returns what the last program computes.
+"""
+
+import importlib
+from functools import partial, wraps
+
+import pytest
+import torch
+
+from kernels import quantize, sums
+from kernels.adamw import BLOCK, adamw
+from kernels.attention import _gluon_backward, _triton_backward
+from kernels.decode import _many
+from kernels.decode import triton as decode
+from kernels.fp8 import E4M3, E5M2
+from kernels.loss import _gluon as loss_gluon
+from kernels.loss import _softmax
+from kernels.mlp import _fp8 as mlp_fp8
+from kernels.mlp import triton as mlp
+from kernels.norm import _fp8 as norm_fp8
+from kernels.norm import _triton_backward as norm_backward
+from kernels.norm import triton as norm
+from kernels.packed import gradient_buffer, gradient_views
+
+attention = importlib.import_module("kernels.attention.triton")
+naive = importlib.import_module("kernels.attention.triton_naive")
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter computes bf16 wrongly
+
+
+def needs_address_space(test):
+    """Skip the test, with the reason, if the machine has too little memory or too few addresses."""
+
+    @wraps(test)
+    def skip_if_refused(*arguments, **named):
+        try:
+            test(*arguments, **named)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            pytest.skip(str(error).rpartition("] ")[2])
+
+    return skip_if_refused
+
+
+def randn(*size, seed=0, std=1.0):
+    return std * torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def half(*size, seed=0):
+    return randn(*size, seed=seed).to(DTYPE)
+
+
+def far(tensor, *strides):
+    """Return a copy of `tensor` with these strides."""
+    length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def near_and_far(*strides):
+    """Return two functions that copy a tensor: with its own strides, and with these."""
+    return torch.clone, lambda tensor: far(tensor, *strides)
+
+
+def after(rows, tensor):
+    """Return `tensor` with so many rows of anything before it."""
+    grown = torch.empty(rows + len(tensor), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    grown[rows:] = tensor
+    return grown
+
+
+def after_columns(columns, tensor):
+    """Return `tensor` with so many columns of anything before it."""
+    rows, width, *rest = tensor.shape
+    grown = torch.empty(rows, columns + width, *rest, dtype=tensor.dtype, device=tensor.device)
+    grown[:, columns:] = tensor
+    return grown
+
+
+def launch(kernel, grid, **arguments):
+    """Launch a kernel with those of the arguments that it takes, and None for its other pointers."""
+    given = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr"))
+    kernel[grid](**given | {name: value for name, value in arguments.items() if name in kernel.arg_names})
+
+
+def norm_forward(before):
+    x, residual = (after(before(1024), half(4, 1024, seed=seed)) for seed in range(2))
+    outputs = norm.forward(x, residual, *half(2, 1024), 1e-5)
+    return [tensor[-4:] for tensor in outputs]
+
+
+def norm_backward_(before):
+    dy, dstream, saved = (after(before(1024), half(2, 1024, seed=seed)) for seed in range(3))
+    mean, rstd = (after(before(1024), randn(2, seed=seed).abs()) for seed in range(2))
+    results = norm_backward.norm_bwd(dy, dstream, saved, *half(2, 1024), mean, rstd, torch.float32, DTYPE)
+    return [*(tensor[-2:] for tensor in results[:2]), *results[2:]]
+
+
+def norm_in_fp8(before):
+    x, residual = (after(before(1024), half(32, 1024, seed=seed)) for seed in range(2))
+    _, *vectors, rows, columns = norm_fp8.forward(x, residual, *half(2, 1024), 1e-5)
+    return [*(tensor[-32:] for tensor in (*vectors, rows)), columns[:, -32:]]
+
+
+def mlp_forward(before):
+    x, w, b = half(70, 64), after(before(64), half(128, 64, seed=1)), after(before(64), half(128, seed=2))
+    h, a = (torch.empty(70, len(w), dtype=DTYPE) for _ in range(2))
+    mlp.launch_kernel(x, w, b, h, a)
+    return h[-8:, -128:], a[-8:, -128:]
+
+
+def mlp_backward(before):
+    dy, w, h = half(70, 64), after_columns(before(64), half(64, 64, seed=1)), after_columns(before(64), half(70, 64))
+    a, dh, partial_sums = torch.empty_like(h), torch.empty_like(h), torch.empty(1, h.shape[1])
+    mlp.launch_kernel(dy, w, None, h, a, dh, partial_sums)
+    return a[:, -64:], dh[:, -64:], partial_sums[:, -64:]
+
+
+def gelu_in_fp8(before, backward):
+    h, da = (after(before(1024), half(128, 1024, seed=seed)) for seed in range(2))
+    (N, F), unit = h.shape, torch.full((), 0.25)
+    tiles, programs, sizes = quantize.tiles("gelu_fp8", h)
+    rows, columns = quantize.empty_fp8(N, F, E5M2, DEVICE), quantize.empty_fp8(F, N, E5M2, DEVICE)
+    a = quantize.empty_fp8(*((F, N) if backward else (N, F)), E4M3, DEVICE)
+    arguments = (h, da, unit, a, rows, columns, torch.empty(tiles, F), N, F)
+    mlp_fp8._gelu_fp8_kernel[(programs,)](*arguments, SCALE=4.0, BACKWARD=backward, **sizes)
+    if not backward:
+        return [a[-128:, -64:]]
+    return a[-64:, -128:], rows[-128:, -64:], columns[-64:, -128:], arguments[6][-1, -64:]
+
+
+def cross_entropy(before):
+    logits, losses = after(before(65536), half(1, 65536)), torch.empty(before(65536) + 1)
+    tensors = {"logits_ptr": logits, "targets_ptr": after(before(65536), torch.tensor([65535])), "losses_ptr": losses}
+    tensors |= {"shifts_ptr": torch.empty_like(losses), "count_ptr": torch.ones(1, dtype=torch.int64)}
+    launch(_softmax.cross_entropy_kernel, (len(logits),), **tensors, V=65536, BLOCK_V=8192, WRITE=True, ignore_index=-1)
+    return logits[-1], losses[-1], tensors["shifts_ptr"][-1]
+
+
+def dlogits_in_fp8(before):
+    logits = after(before(1024), half(128, 1024))
+    (N, V), (_, programs, sizes) = logits.shape, quantize.tiles("dlogits_fp8", logits)
+    rows, columns = quantize.empty_fp8(N, V, E5M2, DEVICE), quantize.empty_fp8(V, N, E5M2, DEVICE)
+    targets, shifts = after(before(1024), torch.arange(128) + 900), after(before(1024), randn(128, seed=1))
+    tensors = {"logits_ptr": logits, "targets_ptr": targets, "shifts_ptr": shifts, "rows_ptr": rows}
+    tensors |= {
+        "columns_ptr": columns,
+        "count_ptr": torch.ones(1, dtype=torch.int64),
+        "unit_ptr": torch.full((1,), 0.5),
+    }
+    launch(_softmax.dlogits_fp8_kernel, (programs,), **tensors, N=N, V=V, all_rows=N, ignore_index=-1, **sizes)
+    return rows[-128:, -64:], columns[-64:, -128:]
+
+
+def loss_shift(before):
+    x, w = after(before(1024), half(4, 1024)), after(before(1024), half(8, 1024, seed=1))
+    targets = after(before(1024), len(w) - 1 - torch.arange(4))
+    return [loss_gluon.target_logits(x, w, targets, ignore_index=-1)[-4:]]
+
+
+def loss_finish(before):
+    x, w, p = after(before(4096), half(16, 64)), half(4096, 64, seed=1), after(before(4096), half(16, 4096).abs())
+    targets, target_logits = after(before(4096), torch.arange(16) + 4080), after(before(4096), randn(16))
+    totals = after_columns(before(4096), randn(32, 16).abs())
+    totals[0, -1] = torch.inf  # this row is computed again
+    losses, count = torch.empty(len(x)), torch.ones(1, dtype=torch.int64)
+    scaled, scales = loss_gluon.finish(x, w, p, targets, target_logits, totals, losses, count, ignore_index=-1)
+    return p[-16:], losses[-16:], scaled[-16:], scales[-16:]
+
+
+def quantize_(before):
+    x = after(before(1024), half(128, 1024))
+    rows, columns, total = quantize.quantize(x, torch.full((), 0.25), sums=True)
+    return rows[-128:, -64:], columns[-64:, -128:], total[-64:]
+
+
+def maxima(before):
+    """Program 0 takes the blocks 0, 2^17 and 2^18. The last one has the numbers."""
+    x = after(before(1), half(8192))
+    x[:-8192][:8192] = x[:-8192][2**30 :][:8192] = 0
+    largest = torch.empty(max(1, len(x) // 8192 // 2))
+    quantize._maxima_kernel[(len(largest),)](x, largest, len(x), **quantize.MAXIMA_LAUNCH)
+    return [largest[:1]]
+
+
+def sum_rows(before):
+    x = after(before(4096), half(32, 4096))
+    total = torch.empty(len(x) // 32, 4096)
+    sums._sum_rows_kernel[(4096 // 64, len(total))](x, total, len(x), 4096, **sums.ROWS)
+    return [total[-1, -64:]]
+
+
+def adamw_(before):
+    tensors = [after(before(1), randn(BLOCK, seed=seed).abs()) for seed in range(4)]
+    rounded, scalars = torch.empty(len(tensors[0]), dtype=DTYPE), (*torch.full((2,), 0.1), torch.full((2,), 0.5))
+    *state, gradient = tensors
+    refuse = torch.zeros((), dtype=torch.bool)
+    adamw(*state, rounded, gradient, *scalars, refuse, len(rounded), 0.9, 0.99, 1e-8, 0.1)
+    return [tensor[-BLOCK:] for tensor in (*state, rounded)]
+
+
+def heads_of_1m_tokens(before, count):
+    """Return tensors (1, T, 33, 64) in (B, H, T, D) order."""
+    return [after_columns(before(2048), half(33, 384, 64, seed=seed)).transpose(0, 1)[None] for seed in range(count)]
+
+
+def attention_forward(before):
+    q, k, v = heads_of_1m_tokens(before, 3)
+    out, lse = attention.attention_fwd(q, k, v, None, None, True, 0.125, 100)
+    return out[0, -128:, 32], lse[0, 32, -128:]
+
+
+def attention_backward(before):
+    q, k, v = heads_of_1m_tokens(before, 3)
+    dout, out = (after(before(2048), half(384, 33, 64, seed=seed))[None] for seed in (4, 5))
+    lse = after_columns(before(2048), 8 + randn(33, 384))[None]
+    grads = gradient_views(gradient_buffer(q, k), q, k)
+    _triton_backward.backward(dout, q, k, v, out, lse, None, True, 0.125, 100, *grads)
+    return [grad[0, -64:, 32] for grad in grads]
+
+
+def lse_and_delta(before):
+    dout, out = (after(before(2048), half(64, 33, 64, seed=seed))[None] for seed in range(2))
+    T, lse = out.shape[1], after_columns(before(2048), randn(33, 64))
+    result = torch.empty(33 * T * 2)
+    _gluon_backward._lse_delta_kernel[(33 * T // 64,)](dout, out, lse, result, T, T, 33, T // 64, 64, 64)
+    return [result[-128:]]
+
+
+def attention_combine(before):
+    parts = torch.stack([half(1, 16, 32, 64, seed=seed) for seed in range(2)])
+    parts = after_columns(before(2**15), parts)
+    lse = after_columns(before(2**15), randn(2, 1, 32, 16))
+    B = parts.shape[1]
+    out, total = torch.empty(B, 16, 32, 64), torch.empty(B, 32, 16)
+    sizes = {"lse_stride": 16, "heads": 32 * B, "H": 32, "Tq": 16, "D": 64, "SPLITS": 2, "BLOCK_D": 64}
+    attention._combine_kernel[(B * 16 * 32,)](parts, lse, out, total, **sizes)
+    return out[-1, -1, -1], total[-1, -1, -1]
+
+
+def attention_probabilities(before):
+    q, k = after(before(512), half(64, 1, 16))[None], half(1, 512, 1, 16, seed=1)
+    return [naive.probabilities(q, k, False, 0.25)[0, 0, -64:]]
+
+
+def attention_softmax_backward(before):
+    p, dp = (after(before(512), half(16, 512, seed=seed))[None, None] for seed in range(2))
+    return [naive.softmax_bwd(p, dp, 0.25)[0, 0, -16:]]
+
+
+def decode_norm(before):
+    x, residual = (after(before(1024), half(1, 1024, seed=seed)) for seed in range(2))
+    tensors = {"x_ptr": x, "residual_ptr": residual, "stream_ptr": torch.empty_like(x), "out_ptr": torch.empty_like(x)}
+    sizes = {"N": len(x), "T": 1, "wpe_rows": 0, "COUNTS": 0, "K": 1024, "BLOCK_K": 1024, "PARTS": 0, "PDL": False}
+    launch(_many._norm_kernel, (len(x),), **tensors, ln_weight_ptr=half(1024), **sizes)
+    return tensors["out_ptr"][-1], tensors["stream_ptr"][-1]
+
+
+def decode_matmul(before):
+    x, w = half(96, 64), after(before(64), half(32, 64, seed=1))
+    sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 1, "LINES": 1, "K": 64}
+    return decode_product(_many._matmul_kernel, (3, len(w) // 32, 1), x, w, sizes)
+
+
+def decode_product_of_few_rows(before):
+    x, w = half(16, 16), after(before(8), half(16, 16, seed=1))
+    sizes = {"ROWS": 16, "BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "K": 16, "COUNTS": 0, "wpe_rows": 0}
+    return decode_product(decode._product_kernel, (len(w) // 16,), x, w, sizes)
+
+
+def decode_product(kernel, grid, x, w, sizes):
+    out = torch.empty(len(x), len(w), dtype=DTYPE)
+    common = {"N": len(x), "T": 1, "cache_rows": 1, "OUT": len(w), "D": 16, "Q_WIDTH": 16, "KV_WIDTH": 16}
+    common |= {"GELU": False, "PDL": False, "PRECISION": "ieee"}
+    launch(kernel, grid, x_ptr=x, weight_ptr=w, out_ptr=out, **common, **sizes)
+    return [out[-16:, -16:]]
+
+
+CASES = {
+    "_norm_fwd_kernel": norm_forward,
+    "_norm_bwd_kernel": norm_backward_,
+    "_norm_fwd_fp8_kernel": norm_in_fp8,
+    "_mlp_kernel forward": mlp_forward,
+    "_mlp_kernel backward": mlp_backward,
+    "_gelu_fp8_kernel forward": partial(gelu_in_fp8, backward=False),
+    "_gelu_fp8_kernel backward": partial(gelu_in_fp8, backward=True),
+    "cross_entropy_kernel": cross_entropy,
+    "dlogits_fp8_kernel": dlogits_in_fp8,
+    "_cross_entropy_shift_kernel": loss_shift,
+    "_cross_entropy_finish_kernel": loss_finish,
+    "_quantize_kernel": quantize_,
+    "_maxima_kernel": maxima,
+    "_sum_rows_kernel": sum_rows,
+    "_adamw_kernel": adamw_,
+    "_fwd_kernel": attention_forward,
+    "_dq_kernel, _dkdv_kernel": attention_backward,
+    "_lse_delta_kernel": lse_and_delta,
+    "_combine_kernel": attention_combine,
+    "_probabilities_kernel": attention_probabilities,
+    "_softmax_bwd_kernel": attention_softmax_backward,
+    "_norm_kernel": decode_norm,
+    "_matmul_kernel": decode_matmul,
+    "_product_kernel": decode_product_of_few_rows,
+}
