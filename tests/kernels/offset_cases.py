@@ -137,7 +137,7 @@ def gelu_in_fp8(before, backward):
 def cross_entropy(before):
     logits, losses = after(before(65536), half(1, 65536)), torch.empty(before(65536) + 1)
     tensors = {"logits_ptr": logits, "targets_ptr": after(before(65536), torch.tensor([65535])), "losses_ptr": losses}
-    tensors |= {"shifts_ptr": torch.empty_like(losses), "count_ptr": torch.ones(1, dtype=torch.int64)}
+    tensors |= {"shifts_ptr": torch.empty_like(losses)}
     launch(_softmax.cross_entropy_kernel, (len(logits),), **tensors, V=65536, BLOCK_V=8192, WRITE=True, ignore_index=-1)
     return logits[-1], losses[-1], tensors["shifts_ptr"][-1]
 
@@ -148,11 +148,7 @@ def dlogits_in_fp8(before):
     rows, columns = quantize.empty_fp8(N, V, E5M2, DEVICE), quantize.empty_fp8(V, N, E5M2, DEVICE)
     targets, shifts = after(before(1024), torch.arange(128) + 900), after(before(1024), randn(128, seed=1))
     tensors = {"logits_ptr": logits, "targets_ptr": targets, "shifts_ptr": shifts, "rows_ptr": rows}
-    tensors |= {
-        "columns_ptr": columns,
-        "count_ptr": torch.ones(1, dtype=torch.int64),
-        "unit_ptr": torch.full((1,), 0.5),
-    }
+    tensors |= {"columns_ptr": columns, "scale_ptr": torch.full((1,), 2.0)}
     launch(_softmax.dlogits_fp8_kernel, (programs,), **tensors, N=N, V=V, all_rows=N, ignore_index=-1, **sizes)
     return rows[-128:, -64:], columns[-64:, -128:]
 
@@ -168,8 +164,8 @@ def loss_finish(before):
     targets, target_logits = after(before(4096), torch.arange(16) + 4080), after(before(4096), randn(16))
     totals = after_columns(before(4096), randn(32, 16).abs())
     totals[0, -1] = torch.inf  # this row is computed again
-    losses, count = torch.empty(len(x)), torch.ones(1, dtype=torch.int64)
-    scaled, scales = loss_gluon.finish(x, w, p, targets, target_logits, totals, losses, count, ignore_index=-1)
+    losses = torch.empty(len(x))
+    scaled, scales = loss_gluon.finish(x, w, p, targets, target_logits, totals, losses, ignore_index=-1)
     return p[-16:], losses[-16:], scaled[-16:], scales[-16:]
 
 
