@@ -23,6 +23,7 @@ from data.errors import DataError
 from data.shards import Shard
 
 PREFETCHED_STEPS = 3
+IGNORED = -1  # the op loss ignores these targets
 # (x, y), both (batch_size, block_size) int64, where y is x shifted by one token. If attention must stay inside
 # documents, (x, y, starts): starts, (batch_size, block_size) int32, gives for each token the index in the row at which
 # the token's document begins.
@@ -158,13 +159,20 @@ def prefetch(loader: Loader, first_step: int, device: torch.device) -> Iterator[
 
 
 def evaluation_batches(windows: Windows, batch_size: int, samples: int) -> Iterator[Batch]:
-    """Yield a fixed set of samples, spread evenly over the split, in full batches.
+    """Yield a fixed set of samples, spread evenly over the split: `samples` of them, or all if the split has fewer.
 
-    A full batch has `batch_size` samples, or all samples of a smaller split. The number of batches is the number of
-    full batches in `samples` samples, at least 1 and at most as many as the split fills.
+    Every batch has `batch_size` rows, because another shape would be compiled once more. The rows of the last batch for
+    which no sample is left repeat its last sample, with IGNORED as their targets.
     """
-    size = min(batch_size, len(windows))
-    batches = max(1, min(samples, len(windows)) // size)
-    numbers = np.arange(batches * size) * len(windows) // (batches * size)
-    for batch_numbers in np.split(numbers, batches):
-        yield windows.batch(batch_numbers)
+    count = min(samples, len(windows))
+    numbers = np.arange(count) * len(windows) // count
+    for first in range(0, count, batch_size):
+        rows = numbers[first : first + batch_size]
+        batch = windows.batch(np.pad(rows, (0, batch_size - len(rows)), mode="edge"))
+        batch[1][len(rows) :] = IGNORED
+        yield batch
+
+
+def count_targets(batch: Batch) -> int:
+    """Return the number of targets of a batch that are not ignored. Its loss is the mean over these."""
+    return int((batch[1] != IGNORED).sum())

@@ -6,7 +6,7 @@ cuts the text. The tokenizer's `lengths` give the bytes of each token. An end of
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data import DataConfig, Dataset, config_arguments, open_dataset
-from data.loader import Batch, Windows, evaluation_batches
+from data.loader import IGNORED, Batch, Windows, count_targets
 from model.gpt import GPT
 from model.pretrained import Pretrained, tokenizer_of
 from runtime import checkpoint
@@ -80,24 +80,18 @@ def data_config(source: Pretrained, overrides: dict[str, Any], own_config: dict,
     return parse(OmegaConf.create(overrides | {"tokenizer": tokenizer}), DataConfig)
 
 
-def choose_batches(windows: Windows, size: int, count: int | None) -> Iterator[Batch]:
-    """Yield `count` batches, the same as train.py's. Without a count, yield every window once."""
-    if count is not None:
-        yield from evaluation_batches(windows, size, count * size)
-        return
-    for first in range(0, len(windows), size):
-        yield windows.batch(np.arange(first, min(first + size, len(windows))))
-
-
 @torch.no_grad()
-def score(model: GPT, batches: Iterator[Batch], lengths: np.ndarray, device: torch.device) -> dict[str, float]:
-    """Return the figures over all tokens of the batches. `lengths` (n_vocab,) has the bytes of text of each id."""
+def score(model: GPT, batches: Iterable[Batch], lengths: np.ndarray, device: torch.device) -> dict[str, float]:
+    """Return the figures over all targets that are not ignored.
+
+    `lengths` (n_vocab,) has the bytes of text of each id.
+    """
     nats, tokens, text_bytes = torch.zeros((), dtype=torch.float64, device=device), 0, 0
     for batch in batches:
-        y = batch[1]
-        nats += model(*(tensor.to(device) for tensor in batch)).double() * y.numel()
-        tokens += y.numel()
-        text_bytes += int(lengths[y.numpy()].sum())
+        targets, count = batch[1], count_targets(batch)
+        nats += model(*(tensor.to(device) for tensor in batch)).double() * count
+        tokens += count
+        text_bytes += int(lengths[targets[targets != IGNORED].numpy()].sum())
     loss = nats.item() / tokens
     return {
         "val/loss": loss,

@@ -15,10 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from data.loader import IGNORED
 from model.gpt import GPT
 from runtime.ranks import Ranks
-
-IGNORED = -1  # the op loss ignores these targets
 
 
 def split_sequences(model: GPT, ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from data.loader import Batch, Loader, Windows, evaluation_batches
+from data.loader import Batch, Loader, Windows, count_targets, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
 from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm
 from model.optim import HISTORY, OptimConfig, Optimizer, TorchAdamW
@@ -126,21 +126,25 @@ def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float
 def evaluate(
     model: GPT, windows: Windows, batch_size: int, samples: int, device: torch.device, ranks: Ranks | None = None
 ) -> float:
-    """Return the mean loss over the fixed set of validation batches, which are divided among the ranks."""
+    """Return the mean loss over a fixed set of validation samples, whose batches are divided among the ranks.
+
+    The set depends only on `samples`, so the loss depends on the batch size and on the ranks only by rounding.
+    """
     ranks = ranks or Ranks()
     model.eval()
     batches = list(evaluation_batches(windows, batch_size, samples))
+    weights = [count_targets(batch) / batch[1].numel() for batch in batches]  # 1 for a full batch
     total = torch.zeros((), device=device)
     for first in range(0, len(batches), ranks.batch_ranks):
         group = batches[first : first + ranks.batch_ranks]  # one batch a rank; the last group may be smaller
         batch = group[min(ranks.batch_rank, len(group) - 1)]  # under FSDP every rank must run the model for every group
         loss = model(*(tensor.to(device) for tensor in batch))
         if ranks.batch_rank < len(group):
-            total += loss
+            total += loss * weights[first + ranks.batch_rank]
     free_gathered(model)
     model.train()
     # With parallel=context each rank has the total of all batches, and otherwise of its share
-    return ranks.mean(total).item() * ranks.batch_ranks / len(batches)
+    return ranks.mean(total).item() * ranks.batch_ranks / sum(weights)
 
 
 def check_losses(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path, t: TrainConfig) -> None:

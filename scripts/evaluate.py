@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from data.errors import DataError
+from data.loader import evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, label
 from lab import evaluation
 from lab.bench.new_backends import check_new_backends
@@ -76,7 +77,8 @@ def main(cfg: Config) -> None:
         model_text = f"{source.name}: {cost.parameters(config) / 1e6:.1f}M"
         data_line = f"data     {text.dataset.name}, {text.dataset.tokenizer.name}: {text.summary}"
         print(model_header(run.row, model_text, data_line))
-        batches = evaluation.choose_batches(text.windows, text.batch_size, cfg.batches)
+        samples = len(text.windows) if cfg.batches is None else cfg.batches * text.batch_size
+        batches = evaluation_batches(text.windows, text.batch_size, samples)
         bar = tqdm(batches, unit="batch", disable=None, leave=False)
         figures = evaluation.score(model, bar, text.dataset.tokenizer.lengths, device)
         run.row |= figures | peak_memory(device, Ranks())

@@ -1,6 +1,7 @@
 """train.py from end to end: what it prints and writes, and whether it computes what its config says."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -313,14 +314,40 @@ def test_validation_loss_is_the_mean_over_fixed_batches(tmp_path):
     assert loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
     model.train()
     assert evaluate(model, windows, t.batch_size, t.eval_samples, CPU) == loss
-    for size in (1, 2, 12):  # the same samples in other batches
-        assert evaluate(model.eval(), windows, size, t.eval_samples, CPU) == pytest.approx(loss, rel=1e-5)
-    parts = []
-    for rank in range(2):  # the first has two of the three batches, and the other one
-        ranks = Ranks(rank, world_size=2)
-        ranks.mean = lambda total: total
-        parts.append(evaluate(model, windows, t.batch_size, t.eval_samples, CPU, ranks))
-    assert sum(parts) / 2 == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("samples", [13, 10**6])
+def test_validation_loss_depends_on_neither_the_batch_size_nor_the_number_of_processes(tmp_path, samples):
+    """13 samples, or all of a split, rarely fill the last batch. The losses of the samples differ."""
+    cfg = config(*QUICK, f"data.cache={tmp_path}")
+    windows = Windows(open_dataset(cfg.data).val, cfg.train.block_size, "validation")
+    windows.sample_ends = np.minimum(windows.sample_ends, 29)  # a small split
+    model = recipe(cfg).build(CPU)
+    loss = evaluate(model, windows, 1, samples, CPU)
+    for batch_size, processes in itertools.product((2, 3, 8, 29, 64), (1, 2, 3, 5)):
+        parts = []
+        for rank in range(processes):
+            ranks = Ranks(rank, processes)
+            ranks.mean = lambda total: total
+            parts.append(evaluate(model, windows, batch_size, samples, CPU, ranks))
+        assert sum(parts) / processes == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_incomplete_batch_of_an_evaluation_compiles_nothing_more(tmp_path):
+    """It has the shape of the other batches, also if the whole split is smaller than a batch."""
+    cfg = config(*QUICK, f"data.cache={tmp_path}")
+    windows = Windows(open_dataset(cfg.data).val, cfg.train.block_size, "validation")
+    model, compiled = recipe(cfg).build(CPU), []
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model.compile(fullgraph=True, backend=count)
+    for samples in (8, 7, 2):
+        evaluate(model, windows, 4, samples, CPU)
+    assert len(compiled) == 1
 
 
 def test_max_minutes_ends_a_run(hotswap, monkeypatch):

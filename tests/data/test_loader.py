@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.loader import Loader, Windows, evaluation_batches, prefetch
+from data.loader import IGNORED, Loader, Windows, evaluation_batches, prefetch
 from data.shards import open_shards
 from tests.data.test_shards import damage, write_split
 
@@ -145,8 +145,23 @@ def test_prefetch_raises_the_error_of_the_loader(windows):
 
 def test_evaluation_is_fixed_and_spread_over_the_split(windows):
     assert first_ids(evaluation_batches(windows, 2, 4)) == first_ids([windows.batch(np.array([0, 3, 7, 11]))])
-    assert [len(x) for x, _ in evaluation_batches(windows, 4, 100)] == [4, 4, 4]
-    assert [len(x) for x, _ in evaluation_batches(windows, 64, 100)] == [15]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 11, 15, 64])
+@pytest.mark.parametrize("samples", [1, 11, 15, 100])
+def test_evaluation_has_the_same_samples_at_any_batch_size(windows, batch_size, samples):
+    """The last batch is filled up with rows whose targets are ignored, so that all batches have one shape."""
+    windows = Windows(windows.shards, T, "validation", eot=43)
+    count = min(samples, len(windows))
+    rows = []
+    for x, y, starts in evaluation_batches(windows, batch_size, samples):
+        assert x.shape == y.shape == starts.shape == (batch_size, T)
+        ignored = (y == IGNORED).all(1)
+        assert torch.equal(y[~ignored], x[~ignored] + 1)
+        assert not ignored[0]
+        rows += x[~ignored, 0].tolist()
+    samples = np.array([i * len(windows) // count for i in range(count)])
+    assert rows == first_ids([windows.batch(samples)[:2]])
 
 
 def test_too_little_text_for_a_sample_is_an_error(tmp_path):
