@@ -19,7 +19,7 @@ from hotswap.model import pretrained, step
 from hotswap.model.generate import generate
 from hotswap.model.gpt import GPT, PRECISIONS, GPTConfig
 from hotswap.model.vocabulary import take_vocabulary
-from hotswap.runtime.config import check, parse
+from hotswap.runtime.config import check, expand_home, parse
 from hotswap.runtime.device import select_device
 
 __all__ = ["GPT", "GPTConfig", "build", "generate", "load", "op"]
@@ -59,7 +59,7 @@ def load(source: str, *, kernels="eager", attn="sdpa", precision="amp", device="
     block_size. build() describes the other arguments. Raises ValueError as build() does, and if the source cannot be
     read.
     """
-    weights = pretrained.read_pretrained(str(source))
+    weights = pretrained.read_pretrained(str(expand_home(str(source))))
     shape = {"dropout": 0.0, **pretrained.fit_config(weights, fields)}
     return make(shape, kernels, attn, precision, device, weights=weights)
 

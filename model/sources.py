@@ -163,11 +163,11 @@ def read_safetensors(files: list[Path], name: str) -> dict[str, Tensor]:
 
 
 def local_path(source: str) -> Path:
-    """Return the path, with the home folder for `~`. Raises UserError if no file can have this name."""
+    """Return the path. Raises UserError if no file can have this name."""
+    path = Path(source)
     try:
-        path = Path(source).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long; the home of an unknown user
+    except OSError as error:  # the name is too long
         raise UserError(f"{source}: there can be no such file or folder: {one_line(error)}") from error
     return path
 

@@ -35,14 +35,6 @@ MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "tra
 State = dict[str, dict[str, Tensor]]
 
 
-def expand_home(path: str | Path) -> Path:
-    """Replace `~` or `~user` by the home folder. Raises UserError if that user has none."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"{path}: this folder cannot exist: {error}") from error
-
-
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the checkpoints in a `checkpoints` folder, the newest first. Links and files are not checkpoints,
     whatever their name."""
@@ -164,12 +156,11 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
     return None
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Return `path` if it is a checkpoint, or the newest valid checkpoint of a run's folder.
 
     Raises UserError if there is none.
     """
-    path = expand_home(path)
     if is_checkpoint(path):
         return path
     newest = newest_valid(path / "checkpoints") or newest_valid(path)

@@ -22,8 +22,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from runtime import compat
 from runtime.interrupt import exit_on_early_interrupt
@@ -31,6 +31,7 @@ from runtime.signals import exit_quietly
 from terminal import printable
 
 T = TypeVar("T")
+TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are no paths, also with `~/` at the start
 
 
 class UserError(ValueError):
@@ -189,16 +190,44 @@ def store_named_choices(groups: dict[str, dict], words: list[str]) -> None:
 
 
 def parse(cfg: DictConfig, schema: type[T], complete: Callable[[DictConfig], None] | None = None) -> T:
-    """Return `cfg` as an instance of the dataclass `schema`. `complete` may change it before.
+    """Return `cfg` as an instance of the dataclass `schema`, with the home folder for `~` in every path.
 
-    Raises UserError if a key is unknown, or a value is missing or wrong.
+    `complete` may change it before. Raises UserError if a key is unknown, or a value is missing or wrong.
     """
     try:
+        expand_paths(cfg)
         if complete:
             complete(cfg)
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
         raise UserError(explain_error(error, schema)) from error
+
+
+def expand_paths(cfg: DictConfig | ListConfig) -> None:
+    """Expand `~` in every value of a config, in place. TEXT_KEYS stay. Raises UserError as expand_home() does."""
+    for key in range(len(cfg)) if isinstance(cfg, ListConfig) else cfg:
+        if key in TEXT_KEYS or OmegaConf.is_missing(cfg, key):
+            continue
+        with contextlib.suppress(InterpolationResolutionError):  # parse() raises it, unless `complete` mends the config
+            value = cfg[key]
+            if OmegaConf.is_config(value):
+                expand_paths(value)
+            elif isinstance(value, str) and value.startswith("~"):
+                cfg[key] = str(expand_home(value))
+
+
+def expand_home(path: str) -> Path:
+    """Return the path with the home folder for `~` or `~user` at its start.
+
+    `~name` without a slash is a file of this name if there is no such user. Raises UserError if there is none for
+    `~user/name`, or no home folder.
+    """
+    expanded = os.path.expanduser(path)
+    check(
+        expanded != path or not re.match("~[^/]*/|~$", path),
+        f"{path}: the home folder of this user is not known; write ./{path} for a folder whose name begins with ~",
+    )
+    return Path(expanded)
 
 
 def explain_error(error: Exception, schema: type) -> str:

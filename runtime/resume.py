@@ -7,7 +7,6 @@ from pathlib import Path
 
 from runtime.checkpoint import (
     checkpoint_folders,
-    expand_home,
     find_checkpoint,
     is_checkpoint,
     newest_valid,
@@ -29,7 +28,7 @@ def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[P
 
     Raises UserError if there is no valid checkpoint, or if the resumed run would delete newer checkpoints.
     """
-    folder = expand_home(out_dir) if out_dir else None
+    folder = Path(out_dir) if out_dir else None
     if resume is None:
         return folder or make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"), None
     if resume == "auto":
@@ -45,7 +44,7 @@ def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[P
             f"train.resume=auto: {folder} holds a finished run without a checkpoint; choose another out_dir",
         )
         return folder, newest
-    path = expand_home(resume)
+    path = Path(resume)
     if is_checkpoint(path):
         verify(path)
     else:
@@ -86,7 +85,7 @@ def checkpoint_model_config(out_dir: str | None, resume: str | None) -> dict | N
     """
     if resume is None or (resume == "auto" and out_dir is None):
         return None
-    folder = expand_home(out_dir if resume == "auto" else resume)
+    folder = Path(out_dir if resume == "auto" else resume)
     candidates = [folder]
     if not is_checkpoint(folder):
         candidates = [*checkpoint_folders(folder / "checkpoints"), *checkpoint_folders(folder)]

@@ -321,13 +321,13 @@ def make_unique_folder(parent: Path, name: str) -> Path:
             raise UserError(f"{parent} cannot be written: {error.strerror}; choose an out_dir") from None
 
 
-def make_folder(out_dir: str | None, name: str) -> Path:
+def make_folder(out_dir: str | Path | None, name: str) -> Path:
     """Make and return `out_dir`, or out/<time>-<name>.
 
     Raises UserError if it cannot be written, or if its name has control characters, because many lines print it.
     """
     if out_dir:
-        check(printable(out_dir) == out_dir, f"out_dir={out_dir} has control characters; choose another folder")
+        check(printable(out_dir) == str(out_dir), f"out_dir={out_dir} has control characters; choose another folder")
     folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     with explain_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)

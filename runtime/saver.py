@@ -20,7 +20,6 @@ from runtime.checkpoint import (
     WEIGHTS,
     State,
     checkpoint_folders,
-    expand_home,
     flatten,
     fsync,
     is_real_folder,
@@ -61,7 +60,7 @@ class Checkpoints:
         """
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self.sharded = sharded and not ranks.single
-        self.replica = expand_home(replicate_to) / folder.parent.name if replicate_to else None
+        self.replica = Path(replicate_to) / folder.parent.name if replicate_to else None
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None
         self.pauses: list[float] = []

@@ -68,7 +68,7 @@ def commands(op: str, name: str, path: str | None) -> dict[str, str]:
 
 @command(Config, "new_kernel")
 def main(cfg: Config) -> None:
-    folder = Path(cfg.path).expanduser() if cfg.path else cfg.template.parent
+    folder = Path(cfg.path) if cfg.path else cfg.template.parent
     file = folder / f"{cfg.name}.py"
     write_file(file, cfg.template.read_text())
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file

@@ -10,13 +10,12 @@ faster? See lab/report/.
 import argparse
 import sys
 from itertools import chain
-from pathlib import Path
 
 from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
 from lab.report.side_by_side import side_by_side
 from runtime import compat
-from runtime.config import UserError
+from runtime.config import UserError, expand_home
 from runtime.signals import exit_quietly
 from terminal import printable
 
@@ -31,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "folders",
         nargs="*",
-        type=Path,
+        type=expand_home,
         metavar="folder",
         help="out/SWEEP, out/RUN or results/DEVICE; several: compare them; none: fill the READMEs",
     )

@@ -20,7 +20,7 @@ from lab.report.choices import rerun_command
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
-from runtime.config import UserError, check, quote_override
+from runtime.config import UserError, check, expand_home, quote_override
 from runtime.run import make_folder, read_row
 from runtime.signals import exit_quietly
 from terminal import printable
@@ -122,7 +122,7 @@ def difference_lines(row: dict, kept: dict) -> list[str]:
     return lines or ["same     device, versions, commit, kernels and config"]
 
 
-def reproduce(path: Path, name: str | None, out_dir: str | None) -> Ratio:
+def reproduce(path: Path, name: str | None, out_dir: Path | None) -> Ratio:
     """Run the row again and print the comparison. Return the ratio of the new speed to the row's."""
     line, kept = choose_row(read_source(path), name, path)
     where = f"{path}" if path.is_dir() else f"{path}, line {line}"
@@ -152,9 +152,11 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("rows", type=Path, metavar="ROWS", help="a file of rows, or the folder of a run")
+    parser.add_argument("rows", type=expand_home, metavar="ROWS", help="a file of rows, or the folder of a run")
     parser.add_argument("row", nargs="?", metavar="ROW", help="a line, or a part of command, name or commit")
-    parser.add_argument("--out_dir", metavar="FOLDER", help="the folder of the new run; default: a new one in out/")
+    parser.add_argument(
+        "--out_dir", type=expand_home, metavar="FOLDER", help="the folder of the new run; default: a new one in out/"
+    )
     arguments = parser.parse_args()
     try:
         compared = reproduce(arguments.rows, arguments.row, arguments.out_dir)

@@ -23,6 +23,7 @@ from data.loader import Loader, open_splits
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe
+from model.download import CONFIG, hub_folder, weight_files
 from model.gpt import PRECISIONS
 from model.optim import TorchAdamW, learning_rate
 from model.parallel import SHARDED
@@ -124,10 +125,18 @@ def reference_batch_size(train: TrainConfig) -> int:
 
 
 def init_files(init_from: str | None) -> list:
-    """Return init_from with the name, size and time of each of its files, which change when the weights change."""
-    paths = [Path(init_from), *Path(init_from).rglob("*")] if init_from else []
-    stats = [(str(path), path.stat()) for path in paths if path.is_file()]
-    return [init_from, *sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)]
+    """Return the name, size and time of each file of init_from, which change when the weights change.
+
+    For a model of the hub these are files in the hub's cache, whose names are hashes of their contents.
+    """
+    if not init_from:
+        return []
+    paths = [Path(init_from), *Path(init_from).rglob("*")]
+    if not paths[0].exists():
+        folder = hub_folder(init_from, weights=True)
+        paths = [folder / CONFIG, *weight_files(folder)]
+    files = sorted(path.resolve() for path in paths if path.is_file())
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def cache_key(facts: list, files: Iterable[Path]) -> str:

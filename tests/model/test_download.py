@@ -1,5 +1,6 @@
 """Models on the Hugging Face hub, with a hub on this machine in its place."""
 
+import hashlib
 import json
 import socket
 import sys
@@ -8,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from lab.proof.references import init_files
 from model import download
 from model.pretrained import read_pretrained, read_shape
 from runtime.config import UserError
@@ -27,7 +29,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.asked.append(f"{self.command} {self.path}")
-        commit, folder = "0" * 40, self.server.folder
+        commit, folder = self.server.commit, self.server.folder
         if "openai-community/gpt2/" not in self.path:
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if "/tree/" in self.path:
@@ -39,7 +41,8 @@ class Hub(BaseHTTPRequestHandler):
                 200, json.dumps({"id": "openai-community/gpt2", "sha": commit, "siblings": files}).encode()
             )
         file = folder / self.path.rsplit("/", 1)[1]
-        return self.answer(200, file.read_bytes(), {"X-Repo-Commit": commit, "ETag": f'"{file.name}"'})
+        etag = hashlib.sha256(file.read_bytes()).hexdigest()
+        return self.answer(200, file.read_bytes(), {"X-Repo-Commit": commit, "ETag": f'"{etag}"'})
 
     do_HEAD = do_GET
 
@@ -80,7 +83,7 @@ def hub(monkeypatch, tmp_path):
 def server(hub, folder, monkeypatch):
     """Start a hub that has the model in `folder`, and set its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.folder, server.asked = folder, []
+    server.folder, server.asked, server.commit = folder, [], "0" * 40
     monkeypatch.setattr(download, "HUB_SECONDS", 60)  # the test does not depend on the machine's speed
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub(f"http://127.0.0.1:{server.server_port}")
@@ -106,6 +109,21 @@ def test_a_model_on_the_hub(hub, folder, server):
     server.shutdown()
     hub(None)
     assert equal(read_pretrained("openai-community/gpt2").weights, dict(gpt().state_dict()))
+
+
+def test_a_newer_revision_in_the_cache_makes_a_new_reference_of_parity(server, folder):
+    """The file's size is the same. A download of the same revision makes none."""
+    from huggingface_hub import snapshot_download
+
+    keys = [init_files("openai-community/gpt2")]
+    for commit, seed in (("0", 0), ("1", 0), ("2", 1)):
+        server.commit = commit * 40
+        if seed:
+            hugging_face(gpt(seed=seed)).save_pretrained(folder)
+        snapshot_download("openai-community/gpt2")
+        keys.append(init_files("openai-community/gpt2"))
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+    assert equal(read_pretrained("openai-community/gpt2").weights, dict(gpt(seed=1).state_dict()))
 
 
 @pytest.mark.parametrize("checks", [True, False])

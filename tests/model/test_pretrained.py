@@ -112,8 +112,8 @@ def test_training_with_another_tokenizer_is_refused(hotswap, tmp_path):
 
 
 def test_impossible_file_names():
-    for name in ("~nobody-here/x", "x" * 5000, "x/" + "y" * 5000):
-        with pytest.raises(UserError, match=r"^[xy/~a-z-]+: there can be no such file or folder: "):
+    for name in ("x" * 5000, "x/" + "y" * 5000):
+        with pytest.raises(UserError, match=r"^[xy/]+: there can be no such file or folder: "):
             read_shape(name)
 
 

@@ -94,6 +94,9 @@ MISTAKES = [
     (["init_from=x\x1b[2J/y"], "init_from=x\\x1b[2J/y"),
     (['out_dir="x\x1b[2J"'], "out_dir=x\\x1b[2J has control characters; choose another folder"),
     (["init_from=???"], "init_from is missing: neither the command line nor a file in configs/ sets it"),
+    (['out_dir="~nobody-here/run"'], "~nobody-here/run: the home folder of this user is not known; write ./~"),
+    (["data=text", 'data.path="~gone.txt"'], "data.path=~gone.txt: no such file or folder"),
+    (["data=text", "data.path=${oc.env:UNEXPANDED}"], "data.path=/home-of-test/gone.txt: no such file or folder"),
     (["init_from=${nope}"], "init_from: Interpolation key 'nope' not found"),
     (["data.path=a\nb("], "data.path=a b(: Hydra reads ( )"),
     (["sweep=kernels"], "sweep=kernels: this group has no default choice; add a choice with a plus: +sweep=kernels"),
@@ -105,7 +108,9 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
-def test_a_mistake_is_an_error_of_one_line(hotswap, arguments, message):
+def test_a_mistake_is_an_error_of_one_line(hotswap, monkeypatch, arguments, message):
+    monkeypatch.setenv("HOME", "/home-of-test")
+    monkeypatch.setenv("UNEXPANDED", "~/gone.txt")
     code, _, err = hotswap("+experiment=smoke", *arguments)
     assert code == 1
     assert err.startswith(f"error: {message}")

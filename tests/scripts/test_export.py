@@ -282,7 +282,7 @@ def test_a_mistake_prints_one_line(command):
         (("checkpoint=rope", "path=x", "format=nanogpt"), "has rope positions, which nanogpt's GPT-2 lacks"),
         (("checkpoint=hf_model", "path=file"), "path=file cannot be written: "),
         (("checkpoint=./none", "path=x"), "./none: there is no such file or folder"),
-        (("checkpoint=hf_model", 'path="~nobody-here/x"'), "~nobody-here/x: there can be no such file or folder"),
+        (("checkpoint=hf_model", 'path="~nobody-here/x"'), "~nobody-here/x: the home folder of this user is not known"),
         (("checkpiont=hf_model", "path=x"), "unknown key checkpiont; did you mean checkpoint?"),
     ]:
         code, out, err = command(*arguments)

@@ -259,7 +259,7 @@ def test_random_weights_of_a_shape(command):
         (["precision=fp8"], "precision=fp8 cannot generate: choose precision=bf16"),
         (["tokenizer=gpt3"], "tokenizer=gpt3: choose bytes or gpt2"),
         (["tokenizer=gpt2"], "tokenizer=gpt2 has 50257 ids, and ckpt.pt only 264: name the one it trained with"),
-        (['checkpoint="~nobody-here/x"'], "~nobody-here/x: there can be no such file or folder"),
+        (['checkpoint="~nobody-here/x"'], "~nobody-here/x: the home folder of this user is not known"),
         (["attn=none"], "attn=none: no such choice"),
         (["promts=a"], "unknown key promts; did you mean prompts?"),
         (["kernels.decode=mine"], "kernels.decode=mine: no file kernels/decode/mine.py; there are blocks, "),

@@ -75,7 +75,6 @@ def test_prompts_come_from_stdin(monkeypatch):
         ("a.txt", b'{"prompt": "a"}\n{"prompt": "b\\ud800"}\n', "line 2 of a.txt is not UTF-8 text: character 2 is"),
         ("folder", None, "prompts=folder cannot be read: Is a directory"),
         ("missing", None, "prompts=missing cannot be read: No such file or directory"),
-        ("~nobody-here/x", None, "~nobody-here/x: there can be no such file or folder"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(name, data, message, tmp_path, monkeypatch):

@@ -184,6 +184,7 @@ def test_everything_that_decides_a_reference_makes_a_new_one(tmp_path, monkeypat
         assert made("precision=bf16", change) == 2, change
     for change in ("train.max_steps=5", "train.tokens_per_step=1024", "train.block_size=64", "train.overfit=true"):
         assert made("precision=bf16", change) == 2, change
+    (tmp_path / "weights.pt").write_bytes(b"weights")
     for fact in ({"fingerprint": "b"}, {"init_from": "weights.pt"}, {"documents": True}):
         assert made("precision=bf16", **fact) == 2, fact
     assert made("precision=fp32") == 1  # without rounded weights; both references are one

@@ -109,6 +109,15 @@ def test_a_job_leaves_a_row_however_it_ends(sweep):
     assert [cells[0] for cells in table[3:]] == [f"{n}-seed.{8 + n}" for n in range(2, 8)]
 
 
+def test_a_sweep_in_the_home_folder(sweep, hotswap, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    code, out, err = hotswap("-m", "seed=3,4", 'out_dir="~/mine"')
+    assert (code, err) == (0, "")
+    assert f"done     {tmp_path}/home/mine;" in out
+    assert {row["status"] for row in read_rows(tmp_path / "home" / "mine").values()} == {"ok"}
+    assert not Path("~").exists()
+
+
 def test_the_rows_that_the_sweep_writes_go_to_the_tracker(sweep, monkeypatch):
     """The other jobs send their rows themselves, and a continued sweep sends no row again."""
     sent = []
