@@ -140,18 +140,17 @@ def jsonl_texts(path: Path, column: str) -> Iterator[str]:
 
     Raises DataError if the file cannot be read, or if a line is not JSON or has no text in the column.
     """
-    open_file = gzip.open if path.suffix == ".gz" else open
+    open_file = gzip.open if known_suffix(path) == ".jsonl.gz" else open
     try:
         with open_file(path, "rb") as file:
             for number, json_line in enumerate(file, 1):
                 if json_line.isspace():
                     continue
-                where = f"{path}, line {number}"
                 try:
                     row = json.loads(json_line)
                 except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-                    raise DataError(f"{where}: not JSON ({error}); correct or delete the line") from None
-                if (text := text_of(row, column, where)) is not None:
+                    raise DataError(f"{path}, line {number}: not JSON ({error}); correct or delete the line") from None
+                if (text := text_of(row, column, f"{path}, line {number}")) is not None:
                     yield text
     except (OSError, EOFError, zlib.error) as error:
         raise read_error(path, error) from None
@@ -203,8 +202,8 @@ def read_error(path: Path, error: Exception) -> DataError:
 
 
 def known_suffix(path: Path) -> str | None:
-    """Return the suffix of `path` if it is one of SUFFIXES, else None."""
-    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
+    """Return the suffix of `path` in lower case if it is one of SUFFIXES, else None."""
+    return next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
 
 
 def file_stamps(files: list[Path]) -> list:
@@ -290,16 +289,37 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def local_path(name: str) -> Path:
-    """Return the path with `~` expanded. Raises DataError if the name is too long or `~` names an unknown user."""
+    """Return the path. Raises DataError if the name is too long."""
+    path = Path(name)
     try:
-        path = Path(name).expanduser()
-        path.exists()  # raises OSError if the name is too long
-    except (OSError, RuntimeError) as error:
+        path.exists()
+    except OSError as error:
         raise DataError(f"data.path={name} is not a valid path: {one_line(error)}") from None
     return path
 
 
 def text_files_in(folder: Path) -> list[Path]:
     """Return the text files below a folder, without hidden files and files in hidden folders (.git, .venv)."""
-    files = (file for file in folder.rglob("*") if known_suffix(file) and file.is_file())
-    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    files = files_below(folder, hidden=False)
+    return [file for file in files if known_suffix(file) and not file.name.startswith(".")]
+
+
+def files_below(folder: Path, hidden: bool = True) -> list[Path]:
+    """Return the files below a folder, also in folders that links lead to, but each folder once.
+
+    If `hidden` is false, it does not enter hidden folders. Raises DataError if a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise read_error(Path(error.filename), error)
+
+    files, visited = [], set()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:  # a link leads to a folder above it, or two links lead here
+            folders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+        files += [file for name in sorted(names) if (file := Path(parent, name)).is_file()]
+    return files

@@ -5,7 +5,7 @@ may have fewer. `index.json` in the same folder holds facts about every shard: n
 largest id, and the size and modification time of the file. A shard of at most
 READ_TOKENS is always read, and its hash is compared. A larger shard is read only if its size or time differs from the
 index (the file was copied), so 20 GB open in milliseconds. `python -m scripts.prepare verify=true` reads every shard.
-nanoGPT's .bin files have the same format without a header; the index of their facts is in data.cache.
+nanoGPT's .bin files have the same format, mostly without a header; the index of their facts is in data.cache.
 """
 
 import contextlib
@@ -21,18 +21,20 @@ from data.errors import DataError
 from terminal import warn
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+LLAMA_MAGIC = 20240801  # llm.c's, for tokens of Llama 3 as uint32
 SHARD_TOKENS = 100_000_000  # 200 MB a file
 INDEX = "index.json"
 READ_TOKENS = 1 << 24  # tokens that are hashed at a time: 32 MiB
+GUESS_TOKENS = 1 << 16  # enough to guess the dtype of a file
 
 
 class Shard:
     """One verified file. `tokens` is a read-only memory map, (n,) uint16. `facts` is the shard's entry for the index.
 
     `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. `header_bytes` is
-    0 for nanoGPT's files. With `verify`, the tokens are read even if the file's size and time are unchanged. Raises
-    DataError if the file is not a shard, if the SHA-256 of its tokens is not the known SHA-256, or if it holds an id of
-    n_vocab or more.
+    0 for a file without a header. With `verify`, the tokens are read even if the file's size and time are unchanged.
+    Raises DataError if the file is not a shard, if the SHA-256 of its tokens is not the known SHA-256, or if it holds
+    an id of n_vocab or more.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Shard:
                 self.tokens = np.memmap(file, np.uint16, "r", offset=header_bytes, shape=(count,))
         except OSError as error:
             raise self._damage_error(error.strerror) from None
+        if not header_bytes and (reason := why_not_uint16(self.tokens)):
+            raise self._damage_error(reason)
         size, mtime, _ = self.opened_stamp
         unchanged = known is not None and (known["size"], known["mtime_ns"]) == (size, mtime)
         if unchanged and not verify and count > READ_TOKENS:
@@ -123,6 +127,29 @@ def stamp(stat: os.stat_result) -> tuple[int, int, int]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
+def why_not_uint16(tokens: np.ndarray) -> str | None:
+    """Return why a file without a known header, read as `tokens`, (n,) uint16, holds something else; None if not."""
+    start = tokens[:4].tobytes()
+    if start.startswith(b"\x93NUMPY"):
+        return "it is NumPy's .npy file, with a header"
+    if start.startswith(LLAMA_MAGIC.to_bytes(4, "little")):
+        return "its header is of Llama 3's uint32 ids"
+    rows = tokens[: min(len(tokens), GUESS_TOKENS) // 4 * 4].reshape(-1, 4)
+    first, *rest = rows.any(axis=0).tolist()  # whether one of four neighbouring numbers is ever not 0
+    if len(rows) < 4 or not first or rest[0] or rest[2]:
+        return None
+    if rest[1]:
+        return "every second uint16 in it is 0, so its ids have 4 bytes (uint32 or int32)"
+    return "three of four uint16 in it are 0, so its ids have 8 bytes (uint64 or int64)"
+
+
+def nanogpt_header_bytes(path: Path) -> int:
+    """Return HEADER_BYTES if the file begins with the header of llm.c and modded-nanogpt, otherwise 0."""
+    with contextlib.suppress(OSError), path.open("rb") as file:  # Shard() explains the error
+        return HEADER_BYTES if file.read(4) == MAGIC.to_bytes(4, "little") else 0
+    return 0
+
+
 def read_facts(tokens: np.ndarray) -> dict:
     """Read all tokens. Return `tokens` (their number), `sha256` (of their bytes) and `largest` (the largest id)."""
     sha256, largest = hashlib.sha256(), 0
@@ -161,7 +188,8 @@ def open_nanogpt_shards(
         facts = known.get(path.name)
         if facts and path.exists() and stamp(path.stat())[:2] != (facts["size"], facts["mtime_ns"]):
             facts = None  # the user may replace the file, so a changed file is not an error
-        shards.append(Shard(path, n_vocab, facts, "run nanoGPT's prepare.py again", verify, header_bytes=0))
+        remedy, header_bytes = "write it as uint16, as nanoGPT's prepare.py does", nanogpt_header_bytes(path)
+        shards.append(Shard(path, n_vocab, facts, remedy, verify, header_bytes))
     update_index(index, known, shards)
     return [shards[0]], [shards[1]]
 

@@ -1,11 +1,12 @@
 import gzip
 import json
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from data.corpus import FILES_TO_SPLIT_BY_HASH, split_of, stdlib_source, text_source
+from data.corpus import FILES_TO_SPLIT_BY_HASH, SUFFIXES, split_of, stdlib_source, text_source
 from data.errors import DataError
 
 
@@ -81,6 +82,51 @@ def test_a_link_counts_once_under_its_own_name(tmp_path, monkeypatch):
         text_source("snapshots/main/b.txt")
 
 
+def test_links_to_folders_are_followed_and_each_folder_counts_once(folder, tmp_path):
+    """A link may lead to a folder above it. Links to hidden folders are hidden only by their own name."""
+    (tmp_path / "elsewhere" / ".hidden").mkdir(parents=True)
+    (tmp_path / "elsewhere" / ".hidden" / "b.txt").write_text("hidden")
+    (tmp_path / "elsewhere" / "a.txt").write_text("text")
+    (folder / "link").symlink_to("../elsewhere")
+    (folder / "same").symlink_to(tmp_path / "elsewhere")
+    (folder / "part0" / "loop").symlink_to(folder)
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path)
+    (folder / ".skipped").symlink_to(tmp_path / "elsewhere" / ".hidden")
+    names = {file.relative_to(folder).as_posix() for file in text_source(str(folder)).files}
+    assert len(names) == 31
+    assert "link/a.txt" in names
+    (folder / "shown").symlink_to(tmp_path / "elsewhere" / ".hidden")
+    assert len(text_source(str(folder)).files) == 32
+    assert len(text_source(str(folder / "[ps]*")).files) == 32
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(folder, monkeypatch):
+    """The tests may run as root, which may read every folder."""
+
+    def scandir(path, original=os.scandir):
+        if str(path).endswith("part1"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="/part1 cannot be read: Permission denied"):
+        text_source(str(folder))
+
+
+def test_an_ending_may_be_in_any_case(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for suffix in SUFFIXES:
+        for ending in {suffix.upper(), suffix.title()}:
+            row = b'{"text": "row"}\n' if "jsonl" in suffix else b"row"
+            row = gzip.compress(row) if suffix.endswith(".gz") else row
+            file = tmp_path / suffix.strip(".") / f"B{ending}"
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(row)
+            if suffix == ".parquet":
+                pq.write_table(pa.table({"text": ["row"]}), file)
+        assert texts_of(text_source(str(tmp_path / suffix.strip(".")), val_fraction=1)) == ["row", "row"]
+
+
 def test_a_byte_order_mark_is_removed(tmp_path):
     for name in ("a.txt", "b.md", "c.py"):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbfx = 1")
@@ -106,7 +152,6 @@ def test_few_files_are_split_by_position(tmp_path):
         ("", "data=text needs data.path"),
         (["{docs}", ""], "data=text needs data.path"),
         ([None], "data=text needs data.path"),
-        ("~nobody-here/x", "data.path=~nobody-here/x is not a valid path: Could not determine home"),
         ("x" * 5000, "is not a valid path: File name too long"),
         ({"a": 1}, "data=text needs data.path"),
         ("nowhere", "data.path=nowhere: no such file or folder"),

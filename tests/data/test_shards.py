@@ -264,19 +264,71 @@ def test_nanogpt_files_are_opened_without_a_copy(tmp_path, tokens_read):
     assert len(open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")[1][0]) == 9
 
 
+IDS = np.arange(7, dtype=np.uint16)
+
+
 @pytest.mark.parametrize(
     ("damage_file", "message"),
     [
         (lambda file: damage(file, 0, b"", cut=1), "13 bytes are not a whole number of uint16 tokens"),
         (lambda file: file.write_bytes(b""), "0 bytes are not a whole number"),
         (lambda file: damage(file, 2, b"\xff\xff"), "holds id 65535, but the tokenizer has only 100 ids"),
+        (lambda file: np.save(file.open("wb"), np.arange(7, dtype=np.uint16)), "it is NumPy's .npy file"),
+        (
+            lambda file: file.write_bytes(llmc_header(20240801, 7) + IDS.tobytes()),
+            "its header is of Llama 3's uint32 ids",
+        ),
+        (lambda file: file.write_bytes(llmc_header(20240520, 8) + IDS.tobytes()), "1038 bytes, but 8 tokens take 1040"),
     ],
 )
 def test_a_damaged_nanogpt_file_is_an_error(tmp_path, damage_file, message):
     for name in ("train", "val"):
-        np.arange(7, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+        IDS.tofile(tmp_path / f"{name}.bin")
     damage_file(tmp_path / "val.bin")
     with pytest.raises(
-        DataError, match=rf"val.bin is not a good token shard: .*{message}.*; run nanoGPT's prepare.py again"
+        DataError,
+        match=rf"val.bin is not a good token shard: .*{message}.*; write it as uint16, as nanoGPT's prepare.py",
     ):
         open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")
+
+
+def llmc_header(magic, count):
+    """Return the header of llm.c and modded-nanogpt."""
+    return np.array([magic, 1, count, *[0] * 253], np.int32).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64])
+@pytest.mark.parametrize("count", [8, 100, 200_000])
+def test_a_nanogpt_file_of_another_dtype_is_an_error(tmp_path, dtype, count):
+    """It would be read as ids with zeros between them."""
+    ids = np.random.default_rng(0).integers(0, 50257, count).astype(np.uint16)
+    if dtype == np.int16:
+        ids &= 0x7FFF
+    for name in ("train", "val"):
+        ids.astype(dtype).tofile(tmp_path / f"{name}.bin")
+    size = np.dtype(dtype).itemsize
+    if size == 2:
+        assert open_nanogpt_shards(tmp_path, 50257, tmp_path / "cache")[0][0].tokens.tolist() == ids.tolist()
+        return
+    with pytest.raises(DataError, match=rf"train.bin is not a good token shard: .* so its ids have {size} bytes"):
+        open_nanogpt_shards(tmp_path, 50257, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("ids", [np.zeros(100), np.arange(100) % 2, np.arange(100) % 4, np.arange(100)[::-1]])
+def test_a_nanogpt_file_with_many_zeros_is_none_of_another_dtype(tmp_path, ids):
+    for name in ("train", "val"):
+        ids.astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    assert open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")[0][0].tokens.tolist() == ids.tolist()
+
+
+def test_a_nanogpt_file_with_the_header_of_llmc_is_read_by_it(tmp_path):
+    """The ids are the same as without the header, and so is the hash."""
+    for folder, header in (("plain", b""), ("llmc", llmc_header(20240520, 7))):
+        (tmp_path / folder).mkdir()
+        for name in ("train", "val"):
+            (tmp_path / folder / f"{name}.bin").write_bytes(header + IDS.tobytes())
+    (plain, _), (llmc, _) = (
+        open_nanogpt_shards(tmp_path / name, 100, tmp_path / "cache") for name in ("plain", "llmc")
+    )
+    assert llmc[0].tokens.tolist() == list(range(7))
+    assert digest(llmc) == digest(plain)
