@@ -4,12 +4,28 @@ A local folder of parquet, JSON or text files is read in the same way, without a
 """
 
 import os
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from data.corpus import Document, Source, file_stamps, local_path, split_of, text_of
+from data.corpus import (
+    ROW_SUFFIXES,
+    Document,
+    Source,
+    file_stamps,
+    files_below,
+    known_suffix,
+    local_path,
+    split_of,
+    text_of,
+)
 from data.errors import DataError, one_line
 from data.tokenizer import is_reachable
+from terminal import warn
+
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_SUFFIXES = (".txt", *ROW_SUFFIXES)
+FILES_TO_TRY = 100  # opening one takes 10 to 30 ms
 
 
 class Hub(Source):
@@ -18,7 +34,7 @@ class Hub(Source):
     `column` holds the text. A row whose text is null is not a document. `encoding_errors` has no effect. The
     constructor uses no network. It raises DataError if there is no `path`. documents() uses the network. It raises
     DataError if there is no network, if the data set, the subset or the column does not exist, if `datasets` is not
-    installed, or if the stream stops early.
+    installed, if a file is broken, or if the stream stops early.
     """
 
     def __init__(
@@ -33,9 +49,12 @@ class Hub(Source):
             raise DataError("data=hub needs data.path=owner/name, the name of the data set on the Hugging Face hub")
         folder = local_path(path)
         self.is_local = folder.is_dir()
+        if not self.is_local and not HUB_NAME.fullmatch(path):
+            raise DataError(f"data.path={path}: there is no such folder, and it is not a name on the hub (owner/name)")
         self.path = str(folder.resolve()) if self.is_local else path
         self.subset, self.column, self.val_fraction = subset, column, val_fraction
-        self.files = sorted(file for file in folder.rglob("*") if file.is_file()) if self.is_local else []
+        self.files = files_below(folder.resolve()) if self.is_local else []
+        self.data_files: list[str] = []  # the files of the stream, if `datasets` tells them
         self.identity = [self.path, subset, column, file_stamps(self.files)]
 
     def documents(self, position: dict | None = None) -> Iterator[Document]:
@@ -48,7 +67,8 @@ class Hub(Source):
         if position:
             self.stream.load_state_dict(position["stream"])
         for row in self.rows():
-            if (text := text_of(row, self.column, f"data set {self.path}")) is not None:
+            where = "" if isinstance(row.get(self.column), str) else self.place()  # not for every row: it takes 20 us
+            if (text := text_of(row, self.column, where)) is not None:
                 yield Document(split_of(text, self.val_fraction), text)
 
     def position(self) -> dict:
@@ -65,18 +85,56 @@ class Hub(Source):
             if not self.is_local:
                 self.revision = self.revision or HfApi().dataset_info(self.path, timeout=10).sha
                 options = {"revision": self.revision}
-            return datasets.load_dataset(self.path, self.subset, split="train", streaming=True, **options)
-        except stream_errors() as error:
-            raise DataError(f"data set {self.path} cannot be opened: {one_line(error)}") from error
+            builder = datasets.load_dataset_builder(self.path, self.subset, **options)
+            files_by_split = builder.config.data_files or {}
+            self.data_files = files_by_split.get("train", [])
+            self.warn_of_unread_files({file for files in files_by_split.values() for file in files})
+            return builder.as_streaming_dataset(split="train")
+        except Exception as error:  # `datasets` calls many libraries, and passes on any error of theirs
+            place = self.first_broken_file() or f"data set {self.path}"
+            raise DataError(f"{place} cannot be opened: {explain(error)}") from error
 
     def rows(self) -> Iterator[dict]:
         """Yield the rows of the stream. Raises DataError if it stops early."""
         try:
             yield from self.stream
-        except stream_errors() as error:
+        except Exception as error:
+            if self.is_local:
+                raise DataError(f"{self.place()} cannot be read: {explain(error)}") from error
             raise DataError(
-                f"data set {self.path}: the stream stopped early: {one_line(error)}; run the same command again"
+                f"{self.place()}: the stream stopped early: {explain(error)}; run the same command again"
             ) from error
+
+    def place(self) -> str:
+        """Return the file that the stream reads, or the data set if that is not known, for an error message."""
+        state = self.stream.state_dict()
+        while "examples_iterable" in state:
+            state = state["examples_iterable"]
+        number = state.get("shard_idx", len(self.data_files))
+        if number < len(self.data_files) == self.stream.num_shards:
+            return self.data_files[number]
+        return f"data set {self.path}"
+
+    def first_broken_file(self) -> str | None:
+        """Return the first local file that `datasets` cannot open alone, or None if there is none."""
+        import datasets
+
+        for file in (self.data_files or self.files)[:FILES_TO_TRY] if self.is_local else ():
+            try:
+                datasets.load_dataset(self.path, data_files=str(file), split="train", streaming=True)
+            except Exception:  # this is the answer
+                return str(file)
+        return None
+
+    def warn_of_unread_files(self, read: set[str]) -> None:
+        """Print a warning if `datasets` passes over local files that may hold text. `read` are those that it takes."""
+        text_files = (file for file in self.files if known_suffix(file) in HUB_SUFFIXES)
+        unread = [file for file in text_files if str(file) not in read]
+        if unread:
+            warn(
+                f"{len(unread)} files in {self.path} are not read, such as {unread[0]}: for data=hub all files must "
+                "have the same ending, in lower case, and not be in linked folders"
+            )
 
 
 def check_network(data_set: str) -> None:
@@ -94,12 +152,6 @@ def check_network(data_set: str) -> None:
     )
 
 
-def stream_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that `datasets` raises for a wrong name, a broken file or a lost network.
-
-    A lost network raises an error of the HTTP library, which depends on the version of huggingface_hub. The base
-    classes of HfHubHTTPError include the base class of this library's errors.
-    """
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return OSError, ValueError, RuntimeError, *HfHubHTTPError.__bases__
+def explain(error: Exception) -> str:
+    """Return the reason why `datasets` failed, in one line."""
+    return "it has no rows" if isinstance(error, StopIteration) else one_line(error)

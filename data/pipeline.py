@@ -133,7 +133,7 @@ def tokenize(
 ) -> None:
     """Write the shards of `source` into `folder`, from the position in progress.json to the end of `source`.
 
-    Raises DataError if a split would be empty.
+    Raises DataError if there is no document, or if a split would be empty.
     """
     progress = read_if_valid(folder / PROGRESS) or {"position": None, "documents": 0, "splits": {}}
     documents = progress["documents"]
@@ -157,6 +157,10 @@ def tokenize(
                 states = {split: writer.sync() for split, writer in writers.items()}
                 write_json(folder / PROGRESS, {"position": position, "documents": documents, "splits": states})
                 recorded_tokens = tokens
+        if not documents:
+            place = ", ".join(map(str, source.files[:3])) or "the data set"
+            more = f" and {len(source.files) - 3} more files" if len(source.files) > 3 else ""
+            raise DataError(f"there is no document in {place}{more}: add text")
         for split, writer in writers.items():
             if not writer.tokens and (split == "val" or source.val_fraction < 1):
                 raise DataError(

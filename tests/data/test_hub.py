@@ -1,6 +1,10 @@
 """data=hub reads with `datasets`. In these tests, a local folder of parquet files replaces the hub."""
 
+import bz2
+import gzip
 import json
+import lzma
+import re
 import time
 from types import SimpleNamespace
 
@@ -61,7 +65,13 @@ def test_a_resumed_stream_reads_the_revision_of_its_start(monkeypatch):
     opened = []
     newest = SimpleNamespace(dataset_info=lambda path, timeout: SimpleNamespace(sha="newest"))
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: newest)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *words, **options: opened.append((words, options["revision"])))
+    builder = SimpleNamespace(config=SimpleNamespace(data_files=None), as_streaming_dataset=lambda split: None)
+
+    def load_dataset_builder(*words, revision):
+        opened.append((words, revision))
+        return builder
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     hub = Hub("owner/name", "subset")
     for hub.revision in (None, "first"):
         hub.open_stream()
@@ -121,7 +131,10 @@ def test_a_hub_data_set_is_prepared_on_first_use_when_prepare_is_auto(folder, tm
         ({"subset": "xx"}, r"cannot be opened: BuilderConfig 'xx' not found. Available: \['default'\]"),
         ({"path": None}, r"data=hub needs data.path=owner/name"),
         ({"path": ""}, r"data=hub needs data.path=owner/name"),
-        ({"path": "~nobody-here/x"}, r"data.path=~nobody-here/x is not a valid path"),
+        (
+            {"path": "/no/such/folder"},
+            r"data.path=/no/such/folder: there is no such folder, and it is not a name on the",
+        ),
     ],
 )
 def test_a_wrong_column_subset_or_path_is_an_error(folder, changes, message):
@@ -130,10 +143,76 @@ def test_a_wrong_column_subset_or_path_is_an_error(folder, changes, message):
     assert "\n" not in str(error.value)
 
 
-def test_a_broken_file_is_an_error(folder):
+ROWS = b"".join(b'{"text": "document %d"}\n' % i for i in range(300))
+GOOD = {"jsonl": ROWS, "json": b'[{"text": "a"}]', "csv": b"text\nrow\n", "txt": b"text\n"}
+GOOD |= {"jsonl.gz": gzip.compress(ROWS), "jsonl.xz": lzma.compress(ROWS), "jsonl.bz2": bz2.compress(ROWS)}
+with pa.BufferOutputStream() as output:
+    pq.write_table(pa.table({"text": [f"document {i}" for i in range(300)]}), output)
+    GOOD["parquet"] = output.getvalue().to_pybytes()
+BROKEN = {  # name of a broken file -> its bytes
+    **{f"cut.{ending}": GOOD[ending][:-50] for ending in ("jsonl.gz", "jsonl.xz", "jsonl.bz2", "parquet")},
+    "cut.jsonl": ROWS[:-5],
+    "cut.json": b'[{"text": "document"}, {"te',
+    "damaged.jsonl.gz": gzip.compress(ROWS, 0).replace(b"document 7", b"document 8"),  # its checksum is wrong
+    "damaged.parquet": GOOD["parquet"][:40] + b"\xff" * 40 + GOOD["parquet"][80:],
+    **{f"other.{ending}": ROWS for ending in ("jsonl.gz", "jsonl.xz", "jsonl.bz2", "jsonl.zst", "parquet", "zip")},
+    "not-utf8.jsonl": ROWS + b'{"text": "\xff\xfe"}\n',
+    "not-utf8.txt": b"text \xff\xfe\n",
+    "not-utf8.csv": b"text\nrow \xff\xfe\n",
+    "not-json.jsonl": ROWS + b"{text\n",
+    "numbers.jsonl": b"1\n2\n",
+    "int.jsonl": ROWS + b'{"text": 3}\n',
+    "list.jsonl": ROWS + b'{"text": ["a"]}\n',
+    "object.jsonl": b'{"text": {"a": 1}}\n' + ROWS,
+    "column.jsonl": b'{"body": "a"}\n',
+    "open-quote.csv": b'text\n"row\n',
+    **{f"empty.{ending}": b"" for ending in ("jsonl", "csv", "parquet")},
+    "empty.jsonl.gz": gzip.compress(b""),
+}
+# Behind a good file: how many texts `datasets` makes of the file. It turns values of another type into text
+UNNOTICED = {"empty.jsonl": 0, "empty.jsonl.gz": 0, "int.jsonl": 301, "list.jsonl": 301, "object.jsonl": 301}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_an_error_that_names_it(tmp_path, name):
+    """Alone, and behind a good file. The error does not advise to run the command again, which would not help."""
+    ending = name.partition(".")[2]
+    (tmp_path / name).write_bytes(BROKEN[name])
+    message = f"^{re.escape(str(tmp_path / name))}[: ](?!.*again).*$"
+    with pytest.raises(DataError, match=message):
+        texts_of(Hub(str(tmp_path)))
+    if ending in GOOD:
+        (tmp_path / f"a.{ending}").write_bytes(GOOD[ending])
+        if name in UNNOTICED:
+            assert len(texts_of(Hub(str(tmp_path)))) == 300 + UNNOTICED[name]
+            return
+        with pytest.raises(DataError, match=message):
+            texts_of(Hub(str(tmp_path)))
+
+
+def test_a_broken_file_on_the_hub_is_named_too(folder):
+    """There the same command may help, because the network may have failed."""
     (folder / "train-00001-of-00003.parquet").write_bytes(b"junk" * 100)
-    with pytest.raises(DataError, match=r"the stream stopped early: .*Parquet.*; run the same command again"):
-        texts_of(Hub(str(folder)))
+    hub = Hub(str(folder))
+    hub.stream = hub.open_stream()
+    hub.is_local = False
+    with pytest.raises(DataError, match=r"/train-00001-of-00003.parquet: the stream stopped early: .*; run the same"):
+        list(hub.rows())
+
+
+def test_files_that_datasets_passes_over_are_a_warning(folder, tmp_path, capsys):
+    """It takes files with one ending, in lower case. The folder is a link here."""
+    for name in ("B.TXT", "c.jsonl"):
+        (folder / name).write_text('{"text": "row"}\n')
+    (tmp_path / "linked").symlink_to(folder)
+    source = Hub(str(tmp_path / "linked"))
+    assert len(texts_of(source)) == len(list(filter(None, TEXTS)))
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: 2 files in {folder} are not read, such as {folder}/B.TXT: ")
+    for name in ("B.TXT", "c.jsonl"):
+        (folder / name).unlink()
+    texts_of(Hub(str(tmp_path / "linked")))
+    assert capsys.readouterr().err == ""
 
 
 def disconnect(monkeypatch):

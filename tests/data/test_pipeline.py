@@ -202,6 +202,17 @@ def test_an_empty_split_is_an_error(tmp_path):
         prepare(tmp_path / "x", Numbered(documents=1))
 
 
+def test_files_without_a_document_are_named(tmp_path):
+    for name in "abcde":
+        (tmp_path / f"{name}.jsonl").write_text("\n")
+    with pytest.raises(
+        DataError, match=r"no document in .*/a.jsonl, .*/b.jsonl, .*/c.jsonl and 2 more files: add text"
+    ):
+        prepare(tmp_path / "x", text_source(str(tmp_path)))
+    with pytest.raises(DataError, match="there is no document in the data set: add text"):
+        prepare(tmp_path / "x", Numbered(documents=0))
+
+
 def test_a_preparation_resumes_after_the_disk_was_full(tmp_path, expected, monkeypatch):
     append = Writer.append
 
