@@ -49,6 +49,8 @@ class Hub(Source):
             raise DataError("data=hub needs data.path=owner/name, the name of the data set on the Hugging Face hub")
         folder = local_path(path)
         self.is_local = folder.is_dir()
+        if folder.is_file():
+            raise DataError(f"data.path={path} is a file: name its folder, or choose data=text")
         if not self.is_local and not HUB_NAME.fullmatch(path):
             raise DataError(f"data.path={path}: there is no such folder, and it is not a name on the hub (owner/name)")
         self.path = str(folder.resolve()) if self.is_local else path

@@ -131,6 +131,7 @@ def test_a_hub_data_set_is_prepared_on_first_use_when_prepare_is_auto(folder, tm
         ({"subset": "xx"}, r"cannot be opened: BuilderConfig 'xx' not found. Available: \['default'\]"),
         ({"path": None}, r"data=hub needs data.path=owner/name"),
         ({"path": ""}, r"data=hub needs data.path=owner/name"),
+        ({"path": __file__}, r"test_hub.py is a file: name its folder, or choose data=text"),
         (
             {"path": "/no/such/folder"},
             r"data.path=/no/such/folder: there is no such folder, and it is not a name on the",
