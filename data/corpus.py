@@ -305,7 +305,7 @@ def text_files_in(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path, hidden: bool = True) -> list[Path]:
-    """Return the files below a folder, also in folders that links lead to, but each folder once.
+    """Return the files below a folder, in order, also in folders that links lead to, but each folder once.
 
     If `hidden` is false, it does not enter hidden folders. Raises DataError if a folder cannot be read.
     """
@@ -321,5 +321,5 @@ def files_below(folder: Path, hidden: bool = True) -> list[Path]:
             continue
         visited.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
-        files += [file for name in sorted(names) if (file := Path(parent, name)).is_file()]
-    return files
+        files += [file for name in names if (file := Path(parent, name)).is_file()]
+    return sorted(files)

@@ -133,9 +133,10 @@ class Hub(Source):
         text_files = (file for file in self.files if known_suffix(file) in HUB_SUFFIXES)
         unread = [file for file in text_files if str(file) not in read]
         if unread:
+            more = f" and {len(unread) - 1} more files" if unread[1:] else ""
             warn(
-                f"{len(unread)} files in {self.path} are not read, such as {unread[0]}: for data=hub all files must "
-                "have the same ending, in lower case, and not be in linked folders"
+                f"{unread[0]}{more} are not read: with data=hub, all files of a folder need the same ending, in lower "
+                "case, and none may be in a linked folder"
             )
 
 

@@ -35,13 +35,16 @@ def command(schema: type[T], name: str, errors: tuple = (), complete: Callable[[
 def compose(schema: type, name: str, words: list[str]) -> DictConfig:
     """Return the composed config of another command with these arguments. Call this in a command's main().
 
-    Its values are not checked: runtime.config.parse() does that. Raises UserError if the arguments are wrong.
+    Its paths are expanded, but its values are not checked: runtime.config.parse() does that. Raises UserError if the
+    arguments are wrong.
     """
     config.store_named_choices(config_groups(), words)
     try:
-        return hydra.compose(name, words)
+        composed = hydra.compose(name, words)
     except HydraException as error:
         raise config.UserError(config.explain_error(error, schema)) from error
+    config.expand_paths(composed)
+    return composed
 
 
 def take_training() -> None:

@@ -131,7 +131,9 @@ def settle(
 
 def read_recipe(words: list[str]) -> tuple[Recipe, tuple[int, int]]:
     """Return the recipe and the (B, T) of a micro-step, of train.py with these arguments."""
-    cfg = parse(compose(TrainConfig, "config", words), TrainConfig, complete_config)
+    composed = compose(TrainConfig, "config", words)
+    complete_config(composed)
+    cfg = parse(composed, TrainConfig)
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     return recipe, (cfg.train.batch_size, cfg.train.block_size)
 

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
+
+import train
+from lab.commands import CONFIGS, compose
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,3 +48,10 @@ def test_help_with_a_wrong_choice_explains_the_choice():
     )
     assert result.returncode == 1
     assert result.stderr.startswith("error: attn=nope: no such choice; attn is one of: ")
+
+
+def test_a_composed_config_has_the_home_folder_before_it_is_completed(monkeypatch):
+    """scripts.judge completes it with the shape of the model in init_from."""
+    monkeypatch.setenv("HOME", "/home-of-test")
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        assert compose(train.Config, "config", ['init_from="~/model"']).init_from == "/home-of-test/model"
