@@ -110,7 +110,7 @@ def test_context_gives_the_figures_of_one_process(hotswap, tmp_path, one_process
 
 
 def checkpoint_weights(folder):
-    return read_weights(find_checkpoint(folder))
+    return read_weights(find_checkpoint(Path(folder)))
 
 
 @pytest.mark.exhaustive

@@ -29,9 +29,9 @@ folder, batch, status = Path(words["out_dir"]), int(words["batch"]), "ok"
 if words["kernels.decode"] == "int8" and not Path("stopped-once").exists():
     for name in ("stopped-once", folder / "config.yaml", folder / "metrics.jsonl"):
         Path(name).write_text("proof: false")
-    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # it may come before sigwait
     os.kill(os.getppid(), signal.SIGINT)
-    signal.pause()
+    signal.sigwait([signal.SIGINT])
     status = "failed: KeyboardInterrupt"
 seconds = {"blocks": 0.5, "int8": 0.25}[words["kernels.decode"]] / 1e3
 config = {"max_new_tokens": 128, "batch": batch, "prompt": words.get("prompt")}
