@@ -170,25 +170,29 @@ BROKEN = {  # name of a broken file -> its bytes
     **{f"empty.{ending}": b"" for ending in ("jsonl", "csv", "parquet")},
     "empty.jsonl.gz": gzip.compress(b""),
 }
-# Behind a good file: how many texts `datasets` makes of the file. It turns values of another type into text
-UNNOTICED = {"empty.jsonl": 0, "empty.jsonl.gz": 0, "int.jsonl": 301, "list.jsonl": 301, "object.jsonl": 301}
+# How many texts an old or a new version of `datasets` makes of a file. It may turn values of another type into text
+UNNOTICED_ALONE = {"empty.jsonl": 0, "empty.jsonl.gz": 0}
+UNNOTICED = {**UNNOTICED_ALONE, "int.jsonl": 301, "list.jsonl": 301, "object.jsonl": 301}
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_an_error_that_names_it(tmp_path, name):
     """Alone, and behind a good file. The error does not advise to run the command again, which would not help."""
+    line = f"{re.escape(str(tmp_path / name))}(: | cannot be )(?!.*again).*"
+
+    def outcome():
+        """Return the number of texts, or the error: "named" if it is one line that names the file."""
+        try:
+            return len(texts_of(Hub(str(tmp_path))))
+        except DataError as error:
+            return "named" if re.fullmatch(line, str(error)) else str(error)
+
     ending = name.partition(".")[2]
     (tmp_path / name).write_bytes(BROKEN[name])
-    message = f"^{re.escape(str(tmp_path / name))}[: ](?!.*again).*$"
-    with pytest.raises(DataError, match=message):
-        texts_of(Hub(str(tmp_path)))
+    assert outcome() in ("named", UNNOTICED_ALONE.get(name))
     if ending in GOOD:
         (tmp_path / f"a.{ending}").write_bytes(GOOD[ending])
-        if name in UNNOTICED:
-            assert len(texts_of(Hub(str(tmp_path)))) == 300 + UNNOTICED[name]
-            return
-        with pytest.raises(DataError, match=message):
-            texts_of(Hub(str(tmp_path)))
+        assert outcome() in ("named", 300 + UNNOTICED.get(name, -1000))
 
 
 def test_a_broken_file_on_the_hub_is_named_too(folder):
