@@ -5,11 +5,13 @@ random number. This is a counter-based generator (Salmon et al. 2011) with the i
 github.com/skeeto/hash-prospector. The numbers of a stateful generator would depend on the order of the draws.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+NO_TOKEN = -1  # what a row without probabilities draws: a logit is NaN or inf, or all are -inf
 MASK = 2**32 - 1
 ID_FACTOR, POSITION_FACTOR = 0x1E3779B1, 0x5BD1E995  # odd, and below 2^31 so that products fit into an int64
 HASH_FACTORS = 0x21F0AAAD, 0x735A2D97
@@ -63,22 +65,24 @@ def exponential_noise(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
     """Draw a token for each row: logits (N, V), hashed seeds (N,), positions (N,) of the new tokens -> (N,) int64.
 
-    top_k applies before top_p. If a limit falls among equal logits, any of them may be kept.
+    top_k applies before top_p. If a limit falls among equal logits, any of them may be kept. A row draws NO_TOKEN if a
+    logit is NaN or inf, or if all are -inf. A logit of -inf has probability 0.
 
     With noise from Exp(1), argmax(p / noise) is a draw from p: noise / p is exponential with rate p, and the i-th of
     these exponentials is the smallest with probability p_i. torch.multinomial would synchronise with the host.
     """
     logits = logits[:, : sampling.n_vocab]
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        top, ids = logits.max(-1)
+        return ids.where(top.abs() < math.inf, NO_TOKEN)
     if sampling.top_k or sampling.top_p < 1:
         # Sort in the compute dtype, because bf16 has half the bits of fp32
         logits, ids = logits.topk(sampling.candidates)
     else:
         ids = torch.arange(sampling.n_vocab, device=logits.device).expand_as(logits)
-    p = (logits.float() / sampling.temperature).softmax(-1)
+    p = (logits.float() / sampling.temperature).softmax(-1)  # all NaN if they are no probabilities
     if sampling.top_p < 1:
-        # p is sorted. Keep a token if the probabilities before it sum to less than top_p
-        p = p.where(p.cumsum(-1) - p < sampling.top_p, 0)
-    choice = (p / exponential_noise(ids, seeds, positions)).argmax(-1, keepdim=True)
-    return ids.gather(-1, choice).squeeze(-1)
+        # p is sorted. Keep a token, or a NaN, unless the probabilities before it sum to top_p or more
+        p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0)
+    best, choice = (p / exponential_noise(ids, seeds, positions)).max(-1, keepdim=True)
+    return ids.gather(-1, choice).where(best >= 0, NO_TOKEN).squeeze(-1)

@@ -63,9 +63,10 @@ class Decoder:
     `capacity`, and have no meaning. `decode` names a backend of kernels/decode/; blocks runs the model itself.
     `compiled` compiles the steps. warm_up() compiles them in advance, and on a GPU captures them as CUDA graphs; later
     prefills are captured, too. In generate_tokens() a sequence stops at an id in `stops`, and a launch ends early when
-    all sequences have stopped; the caller must still cut the texts. The tokens of a failed launch are -1, and stream()
-    and warm_up() raise KernelError. With `prefill_only`, step() is not called, and the model's attention need not take
-    `lengths`. Raises Unavailable or UserError if the model or the backend cannot decode with these arguments.
+    all sequences have stopped; the caller must still cut the texts. A token is NO_TOKEN if its logits are not finite,
+    and FAILED_LAUNCH if its launch failed; check_tokens() in generate.py raises an error for both. With `prefill_only`,
+    step() is not called, and the model's attention need not take `lengths`. Raises Unavailable or UserError if the
+    model or the backend cannot decode with these arguments.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Decoder:
 
     def check_launch(self, tokens: list[list[int]]) -> None:
         """Raise KernelError if the launch that made these tokens of each sequence failed."""
-        if self.generate_tokens and any(-1 in sequence for sequence in tokens):
+        if any(contract.FAILED_LAUNCH in sequence for sequence in tokens):
             raise KernelError(
                 f"kernels.decode={self.name}: a launch failed, because a part of it waited too long: try again, or "
                 "choose kernels.decode=blocks"
@@ -214,7 +215,7 @@ class Decoder:
         drawn = self.generate_tokens(self.packed, self.tokens, cache, self.seeds, self.sampling, steps, self.stops)
         self.output[:, 0] = steps
         self.output[:, 1 : 1 + steps] = drawn
-        self.tokens.copy_(drawn[:, -1:])
+        self.tokens.copy_(drawn[:, -1:].clamp(min=0))
         self.positions.add_(steps)
         self.length += steps
 
@@ -308,9 +309,11 @@ class Decoder:
         Sequence b has new[b] of these tokens; None: one token.
         """
         self.output[:, column : column + drawn.shape[1]] = drawn
+        # The next step reads embeddings, and NO_TOKEN has none
         if self.history is None:
-            self.tokens.copy_(drawn)
+            torch.clamp(drawn, min=0, out=self.tokens)
             return
+        drawn = drawn.clamp(min=0)
         self.history.scatter_(1, self.positions[:, None] + torch.arange(drawn.shape[1], device=drawn.device), drawn)
         if new is not None:
             self.output[:, 0] = new

@@ -2,16 +2,19 @@
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from kernels.registry import Unavailable
-from kernels.sampling import Sampling
+from kernels.sampling import NO_TOKEN, Sampling
 from model.decoder import Decoder, why_no_generation
-from model.gpt import GPT
+from model.gpt import GPT, in_eval_mode
 from model.parallel import gather_parameters
+from runtime.config import UserError, check, shown
 
 # How many calls of Decoder.step() the GPU may be ahead of the host. A call makes GRAPH_TOKENS tokens, but with a draft
 # it may make only one
@@ -19,6 +22,12 @@ LAG, DRAFT_LAG = 2, 4
 # The same for generate_tokens(), which makes LAUNCH_TOKENS. With 0, a launch of 32 tokens took 5.28 ms, and the GPU was
 # idle for 0.46 ms (decode=persistent, 124M, H200)
 LAUNCH_LAG = 1
+
+
+class NotFinite(UserError):
+    """The logits of a new token are not finite, so it has no probabilities. The message names the token."""
+
+    status = "wrong"  # the word in a result row
 
 
 def stream(
@@ -33,7 +42,8 @@ def stream(
 
     Decoder.prefill() describes idx (B, T), lengths (B,) and `kept`. The host is up to `lag` calls behind, by default
     default_lag(). If the caller stops early, the GPU has computed up to `lag` calls too many. Tokens beyond
-    max_new_tokens are left out. Raises KernelError if a launch of generate_tokens() failed.
+    max_new_tokens are left out. Raises NotFinite if logits are not finite, and KernelError if a launch of
+    generate_tokens() failed.
     """
     assert idx.shape[1] + max_new_tokens <= decoder.capacity  # step() does not fail beyond the capacity
     lag = default_lag(decoder, idx) if lag is None else lag
@@ -52,11 +62,28 @@ def stream(
             copied.synchronize()
         rows = zip(buffer.tolist(), totals, strict=True)
         new = [tokens[: min(count, max_new_tokens - done)] for (count, *tokens), done in rows]
-        decoder.check_launch(new)
+        check_tokens(decoder, new, totals)
         totals = [done + len(tokens) for done, tokens in zip(totals, new, strict=True)]
         if decoder.step_tokens > 1:  # the decoder knows only an upper bound of the length
             decoder.length = prompt + max(totals) - 1 + decoder.step_tokens * len(pending)
         yield new
+
+
+def check_tokens(decoder: Decoder, new: list[list[int]], totals: list[int]) -> None:
+    """Raise NotFinite or KernelError if `new` has something else than tokens. They follow totals[b] new tokens."""
+    decoder.check_launch(new)
+    sequences = enumerate(zip(new, totals, strict=True), start=1)
+    wrong = [(done + tokens.index(NO_TOKEN) + 1, b) for b, (tokens, done) in sequences if NO_TOKEN in tokens]
+    if not wrong:
+        return
+    for tensor in chain(*decoder.kv):  # 0 * NaN is NaN, so a later call must find no NaN in the rows that it masks
+        tensor.zero_()
+    number, b = min(wrong)
+    where = f" of sequence {b}" if len(new) > 1 else ""
+    raise NotFinite(
+        f"the logits of new token {number}{where} are not finite, because a weight or a result of a kernel is NaN or "
+        "inf: choose other weights, or kernels=eager attn=eager to see whether a kernel is wrong"
+    )
 
 
 def default_lag(decoder: Decoder, idx: Tensor) -> int:
@@ -76,25 +103,79 @@ def fewest_tokens(decoder: Decoder, prompt: int, totals: list[int], pending: int
 
 
 @torch.no_grad()
+@in_eval_mode
 def generate(
-    model: GPT, idx: Tensor, max_new_tokens: int, *, n_vocab: int, temperature=1.0, top_k=0, top_p=1.0, seed=0
+    model: GPT,
+    idx: Tensor,
+    max_new_tokens: int,
+    *,
+    n_vocab: int,
+    temperature: float = 1.0,
+    top_k: int | None = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
 ) -> Tensor:
-    """idx (B, T) int64 -> (B, T + max_new_tokens), as nanoGPT's generate() does. Sampling describes the arguments.
+    """idx (B, T) int64 -> (B, T + max_new_tokens), as nanoGPT's generate() does.
 
-    Each token depends on the last block_size tokens. Once the text is longer, each new token changes the positions of
-    all others, so it takes a forward pass over the whole window.
+    Sampling describes the other arguments. Sequence b draws with seed + b. Each token depends on the last block_size
+    tokens. Once the text is longer, each new token changes the positions of all others, so it takes a forward pass over
+    the whole window. Raises UserError if an argument is wrong, and NotFinite if logits are not finite. It waits for the
+    device twice: to check idx, and to check the new tokens.
     """
-    training = model.training
-    model.eval()
-    capacity = min(idx.shape[1] + max_new_tokens, model.config.block_size)
+    check_prompt(model, idx)
+    check(
+        isinstance(max_new_tokens, Integral) and 0 <= max_new_tokens < 2**31,
+        f"max_new_tokens={shown(max_new_tokens)}: it must be in [0, 2^31)",
+    )
+    size = model.config.vocab_size
+    check(
+        isinstance(n_vocab, Integral) and 1 <= n_vocab <= size,
+        f"n_vocab={shown(n_vocab)}: it must be in [1, {size}], because model.vocab_size is {size}",
+    )
+    top_k = 0 if top_k is None else top_k  # nanoGPT's default
+    check_sampling(temperature, top_k, top_p, seed)
+    prompt = idx.shape[1]
+    capacity = min(prompt + max_new_tokens, model.config.block_size)
     decoder = Decoder(model, len(idx), capacity, Sampling(n_vocab, temperature, top_k, top_p), seed)
     for _ in range(max_new_tokens):
         is_cached = 0 < decoder.length < capacity
         dropped = max(0, idx.shape[1] - capacity)
-        output = decoder.step() if is_cached else decoder.prefill(idx[:, dropped:], dropped=dropped)
+        # NO_TOKEN has no embedding
+        output = decoder.step() if is_cached else decoder.prefill(idx[:, dropped:].clamp(min=0), dropped=dropped)
         idx = torch.cat((idx, output[:, 1:2]), dim=1)  # without a warm-up, a step makes one token
-    model.train(training)
+    check_tokens(decoder, idx[:, prompt:].tolist(), [0] * len(idx))
     return idx
+
+
+def check_prompt(model: GPT, idx: Tensor) -> None:
+    """Raise UserError if idx is not (B, T) int64 of at least one token, on the model's device. Synchronises."""
+    is_tensor = isinstance(idx, Tensor)
+    found = f"{tuple(idx.shape)} {idx.dtype}" if is_tensor else f"a {type(idx).__name__}"
+    check(
+        is_tensor and idx.dim() == 2 and idx.dtype == torch.int64 and idx.numel() > 0,
+        f"idx must be token ids (B, T) int64, at least one for each sequence, not {found}",
+    )
+    device, size = model.wte.weight.device, model.config.vocab_size
+    check(idx.device == device, f"idx is on {idx.device}, and the model on {device}: pass idx.to({str(device)!r})")
+    low, high = (value.item() for value in idx.aminmax())
+    check(low >= 0 and high < size, f"idx has ids from {low} to {high}, and model.vocab_size is {size}")
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+    """Raise UserError if these are no arguments of Sampling, or no seed."""
+    check(
+        isinstance(temperature, Real) and (temperature == 0 or 1e-4 <= temperature <= 1e4),
+        f"temperature={shown(temperature)}: it must be 0 (the most probable token each time) or in [0.0001, 10000]",
+    )
+    check(
+        isinstance(top_k, Integral) and top_k >= 0,
+        f"top_k={shown(top_k)}: it must be at least 1, or 0 for no limit",
+    )
+    check(
+        isinstance(top_p, Real) and 0 < top_p <= 1,
+        f"top_p={shown(top_p)}: it must be in (0, 1]; 1 is no limit",
+    )
+    check(isinstance(seed, Integral) and 0 <= seed < 2**63, f"seed={shown(seed)}: it must be in [0, 2^63)")
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, max_new_tokens: int, seed: int) -> str:

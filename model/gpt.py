@@ -7,6 +7,7 @@ The model has two dtypes. The branches (attention and MLP) run in the compute dt
 it is used. The residual stream has the dtype of the stored weights (see PRECISIONS).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from kernels.rope import rope_table, rotate
 from model.chunks import run_in_chunks
 from model.recompute import BlockRunner
 from model.vocabulary import padded
-from runtime.config import check
+from runtime.config import check, shown
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
 PRECISIONS = {
@@ -310,6 +311,23 @@ class GPT(nn.Module):
             elif weight.dim() == 2:
                 is_projection = name.endswith("c_proj.weight")
                 weight.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02)
+
+
+def in_eval_mode(function: Callable) -> Callable:
+    """Decorator: function(model, ...) runs in eval mode. Then, also after an error, each module has its mode again."""
+
+    @functools.wraps(function)
+    def call(model: nn.Module, *args, **options):
+        check(isinstance(model, nn.Module), f"model={shown(model)}: it must be a GPT")
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            return function(model, *args, **options)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    return call
 
 
 def dropout(config: GPTConfig) -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from data.loader import Batch, Loader, Windows, count_targets, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
-from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm
+from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm, in_eval_mode
 from model.optim import HISTORY, OptimConfig, Optimizer, TorchAdamW
 from model.parallel import free_gathered
 from model.pretrained import load_weights
@@ -123,6 +123,7 @@ def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float
 
 
 @torch.no_grad()
+@in_eval_mode
 def evaluate(
     model: GPT, windows: Windows, batch_size: int, samples: int, device: torch.device, ranks: Ranks | None = None
 ) -> float:
@@ -131,7 +132,6 @@ def evaluate(
     The set depends only on `samples`, so the loss depends on the batch size and on the ranks only by rounding.
     """
     ranks = ranks or Ranks()
-    model.eval()
     batches = list(evaluation_batches(windows, batch_size, samples))
     weights = [count_targets(batch) / batch[1].numel() for batch in batches]  # 1 for a full batch
     total = torch.zeros((), device=device)
@@ -142,7 +142,6 @@ def evaluate(
         if ranks.batch_rank < len(group):
             total += loss * weights[first + ranks.batch_rank]
     free_gathered(model)
-    model.train()
     # With parallel=context each rank has the total of all batches, and otherwise of its share
     return ranks.mean(total).item() * ranks.batch_ranks / sum(weights)
 

@@ -44,6 +44,12 @@ def check(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
+def shown(value: object) -> str:
+    """Return a wrong value as text for a message of one line: the value, or its type if the value takes more lines."""
+    text = str(value)
+    return f"a {type(value).__name__}" if "\n" in text else text
+
+
 def cli(
     schema: type[T],
     configs: Path,

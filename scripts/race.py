@@ -60,7 +60,7 @@ def main(cfg: Config) -> None:
     race.judge(racers, must_agree=cfg.precision == "fp32" and cfg.temperature == 0)
     finished = [racer for racer in racers if racer.status == "ok"]
     if not finished:
-        raise UserError(f"no decoder can run: {'; '.join(f'{racer.name} {racer.status}' for racer in racers)}")
+        raise UserError(f"no decoder finished: {'; '.join(f'{racer.name} {racer.status}' for racer in racers)}")
     if sys.stdout.isatty() and cfg.replay != 0:
         replay(finished, prompt.text, choose_seconds(finished, cfg.replay))
     print_result(racers, prompt.text)

@@ -146,6 +146,24 @@ def test_a_run_without_generation_is_complete(hotswap, monkeypatch):
     assert row()["status"] == "ok"
 
 
+def test_a_sample_whose_logits_are_not_finite_ends_the_run_with_one_line(hotswap):
+    """The positions from 16 on, which the training does not use, have NaN. A sample begins with one token."""
+    made = recipe(config(*QUICK))
+    weights = made.build(CPU).state_dict()
+    weights["wpe.weight"][16:] = torch.nan
+    sizes = {
+        key: getattr(made.model, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")
+    }
+    torch.save({"model": weights, "model_args": sizes}, "ckpt.pt")
+    code, out, err = hotswap(
+        *QUICK, "init_from=ckpt.pt", "train.block_size=16", "train.max_steps=1", "train.sample_tokens=40"
+    )
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: the logits of new token 17 are not finite, ")
+    assert "sample  " not in out
+    assert row()["status"].startswith("wrong: the logits of new token 17 are not finite, ")
+
+
 def test_a_run_is_complete_if_its_attention_refuses_a_single_key(hotswap, monkeypatch):
     """cuDNN's attention refuses a single key, and a sample begins with one. The run prints the reason."""
     module = registry.backend("attention", "sdpa")

@@ -13,15 +13,17 @@ A backend may also define
     pack(model, cache)      called once. It returns `packed`, such as weights in another layout. `model` is a Model, and
                             `cache` has the shapes and dtypes of every later cache. It raises Unavailable if decode()
                             cannot run this model with this cache
-    sample_tokens(...)      its own kernel for sampling.sample_tokens()
+    sample_tokens(...)      its own kernel for sampling.sample_tokens(), which draws NO_TOKEN from NaN
     decode_token(logits, seeds, positions, sampling, tokens, output)
                             after a step of one token: draw with sample_tokens() at positions + 1, store the draws in
-                            tokens (B, 1) and in output (B,), a column of a tensor, and add 1 to the positions
+                            tokens (B, 1) and in output (B,), a column of a tensor, and add 1 to the positions. tokens
+                            get id 0 in the place of NO_TOKEN, because the next step reads their embeddings
     generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops) -> (B, steps) int64
                             several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1).
-                            A sequence that draws an id of the tuple `stops` repeats it until the launch ends. All
-                            tokens are -1 if the launch failed, because a part of it waited too long. It returns before
-                            the GPU is done; otherwise several launches would seem to end at the same time
+                            A sequence that draws NO_TOKEN or an id of the tuple `stops` repeats it until the launch
+                            ends. All tokens are FAILED_LAUNCH if the launch failed, because a part of it waited too
+                            long. It returns before the GPU is done; otherwise several launches would seem to end at the
+                            same time
     weight_bytes(packed)    the bytes of weights that a step reads; only for weights in another dtype than the model's
     detail()                its version, for the row
     LOSSY = True            it rounds the weights, so its logits differ from the model's
@@ -45,6 +47,7 @@ from kernels.rope import rope_table, rotate
 
 TRAINS = False  # the training step does not call it, and it has no gradients
 DEFAULT = "blocks"
+FAILED_LAUNCH = -2  # the tokens of a launch of generate_tokens() that failed; a sampling.NO_TOKEN says why itself
 
 
 class Layer(NamedTuple):

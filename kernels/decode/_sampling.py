@@ -35,6 +35,7 @@ from kernels.sampling import Sampling
 
 ID_FACTOR, POSITION_FACTOR = tl.constexpr(contract.ID_FACTOR), tl.constexpr(contract.POSITION_FACTOR)
 FIRST_FACTOR, SECOND_FACTOR = map(tl.constexpr, contract.HASH_FACTORS)
+NO_TOKEN = tl.constexpr(contract.NO_TOKEN)
 INF, FLT_MAX = tl.constexpr(float("inf")), tl.constexpr(torch.finfo(torch.float32).max)
 GROUP = tl.constexpr(16)  # logits of a group: 32 bytes in bf16, a sector of the L2 cache
 SLICE = tl.constexpr(64)  # groups of a program of the first kernel: 64 programs for a row of 50,257
@@ -71,12 +72,18 @@ def score(logits, ids, draw):
 
 
 @triton.jit
+def finite(x):
+    """Return x, and for an infinity the finite number next to it."""
+    return tl.minimum(tl.maximum(x, -FLT_MAX), FLT_MAX)
+
+
+@triton.jit
 def load_logits(row, ids, mask):
-    """Return logits that are finite or -inf. Padding and NaN become -inf, and inf the largest finite number."""
+    """Return logits that are not NaN: padding becomes -inf, and NaN becomes inf."""
     logits_ptr, n_vocab, V = row
     # If V is a multiple of 16, this mask allows loads of 16 bytes
     logits = tl.load(logits_ptr + ids, mask & (ids < V), other=-INF).to(tl.float32)
-    return tl.minimum(tl.where((ids < n_vocab) & (logits > -INF), logits, -INF), FLT_MAX)
+    return tl.where(ids < n_vocab, tl.where(logits < INF, logits, INF), -INF)
 
 
 @triton.jit
@@ -92,7 +99,7 @@ def summarize_groups(logits, ids, groups, summary_ptr, draw, top_k, top_p, BLOCK
     maxima = tl.max(logits, 1)
     tl.store(summary_ptr + groups, maxima)
     if draw[0] is not None and top_k is None:
-        logits -= tl.maximum(maxima, -FLT_MAX)[:, None]  # -inf - -inf would be NaN
+        logits -= finite(maxima)[:, None]  # inf - inf would be NaN
         tl.store(summary_ptr + BLOCK + groups, tl.max(score(logits, ids, draw), 1))
         if top_p is not None:
             tl.store(summary_ptr + 2 * BLOCK + groups, tl.sum(tl.exp(logits / draw[0]), 1))
@@ -117,6 +124,7 @@ def load_chunk(start, row, listed, top, draw):
     list_ptr, length = listed
     places = start + tl.arange(0, CHUNK)
     logits, ids = load_groups(row, tl.load(list_ptr + places, places < length, other=0), places < length)
+    logits = tl.minimum(logits, FLT_MAX)
     return logits, ids, score(logits - top, ids, draw)
 
 
@@ -175,7 +183,9 @@ def bisect(low, high, count, enough, k, maxima, first, row, listed, top, draw, S
 
 @triton.jit
 def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the token of a row, int32. A NaN counts as -inf, and an inf as the largest finite number.
+    """Return the token of a row, int32. It is NO_TOKEN if a logit is NaN or inf, or if all are -inf.
+
+    Such a row takes the same path as the others, with the largest finite number in the place of NaN and inf.
 
     row          (pointer to the row's logits, n_vocab, V)
     summary_ptr  (3, BLOCK) fp32 from summarize_groups(): each group's maximum, best score and sum of probabilities.
@@ -189,7 +199,8 @@ def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr
     temperature = draw[0]
     groups = tl.arange(0, BLOCK)
     maxima = tl.load(summary_ptr + groups)
-    top = tl.maximum(tl.max(maxima, 0), -FLT_MAX)
+    largest = tl.max(maxima, 0)
+    maxima, top = tl.minimum(maxima, FLT_MAX), finite(largest)
     token = 0
     if top_k is None:
         scores = maxima
@@ -197,7 +208,8 @@ def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr
             scores = (maxima - top) / temperature + tl.load(summary_ptr + BLOCK + groups)
         group = tl.argmax(scores, 0)
         ids = group * GROUP + tl.arange(0, GROUP)
-        token = group * GROUP + tl.argmax(score(load_logits(row, ids, ids >= 0) - top, ids, draw), 0)
+        logits = tl.minimum(load_logits(row, ids, ids >= 0), FLT_MAX)
+        token = group * GROUP + tl.argmax(score(logits - top, ids, draw), 0)
     if top_k is not None or top_p is not None:
         high = (order_key(top) >> SHIFT) + 1
         low = order_key(tl.full((), -FLT_MAX, tl.float32)) >> SHIFT
@@ -231,7 +243,7 @@ def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr
         while (count > 0) & ((count >= k) | (mass >= limit)):  # the count falls, so the loop ends
             token, logit = best_above(logit, first, row, listed, top, draw)
             count, mass = measure_above(logit, first, row, listed, top, draw, MASS)
-    return token
+    return tl.where((largest > -INF) & (largest < INF), token, NO_TOKEN)
 
 
 @triton.jit(do_not_specialize=["n_vocab", "top_k"])
@@ -287,11 +299,14 @@ def _draw_kernel(
     position = tl.load(positions_ptr + n) + STEP
     row, draw = (logits_ptr + n * stride, n_vocab, V), (temperature, tl.load(seeds_ptr + n), position)
     token = draw_row(row, summary_ptr + n * 3 * BLOCK, list_ptr + n * BLOCK, draw, top_k, top_p, SHIFT, BLOCK)
-    tl.store(tokens_ptr + n, token.to(tl.int64))
     if STEP:
+        # The next step reads the embedding of this token, and NO_TOKEN has none
+        tl.store(tokens_ptr + n, tl.maximum(token, 0).to(tl.int64))
         tl.debug_barrier()  # all threads have read the position
         tl.store(positions_ptr + n, position)
         tl.store(output_ptr + n * output_stride, token.to(tl.int64))
+    else:
+        tl.store(tokens_ptr + n, token.to(tl.int64))
 
 
 def block_size(n_vocab: int) -> int:
@@ -350,7 +365,7 @@ def decode_token(
 ) -> None:
     """Draw the tokens after a step of decoding with these `positions`. Store them, and add 1 to the positions.
 
-    tokens are (B, 1) int64. `output` (B,) int64, a column of a tensor, gets them too. In PyTorch this takes six more
-    kernels: 9 us a step of one sequence, measured on an H200.
+    tokens are (B, 1) int64, and get id 0 in the place of NO_TOKEN. `output` (B,) int64, a column of a tensor, gets the
+    draws too. In PyTorch this takes six more kernels: 9 us a step of one sequence, measured on an H200.
     """
     launch(logits, seeds, positions, tokens, output, sampling, early=can_launch_early(logits.device))

@@ -216,10 +216,13 @@ def rotate_pairs(y, rope_ptr, row, n, N, ROTATED: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def store_to_cache(cache_ptr, y, place, n, mask, KV_WIDTH: tl.constexpr):
-    """Store the columns 0 <= n < KV_WIDTH of y in rows `place` of a cache. fp8 clamps, because e4m3 has no infinity."""
+    """Store the columns 0 <= n < KV_WIDTH of y in rows `place` of a cache.
+
+    fp8 clamps, because e4m3 has no infinity. NaN stays NaN.
+    """
     dtype: tl.constexpr = cache_ptr.dtype.element_ty
     if dtype == tl.float8e4nv:
-        y = tl.minimum(tl.maximum(y.to(tl.float32), -FP8_LARGEST), FP8_LARGEST)
+        y = tl.clamp(y.to(tl.float32), -FP8_LARGEST, FP8_LARGEST, propagate_nan=tl.PropagateNan.ALL)
     inside = (n >= 0) & (n < KV_WIDTH)
     tl.store(cache_ptr + place[:, None] * KV_WIDTH + n[None, :], y.to(dtype), mask[:, None] & inside[None, :])
 

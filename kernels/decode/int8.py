@@ -52,7 +52,7 @@ def quantize(weight: Tensor) -> Quantized:
     values, scales = [], []
     for rows in weight.split(ROWS_AT_ONCE):
         scale = rows.float().abs().amax(1) / 127
-        scale = torch.where(scale > 0, scale, 1.0)
+        scale = torch.where(scale == 0, 1.0, scale)  # a row with NaN keeps the scale NaN, so its results are NaN
         values.append((rows.float() / scale[:, None]).round().to(torch.int8))
         scales.append(scale)
     return Quantized(torch.cat(values), torch.cat(scales))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels import compat
 from kernels.cache import FP8, Cache
-from kernels.decode import Model, Weights
+from kernels.decode import FAILED_LAUNCH, Model, Weights
 from kernels.decode._persistent import emulator
 from kernels.decode._persistent.plan import (
     Plan,
@@ -36,7 +36,7 @@ from kernels.decode._persistent.plan import (
 )
 from kernels.gpu import SHARED_BYTES, gpu_unavailable, multiprocessors
 from kernels.registry import KernelError, Unavailable, cpp_compiler
-from kernels.sampling import HASH_FACTORS, ID_FACTOR, POSITION_FACTOR, Sampling  # noqa: F401
+from kernels.sampling import HASH_FACTORS, ID_FACTOR, NO_TOKEN, POSITION_FACTOR, Sampling  # noqa: F401
 
 FAMILY = "persistent_decode"
 RUNS = {"nvrtc": ("persistent_decode",)}
@@ -52,7 +52,7 @@ TIMEOUT_NS = 2_000_000_000  # of a block's wait for another one
 FIRST_FACTOR, SECOND_FACTOR = HASH_FACTORS
 CONSTANTS = (  # of persistent.cu
     *("GROUP", "COPIES", "SPLIT_KEYS", "FLYING", "SHARED_BYTES", "TIMEOUT_NS"),
-    *("ID_FACTOR", "POSITION_FACTOR", "FIRST_FACTOR", "SECOND_FACTOR"),
+    *("ID_FACTOR", "POSITION_FACTOR", "FIRST_FACTOR", "SECOND_FACTOR", "NO_TOKEN"),
 )
 TIMING = False  # record in tensors["timeline"] the cycle at which block 0 begins a token and ends each interval
 INTERVALS = "ln_1", "qkv", "attend", "combine", "proj", "ln_2", "fc", "hidden", "fc_proj"  # of a layer
@@ -217,10 +217,11 @@ def generate_tokens(
 ) -> Tensor:
     """Return the next `steps` tokens of each sequence, (B, steps) int64, and append to the cache, in one launch.
 
-    A sequence that draws one of the ids in `stops` repeats it, and appends nothing more. All tokens are -1 if a block
-    waited too long for another one. The host does not wait for the GPU, except to copy new `stops`.
+    A sequence that draws NO_TOKEN or one of the ids in `stops` repeats it, and appends nothing more. All tokens are
+    FAILED_LAUNCH if a block waited too long for another one. The host does not wait for the GPU, except to copy new
+    `stops`.
     """
     drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
     ids = ids_on(tokens.device, stops)
     failed = packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids, drawn=drawn)
-    return drawn.masked_fill_(failed, -1)
+    return drawn.masked_fill_(failed, FAILED_LAUNCH)

@@ -14,6 +14,7 @@ from kernels.sampling import Sampling
 from model import cost, pretrained
 from model.decoder import Decoder
 from model.executed import executed_kernels
+from model.generate import check_sampling
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
 from model.sources import Pretrained, random_source
@@ -105,13 +106,7 @@ class GenerationKeys:
         for key in ("prompt_tokens", "max_new_tokens"):
             value = getattr(self, key)
             check(value is None or 1 <= value < 2**31, f"{key}={value}: it must be in [1, 2^31)")
-        check(
-            self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
-            f"temperature={self.temperature}: it must be 0 (the most probable token each time) or in [0.0001, 10000]",
-        )
-        check(self.top_k >= 0, f"top_k={self.top_k}: it must be at least 1, or 0 for no limit")
-        check(0 < self.top_p <= 1, f"top_p={self.top_p}: it must be in (0, 1]; 1 is no limit")
-        check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
+        check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
         check(self.precision != "fp8", "precision=fp8 cannot generate: choose precision=bf16")
         precisions = [name for name in PRECISIONS if name != "fp8"]
         check(self.precision in precisions, f"precision={self.precision}: choose {', '.join(precisions)}")

@@ -14,7 +14,7 @@ import torch
 from kernels import decode as contract
 from kernels.cache import FP8, Cache
 from kernels.check import broken_rule
-from kernels.decode import Model, _many, _step, int8, to_float64
+from kernels.decode import Layer, Model, _many, _step, int8, to_float64
 from kernels.decode import triton as fused
 from kernels.registry import Unavailable, backend, impls, load
 from kernels.tuned import override_tables
@@ -146,6 +146,41 @@ def test_against_float64(impl, case, dtype, poison, fp8_cache_on_a_cpu):  # noqa
                     results[which][f"{name} {layer}"] = value[is_new]
     reason = broken_rule(results["own"], results["eager"], results["truth"], {"w": weights.wte}, dtype)
     assert reason is None, reason
+
+
+def weights_with_nan(weights):
+    """Yield (name, weights) for each tensor of the weights. One number of this tensor is NaN."""
+    for row in (5, 6):
+        wte = with_nan(weights.wte, row)
+        yield f"row {row} of wte", weights._replace(wte=wte, head=wte)
+    for name in ("wpe", "ln_f_weight", "ln_f_bias"):
+        yield name, weights._replace(**{name: with_nan(getattr(weights, name))})
+    for name in Layer._fields:
+        layer = weights.layers[0]._replace(**{name: with_nan(getattr(weights.layers[0], name))})
+        yield name, weights._replace(layers=(layer,))
+
+
+def with_nan(tensor, row=5):
+    tensor = tensor.clone()
+    tensor[row].view(-1)[0] = torch.nan
+    return tensor
+
+
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["cache", "fp8_cache"])
+@pytest.mark.parametrize("impl", impls("decode"))
+def test_nan_in_a_weight_makes_the_logits_nan(impl, kv_dtype, fp8_cache_on_a_cpu):
+    """They are NaN where the reference's are: no minimum, comparison or rounding to integers hides a NaN.
+
+    Token 5 is the input, so NaN in row 6 of wte is only in a logit. Rounding to fp8 concerns only keys and values.
+    """
+    sizes = {"batch": 1, "lengths": [5], "width": 32, "vocab": 40, "kv_dtype": kv_dtype}
+    weights, tokens, cache = case_inputs(sizes, torch.float32).values()
+    tokens = torch.full_like(tokens, 5)
+    for name, broken in weights_with_nan(weights):
+        if kv_dtype is None or name.startswith("qkv"):
+            expected = contract.reference(broken, tokens, copy_cache(cache)).isnan()
+            assert expected.any()
+            assert torch.equal(run(impl, broken, tokens, copy_cache(cache)).isnan(), expected), name
 
 
 SEVERAL = {

@@ -21,7 +21,7 @@ from kernels.check import broken_rule
 from kernels.decode import Model, int8, persistent, persistent_int8
 from kernels.decode._persistent import emulator, plan
 from kernels.registry import KernelError, Unavailable, cpp_compiler
-from kernels.sampling import Sampling, sample_tokens, seeds_of
+from kernels.sampling import NO_TOKEN, Sampling, sample_tokens, seeds_of
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -247,6 +247,45 @@ def test_a_sequence_that_stops_repeats_its_token(stopping, launch):
     assert any(row[-1] == row[-2] for row in drawn.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequence_whose_logits_are_nan_stops(dtype):
+    """The second sequence reads NaN at position 19, in the third step: it draws NO_TOKEN, and appends nothing more.
+
+    The other sequences draw the tokens that they draw without it.
+    """
+    weights, tokens, cache = case_inputs("ragged", dtype).values()
+    assert cache.positions.tolist() == [0, 17, 30]
+    packed, seeds = pack(weights, cache), seeds_of(2, 3, DEVICE)
+
+    def draw(sampling):
+        own = copy_cache(cache)
+        return persistent.generate_tokens(packed, tokens, own, seeds, sampling, 5, ()).tolist(), own
+
+    clean = {name: draw(sampling)[0] for name, sampling in SAMPLINGS.items()}
+    packed.tensors["wpe"][19] = torch.nan
+    for name, (first, second, third) in clean.items():
+        drawn, own = draw(SAMPLINGS[name])
+        assert drawn == [first, [*second[:2], NO_TOKEN, NO_TOKEN, NO_TOKEN], third], name
+        for pair, before in zip(own.kv, cache.kv, strict=True):
+            assert all(map(torch.equal, (rows[1, 20:] for rows in pair), (rows[1, 20:] for rows in before)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sampling", ["greedy", "all", "top_k", "both"])
+def test_a_logit_of_inf_draws_no_token(sampling, dtype):
+    """A logit of -inf has probability 0, and the others are drawn."""
+    weights, tokens, cache = case_inputs("one", dtype).values()
+    width = weights.head.shape[1]
+    head = torch.cat((3e38 * torch.eye(width, device=DEVICE), torch.ones(97 - width, width, device=DEVICE))).to(dtype)
+    logits = persistent.decode(pack(weights._replace(head=head), cache), tokens, copy_cache(cache))[0, 0]
+    for value, is_error in ((torch.inf, True), (-torch.inf, False)):
+        with_value = torch.where((logits == value)[:, None], head, head[-1])
+        packed = pack(weights._replace(head=with_value), cache)
+        assert (persistent.decode(packed, tokens, copy_cache(cache)) == value).any()
+        generate = packed, tokens, copy_cache(cache), seeds_of(0, 1, DEVICE), SAMPLINGS[sampling], 1, ()
+        assert (persistent.generate_tokens(*generate).item() == NO_TOKEN) == is_error
+
+
 @pytest.mark.skipif(GPU, reason="the emulator has schedules")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_schedule_of_the_threads_gives_the_same_bits(dtype, launch):
@@ -319,7 +358,7 @@ def test_a_block_that_does_not_answer_is_an_error(launch, monkeypatch):
     expected = persistent.generate_tokens(*generate)
     for absent in (0, 2):
         launch(absent=absent)
-        assert (persistent.generate_tokens(*generate) == -1).all()
+        assert (persistent.generate_tokens(*generate) == contract.FAILED_LAUNCH).all()
         with pytest.raises(KernelError, match=r"a block waited 0\.003 s for another one") as error:
             persistent.decode(*generate[:3])
         assert "\n" not in str(error.value)

@@ -36,6 +36,9 @@ KINDS = {
     "frozen": {"temperature": 1e-30},
 }
 
+KINDS_AND_DTYPES = [(kind, torch.float32) for kind in KINDS]
+KINDS_AND_DTYPES += [(kind, dtype) for kind in ("greedy", "both") for dtype in DTYPES[1:]]
+
 
 @triton.jit
 def write_noise(uniform_ptr, noise_ptr, seeds_ptr, positions_ptr, K: tl.constexpr):
@@ -197,16 +200,21 @@ def test_triton_draws_the_tokens_of_torch(kind, vocab):
 
 @pytest.mark.parametrize("kind", ["greedy", "both"])
 def test_decode_token_stores_its_draws_in_a_column(kind):
-    """It draws at positions + 1, and adds 1 to the positions. All other columns keep their bits."""
+    """It draws at positions + 1, and adds 1 to the positions. All other columns keep their bits.
+
+    For a row with NaN, the next step reads the embedding of id 0.
+    """
     logits, seeds, sampling = randn(3, 101).to(DEVICE), seeds_of(7, 3, DEVICE), Sampling(97, **KINDS[kind])
-    positions, output = torch.tensor([4, 0, 9], device=DEVICE), torch.full((3, 6), -1, device=DEVICE)
+    logits[1, 20] = torch.nan
+    positions, output = torch.tensor([4, 0, 9], device=DEVICE), torch.full((3, 6), -7, device=DEVICE)
     for column in (1, 4):
         tokens, before = torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), output.clone()
         expected = sample_in_torch(logits, seeds, positions + 1, sampling)
         after = positions + 1
         _sampling.decode_token(logits, seeds, positions, sampling, tokens, output[:, column])
         before[:, column] = expected
-        assert torch.equal(tokens[:, 0], expected)
+        assert (expected == module.NO_TOKEN).tolist() == [False, True, False]
+        assert torch.equal(tokens[:, 0], expected.clamp(min=0))
         assert torch.equal(output, before)
         assert torch.equal(positions, after)
 
@@ -227,11 +235,7 @@ def definition(logits, sampling, seed=7, first_position=3):
     return (p * kept / noise).argmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(kind, torch.float32) for kind in KINDS] + [(kind, dtype) for kind in ("greedy", "both") for dtype in DTYPES[1:]],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS_AND_DTYPES, ids=str)
 def test_triton_keeps_all_or_none_of_equal_logits(kind, dtype):
     """Logits are multiples of 1/2, so each limit of top_k and top_p falls among equal logits."""
     logits = (2 * randn(8, 200, seed=3)).round() / 2
@@ -244,19 +248,32 @@ def test_triton_keeps_all_or_none_of_equal_logits(kind, dtype):
     assert torch.equal(draw(_sampling.sample_tokens, logits.to(dtype), sampling), definition(logits, sampling))
 
 
-@pytest.mark.parametrize("kind", ["greedy", "all", "top_k", "top_k many", "top_p", "both", "frozen"])
-def test_triton_returns_an_id_for_numbers_that_are_not_finite(kind):
-    """The kernel ends, and the id is not padding. An id beyond the vocabulary would read outside the embedding."""
-    logits = randn(12, 128)
-    logits[:, 97:] = 50.0
+def rows_without_probabilities():
+    """Return logits (15, 128) of 97 ids and padding, and whether each row has probabilities."""
+    logits, valid = randn(15, 128), torch.ones(15, dtype=torch.bool)
     for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
-        logits[4 * row] = value
-        logits[4 * row + 1, ::2] = value
-        logits[4 * row + 2, 40] = value
-        logits[4 * row + 3] = logits[4 * row + 3].abs().neg()
-        logits[4 * row + 3, 5] = value
-    drawn = draw(_sampling.sample_tokens, logits, Sampling(97, **KINDS[kind]))
-    assert ((drawn >= 0) & (drawn < 97)).all()
+        logits[5 * row, :97] = value
+        logits[5 * row + 1, ::2] = value
+        logits[5 * row + 2, 96] = value  # the last id
+        logits[5 * row + 3] = logits[5 * row + 3].abs().neg()
+        logits[5 * row + 3, 5] = value
+        logits[5 * row + 4, 97:] = value  # padding, which may hold anything
+        valid[5 * row : 5 * row + 4] = value == -torch.inf
+    valid[10] = False  # all are -inf
+    return logits, valid
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS_AND_DTYPES, ids=str)
+@pytest.mark.parametrize("sample", [sample_in_torch, _sampling.sample_tokens], ids=["torch", "triton"])
+def test_a_row_with_nan_or_inf_draws_no_token(sample, kind, dtype):
+    """Every other row draws the same id as without such rows, also a row in which some logits are -inf."""
+    logits, valid = rows_without_probabilities()
+    logits, sampling = logits.to(dtype), Sampling(97, **KINDS[kind])
+    drawn = draw(sample, logits, sampling)
+    assert torch.equal(drawn == module.NO_TOKEN, ~valid)
+    expected = draw(sample, logits.masked_fill(~valid[:, None], 0), sampling)
+    assert torch.equal(drawn[valid], expected[valid])
+    assert ((drawn[valid] >= 0) & (drawn[valid] < 97)).all()
 
 
 @pytest.mark.parametrize("kind", ["greedy", "all", "both", "top_p"])

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from kernels.cache import FP8, Cache
+from kernels.decode import FAILED_LAUNCH
 from kernels.registry import KernelError, Unavailable, backend, impls, unavailable
-from kernels.sampling import Sampling, sample_tokens
+from kernels.sampling import NO_TOKEN, Sampling, sample_tokens
 from model import decoder as module
 from model.decoder import Decoder
-from model.generate import generate, stream
+from model.generate import NotFinite, generate, stream
 from model.generate_config import GenerateConfig
 from model.speculation import NGRAM, ngram_draft
 from model.weights import copied_bytes
@@ -199,14 +200,14 @@ def test_a_decoder_that_makes_several_tokens_in_one_launch(new, monkeypatch):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_failed_launch_is_an_error(lag, monkeypatch):
-    """Its tokens are -1. Those of the launch before it arrive, also if the host is a launch behind."""
+    """Its tokens are FAILED_LAUNCH. Those of the launch before it arrive, also if the host is a launch behind."""
     from kernels.decode import blocks
 
     model, (idx, lengths), launches = varied_gpt(), ragged(), []
 
     def generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops):
         launches.append(steps)
-        return torch.full((len(tokens), steps), 7 if len(launches) == 1 else -1)
+        return torch.full((len(tokens), steps), 7 if len(launches) == 1 else FAILED_LAUNCH)
 
     monkeypatch.setattr(blocks, "generate_tokens", generate_tokens, raising=False)
     monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
@@ -347,6 +348,64 @@ def test_every_decoder_draws_the_same_text_of_a_seed(decode, sampling, monkeypat
         options = GenerateConfig(speculate="ngram", draft_tokens=3)
         drafting = Decoder(model, 4, 15, sampling, seed=7, decode=decode, options=options)
         assert streamed(drafting, idx, 6, lengths) == expected
+
+
+def all_decoders():
+    """Yield the decoders that run here, and how they draw. In Triton's interpreter they make only drawn tokens."""
+    for impl in impls("decode"):
+        if not unavailable("decode", impl, CPU):
+            for name, sampling in {"greedy": GREEDY, "sampled": SAMPLED}.items():
+                if impl not in ("triton", "int8") or name == "sampled":
+                    yield pytest.param(impl, sampling, id=f"{impl}-{name}")
+
+
+@pytest.mark.parametrize(("decode", "sampling"), all_decoders())
+def test_every_decoder_names_the_token_whose_logits_are_not_finite(decode, sampling, monkeypatch):
+    """Position 4 has NaN. The first prompt has 2 tokens, so its fourth new token follows position 4.
+
+    The steps after it go on, and no id leaves the embedding. No NaN is left in the cache, so the next text is right.
+    """
+    monkeypatch.setattr(module, "GRAPH_TOKENS", 2)
+    monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
+    model, (idx, lengths) = varied_gpt(replace(SMALL, n_layer=1)), (prompt(2, 3), torch.tensor([2, 1]))
+    decoder = Decoder(model, 2, 24, sampling, decode=decode)
+    if not decoder.generate_tokens:
+        decoder = with_graphs(decoder, 3, 6)
+    expected = streamed(decoder, idx, 2, lengths)
+    with torch.no_grad():
+        model.wpe.weight[4] = torch.nan
+    with pytest.raises(NotFinite, match=r"^the logits of new token 4 of sequence 1 are not finite, [^\n]*$"):
+        streamed(decoder, idx, 8, lengths, lag=1)
+    assert streamed(decoder, idx, 2, lengths) == expected
+
+
+def test_a_draft_ends_at_a_token_whose_logits_are_not_finite():
+    """In a step of several tokens, masked keys with NaN make earlier logits NaN too, so it names an earlier token."""
+    model, idx = varied_gpt(), prompt(1, 3)
+    decoder = Decoder(model, 1, 24, GREEDY, options=GenerateConfig(speculate="ngram", draft_tokens=3))
+    expected = streamed(decoder, idx, 4)
+    with torch.no_grad():
+        model.wpe.weight[12] = torch.nan
+    with pytest.raises(NotFinite, match=r"^the logits of new token ([89]|1[01]) are not finite, "):
+        streamed(decoder, idx, 20, lag=2)  # so two more steps follow it
+    assert streamed(decoder, idx, 4) == expected
+
+
+def test_a_launch_after_logits_that_are_not_finite_begins_with_an_id(monkeypatch):
+    """The host is a launch behind. The embedding of NO_TOKEN would be read outside the table."""
+    from kernels.decode import blocks
+
+    def generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops):
+        assert (tokens >= 0).all()
+        launches.append(steps)
+        return torch.tensor([[1, 1, NO_TOKEN, NO_TOKEN], [1, 1, 1, 1]])
+
+    launches, model = [], varied_gpt()
+    monkeypatch.setattr(blocks, "generate_tokens", generate_tokens, raising=False)
+    monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
+    with pytest.raises(NotFinite, match=r"^the logits of new token 4 of sequence 1 are not finite, "):
+        streamed(Decoder(model, 2, 24, GREEDY), prompt(), 15, lag=1)
+    assert len(launches) == 2
 
 
 def test_two_views_of_a_copy_count_once_and_the_weights_of_the_model_do_not():

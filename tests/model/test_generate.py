@@ -11,7 +11,7 @@ from kernels.registry import Unavailable, backend, impls, missing_argument, unav
 from kernels.sampling import Sampling
 from model import decoder as module
 from model.decoder import Decoder
-from model.generate import DRAFT_LAG, LAG, LAUNCH_LAG, default_lag, generate, stream
+from model.generate import DRAFT_LAG, LAG, LAUNCH_LAG, NotFinite, default_lag, generate, stream
 from model.inductor import addmm_of_one_row
 from runtime.config import UserError
 from tests.model.test_gpt import SMALL, gpt
@@ -47,10 +47,10 @@ def prompt(rows=2, length=3):
     return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def streamed(decoder, idx, new, lengths=None):
+def streamed(decoder, idx, new, lengths=None, lag=None):
     """Return the new tokens of each sequence, as a list of lists."""
     texts = [[] for _ in idx]
-    for step in stream(decoder, idx, new, lengths):
+    for step in stream(decoder, idx, new, lengths, lag):
         for text, tokens in zip(texts, step, strict=True):
             text += tokens
     return texts
@@ -268,9 +268,39 @@ def test_generation_is_refused_without_lengths():
         generate(model, prompt(), 1, n_vocab=97)
 
 
-def test_generate_returns_to_training_mode():
-    """It generates without dropout, and the model is in training mode afterwards."""
+@pytest.mark.parametrize(("new", "token"), [(21, 7), (40, 7), (6, None)])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_k": 50}], ids=str)
+def test_generate_names_the_token_whose_logits_are_not_finite(new, token, sampling):
+    """Position 8 has NaN, and the prompt has 3 tokens. Beyond 24 tokens the window slides over ids in the table."""
+    model = varied_gpt()
+    expected = generate(model, prompt(1), 6, n_vocab=97, **sampling)
+    with torch.no_grad():
+        model.wpe.weight[8] = torch.nan
+    if token:
+        with pytest.raises(NotFinite, match=f"^the logits of new token {token} are not finite, because "):
+            generate(model, prompt(1), new, n_vocab=97, **sampling)
+    assert torch.equal(generate(model, prompt(1), 6, n_vocab=97, **sampling), expected)
+
+
+def test_generate_leaves_each_module_in_its_mode():
+    """It generates without dropout. A part of the model may be in eval mode."""
     model = varied_gpt(replace(SMALL, dropout=0.5)).train()
+    model.h[0].eval()
+    modes = [module.training for module in model.modules()]
     ids = generate(model, prompt(), 5, n_vocab=97, temperature=0)
-    assert model.training
+    assert [module.training for module in model.modules()] == modes
+    assert len(set(modes)) == 2
     assert torch.equal(ids, greedy(model.eval(), prompt(), 5))
+
+
+def test_generate_leaves_each_module_in_its_mode_after_an_error(monkeypatch):
+    model = varied_gpt().train()
+    with pytest.raises(UserError):
+        generate(model, prompt(), -1, n_vocab=97)
+    assert all(module.training for module in model.modules())
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "step", lambda decoder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(model, prompt(), 5, n_vocab=97)
+    assert all(module.training for module in model.modules())
+    assert torch.equal(generate(model, prompt(), 5, n_vocab=97, temperature=0), greedy(model, prompt(), 5))

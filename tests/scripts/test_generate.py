@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -23,9 +24,15 @@ ARGUMENTS = "checkpoint=ckpt.pt", "device=cpu", "precision=fp32"
 RANDOM = "checkpoint=random", "model=tiny", "model.n_layer=1", "model.n_embd=16", "model.n_head=2"
 
 
-def save_model(folder, spread=1.0):
-    """Write a model in nanoGPT's format, which needs no transformers, to ckpt.pt."""
+def save_model(folder, spread=1.0, nan_position=None):
+    """Write a model in nanoGPT's format, which needs no transformers, to ckpt.pt.
+
+    The embeddings of the positions from `nan_position` on are NaN.
+    """
     model = varied_gpt(CONFIG, spread=spread)
+    if nan_position is not None:
+        with torch.no_grad():
+            model.wpe.weight[nan_position:] = torch.nan
     state = {f"transformer.{name}": weight for name, weight in model.state_dict().items()}
     sizes = {key: getattr(CONFIG, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
     contents = {"model": {**state, "lm_head.weight": model.wte.weight}, "model_args": sizes}
@@ -289,6 +296,36 @@ def test_a_mistake_prints_one_line(command, arguments, message):
     assert err.startswith("error: ")
     assert message in err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["batch=2"], ["proof=true"], ["generate.speculate=ngram"]], ids=str)
+def test_logits_that_are_not_finite_end_the_run_with_one_line(command, tmp_path, options):
+    """The prompt has 2 tokens, and position 30 has NaN. The row is wrong, and no speed is printed."""
+    save_model(tmp_path, nan_position=30)
+    code, out, err = command("prompt=ab", "max_new_tokens=60", "temperature=0", "out_dir=run", *options)
+    which = (
+        "2[0-9]"
+        if "generate.speculate=ngram" in options
+        else "30 of sequence 1"
+        if options[:1] == ["batch=2"]
+        else "30"
+    )
+    assert (code, err.count("\n")) == (1, 1)
+    assert re.match(f"error: the logits of new token {which} are not finite, because a weight or a result of a", err)
+    assert "tok/s" not in out
+    assert re.match(f"wrong: the logits of new token {which} are not finite", row()["status"])
+    assert "gen/decode_tokens_per_sec" not in row()
+
+
+def test_a_conversation_ends_at_logits_that_are_not_finite(command, monkeypatch, tmp_path):
+    save_model(tmp_path, nan_position=30)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: "ab")
+    code, out, err = command("temperature=0")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: the logits of new token 30 are not finite, ")
+    assert "tok/s" not in out
 
 
 @pytest.mark.parametrize("key", ["batch=2", "proof=true", "out_dir=x", "logger=wandb"])

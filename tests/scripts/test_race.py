@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.decode import blocks, huggingface
 from lab.generation.replay import ENTER, LEAVE
@@ -74,6 +75,24 @@ def test_another_text_is_an_error_in_fp32_and_greedy(command, monkeypatch):
     assert "differs from blocks at token 2" in out
 
 
+def test_logits_that_are_not_finite_are_an_error(command, monkeypatch, tmp_path):
+    """The prompt has 12 tokens. If only one decoder makes NaN, the others have a speed."""
+    decode = huggingface.decode
+
+    def decode_nan(packed, tokens, cache):
+        return decode(packed, tokens, cache) * torch.where(cache.positions < 30, 1, torch.nan)
+
+    monkeypatch.setattr(huggingface, "decode", decode_nan)
+    code, out, err = command("decoders=blocks,huggingface", "temperature=0")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: huggingface is wrong: the logits of new token 20 are not finite, ")
+    assert "winner   none, because only blocks has a speed" in out
+    save_model(tmp_path, nan_position=30)
+    code, _, err = command("decoders=blocks,blocks+ngram", "temperature=0")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: no decoder finished: blocks wrong: the logits of new token 20 are not finite, ")
+
+
 def test_a_terminal_shows_a_replay(command, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr("lab.generation.replay.time.sleep", lambda seconds: None)
@@ -91,7 +110,7 @@ def test_a_race_needs_a_decoder_that_can_run(command, monkeypatch):
     monkeypatch.setattr(blocks, "unavailable", lambda device: "it needs a GPU", raising=False)
     code, _, err = command("decoders=blocks,blocks+ngram")
     why = "unavailable: decode=blocks cannot run here: it needs a GPU"
-    assert (code, err) == (1, f"error: no decoder can run: blocks {why}; blocks+ngram {why}\n")
+    assert (code, err) == (1, f"error: no decoder finished: blocks {why}; blocks+ngram {why}\n")
 
 
 @pytest.mark.exhaustive

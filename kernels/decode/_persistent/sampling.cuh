@@ -104,7 +104,7 @@ DEVICE void summarize(Thread& my) {
     const int i = first + my.lane(), b = i / PADDED, row = i % PADDED, id = my.block * Head::SHARE + row;
     float logit = -INF, best = -INF;
     if (b < BATCH && row < Head::SHARE && id < my.a.n_vocab) logit = my.s.head.logits[b * Head::SHARE + row];
-    logit = logit > -INF ? fminf(logit, BF16 ? 0x1.FEp127f : 3.4e38f) : -INF;  // never a NaN
+    logit = logit < INF ? logit : INF;  // also for NaN: the group's largest logit then tells draw_row()
     if (logit > -INF && !limits_count(my.a)) best = score_of(my.a, logit, id, counter_of(my, b));
     float top = logit;
 #pragma unroll
@@ -236,6 +236,7 @@ DEVICE int list_logits(Thread& my, int b, int group_count, float threshold) {
   return candidate_count;
 }
 
+// Return the token of sequence b, or NO_TOKEN if a logit is NaN or inf, or if all are -inf.
 DEVICE int draw_row(Thread& my, int b) {
   constexpr int ALL = BLOCKS * GROUPS, EACH = ceil_div(ALL, THREADS);
   const Arguments& a = my.a;
@@ -263,6 +264,7 @@ DEVICE int draw_row(Thread& my, int b) {
   float2 range = make_float2(most, most);  // THREADS or more groups reach its lower end
   range = reduce(my, range, [](float2 x, float2 y) { return make_float2(fminf(x.x, y.x), fmaxf(x.y, y.y)); });
   const float highest = range.y;
+  if (!(highest > -INF && highest < INF)) return NO_TOKEN;
   const Key above = (order_key(highest) >> KEY_SHIFT) + 1;
   const bool limited = limits_count(a);
   Key low = order_key(-3.4e38f) >> KEY_SHIFT, high = above;
@@ -325,7 +327,7 @@ DEVICE void take_token(Thread& my, int b, int id, bool stopped) {
   my.s.position[b] += 1;
 }
 
-// Draw a token for each sequence, and tell all blocks. A stopped sequence keeps its token and position.
+// Draw a token for each sequence, and tell all blocks. A stopped sequence keeps its token and position. NO_TOKEN stops.
 DEVICE void draw_tokens(Thread& my, int step) {
   const Arguments& a = my.a;
   summarize(my);
@@ -333,7 +335,7 @@ DEVICE void draw_tokens(Thread& my, int step) {
   for (int b = my.block; b < BATCH; b += BLOCKS) {
     int id = my.s.stopped[b] ? my.s.drawn[b] : smaller(draw_row(my, b), a.n_vocab - 1);
     if (my.thread > 0) continue;
-    int stopped = my.s.stopped[b];
+    int stopped = my.s.stopped[b] || id == NO_TOKEN;
     for (int i = 0; i < a.stop_count; ++i) stopped |= id == a.stops[i];
     fence();
     store_word(a.token + b, {{(u32)id, (u32)stopped, 0}, my.epoch});
