@@ -20,7 +20,7 @@ from hotswap.model.generate import generate
 from hotswap.model.gpt import GPT, PRECISIONS, GPTConfig
 from hotswap.model.vocabulary import take_vocabulary
 from hotswap.runtime.config import check, expand_home, parse
-from hotswap.runtime.device import select_device
+from hotswap.runtime.device import find_device
 
 __all__ = ["GPT", "GPTConfig", "build", "generate", "load", "op"]
 
@@ -77,7 +77,7 @@ def make(shape: dict, kernels, attn, precision: str, device: str, **options) -> 
             groups[group] = presets[group][value]
     check(precision in PRECISIONS, f"precision={precision}: choose {', '.join(PRECISIONS)}")
     choice = parse(OmegaConf.create({"model": shape, **groups}), Choice)
-    model = step.build(choice.model, choice.kernels, choice.attn, precision, select_device(device), **options)
+    model = step.build(choice.model, choice.kernels, choice.attn, precision, find_device(device), **options)
     if choice.kernels.compile:
         model.compile(fullgraph=True)
     return model
@@ -90,4 +90,4 @@ def op(name: str, impl: str, device: str = "auto") -> Callable:
     `device`.
     """
     check(name in registry.ALL_OPS, f"op={name}: choose {', '.join(registry.ALL_OPS)}")
-    return registry.load(name, impl, select_device(device))
+    return registry.load(name, impl, find_device(device))

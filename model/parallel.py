@@ -52,10 +52,9 @@ def check_context_divides(model: GPTConfig, **lengths: int) -> None:
 def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:
     """Split sequences or shard the model, as `parallel` says, compile it if `compiled`, all in place, and return it.
 
-    Each rank draws its own dropout: rank 0 as a single process does, the others from seed + rank.
+    It seeds the process: each rank draws its own dropout, from seed + rank.
     """
-    if ranks.rank:
-        torch.manual_seed(seed + ranks.rank)
+    torch.manual_seed(seed + ranks.rank)
     if parallel == "context" and not ranks.single:
         split_sequences(model, ranks)
     if compiled:

@@ -6,7 +6,8 @@ train.py, the scripts and lab/ all import these functions, so what they measure 
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,23 +59,36 @@ def build(
     """Build the model on `device`, in training mode and not compiled, with the chosen kernels and precision.
 
     The parameters are drawn from `seed`; without a seed they are not initialised. Then `weights` replace them. `needs`
-    names optional arguments that attention must take, such as `starts`. Raises Unavailable if a kernel cannot run here,
-    and UserError if `weights` are of another model.
+    names optional arguments that attention must take, such as `starts`. No state of the process changes. Raises
+    Unavailable if a kernel cannot run here, and UserError if `weights` are of another model.
     """
     ops = load_ops(config, kernels, attn, precision, device, needs)
     stored, compute = PRECISIONS[precision]
-    torch.set_float32_matmul_precision("highest")  # fp32 is the parity reference: no TF32
     if seed is None:
         with torch.device("meta"):
             model = GPT(config, ops, compute).to(stored)
         model.to_empty(device=device)
     else:
-        torch.manual_seed(seed)
-        with device:
+        with device, draw_from(seed, device):
             model = GPT(config, ops, compute).to(stored)
     if weights:
         load_weights(model, weights)
     return model
+
+
+@contextmanager
+def draw_from(seed: int, device: torch.device) -> Iterator[None]:
+    """Within this context, random numbers on `device` are those after torch.manual_seed(seed)."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        torch.cuda.init()  # makes the generators
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, **options: bool) -> Optimizer:

@@ -195,12 +195,14 @@ def store_named_choices(groups: dict[str, dict], words: list[str]) -> None:
                     ConfigStore.instance().store(file, dict.fromkeys(groups[group]["*"], name), group=folder)
 
 
-def parse(cfg: DictConfig, schema: type[T], complete: Callable[[DictConfig], None] | None = None) -> T:
+def parse(cfg: DictConfig | dict, schema: type[T], complete: Callable[[DictConfig], None] | None = None) -> T:
     """Return `cfg` as an instance of the dataclass `schema`, with the home folder for `~` in every path.
 
     `complete` may change it before. Raises UserError if a key is unknown, or a value is missing or wrong.
     """
     try:
+        if isinstance(cfg, dict):
+            cfg = OmegaConf.create(cfg)
         expand_paths(cfg)
         if complete:
             complete(cfg)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import UserError, check
+from runtime.config import UserError, check, shown
 from runtime.ranks import Ranks
 from runtime.timing import measured_flops
 
@@ -26,8 +26,6 @@ ROOT = Path(__file__).parent.parent
 # 124M at T = 146,432 then reserved 139 GiB of an H200 for 113 GiB of tensors, and ran out of memory at T = 147,456.
 # And let 8 threads pin host memory: 0.13 s a GiB instead of 0.40. PyTorch reads the variable when it first uses a GPU
 ALLOCATOR = "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
 
 
 class OutOfMemory(UserError):
@@ -63,7 +61,22 @@ BF16_PEAK = {
 
 
 def select_device(name: str) -> torch.device:
-    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises UserError if this machine does not have it."""
+    """Return find_device(name), and set what a program of ours sets for its whole process, before it uses a GPU.
+
+    It is the only function that does so. A matmul in fp32 uses no TF32, because fp32 is the reference of parity.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
+    torch.set_float32_matmul_precision("highest")
+    return find_device(name)
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises UserError if this machine does not have it.
+
+    The GPU cuda:N becomes the current one, because Triton launches kernels on the current GPU.
+    """
+    name = shown(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
@@ -77,7 +90,8 @@ def select_device(name: str) -> torch.device:
             raise UserError(f"device={name}: {reason} (torch {torch.__version__}); use device=cpu, or device=auto")
         count = torch.cuda.device_count()
         check(int(index or 0) < count, f"device={name}: this machine has {count} GPU(s), numbered from 0")
-        torch.cuda.set_device(int(index or 0))
+        if index:
+            torch.cuda.set_device(int(index))
     return torch.device(name)
 
 

@@ -24,11 +24,15 @@ import torch
 from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 
+from runtime.device import select_device
 from runtime.signals import ignore_interrupt
 from tests.fork_server import start
 
 # Until the tests are collected. Collections of garbage would take 7 s of their imports' 30 s, and find nothing
 gc.disable()
+
+# The tests run in a process like that of a program: no TF32, and on a GPU the same allocator
+select_device("cpu")
 
 # A background job (`make test &`) ignores SIGINT, and so would the programs that the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)

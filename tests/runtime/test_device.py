@@ -1,4 +1,4 @@
-"""What runtime.device does when it is imported, the peak of a job, and the commit of a figure."""
+"""What a program sets for its process, the peak of a job, and the commit of a figure."""
 
 import os
 import subprocess
@@ -17,11 +17,12 @@ NAMES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 @pytest.mark.usefixtures("quick_python")
 @pytest.mark.parametrize("user", [{}, {NAMES[0]: "max_split_size_mb:64"}, {NAMES[1]: "max_split_size_mb:64"}])
 def test_the_allocator_is_set_unless_the_user_has_set_it(user):
-    """PyTorch uses the setting of runtime.device, also if PyTorch is imported first.
+    """PyTorch uses the setting of select_device(), which a program calls before it uses a GPU.
 
     PyTorch shows the setting only through a private function (torch 2.11 and 2.13).
     """
-    program = "import torch, runtime.device; print(torch._C._accelerator_getAllocatorSettings())"
+    program = "import torch; from runtime.device import select_device; select_device('cpu'); "
+    program += "print(torch._C._accelerator_getAllocatorSettings())"
     environment = {key: value for key, value in os.environ.items() if key not in NAMES} | user
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
