@@ -23,7 +23,7 @@ from kernels.rope import rope_table, rotate
 from model.chunks import run_in_chunks
 from model.recompute import BlockRunner
 from model.vocabulary import padded
-from runtime.config import check, shown
+from runtime.config import UserError, check, shown
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
 PRECISIONS = {
@@ -60,7 +60,10 @@ class GPTConfig:
             self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
             f"model.n_kv_head={self.n_kv_head}: model.n_head={self.n_head} must be a multiple of it",
         )
-        check(self.window is None or self.window >= 1, f"model.window={self.window}: it must be at least 1, or null")
+        check(
+            self.window is None or 1 <= self.window < 2**31,
+            f"model.window={self.window}: it must be in [1, 2^31), or null",
+        )
         check(self.pos in ("learned", "rope"), f"model.pos={self.pos}: choose learned or rope")
         check(
             self.pos == "learned" or self.head_dim % 2 == 0,
@@ -83,11 +86,12 @@ class GPTConfig:
 
     def check_length(self, length: int, key: str = "") -> None:
         """Raise UserError if a sequence of this length is longer than the table of learned positions."""
-        check(
-            self.pos == "rope" or length <= self.block_size,
-            f"{key}a sequence of {length} is beyond the model's position table of model.block_size={self.block_size}: "
-            "shorten it, raise model.block_size, or choose model.pos=rope",
-        )
+        # torch.compile would make a graph for each length that it formats, so only the raise does
+        if self.pos == "learned" and length > self.block_size:
+            raise UserError(
+                f"{key}a sequence of {length} is beyond the model's position table of "
+                f"model.block_size={self.block_size}: shorten it, raise model.block_size, or choose model.pos=rope"
+            )
 
     def check_vocabulary(self, tokenizer: str, ids: int) -> None:
         """Raise UserError if the tokenizer has more ids than the model has embeddings."""
@@ -240,7 +244,8 @@ class GPT(nn.Module):
 
     starts (B, T) int32 keeps attention inside documents: for each token, the index at which its document begins. With a
     cache, idx has only the new tokens, which follow the cached ones. A prefill returns the logits of each sequence's
-    last token, (B, 1, V). Raises UserError if the sequence is longer than the table of learned positions.
+    last token, (B, 1, V). Raises UserError if idx has another shape or dtype, or is longer than the table of learned
+    positions.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype = torch.float32):
@@ -254,6 +259,13 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, ops, dtype) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config, ops.norm, dtype)
         self.init_weights()
+
+    def __call__(self, idx: Tensor, *arguments, **options) -> Tensor:
+        """Check idx, and call forward(). model.compile() compiles only forward(), so these errors stay as they are."""
+        if idx.dim() != 2 or idx.dtype not in (torch.int64, torch.int32):
+            raise UserError(f"idx must be token ids (B, T), not {tuple(idx.shape)} {idx.dtype}")
+        self.config.check_length(idx.shape[1])
+        return super().__call__(idx, *arguments, **options)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, starts: Tensor | None = None, cache: Cache | None = None
@@ -284,7 +296,6 @@ class GPT(nn.Module):
             return tok_emb
         if cache is None:
             first = self.part * T
-            self.config.check_length(first + T)
             return tok_emb + self.wpe.weight[first : first + T]  # (T, C)
         if cache.positions is None:
             self.config.check_length(cache.keys)
@@ -318,7 +329,7 @@ def in_eval_mode(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(model: nn.Module, *args, **options):
-        check(isinstance(model, nn.Module), f"model={shown(model)}: it must be a GPT")
+        check(isinstance(model, nn.Module) and hasattr(model, "wte"), f"model={shown(model)}: it must be a GPT")
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:

@@ -517,7 +517,7 @@ def test_amp_keeps_the_stream_in_fp32():
             {"keep_attention": True},
             r"model.keep_attention=true works only with model.checkpointing=block or",
         ),
-        ({"window": 0}, r"model.window=0: it must be at least 1, or null"),
+        ({"window": 0}, r"model.window=0: it must be in \[1, 2\^31\), or null"),
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
         ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),
         ({"pos": "alibi"}, r"model.pos=alibi: choose learned or rope"),

@@ -1,0 +1,88 @@
+"""torch.compile makes few graphs for many shapes, with every preset of kernels and attention."""
+
+from functools import partialmethod
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import hotswap
+from kernels.names import config_groups
+
+PRESETS = config_groups()
+CHOICES = [{"kernels": name} for name in PRESETS["kernels"]] + [
+    {"attn": name} for name in PRESETS["attn"] if name != "*"
+]
+SHAPE = {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 32, "vocab_size": 64}
+QUICK = {"kernels": "compile"}, {"attn": "triton"}
+
+
+def marks(choice):
+    if choice == {"kernels": "torch_chunked"}:
+        # PyTorch's fake of its operator needs a number of rows, so Dynamo makes a graph for each
+        return [pytest.mark.xfail(strict=True), pytest.mark.exhaustive]
+    return [] if choice in QUICK else [pytest.mark.exhaustive]
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Count the graphs of model.compile(), which hotswap.build() calls. Inductor would take a minute."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(hotswap.GPT, "compile", partialmethod(torch.nn.Module.compile, backend=counter))
+    return counter
+
+
+def compiled(kernels="eager", attn="sdpa", **fields):
+    """Return a compiled model. Skip the test if a kernel cannot run here."""
+    options = {"device": "cuda" if torch.cuda.is_available() else "cpu", "precision": "fp32"}
+    kernels = {**PRESETS["kernels"][kernels], "compile": True}
+    try:
+        return hotswap.build("tiny", kernels=kernels, attn=attn, **SHAPE | fields, **options)
+    except ValueError as why:
+        pytest.skip(str(why))
+
+
+def train(model, *shapes):
+    for shape in shapes:
+        idx = torch.randint(64, shape, device=model.wte.weight.device)
+        model(idx, idx).backward()
+
+
+@pytest.mark.parametrize("choice", [pytest.param(choice, marks=marks(choice), id=str(choice)) for choice in CHOICES])
+def test_many_lengths_take_two_graphs(choice, graphs):
+    """The first is for one length, and the second for all. Other numbers of sequences take one more graph."""
+    model = compiled(**choice)
+    train(model, (2, 8))
+    assert graphs.frame_count == 1
+    train(model, (2, 9), (2, 16), (2, 31), (2, 32))
+    assert graphs.frame_count == 2
+    train(model, (3, 16), (5, 31))
+    assert graphs.frame_count == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fields", [{"pos": "rope"}, {"window": 8}, {"checkpointing": "block"}], ids=str)
+def test_many_lengths_take_two_graphs_with_every_shape_of_model(fields, graphs):
+    train(compiled(**fields), (2, 8), (2, 9), (2, 16), (2, 31))
+    assert graphs.frame_count == 2
+
+
+def test_many_lengths_take_two_graphs_if_the_user_compiles(graphs):
+    model = hotswap.build("tiny", **SHAPE, device="cpu", precision="fp32")
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    for length in (8, 9, 16, 31):
+        idx = torch.randint(64, (2, length))
+        compiled(idx, idx).backward()
+    assert graphs.frame_count == 2
+
+
+def test_a_compiled_model_refuses_what_the_model_refuses(graphs):
+    """In the same line, and the next call is right."""
+    model = compiled()
+    train(model, (2, 16))
+    for idx in (torch.zeros(2, 33, dtype=torch.int64), torch.zeros(16, dtype=torch.int64), torch.zeros(2, 16)):
+        with pytest.raises(ValueError, match=r"^(a sequence of 33 is beyond|idx must be token ids)[^\n]*$"):
+            model(idx)
+    train(model, (2, 16))
+    assert graphs.frame_count == 1
