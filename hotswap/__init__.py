@@ -5,13 +5,17 @@
     norm = hotswap.op("norm", "triton", device="cuda")
 
 The rooms are parts of this package: `from hotswap.model.step import train_step`. train.py, lab/ and scripts/ need a
-checkout. A wrong argument raises a ValueError of one line.
+checkout. A wrong argument raises a ValueError of one line. Nothing here changes the state of your process, such as
+seeds, precision flags and environment variables, except that device="cuda:N" makes this GPU the current one.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
-from omegaconf import OmegaConf
+import torch
+from omegaconf import DictConfig, OmegaConf
 
 from hotswap import rooms  # first: it lets Python find the rooms
 from hotswap.kernels import names, registry
@@ -19,10 +23,12 @@ from hotswap.model import pretrained, step
 from hotswap.model.generate import generate
 from hotswap.model.gpt import GPT, PRECISIONS, GPTConfig
 from hotswap.model.vocabulary import take_vocabulary
-from hotswap.runtime.config import check, expand_home, parse
+from hotswap.runtime.config import check, expand_home, parse, shown
 from hotswap.runtime.device import find_device
 
 __all__ = ["GPT", "GPTConfig", "build", "generate", "load", "op"]
+__version__ = "0.1.0"  # pyproject.toml reads it
+CONFIGS = rooms.ROOT / "configs"
 
 
 @dataclass
@@ -35,7 +41,14 @@ class Choice:
 
 
 def build(
-    model: str = "gpt2_124m", *, kernels="eager", attn="sdpa", precision="amp", device="auto", seed=1337, **fields
+    model: str = "gpt2_124m",
+    *,
+    kernels: str | dict = "eager",
+    attn: str | dict = "sdpa",
+    precision: str = "amp",
+    device: str | torch.device = "auto",
+    seed: int = 1337,
+    **fields,
 ) -> GPT:
     """Return a GPT with initial weights, in training mode.
 
@@ -44,50 +57,68 @@ def build(
     that a dict does not name is eager. A backend may be a file, {"norm": "path/to/mine.py"} and attn="path/to/mine.py",
     or some_package.module. Raises ValueError if a choice is unknown or cannot run on `device`.
     """
-    files = {path.stem: path for path in sorted((rooms.ROOT / "configs/model").glob("*.yaml"))}
-    check(model in files, f"model={model}: choose {', '.join(files)}")
-    defaults = OmegaConf.load(rooms.ROOT / "configs/config.yaml").model
-    cfg = OmegaConf.create({"model": OmegaConf.merge(defaults, OmegaConf.load(files[model]), fields)})
-    take_vocabulary(cfg, "data.tokenizer")  # no tokenizer is named, so a model without vocab_size has the ids of bytes
-    return make(OmegaConf.to_container(cfg.model), kernels, attn, precision, device, seed=seed)
+    files = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
+    choose("model", model, files)
+    check(isinstance(seed, Integral) and 0 <= seed < 2**63, f"seed={shown(seed)}: it must be in [0, 2^63)")
+    shape = {**OmegaConf.load(CONFIGS / "config.yaml").model, **OmegaConf.load(files[model]), **fields}
+    return make(shape, kernels, attn, precision, device, seed=int(seed))
 
 
-def load(source: str, *, kernels="eager", attn="sdpa", precision="amp", device="auto", **fields) -> GPT:
+def load(
+    source: str | os.PathLike,
+    *,
+    kernels: str | dict = "eager",
+    attn: str | dict = "sdpa",
+    precision: str = "amp",
+    device: str | torch.device = "auto",
+    **fields,
+) -> GPT:
     """Return the GPT of a run (out/RUN), a checkpoint, a Hugging Face GPT-2 ("gpt2") or nanoGPT's ckpt.pt.
 
     Any weights run under any choice of kernels. `fields` may change dropout, checkpointing and window, and shorten
     block_size. build() describes the other arguments. Raises ValueError as build() does, and if the source cannot be
     read.
     """
+    check(isinstance(source, str | os.PathLike), f"source={shown(source)}: it must be text or a path")
     weights = pretrained.read_pretrained(str(expand_home(str(source))))
     shape = {"dropout": 0.0, **pretrained.fit_config(weights, fields)}
     return make(shape, kernels, attn, precision, device, weights=weights)
 
 
-def make(shape: dict, kernels, attn, precision: str, device: str, **options) -> GPT:
+def make(shape: dict, kernels, attn, precision, device, **options) -> GPT:
     """Check the choices, build the model, and compile it if kernels.compile is true."""
     presets = names.config_groups()
     groups = {"kernels": kernels, "attn": attn}
     for group, value in groups.items():
         if isinstance(value, str) and group == "attn" and "." in value:  # path/to/mine.py or some_package.module
             groups[group] = {"impl": value}
-        elif isinstance(value, str):
-            choices = [choice for choice in presets[group] if choice != "*"]
-            check(value in choices, f"{group}={value}: choose {', '.join(choices)}")
+        elif not isinstance(value, dict):
+            choose(group, value, [choice for choice in presets[group] if choice != "*"])
             groups[group] = presets[group][value]
-    check(precision in PRECISIONS, f"precision={precision}: choose {', '.join(PRECISIONS)}")
-    choice = parse(OmegaConf.create({"model": shape, **groups}), Choice)
+    choose("precision", precision, PRECISIONS)
+    choice = parse({"model": shape, **groups}, Choice, complete=take_size)
     model = step.build(choice.model, choice.kernels, choice.attn, precision, find_device(device), **options)
     if choice.kernels.compile:
         model.compile(fullgraph=True)
     return model
 
 
-def op(name: str, impl: str, device: str = "auto") -> Callable:
+def choose(key: str, value: object, choices) -> None:
+    """Raise UserError if `value` is none of the texts `choices`."""
+    check(isinstance(value, str) and value in choices, f"{key}={shown(value)}: choose {', '.join(choices)}")
+
+
+def take_size(cfg: DictConfig) -> None:
+    """Replace vocab_size=None. No tokenizer is named, so the model has the ids of bytes."""
+    take_vocabulary(cfg, "data.tokenizer")
+
+
+def op(name: str, impl: str, device: str | torch.device = "auto") -> Callable:
     """Return the function of a backend: op("norm", "triton") is norm() of kernels/norm/triton.py.
 
     kernels/NAME/__init__.py gives its arguments. Raises ValueError if the backend does not exist, or cannot run on
     `device`.
     """
-    check(name in registry.ALL_OPS, f"op={name}: choose {', '.join(registry.ALL_OPS)}")
+    choose("op", name, registry.ALL_OPS)
+    check(isinstance(impl, str), f"impl={shown(impl)}: it must be the name of a backend of {name}, or a path")
     return registry.load(name, impl, find_device(device))

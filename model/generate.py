@@ -134,9 +134,10 @@ def generate(
     )
     top_k = 0 if top_k is None else top_k  # nanoGPT's default
     check_sampling(temperature, top_k, top_p, seed)
-    prompt = idx.shape[1]
+    prompt, seed = idx.shape[1], int(seed)
     capacity = min(prompt + max_new_tokens, model.config.block_size)
-    decoder = Decoder(model, len(idx), capacity, Sampling(n_vocab, temperature, top_k, top_p), seed)
+    sampling = Sampling(int(n_vocab), float(temperature), int(top_k), float(top_p))
+    decoder = Decoder(model, len(idx), capacity, sampling, seed)
     for _ in range(max_new_tokens):
         is_cached = 0 < decoder.length < capacity
         dropped = max(0, idx.shape[1] - capacity)

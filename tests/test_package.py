@@ -105,6 +105,13 @@ def test_the_wheel_holds_one_package_with_every_file_of_the_rooms(tmp_path):
         assert {f"hotswap/{file}" for file in files if "__pycache__" not in file.parts} <= names
 
 
+def test_the_wheel_has_type_hints_and_the_version_of_the_module(tmp_path):
+    wheel = build_wheel(tmp_path, "wheel:standard")
+    assert "hotswap/py.typed" in wheel.namelist()
+    metadata = wheel.read(f"hotswap-{hotswap.__version__}.dist-info/METADATA").decode()
+    assert f"\nVersion: {hotswap.__version__}\n" in metadata
+
+
 def test_an_editable_install_copies_no_file_of_the_package(tmp_path):
     """A folder hotswap/ in site-packages would hide the checkout."""
     names = build_wheel(tmp_path, "wheel:editable").namelist()
