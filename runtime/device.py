@@ -68,7 +68,10 @@ def select_device(name: str) -> torch.device:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
     torch.set_float32_matmul_precision("highest")
-    return find_device(name)
+    device = find_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    return device
 
 
 def find_device(name: str | torch.device) -> torch.device:

@@ -379,6 +379,29 @@ def test_every_decoder_names_the_token_whose_logits_are_not_finite(decode, sampl
     assert streamed(decoder, idx, 2, lengths) == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode", impls("decode"))
+def test_captured_steps_name_the_token_whose_logits_are_not_finite(decode):
+    """The graphs go on with NaN until the host reads the token, and give the right text afterwards.
+
+    Position 18 has NaN, because a captured prefill is padded to 16 tokens. The first prompt has 2 tokens.
+    """
+    if reason := unavailable("decode", decode, torch.device("cuda")):
+        pytest.skip(reason)
+    model, idx, lengths = varied_gpt(replace(SMALL, n_layer=1)).cuda(), prompt(2, 3).cuda(), torch.tensor([2, 1]).cuda()
+    try:
+        decoder = Decoder(model, 2, 24, SAMPLED, decode=decode)
+    except Unavailable as reason:  # flashinfer has no fp32
+        pytest.skip(str(reason))
+    decoder.warm_up(3, 20)
+    expected = streamed(decoder, idx, 2, lengths)
+    with torch.no_grad():
+        model.wpe.weight[18] = torch.nan
+    with pytest.raises(NotFinite, match=r"^the logits of new token 18 of sequence 1 are not finite, "):
+        streamed(decoder, idx, 20, lengths)
+    assert streamed(decoder, idx, 2, lengths) == expected
+
+
 def test_a_draft_ends_at_a_token_whose_logits_are_not_finite():
     """In a step of several tokens, masked keys with NaN make earlier logits NaN too, so it names an earlier token."""
     model, idx = varied_gpt(), prompt(1, 3)
