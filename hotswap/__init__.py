@@ -6,7 +6,8 @@
 
 The rooms are parts of this package: `from hotswap.model.step import train_step`. train.py, lab/ and scripts/ need a
 checkout. A wrong argument raises a ValueError of one line. Nothing here changes the state of your process, such as
-seeds, precision flags and environment variables, except that device="cuda:N" makes this GPU the current one.
+seeds, precision flags and environment variables, with three exceptions: device="cuda:N" makes this GPU the current
+one, attn="flash" sets variables of FlashAttention-4, and torch.compile with precision="fp8" sets Triton's ptxas.
 """
 
 import os

@@ -368,6 +368,14 @@ def test_an_incomplete_batch_of_an_evaluation_compiles_nothing_more(tmp_path):
     assert len(compiled) == 1
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluate_leaves_the_model_in_its_mode_after_an_error(training):
+    model, windows = recipe(config(*QUICK)).build(CPU).train(training), SimpleNamespace()
+    with pytest.raises((AttributeError, TypeError)):  # these are no windows
+        evaluate(model, windows, 2, 4, CPU)
+    assert all(module.training == training for module in model.modules())
+
+
 def test_max_minutes_ends_a_run(hotswap, monkeypatch):
     """A run of 0.1 minutes, whose steps take 1 second each, ends after step 6."""
     set_clock(monkeypatch, seconds=1.0)
