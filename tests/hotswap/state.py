@@ -119,15 +119,11 @@ def use_models() -> None:
 
     idx = torch.arange(16, device=OPTIONS["device"]).view(2, 8)
     presets = config_groups()
-    for group, preset in [
-        *(("kernels", name) for name in presets["kernels"]),
-        *(("attn", name) for name in presets["attn"]),
-    ]:
-        model = None
-        with report(f"build({group}={preset!r})"), contextlib.suppress(ValueError):  # it cannot run here
-            model = hotswap.build("tiny", seed=3, **{group: preset}, **SHAPE, **OPTIONS)
-        if model is not None and preset != "compile":  # tests/hotswap/test_compile.py compiles every preset
-            with report(f"the model with {group}={preset}"):
+    for choice in [{group: name} for group in ("kernels", "attn") for name in presets[group]]:
+        # a ValueError says that it cannot run here. tests/hotswap/test_compile.py compiles every preset
+        with report(f"a model with {choice}"), contextlib.suppress(ValueError):
+            model = hotswap.build("tiny", seed=3, **choice, **SHAPE, **OPTIONS)
+            if choice != {"kernels": "compile"}:
                 model(idx, idx).backward()
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/ckpt.pt"
@@ -144,7 +140,8 @@ def use_op() -> None:
     import hotswap
 
     for op in ALL_OPS:
-        inputs = contract(op).inputs(**next(iter(contract(op).CASES.values())), dtype=torch.float32)
+        case = next(iter(contract(op).CASES.values()))
+        inputs = contract(op).inputs(**case, dtype=torch.float32, device=OPTIONS["device"])
         for impl in impls(op):
             with report(f"op({op!r}, {impl!r})"), contextlib.suppress(ValueError):
                 function = hotswap.op(op, impl, OPTIONS["device"])
