@@ -10,7 +10,7 @@ from kernels.sampling import seeds_of
 from lab.bench.new_backends import check_new_backends
 from lab.generation.prompts import NEW_TOKENS, Prompt, check_room, encode_prompt, make_batch
 from lab.generation.recipe import GenerationRecipe
-from lab.generation.writing import Arrival, read_stream, show
+from lab.generation.writing import Arrival, end_line_at_error, read_stream, show
 from model.decoder import Decoder
 from model.generate import stream
 from model.text import Text
@@ -86,7 +86,7 @@ def stream_answer(decoder: Decoder, prompt: Prompt, text: Text, new_tokens: int,
     idx, lengths = (tensor.to(decoder.positions.device) for tensor in make_batch([prompt]))
     arrivals, counts = [], []
     start = time.perf_counter()
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), end_line_at_error():
         for arrival, [piece] in read_stream(stream(decoder, idx, new_tokens, lengths), [text]):
             arrivals.append(arrival)
             counts.append(len(text.tokens))

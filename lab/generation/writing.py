@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,16 @@ def read_stream(steps: Iterator[list[list[int]]], texts: list[Text]) -> Iterator
             return
 
 
+@contextmanager
+def end_line_at_error() -> Iterator[None]:
+    """If this context raises an error, end the line of the text so far, because the error has a line of its own."""
+    try:
+        yield
+    except Exception:
+        print(flush=True)
+        raise
+
+
 def show(text: str, raw: bool) -> None:
     """Print text at once. Without `raw`, a terminal gets \\x1b for ESC, which a model of bytes may write."""
     print(printable(text) if sys.stdout.isatty() and not raw else text, end="", flush=True)
@@ -45,12 +56,13 @@ def write_texts(
     is_single = len(texts) == 1
     if is_single:
         show(prompts[0].text, raw)
-    for arrival, new in read_stream(steps, texts):
-        arrivals.append(arrival)
-        for parts, piece in zip(pieces, new, strict=True):
-            parts.append(piece)
-        if is_single and new[0]:
-            show(new[0], raw)
+    with end_line_at_error():
+        for arrival, new in read_stream(steps, texts):
+            arrivals.append(arrival)
+            for parts, piece in zip(pieces, new, strict=True):
+                parts.append(piece)
+            if is_single and new[0]:
+                show(new[0], raw)
     rest = [text.finish() for text in texts]
     written = ["".join([*parts, end]) for parts, end in zip(pieces, rest, strict=True)]
     whole = [prompt.text + text for prompt, text in zip(prompts, written, strict=True)]

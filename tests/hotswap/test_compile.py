@@ -10,9 +10,7 @@ import hotswap
 from kernels.names import config_groups
 
 PRESETS = config_groups()
-CHOICES = [{"kernels": name} for name in PRESETS["kernels"]] + [
-    {"attn": name} for name in PRESETS["attn"] if name != "*"
-]
+CHOICES = [{group: name} for group in ("kernels", "attn") for name in PRESETS[group] if name != "*"]
 SHAPE = {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 32, "vocab_size": 64}
 QUICK = {"kernels": "compile"}, {"attn": "triton"}
 

@@ -313,6 +313,7 @@ def test_logits_that_are_not_finite_end_the_run_with_one_line(command, tmp_path,
     assert (code, err.count("\n")) == (1, 1)
     assert re.match(f"error: the logits of new token {which} are not finite, because a weight or a result of a", err)
     assert "tok/s" not in out
+    assert out.endswith("\n")
     assert re.match(f"wrong: the logits of new token {which} are not finite", row()["status"])
     assert "gen/decode_tokens_per_sec" not in row()
 
@@ -326,6 +327,7 @@ def test_a_conversation_ends_at_logits_that_are_not_finite(command, monkeypatch,
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("error: the logits of new token 30 are not finite, ")
     assert "tok/s" not in out
+    assert out.endswith("\n")
 
 
 @pytest.mark.parametrize("key", ["batch=2", "proof=true", "out_dir=x", "logger=wandb"])
