@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401  there are no public names
 from torch.autograd import profiler
@@ -67,6 +68,39 @@ def allow_graphs(count: int) -> AbstractContextManager:
     """
     limits = {"recompile_limit": max(8, count), "accumulated_recompile_limit": max(256, 8 * count)}
     return torch._dynamo.config.patch(**limits)
+
+
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, class_weight: Tensor, ignore_index: int, rows: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what torch.nn.functional.linear_cross_entropy(reduction="sum") computes in a forward, in the dtype of x.
+
+    That is the loss of x (N, C), weight (V, C) and targets (N,), with class_weight (V,), `rows` tokens at a time, and
+    with `gradients` dx and dweight, otherwise empty. The public function returns the gradients only to autograd, which
+    an operator of ours cannot call. So this calls PyTorch's operator, and resolves the options as the function does.
+    """
+    from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_chunked as operator
+
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, allow_retain_graph=True)
+    options = options._adjust(len(x), x.shape[1], len(weight), x.dtype, x.device)
+    loss, dx, dweight, _ = operator(
+        x.detach(),
+        weight.detach(),
+        targets,
+        None,  # no bias
+        class_weight,
+        "sum",
+        ignore_index,
+        0.0,  # no label smoothing
+        options.batch_chunk_size,
+        options.acc_policy,
+        options.acc_dtype,
+        options.allow_retain_graph,
+        gradients,
+        gradients,
+        False,
+    )
+    return loss, dx, dweight
 
 
 def nvrtc_unavailable() -> str | None:

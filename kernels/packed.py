@@ -40,6 +40,18 @@ class Split(torch.autograd.Function):
         return first.as_strided((B, T, heads, D), strides), None
 
 
+def aligned_rows(tensor: Tensor) -> Tensor:
+    """Return `tensor` (B, T, H, D), or a contiguous copy if its rows do not begin at multiples of 16 bytes.
+
+    The kernels of PyTorch and FlashAttention load 16 bytes at once. At another address, cuDNN and PyTorch's
+    FlashAttention end with "misaligned address", after which the process can use the GPU no more.
+    """
+    distances = tensor.storage_offset(), *tensor.stride()[:-1]
+    if tensor.stride(-1) == 1 and all(distance * tensor.element_size() % 16 == 0 for distance in distances):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def gradient_buffer(q: Tensor, k: Tensor) -> Tensor:
     """Allocate a (B, T, H + 2 Hkv, D) tensor for dq, dk and dv side by side, where T is the longer of Tq and Tk.
 

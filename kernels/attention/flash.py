@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels.attention._flash import VERSIONS, Documents, Kernels, newest_version, version_unavailable
 from kernels.direct import bypass_dispatcher
-from kernels.packed import gradient_buffer, gradient_views
+from kernels.packed import aligned_rows, gradient_buffer, gradient_views
 from kernels.registry import Unavailable
 
 deterministic = False  # the backward sums dq with atomics; a fixed order would cost time and memory
@@ -134,8 +134,8 @@ def select_documents(bounds: Tensor | None, sizes: Tensor | None) -> Documents |
 
 
 def pack(documents: Documents | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """View (B, T, ...) tensors as (B T, ...) if there are documents. Otherwise return them as they are."""
-    return tuple(tensor.view(-1, *tensor.shape[2:]) for tensor in tensors) if documents else tensors
+    """Return (B, T, ...) tensors as (B T, ...) if there are documents, views where possible, else as they are."""
+    return tuple(tensor.flatten(0, 1) for tensor in tensors) if documents else tensors
 
 
 @torch.library.custom_op("hotswap::flash_bwd", mutates_args=())
@@ -190,17 +190,6 @@ def _backward(ctx, dout, _dlse):
 
 flash_bwd = bypass_dispatcher(flash_bwd)
 flash_fwd = bypass_dispatcher(flash_fwd, _backward, _setup_context)
-
-
-def aligned_rows(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a copy, with a last stride of 1, and all rows at multiples of 16 bytes.
-
-    The kernels load 16 bytes at once. At another address PyTorch's own ends with "misaligned address".
-    """
-    distances = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1])]
-    if tensor.stride(-1) == 1 and all(distance % 16 == 0 for distance in distances):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None, version=None):

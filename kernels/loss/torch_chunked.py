@@ -4,11 +4,11 @@ torch.nn.functional.linear_cross_entropy differs from this op in four ways, and 
 
 - If every target is ignored, PyTorch's mean and its gradients are NaN. So this file computes a sum in which every class
   has the same weight. It is the power of two below 1 / count, because PyTorch rounds it to the dtype of x.
-- Its backward rounds the gradient of the loss to the dtype of x, and multiplies by it. So ChunkedLoss takes PyTorch's
-  gradients for 1, and multiplies in fp32.
+- Its backward rounds the gradient of the loss to the dtype of x, and multiplies by it. So this file takes the gradients
+  from PyTorch's operator, and multiplies them in fp32.
 - In fp16 its sum overflows, and its gradients underflow. So this backend does not take fp16.
-- Dynamo breaks the graph at the Python code around PyTorch's custom op. The custom op has a fake implementation and a
-  backward of its own, so allow_in_graph can put the whole call into the graph as one node.
+- torch.compile makes a graph of it for each length, because it needs the number of rows as a number. In an operator of
+  ours it does not.
 
 PyTorch sums the loss and dweight over the chunks in the dtype of x, so the sums lose digits with every chunk. At 32,768
 tokens, C = 768 and V = 50,304 PyTorch's default is 128 chunks; LOGITS_BYTES makes it 25. In bf16 (3,200 tokens,
@@ -17,10 +17,11 @@ chunk, the error of dweight is 11 times as large with 128 chunks, and 4 times as
 """
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 
-from kernels.direct import first_derivative
-from kernels.loss import scale_gradient
+from kernels import compat
+from kernels.direct import bypass_dispatcher
+from kernels.loss.triton import backward, setup_context
 from kernels.registry import Unavailable
 
 LOGITS_BYTES = 2**28  # the size of one chunk's logits in fp32
@@ -33,41 +34,35 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-class ChunkedLoss(torch.autograd.Function):
-    """Map x (N, C), weight (V, C), targets (N,) and class_weight (V,) to the sum of class_weight[target] * loss."""
+@torch.library.custom_op("hotswap::torch_linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, class_weight: Tensor, ignore_index: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of class_weight * loss in fp32, and its gradients for x (N, C), weight (V, C) and targets (N,).
 
-    @staticmethod
-    def forward(ctx, x, weight, targets, class_weight, ignore_index, differentiate):
-        rows = min(len(x), max(1, LOGITS_BYTES // (4 * len(weight))))
-        # torch.compile needs allow_retain_graph; otherwise PyTorch sets it, and warns
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows, allow_retain_graph=True)
-        with torch.set_grad_enabled(differentiate):
-            x, weight = (tensor.detach().requires_grad_(differentiate) for tensor in (x, weight))
-            loss = F.linear_cross_entropy(
-                x, weight, targets, weight=class_weight, reduction="sum", ignore_index=ignore_index, options=options
-            )
-            if differentiate:
-                ctx.save_for_backward(*torch.autograd.grad(loss, (x, weight)))
-        return loss.detach().to(torch.promote_types(x.dtype, torch.float32))
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx, dout):
-        return *(scale_gradient(gradient, dout, gradient.dtype) for gradient in ctx.saved_tensors), *[None] * 4
+    class_weight is a scalar. dx and dweight have the dtype of x. If gradients is False, they are empty.
+    """
+    rows = max(1, LOGITS_BYTES // (4 * len(weight)))
+    class_weights = class_weight.expand(len(weight))
+    loss, dx, dweight = compat.chunked_cross_entropy(x, weight, targets, class_weights, ignore_index, rows, gradients)
+    return loss.float(), dx, dweight
 
 
-@torch.compiler.allow_in_graph
-def linear_cross_entropy(*arguments):
-    return ChunkedLoss.apply(*arguments)
+@linear_cross_entropy.register_fake
+def _(x, weight, targets, class_weight, ignore_index, gradients):
+    dx, dweight = (tensor.new_empty(tensor.shape if gradients else (0, 0)) for tensor in (x, weight))
+    return x.new_empty((), dtype=torch.float32), dx, dweight
+
+
+linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
 def loss(x, weight, targets, ignore_index=-1):
     if x.dtype == torch.float16:
         raise Unavailable("loss=torch_chunked sums losses in float16, which overflows: choose kernels.loss=eager")
+    gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     count = (targets != ignore_index).sum().clamp(min=1).float()
     class_weight = torch.exp2(-torch.ceil(torch.log2(count)))
-    differentiate = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    class_weights = class_weight.expand(len(weight))
-    weighted_sum = linear_cross_entropy(x, weight, targets, class_weights, ignore_index, differentiate)
+    weighted_sum, _, _ = linear_cross_entropy(x, weight, targets, class_weight, ignore_index, gradients)
     return weighted_sum / (class_weight * count)

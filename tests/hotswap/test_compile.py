@@ -16,9 +16,6 @@ QUICK = {"kernels": "compile"}, {"attn": "triton"}
 
 
 def marks(choice):
-    if choice == {"kernels": "torch_chunked"}:
-        # PyTorch's fake of its operator needs a number of rows, so Dynamo makes a graph for each
-        return [pytest.mark.xfail(strict=True), pytest.mark.exhaustive]
     return [] if choice in QUICK else [pytest.mark.exhaustive]
 
 

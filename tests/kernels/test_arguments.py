@@ -8,7 +8,7 @@ import torch
 from hotswap.model.gpt import LayerNorm
 
 import hotswap
-from kernels.check import broken_rule, float_tensors, outputs_and_gradients
+from kernels.check import float_tensors, outputs_and_gradients
 from kernels.registry import OPS, Unavailable, contract, impls
 from tests.kernels.test_backends import common_dtype, device, load_or_skip  # noqa: F401
 
@@ -94,26 +94,26 @@ LAYOUTS = strided, offset, transposed, second_dimension_first, expanded
 def test_any_layout_of_any_tensor(op, impl, device):  # noqa: F811
     """Whichever tensor has which strides, also stride 0 and an address that is not aligned, the results agree.
 
-    They agree with the results of the same numbers in contiguous tensors, by the rule without an error of eager's. A
-    backend of PyTorch may refuse strides.
+    They agree with the results for contiguous tensors, to two roundings of each. cuBLAS may take another kernel. A
+    backend may refuse strides.
     """
     dtype, wrong = common_dtype(device), []
+    tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
     for function, inputs in calls(op, impl, dtype, device):
         for name, tensor in tensors_of(op, inputs).items():
             for layout in LAYOUTS:
                 if (changed := layout(tensor)) is None:
                     continue
                 plain = changed.clone(memory_format=torch.contiguous_format)
-                of_plain = inputs | {name: plain.requires_grad_(tensor.requires_grad)}
-                expected = outputs_and_gradients(function, of_plain)
-                exact = {name: value.double() for name, value in expected.items()}
+                plain, changed = (t.requires_grad_(tensor.requires_grad) for t in (plain, changed))
                 try:
-                    of_changed = inputs | {name: changed.requires_grad_(tensor.requires_grad)}
-                    got = outputs_and_gradients(function, of_changed)
+                    got = outputs_and_gradients(function, inputs | {name: changed})
                 except Unavailable:
                     continue
-                reason = broken_rule(got, expected, exact, inputs, dtype)
-                wrong += [f"{name}, {layout.__name__}: {reason}"] if reason else []
+                for result, expected in outputs_and_gradients(function, inputs | {name: plain}).items():
+                    error = (got[result] - expected).abs().max().item()
+                    if not error <= tolerance * expected.abs().max().item():
+                        wrong.append(f"{layout.__name__} {name}: {result} is off by {error:.3g}")
     assert wrong == []
 
 

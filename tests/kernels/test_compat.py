@@ -214,3 +214,17 @@ def test_launch_cooperatively(tmp_path):
     assert count.item() == blocks
     with pytest.raises(RuntimeError, match=f"does not launch {2 * blocks} blocks"):
         compat.launch_cooperatively(kernel, 2 * blocks, 64, 200_000, device, Arguments(count.data_ptr(), 1))
+
+
+@pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="it needs torch 2.13")
+def test_chunked_cross_entropy_is_the_public_function():
+    """It has the loss and the gradients of the public function, whose gradients only autograd returns."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight, class_weight = (torch.randn(*size, generator=draw) for size in ((7, 5), (9, 5), (9,)))
+    targets = torch.tensor([3, -1, 8, 0, 3, -1, 2])
+    got = compat.chunked_cross_entropy(x, weight, targets, class_weight, -1, rows=3, gradients=True)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=3, allow_retain_graph=True)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    arguments = {"weight": class_weight, "reduction": "sum", "ignore_index": -1, "options": options}
+    loss = torch.nn.functional.linear_cross_entropy(x, weight, targets, **arguments)
+    torch.testing.assert_close(got, (loss.detach(), *torch.autograd.grad(loss, (x, weight))))
