@@ -349,7 +349,7 @@ def draw_tokens(
 
 @draw_tokens.register_fake
 def empty_tokens(logits, *_):
-    return logits.new_empty(len(logits), dtype=torch.int64)
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
 draw_tokens = bypass_dispatcher(draw_tokens)

@@ -54,7 +54,7 @@ def linear_fwd(
 
 @linear_fwd.register_fake
 def _(x, x_rows, x_columns, weight, bias):
-    (N, C), F = x.shape, len(weight)
+    (N, C), F = x.shape, weight.shape[0]
     return x.new_empty(N, F), empty_fp8(C, F, E4M3, x.device), x.new_empty((), dtype=torch.float32)
 
 

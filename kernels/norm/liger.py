@@ -37,7 +37,7 @@ def norm_fwd(stream: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[
 
 @norm_fwd.register_fake
 def _(stream, weight, bias, eps):
-    mean, rstd = (stream.new_empty(len(stream), dtype=torch.float32) for _ in range(2))
+    mean, rstd = (stream.new_empty(stream.shape[0], dtype=torch.float32) for _ in range(2))
     return torch.empty_like(stream), mean, rstd
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-SHAPE = {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 16, "vocab_size": 64}
+SHAPE = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 16, "vocab_size": 64}
 SIZES = {**SHAPE, "bias": True}
 OPTIONS = {"device": "cuda" if torch.cuda.is_available() else "cpu", "precision": "fp32"}
 # Imports of other projects may change the process. They come before the first snapshot. The configs of torch.compile,

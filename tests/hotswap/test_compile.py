@@ -11,7 +11,12 @@ from kernels.names import config_groups
 
 PRESETS = config_groups()
 CHOICES = [{group: name} for group in ("kernels", "attn") for name in PRESETS[group] if name != "*"]
-SHAPE = {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 32, "vocab_size": 64}
+IN_FP8 = ["compile", "torchao"]
+if torch.cuda.is_available():  # Triton's interpreter has no bf16
+    IN_FP8.append("triton")
+CHOICES += [{"kernels": name, "precision": "fp8"} for name in IN_FP8]
+SHAPE = {"n_layer": 1, "n_embd": 32, "n_head": 2, "block_size": 32, "vocab_size": 64}
+PRECISION = "bf16" if torch.cuda.is_available() else "fp32"
 QUICK = {"kernels": "compile"}, {"attn": "triton"}
 
 
@@ -28,9 +33,9 @@ def graphs(monkeypatch):
     return counter
 
 
-def compiled(kernels="eager", attn="sdpa", **fields):
+def compiled(kernels="eager", attn="sdpa", precision=PRECISION, **fields):
     """Return a compiled model. Skip the test if a kernel cannot run here."""
-    options = {"device": "cuda" if torch.cuda.is_available() else "cpu", "precision": "fp32"}
+    options = {"device": "cuda" if torch.cuda.is_available() else "cpu", "precision": precision}
     kernels = {**PRESETS["kernels"][kernels], "compile": True}
     try:
         return hotswap.build("tiny", kernels=kernels, attn=attn, **SHAPE | fields, **options)

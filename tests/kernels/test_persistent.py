@@ -443,8 +443,8 @@ def test_what_the_kernel_cannot_do_is_refused_in_one_line(monkeypatch):
         persistent.decode(pack(weights, cache), tokens.expand(1, 2), cache)
     with pytest.raises(Unavailable, match="contiguous"):
         pack(weights, cache._replace(kv=[(k.transpose(1, 2), v) for k, v in cache.kv]))
-    monkeypatch.setattr(persistent, "SHARED_BYTES", 20_000)
-    assert "20000 bytes of shared memory are too few for 2 sequences" in reason()
+    monkeypatch.setattr(persistent, "SHARED_BYTES", 200)
+    assert "200 bytes of shared memory are too few for 2 sequences" in reason()
 
 
 def test_it_records_its_phases(monkeypatch):
