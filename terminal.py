@@ -11,6 +11,11 @@ def printable(text: object) -> str:
     return str(text).translate(CONTROLS)
 
 
+def one_line(error: BaseException) -> str:
+    """Return the error's class and message in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
 def warn(message: object) -> None:
     """Print a warning to stderr. A path in it may hold control characters."""
     print(f"warning: {printable(message)}", file=sys.stderr)

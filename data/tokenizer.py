@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
+from terminal import one_line, warn
 
 GPT2_FILES = {  # address -> SHA-256, as in tiktoken
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe": (
@@ -145,6 +146,8 @@ def is_reachable(url: str, seconds: float = 1.0) -> bool:
             answers.append(True)
         except requests.RequestException:
             answers.append(False)
+        except Exception as error:  # of the settings of this machine, such as REQUESTS_CA_BUNDLE
+            warn(f"{url} cannot be asked: {one_line(error)}")
 
     thread = threading.Thread(target=send_request, daemon=True)  # the look-up of a host name has no timeout
     thread.start()

@@ -19,6 +19,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
+from terminal import one_line
+
 ROOT = Path(__file__).parent
 GROUP = "hotswap.kernels"
 _paths: dict[str, str] = {}  # module -> the path that it was loaded from, as the user wrote it
@@ -160,7 +162,3 @@ def importable_backends(op: str) -> dict[str, ModuleType]:
         with contextlib.suppress(KernelError):
             modules[impl] = backend(op, impl)
     return modules
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -7,7 +7,6 @@ They come from NVML. The GPU counts energy, so the mean power misses no peak. Th
 because at the end of an interval the GPU is idle, and its clock is another one.
 """
 
-import contextlib
 import statistics
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.ranks import Ranks
+from terminal import one_line, warn
 
 try:
     import pynvml  # of the package nvidia-ml-py
@@ -97,16 +97,19 @@ class PowerMeter:
         self.closed.set()
 
     def _watch(self, sensors: Sensors) -> None:
-        with contextlib.suppress(pynvml.NVMLError):  # the run goes on without more samples
+        try:
             while not self.closed.wait(SAMPLE_SECONDS):
                 self.recent.append(sensors.sample())
+        except Exception as error:  # the run goes on without more samples
+            warn(f"the GPU's clock and temperature can no longer be read: {one_line(error)}; the row has those before")
 
     def _joules(self) -> float:
         if self.sensors:
             try:
                 return self.sensors.joules()
-            except pynvml.NVMLError:
-                self.sensors = None  # the run goes on, and has no figures
+            except pynvml.NVMLError as error:
+                self.sensors = None  # the run goes on
+                warn(f"the GPU's energy can no longer be read: {one_line(error)}; the row has no power/*")
         return 0.0
 
     def start(self) -> None:

@@ -57,8 +57,8 @@ class Run:
         }
         files = [folder / file for file in ("config.yaml", "metrics.jsonl", "result.json", "checkpoints")]
         config_file, metrics, self.result, checkpoints = files
-        with explain_unwritable(folder):
-            self.lock = lock_folder(folder)
+        with explain_unwritable(folder), contextlib.ExitStack() as open_files:
+            self.lock = open_files.enter_context(lock_folder(folder))
             if metrics.exists() and metrics.stat().st_size == 0 and not checkpoints.exists():
                 for path in (config_file, metrics, self.result):
                     path.unlink(missing_ok=True)
@@ -68,10 +68,12 @@ class Run:
                 if hasattr(config, "train"):
                     advice = "choose another folder, delete it, or resume the run: train.resume=auto"
                 raise UserError(f"out_dir={folder} already holds a run ({existing[0]}); {advice}")
-            self.metrics = metrics.open("a", buffering=1)  # line by line, so that a kill loses no line
+            # Line by line, so that a kill loses no line
+            self.metrics = open_files.enter_context(metrics.open("a", buffering=1))
             self.is_new = not self.result.exists()
             if self.is_new:
                 write_row(folder, {key: self.row[key] for key in ("name", "status", "started", "command")})
+            open_files.pop_all()  # close() closes them
 
     def truncate_metrics(self, step: int) -> None:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
@@ -226,6 +228,7 @@ def lock_folder(folder: Path) -> TextIO:
                 return file
             except BlockingIOError:
                 time.sleep(0.05)  # is_in_use() of another process holds the lock for a moment
+        file.close()
     raise UserError(f"out_dir={folder} is in use by a running process; choose another folder")
 
 

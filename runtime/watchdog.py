@@ -8,6 +8,7 @@ whole and continued goes on.
 The time-outs of gloo and NCCL would end a hung job, too, but cannot say which rank is missing.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runtime.torch_compat import flight_records, name_groups, pending_collective
-from terminal import printable, warn
+from terminal import one_line, printable, warn
 
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 ROOT = Path(__file__).parents[1]
@@ -85,20 +86,37 @@ class Watchdog:
                 idle_beats = self.beats - min(neighbour[1], main_thread[1])
                 reason = self.failure_reason(seconds=0)
                 if not reason and self.hang_minutes and idle_beats >= 60 * self.hang_minutes:
-                    found = self._explain_hang()
-                    reason = self.report(found)
-                    if reason == found:
-                        print(f"error: {printable(reason)}", file=sys.stderr, flush=True)
-            except (dist.DistError, RuntimeError):
+                    reason = self._announce(self._explain_hang())
+            except dist.DistError:
                 reason = "torchrun, which holds the job's store, has ended"
+            except Exception as error:  # without this thread's beats the job would end all the same, and blame the rank
+                reason = self._announce(f"the watchdog of rank {self.rank} failed: {one_line(error)}")
             # Rank 0 is the first to end, because it writes the row, and torchrun then ends all others
             if reason and not self.done.wait(GRACE if self.rank == 0 else GRACE + 2):
-                try:
-                    if self.folder and self.world_size > 1:
-                        write_records(self.folder / "collectives", self.rank, self.world_size)
-                finally:  # also if another version of PyTorch has other records
-                    self.on_stuck(reason)
-                    os._exit(1)
+                self._end(reason)
+
+    def _announce(self, found: str) -> str:
+        """Print what this rank has found, unless another rank was first. Returns the reason of the first."""
+        reason = found
+        with contextlib.suppress(dist.DistError):  # torchrun has ended
+            reason = self.report(found)
+        if reason == found:
+            print(f"error: {printable(reason)}", file=sys.stderr, flush=True)
+        return reason
+
+    def _end(self, reason: str) -> None:
+        """Write the records of collectives, call `on_stuck`, and end the process, even if one of them fails."""
+        try:
+            if self.folder and self.world_size > 1:
+                write_records(self.folder / "collectives", self.rank, self.world_size)
+        except Exception as error:  # another version of PyTorch may have other records
+            warn(f"the last collectives cannot be recorded: {one_line(error)}")
+        try:
+            self.on_stuck(reason)
+        except Exception as error:
+            warn(f"the run cannot be closed: {one_line(error)}")
+        finally:
+            os._exit(1)
 
     def _beat(self, collective: str | None = None) -> None:
         self.beats = self.store.add(f"beats{self.rank}", 1)

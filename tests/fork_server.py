@@ -9,6 +9,7 @@ The client passes signals on, and ends as the program ends. If the client is kil
 """
 
 import atexit
+import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -59,6 +60,17 @@ def start(folder: Path) -> tuple[subprocess.Popen, Path]:
 
 def client(address: str, *argv: str) -> None:
     """Let the server run the program `argv`, and end as the program ends."""
+    program, early = None, []  # the program's number, and the signals before it is known
+
+    def pass_on(number: int, *_) -> None:
+        if program is None:
+            early.append(number)
+            return
+        with contextlib.suppress(ProcessLookupError):  # the program has just ended
+            os.kill(program, number)
+
+    for number in SIGNALS:
+        signal.signal(number, pass_on)
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
     files = [number for number in range(HIGH) if number != server.fileno() and is_open(number)]
@@ -66,9 +78,9 @@ def client(address: str, *argv: str) -> None:
     request = json.dumps(request).encode()
     socket.send_fds(server, [struct.pack("i", len(request))], files)
     server.sendall(request)
-    [pid] = struct.unpack("i", server.recv(4))
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
+    [program] = struct.unpack("i", server.recv(4))
+    for number in early:
+        pass_on(number)
     [code] = struct.unpack("i", server.recv(4))
     if code < 0:
         if -code in SIGNALS:
@@ -115,15 +127,15 @@ def serve(listener: socket.socket) -> dict:
         return request
     for number in files:
         os.close(number)
-    connection.sendall(struct.pack("i", pid))
+    with contextlib.suppress(BrokenPipeError):  # the client was killed: select() finds that, too
+        connection.sendall(struct.pack("i", pid))
     ended = os.pidfd_open(pid)
     if ended not in select.select([ended, connection], [], [])[0]:  # the client has closed the connection
         os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    try:
+    with contextlib.suppress(BrokenPipeError):
         connection.sendall(struct.pack("i", code))
-    finally:
-        os._exit(0)
+    os._exit(0)
 
 
 def run(argv: list[str], folder: str, environment: dict[str, str], files: list[int]) -> None:

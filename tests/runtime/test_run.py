@@ -68,6 +68,12 @@ def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys, damage):
     assert capsys.readouterr().err == f"warning: {path}: line 5 is damaged and is left out\n"
 
 
+def kill(run):
+    """Leave the folder as a SIGKILL does: close the run's files, and write no row."""
+    run.lock.close()
+    run.metrics.close()
+
+
 @pytest.mark.parametrize("moment", ["before a line", "before a line, with another file", "after the last line"])
 def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
     folder = tmp_path / "run"
@@ -92,15 +98,18 @@ def test_the_row_of_a_killed_run_says_so(tmp_path):
     """The row is there before begin(), which may come minutes later. A run that ends replaces it."""
     run = Run(tmp_path, "name", config(*QUICK), Tracker(None))
     assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
-    run.lock.close()  # as the end of the process does
+    kill(run)
     assert read_row(tmp_path)["status"] == "stopped: killed"
     run = Run(tmp_path, "name", config(*QUICK), Tracker(None))
     run.begin(kernels={}, env={})
     run.log(3, {"train/loss": 1.0})
     assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
-    run.lock.close()
+    kill(run)
     assert read_row(tmp_path)["status"] == "stopped: killed after step 3"
+    run = Run(tmp_path, "name", config(*QUICK), Tracker(None), resume=True)
+    run.begin(kernels={}, env={})
     run.log(run.config.train.max_steps, {"train/loss": 1.0})
+    kill(run)
     assert read_row(tmp_path)["status"] == f"stopped: killed after step {run.config.train.max_steps}, its last"
     run.close("ok")
     assert read_row(tmp_path)["status"] == "ok"
@@ -119,7 +128,7 @@ def test_a_resumed_run_that_cannot_be_built_leaves_the_row(tmp_path):
 def test_a_run_with_a_checkpoint_is_not_overwritten(tmp_path):
     """Without a line in metrics.jsonl, a run ended before its first step, unless it has checkpoints."""
     (tmp_path / "metrics.jsonl").touch()
-    Run(tmp_path, "name", config(*QUICK), Tracker(None)).lock.close()
+    kill(Run(tmp_path, "name", config(*QUICK), Tracker(None)))
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match=r"already holds a run \(metrics.jsonl\)"):
         Run(tmp_path, "name", config(*QUICK), Tracker(None))
@@ -136,9 +145,9 @@ def test_a_copy_of_a_running_run_is_not_called_killed(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "after")
     assert read_row(tmp_path / "before")["status"] == "stopped: killed, or copied while it ran"
     assert read_row(tmp_path / "after")["status"] == "stopped: killed after step 3, or copied while it ran"
-    run.lock.close()
+    kill(run)
     assert read_row(tmp_path / "run")["status"] == "stopped: killed after step 3"
-    Run(tmp_path / "after", "name", config(*QUICK), Tracker(None), resume=True).lock.close()
+    kill(Run(tmp_path / "after", "name", config(*QUICK), Tracker(None), resume=True))
     assert read_row(tmp_path / "after")["status"] == "stopped: killed after step 3"
 
 

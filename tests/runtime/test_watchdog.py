@@ -1,5 +1,6 @@
 """The watchdog of one process, and of ranks that share a store. tests/test_parallel.py stops a rank of a real job."""
 
+import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,22 @@ def test_a_rank_that_has_begun_fewer_collectives_is_late(monkeypatch, ranks):
     assert "30 minutes: rank 2 on " in found
     assert "is late, and waits for data; rank 0 on " in found
     assert "stopped" not in found
+
+
+def test_the_process_ends_even_if_nothing_can_be_written(monkeypatch, ranks, tmp_path, capsys):
+    def fail(*_):
+        raise KeyError("pg_config")
+
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(watchdog, "write_records", fail)
+    ranks[0].folder, ranks[0].on_stuck = tmp_path, fail
+    ranks[0]._end("rank 1 failed")
+    assert codes == [1]
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: the last collectives cannot be recorded: KeyError: 'pg_config'",
+        "warning: the run cannot be closed: KeyError: 'pg_config'",
+    ]
 
 
 def test_a_rank_in_a_collective_of_a_checkpoint_waits_for_the_collective(monkeypatch, tmp_path):
