@@ -164,13 +164,12 @@ def pytest_configure(config):
         lookup.files = lambda op: files(op) + [path for name, path in added if name == op]
 
 
-def pytest_collection_modifyitems(items):
-    """Skip the tests marked `gpu` if there is no GPU. The exhaustive tests run first, so that no long test is last."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests marked `gpu` if there is no GPU. Run the exhaustive tests first, so that no long one is last."""
     items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
     if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def pytest_collection_finish():
