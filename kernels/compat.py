@@ -1,6 +1,7 @@
-"""The private parts of PyTorch that kernels/ uses, and why. Checked with torch 2.11 and 2.13.
+"""The private parts of PyTorch that kernels/ uses, and why.
 
-tests/kernels/test_compat.py fails if one of them stops working or is no longer needed.
+tests/kernels/test_compat.py fails if one of them stops working or is no longer needed. pyproject.toml lists the tested
+versions.
 """
 
 import ctypes

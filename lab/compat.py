@@ -1,7 +1,7 @@
 """The private parts of PyTorch and Triton that this room uses, and why.
 
-Checked with torch 2.11 and 2.13, triton 3.6 and 3.9. tests/lab/test_compat.py fails if one of these parts stops working
-or is no longer needed.
+tests/lab/test_compat.py fails if one of these parts stops working or is no longer needed. pyproject.toml lists the
+tested versions.
 """
 
 import functools

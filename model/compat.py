@@ -1,6 +1,7 @@
 """The private parts of PyTorch that model/ uses, and why.
 
-tests/model/test_compat.py fails when one of them breaks, and when one is no longer needed.
+tests/model/test_compat.py fails when one of them breaks, and when one is no longer needed. pyproject.toml lists the
+tested versions.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The private parts of libraries other than PyTorch that this room uses, and why. For PyTorch see torch_compat.py.
 
-This file does not import torch, because --help needs it and has to be quick. Checked with torch 2.11 and 2.13, triton
-3.6 and 3.9, hydra-core 1.3. tests/runtime/test_compat.py fails if one of them changes, or is no longer needed.
+This file does not import torch, because --help needs it and has to be quick. tests/runtime/test_compat.py fails if one
+of them changes, or is no longer needed. pyproject.toml lists the tested versions of Triton, and bounds hydra-core.
 """
 
 import argparse

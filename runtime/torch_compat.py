@@ -1,4 +1,7 @@
-"""The private functions of PyTorch that this room uses, and why. tests/runtime/test_compat.py checks them."""
+"""The private functions of PyTorch that this room uses, and why.
+
+tests/runtime/test_compat.py checks them. pyproject.toml lists the tested versions.
+"""
 
 import pickle
 

@@ -56,8 +56,8 @@ logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 def speed_up_triton_interpreter() -> None:
     """Patch Triton's interpreter, which makes most of the time of kernels in it. The results stay the same.
 
-    This replaces private parts of triton.runtime.interpreter and triton.language (checked with triton 3.9).
-    tests/test_conftest.py fails if a patch stops working.
+    This replaces private parts of triton.runtime.interpreter and triton.language (pyproject.toml lists
+    the tested versions). tests/test_conftest.py fails if a patch stops working.
     """
     from triton import language as tl
     from triton.runtime import interpreter
@@ -165,7 +165,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests marked `gpu` if there is no GPU. Run the exhaustive tests first, so that no long one is last."""
+    """Run the exhaustive tests first, so that no long test is last. Leave out those marked `gpu` if there is no GPU."""
     items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
     if not torch.cuda.is_available():
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])

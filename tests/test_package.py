@@ -17,9 +17,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import hotswap
 from hotswap.rooms import ROOMS, is_room
+from lab.bench.machine import compare_versions, read_tested_versions
 from tests.test_readmes import check
 
 ROOT = Path(__file__).parents[1]
@@ -187,6 +189,34 @@ def test_the_lock_file_pins_every_dependency_to_a_version_that_the_project_allow
             assert requirement.specifier.contains(version, prereleases=True), requirement
 
 
+def test_the_bound_of_torch_is_the_version_after_the_tested_ones():
+    """The lock file has a tested version, too, and so do the comments on private parts of PyTorch and Triton."""
+    tested = read_tested_versions()
+    [torch_bound] = [Requirement(line).specifier for line in PROJECT["project"]["dependencies"] if "torch" in line]
+    first, last = tested["torch"][0], tested["torch"][-1]
+    major, minor = map(int, last.split("."))
+    assert torch_bound == SpecifierSet(f">={first},<{major}.{minor + 1}")
+    assert PROJECT["project"]["requires-python"] == f">={tested['python'][0]}"
+    for name in ("torch", "triton"):
+        assert tested[name] == sorted(tested[name], key=Version)
+        [locked] = re.findall(rf"^{name}==(\d+\.\d+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+        assert locked in tested[name]
+
+
+def test_the_doctor_names_a_version_outside_of_the_tested_ones():
+    """A patch release is like its minor version, and 2.9 is older than 2.11."""
+    tested = {"python": ["3.11", "3.13"], "torch": ["2.11", "2.15"], "triton": ["3.6", "3.9"]}
+    inside = "python, torch, triton: within the tested versions"
+    for torch_version, triton, line in (
+        ("2.11.0+cu130", "3.9.7", inside),
+        ("2.15.3", None, inside),
+        ("2.16.0.dev1+git1", "3.6.0", "torch 2.16.0.dev1+git1: newer than the tested 2.11 to 2.15"),
+        ("2.9.1", "3.6.0", "torch 2.9.1: older than the tested 2.11 to 2.15"),
+        ("2.15.0", "4.0.0", "triton 4.0.0: newer than the tested 3.6 to 3.9"),
+    ):
+        assert compare_versions({"python": "3.12.3", "torch": torch_version, "triton": triton}, tested) == line
+
+
 def test_the_container_is_made_from_files_and_targets_that_exist():
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if line and not line.startswith("#")]
     instructions = [line.split(maxsplit=1) for line in lines]
@@ -212,7 +242,8 @@ def test_the_public_workflow_runs_what_ci_runs():
     [job] = workflow["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
     assert os.access(ROOT / ".ci/run", os.X_OK)
-    assert (ROOT / job["env"]["PIP_CONSTRAINT"]).exists()
+    [lock] = re.findall(r"^PIP_CONSTRAINT=(\S+) make \.venv/installed", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert (ROOT / lock).exists()
 
 
 def test_make_smoke_ends_with_three_valid_commands():

@@ -2,9 +2,11 @@
 
 import os
 import platform
+import re
 import shutil
 import tempfile
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +20,7 @@ from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
 from runtime.device import GIB
 from runtime.host_memory import total_memory
 
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("flash-attn-4", "flash-attn", "liger-kernel", "quack-kernels", "wandb", "datasets", "tiktoken")
 
 
@@ -28,10 +31,31 @@ def describe_machine(device: torch.device, env: dict) -> Iterator[str]:
     yield f"gpu      {describe_gpu(device, env['driver'])}"
     yield f"host     {platform.system()} {platform.machine()}, {os.cpu_count()} cores, {total_memory() / GIB:.1f} GiB"
     yield f"versions {', '.join(f'{name} {number or None}' for name, number in versions.items())}"
+    yield f"tested   {compare_versions(env, read_tested_versions())}"
     yield f"packages {describe_packages()}"
     yield f"compiler {cpp_compiler() or 'none, but torch.compile needs one: apt install g++'}"
     yield f"disk     {describe_disk(device)}"
     yield from describe_tables(device)
+
+
+def read_tested_versions() -> dict[str, list[str]]:
+    """Return {"torch": ["2.11", ...]} of pyproject.toml: the versions with which every test passed, in order."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hotswap"]["tested"]
+
+
+def compare_versions(env: dict, tested: dict[str, list[str]]) -> str:
+    """Return which versions are older or newer than the tested ones. Patch releases and None do not count."""
+
+    def minor(version: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+    outside = []
+    for name, versions in tested.items():
+        first, last, number = versions[0], versions[-1], env[name] or versions[0]
+        if not minor(first) <= minor(number) <= minor(last):
+            order = "older" if minor(number) < minor(first) else "newer"
+            outside.append(f"{name} {number}: {order} than the tested {first} to {last}")
+    return "; ".join(outside) or f"{', '.join(tested)}: within the tested versions"
 
 
 def describe_gpu(device: torch.device, driver: str | None) -> str:

@@ -31,7 +31,7 @@ def test_the_machine_and_every_backend_are_listed(called):
     assert max(map(len, out.splitlines())) <= 100
     machine, backends, last_line = out.split("\n\n")
     assert machine.startswith("gpu      ")
-    for label in ("host", "versions", "packages", "compiler", "disk", "tuned"):
+    for label in ("host", "versions", "tested", "packages", "compiler", "disk", "tuned"):
         assert re.search(rf"^{label:<8} \S", machine, re.MULTILINE)
     assert f"torch {torch.__version__}" in machine
     assert re.search(
