@@ -47,6 +47,7 @@ def record_collectives(rank, folder):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torchfrtrace reads gloo's records from PyTorch 2.13 on")
+@pytest.mark.usefixtures("quick_python")
 def test_torchfrtrace_names_the_rank_that_is_missing_in_a_collective_of_gloo(tmp_path):
     torch.multiprocessing.spawn(record_collectives, (tmp_path,), nprocs=2)
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "-p", "gloo-rank"]

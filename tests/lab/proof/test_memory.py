@@ -165,7 +165,7 @@ def test_chunks_take_less_memory_a_token(monkeypatch):
     assert slopes["chunks"] < 0.75 * slopes["host"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_many_chunks_take_as_much_as_the_simulation_of_all(monkeypatch, world_size):
     """The prediction simulates 8 and 16 chunks in two layers and in three, and the line is right to the byte.
 
