@@ -109,5 +109,5 @@ if __name__ == "__main__":
         process.start()
         print(queue.get(), process.join(), process.exitcode)
 """)
-    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, text=True, capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, text=True, capture_output=True, timeout=300)
     assert (done.stdout, done.stderr) == ("True None 0\n" * 2, "")

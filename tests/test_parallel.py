@@ -29,7 +29,7 @@ BASE += [
     "train.eval_batches=3",
     "train.sample_tokens=8",
 ]
-SLOW = 120  # seconds
+SLOW = 300  # seconds
 
 
 def torchrun(tmp_path, *arguments, script=ROOT / "train.py", ranks=2, restarts=0):
@@ -490,12 +490,12 @@ def test_torchrun_restarts_a_job_after_a_kill_a_stop_and_a_full_disk(tmp_path, m
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED.format(root=str(ROOT)))
     settings = *BASE, "train.max_steps=12", "train.checkpoint_every=3", "train.eval_every=0", "train.sample_tokens=0"
-    settings += "train.resume=auto", "runtime.hang_minutes=0.05"
+    settings += "train.resume=auto", "runtime.hang_minutes=0.15"  # a busy machine may take 3 s for a step
     code, out, err = torchrun(tmp_path, *settings, script=script, restarts=3)
     assert code == 0, err
     assert "warning: run/checkpoints/step-000006 is damaged: training.pt has 1000 of " in err
     assert re.search(
-        r"error: the job made no progress for 0.05 minutes: rank 1 on \S+ is stopped, or its machine is down; "
+        r"error: the job made no progress for 0.15 minutes: rank 1 on \S+ is stopped, or its machine is down; "
         r"rank 0 on \S+ waits for gloo:all_reduce number \d+ at model/\w+.py:\d+ \(\w+\); resume it with ",
         err,
     )

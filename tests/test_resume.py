@@ -130,7 +130,7 @@ def test_a_signal_saves_a_checkpoint_and_prints_how_to_resume(hotswap, tmp_path,
     process = program(tmp_path, *QUICK, "train.max_steps=100000", "train.log_every=1")
     read_until(process, "step 00004")
     process.send_signal(signal.Signals[name])
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (75, "")
     [line] = [line for line in out.splitlines() if line.startswith("stopped  ")]
     step, command = re.fullmatch(r"stopped  after step (\d+); resume with: (.*)", line).groups()
@@ -149,7 +149,7 @@ def test_a_background_job_stops_on_sigint(hotswap, tmp_path):
     process = program(tmp_path, *QUICK, "train.max_steps=100000", "train.log_every=1", sigint=signal.SIG_IGN)
     read_until(process, "step 00004")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (75, "")
     assert row()["status"].startswith("stopped: SIGINT after step ")
 

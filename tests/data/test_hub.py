@@ -221,11 +221,11 @@ def test_files_that_datasets_passes_over_are_a_warning(folder, tmp_path, capsys)
 
 
 def disconnect(monkeypatch):
-    """Make every look-up of a host name fail after 5 s."""
+    """Make every look-up of a host name fail after a minute."""
     import socket
 
     def slow_failing_lookup(*args, **kwargs):
-        time.sleep(5)
+        time.sleep(60)
         raise OSError("no such host")
 
     monkeypatch.setattr(socket, "getaddrinfo", slow_failing_lookup)
@@ -242,14 +242,14 @@ def disconnect(monkeypatch):
         (("HF_HUB_OFFLINE", "1"), "HF_HUB_OFFLINE forbids the network"),
     ],
 )
-def test_no_network_is_an_error_within_two_seconds(tmp_path, monkeypatch, variable, reason):
+def test_no_network_is_an_error_before_the_look_up_ends(tmp_path, monkeypatch, variable, reason):
     disconnect(monkeypatch)
     if variable:
         monkeypatch.setenv(*variable)
     start = time.perf_counter()
     with pytest.raises(DataError, match=reason) as error:
         open_dataset(data_config(tmp_path, "shakespeare"))
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 30  # 1.1 s on an idle machine
     assert "\n" not in str(error.value)
     assert visible_names(tmp_path / "cache") == set()
 

@@ -296,7 +296,7 @@ def test_a_preparation_that_is_killed_twice_gives_the_same_bytes(tmp_path, expec
         process.kill()
         process.communicate()
         assert not folder.exists()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(map(is_alive, workers)):
             assert time.monotonic() < deadline
             time.sleep(0.01)

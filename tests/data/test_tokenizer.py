@@ -21,11 +21,11 @@ def test_bytes_round_trip():
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """Give tiktoken an empty cache, and make every look-up of a host name fail after 5 s."""
+    """Give tiktoken an empty cache, and make every look-up of a host name fail after a minute."""
     import socket
 
     def slow_failing_lookup(*args, **kwargs):
-        time.sleep(5)
+        time.sleep(60)
         raise OSError("no such host")
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -34,11 +34,11 @@ def offline(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_gpt2_without_files_and_network_is_an_error_within_two_seconds(offline):
+def test_gpt2_without_files_and_network_is_an_error_before_the_look_up_ends(offline):
     start = time.perf_counter()
     with pytest.raises(DataError, match="set TIKTOKEN_CACHE_DIR to a folder that tiktoken filled") as error:
         GPT2()
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 30  # 1.1 s on an idle machine
     assert "\n" not in str(error.value)
     assert "data." not in str(error.value)  # not every program that needs the tokenizer has config keys data.*
 

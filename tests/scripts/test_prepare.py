@@ -106,7 +106,7 @@ def test_help_shows_a_command_and_the_comments_of_keys():
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert process.returncode == 0, process.stderr
     assert "python -m scripts.prepare data=tinystories" in process.stdout
