@@ -27,13 +27,14 @@ CASES = {}  # "module: function that starts the thread" -> a function that makes
 
 
 def starts_of_threads(modules: dict[str, ast.Module]) -> set[str]:
-    """Return "module: function" for each call that starts a thread or makes an executor."""
+    """Return "module: function" for each call that starts a thread or makes an executor, and each class of threads."""
     found = set()
 
     def visit(module: str, node: ast.AST, place: str) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             place = f"{place}.{node.name}".removeprefix(".")
-        if isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in STARTERS:
+        called = [node.func] if isinstance(node, ast.Call) else getattr(node, "bases", [])
+        if any(dotted(name).rpartition(".")[2] in STARTERS for name in called):
             found.add(f"{module}: {place}")
         for child in ast.iter_child_nodes(node):
             visit(module, child, place)
@@ -48,8 +49,10 @@ def test_each_thread_of_the_program_has_a_case():
 
 
 def test_the_check_finds_a_new_thread():
-    source = "import threading\nclass A:\n    def run(self):\n        threading.Thread(target=print).start()\n"
-    assert starts_of_threads({"lab.a": ast.parse(source)}) == {"lab.a: A.run"}
+    source = (
+        "class A:\n    def run(self):\n        threading.Thread(target=print).start()\nclass B(Thread):\n    pass\n"
+    )
+    assert starts_of_threads({"lab.a": ast.parse(source)}) == {"lab.a: A.run", "lab.a: B"}
 
 
 class Fault(Exception):

@@ -44,7 +44,7 @@ def read_tested_versions() -> dict[str, list[str]]:
 
 
 def compare_versions(env: dict, tested: dict[str, list[str]]) -> str:
-    """Return which versions are older or newer than the tested ones. Patch releases and None do not count."""
+    """Return "yes" with the tested versions, or which of `env` is older or newer. Patch releases do not count."""
 
     def minor(version: str) -> list[int]:
         return [int(number) for number in re.findall(r"\d+", version)[:2]]
@@ -55,7 +55,8 @@ def compare_versions(env: dict, tested: dict[str, list[str]]) -> str:
         if not minor(first) <= minor(number) <= minor(last):
             order = "older" if minor(number) < minor(first) else "newer"
             outside.append(f"{name} {number}: {order} than the tested {first} to {last}")
-    return "; ".join(outside) or f"{', '.join(tested)}: within the tested versions"
+    ranges = ", ".join(f"{name} {versions[0]} to {versions[-1]}" for name, versions in tested.items())
+    return "; ".join(outside) or f"yes: {ranges}"
 
 
 def describe_gpu(device: torch.device, driver: str | None) -> str:
