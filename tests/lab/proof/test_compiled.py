@@ -69,6 +69,7 @@ def test_a_result_does_not_overwrite_an_argument_of_another_size():
         assert usage.peak - before == 12_000_000
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_model_is_traced_with_few_layers(monkeypatch):
     few = predict(2, 72, "model.n_layer=4")
     monkeypatch.setattr(memory, "FEW_LAYERS", (3, 4))

@@ -75,13 +75,14 @@ def test_the_bound_is_twice_the_error_of_eager_pytorch():
     assert proof["logits_bound"] == pytest.approx(2 * error + 2.0**-24 * exact.abs().max().item(), rel=0.3)
 
 
-def test_a_compiled_step_is_compiled_once():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_a_compiled_step_is_compiled_once(backend):
     """The greedy tokens and the logits come from one compiled graph, because a compilation takes half a minute."""
     model, options = varied_gpt(replace(SMALL, n_layer=1)).eval(), OPTIONS | {"compiled": True}
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     idx = torch.randint(97, (1, 4), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("default", force_backend=backend):
         proof = prove(Decoder(model, 1, 8, Sampling(97, 0.8), **options), options, "fp32", idx, torch.full((1,), 4))
     assert proof["ok"]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
