@@ -55,8 +55,14 @@ def one_process(hotswap):
     return figures("alone")
 
 
-def test_ddp_gives_the_figures_of_one_process(hotswap, tmp_path, one_process):
-    """Losses and norms are equal to fp32 rounding. Rank 0 writes the folder and the row, with the job's throughput."""
+@pytest.mark.parametrize("python", ["quick_python", pytest.param("python", marks=pytest.mark.exhaustive)])
+def test_ddp_gives_the_figures_of_one_process(hotswap, tmp_path, one_process, request, python):
+    """Losses and norms are equal to fp32 rounding. Rank 0 writes the folder and the row, with the job's throughput.
+
+    make test-all also starts the ranks without the fork server, which takes 6 s more of CPU time.
+    """
+    if python == "quick_python":
+        request.getfixturevalue("quick_python")
     code, out, err = torchrun(tmp_path, *BASE)
     assert code == 0, err
     torch.testing.assert_close(figures("run"), one_process, rtol=1e-5, atol=0)

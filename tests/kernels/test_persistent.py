@@ -287,7 +287,7 @@ def test_a_logit_of_inf_draws_no_token(sampling, dtype):
 
 
 @pytest.mark.skipif(GPU, reason="the emulator has schedules")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive)], ids=str)
 def test_any_schedule_of_the_threads_gives_the_same_bits(dtype, launch):
     """Also with more blocks, some of which have no rows of the projections, and if one of these is late."""
     arguments = case_inputs({"batch": 2, "lengths": [4, 11], "width": 16, "heads": 2, "vocab": 61}, dtype)
