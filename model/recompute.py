@@ -8,6 +8,7 @@ another 19 KB a token, so that the backward does not run its forward a second ti
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class BlockRunner:
         if keep_attention:
             policy = partial(save_or_recompute, checkpointed_operators(attention))
             self.options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+            if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:  # PyTorch 2.15 warns without it
+                self.options["respect_saved_tensors_hooks"] = False  # the output of attention stays on the GPU
 
     def __call__(self, block: nn.Module, x: Tensor, residual: Tensor | None, **rest) -> tuple[Tensor, Tensor]:
         if self.checkpointing in ("none", "chunks") or not torch.is_grad_enabled():

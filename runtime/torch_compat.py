@@ -13,7 +13,7 @@ def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into the target at the same place of the list, with one kernel launch for many tensors.
 
     A loop over copy_() launches a kernel for each tensor, 148 for GPT-2 124M. torch.optim uses the foreach functions,
-    but they have no public names.
+    but before PyTorch 2.15 they have no public names (torch.foreach).
     """
     torch._foreach_copy_(targets, sources)
 

@@ -30,11 +30,6 @@ def test_lists_of_tensors_are_added(dtype):
     assert all(torch.equal(target, source.float()) for target, source in zip(targets, sources, strict=True))
 
 
-def test_there_is_still_no_public_function_for_lists_of_tensors():
-    public = [name for name in dir(torch) if "foreach" in name and not name.startswith("_")]
-    assert not public, f"PyTorch has {public}: use them in add_tensors()"
-
-
 def test_compile_graph_uses_the_decompositions():
     torch.compiler.reset()
     x, y = torch.ones(4), torch.ones(4)

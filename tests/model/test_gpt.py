@@ -238,6 +238,7 @@ def test_rope_equals_hugging_face():
     )
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_checkpoints_save_memory_and_change_no_bit(compiled):
     """Loss and gradients are bit-equal, also with dropout. Only the input of each block is saved."""

@@ -18,7 +18,9 @@ from hydra._internal import config_repository
 from hydra.core.plugins import Plugins
 from hydra.plugins import launcher
 from omegaconf import OmegaConf
+from packaging.version import Version
 
+from lab.bench.machine import read_tested_versions
 from runtime import compat, torch_compat
 from runtime.watchdog import write_records
 
@@ -132,9 +134,10 @@ def test_copy_tensors_copies_views_and_converts_dtypes():
     assert targets[1].tolist() == [[3, 4], [5, 6]]
 
 
-def test_pytorch_still_has_no_public_foreach_functions():
-    names = public_names(torch, "foreach")
-    assert not names, f"PyTorch has the public functions {names}: use them in copy_tensors()"
+def test_the_oldest_supported_torch_has_no_public_foreach_functions():
+    """PyTorch 2.15 has torch.foreach."""
+    oldest = Version(read_tested_versions()["torch"][0])
+    assert oldest < Version("2.15"), "use torch.foreach in copy_tensors(), and in add_tensors() of model/compat.py"
 
 
 @pytest.mark.gpu
