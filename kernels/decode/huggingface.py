@@ -98,5 +98,5 @@ def decode(packed, tokens: Tensor, cache: Cache) -> Tensor:
     cache = cache.locate(T)
     mask = attention_mask(T, cache.keys, tokens.device, lengths=cache.lengths)
     positions = cache.token_positions(T).clamp(max=packed.config.n_positions - 1)
-    past = CacheOfTransformers(cache)
-    return packed(tokens, past_key_values=past, attention_mask=mask, position_ids=positions).logits
+    # The cache is the second argument, whose name is past_key_values before transformers 5.24, and cache from then on
+    return packed(tokens, CacheOfTransformers(cache), attention_mask=mask, position_ids=positions).logits

@@ -20,6 +20,7 @@ from kernels.registry import Unavailable, backend, impls, load
 from kernels.tuned import override_tables
 from tests.kernels.test_backends import poison  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")  # of transformers
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
