@@ -129,3 +129,17 @@ def dlogits_fp8_kernel(
     x3 = _dlogits(logits_ptr, targets_ptr, shifts_ptr, n + 3, v, N, V, ignore_index, scale)
     store_rows(x0, x1, x2, x3, rows_ptr, quads, v, N, V)
     store_columns(x0, x1, x2, x3, columns_ptr, quads, v, N, V, all_rows)
+
+
+@triton.jit
+def scale_kernel(
+    x_ptr,  # (n,)
+    factor_ptr,  # (1,) fp32
+    out_ptr,  # (n,)
+    n,  # Triton loads 16 bytes at once only if it knows that n is a multiple of 16
+    BLOCK: tl.constexpr,
+):
+    """Multiply x by the factor in fp32, and round once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, i < n).to(tl.float32) * tl.load(factor_ptr)
+    tl.store(out_ptr + i, x.to(out_ptr.dtype.element_ty), i < n)

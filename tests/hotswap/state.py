@@ -26,10 +26,16 @@ IMPORTS = (
     "torch._dynamo.config",
     "torch._inductor.config",
     "torch._functorch.config",
+    "torch.utils.cpp_extension",
     "hydra",
     "transformers",
     "torchao",
 )
+
+
+def count_threads() -> int:
+    """Return the number of threads, without PyTorch's own, in which autograd calls Python on a GPU."""
+    return sum(not thread.name.startswith("Dummy") for thread in threading.enumerate())
 
 
 def snapshot() -> dict:
@@ -44,7 +50,7 @@ def snapshot() -> dict:
         "current GPU": torch.cuda.current_device() if cuda else None,
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
-        "threads": (torch.get_num_threads(), torch.get_num_interop_threads(), threading.active_count()),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads(), count_threads()),
         "matmul precision": torch.get_float32_matmul_precision(),
         "TF32": (matmul.allow_tf32, backends.cudnn.allow_tf32),
         "reduced precision": (
@@ -156,6 +162,8 @@ def main() -> None:
     for name in IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    if torch.cuda.is_available():  # the first compilation raises Python's limit of recursion
+        torch.compile(torch.sin)(torch.ones(1, device="cuda"))
     set_unusual_state()
     with report("import hotswap"):
         import hotswap

@@ -121,6 +121,8 @@ def main(capability: int) -> None:
     compile_kernel(
         "loss", loss.cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
     )
+    scaling = compile_kernel("loss, scale", loss.scale_kernel, capability, {"factor_ptr": "*fp32"}, BLOCK=4096)
+    assert all(word in scaling for word in ("ld.global.v4", "st.global.v4"))
     compile_sums_and_adamw(capability)
     if capability == 90:
         compile_gluon_loss()

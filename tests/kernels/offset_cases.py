@@ -153,6 +153,13 @@ def dlogits_in_fp8(before):
     return rows[-128:, -64:], columns[-64:, -128:]
 
 
+def scale(before):
+    x, factor = after(before(4096), half(1, 4096)), torch.full((1,), 0.3)
+    out = torch.empty_like(x, dtype=torch.float32)
+    launch(_softmax.scale_kernel, (len(x),), x_ptr=x, factor_ptr=factor, out_ptr=out, n=x.numel(), BLOCK=4096)
+    return [out[-1]]
+
+
 def loss_shift(before):
     x, w = after(before(1024), half(4, 1024)), after(before(1024), half(8, 1024, seed=1))
     targets = after(before(1024), len(w) - 1 - torch.arange(4))
@@ -287,6 +294,7 @@ CASES = {
     "_gelu_fp8_kernel backward": partial(gelu_in_fp8, backward=True),
     "cross_entropy_kernel": cross_entropy,
     "dlogits_fp8_kernel": dlogits_in_fp8,
+    "scale_kernel": scale,
     "_cross_entropy_shift_kernel": loss_shift,
     "_cross_entropy_finish_kernel": loss_finish,
     "_quantize_kernel": quantize_,
