@@ -267,13 +267,18 @@ def test_nanogpt_files_are_opened_without_a_copy(tmp_path, tokens_read):
 IDS = np.arange(7, dtype=np.uint16)
 
 
+def save_as_npy(file):
+    with file.open("wb") as opened:  # np.save() adds .npy to a path
+        np.save(opened, IDS)
+
+
 @pytest.mark.parametrize(
     ("damage_file", "message"),
     [
         (lambda file: damage(file, 0, b"", cut=1), "13 bytes are not a whole number of uint16 tokens"),
         (lambda file: file.write_bytes(b""), "0 bytes are not a whole number"),
         (lambda file: damage(file, 2, b"\xff\xff"), "holds id 65535, but the tokenizer has only 100 ids"),
-        (lambda file: np.save(file.open("wb"), np.arange(7, dtype=np.uint16)), "it is NumPy's .npy file"),
+        (save_as_npy, "it is NumPy's .npy file"),
         (
             lambda file: file.write_bytes(llmc_header(20240801, 7) + IDS.tobytes()),
             "its header is of Llama 3's uint32 ids",
