@@ -3,9 +3,13 @@
 The files of a room say `from kernels import registry`, because train.py runs from the repo's root. A program that
 imports hotswap may have a `model` or a `data` of its own, and the Hugging Face package `kernels`. So this loader reads
 such an import as `from hotswap.kernels import registry`, and no room is ever imported under a name of the program's.
+
+In a checkout a program may import the rooms under both names. Then each has custom operators of its own, because a
+second operator of the same name would free the first, and PyTorch would crash in its next call.
 """
 
 import ast
+import re
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
@@ -34,7 +38,7 @@ class RoomFinder(MetaPathFinder):
 
 
 class RoomLoader(SourceFileLoader):
-    """Compiles a file of a room with its imports of rooms renamed. Line numbers stay."""
+    """Compiles a file of a room with its imports of rooms and its operators renamed. Line numbers stay."""
 
     def get_code(self, name):  # never from __pycache__: its files are for the room's own name, with other imports
         path = self.get_filename(name)
@@ -42,6 +46,8 @@ class RoomLoader(SourceFileLoader):
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and not node.level and is_room(node.module):
                 node.module = f"{__package__}.{node.module}"
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                node.value = re.sub("^hotswap::", "hotswap_package::", node.value)
         return compile(tree, path, "exec", dont_inherit=True)
 
 

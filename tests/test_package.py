@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from torch._library.custom_ops import OPDEFS
 
 import hotswap
 from hotswap.rooms import ROOMS, is_room
@@ -97,6 +99,18 @@ def test_a_program_uses_the_package_beside_modules_with_the_names_of_rooms(insta
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(installed / "hotswap/__init__.py")
+
+
+def test_rooms_under_both_names_share_no_operator():
+    """A second operator of the same name would free the first, and the next call of the first would crash."""
+    pytest.importorskip("triton")
+    for path in (ROOT / "kernels").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for operator in re.findall(r'custom_op\(\s*"hotswap::(\w+)"', path.read_text(encoding="utf-8")):
+            import_module(module)
+            import_module(f"hotswap.{module}")
+            assert OPDEFS[f"hotswap::{operator}"]._init_fn.__module__.startswith("kernels.")
+            assert OPDEFS[f"hotswap_package::{operator}"]._init_fn.__module__.startswith("hotswap.kernels.")
 
 
 def test_the_wheel_holds_one_package_with_every_file_of_the_rooms(tmp_path):
