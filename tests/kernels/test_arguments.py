@@ -32,7 +32,7 @@ SIZES = {
 }
 
 
-ONE_LINE = r"^.*(derivative|double backward|fp8).*$"
+ONE_LINE = r"^.*(derivative|double backward|create_graph|fp8).*$"
 
 
 def calls(op, impl, dtype, device):  # noqa: F811

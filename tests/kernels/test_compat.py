@@ -7,6 +7,7 @@ from importlib.util import find_spec, module_from_spec
 import pytest
 import torch
 from packaging.version import Version
+from torch._dynamo.testing import CompileCounter
 from torch._inductor import exc
 from torch.cuda._utils import _CudaKernel
 
@@ -32,6 +33,21 @@ class CountsFormatting:
 
 def public_names(owner, part: str) -> list[str]:
     return [name for name in dir(owner) if part in name and not name.startswith("_")]
+
+
+def test_a_condition_about_an_open_size_makes_no_graph():
+    """Unlike `if size % 16 == 0`."""
+
+    def multiply(x):
+        return 2 * x if compat.known_true(x.shape[0] % 16 == 0) else 3 * x
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(multiply, backend=counter, dynamic=True, fullgraph=True)
+    for size in (16, 17, 32):
+        assert compiled(torch.ones(size)).sum() == 3 * size
+        assert multiply(torch.ones(size)).sum() == (3 if size == 17 else 2) * size
+    assert counter.frame_count == 1
 
 
 def test_python_function_skips_the_dispatcher(monkeypatch):

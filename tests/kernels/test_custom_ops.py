@@ -134,7 +134,7 @@ def test_opcheck_of_flash(flash_calls):
         opcheck(recorded(function, inputs))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES[-1:])  # beside a GPU, Triton does not run on the CPU
 @pytest.mark.parametrize("number", range(4))
 def test_opcheck_of_other_operators(number, device, fp8_on_a_cpu):
     opcheck(recorded(*other_calls(torch.device(device))[number]))
