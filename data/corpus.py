@@ -305,7 +305,7 @@ def text_files_in(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path, hidden: bool = True) -> list[Path]:
-    """Return the files below a folder, in order, also in folders that links lead to, but each folder once.
+    """Return the files below a folder, sorted. It follows links to folders, and reads each folder once.
 
     If `hidden` is false, it does not enter hidden folders. Raises DataError if a folder cannot be read.
     """

@@ -113,7 +113,7 @@ class Hub(Source):
         while "examples_iterable" in state:
             state = state["examples_iterable"]
         number = state.get("shard_idx", len(self.data_files))
-        if number < len(self.data_files) == self.stream.num_shards:
+        if len(self.data_files) == self.stream.num_shards and number < len(self.data_files):
             return self.data_files[number]
         return f"data set {self.path}"
 
@@ -121,7 +121,9 @@ class Hub(Source):
         """Return the first local file that `datasets` cannot open alone, or None if there is none."""
         import datasets
 
-        for file in (self.data_files or self.files)[:FILES_TO_TRY] if self.is_local else ():
+        if not self.is_local:
+            return None
+        for file in (self.data_files or self.files)[:FILES_TO_TRY]:
             try:
                 datasets.load_dataset(self.path, data_files=str(file), split="train", streaming=True)
             except Exception:  # this is the answer

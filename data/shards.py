@@ -135,12 +135,12 @@ def why_not_uint16(tokens: np.ndarray) -> str | None:
     if start.startswith(LLAMA_MAGIC.to_bytes(4, "little")):
         return "its header is of Llama 3's uint32 ids"
     rows = tokens[: min(len(tokens), GUESS_TOKENS) // 4 * 4].reshape(-1, 4)
-    first, *rest = rows.any(axis=0).tolist()  # whether one of four neighbouring numbers is ever not 0
-    if len(rows) < 4 or not first or rest[0] or rest[2]:
-        return None
-    if rest[1]:
+    nonzero = rows.any(axis=0).tolist()  # for each of four neighbouring numbers
+    if len(rows) >= 4 and nonzero == [True, False, True, False]:
         return "every second uint16 in it is 0, so its ids have 4 bytes (uint32 or int32)"
-    return "three of four uint16 in it are 0, so its ids have 8 bytes (uint64 or int64)"
+    if len(rows) >= 4 and nonzero == [True, False, False, False]:
+        return "three of four uint16 in it are 0, so its ids have 8 bytes (uint64 or int64)"
+    return None
 
 
 def nanogpt_header_bytes(path: Path) -> int:
@@ -188,8 +188,8 @@ def open_nanogpt_shards(
         facts = known.get(path.name)
         if facts and path.exists() and stamp(path.stat())[:2] != (facts["size"], facts["mtime_ns"]):
             facts = None  # the user may replace the file, so a changed file is not an error
-        remedy, header_bytes = "write it as uint16, as nanoGPT's prepare.py does", nanogpt_header_bytes(path)
-        shards.append(Shard(path, n_vocab, facts, remedy, verify, header_bytes))
+        remedy = "write it again, as uint16, as nanoGPT's prepare.py does"
+        shards.append(Shard(path, n_vocab, facts, remedy, verify, nanogpt_header_bytes(path)))
     update_index(index, known, shards)
     return [shards[0]], [shards[1]]
 

@@ -59,7 +59,7 @@ def build(
     or some_package.module. Raises ValueError if a choice is unknown or cannot run on `device`.
     """
     files = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
-    choose("model", model, files)
+    check_choice("model", model, files)
     check(isinstance(seed, Integral) and 0 <= seed < 2**63, f"seed={shown(seed)}: it must be in [0, 2^63)")
     shape = {**OmegaConf.load(CONFIGS / "config.yaml").model, **OmegaConf.load(files[model]), **fields}
     return make(shape, kernels, attn, precision, device, seed=int(seed))
@@ -94,9 +94,9 @@ def make(shape: dict, kernels, attn, precision, device, **options) -> GPT:
         if isinstance(value, str) and group == "attn" and "." in value:  # path/to/mine.py or some_package.module
             groups[group] = {"impl": value}
         elif not isinstance(value, dict):
-            choose(group, value, [choice for choice in presets[group] if choice != "*"])
+            check_choice(group, value, [choice for choice in presets[group] if choice != "*"])
             groups[group] = presets[group][value]
-    choose("precision", precision, PRECISIONS)
+    check_choice("precision", precision, PRECISIONS)
     choice = parse({"model": shape, **groups}, Choice, complete=take_size)
     model = step.build(choice.model, choice.kernels, choice.attn, precision, find_device(device), **options)
     if choice.kernels.compile:
@@ -104,8 +104,8 @@ def make(shape: dict, kernels, attn, precision, device, **options) -> GPT:
     return model
 
 
-def choose(key: str, value: object, choices) -> None:
-    """Raise UserError if `value` is none of the texts `choices`."""
+def check_choice(key: str, value: object, choices) -> None:
+    """Raise UserError if `value` is not one of `choices`."""
     check(isinstance(value, str) and value in choices, f"{key}={shown(value)}: choose {', '.join(choices)}")
 
 
@@ -120,6 +120,6 @@ def op(name: str, impl: str, device: str | torch.device = "auto") -> Callable:
     kernels/NAME/__init__.py gives its arguments. Raises ValueError if the backend does not exist, or cannot run on
     `device`.
     """
-    choose("op", name, registry.ALL_OPS)
+    check_choice("op", name, registry.ALL_OPS)
     check(isinstance(impl, str), f"impl={shown(impl)}: it must be the name of a backend of {name}, or a path")
     return registry.load(name, impl, find_device(device))

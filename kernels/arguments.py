@@ -1,4 +1,4 @@
-"""What every call of a backend passes through: registry.load() wraps the op's function in checked().
+"""What every call of a backend passes through: registry.load() wraps the op's function in check_arguments().
 
 So a kernel relies on its contract (TENSORS, ANY_STRIDES, conflict), and need not test it:
 
@@ -19,12 +19,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from kernels.direct import in_autocast, without_autocast
 from kernels.names import KernelError
 
 AUTOCAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # not float64, and not the fp8 of a cache
 
 
-def checked(op: str, contract: ModuleType, function: Callable) -> Callable:
+def check_arguments(op: str, contract: ModuleType, function: Callable) -> Callable:
     """Return the op's function with the checks above; `function` itself if the contract has no TENSORS.
 
     A call raises KernelError, a ValueError, that names the op, the argument, its shape and the contract's.
@@ -46,7 +47,7 @@ def checked(op: str, contract: ModuleType, function: Callable) -> Callable:
             if tensor is None:
                 continue
             shape = tensor.shape
-            if not fits(shape, dims, sizes):
+            if not match_shape(shape, dims, sizes):
                 raise KernelError(describe_wrong_shape(op, name, shape, dims, sizes))
             empty = empty or 0 in shape
             if not any_strides and not tensor.is_contiguous():
@@ -57,7 +58,7 @@ def checked(op: str, contract: ModuleType, function: Callable) -> Callable:
             arguments.pop("fp8", None)
             return contract.reference(**arguments)
         device = arguments[names[0]].device.type
-        autocast = torch.is_autocast_enabled(device)
+        autocast = in_autocast(device)
         if not autocast and not changed:
             return function(*args, **kwargs)
         if autocast and has_matmuls:
@@ -65,14 +66,14 @@ def checked(op: str, contract: ModuleType, function: Callable) -> Callable:
         # a backend may name its first arguments as it likes
         args = [arguments[name] for name in names[: len(args)]]
         kwargs = {name: arguments[name] for name in kwargs}
-        with torch.autocast(device, enabled=False):
+        with without_autocast(device):
             return function(*args, **kwargs)
 
     return call
 
 
-def fits(shape: Sequence[int], dims: Sequence[str], sizes: dict[str, int | tuple[int, ...]]) -> bool:
-    """Return whether a shape has these dimensions, in the sizes that `sizes` has for them. Add the others to `sizes`.
+def match_shape(shape: Sequence[int], dims: Sequence[str], sizes: dict[str, int | tuple[int, ...]]) -> bool:
+    """Return whether a shape has these dimensions and agrees with `sizes`. Record its new dimensions in `sizes`.
 
     `dims` are names of dimensions, for example ["...", "C"]. The first may be `...`: any number of dimensions.
     """
@@ -96,10 +97,10 @@ def describe_wrong_shape(op: str, name: str, shape: Sequence[int], dims: Sequenc
     for dim in dims:
         size = sizes.get(dim, dim)
         expected += size if isinstance(size, tuple) else [size]
-    return (
-        f"{op}: {name} ({', '.join(dims)}) must have the shape ({', '.join(map(str, expected))}) to fit the arguments "
-        f"before it, and has {tuple(shape)}: see kernels/{op}/__init__.py"
-    )
+    wanted = f"({', '.join(dims)})"
+    if expected != dims:
+        wanted += f" = ({', '.join(map(str, expected))}) to fit the arguments before it"
+    return f"{op}: {name} has the shape {tuple(shape)}, and must have {wanted}: see kernels/{op}/__init__.py"
 
 
 def cast_floats(arguments: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:

@@ -4,8 +4,8 @@ For every output and every gradient, an error is at most 2 x eager's + rounding.
 
     the largest difference of an element
     the error of the scale, |<result, exact> / <exact, exact> - 1|. The rounding errors of the elements average out in
-    it. So it shows a common factor, such as a scalar rounded to bf16, also if that is less than the rounding of one
-    element
+    the scale. So this error detects a wrong common factor, such as a scalar rounded to bf16, even below the rounding of
+    one element
 
 Both are differences from reference() in float64, on the same (already rounded) inputs. So the tolerance follows from
 the error of eager itself in that dtype. In fp8, reference() rounds the operands as eager does. A backend with
@@ -23,8 +23,8 @@ from torch import Tensor
 from kernels.compat import FakeTensor
 from kernels.registry import backend, contract
 
-# The gradient of a scalar output, the loss. It is exact in fp32 and fp16. A backend that rounds it to bf16 shows in the
-# scale of its gradients, which is then off by 0.15%
+# The gradient of a scalar output, the loss. It is exact in fp32 and fp16. If a backend rounds it to bf16, the scale of
+# its gradients is off by 0.15%
 DOUT = 683 / 2048
 FP8_DOUT = 2.0  # some backends round gradients to fp8 in the forward, and a power of two changes no rounding
 
@@ -32,6 +32,10 @@ FP8_DOUT = 2.0  # some backends round gradients to fp8 in the forward, and a pow
 def float_tensors(values: Iterable) -> list[Tensor]:
     """Return the floating-point tensors among `values`."""
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def default_dout(inputs: dict) -> float:
+    return FP8_DOUT if inputs.get("fp8") else DOUT
 
 
 def outputs_and_gradients(
@@ -51,7 +55,7 @@ def outputs_and_gradients(
     to all rows with stride 0.
     """
     if dout is None:
-        dout = FP8_DOUT if inputs.get("fp8") else DOUT
+        dout = default_dout(inputs)
     if dtype:
         floats = {name: value for name, value in inputs.items() if float_tensors([value])}
         inputs = inputs | {name: t.detach().to(dtype).requires_grad_(t.requires_grad) for name, t in floats.items()}
@@ -96,7 +100,7 @@ def exact_results(
 ) -> dict[str, Tensor]:
     """Return the exact results for the backend `impl`: outputs_and_gradients() of reference() in float64."""
     if dout is None:
-        dout = FP8_DOUT if inputs.get("fp8") else DOUT
+        dout = default_dout(inputs)
     if getattr(backend(op, impl), "OWN_SCALES", False):
         inputs = {name: value for name, value in inputs.items() if name != "fp8"}
     return outputs_and_gradients(contract(op).reference, inputs, expand=expand, dtype=torch.float64, dout=dout)

@@ -86,11 +86,11 @@ def allow_graphs(count: int) -> AbstractContextManager:
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, class_weight: Tensor, ignore_index: int, rows: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what torch.nn.functional.linear_cross_entropy(reduction="sum") computes in a forward, in the dtype of x.
+    """Return (loss, dx, dweight) of torch.nn.functional.linear_cross_entropy(reduction="sum"), in the dtype of x.
 
-    That is the loss of x (N, C), weight (V, C) and targets (N,), with class_weight (V,), `rows` tokens at a time, and
-    with `gradients` dx and dweight, otherwise empty. The public function returns the gradients only to autograd, which
-    an operator of ours cannot call. So this calls PyTorch's operator, and resolves the options as the function does.
+    x is (N, C), weight (V, C), targets (N,) and class_weight (V,). A chunk has `rows` tokens. If `gradients` is False,
+    dx and dweight are empty. The public function returns the gradients only to autograd, which an operator of ours
+    cannot call. So this calls PyTorch's operator, and resolves the options as the function does.
     """
     from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_chunked as operator
 
@@ -100,18 +100,18 @@ def chunked_cross_entropy(
         x.detach(),
         weight.detach(),
         targets,
-        None,  # no bias
-        class_weight,
-        "sum",
-        ignore_index,
-        0.0,  # no label smoothing
-        options.batch_chunk_size,
-        options.acc_policy,
-        options.acc_dtype,
-        options.allow_retain_graph,
-        gradients,
-        gradients,
-        False,
+        linear_bias=None,
+        weight=class_weight,
+        reduction="sum",
+        ignore_index=ignore_index,
+        label_smoothing=0.0,
+        batch_chunk_size=options.batch_chunk_size,
+        acc_policy=options.acc_policy,
+        acc_dtype=options.acc_dtype,
+        allow_retain_graph=options.allow_retain_graph,
+        compute_input_grad=gradients,
+        compute_linear_weight_grad=gradients,
+        compute_linear_bias_grad=False,
     )
     return loss, dx, dweight
 

@@ -12,6 +12,7 @@ this step take 115 ms with 64 sequences but 29 ms with 16, so with 16 sequences 
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -23,14 +24,14 @@ def bypass_dispatcher(
 ) -> Callable:
     """Return a function that does what the torch.library.custom_op `op` does, without the dispatcher where possible.
 
-    `backward` and `setup_context` become the autograd of both the operator and the function: see first_derivative(). An
-    op without a backward goes through the dispatcher whenever gradients are on, because the dispatcher raises when a
-    gradient is asked for.
+    `backward` and `setup_context` become the autograd of both the operator and the function, which refuses a second
+    derivative. An op without a backward goes through the dispatcher whenever gradients are on, because the dispatcher
+    raises when a gradient is asked for.
     """
     function = compat.python_function(op)
     call_undispatched = function
     if backward:
-        backward = first_derivative(backward, function.__module__)
+        backward = refuse_second_derivative(backward, function.__module__)
         op.register_autograd(backward, setup_context=setup_context)
 
         def forward(ctx, *arguments):
@@ -50,12 +51,11 @@ def bypass_dispatcher(
     return call
 
 
-def first_derivative(backward: Callable, module: str | None = None) -> Callable:
-    """Return the backward of an autograd function, safe in any context of the caller.
+def refuse_second_derivative(backward: Callable, module: str | None = None) -> Callable:
+    """Decorator of an autograd function's backward, which refuses a second derivative (create_graph=True).
 
-    It raises RuntimeError, which names `module`, if its gradients are to be differentiated again (create_graph=True).
-    PyTorch's once_differentiable would return constants, and a second derivative would silently lack a term. Under
-    torch.autocast it computes without autocast, as the forward does.
+    It raises RuntimeError, which names `module`. PyTorch's once_differentiable would return constants, and a second
+    derivative would silently lack a term. Under torch.autocast the backward runs without autocast, as the forward does.
     """
 
     @functools.wraps(backward)
@@ -68,9 +68,17 @@ def first_derivative(backward: Callable, module: str | None = None) -> Callable:
                 "attn=eager, and not precision=fp8"
             )
         device = next((dout.device.type for dout in douts if dout is not None), "cpu")
-        if not torch.is_autocast_enabled(device):
-            return backward(ctx, *douts)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(device):
             return backward(ctx, *douts)
 
     return call
+
+
+def in_autocast(device: str) -> bool:
+    """Return whether torch.autocast is on for this type of device. It is never for `meta`, which PyTorch refuses."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """Return a context in which torch.autocast is off for this type of device."""
+    return torch.autocast(device, enabled=False) if in_autocast(device) else nullcontext()

@@ -128,7 +128,7 @@ def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align(tensor: Tensor) -> Tensor:
     """Return a (n, C) tensor as TMA needs it: contiguous, at a multiple of 16 bytes.
 
     is_contiguous() is not enough: it ignores the stride of a single row, and TMA does not.

@@ -40,7 +40,7 @@ class Split(torch.autograd.Function):
         return first.as_strided((B, T, heads, D), strides), None
 
 
-def aligned_rows(tensor: Tensor) -> Tensor:
+def align_rows(tensor: Tensor) -> Tensor:
     """Return `tensor` (B, T, H, D), or a contiguous copy if its rows do not begin at multiples of 16 bytes.
 
     The kernels of PyTorch and FlashAttention load 16 bytes at once. At another address, cuDNN and PyTorch's

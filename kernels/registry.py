@@ -18,7 +18,7 @@ and it may define
 
     TENSORS, ANY_STRIDES    {argument: the names of its dimensions}, and the tensors that need not be contiguous: load()
                         then checks each call (arguments.py)
-    conflict(...)       None, or in one line, which sizes contradict each other although TENSORS allows them
+    conflict(...)       None, or in one line, why sizes that TENSORS allows do not fit together
     in_model(...)       keyword arguments of inputs() for the call that a model of these sizes makes; None if it does
                         not call the op. Without in_model(), no model calls it
     products(...)       (rows, inner, columns) of the matmuls that no backend can avoid: the floor of the op's time.
@@ -67,7 +67,7 @@ from typing import Any
 import torch
 
 from kernels import compat, fp8
-from kernels.arguments import checked
+from kernels.arguments import check_arguments
 from kernels.lookup import backend, check_name, impls, importable_backends, short_name, source_of  # noqa: F401
 from kernels.names import ALL_OPS, OPS, KernelError, config_key, default_impl, ops_with_a_choice, override_key
 
@@ -150,7 +150,7 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
     for argument in needs:
         if reason := missing_argument(function, argument, op):
             raise Unavailable(f"{op}={impl} cannot run this: {reason}")
-    return checked(op, contract(op), function)
+    return check_arguments(op, contract(op), function)
 
 
 def impl_by_op(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:

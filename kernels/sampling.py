@@ -80,7 +80,7 @@ def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sa
         logits, ids = logits.topk(sampling.candidates)
     else:
         ids = torch.arange(sampling.n_vocab, device=logits.device).expand_as(logits)
-    p = (logits.float() / sampling.temperature).softmax(-1)  # all NaN if they are no probabilities
+    p = (logits.float() / sampling.temperature).softmax(-1)  # all NaN if a logit is NaN or inf, or all are -inf
     if sampling.top_p < 1:
         # p is sorted. Keep a token, or a NaN, unless the probabilities before it sum to top_p or more
         p = p.masked_fill(p.cumsum(-1) - p >= sampling.top_p, 0)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.direct import first_derivative
+from kernels.direct import refuse_second_derivative
 
 CHUNK_BYTES = 2**26  # of a chunk of the block's input: 43,690 tokens of 768 channels in bf16. Pinned memory is
 # allocated in powers of two
@@ -46,7 +46,7 @@ class ChunkedBlock(torch.autograd.Function):
         return forward(block, x, rope, starts)
 
     @staticmethod
-    @first_derivative
+    @refuse_second_derivative
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, rope, starts, parts = ctx.block, ctx.rope, ctx.starts, ctx.parts
         ctx.rope = ctx.starts = ctx.parts = None  # the loss, which may live on, holds ctx

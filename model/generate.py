@@ -76,7 +76,7 @@ def check_tokens(decoder: Decoder, new: list[list[int]], totals: list[int]) -> N
     wrong = [(done + tokens.index(NO_TOKEN) + 1, b) for b, (tokens, done) in sequences if NO_TOKEN in tokens]
     if not wrong:
         return
-    for tensor in chain(*decoder.kv):  # 0 * NaN is NaN, so a later call must find no NaN in the rows that it masks
+    for tensor in chain(*decoder.kv):  # a later call multiplies masked rows by 0, and 0 * NaN is NaN
         tensor.zero_()
     number, b = min(wrong)
     where = f" of sequence {b}" if len(new) > 1 else ""
@@ -158,7 +158,7 @@ def check_prompt(model: GPT, idx: Tensor) -> None:
     )
     device, size = model.wte.weight.device, model.config.vocab_size
     check(idx.device == device, f"idx is on {idx.device}, and the model on {device}: pass idx.to({str(device)!r})")
-    low, high = (value.item() for value in idx.aminmax())
+    low, high = torch.stack(idx.aminmax()).tolist()
     check(low >= 0 and high < size, f"idx has ids from {low} to {high}, and model.vocab_size is {size}")
 
 

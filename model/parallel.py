@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Work
@@ -52,9 +53,9 @@ def check_context_divides(model: GPTConfig, **lengths: int) -> None:
 def prepare(model: GPT, parallel: str, compiled: bool, seed: int, ranks: Ranks) -> GPT:
     """Split sequences or shard the model, as `parallel` says, compile it if `compiled`, all in place, and return it.
 
-    It seeds the process: each rank draws its own dropout, from seed + rank.
+    It seeds the process: each rank draws its own dropout, from other random numbers than the initial weights.
     """
-    torch.manual_seed(seed + ranks.rank)
+    torch.manual_seed(int(np.random.SeedSequence([seed, 1 + ranks.rank]).generate_state(1, np.uint64)[0]))
     if parallel == "context" and not ranks.single:
         split_sequences(model, ranks)
     if compiled:

@@ -31,7 +31,7 @@ from runtime.signals import exit_quietly
 from terminal import printable
 
 T = TypeVar("T")
-TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are no paths, also with `~/` at the start
+TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are text, so `~` at the start is not expanded
 
 
 class UserError(ValueError):
@@ -227,14 +227,14 @@ def expand_paths(cfg: DictConfig | ListConfig) -> None:
 def expand_home(path: str) -> Path:
     """Return the path with the home folder for `~` or `~user` at its start.
 
-    `~name` without a slash is a file of this name if there is no such user. Raises UserError if there is none for
-    `~user/name`, or no home folder.
+    Raises UserError if the user of `~user/name` does not exist, or has no home folder. `~name` without a slash stays
+    as it is if there is no such user, because it may be a file.
     """
     expanded = os.path.expanduser(path)
-    check(
-        expanded != path or not re.match("~[^/]*/|~$", path),
-        f"{path}: the home folder of this user is not known; write ./{path} for a folder whose name begins with ~",
-    )
+    if expanded == path and re.match("~[^/]*/|~$", path):
+        raise UserError(
+            f"{path}: the home folder of this user is not known; write ./{path} for a folder whose name begins with ~"
+        )
     return Path(expanded)
 
 

@@ -61,9 +61,10 @@ BF16_PEAK = {
 
 
 def select_device(name: str) -> torch.device:
-    """Return find_device(name), and set what a program of ours sets for its whole process, before it uses a GPU.
+    """Return find_device(name), and set the allocator and the precision of matmuls for the whole process.
 
-    It is the only function that does so. A matmul in fp32 uses no TF32, because fp32 is the reference of parity.
+    A program of ours calls it before it uses a GPU. The package hotswap does not. A matmul in fp32 uses no TF32,
+    because fp32 is the reference of parity.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)

@@ -218,17 +218,17 @@ def lock_folder(folder: Path) -> TextIO:
     make_folder() does.
     """
     make_folder(str(folder), folder.name)
-    with explain_unwritable(folder):
-        file = (folder / ".lock").open("a")
+    with explain_unwritable(folder), contextlib.ExitStack() as stack:
+        file = stack.enter_context((folder / ".lock").open("a"))
         for _ in range(3):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.truncate(0)
                 print(os.fstat(file.fileno()).st_ino, file=file, flush=True)
+                stack.pop_all()  # the file stays open, and so the lock is held
                 return file
             except BlockingIOError:
                 time.sleep(0.05)  # is_in_use() of another process holds the lock for a moment
-        file.close()
     raise UserError(f"out_dir={folder} is in use by a running process; choose another folder")
 
 

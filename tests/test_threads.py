@@ -111,8 +111,14 @@ def watch_the_job(monkeypatch):
     """It ends the process, with the reason in the row, because the main thread may wait for another rank for ever."""
     reasons, codes = [], []
     monkeypatch.setattr("runtime.watchdog.GRACE", 0)
-    monkeypatch.setattr(os, "_exit", lambda code: codes.append(code) or watchdog.done.set())
+
+    def end(code):
+        codes.append(code)
+        watchdog.done.set()
+
+    monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(Watchdog, "failure_reason", fail)
+    monkeypatch.setattr(Watchdog, "report", fail)  # the store fails, too
     watchdog = Watchdog(0, 1)
     watchdog.on_stuck = reasons.append
     run_threads(lambda: watchdog.start(dist.HashStore(), None))

@@ -94,12 +94,14 @@ def in_model(*, batch, length, n_head, kv_heads, head_dim, window, learned_posit
 
 
 def conflict(q, k, causal=True, starts=None, **_) -> str | None:
-    """Return, in one line, which sizes contradict each other although each tensor has its dimensions, or None."""
+    """Return, in one line, why the sizes of the tensors do not fit together, or None."""
     (_, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
-    if kv_heads * (heads // max(1, kv_heads)) != heads:
+    if heads and (not kv_heads or heads % kv_heads):
         return f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k and v"
-    if (causal and queries > keys) or (starts is not None and queries != keys):
-        return f"q has {queries} tokens, and k and v have {keys}"
+    if starts is not None and queries != keys:
+        return f"q has {queries} tokens, and k and v have {keys}: with starts they have the same number"
+    if causal and queries > keys:
+        return f"q has {queries} tokens, and k and v only {keys}: with causal=True they have at least as many"
     return None
 
 

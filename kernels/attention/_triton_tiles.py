@@ -170,8 +170,8 @@ def heads_in_l2(k: Tensor) -> int:
 def can_use_tma(*tensors: Tensor) -> bool:
     """Return whether the kernels move tiles of these tensors with TMA, Hopper's copy engine.
 
-    TMA requires that addresses and strides are multiples of 16 bytes, and strides below 2^40 bytes: a sequence that is
-    alone may have any stride. For fp32 the kernels do not use TMA.
+    TMA requires that addresses and strides are multiples of 16 bytes, and strides below 2^40 bytes. The stride of a
+    dimension of size 1 may be any number. For fp32 the kernels do not use TMA.
     """
     if not has_tma(tensors[0].device) or tensors[0].dtype == torch.float32:
         return False

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels.attention._flash import VERSIONS, Documents, Kernels, newest_version, version_unavailable
 from kernels.direct import bypass_dispatcher
-from kernels.packed import aligned_rows, gradient_buffer, gradient_views
+from kernels.packed import align_rows, gradient_buffer, gradient_views
 from kernels.registry import Unavailable
 
 deterministic = False  # the backward sums dq with atomics; a fixed order would cost time and memory
@@ -114,7 +114,7 @@ def flash_fwd(
     """
     forward, _ = load_kernels(choose_version(version, q))
     documents = select_documents(bounds, sizes)
-    tensors = pack(documents, *map(aligned_rows, (q, k, v)))
+    tensors = pack(documents, *map(align_rows, (q, k, v)))
     out, lse = forward(*tensors, causal, scale, window, lengths, documents)
     return out.view(q.shape) if documents else out.contiguous(), lse
 
@@ -156,7 +156,7 @@ def flash_bwd(
     """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
     _, backward = load_kernels(choose_version(version, q))
     grads, documents = gradient_buffer(q, k), select_documents(bounds, sizes)
-    tensors = pack(documents, dout.contiguous(), *map(aligned_rows, (q, k, v)), out)
+    tensors = pack(documents, dout.contiguous(), *map(align_rows, (q, k, v)), out)
     gradients = pack(documents, *gradient_views(grads, q, k))  # views of grads
     backward(*tensors, lse, causal, scale, window, *gradients, documents)
     return grads

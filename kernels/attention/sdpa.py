@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from kernels.attention import attention_mask
 from kernels.compat import TorchDispatchMode
-from kernels.packed import aligned_rows
+from kernels.packed import align_rows
 
 CPU_OPERATOR = "_scaled_dot_product_flash_attention_for_cpu"
 KEEPS = [
@@ -44,7 +44,7 @@ def sdpa_arguments(q, k, v, *, causal=True, lengths=None, window=None, starts=No
         limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
         is_causal, mask = False, attention_mask(q.shape[1], k.shape[1], q.device, **limits)
     if not torch.compiler.is_compiling():  # it would compile for each address
-        q, k, v = map(aligned_rows, (q, k, v))
+        q, k, v = map(align_rows, (q, k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return {"query": q, "key": k, "value": v, "attn_mask": mask, "is_causal": is_causal, "enable_gqa": shared_keys}
 

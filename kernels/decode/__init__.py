@@ -47,7 +47,7 @@ from kernels.rope import rope_table, rotate
 
 TRAINS = False  # the training step does not call it, and it has no gradients
 DEFAULT = "blocks"
-FAILED_LAUNCH = -2  # the tokens of a launch of generate_tokens() that failed; a sampling.NO_TOKEN says why itself
+FAILED_LAUNCH = -2  # every token of a launch of generate_tokens() that failed; NO_TOKEN is a token with NaN or inf
 
 
 class Layer(NamedTuple):

@@ -178,8 +178,10 @@ def matmul(step: Step, name: str, x: Tensor, weight, bias: Tensor | None, width:
     launch = step.parameters(f"{name}_{default['BLOCK_M']}_rows", f"{OUT} {K} {W.dtype}", default)
     grid = triton.cdiv(step.N, launch["BLOCK_M"]), triton.cdiv(OUT, launch["BLOCK_N"]), launch["PARTS"]
     if grid[1] > GRID_Y:
-        most = f"{FEW} rows with a matrix of at most {GRID_Y * launch['BLOCK_N']:,} rows, not {OUT:,}"
-        raise Unavailable(f"our Triton decoders multiply more than {most}: choose kernels.decode=blocks")
+        raise Unavailable(
+            f"{name} has {OUT:,} rows, and with more than {FEW} tokens a step our Triton decoders take at most "
+            f"{GRID_Y * launch['BLOCK_N']:,}: choose kernels.decode=blocks"
+        )
     parts = launch["PARTS"]
     part = triton.cdiv(K, parts * launch["BLOCK_K"]) * launch["BLOCK_K"]  # columns
     out = step.empty(step.N, width) if parts == 1 else step.empty(parts, step.N, OUT, dtype=torch.float32)

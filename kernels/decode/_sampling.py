@@ -72,8 +72,8 @@ def score(logits, ids, draw):
 
 
 @triton.jit
-def finite(x):
-    """Return x, and for an infinity the finite number next to it."""
+def clamp_to_finite(x):
+    """Return x, with an infinity replaced by the nearest finite number."""
     return tl.minimum(tl.maximum(x, -FLT_MAX), FLT_MAX)
 
 
@@ -99,7 +99,7 @@ def summarize_groups(logits, ids, groups, summary_ptr, draw, top_k, top_p, BLOCK
     maxima = tl.max(logits, 1)
     tl.store(summary_ptr + groups, maxima)
     if draw[0] is not None and top_k is None:
-        logits -= finite(maxima)[:, None]  # inf - inf would be NaN
+        logits -= clamp_to_finite(maxima)[:, None]  # inf - inf would be NaN
         tl.store(summary_ptr + BLOCK + groups, tl.max(score(logits, ids, draw), 1))
         if top_p is not None:
             tl.store(summary_ptr + 2 * BLOCK + groups, tl.sum(tl.exp(logits / draw[0]), 1))
@@ -200,7 +200,7 @@ def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr
     groups = tl.arange(0, BLOCK)
     maxima = tl.load(summary_ptr + groups)
     largest = tl.max(maxima, 0)
-    maxima, top = tl.minimum(maxima, FLT_MAX), finite(largest)
+    maxima, top = tl.minimum(maxima, FLT_MAX), clamp_to_finite(largest)
     token = 0
     if top_k is None:
         scores = maxima

@@ -11,7 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from kernels.direct import first_derivative
+from kernels.direct import refuse_second_derivative
 from kernels.gpu import package_unavailable
 from kernels.linear import dweight_in_fp8
 from kernels.registry import Unavailable
@@ -63,7 +63,7 @@ class DifferentiableOnce(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    @first_derivative
+    @refuse_second_derivative
     def backward(ctx, dy):
         return dy
 

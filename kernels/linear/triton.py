@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher, first_derivative
+from kernels.direct import bypass_dispatcher, refuse_second_derivative
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
@@ -104,7 +104,7 @@ class LinearWithBias(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @first_derivative
+    @refuse_second_derivative
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy_rows = dy.reshape(-1, dy.shape[-1]).contiguous()

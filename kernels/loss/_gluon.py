@@ -257,7 +257,7 @@ def unnormalised_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
 
-    The scale of a row is 1 / total. All tensors are contiguous, and x and weight are from aligned().
+    The scale of a row is 1 / total. All tensors are contiguous, and x and weight are from align().
     """
     (N, C), V = x.shape, len(weight)
     tiles_n, tiles_v = triton.cdiv(N, BLOCK_N.value), triton.cdiv(V, BLOCK_V.value)

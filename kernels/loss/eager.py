@@ -36,7 +36,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: PyTorch's own derivative can be differentiated again
             x, weight = x.view_as(x), weight.view_as(weight)  # without views, dweight would have a part through x
             loss_sum = linear_cross_entropy(x, weight, targets, ctx.ignore_index, fp8=False)
-            return *torch.autograd.grad(loss_sum, (x, weight), dout, create_graph=True), None, None
+            leaves = [tensor for tensor in (x, weight) if tensor.requires_grad]
+            gradients = iter(torch.autograd.grad(loss_sum, leaves, dout, create_graph=True))
+            return *(next(gradients) if tensor.requires_grad else None for tensor in (x, weight)), None, None
         not_ignored = (targets != ctx.ignore_index).unsqueeze(-1)
         targets = targets.unsqueeze(-1).where(not_ignored, 0)
         dlogits = torch.exp(log_probs, out=torch.empty_like(log_probs, dtype=x.dtype))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import check_dtypes, gpu_unavailable, package_unavailable, triton_detail
+from kernels.loss._in_forward import setup_context
 from kernels.loss.triton import (
     LOGITS_BYTES,
     apply_to_rows,
@@ -22,7 +23,6 @@ from kernels.loss.triton import (
     empty_outputs,
     from_logits,
     linear_cross_entropy_in_chunks,
-    setup_context,
     softmax_launch,
 )
 

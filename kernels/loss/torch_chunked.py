@@ -3,12 +3,13 @@
 torch.nn.functional.linear_cross_entropy differs from this op in four ways, and this file handles them:
 
 - If every target is ignored, PyTorch's mean and its gradients are NaN. So this file computes a sum in which every class
-  has the same weight. It is the power of two below 1 / count, because PyTorch rounds it to the dtype of x.
+  has the same weight. The weight is the largest power of two up to 1 / count, because PyTorch rounds it to the dtype of
+  x. loss() divides by the remaining factor.
 - Its backward rounds the gradient of the loss to the dtype of x, and multiplies by it. So this file takes the gradients
   from PyTorch's operator, and multiplies them in fp32.
 - In fp16 its sum overflows, and its gradients underflow. So this backend does not take fp16.
-- torch.compile makes a graph of it for each length, because it needs the number of rows as a number. In an operator of
-  ours it does not.
+- It needs the number of rows as a Python int, so torch.compile makes a graph for each length. torch.compile does not
+  look into an operator of ours.
 
 PyTorch sums the loss and dweight over the chunks in the dtype of x, so the sums lose digits with every chunk. At 32,768
 tokens, C = 768 and V = 50,304 PyTorch's default is 128 chunks; LOGITS_BYTES makes it 25. In bf16 (3,200 tokens,
@@ -16,15 +17,12 @@ C = 64, V = 5,000, on a CPU), the loss is off by 3.9% with 128 chunks and by 0.3
 chunk, the error of dweight is 11 times as large with 128 chunks, and 4 times as large with 25 chunks.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from kernels import compat
 from kernels.direct import bypass_dispatcher
-from kernels.loss import scale_gradient
-from kernels.loss.triton import backward, setup_context
+from kernels.loss._in_forward import backward, setup_context
 from kernels.registry import Unavailable
 
 LOGITS_BYTES = 2**28  # the size of one chunk's logits in fp32
@@ -57,8 +55,7 @@ def _(x, weight, targets, class_weight, ignore_index, gradients):
     return x.new_empty((), dtype=torch.float32), dx, dweight
 
 
-scaled_backward = partial(backward, scale=scale_gradient)
-linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, scaled_backward, setup_context)
+linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
 def loss(x, weight, targets, ignore_index=-1):

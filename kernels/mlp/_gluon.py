@@ -62,7 +62,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper import (
-    aligned,
+    align,
     barrier,
     load,
     multiply_in_turn,
@@ -326,7 +326,7 @@ def launch_kernel(
     """
     (N, C), F, backward, fp8 = x.shape, h.shape[1], dh is not None, w_unit is not None
     n, f, c, columns = BLOCK_N.value, BLOCK_F.value, ROW_BYTES.value // x.element_size(), SLICE.value
-    x, w = aligned(x), aligned(w)
+    x, w = align(x), align(w)
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
     make_context_current()
     _mlp_gluon_kernel[(min(tiles, multiprocessors(x.device)),)](

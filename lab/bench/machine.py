@@ -44,19 +44,12 @@ def read_tested_versions() -> dict[str, list[str]]:
 
 
 def compare_versions(env: dict, tested: dict[str, list[str]]) -> str:
-    """Return "yes" with the tested versions, or which of `env` is older or newer. Patch releases do not count."""
-
-    def minor(version: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", version)[:2]]
-
-    outside = []
+    """Return "yes" with the tested versions, or which of `env` is not among them. Patch releases do not count."""
+    untested = []
     for name, versions in tested.items():
-        first, last, number = versions[0], versions[-1], env[name] or versions[0]
-        if not minor(first) <= minor(number) <= minor(last):
-            order = "older" if minor(number) < minor(first) else "newer"
-            outside.append(f"{name} {number}: {order} than the tested {first} to {last}")
-    ranges = ", ".join(f"{name} {versions[0]} to {versions[-1]}" for name, versions in tested.items())
-    return "; ".join(outside) or f"yes: {ranges}"
+        if env[name] and ".".join(re.findall(r"\d+", env[name])[:2]) not in versions:
+            untested.append(f"{name} {env[name]} is not; tested are {', '.join(versions)}")
+    return "; ".join(untested) or f"yes: {', '.join(f'{name} {env[name]}' for name in tested if env[name])}"
 
 
 def describe_gpu(device: torch.device, driver: str | None) -> str:

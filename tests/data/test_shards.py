@@ -292,7 +292,7 @@ def test_a_damaged_nanogpt_file_is_an_error(tmp_path, damage_file, message):
     damage_file(tmp_path / "val.bin")
     with pytest.raises(
         DataError,
-        match=rf"val.bin is not a good token shard: .*{message}.*; write it as uint16, as nanoGPT's prepare.py",
+        match=rf"val.bin is not a good token shard: .*{message}.*; write it again, as uint16, as nanoGPT's prepare.py",
     ):
         open_nanogpt_shards(tmp_path, 100, tmp_path / "cache")
 

@@ -50,6 +50,7 @@ STRANGE = [
     2**70,
     "",
     "?",
+    "~nobody-here/mine.py",
     [],
     ["eager"],
     {},

@@ -27,6 +27,7 @@ class Value:
 
     def __init__(self, operation: str, text: str, operands: list["Value"]):
         self.operation, self.text, self.operands, self.users = operation, text, [], []
+        self.step: Value | None = None  # of a counter
         for operand in operands:
             self.take(operand)
 
@@ -39,8 +40,8 @@ class Value:
         return bool(re.search(r"(\b|x)i32\b", self.text.rpartition(" : ")[2]))
 
     @cached_property
-    def end(self) -> int:
-        """A number that this value is below if it is not negative: 2^31 if no other is known."""
+    def upper_bound(self) -> int:
+        """An exclusive upper bound of this value if it is not negative: 2^31 if no other is known."""
         if self.operation == "arith.constant":
             number = re.search(r"(?:constant |dense<)(\d+)[ >]", self.text)
             return int(number[1]) + 1 if number else LIMIT
@@ -49,12 +50,12 @@ class Value:
         if self.operation in ("tt.get_program_id", "tt.get_num_programs"):
             return LIMIT if " x " in self.text else 2**16  # CUDA's limits of a grid
         if self.operation in ("arith.remsi", "arith.minsi"):
-            return min(operand.end for operand in self.operands)
+            return min(operand.upper_bound for operand in self.operands)
         if self.operation == "arith.addi":
-            return sum(operand.end for operand in self.operands) - 1
+            return sum(operand.upper_bound for operand in self.operands) - 1
         if self.operation == "arith.muli":
-            return (self.operands[0].end - 1) * (self.operands[1].end - 1) + 1
-        return self.operands[0].end if self.operation in {*RESHAPES, "arith.divsi", "arith.subi"} else LIMIT
+            return (self.operands[0].upper_bound - 1) * (self.operands[1].upper_bound - 1) + 1
+        return self.operands[0].upper_bound if self.operation in {*RESHAPES, "arith.divsi", "arith.subi"} else LIMIT
 
     @property
     def is_compared(self) -> bool:
@@ -66,12 +67,15 @@ class Value:
 
     def all_users(self, *operations: str) -> list["Value"]:
         """Return the results of these operations on this value, or on a sum with it."""
-        users = (user for value in spread([self], "users") for user in value.users)
+        users = (user for value in reachable_values([self], "users") for user in value.users)
         return [user for user in users if user.operation in operations]
 
 
-def spread(values: list[Value], direction: str) -> set[Value]:
-    """Return the values, and what they pass on to their users, or what their operands pass on to them."""
+def reachable_values(values: list[Value], direction: str) -> set[Value]:
+    """Return the values, and all values that they reach through the operations of PASSES_ON.
+
+    `direction` is users or operands.
+    """
     found, waiting = set(), list(values)
     while waiting:
         if (value := waiting.pop()) in found:
@@ -110,7 +114,7 @@ class Reader:
         region = self.regions.pop() if text.startswith("}") else {}
         if found := DEFINITION.match(text):
             name, count, operation, rest = found.groups()
-            names = [f"{name}#{i}" for i in range(int(count))] if count else [name] * bool(name)
+            names = [f"{name}#{i}" for i in range(int(count))] if count else [name] if name else []
             if operation in ("scf.for", "scf.while", "scf.if"):
                 region = self.read_region(names, operation, text, rest)
             else:
@@ -119,7 +123,7 @@ class Reader:
                 if operation == "ttg.warp_specialize":
                     self.captured = operands
                 if operation in ("scf.yield", "scf.condition"):
-                    self.passed = operands[operation == "scf.condition" :]
+                    self.passed = operands[1:] if operation == "scf.condition" else operands
                 for takers in self.regions[-1].get(operation, []) if self.regions else []:
                     for taker, value in zip(takers, self.passed, strict=True):
                         taker.take(value)
@@ -156,12 +160,13 @@ def narrow_products(ir: str) -> list[str]:
     for line in re.sub(r" loc\([^()]*(?:\([^()]*\)[^()]*)*\)", "", ir).splitlines():
         reader.read(line.strip())
     offsets = [value.operands[1] for value in reader.values if value.operation == "tt.addptr"]
-    products = [value for value in spread(offsets, "operands") if value.operation == "arith.muli" and value.is_int32]
-    found = [value for value in products if value.end > LIMIT and not value.is_compared]
+    products = (value for value in reachable_values(offsets, "operands") if value.operation == "arith.muli")
+    found = [value for value in products if value.is_int32 and value.upper_bound > LIMIT and not value.is_compared]
     for value in reader.values:
         if value.operation == "counter" and value.is_int32 and value.step.operation == "arith.muli":
             by_programs = any(factor.operation == "tt.get_num_programs" for factor in value.step.operands)
-            found += [value] * (by_programs and len(value.all_users("tt.addptr", "arith.muli")) > 0)
+            if by_programs and value.all_users("tt.addptr", "arith.muli"):
+                found.append(value)
     return sorted(value.text for value in found)
 
 

@@ -1,7 +1,8 @@
 """For each of our Triton kernels, a launch whose last program has offsets beyond 2^31 elements: see test_offsets.py.
 
-A case takes before(C), the number of rows of C numbers that lie before those of the case: first 0, then so many that
-offsets pass 2^31. Their memory is never touched. It returns what the last program computes.
+A case takes before(C), which returns how many rows of C numbers to put before the rows of the case: 0 in the first
+call, and in the second call enough for offsets beyond 2^31. Nothing touches their memory. The case returns what the
+last program computes.
 """
 
 import importlib
@@ -185,7 +186,9 @@ def quantize_(before):
 def maxima(before):
     """Program 0 takes the blocks 0, 2^17 and 2^18. The last one has the numbers."""
     x = after(before(1), half(8192))
-    x[:-8192][:8192] = x[:-8192][2**30 :][:8192] = 0
+    others = x[:-8192]
+    others[:8192] = 0  # block 0
+    others[2**30 :][:8192] = 0  # block 2^17
     largest = torch.empty(max(1, len(x) // 8192 // 2))
     quantize._maxima_kernel[(len(largest),)](x, largest, len(x), **quantize.MAXIMA_LAUNCH)
     return [largest[:1]]

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import pytest
 import torch
@@ -148,19 +149,21 @@ def test_the_message_of_a_wrong_shape():
     with pytest.raises(ValueError, match="loss") as error:
         op("loss", "eager")(x, weight, targets)
     assert str(error.value) == (
-        "loss: targets (...) must have the shape (2, 5) to fit the arguments before it, and has (2, 6): "
+        "loss: targets has the shape (2, 6), and must have (...) = (2, 5) to fit the arguments before it: "
         "see kernels/loss/__init__.py"
     )
-    q = torch.randn(1, 7, 4, 16)
-    for k, message in {
-        q[:, :, :3]: "q has 4 heads, which is no multiple of the 3 heads of k and v",
-        q[:, :6]: "q has 7 tokens, and k and v have 6",
-        q[..., :8]: r"k (B, Tk, Hkv, D) must have the shape (1, 7, 4, 16) to fit .*, and has (1, 7, 4, 8)",
-        q[0]: r"k (B, Tk, Hkv, D) must have the shape (1, Tk, Hkv, 16) to fit .*, and has (7, 4, 16)",
-    }.items():
-        pattern = message.replace("(", r"\(").replace(")", r"\)")
-        with pytest.raises(ValueError, match=rf"^attention: {pattern}: see"):
-            op("attention", "eager")(q, k, k)
+    x = torch.randn(1, 7, 4, 16)
+    starts = {"starts": torch.zeros(1, 7, dtype=torch.int32)}
+    for q, k, options, message in [
+        (x, x[:, :, :3], {}, "q has 4 heads, which is no multiple of the 3 heads of k and v"),
+        (x, x[:, :6], {}, "q has 7 tokens, and k and v only 6: with causal=True they have at least as many"),
+        (x, torch.cat([x, x], 1), starts, "q has 7 tokens, and k and v have 14: with starts they have the same number"),
+        (x, x[..., :8], {}, "k has the shape (1, 7, 4, 8), and must have (B, Tk, Hkv, D) = (1, 7, 4, 16) to fit "),
+        (x, x[0], {}, "k has the shape (7, 4, 16), and must have (B, Tk, Hkv, D) = (1, Tk, Hkv, 16) to fit "),
+        (x[0], x, {}, "q has the shape (7, 4, 16), and must have (B, Tq, H, D): see kernels/attention/__init__.py"),
+    ]:
+        with pytest.raises(ValueError, match=rf"^attention: {re.escape(message)}"):
+            op("attention", "eager")(q, k, k, **options)
 
 
 def without_rows(op, inputs):
@@ -283,7 +286,7 @@ def test_the_second_derivative_of_a_model(impl):
     """It agrees with a difference of first derivatives in float64, or it is refused."""
     try:
         model = tiny(kernels={"loss": impl}, attn="eager")
-    except ValueError as reason:
+    except hotswap.registry.Unavailable as reason:
         pytest.skip(str(reason))
     exact = tiny(attn="eager").double()
     exact.loss = contract("loss").reference
@@ -302,15 +305,27 @@ def test_the_second_derivative_of_a_model(impl):
             curvature(model, *arguments)
 
 
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_the_second_derivative_of_a_loss_with_one_leaf(frozen):
+    inputs = contract("loss").inputs((5, 8), vocab=20, dtype=torch.float64)
+    inputs[frozen].requires_grad_(False)
+    [leaf] = [tensor for tensor in inputs.values() if tensor.requires_grad]
+    results = []
+    for function in (hotswap.op("loss", "eager", "cpu"), contract("loss").reference):
+        [gradient] = torch.autograd.grad(function(**inputs), leaf, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), leaf)[0])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("impl", impls("loss"))
 def test_targets_of_a_model(impl):
     """Targets may be a slice of pairs. Targets of another length are an error of one line."""
     try:
         model = tiny(kernels={"loss": impl}, attn="eager")
-    except ValueError as reason:
+    except hotswap.registry.Unavailable as reason:
         pytest.skip(str(reason))
     pairs = torch.randint(256, (2, 9, 2), generator=torch.Generator().manual_seed(0))
     expected = model(pairs[..., 0].contiguous(), pairs[..., 1].contiguous())
     assert torch.equal(model(pairs[..., 0], pairs[..., 1]), expected)
-    with pytest.raises(ValueError, match=r"^loss: targets \(\.\.\.\) must have the shape \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"^loss: targets has the shape \(2, 9\), and must have \(\.\.\.\) = \(2, 8\)"):
         model(pairs[:, :-1, 0], pairs[..., 1])

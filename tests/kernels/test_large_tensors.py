@@ -56,7 +56,7 @@ def test_attention_with_more_than_2_to_31_numbers(options, monkeypatch):
 
 
 def last_rows(function, rows, *tensors, **options):
-    """Return what `function` gives for x with so many rows before it, and for x alone: their results for x's rows.
+    """Return two results for the rows of x: with `rows` other rows before x, and with x alone.
 
     x is the first tensor. The gradient of the rows before it is 0, so the other gradients agree.
     """

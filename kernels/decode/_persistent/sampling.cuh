@@ -104,7 +104,7 @@ DEVICE void summarize(Thread& my) {
     const int i = first + my.lane(), b = i / PADDED, row = i % PADDED, id = my.block * Head::SHARE + row;
     float logit = -INF, best = -INF;
     if (b < BATCH && row < Head::SHARE && id < my.a.n_vocab) logit = my.s.head.logits[b * Head::SHARE + row];
-    logit = logit < INF ? logit : INF;  // also for NaN: the group's largest logit then tells draw_row()
+    logit = logit < INF ? logit : INF;  // NaN becomes inf, so draw_row() finds it in the group's largest logit
     if (logit > -INF && !limits_count(my.a)) best = score_of(my.a, logit, id, counter_of(my, b));
     float top = logit;
 #pragma unroll
