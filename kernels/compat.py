@@ -134,7 +134,8 @@ def compile_cuda(path: Path, name: str, options: Sequence[str]) -> object:
     compiler. Raises RuntimeError, with the compiler's messages, if the file does not compile.
     """
     folders = [str(path.parent)]
-    return torch.cuda._compile_kernel(path.read_text(), name, cuda_include_dirs=folders, nvcc_options=list(options))
+    source = path.read_text(encoding="utf-8")
+    return torch.cuda._compile_kernel(source, name, cuda_include_dirs=folders, nvcc_options=list(options))
 
 
 def launch_cooperatively(

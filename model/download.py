@@ -67,7 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises UserError if the file cannot be read."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     check(isinstance(value, dict), f"{path} is not a JSON object")

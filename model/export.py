@@ -55,7 +55,7 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
         text = json.dumps(config, indent=2) + "\n"
         writers = [
             lambda path: checkpoint.save_tensors(tensors, path, {"format": "pt"}),
-            lambda path: path.write_text(text),
+            lambda path: path.write_text(text, encoding="utf-8"),
         ]
         if source.tokenizer:
             writers += [partial(Path.write_bytes, data=data) for data in tokenizer_files(source)]

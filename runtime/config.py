@@ -350,7 +350,7 @@ def commented_yaml(cfg: DictConfig, configs: Path, name: str) -> str:
         if path.parent == configs and path.stem != name:  # another program's config
             continue
         group_of_file = "" if path.parent == configs else path.parent.name
-        for (group, key), line in lines_by_key(path.read_text()):
+        for (group, key), line in lines_by_key(path.read_text(encoding="utf-8")):
             if " #" in line:
                 comments[group_of_file or group, key] = line.partition(" #")[2]
     shown = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])

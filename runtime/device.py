@@ -104,7 +104,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8")) if cpuinfo.exists() else None
     return model[1] if model else platform.processor() or platform.machine()
 
 
@@ -238,7 +238,7 @@ def _first_line(*command: str) -> str | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
     except subprocess.TimeoutExpired:
         return None
     return result.stdout.splitlines()[0] if result.returncode == 0 and result.stdout else None

@@ -25,7 +25,7 @@ def total_memory() -> int:
 
 def free_memory() -> int:
     """Return the bytes of memory that are free for this process. It needs Linux."""
-    machine = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", (PROC / "meminfo").read_text())[1])
+    machine = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", (PROC / "meminfo").read_text(encoding="utf-8"))[1])
     return min([machine, *(free for _, free in group_limits())])
 
 
@@ -53,6 +53,6 @@ def read_group(group: Path, limit_file: str, use_file: str, cache: str) -> tuple
 
 def read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""

@@ -124,7 +124,8 @@ class Ranks:
         """Send the stdout of the other ranks to /dev/null within this context."""
         with contextlib.ExitStack() as stack:
             if not self.is_main:
-                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
             yield
 
     @contextmanager

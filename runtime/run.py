@@ -69,7 +69,7 @@ class Run:
                     advice = "choose another folder, delete it, or resume the run: train.resume=auto"
                 raise UserError(f"out_dir={folder} already holds a run ({existing[0]}); {advice}")
             # Line by line, so that a kill loses no line
-            self.metrics = open_files.enter_context(metrics.open("a", buffering=1))
+            self.metrics = open_files.enter_context(metrics.open("a", buffering=1, encoding="utf-8"))
             self.is_new = not self.result.exists()
             if self.is_new:
                 write_row(folder, {key: self.row[key] for key in ("name", "status", "started", "command")})
@@ -91,7 +91,7 @@ class Run:
         if kept != lines:
             write_atomically(path, b"".join(kept))
             self.metrics.close()
-            self.metrics = path.open("a", buffering=1)
+            self.metrics = path.open("a", buffering=1, encoding="utf-8")
 
     def begin(self, **facts: dict) -> None:
         """Add `facts` to the row, write row and config, and start the tracker. Call this when everything is built."""
@@ -219,7 +219,7 @@ def lock_folder(folder: Path) -> TextIO:
     """
     make_folder(str(folder), folder.name)
     with explain_unwritable(folder), contextlib.ExitStack() as stack:
-        file = stack.enter_context((folder / ".lock").open("a"))
+        file = stack.enter_context((folder / ".lock").open("a", encoding="utf-8"))
         for _ in range(3):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,7 +235,7 @@ def lock_folder(folder: Path) -> TextIO:
 def is_in_use(folder: Path) -> bool:
     """Return whether a process holds the lock of the run's folder, or may hold it, because the file is missing."""
     try:
-        with (folder / ".lock").open() as file:
+        with (folder / ".lock").open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -245,7 +245,7 @@ def is_in_use(folder: Path) -> bool:
 def is_copy(folder: Path) -> bool:
     """Return whether the folder is a copy, in which no run holds the lock. Older runs wrote no number: then False."""
     lock = folder / ".lock"
-    return lock.read_text().strip() not in ("", str(lock.stat().st_ino))
+    return lock.read_text(encoding="utf-8").strip() not in ("", str(lock.stat().st_ino))
 
 
 def write_row(folder: Path, row: dict) -> None:

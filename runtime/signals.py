@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from runtime.interrupt import exit_at_once
-from terminal import warn
+from terminal import accept_any_encoding, warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
 
@@ -86,7 +86,7 @@ def requeue_slurm_job() -> None:
         return
     command = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         problem = done.stderr.strip() if done.returncode else None
     except OSError as error:
         problem = error.strerror
@@ -104,8 +104,9 @@ def exit_quietly() -> Iterator[None]:
     """Exit without a traceback after Ctrl-C (code 130), and after the reader of our output has ended (code 141).
 
     Ctrl-C raises KeyboardInterrupt within this context, and does nothing after it, because the program ends there.
-    `python -m scripts.doctor | head -1` is such a reader.
+    `python -m scripts.doctor | head -1` is such a reader. A terminal of any encoding can show the output.
     """
+    accept_any_encoding()
     if signal.getsignal(signal.SIGINT) in (exit_at_once, ignore_interrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Later, at its very end, Python removes our handler, but keeps SIG_IGN
@@ -154,7 +155,7 @@ def discard_unread_output() -> bool:
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
     closed = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         for descriptor in closed:
             os.dup2(nowhere.fileno(), descriptor)
     return bool(closed)

@@ -189,8 +189,8 @@ def wandb_id(folder: Path) -> str:
     """Return W&B's id of the run in this folder, so that a resumed run is the same run in W&B."""
     path = folder / ".wandb-id"
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
-    return path.read_text()
+        path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 class TensorBoard(Tracker):

@@ -49,7 +49,7 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     device = device_slug(row["env"]["device"])
     folder = rows.RESULTS / (beside or (f"{device}x{gpus}" if gpus > 1 else device))
     path = folder / f"{row_kind(row)}.jsonl"
-    if not path.exists() or json.dumps(row) not in path.read_text().splitlines():
+    if not path.exists() or json.dumps(row) not in path.read_text(encoding="utf-8").splitlines():
         rows.append_rows(path, [row])
     if curves:
         lines, _ = rows.read_jsonl(run / "metrics.jsonl")

@@ -88,7 +88,7 @@ def train_undisturbed(words: list[str], folder: Path) -> None:
 
 def last_line(folder: Path) -> str:
     """Return the last line that the run printed, without `error: `."""
-    lines = (folder / "log.txt").read_text().splitlines() or ["it printed nothing"]
+    lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines() or ["it printed nothing"]
     return lines[-1].removeprefix("error: ")
 
 
@@ -111,7 +111,7 @@ def train_in_fork(
 
 
 def run_child(words: list[str], folder: Path, fault: Fault | None, largest: int) -> None:
-    with (folder / "log.txt").open("a") as log:
+    with (folder / "log.txt").open("a", encoding="utf-8") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
     sys.argv = ["train.py", *words, f"out_dir={quote_override(str(folder))}"]

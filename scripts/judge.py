@@ -77,7 +77,7 @@ def main(cfg: Config) -> None:
         print(printable(f"stopped  before the verdict; continue with: {again}"))
         raise
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
-    (folder / "judge.md").write_text(page(row))
+    (folder / "judge.md").write_text(page(row), encoding="utf-8")
     files.append(folder / "judge.md")
     if "ratio" in row and find_spec("matplotlib"):
         files.append(speed_figure(row, folder / "judge.png"))

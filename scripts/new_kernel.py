@@ -40,7 +40,7 @@ def write_file(file: Path, text: str) -> None:
     """Write a new file, with its folders. Raises UserError if it exists or cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x") as target:
+        with file.open("x", encoding="utf-8") as target:
             target.write(text)
     except FileExistsError:
         raise UserError(f"{file} exists: choose another name, or edit it") from None
@@ -70,7 +70,7 @@ def commands(op: str, name: str, path: str | None) -> dict[str, str]:
 def main(cfg: Config) -> None:
     folder = Path(cfg.path) if cfg.path else cfg.template.parent
     file = folder / f"{cfg.name}.py"
-    write_file(file, cfg.template.read_text())
+    write_file(file, cfg.template.read_text(encoding="utf-8"))
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     print(printable(f"wrote    {shown}: plain PyTorch that runs as it is; the place of your kernel is marked in it"))
     for line, purpose in commands(cfg.op, cfg.name, str(file) if cfg.path else None).items():

@@ -37,7 +37,7 @@ def read_source(path: Path) -> list[dict]:
         check(row is not None, f"{path} has no row: it is not the folder of a run with a result.json")
         return [row]
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}); pass a file of results/ or the folder of a run") from None
     rows = []

@@ -4,6 +4,7 @@ A room gets its own group of the config and not the whole config, and the files 
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,3 +229,46 @@ def test_warnings_hide_control_characters():
     """terminal.warn() is the only place that prints a warning."""
     paths = (path for room in FLOOR for path in [*ROOT.glob(f"{room}.py"), *ROOT.glob(f"{room}/**/*.py")])
     assert [path.name for path in paths if 'print(f"warning: ' in path.read_text()] == ["terminal.py"]
+
+
+def calls_without_encoding(modules: dict[str, ast.Module]) -> list[str]:
+    """Return the calls that read or write text in the locale's encoding. It may be ASCII, and a file is always UTF-8.
+
+    They are open(), a TemporaryFile, read_text() and write_text() with neither a binary mode nor `encoding`, and
+    subprocesses with `text` but without `encoding`.
+    """
+    found = []
+    for module, tree in modules.items():
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call):
+                continue
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else dotted(call.func)
+            owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+            keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+            is_text = name in ("run", "Popen", "check_output") and "text" in keywords
+            if (name == "open" and owner != "os") or name.endswith("TemporaryFile"):
+                mode = [value.value for value in (*call.args, keywords.get("mode")) if isinstance(value, ast.Constant)]
+                is_text = not any(re.fullmatch("[rwax+]*b[rwax+]*", str(value)) for value in mode)
+                is_text &= name != "NamedTemporaryFile" or bool(mode)  # by default its mode is binary
+            is_text |= bool(owner) and name in ("read_text", "write_text")
+            if is_text and "encoding" not in keywords:
+                found.append(f"{module}:{call.lineno} {name}")
+    return found
+
+
+def test_files_are_read_and_written_as_utf8():
+    packaging = {name: ast.parse((ROOT / name).read_text()) for name in ("hatch_build.py", "hotswap/rooms.py")}
+    assert calls_without_encoding(MODULES | packaging) == []
+
+
+@pytest.mark.parametrize(
+    "call", ["open(p)", "p.open('a')", "(p / 'x').read_text(errors='e')", "p.write_text('x')", "run(c, text=True)"]
+)
+def test_the_check_finds_a_file_in_the_encoding_of_the_locale(call):
+    assert len(calls_without_encoding(parse_repo(lab=call))) == 1
+    assert calls_without_encoding(parse_repo(lab=f"{call[:-1]}, encoding='utf-8')")) == []
+
+
+def test_the_check_passes_binary_files():
+    text = "open(p, 'rb')\np.open('r+b')\nos.open(p, os.O_RDONLY)\nNamedTemporaryFile()\np.read_bytes()\nrun(c)"
+    assert calls_without_encoding(parse_repo(lab=text)) == []

@@ -1,16 +1,27 @@
-"""What the user's files and commands hold is printed without control characters, which could move the cursor."""
+"""Output on any terminal: without control characters, which could move the cursor, and in any encoding."""
 
+import importlib
+import io
+import json
+import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
+
+import train
 from lab.context.search import attempt_line, summary
 from lab.sweep.jobs import SweepJob
 from runtime.resume import finished_line
 from runtime.run import write_row
 from runtime.trackers import TensorBoard
 from scripts import collect, prepare, reproduce
-from terminal import CONTROLS
+from terminal import CONTROLS, accept_any_encoding
 
+ROOT = Path(__file__).parents[1]
+COMMANDS = ["train", *sorted(f"scripts.{path.stem}" for path in ROOT.glob("scripts/[a-z]*.py"))]
 ESCAPE, SHOWN = "\x1b[2J", "\\x1b[2J"
 
 
@@ -61,3 +72,47 @@ def test_the_command_of_a_row_is_printed_escaped(called, monkeypatch, tmp_path):
     write_row(tmp_path, row | {"command": f"python train.py data.path='{ESCAPE}'"})
     _, out, _ = called("reproduce.py", reproduce.main, tmp_path)
     assert_shown(out, times=2)
+
+
+def use_ascii(monkeypatch):
+    """Replace stdout by one in ASCII, as PYTHONIOENCODING=ascii does. Return the buffer of its bytes."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True))
+    return sys.stdout.buffer
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_what_the_terminals_encoding_lacks(called, monkeypatch, name):
+    def print_and_end():
+        print("\ufffd")
+        sys.exit(0)
+
+    monkeypatch.setattr("runtime.compat.shorten_argparse_errors", print_and_end)
+    output = use_ascii(monkeypatch)
+    assert called(f"{name}.py", importlib.import_module(name).main)[0] == 0
+    assert output.getvalue() == rb"\ufffd" + b"\n"
+
+
+def test_a_run_ends_well_in_ascii(hotswap, monkeypatch):
+    output = use_ascii(monkeypatch)
+    monkeypatch.setattr(train.generate, "sample_text", lambda *_: "\u00e9\ufffd")
+    words = "+experiment=smoke", "train.max_steps=1", "train.eval_every=0", "model.n_layer=1", "out_dir=run"
+    assert hotswap(*words)[0] == 0
+    assert rb"sample   '\xe9\ufffd'" in output.getvalue()
+    assert json.loads(Path("run/result.json").read_text())["status"] == "ok"
+    assert Path("run/sample.txt").read_text(encoding="utf-8") == "\u00e9\ufffd"
+
+
+def test_child_processes_print_in_any_encoding_too(monkeypatch):
+    use_ascii(monkeypatch)
+    accept_any_encoding()
+    child = subprocess.run([sys.executable, "-c", "print('\ufffd')"], capture_output=True, check=True)
+    assert child.stdout == rb"\ufffd" + b"\n"
+
+
+def test_closed_streams_are_empty():
+    """The new files have the numbers 0, 1 and 2, which a file of the program would have otherwise."""
+    program = "from terminal import accept_any_encoding as accept\nimport sys\naccept()\nprint(sys.stdin.read())\n"
+    program += "sys.exit([stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)] != [0, 1, 2])"
+    command = f'exec "{sys.executable}" -c "{program}" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT, env=os.environ).returncode == 0

@@ -162,7 +162,7 @@ def send_statuses(pipe: Connection, probes: list[Probe], device: torch.device, l
     A failure ends the process, because after an illegal memory access every CUDA call fails. The file `log` gets what
     Python and C++ print.
     """
-    with open(log, "w") as file:
+    with open(log, "w", encoding="utf-8", errors="replace") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     os.chdir(folder)  # the path of a backend may be relative
@@ -224,7 +224,7 @@ class Worker:
         self.process.join(5)
         code = self.process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        lines = list(filter(str.strip, Path(self.log.name).read_text(errors="replace").splitlines()))
+        lines = list(filter(str.strip, Path(self.log.name).read_text(encoding="utf-8", errors="replace").splitlines()))
         last = f": {textwrap.shorten(lines[-1], 200)}" if lines else ""
         # the system sends SIGKILL when the memory is full
         word = "undecided" if code == -signal.SIGKILL else "failed"

@@ -149,7 +149,8 @@ def run_attempt(
         work(recipe, 64, device)  # loads code, whose memory does not count as the step's
         torch.compiler.reset()  # otherwise the next length would be compiled for all lengths
         with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; ru_maxrss includes the parent process's peak
+            # resets VmHWM; ru_maxrss includes the parent process's peak
+            Path("/proc/self/clear_refs").write_bytes(b"5")
         before = process_bytes("VmRSS")
     try:
         with limit_memory(memory_gib, device), explain_out_of_memory(f"T={length}", "T"):
@@ -175,7 +176,7 @@ def allocator_room(device: torch.device) -> float:
 
 def process_bytes(name: str) -> int:
     """Return a size of this process in bytes; `name` is Linux's name of the size, such as VmRSS."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", PROC_STATUS.read_text())[1])
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", PROC_STATUS.read_text(encoding="utf-8"))[1])
 
 
 @contextlib.contextmanager

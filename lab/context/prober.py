@@ -75,7 +75,10 @@ class Prober:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
         }
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as err,
+        ):
             child = subprocess.Popen(words, env=environment, stdout=out, stderr=err, start_new_session=True)
             try:
                 code = child.wait(60 * minutes)

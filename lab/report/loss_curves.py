@@ -62,7 +62,7 @@ def curves(device: str) -> list[Curve]:
     for row in results.read_rows(device):
         path = results.curve_file(results.RESULTS / device, row)
         if path.exists():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             losses = [{line["step"]: line[key] for line in lines if key in line} for key in ("train/loss", "val/loss")]
             if any(losses):
                 found[path.stem] = Curve(row, path.stem, *losses)

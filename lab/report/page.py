@@ -126,8 +126,8 @@ def render_page(source: ReportSource) -> str:
         colours=colours,
         failures=failures(source),
         environment=environment(source),
-        css=(HERE / "page.css").read_text(),
-        js=(HERE / "page.js").read_text(),
+        css=(HERE / "page.css").read_text(encoding="utf-8"),
+        js=(HERE / "page.js").read_text(encoding="utf-8"),
         plotly=get_plotlyjs(),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )

@@ -51,7 +51,7 @@ def fill(text: str) -> str:
 def write_readmes() -> Iterator[Path]:
     """Fill the generated sections of README.md and */README.md; yield each file that was written."""
     for readme in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))):
-        text = readme.read_text()
+        text = readme.read_text(encoding="utf-8")
         if MARKED.search(text):
             write_atomically(readme, fill(text).encode())
             yield readme

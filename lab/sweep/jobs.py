@@ -81,7 +81,7 @@ class SweepJob:
                 (self.folder / name).unlink(missing_ok=True)
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self.command = shlex.join(["python", *words])
-        with (self.folder / "log.txt").open("a") as log:
+        with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *words],
                 stdin=subprocess.DEVNULL,
@@ -133,7 +133,7 @@ class SweepJob:
         code = self.process.returncode
         if code < 0:
             return f"failed: {describe_exit(code)}"
-        lines = (self.folder / "log.txt").read_text(errors="replace").splitlines()
+        lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
         last = lines[-1] if lines else ""
         if last.startswith("error: "):
             return f"failed: {last.removeprefix('error: ')}"

@@ -25,14 +25,14 @@ def compile_for_cpu(options: tuple[str, ...]) -> Callable[[ctypes.Structure], No
     """
     source = FOLDER.with_name("persistent.cu")
     sources = [source, *sorted(FOLDER.glob("*.cuh")), *sorted(FOLDER.glob("*.h"))]
-    content = "".join([*options, *FLAGS, *(path.read_text() for path in sources)])
+    content = "".join([*options, *FLAGS, *(path.read_text(encoding="utf-8") for path in sources)])
     cache = user_cache() / "emulator"
     library = cache / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")
         command = [cpp_compiler(), *FLAGS, *options, "-o", str(unfinished), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
         if done.returncode:
             raise RuntimeError(done.stderr)
         unfinished.replace(library)
