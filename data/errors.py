@@ -1,3 +1,7 @@
+import errno
+import os
+
+
 class DataError(ValueError):
     """A text, a tokenizer file or a token shard cannot be used. The message is one line for the user."""
 
@@ -6,3 +10,19 @@ def one_line(error: Exception) -> str:
     """Return the error's message, or its class name if it has no message, as one line cut after 300 characters."""
     text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def hub_error(error: Exception) -> str:
+    """Return one_line(error) with the path of its file. If the file cannot be written, say what to do."""
+    path = getattr(error, "filename", None)
+    if path is None:
+        return one_line(error)
+    advice = "; set HF_HOME to a folder that can be written" if cannot_write(error) else ""
+    return f"{path}: {one_line(error)}{advice}"
+
+
+def cannot_write(error: Exception) -> bool:
+    """Return whether the error is that of a cache that is read-only or full."""
+    if not isinstance(error, OSError) or error.filename is None or os.path.isfile(error.filename):
+        return False
+    return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)

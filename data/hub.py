@@ -19,7 +19,7 @@ from data.corpus import (
     split_of,
     text_of,
 )
-from data.errors import DataError, one_line
+from data.errors import DataError, cannot_write, hub_error
 from data.tokenizer import is_reachable
 from terminal import warn
 
@@ -93,7 +93,8 @@ class Hub(Source):
             self.warn_of_unread_files({file for files in files_by_split.values() for file in files})
             return builder.as_streaming_dataset(split="train")
         except Exception as error:  # `datasets` calls many libraries, and passes on any error of theirs
-            place = self.first_broken_file() or f"data set {self.path}"
+            broken_file = None if cannot_write(error) else self.first_broken_file()
+            place = broken_file or f"data set {self.path}"
             raise DataError(f"{place} cannot be opened: {explain(error)}") from error
 
     def rows(self) -> Iterator[dict]:
@@ -159,4 +160,4 @@ def check_network(data_set: str) -> None:
 
 def explain(error: Exception) -> str:
     """Return the reason why `datasets` failed, in one line."""
-    return "it has no rows" if isinstance(error, StopIteration) else one_line(error)
+    return "it has no rows" if isinstance(error, StopIteration) else hub_error(error)

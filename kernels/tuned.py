@@ -93,8 +93,14 @@ def table_paths(device: torch.device) -> tuple[Path, Path]:
 
 
 def user_cache() -> Path:
-    """Return the folder of this user for what is measured or compiled once on a machine. It may not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hotswap"
+    """Return the folder of this user for what is measured or compiled once on a machine. It may not exist.
+
+    Raises KernelError if the user has no home folder.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hotswap"
+    except RuntimeError:
+        raise KernelError("this user has no home folder for measured choices: set HOME or XDG_CACHE_HOME") from None
 
 
 def tables_in_use(device: torch.device) -> tuple[Path, Path]:

@@ -3,17 +3,31 @@
 import os
 
 from runtime.interrupt import exit_on_early_interrupt
+from terminal import warn
 
 CONFIGS = os.path.join(os.path.dirname(__file__), "..", "configs")  # importing pathlib takes 10 ms
 
 
 def start_command(name: str) -> None:
-    """Let Ctrl-C end the process with one line from now on, and answer --help if `configs/name.yaml` exists.
+    """Let Ctrl-C end the process with one line from now on, answer --help, and make sure that there is a HOME.
 
-    A command calls this before its imports. A command without a YAML file reads its command line with argparse.
+    A command calls this before its imports. A command without a file `configs/name.yaml` answers --help itself.
     """
     exit_on_early_interrupt()
     if os.path.exists(os.path.join(CONFIGS, f"{name}.yaml")):
         from lab.commands import answer_help
 
         answer_help(name)
+    ensure_home()
+
+
+def ensure_home() -> None:
+    """Let HOME be .cache/home if this user has no home folder, as in a container with an unknown user id.
+
+    Python, W&B, Hugging Face's and Triton's caches would raise errors.
+    """
+    home = os.path.expanduser("~")  # "~" if HOME is not set, and the password file does not have this user
+    if home == "~" or (home == "/" and not os.access(home, os.W_OK)):  # docker sets HOME=/ for such a user
+        os.environ["HOME"] = os.path.abspath(".cache/home")
+        if os.environ.get("RANK", "0") == "0":
+            warn(f"this user has no home folder, so caches go to {os.environ['HOME']}; HOME=FOLDER sets another one")

@@ -1,9 +1,11 @@
 """Download a model from the Hugging Face hub, or find it in huggingface_hub's cache."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from data.errors import one_line
+from data.errors import hub_error, one_line
 from data.tokenizer import is_reachable
 from runtime.config import UserError, check
 
@@ -46,12 +48,26 @@ def hub_folder(name: str, weights: bool) -> Path:
         f"{CONFIG} and {WEIGHTS}",
     )
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+        with errors_only():
+            return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except errors.RepositoryNotFoundError as error:
         status = error.response.status_code
         raise UserError(f"{missing} {constants.ENDPOINT} answers {status}: check the name") from error
     except (OSError, errors.HTTPError) as error:
-        raise UserError(f"{name} could not be downloaded from {constants.ENDPOINT}: {one_line(error)}") from error
+        raise UserError(f"{name} could not be downloaded from {constants.ENDPOINT}: {hub_error(error)}") from error
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Let huggingface_hub log no warnings: for a full cache it logs two, and then raises an error."""
+    from huggingface_hub.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,22 +1,27 @@
 """Experiment trackers. They receive the figures of metrics.jsonl and the result row.
 
-A run's own files are complete without a tracker.
+A run's own files are complete without a tracker, and a tracker that fails never ends a run: see SafeTracker.
 """
 
 import contextlib
+import os
 import re
 import shlex
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 
 from checked_json import read_line
 from runtime.config import check
 from terminal import printable, warn
 
-INIT_SECONDS = 20  # if W&B has not answered after this time, the run continues offline
+INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues offline
+FINISH_SECONDS = 60  # how long the end of a run waits for W&B's upload
+# W&B's servers refuse longer texts, offline runs only when they are uploaded. It names no limit for notes
+LONGEST = {"tags": 64, "job_type": 64, "group": 128, "entity": 128}  # characters
 
 
 @dataclass
@@ -39,10 +44,19 @@ class LoggerConfig:
             re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
             f"logger.project={self.project}: W&B takes 1 to 128 characters, and none of / \\ # ? % :",
         )
+        for key, longest in LONGEST.items():
+            value = getattr(self, key)
+            for text in value if isinstance(value, list) else [value] * (value is not None):
+                check(
+                    1 <= len(text) <= longest,
+                    f"logger.{key}={text}: W&B takes 1 to {longest} characters, and these are {len(text)}",
+                )
 
 
 class Tracker:
     """`logger=none`: does nothing. It is the base class of the other trackers."""
+
+    title = "no tracker"
 
     def __init__(self, config: LoggerConfig):
         self.config = config
@@ -62,12 +76,57 @@ class Tracker:
     def view_line(self, folder: Path) -> str | None:
         """Return the line that says how to see the run in `folder`, or the runs in `FOLDER/*`; None without advice."""
 
+    def abandon(self) -> None:
+        """End what is left of the tracker after a failure."""
+
+
+class SafeTracker(Tracker):
+    """Passes every call to `tracker`. If one fails, it prints one warning, and passes no further calls.
+
+    It does so whatever the tracker raises: a tracker's library may raise anything.
+    """
+
+    def __init__(self, tracker: Tracker):
+        super().__init__(tracker.config)
+        self.tracker, self.failed = tracker, False
+
+    def start(self, folder: Path, row: dict) -> None:
+        self._pass_on(self.tracker.start, folder, row)
+
+    def log(self, step: int, figures: dict) -> None:
+        self._pass_on(self.tracker.log, step, figures)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        self._pass_on(self.tracker.log_table, name, columns, rows)
+
+    def finish(self, row: dict) -> None:
+        self._pass_on(self.tracker.finish, row)
+
+    def view_line(self, folder: Path) -> str | None:
+        return self.tracker.view_line(folder)
+
+    def _pass_on(self, method: Callable, *arguments) -> None:
+        if self.failed:
+            return
+        try:
+            method(*arguments)
+        except Exception as error:
+            self.failed = True
+            why = f"{self.tracker.title} failed ({explain(error)})"
+            warn(f"{why}, and the run continues without it; metrics.jsonl has all figures")
+            with contextlib.suppress(Exception):
+                self.tracker.abandon()
+
+
+def explain(error: Exception) -> str:
+    """Return the error's message in one line of at most 300 characters, or its class name if it has none."""
+    return shorten(str(error) or type(error).__name__, 300)
+
 
 class Wandb(Tracker):
-    """`logger=wandb`: Weights & Biases, offline unless `logger.mode=online`.
+    """`logger=wandb`: Weights & Biases, offline unless `logger.mode=online`. It never prompts for a login."""
 
-    It never prompts for a login, and a failure of W&B never ends the run.
-    """
+    title = "W&B"
 
     def __init__(self, config: LoggerConfig):
         super().__init__(config)
@@ -76,7 +135,8 @@ class Wandb(Tracker):
 
     def start(self, folder: Path, row: dict) -> None:
         config = {**row.get("config", {}), "executed": row.get("kernels"), "env": row.get("env")}
-        settings = {"name": row["name"], "id": wandb_id(folder), "config": config, "job_type": self.config.job_type}
+        name, job_type = row["name"][:128], self.config.job_type  # W&B refuses longer names
+        settings = {"name": name, "id": wandb_id(folder), "config": config, "job_type": job_type}
         self.run = start_wandb_run(self.config, folder, "the run", **settings)
         if self.run is None:
             return
@@ -88,22 +148,31 @@ class Wandb(Tracker):
         extra = {}
         if "perf/tokens_per_sec" in figures:
             extra = {"perf_by_tokens/tokens_per_sec": figures["perf/tokens_per_sec"]}
-        with self._warn_of_failure():
-            if self.run is not None:
-                self.run.log({**figures, **extra}, step=step, commit=True)
+        if self.run is not None:
+            self.run.log({**figures, **extra}, step=step, commit=True)
 
     def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
         import wandb
 
-        with self._warn_of_failure():
-            if self.run is not None:
-                self.run.log({name: wandb.Table(columns=columns, data=rows)})
+        if self.run is not None:
+            self.run.log({name: wandb.Table(columns=columns, data=rows)})
 
     def finish(self, row: dict) -> None:
-        with self._warn_of_failure():
-            if self.run is not None:
-                self.run.summary.update({key: value for key, value in row.items() if key != "config"})
+        if self.run is not None:
+            self.run.summary.update({key: value for key, value in row.items() if key != "config"})
+            if not self.run.offline:
+                print(f"wandb    uploading what is left, for at most {FINISH_SECONDS} s", flush=True)
+            try:
                 self.run.finish(exit_code=0 if row["status"] == "ok" else 1)
+            except TimeoutError:
+                rest = shlex.quote(str(Path(self.run.dir).parent))
+                why = f"the upload took more than {FINISH_SECONDS} s; to upload the rest: wandb sync {rest}"
+                raise TimeoutError(why) from None
+
+    def abandon(self) -> None:
+        import wandb
+
+        wandb.teardown()  # otherwise W&B fails again at exit, with a traceback
 
     def view_line(self, folder: Path) -> str | None:
         runs = "wandb/offline-run-*"
@@ -111,19 +180,6 @@ class Wandb(Tracker):
             return None
         name = "*" if folder.name == "*" else shlex.quote(folder.name)
         return printable(f"wandb    offline; to upload: wandb sync {shlex.quote(str(folder.parent))}/{name}/{runs}")
-
-    @contextlib.contextmanager
-    def _warn_of_failure(self) -> Iterator[None]:
-        """If W&B fails within this context, print a warning and continue without it: its process may be killed."""
-        import wandb
-
-        try:
-            yield
-        except (OSError, wandb.errors.Error) as error:
-            warn(f"W&B failed ({error}), and the run continues without it; metrics.jsonl has all figures")
-            self.run = None
-            with contextlib.suppress(OSError):
-                wandb.teardown()  # otherwise W&B fails again at exit, with a traceback
 
 
 def require_wandb() -> None:
@@ -139,11 +195,16 @@ def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | Non
     """
     import wandb
 
+    timeouts = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS, "finish_timeout_raises": True}
     for mode in ("online", "offline") if logger.mode == "online" else ("offline",):
         try:
-            wandb.setup(settings=wandb.Settings(silent=True))  # reads WANDB_*, and refuses a wrong value
-            if mode == "online" and not wandb.login(prompt=False, verify=False):
-                raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
+            use_writable_cache(folder)
+            # reads WANDB_*, and refuses a wrong value
+            server = wandb.setup(settings=wandb.Settings(silent=True)).settings.base_url
+            if mode == "online":
+                if not wandb.login(prompt=False, verify=False):
+                    raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
+                print(printable(f"wandb    connecting to {server}, for at most {INIT_SECONDS} s"), flush=True)
             return wandb.init(
                 mode=mode,
                 project=logger.project,
@@ -154,13 +215,21 @@ def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | Non
                 id=id if mode == logger.mode else None,
                 resume="allow",
                 dir=str(folder.resolve()),  # W&B's process may have another working directory
-                settings=wandb.Settings(silent=True, init_timeout=INIT_SECONDS),
+                settings=wandb.Settings(silent=True, **timeouts),
                 **settings,
             )
-        except (wandb.errors.Error, ValueError, OSError) as error:
+        except Exception as error:  # W&B may raise anything
             where = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
-            warn(f"{what} continues {where}: {' '.join(str(error).split())}")
+            warn(f"{what} continues {where}: {explain(error)}")
     return None
+
+
+def use_writable_cache(folder: Path) -> None:
+    """Let W&B's process write its log below `folder` if this user's cache cannot be written. It would print its log."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder.resolve() / "wandb"))
 
 
 def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[list], files: list[Path]) -> Path | None:
@@ -170,18 +239,22 @@ def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[li
     UserError if W&B is not installed.
     """
     require_wandb()
-    run = start_wandb_run(config, folder, "the report", name=f"{name}-report", job_type="report")
+    run = start_wandb_run(config, folder, "the report", name=f"{name[:100]}-report", job_type="report")
     if run is None:
         return None
     import wandb
 
     columns, *rows = table
-    run.log({"choices": wandb.Table(columns=columns, data=rows)})
-    artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "_", f"{name}-report"), type="report")
-    for file in files:
-        artifact.add_file(str(file))
-    run.log_artifact(artifact)
-    run.finish()
+    try:
+        run.log({"choices": wandb.Table(columns=columns, data=rows)})
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "_", f"{name[:100]}-report"), type="report")
+        for file in files:
+            artifact.add_file(str(file))
+        run.log_artifact(artifact)
+        run.finish()
+    except Exception as error:  # W&B may raise anything
+        warn(f"W&B failed ({explain(error)}); the report is in {folder}")
+        return None
     return Path(run.dir).parent
 
 
@@ -195,6 +268,8 @@ def wandb_id(folder: Path) -> str:
 
 class TensorBoard(Tracker):
     """`logger=tensorboard`: files of events in the run's folder, for TensorBoard."""
+
+    title = "TensorBoard"
 
     def __init__(self, config: LoggerConfig):
         super().__init__(config)
@@ -224,11 +299,10 @@ class TensorBoard(Tracker):
     def finish(self, row: dict) -> None:
         if self.writer is None:
             return
-        with contextlib.suppress(OSError):  # of a full disk, on which metrics.jsonl has already failed
-            for key in ("status", "command"):
-                self.writer.add_text(key, row[key])
-            self.log_table("row", ["key", "value"], [[key, value] for key, value in row.items()])
-            self.writer.close()
+        for key in ("status", "command"):
+            self.writer.add_text(key, row[key])
+        self.log_table("row", ["key", "value"], [[key, value] for key, value in row.items()])
+        self.writer.close()
 
     def view_line(self, folder: Path) -> str | None:
         folder = folder.parent if folder.name == "*" else folder
@@ -248,7 +322,7 @@ TRACKERS = {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
 
 def make_tracker(config: LoggerConfig) -> Tracker:
     """Return the tracker that logger.name chooses. Raises UserError if its package is not installed."""
-    return TRACKERS[config.name](config)
+    return SafeTracker(TRACKERS[config.name](config))
 
 
 def track_ended_run(config: LoggerConfig, folder: Path, row: dict) -> None:

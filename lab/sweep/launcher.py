@@ -27,7 +27,7 @@ from runtime.config import check, parse, quote_override
 from runtime.ranks import world_size
 from runtime.run import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
-from runtime.trackers import LoggerConfig, make_tracker, track_ended_run
+from runtime.trackers import LONGEST, LoggerConfig, make_tracker, track_ended_run
 from terminal import printable
 
 EXACT = "prompt"  # scripts.generate quotes the value of this key for Hydra; the jobs get the value that the user typed
@@ -127,7 +127,7 @@ class Launcher(launcher.Launcher):
             print(f"folder   {folder}", flush=True)
             left = [job for job in jobs if not job.done]
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
-            self.track_failures(left, replace(cfg.logger, group=cfg.logger.group or folder.name))
+            self.track_failures(left, replace(cfg.logger, group=cfg.logger.group or folder.name[: LONGEST["group"]]))
         print_table(jobs)
         if line := tracker.view_line(folder / "*"):
             print(line)
@@ -157,7 +157,7 @@ class Launcher(launcher.Launcher):
         logger = self.config.logger
         if logger.name == "none" or logger.group is not None:
             return []
-        return [f"logger.group={quote_override(folder.name)}"]
+        return [f"logger.group={quote_override(folder.name[: LONGEST['group']])}"]
 
     def track_failures(self, jobs: list[SweepJob], logger: LoggerConfig) -> None:
         """Send to the tracker the rows of jobs that ended without a status, such as killed jobs."""

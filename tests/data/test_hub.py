@@ -220,6 +220,18 @@ def test_files_that_datasets_passes_over_are_a_warning(folder, tmp_path, capsys)
     assert capsys.readouterr().err == ""
 
 
+def test_a_cache_that_cannot_be_written_is_named_by_its_path(folder, tmp_path, monkeypatch):
+    """Root may write everywhere, but not below a file."""
+    import datasets
+
+    cache = tmp_path / "file"
+    cache.touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache / "datasets"))
+    with pytest.raises(DataError, match=f"data set {folder} .*{cache}.*Not a directory; set HF_HOME to a") as error:
+        texts_of(Hub(str(folder)))
+    assert "\n" not in str(error.value)
+
+
 def disconnect(monkeypatch):
     """Make every look-up of a host name fail after a minute."""
     import socket

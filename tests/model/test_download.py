@@ -159,6 +159,19 @@ def test_a_part_of_the_weights_that_is_missing_in_the_cache_is_downloaded(
         read_pretrained("openai-community/gpt2")
 
 
+def test_a_cache_that_cannot_be_written_is_named_by_its_path(hub, server, monkeypatch, tmp_path, caplog):
+    """Root may write everywhere, but not below a file."""
+    from huggingface_hub import constants
+
+    cache = tmp_path / "file"
+    cache.touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
+    with pytest.raises(UserError, match=f"{cache}.*Not a directory; set HF_HOME to a folder that can be") as error:
+        read_shape("openai-community/gpt2")
+    assert "\n" not in str(error.value)
+    assert caplog.records == []
+
+
 def test_no_network(hub, monkeypatch):
     """A hub that refuses, is silent, or whose name is not found gives an error of one line; so does HF_HUB_OFFLINE.
 

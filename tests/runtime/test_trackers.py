@@ -11,12 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from runtime.trackers import LoggerConfig, TensorBoard, last_step, make_tracker, track_ended_run
+from lab.start import ensure_home
+from runtime import trackers
+from runtime.trackers import LoggerConfig, TensorBoard, Tracker, last_step, make_tracker, track_ended_run
 
 WANDB = str(Path(sys.executable).with_name("wandb"))
 SMALL = (
@@ -185,16 +189,141 @@ def test_the_run_continues_offline_when_there_is_no_api_key(hotswap, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("new_wandb")
 def test_the_run_continues_offline_when_the_server_does_not_answer(hotswap, tmp_path, monkeypatch):
+    """A line before the wait says how long it is."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr("runtime.trackers.INIT_SECONDS", 3)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # nobody listens on this port, and no other process can take it
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{unused.getsockname()[1]}")
-        code, _out, err = hotswap(*SMALL, "logger.mode=online")
+        server = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", server)
+        code, out, err = hotswap(*SMALL, "logger.mode=online")
     assert code == 0
+    assert out.startswith(f"wandb    connecting to {server}, for at most 3 s\ndevice ")
     assert err.startswith("warning: the run continues offline; `wandb sync` uploads it: ")
     assert err.count("\n") == 1
     assert json.loads(inspect(tmp_path / "run", "--summary"))["state"] == "finished"
+
+
+class Server(BaseHTTPRequestHandler):
+    """W&B's server, as far as the start of a run needs it."""
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        project = {"id": "1", "name": "hotswap", "entity": {"id": "1", "name": "me"}}
+        name = request.get("variables", {}).get("name")
+        bucket = {"id": "1", "name": name, "displayName": "", "config": "{}", "historyLineCount": 0, "project": project}
+        is_start = "upsertBucket" in request.get("query", "")
+        data = {"upsertBucket": {"bucket": bucket, "inserted": True}} if is_start else {"model": None}
+        body = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("new_wandb")
+def test_the_end_of_a_run_does_not_wait_for_a_server_that_has_gone(hotswap, tmp_path, monkeypatch):
+    """W&B alone would wait without a limit. The rest of its data stays on the disk."""
+    from model import capture
+
+    server, step = ThreadingHTTPServer(("127.0.0.1", 0), Server), capture.train_step
+    server.handle_error = lambda *_: None  # the connections break when the server ends
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def end_server_after_step_3(model, optimizer, batches, lr):
+        if optimizer.steps == 3:
+            server.shutdown()
+            server.server_close()
+        return step(model, optimizer, batches, lr)
+
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("runtime.trackers.FINISH_SECONDS", 2)
+    monkeypatch.setattr(capture, "train_step", end_server_after_step_3)
+    code, out, err = hotswap(*SMALL, "logger.mode=online")
+    [run] = (tmp_path / "run/wandb").glob("run-*")
+    assert code == 0
+    assert "wandb    uploading what is left, for at most 2 s\n" in out
+    reason = f"the upload took more than 2 s; to upload the rest: wandb sync {run}"
+    assert err == f"warning: W&B failed ({reason}), and the run continues without it; metrics.jsonl has all figures\n"
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("method", ["start", "log", "log_table", "finish"])
+def test_a_tracker_that_raises_anything_never_ends_a_run(hotswap, tmp_path, monkeypatch, name, method):
+    """It is one warning of one line, and the tracker gets no further calls."""
+    calls = []
+
+    def fail(*_):
+        calls.append(method)
+        raise RuntimeError("no\nway")
+
+    monkeypatch.setattr("runtime.trackers.find_spec", lambda name: True)
+    for quiet in ("start", "log", "log_table", "finish"):
+        monkeypatch.setattr(trackers.TRACKERS[name], quiet, fail if quiet == method else getattr(Tracker, quiet))
+    code, _, err = hotswap(*SMALL, f"logger={name}", "train.max_steps=2", "train.sample_tokens=1")
+    title = {"wandb": "W&B", "tensorboard": "TensorBoard"}[name]
+    why = f"warning: {title} failed (no way), and the run continues without it; metrics.jsonl has all figures\n"
+    assert (code, err, calls) == (0, why, [method])
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
+
+
+@pytest.fixture
+def no_home(monkeypatch):
+    """HOME is not set, and this user has no entry in the password file, as in some containers."""
+
+    def find_no_entry(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", find_no_entry)
+
+
+@pytest.mark.usefixtures("new_wandb", "no_home")
+def test_the_run_continues_without_wandb_without_a_home(hotswap, tmp_path):
+    """Here the command's start has not made a home."""
+    code, _, err = hotswap(*SMALL, "train.max_steps=1")
+    assert (code, err) == (0, "warning: the run continues without W&B: Could not determine home directory.\n")
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
+
+
+@pytest.mark.usefixtures("no_home")
+def test_a_command_makes_a_home_if_there_is_none(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")  # rank 0 alone prints the line
+    monkeypatch.setenv("HOME", "")  # monkeypatch removes the new HOME after the test
+    monkeypatch.delenv("HOME")
+    ensure_home()
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("RANK")
+    assert capsys.readouterr().err == ""
+    for _ in range(2):  # the second time, there is one
+        ensure_home()
+    assert Path.home() == tmp_path / ".cache/home"
+    where = f"caches go to {tmp_path}/.cache/home; HOME=FOLDER sets another one"
+    line = f"warning: this user has no home folder, so {where}"
+    assert capsys.readouterr().err == f"{line}\n"
+    monkeypatch.setenv("HOME", "/")  # docker sets it
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    ensure_home()
+    assert (Path.home(), capsys.readouterr().err) == (tmp_path / ".cache/home", f"{line}\n")
+
+
+@pytest.mark.usefixtures("new_wandb")
+def test_wandb_prints_nothing_if_its_cache_cannot_be_written(hotswap, tmp_path, monkeypatch):
+    """Its process writes its log below the run's folder instead. Otherwise it prints the log."""
+    (tmp_path / "file").touch()  # root may write everywhere, but not below a file
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file/cache"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", "")  # monkeypatch removes the variable after the test
+    monkeypatch.delenv("WANDB_CACHE_DIR")
+    assert hotswap(*SMALL, "train.max_steps=1")[::2] == (0, "")
+    assert [*tmp_path.glob("run/wandb/**/core-debug-*.log")]
 
 
 def test_the_run_continues_without_wandb_when_wandb_does_not_start(hotswap, tmp_path, monkeypatch):
