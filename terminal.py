@@ -1,7 +1,12 @@
-"""What is safe to print on a terminal. All rooms may import this file, and it imports none of them."""
+"""What is safe to print on a terminal, and commands to paste into it. All rooms may import this file.
+
+It imports none of them.
+"""
 
 import io
 import os
+import re
+import shlex
 import sys
 
 # Control characters could move the cursor or change the terminal's colours. Tab and line feed are harmless
@@ -36,3 +41,45 @@ def accept_any_encoding() -> None:
             stream.reconfigure(errors="backslashreplace")
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+
+
+def shell_command(*words: str | os.PathLike) -> str:
+    """Return the words as a command for a shell. A Path that begins with - gets ./ in front, because it is no flag."""
+    return shlex.join(f"./{word}" if _looks_like_a_flag(word) else str(word) for word in words)
+
+
+def _looks_like_a_flag(word: str | os.PathLike) -> bool:
+    return isinstance(word, os.PathLike) and str(word).startswith("-")
+
+
+def override(key: str, value: object) -> str:
+    """Return the argument key=value of a command, with which Hydra reads exactly this value.
+
+    The value is a text, a path, a number, a bool, None, or a list of them. shell_command() adds the quotes for a shell.
+    """
+    return f"{key}={_hydra_value(value)}"
+
+
+def _hydra_value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_hydra_value(element) or quote_exactly('') for element in value)}]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return quote_override(str(value)) if isinstance(value, str | os.PathLike) else str(value)
+
+
+def quote_override(value: str) -> str:
+    """Quote the value of an override if Hydra would read it as something else: syntax, a number, a bool or null."""
+    is_plain = re.fullmatch(r"(?!\.\d)[a-z_./][\w./:%@+-]*", value, re.ASCII | re.IGNORECASE)
+    if value == "" or (is_plain and value.lower() not in ("null", "true", "false", "nan", "inf")):
+        return value
+    return quote_exactly(value)
+
+
+def quote_exactly(value: str) -> str:
+    """Return the value in quotes. Hydra and OmegaConf then read exactly this text, with any ( , $ \\ or = in it."""
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # otherwise OmegaConf would interpolate
+    # Double the backslashes before a quote and at the end, because they would escape the quote; then escape the quote
+    value = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    value = re.sub(r"(\\*)\Z", r"\1\1", value)
+    return f'"{value}"'

@@ -198,7 +198,7 @@ def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
 def complete_config(cfg: DictConfig) -> None:
     """Refuse sweep=wandb, and with init_from take the shape of the model from its source."""
     check("program" not in cfg.sweep, "sweep=wandb is W&B's: run `wandb sweep configs/sweep/wandb.yaml`")
-    pretrained.take_model_config(cfg, commands.CONFIGS)
+    pretrained.take_model_config(cfg)
 
 
 @commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)

@@ -6,7 +6,6 @@ loader.py cuts the shards into batches. open_dataset() and prepare() go from the
 
 import hashlib
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from data.hub import Hub
 from data.pipeline import count_recorded_documents, is_complete, write_shards
 from data.shards import Shard, digest, open_nanogpt_shards, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
+from terminal import override, shell_command
 
 SOURCES = {"stdlib": stdlib_source, "text": text_source, "hub": Hub}
 CONFIGS = Path(__file__).parent.parent / "configs" / "data"
@@ -156,7 +156,7 @@ def nanogpt_folder(config: DataConfig) -> Path:
 
 def prepare_command(config: DataConfig) -> str:
     """Return the shell command that prepares this data set."""
-    return shlex.join(["python", "-m", "scripts.prepare", *config_arguments(config)])
+    return shell_command("python", "-m", "scripts.prepare", *config_arguments(config))
 
 
 def config_arguments(config: DataConfig) -> list[str]:
@@ -169,5 +169,5 @@ def config_arguments(config: DataConfig) -> list[str]:
     arguments = [f"data={config.name if defaults else config.source}"]
     for key, value in asdict(config).items():
         if defaults.get(key) != value:
-            arguments.append(f"data.{key}={'null' if value is None else value}")
+            arguments.append(override(f"data.{key}", value))
     return arguments

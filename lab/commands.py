@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from kernels.names import KernelError, backend_names, config_groups
 from runtime import config
+from terminal import override
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 T = TypeVar("T")
@@ -51,8 +52,7 @@ def take_training() -> None:
     """Make the arguments after `--`, which are train.py's, the value of `training`."""
     if "--" in sys.argv:
         split = sys.argv.index("--")
-        words = ",".join(map(config.quote_exactly, sys.argv[split + 1 :]))
-        sys.argv[split:] = [f"training=[{words}]"]
+        sys.argv[split:] = [override("training", sys.argv[split + 1 :])]
 
 
 def answer_help(name: str) -> None:

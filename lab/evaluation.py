@@ -5,7 +5,6 @@ cuts the text. The tokenizer's `lengths` give the bytes of each token. An end of
 """
 
 import math
-import shlex
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from model.gpt import GPT
 from model.pretrained import Pretrained, tokenizer_of
 from runtime import checkpoint
 from runtime.config import check, parse
+from terminal import shell_command
 
 
 class EvaluationText(NamedTuple):
@@ -66,7 +66,7 @@ def check_same_text(source: Pretrained, recorded: dict, dataset: Dataset, config
     check(
         not differ,
         f"the data of {source.name} changed after its training (different: {', '.join(differ)}): restore it, or "
-        f"evaluate on the new data with {shlex.join(config_arguments(config))}",
+        f"evaluate on the new data with {shell_command(*config_arguments(config))}",
     )
 
 

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from checked_json import read_line
 from kernels.tuned import device_slug
-from runtime.config import UserError, command_line
+from runtime.command import command_line
+from runtime.config import UserError
 from runtime.run import make_folder
 from runtime.trackers import Tracker
 

@@ -10,7 +10,6 @@ activation.
 """
 
 import re
-from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
@@ -65,7 +64,7 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
     return {**pretrained.model, **{key: asked[key] for key in asked if key in ("block_size", *MAY_DIFFER)}}
 
 
-def take_model_config(cfg: DictConfig, configs: Path) -> None:
+def take_model_config(cfg: DictConfig) -> None:
     """Complete the group `model` of a composed config.
 
     With init_from it takes the shape from the source, or, for a resumed run, from the checkpoint, because the source
@@ -77,7 +76,7 @@ def take_model_config(cfg: DictConfig, configs: Path) -> None:
         take_vocabulary(cfg, "data.tokenizer")
         return
     check(isinstance(name, str), f"init_from={name} is not text: write init_from=./{name} for a folder of this name")
-    asked = command_line_values(cfg, "model", configs)
+    asked = command_line_values(cfg, "model")
     if "vocab_size" in asked and asked["vocab_size"] is None:
         del asked["vocab_size"]
     if saved := checkpoint_model_config(cfg.out_dir, cfg.train.resume):

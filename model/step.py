@@ -24,7 +24,7 @@ from model.sources import Pretrained
 from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
 from runtime.schedule import TrainConfig
-from terminal import warn
+from terminal import shell_command, warn
 
 MOST_KEPT = 10  # files of a run with the batch of a refused step, or of a spike
 MIN_LOSSES = 10  # with fewer, no median is computed
@@ -180,16 +180,17 @@ def check_losses(model: GPT, optimizer: Optimizer, batches: Loader, folder: Path
     what = f"loss or gradient norm of step {step} is not finite"
     reason = why_nan(model)
     check(not reason, f"{what}, and its update was not made ({where}): {reason}")
+    blame = shell_command("python", "-m", "scripts.blame", folder)
     check(
         t.on_nonfinite == "skip",
-        f"the run has diverged: {what}, and its update was not made ({where}): python -m scripts.blame {folder} names "
+        f"the run has diverged: {what}, and its update was not made ({where}): {blame} names "
         "the op; lower optim.learning_rate, or pass over such steps with train.on_nonfinite=skip",
     )
     in_a_row = int(optimizer.refused_in_a_row)
     check(
         in_a_row < t.max_skips,
         f"the run has diverged: the last {in_a_row} steps had a loss or gradient norm that is not finite, and "
-        f"train.max_skips={t.max_skips}: python -m scripts.blame {folder} names the op, or lower optim.learning_rate",
+        f"train.max_skips={t.max_skips}: {blame} names the op, or lower optim.learning_rate",
     )
     if optimizer.ranks.is_main:
         warn(f"{what}; skipped ({int(optimizer.refused)} so far); {where}")

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 from hydra._internal import config_repository
+from hydra._internal.utils import get_args_parser
 from hydra.core.plugins import Plugins
 
 from terminal import printable
@@ -69,6 +70,22 @@ def shorten_argparse_errors() -> None:
     argparse also prints the usage, which takes 8 lines, and hydra.main gives no access to its parser (hydra-core 1.3).
     """
     argparse.ArgumentParser.error = lambda _, message: sys.exit(f"error: {printable(message)}")
+
+
+def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's flags in `words`, such as --config-dir=FOLDER, and the overrides.
+
+    Hydra's parser (hydra-core 1.3) refuses overrides on both sides of a flag, and -m after an override. Exits with one
+    line if a flag is wrong.
+    """
+    arguments = vars(get_args_parser().parse_intermixed_args(words))
+    overrides = arguments.pop("overrides")
+    flags = ["-m"] if arguments.pop("multirun") else []
+    for name, value in arguments.items():
+        if value not in (None, False):
+            flag = f"--{name.replace('_', '-')}"
+            flags.append(flag if value is True else f"{flag}={value}")
+    return flags, overrides
 
 
 def register_hydra_plugins(module: ModuleType, *plugins: type) -> None:

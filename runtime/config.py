@@ -10,7 +10,6 @@ import difflib
 import importlib
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -25,10 +24,10 @@ from hydra.errors import OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from runtime import compat
+from runtime import command, compat
 from runtime.interrupt import exit_on_early_interrupt
 from runtime.signals import exit_quietly
-from terminal import printable
+from terminal import printable, quote_exactly, shell_command
 
 T = TypeVar("T")
 TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are text, so `~` at the start is not expanded
@@ -126,13 +125,14 @@ class Task:
         if module == "__main__":
             spec, file = sys.modules[module].__spec__, sys.modules[module].__file__
             module = spec.name if spec else Path(file).stem
-        return import_task, (module,)
+        return import_task, (module, command.program(), [*command.flags])
 
 
-def import_task(module: str) -> Task:
-    """Return the task of a program in this process."""
+def import_task(module: str, program: list[str], flags: list[str]) -> Task:
+    """Return the task of a program in this process, whose commands start the program with these flags of Hydra."""
     task = importlib.import_module(module).main.new_task()
     task.unpickled = True
+    command.use_program(program, flags)
     return task
 
 
@@ -144,10 +144,11 @@ def run_hydra(configs: Path, name: str, task: Callable[[DictConfig], None]) -> N
     OmegaConf.register_new_resolver(
         "commented_config", lambda *, _root_: commented_yaml(_root_, configs, name), replace=True
     )
-    # Hydra accepts -m only before the overrides
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise its errors instead of printing them
     compat.shorten_argparse_errors()
+    flags, overrides = compat.split_flags(sys.argv[1:])
+    sys.argv[1:] = [*flags, *overrides]
+    command.flags[:] = [flag for flag in flags if flag.startswith("--config-")]
     hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(task)()
 
 
@@ -251,10 +252,11 @@ def explain_error(error: Exception, schema: type) -> str:
         key, equals, value = " ".join(error.override.split()).partition("=")
         if not equals:
             return f"{key}: arguments are key=value; --help lists the keys"
-        return (
-            f"{key}={value}: Hydra reads ( ) [ ] {{ }} = , ~ $ and quotes as syntax; quote the value for Hydra too, "
-            f"inside the quotes for the shell: {shlex.quote(f'{key}={quote_exactly(value)}')}"
-        )
+        reason = "Hydra reads ( ) [ ] { } = , ~ $ and quotes as syntax"
+        if not value.isascii():
+            reason += ", and letters beyond ASCII in quotes only"
+        quoted = shell_command(f"{key}={quote_exactly(value)}")
+        return f"{key}={value}: {reason}; quote the value for Hydra too, inside the quotes for the shell: {quoted}"
     if match := re.search(r"'(.*)'. No match in the defaults list.\nTo append to your default list use (\S+)", message):
         return f"{match[2].lstrip('+')}: this group has no default choice; add a choice with a plus: {match[2]}"
     if match := re.match(r"Could not override '([^']+)'", message):
@@ -280,55 +282,25 @@ def explain_key(key: str, known: list[str]) -> str:
     return f"unknown key {key}; {hint}"
 
 
-def command_line(**changes: str) -> str:
-    """Return the shell command that runs this job again, with other values for the keys in `changes`.
-
-    In a sweep it is the command of the current job alone. A program below the current folder has a relative path, so
-    that the command of a kept row names no folder of this machine.
-    """
-    arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else sys.argv[1:]
-    unchanged = [word for word in arguments if word.partition("=")[0].lstrip("+") not in changes]
-    module = getattr(sys.modules["__main__"].__spec__, "name", "")
-    path, here = Path(sys.argv[0]), Path.cwd()
-    file = path.relative_to(here) if path.is_relative_to(here) else path
-    program = ["-m", module] if module.startswith("scripts.") else [str(file)]
-    launcher = ["python"]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        machines, address = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ["MASTER_ADDR"]
-        several = [f"--nnodes={machines}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}"]
-        rendezvous = ["--standalone"] if machines == "1" else several
-        launcher = ["torchrun", *rendezvous, f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
-    changed = [f"{key}={quote_override(value)}" for key, value in changes.items()]
-    return shlex.join([*launcher, *program, *unchanged, *changed])
-
-
-def quote_override(value: str) -> str:
-    """Quote the value of an override if Hydra's grammar would read one of its characters as syntax."""
-    if re.fullmatch(r"[\w./:%@+-]*", value):
-        return value
-    return quote_exactly(value)
-
-
-def quote_exactly(value: str) -> str:
-    """Return the value in quotes. Hydra and OmegaConf then read exactly this text, with any ( , $ \\ or = in it."""
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # otherwise OmegaConf would interpolate
-    # Double the backslashes before a quote and at the end, because they would escape the quote; then escape the quote
-    value = re.sub(r'(\\*)"', r'\1\1\\"', value)
-    value = re.sub(r"(\\*)\Z", r"\1\1", value)
-    return f'"{value}"'
-
-
-def command_line_values(cfg: DictConfig, group: str, configs: Path) -> dict:
+def command_line_values(cfg: DictConfig, group: str) -> dict:
     """Return the keys of `group` that the command line sets, one by one or by a choice of the group: {key: value}."""
-    arguments = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     keys: list[str] = []
-    for word in arguments:
+    for word in command.arguments():
         key, _, value = word.lstrip("+").partition("=")
         if key == group:
-            keys.extend(OmegaConf.load(configs / group / f"{value}.yaml"))
+            keys.extend(choice_keys(group, value.strip("'\"")))
         elif key.startswith(f"{group}."):
             keys.append(key.removeprefix(f"{group}."))
     return {key: cfg[group][key] for key in keys if key in cfg[group]}
+
+
+def choice_keys(group: str, choice: str) -> list[str]:
+    """Return the keys that the file of a choice sets, also through its defaults. --config-dir may have added it."""
+    folders = [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
+    files = [file for folder in folders if (file := folder / group / f"{choice.removesuffix('.yaml')}.yaml").exists()]
+    content = OmegaConf.load(files[0]) if files else {}
+    defaults = [name for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
+    return [*(key for name in defaults for key in choice_keys(group, name)), *content]
 
 
 def commented_yaml(cfg: DictConfig, configs: Path, name: str) -> str:

@@ -207,38 +207,45 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
     return {
         "device": device_name(device),
         "gpu": str(torch.cuda.get_device_properties(device).uuid) if cuda else None,
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[0] if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "torch": torch.__version__,
         "triton": version("triton") if find_spec("triton") else None,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
-        "git_commit": git_commit(),
+        **git_commit(),
     }
 
 
-def git_commit() -> str | None:
-    """Return "<sha>" or "<sha>-dirty", or the text of the variable HOTSWAP_COMMIT if it is set.
+def git_commit() -> dict[str, str | None]:
+    """Return {"git_commit": "<sha>"} or "<sha>-dirty", or the text of the variable HOTSWAP_COMMIT if it is set.
 
-    HOTSWAP_COMMIT is for a copy of the tree without its history. None if the commit is unknown.
+    HOTSWAP_COMMIT is for a copy of the tree without its history. If the commit is unknown, it is None, and
+    "git_commit_missing" says why.
     """
     if commit := os.environ.get("HOTSWAP_COMMIT"):
-        return commit
+        return {"git_commit": commit}
     if not (ROOT / ".git").exists():  # git would use a repo in a parent folder
-        return None
-    return _first_line("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        why = "the repo's folder has no .git: HOTSWAP_COMMIT=SHA names the commit of a copy"
+        return {"git_commit": None, "git_commit_missing": why}
+    line, why = _first_line("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return {"git_commit": line} if line else {"git_commit": None, "git_commit_missing": why}
 
 
-def _first_line(*command: str) -> str | None:
-    """Return the first line that a command prints in the repo's root.
+def _first_line(*command: str) -> tuple[str | None, str | None]:
+    """Return (the first line that a command prints in the repo's root, None), or (None, why there is no line).
 
-    None if the command is missing, fails, prints nothing or takes more than 10 s.
+    The command may take 10 s.
     """
     if shutil.which(command[0]) is None:
-        return None
+        return None, f"{command[0]} is not installed"
     try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
+        options = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
+        result = subprocess.run(command, cwd=ROOT, timeout=10, **options)
     except subprocess.TimeoutExpired:
-        return None
-    return result.stdout.splitlines()[0] if result.returncode == 0 and result.stdout else None
+        return None, f"{command[0]} took more than 10 s"
+    if result.returncode == 0 and result.stdout:
+        return result.stdout.splitlines()[0], None
+    why = result.stderr.splitlines() or [f"exit code {result.returncode}"]
+    return None, f"{command[0]} failed: {why[0]}"

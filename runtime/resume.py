@@ -14,9 +14,10 @@ from runtime.checkpoint import (
     step_number,
     verify,
 )
-from runtime.config import UserError, check, command_line
+from runtime.command import command_line
+from runtime.config import UserError, check
 from runtime.run import KILLED, explain_unwritable, make_unique_folder, read_row, write_row
-from terminal import printable
+from terminal import override, printable, shell_command
 
 
 def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
@@ -119,7 +120,7 @@ def check_same_run(
     if differences:
         raise UserError(
             f"train.resume={path} is of another run: {', '.join(differences)}; pass the checkpoint's values, or start "
-            f"a new run from its weights: init_from={path}"
+            f"a new run from its weights: {shell_command(override('init_from', path))}"
         )
 
 

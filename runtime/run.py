@@ -22,7 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from checked_json import add_crc32, read_line, write_atomically
-from runtime.config import UserError, check, command_line
+from runtime.command import command_line
+from runtime.config import UserError, check
 from runtime.ranks import Ranks
 from runtime.signals import find_interrupt
 from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker

@@ -6,7 +6,6 @@ A run's own files are complete without a tracker, and a tracker that fails never
 import contextlib
 import os
 import re
-import shlex
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from textwrap import shorten
 
 from checked_json import read_line
 from runtime.config import check
-from terminal import printable, warn
+from terminal import printable, shell_command, warn
 
 INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues offline
 FINISH_SECONDS = 60  # how long the end of a run waits for W&B's upload
@@ -73,8 +72,8 @@ class Tracker:
     def finish(self, row: dict) -> None:
         """End a run that has succeeded or failed. `row` is the result row."""
 
-    def view_line(self, folder: Path) -> str | None:
-        """Return the line that says how to see the run in `folder`, or the runs in `FOLDER/*`; None without advice."""
+    def view_line(self, folder: Path, sweep: bool = False) -> str | None:
+        """Return the line that says how to see the run in `folder`, or the runs of a sweep; None without advice."""
 
     def abandon(self) -> None:
         """End what is left of the tracker after a failure."""
@@ -102,8 +101,8 @@ class SafeTracker(Tracker):
     def finish(self, row: dict) -> None:
         self._pass_on(self.tracker.finish, row)
 
-    def view_line(self, folder: Path) -> str | None:
-        return self.tracker.view_line(folder)
+    def view_line(self, folder: Path, sweep: bool = False) -> str | None:
+        return self.tracker.view_line(folder, sweep)
 
     def _pass_on(self, method: Callable, *arguments) -> None:
         if self.failed:
@@ -165,8 +164,8 @@ class Wandb(Tracker):
             try:
                 self.run.finish(exit_code=0 if row["status"] == "ok" else 1)
             except TimeoutError:
-                rest = shlex.quote(str(Path(self.run.dir).parent))
-                why = f"the upload took more than {FINISH_SECONDS} s; to upload the rest: wandb sync {rest}"
+                rest = shell_command("wandb", "sync", Path(self.run.dir).parent)
+                why = f"the upload took more than {FINISH_SECONDS} s; to upload the rest: {rest}"
                 raise TimeoutError(why) from None
 
     def abandon(self) -> None:
@@ -174,12 +173,11 @@ class Wandb(Tracker):
 
         wandb.teardown()  # otherwise W&B fails again at exit, with a traceback
 
-    def view_line(self, folder: Path) -> str | None:
-        runs = "wandb/offline-run-*"
-        if not list(folder.parent.glob(f"{folder.name}/{runs}")):
+    def view_line(self, folder: Path, sweep: bool = False) -> str | None:
+        below = f"{'*/' if sweep else ''}wandb/offline-run-*"
+        if not list(folder.glob(below)):
             return None
-        name = "*" if folder.name == "*" else shlex.quote(folder.name)
-        return printable(f"wandb    offline; to upload: wandb sync {shlex.quote(str(folder.parent))}/{name}/{runs}")
+        return printable(f"wandb    offline; to upload: {shell_command('wandb', 'sync', folder)}/{below}")
 
 
 def require_wandb() -> None:
@@ -304,9 +302,8 @@ class TensorBoard(Tracker):
         self.log_table("row", ["key", "value"], [[key, value] for key, value in row.items()])
         self.writer.close()
 
-    def view_line(self, folder: Path) -> str | None:
-        folder = folder.parent if folder.name == "*" else folder
-        return printable(f"board    tensorboard --logdir {shlex.quote(str(folder))}")
+    def view_line(self, folder: Path, sweep: bool = False) -> str | None:
+        return printable(f"board    {shell_command('tensorboard', '--logdir', folder)}")
 
 
 def last_step(metrics: Path) -> int | None:

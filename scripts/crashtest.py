@@ -21,8 +21,10 @@ import train
 from lab.commands import command, take_training
 from lab.crashtest import DAMAGES, KILL, KINDS, SMALL, Disturbed, Fault, arm, draw_faults, read_figures, table
 from runtime.checkpoint import checkpoint_folders
-from runtime.config import check, quote_override
+from runtime.command import flags
+from runtime.config import check
 from runtime.run import make_folder, read_row
+from terminal import override
 
 
 @dataclass
@@ -114,7 +116,7 @@ def run_child(words: list[str], folder: Path, fault: Fault | None, largest: int)
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
-    sys.argv = ["train.py", *words, f"out_dir={quote_override(str(folder))}"]
+    sys.argv = ["train.py", *flags, *words, override("out_dir", folder)]
     sys.modules["__main__"] = train  # the row's command is then `python train.py ...`
     GlobalHydra.instance().clear()
     if fault:

@@ -5,7 +5,6 @@ speed of a step that only reads the weights and the KV cache, at the bandwidth o
 gets the figures. Without a prompt on a terminal, the script asks for one prompt after another, and writes no folder.
 """
 
-import shlex
 import sys
 from dataclasses import dataclass
 
@@ -24,7 +23,8 @@ from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
 from model.generate import stream
-from runtime.config import UserError, check, command_line
+from runtime.command import command_line
+from runtime.config import UserError, check
 from runtime.console import model_header, power_line
 from runtime.device import GIB, environment, explain_out_of_memory, reset_peak_memory, select_device
 from runtime.power import PowerMeter
@@ -96,8 +96,7 @@ def main(cfg: Config) -> None:
         explain_out_of_memory(work, "one of them, or choose precision=bf16"),
     ):
         if cfg.prompt is not None:
-            # quoted for a shell only: main_with_exact_prompt() adds Hydra's quotes again
-            run.row["command"] = command_line(prompt="") + shlex.quote(cfg.prompt)
+            run.row["command"] = command_line(prompt=cfg.prompt)
         summary = generate(run, recipe, chosen, cfg.max_new_tokens, device, cfg.proof, cfg.raw)
         print(f"{summary}\ndone     {run.folder / 'result.json'}")
 

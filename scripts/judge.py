@@ -31,12 +31,13 @@ from lab.judge.claim import (
 from lab.judge.verdict import judge_claim, page, speed_figure
 from lab.recipe import Recipe
 from lab.rows import track_rows, write_rows
-from runtime.config import UserError, check, command_line, parse, quote_override
+from runtime.command import command_line, flags
+from runtime.config import UserError, check, parse
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import printable
+from terminal import override, printable, shell_command
 from train import Config as TrainConfig
 from train import complete_config
 
@@ -73,7 +74,7 @@ def main(cfg: Config) -> None:
             claim = Claim(cfg.op, cfg.impl, cfg.against)
             row = settle(claim, cfg.training, cfg.repeats, cfg.rounds, cfg.limit, cfg.device, folder)
     except Stopped:
-        again = judge_command(cfg.training, f"out_dir={quote_override(str(folder))}")
+        again = judge_command(cfg.training, override("out_dir", folder))
         print(printable(f"stopped  before the verdict; continue with: {again}"))
         raise
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
@@ -91,7 +92,7 @@ def main(cfg: Config) -> None:
 def judge_command(training: list[str], *added: str) -> str:
     """Return the shell command that judges this claim again."""
     words = [word for word in shlex.split(command_line()) if not word.startswith(("out_dir=", "training="))]
-    return shlex.join([*words, *added, *(["--", *training] if training else [])])
+    return shell_command(*words, *added, *(["--", *training] if training else []))
 
 
 def settle(
@@ -143,7 +144,7 @@ def train(words: list[str], folder: Path) -> None:
 
     After the first signal, the sweep ends its runs after their step. After the second signal, it ends them at once.
     """
-    program = [sys.executable, str(ROOT / "train.py"), *words, f"out_dir={quote_override(str(folder))}"]
+    program = [sys.executable, str(ROOT / "train.py"), *flags, *words, override("out_dir", folder)]
     child = subprocess.Popen(program, stdin=subprocess.DEVNULL, process_group=0)  # Ctrl-C reaches this process only
     stopped = None
     try:

@@ -6,7 +6,6 @@ a prompt of T tokens is prefilled and 64 new tokens follow. The search is in lab
 
 import json
 import os
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +34,15 @@ from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig
 from model.parallel import check_context_divides
 from model.vocabulary import take_vocabulary
-from runtime.config import check, command_line
+from runtime.command import arguments, command_line, flags
+from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.ranks import join_ranks, rank_device, started_by_torchrun, world_size
 from runtime.resume import choose_folder
 from runtime.run import Run, read_row
 from runtime.signals import Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import printable
+from terminal import printable, shell_command
 
 
 @dataclass
@@ -198,7 +198,7 @@ def main(cfg: Config) -> None:
     if row and row["status"] == "ok" and is_same_search(row, config):
         print(printable(f"done     before: {out_dir}/result.json"))
         return
-    prober = Prober(["-m", "scripts.max_context", *hydra.overrides.task], cfg.probe_minutes)
+    prober = Prober(["-m", "scripts.max_context", *flags, *arguments()], cfg.probe_minutes)
     with Signals():
         prediction = prober.predict(modes[0])
         failure = prediction.failure or ""
@@ -219,7 +219,7 @@ def main(cfg: Config) -> None:
         except Stopped:
             command = command_line(out_dir=str(folder))
             if is_sweep:  # command_line() gives only one search of the sweep
-                command = shlex.join(["python", "-m", "scripts.max_context", *sys.argv[1:]])
+                command = shell_command("python", "-m", "scripts.max_context", *sys.argv[1:])
             print(printable(f"stopped  before the end of the search; resume with: {command}"))
             raise
     files = [folder / "result.json"]

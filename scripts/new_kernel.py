@@ -4,15 +4,14 @@ The file is the op's template, kernels/OP/_template.py: plain PyTorch that runs 
 and the place of the Triton kernel. The command then prints how to test it.
 """
 
-import shlex
 from dataclasses import dataclass
 from keyword import iskeyword
 from pathlib import Path
 
 from kernels.names import ALL_OPS, OPS, override_key
 from lab.commands import command
-from runtime.config import UserError, check, quote_override
-from terminal import printable
+from runtime.config import UserError, check
+from terminal import override, printable, shell_command
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_FREE = "compile"  # means torch.compile, where the name of a backend is expected
@@ -50,20 +49,20 @@ def write_file(file: Path, text: str) -> None:
 
 def commands(op: str, name: str, path: str | None) -> dict[str, str]:
     """Return {command: what it does} for the new backend. With a path, it is not in the repo."""
-    impl = quote_override(path or name)
-    choice = shlex.quote(f"{override_key(op)}={impl}")
-    added = f" --backend {shlex.quote(f'{op}={path}')}" if path else ""
+    impl, choice = path or name, override(override_key(op), path or name)
+    added = ["--backend", f"{op}={path}"] if path else []
     lines = {
-        f"python -m scripts.doctor op={op} {shlex.quote(f'impl={impl}')}": "does it run here, and is it right?",
-        f"python -m pytest tests/kernels{added} -k {name}": "every test of a backend",
+        ("-m", "scripts.doctor", f"op={op}", override("impl", impl)): "does it run here, and is it right?",
+        ("-m", "pytest", "tests/kernels", *added, "-k", name): "every test of a backend",
     }
     if op in OPS:
-        lines[f"python train.py +experiment=smoke {choice}"] = "train with it, on a CPU"
-        bench = f"python -m scripts.bench_kernels op={op} {shlex.quote(f'impl=[eager,{impl}]')}"
+        lines["train.py", "+experiment=smoke", choice] = "train with it, on a CPU"
+        bench = "-m", "scripts.bench_kernels", f"op={op}", override("impl", ["eager", impl])
         lines[bench] = "its time beside eager's and the floor, on a GPU"
     if op in ("attention", "decode"):
-        lines[f"python -m scripts.generate checkpoint=random model=tiny prompt_tokens=8 {choice}"] = "generate with it"
-    return lines
+        random = "checkpoint=random", "model=tiny", "prompt_tokens=8"
+        lines["-m", "scripts.generate", *random, choice] = "generate with it"
+    return {shell_command("python", *words): purpose for words, purpose in lines.items()}
 
 
 @command(Config, "new_kernel")

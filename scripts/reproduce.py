@@ -20,14 +20,14 @@ from lab.report.choices import rerun_command
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
-from runtime.config import UserError, check, expand_home, quote_override
+from runtime.config import UserError, check, expand_home
 from runtime.run import make_folder, read_row
 from runtime.signals import exit_quietly
-from terminal import printable
+from terminal import override, printable
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_SPEED = 2  # the exit code if the new run is faster or slower
-OWN_ENVIRONMENT = {"gpu"}  # the identity of one GPU, which no other machine has
+OWN_ENVIRONMENT = {"gpu", "git_commit_missing"}  # no other machine has the same GPU; git_commit itself is compared
 
 
 def read_source(path: Path) -> list[dict]:
@@ -88,7 +88,7 @@ def reproduction_command(row: dict, folder: Path) -> list[str]:
         known = bool(program) and Path(program[0]).name == "train.py"
         check(known, f"the row's command is neither train.py nor scripts.generate: {row['command']}")
         program = [str(ROOT / "train.py")]
-    return [sys.executable, *launcher, *program, *arguments, f"out_dir={quote_override(str(folder))}"]
+    return [sys.executable, *launcher, *program, *arguments, override("out_dir", folder)]
 
 
 def speed_line(row: dict, kept: dict, compared: Ratio) -> str:

@@ -330,6 +330,34 @@ def test_the_command_that_resumes_is_quoted(hotswap):
     assert metrics("my, (run)")[-1]["step"] == 2
 
 
+def test_a_folder_of_configs_is_in_the_command_that_resumes(hotswap):
+    """Hydra's flag may stand between the overrides."""
+    Path("my (1)/model").mkdir(parents=True)
+    Path("my (1)/model/own.yaml").write_text("defaults: [tiny]\nn_layer: 1\nn_embd: 64\n")
+    first = "+experiment=smoke", "model=own", "train.max_steps=2", "--config-dir", "my (1)", "train.stop_after=1"
+    code, out, err = hotswap(*first, "train.eval_every=0", "out_dir=run")
+    assert (code, err) == (0, "")
+    assert row()["config"]["model"]["n_embd"] == 64
+    words = shlex.split(out.partition("resume with: ")[2].splitlines()[0])
+    assert words[:3] == ["python", words[1], "--config-dir=my (1)"]
+    assert hotswap(*words[2:], "train.stop_after=null")[0] == 0
+    assert metrics()[-1]["step"] == 2
+    assert shlex.split(row()["command"])[2:-1] == [*words[2:], "train.stop_after=null"]
+
+
+def test_weights_for_a_model_from_a_folder_of_configs(hotswap):
+    """A choice may take defaults from another one. A shape that the weights do not have is refused."""
+    assert hotswap(*BASE, "train.max_steps=1", "out_dir=source")[0] == 0
+    Path("mine/model").mkdir(parents=True)
+    Path("mine/model/own.yaml").write_text("defaults: [tiny, _self_]\nn_layer: 1\n")
+    Path("mine/model/other.yaml").write_text("defaults: [own]\n")
+    words = *(word for word in BASE if not word.startswith("model.")), "init_from=source", "train.max_steps=1"
+    assert hotswap(*words, "model=own", "--config-dir=mine", "out_dir=small")[0] == 0
+    Path("mine/model/own.yaml").write_text("defaults: [tiny, _self_]\nn_layer: 3\n")
+    code, _, err = hotswap(*words, "--config-dir=mine", "model=other", "out_dir=large")
+    assert (code, err) == (1, "error: model.n_layer=3, but source at step 1 has 1: leave model.n_layer out\n")
+
+
 def test_a_run_resumes_without_the_source_of_its_weights(hotswap):
     assert hotswap(*BASE, "train.max_steps=1", "out_dir=source", "model.n_embd=64")[0] == 0
     settings = *BASE, "init_from=source", "train.max_steps=3"

@@ -19,6 +19,7 @@ from kernels.lookup import ROOT, source, source_file
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
+from terminal import override, shell_command
 
 SHIPPED = {
     "norm": "auto eager helion liger quack triton triton_recompute",
@@ -63,7 +64,8 @@ def check_new_backends(
             CACHE.mkdir(parents=True, exist_ok=True)
             write_json(paths[op], {"status": status})
     for op, status in statuses.items():
-        more = f"python -m scripts.doctor op={op} impl={chosen[op]} tells more, and kernels.check=false runs it"
+        doctor = shell_command("python", "-m", "scripts.doctor", f"op={op}", override("impl", chosen[op]))
+        more = f"{doctor} tells more, and kernels.check=false runs it"
         if first_word(status) == "undecided":
             raise KernelError(f"{source(op, chosen[op])} could not be checked ({status}): {more}")
         if first_word(status) in ERRORS:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from model.sources import Pretrained, local_path
-from runtime.config import check, quote_exactly
+from runtime.config import check
+from terminal import quote_exactly
 
 NEW_TOKENS = 128  # scripts.generate's default; fewer if the model has too few positions
 

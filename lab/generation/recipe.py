@@ -1,7 +1,6 @@
 """The keys that scripts.generate and scripts.race share, and the model, decoders and texts that these keys choose."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from model.step import build
 from model.text import Text, stop_ids
 from model.vocabulary import take_vocabulary
 from runtime.config import check, command_line_values
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @dataclass(frozen=True)
@@ -141,6 +138,6 @@ def take_random_model(cfg: DictConfig) -> None:
     if cfg.checkpoint == "random":
         take_vocabulary(cfg, "tokenizer")
         return
-    asked = command_line_values(cfg, "model", CONFIGS)
+    asked = command_line_values(cfg, "model")
     check(not asked, f"model.{next(iter(asked), '')} is for checkpoint=random; this model's shape is its checkpoint's")
     cfg.model = None

@@ -3,6 +3,7 @@
 Each figure comes with its `Entries`: page.js filters its points and copies its commands by them.
 """
 
+import itertools
 import math
 import re
 import textwrap
@@ -23,6 +24,7 @@ from lab.report.describe import (
 from lab.report.plot import PREDICTION_ERROR, Panel, figure, format_values, hover_text, scatter
 from lab.report.source import ReportSource
 from lab.rows import read_rows
+from terminal import override, shell_command
 
 # mode -> its name, the symbol of its points, and the side on which their numbers are
 MODES = {"train": ("training", "circle", "top"), "generate": ("generation", "circle-open", "bottom")}
@@ -52,9 +54,9 @@ def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> tuple[lis
     }
     panels, entries = [], {}
     for name, (title, benchmark, draw, script) in figures.items():
-        target = "keep=true" if source.from_results else f"out_dir={source.folder}/{name}"
+        target = "keep=true" if source.from_results else override("out_dir", source.folder / name)
         drawing, points = draw(source.benchmarks[benchmark], colours)
-        panels.append(Panel(name, title, TEXT[name], f"python -m scripts.{script} {target}", drawing))
+        panels.append(Panel(name, title, TEXT[name], f"python -m scripts.{script} {shell_command(target)}", drawing))
         entries |= points
     return panels, entries
 
@@ -194,9 +196,8 @@ def kernel_entry(row: dict) -> dict:
 
 
 def kernel_command(row: dict) -> str:
-    return " ".join(
-        ["python -m scripts.bench_kernels", *(f"{key}={row[key]}" for key in ("op", "shape", "impl", "dtype"))]
-    )
+    words = (override(key, row[key]) for key in ("op", "shape", "impl", "dtype"))
+    return shell_command("python", "-m", "scripts.bench_kernels", *words)
 
 
 def kernel_hover(row: dict) -> str:
@@ -236,7 +237,9 @@ def attention_figure(rows: list[dict], colours: dict[str, str]) -> tuple[dict | 
 
 
 def attention_command(row: dict) -> str:
-    settings = [f"{key}={value}" for key, value in attention_settings(row).items() if value]
+    settings = {"lengths": [row["T"]], "impl": row["impl"]}
+    settings |= {key: value for key, value in attention_settings(row).items() if value}
     if row["batch"] is None:
-        settings.append("batch=null")  # the default is 1
-    return " ".join(["python -m scripts.bench_attention", f"lengths=[{row['T']}] impl={row['impl']}", *settings])
+        settings["batch"] = None  # the default is 1
+    words = itertools.starmap(override, settings.items())
+    return shell_command("python", "-m", "scripts.bench_attention", *words)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lab.report.describe import BASELINE, choice_name, commit, model_size, prefill_name, prompt_tokens
 from lab.sweep import compare
 from lab.sweep.table import speed, speed_key
+from terminal import shell_command
 
 BASELINES = " · ".join(BASELINE), "eager ·"  # the names of baselines start with these
 OWN_FOLDER = "out_dir", "train.resume", "logger.group"  # settings that belong to one run
@@ -138,7 +139,7 @@ def rerun_command(row: dict) -> str:
         words = shlex.split(command)
     except ValueError:
         return command
-    return shlex.join(word for word in words if word.split("=")[0] not in OWN_FOLDER)
+    return shell_command(*(word for word in words if word.split("=")[0] not in OWN_FOLDER))
 
 
 def setting_names(differences: list[str]) -> str:

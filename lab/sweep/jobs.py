@@ -23,11 +23,12 @@ from typing import TextIO
 import torch
 
 from lab.sweep.table import speed
-from runtime.config import UserError, check, quote_override
+from runtime.command import program
+from runtime.config import UserError, check
 from runtime.console import progress_bar
 from runtime.run import KILLED, UNFINISHED, read_config, read_row, write_row
 from runtime.signals import Signals, describe_exit
-from terminal import printable, warn
+from terminal import override, printable, shell_command, warn
 
 GRACE = 10.0  # seconds that a job has to end after a signal
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
@@ -73,14 +74,14 @@ class SweepJob:
         self.gpu, self.start_time, self.timeout_status = gpu, time.monotonic(), None
         self.folder.mkdir(exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
-        words = [*program(), *self.flags, *self.words, f"out_dir={quote_override(str(self.folder))}"]
+        words = [*program(), *self.flags, *self.words, override("out_dir", self.folder)]
         if can_resume(self.folder):
             words.append("train.resume=auto")
         else:
             for name in ("config.yaml", "metrics.jsonl"):
                 (self.folder / name).unlink(missing_ok=True)
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-        self.command = shlex.join(["python", *words])
+        self.command = shell_command("python", *words)
         with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *words],
@@ -140,12 +141,6 @@ class SweepJob:
         return f"failed: exit code {code}: {last}"
 
 
-def program() -> list[str]:
-    """Return the words after `python` that start this program: train.py, or -m scripts.generate."""
-    module = getattr(sys.modules["__main__"].__spec__, "name", "")
-    return ["-m", module] if module.startswith("scripts.") else [sys.argv[0]]
-
-
 def can_resume(folder: Path) -> bool:
     """Return whether the folder has an unfinished run to resume. A run without checkpoints starts again.
 
@@ -165,7 +160,8 @@ def job_overrides(words: list[str]) -> set[str]:
 
     scripts.generate adds `prompt=` to the command in its row, because without it a terminal asks for prompts.
     """
-    overrides = {word for word in words if "=" in word and not word.startswith(("out_dir=", "train.resume=auto"))}
+    not_compared = "--", "out_dir=", "train.resume=auto"
+    overrides = {word for word in words if "=" in word and not word.startswith(not_compared)}
     return overrides - {"prompt="}
 
 

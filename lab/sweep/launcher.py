@@ -8,7 +8,6 @@ replaces it. The sweeper here also tries a list of overrides one at a time.
 
 import itertools
 import math
-import shlex
 import sys
 import time
 from dataclasses import dataclass, fields, replace
@@ -20,17 +19,16 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins import launcher, sweeper
 from omegaconf import DictConfig, OmegaConf
 
-from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, program, run_jobs
+from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
 from lab.sweep.table import sweep_table
 from runtime import compat
-from runtime.config import check, parse, quote_override
+from runtime.command import as_typed, flags, program
+from runtime.config import check, parse
 from runtime.ranks import world_size
 from runtime.run import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LONGEST, LoggerConfig, make_tracker, track_ended_run
-from terminal import printable
-
-EXACT = "prompt"  # scripts.generate quotes the value of this key for Hydra; the jobs get the value that the user typed
+from terminal import override, printable, shell_command
 
 
 @dataclass
@@ -118,7 +116,7 @@ class Launcher(launcher.Launcher):
         if repeats > 1:
             gpus = gpus[:repeats]  # each repeat of all jobs takes one GPU
         words = [list(map(as_typed, words)) for words in job_overrides]
-        added, flags = self.added_overrides(folder), self.config_dirs()
+        added = self.added_overrides(folder)
         jobs = plan_jobs(folder, words, added, flags, gpus, repeats, cfg.sweep.own_caches)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock_folder(folder) as lock, Signals() as signals:
@@ -129,15 +127,15 @@ class Launcher(launcher.Launcher):
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
             self.track_failures(left, replace(cfg.logger, group=cfg.logger.group or folder.name[: LONGEST["group"]]))
         print_table(jobs)
-        if line := tracker.view_line(folder / "*"):
+        if line := tracker.view_line(folder, sweep=True):
             print(line)
         if not all(job.done for job in jobs):
             words = [as_typed(word) for word in sys.argv[1:] if not word.startswith("out_dir=")]
-            words = ["python", *program(), *words, f"out_dir={quote_override(str(folder))}"]
-            command = printable(shlex.join(words))
+            command = printable(shell_command("python", *program(), *words, override("out_dir", folder)))
             print(f"stopped  with {sum(job.done for job in jobs)} of {len(jobs)} jobs done; resume with: {command}")
             raise Stopped(STOPPED, "with jobs left to do")
-        print(f"done     {folder}; as a page: python -m scripts.report {shlex.quote(str(folder))}")
+        page = shell_command("python", "-m", "scripts.report", folder)
+        print(printable(f"done     {folder}; as a page: {page}"))
         if any(job.row["status"].startswith(("failed", "wrong")) for job in jobs):
             sys.exit(1)
         results = []
@@ -157,27 +155,13 @@ class Launcher(launcher.Launcher):
         logger = self.config.logger
         if logger.name == "none" or logger.group is not None:
             return []
-        return [f"logger.group={quote_override(folder.name[: LONGEST['group']])}"]
+        return [override("logger.group", folder.name[: LONGEST["group"]])]
 
     def track_failures(self, jobs: list[SweepJob], logger: LoggerConfig) -> None:
         """Send to the tracker the rows of jobs that ended without a status, such as killed jobs."""
         for job in jobs:
             if job.died:
                 track_ended_run(logger, job.folder, job.row)
-
-    def config_dirs(self) -> list[str]:
-        """Return the --config-dir flags of this command. Its jobs need them too."""
-        sources = self.config.hydra.runtime.config_sources
-        paths = [source.path for source in sources if source.provider == "command-line"]
-        return [word for path in paths for word in ("--config-dir", path)]
-
-
-def as_typed(word: str) -> str:
-    """Return an override of EXACT without the quotes for Hydra, and any other word as it is."""
-    if not word.startswith(f"{EXACT}="):
-        return word
-    quoted = {EXACT: OverridesParser.create().parse_override(word).value()}
-    return f"{EXACT}={OmegaConf.to_container(OmegaConf.create(quoted), resolve=True)[EXACT]}"
 
 
 def print_table(jobs: list[SweepJob]) -> None:

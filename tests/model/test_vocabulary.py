@@ -25,7 +25,7 @@ def composed(name, *overrides):
 def test_the_vocabulary_follows_the_tokenizer_when_the_config_names_no_size(tokenizer, size):
     cfg = composed("config", "model=tiny", f"data.tokenizer={tokenizer}")
     assert cfg.model.vocab_size is None
-    take_model_config(cfg, CONFIGS)
+    take_model_config(cfg)
     assert cfg.model.vocab_size == size
     assert guess_tokenizer(size) == tokenizer
     cfg = composed("generate", "checkpoint=random", "model=tiny", f"tokenizer={tokenizer}")
@@ -45,7 +45,7 @@ def test_the_vocabulary_is_of_bytes_when_no_tokenizer_is_named():
 def test_a_named_size_stays():
     for size in (400, 200):  # GPTConfig.check_vocabulary() refuses 200 later
         cfg = composed("config", "model=tiny", f"model.vocab_size={size}")
-        take_model_config(cfg, CONFIGS)
+        take_model_config(cfg)
         assert cfg.model.vocab_size == size
 
 
@@ -56,13 +56,13 @@ def test_the_vocabulary_is_the_sources_with_init_from(monkeypatch, tmp_path):
     overrides = [f"init_from={tmp_path}", "model=tiny", "data.tokenizer=gpt2"]
     cfg = composed("config", *overrides)
     monkeypatch.setattr("model.pretrained.command_line_values", lambda *_: OmegaConf.load(CONFIGS / "model/tiny.yaml"))
-    take_model_config(cfg, CONFIGS)
+    take_model_config(cfg)
     assert cfg.model.vocab_size == 50257
 
 
 def test_an_unknown_tokenizer_is_refused():
     with pytest.raises(UserError, match=r"^data.tokenizer=words: choose bytes or gpt2$"):
-        take_model_config(composed("config", "model=tiny", "data.tokenizer=words"), CONFIGS)
+        take_model_config(composed("config", "model=tiny", "data.tokenizer=words"))
 
 
 def test_padded_sizes():

@@ -12,7 +12,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from kernels.names import config_groups, impls
-from runtime.config import UserError, command_line, quote_exactly
+from runtime.command import command_line
+from runtime.config import UserError
+from terminal import quote_exactly
 
 ROOT = Path(__file__).parents[2]
 CHOICES = ", ".join(sorted(config_groups()["kernels"]))
@@ -182,9 +184,10 @@ def test_a_command_names_no_folder_above_the_current_one(monkeypatch, program, s
     """scripts.judge starts train.py by its whole path."""
     monkeypatch.setattr(sys, "argv", [program, "seed=1"])
     monkeypatch.setattr(HydraConfig, "initialized", lambda: False)  # a test before may have composed a config
+    monkeypatch.setattr("runtime.command.flags", [])
     monkeypatch.setattr(Path, "cwd", lambda: Path("/repo"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert command_line(seed="2") == f"python {shown} seed=2"
+    assert command_line(out_dir="a") == f"python {shown} seed=1 out_dir=a"
 
 
 @pytest.mark.parametrize("words", [["pickles_its_task.py"], ["-m", "pickles_its_task"]], ids=" ".join)
@@ -203,11 +206,16 @@ def test_a_pickled_task_imports_its_program_in_another_process(tmp_path, monkeyp
         "def main(cfg): print('x is', cfg.x)\n"
         "if __name__ == '__main__': pathlib.Path('task').write_bytes(pickle.dumps(main.new_task()))\n"
     )
+    monkeypatch.setattr("runtime.command._program", [])
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, check=True)
     monkeypatch.syspath_prepend(tmp_path)
     task = pickle.loads((tmp_path / "task").read_bytes())
     task(OmegaConf.create({"x": 3}))
     assert capsys.readouterr().out == "x is 3\n"
+    monkeypatch.setattr(sys, "argv", ["submitit.py", "x=3"])
+    monkeypatch.setattr(HydraConfig, "initialized", lambda: False)
+    monkeypatch.setattr("runtime.command.flags", [])
+    assert command_line() == "python pickles_its_task.py x=3"
     with pytest.raises(UserError, match=r"^x=0: it must be above 0$"):
         task(OmegaConf.create({"x": 0}))

@@ -55,8 +55,33 @@ def test_the_commit_of_a_changed_tree_is_dirty(monkeypatch, tmp_path):
     git("add", "file")
     git("commit", "--quiet", "--message", "1")
     monkeypatch.setattr(device, "ROOT", tmp_path)
-    assert device.git_commit() == git("rev-parse", "HEAD")
+    assert device.git_commit() == {"git_commit": git("rev-parse", "HEAD")}
     (tmp_path / "file").write_text("22")
-    assert device.git_commit() == git("rev-parse", "HEAD") + "-dirty"
+    assert device.git_commit() == {"git_commit": git("rev-parse", "HEAD") + "-dirty"}
     monkeypatch.setattr(device, "ROOT", tmp_path / "copy")
-    assert device.git_commit() is None
+    assert device.git_commit()["git_commit"] is None
+
+
+def test_a_row_says_why_its_commit_is_unknown(monkeypatch, tmp_path):
+    def missing():
+        row = device.environment(torch.device("cpu"))
+        assert row["git_commit"] is None
+        return row["git_commit_missing"]
+
+    monkeypatch.delenv("HOTSWAP_COMMIT", raising=False)
+    monkeypatch.setattr(device, "ROOT", tmp_path)
+    assert missing() == "the repo's folder has no .git: HOTSWAP_COMMIT=SHA names the commit of a copy"
+    (tmp_path / ".git").write_text("damaged")
+    assert missing().startswith("git failed: fatal: ")
+    monkeypatch.setattr(subprocess, "run", time_out)
+    assert missing() == "git took more than 10 s"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert missing() == "git is not installed"
+    monkeypatch.setenv("HOTSWAP_COMMIT", "abc")
+    row = device.environment(torch.device("cpu"))
+    assert row["git_commit"] == "abc"
+    assert "git_commit_missing" not in row
+
+
+def time_out(command, **options):
+    raise subprocess.TimeoutExpired(command, options["timeout"])

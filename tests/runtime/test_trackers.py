@@ -93,7 +93,7 @@ def test_an_offline_run_says_how_to_upload_it_and_has_its_labels_and_its_sample(
     labels = "logger.entity=me", "logger.job_type=check", "logger.tags=[a,b]", "logger.notes=why", "logger.group=mine"
     code, out, err = hotswap(*SMALL, "train.max_steps=1", "train.sample_tokens=5", *labels)
     assert (code, err) == (0, "")
-    assert out.splitlines()[-2] == "wandb    offline; to upload: wandb sync ./run/wandb/offline-run-*"
+    assert out.splitlines()[-2] == "wandb    offline; to upload: wandb sync run/wandb/offline-run-*"
     run = json.loads(inspect(tmp_path / "run", "--summary"))
     assert (run["entity"], run["tags"], run["notes"]) == ("me", ["a", "b"], "why")
     records = inspect(tmp_path / "run")
@@ -106,7 +106,7 @@ def test_an_offline_run_says_how_to_upload_it_and_has_its_labels_and_its_sample(
 def test_a_run_that_could_not_be_built_is_a_run_in_wandb_with_its_reason(hotswap, tmp_path, monkeypatch):
     monkeypatch.setattr("kernels.attention.math.unavailable", lambda device: "it has a day off", raising=False)
     code, out, err = hotswap(*SMALL, "attn=math")
-    assert (code, out) == (1, "wandb    offline; to upload: wandb sync ./run/wandb/offline-run-*\n")
+    assert (code, out) == (1, "wandb    offline; to upload: wandb sync run/wandb/offline-run-*\n")
     assert err == "error: attention=math cannot run here: it has a day off\n"
     run = json.loads(inspect(tmp_path / "run", "--summary"))
     assert (run["exit_code"], run["config"]["attn"]["impl"]) == (1, "math")
@@ -131,10 +131,10 @@ def test_the_line_about_a_sweep_quotes_its_folder(tmp_path):
     (tmp_path / "a b/1-x/wandb/offline-run-1").mkdir(parents=True)
     config = LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None)
     tracker = make_tracker(config)
-    assert tracker.view_line(tmp_path / "a b/*") == (
+    assert tracker.view_line(tmp_path / "a b", sweep=True) == (
         f"wandb    offline; to upload: wandb sync '{tmp_path}/a b'/*/wandb/offline-run-*"
     )
-    assert tracker.view_line(tmp_path / "none/*") is None
+    assert tracker.view_line(tmp_path / "none", sweep=True) is None
 
 
 def test_tensorboard_is_refused_in_one_line_if_it_is_missing(hotswap, monkeypatch):

@@ -231,8 +231,8 @@ def test_no_file_is_left_when_the_disk_is_full(command, monkeypatch):
     hugging_face(gpt()).save_pretrained("hf_model")
     original = Path.write_text
 
-    def write_half(path, text):
-        original(path, text[:10])
+    def write_half(path, text, encoding):
+        original(path, text[:10], encoding)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

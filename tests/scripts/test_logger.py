@@ -73,7 +73,7 @@ def test_wandb_gets_the_figures(run, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     out = run("bench_kernels", "logger=wandb", "logger.tags=[a]", "out_dir=mine")
-    assert out.splitlines()[-1] == "wandb    offline; to upload: wandb sync ./mine/wandb/offline-run-*"
+    assert out.splitlines()[-1] == "wandb    offline; to upload: wandb sync mine/wandb/offline-run-*"
     command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", "--summary", "mine/wandb"]
     run = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     row = json.loads((tmp_path / "mine/kernels.jsonl").read_text())

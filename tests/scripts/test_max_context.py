@@ -35,6 +35,20 @@ def test_the_search_ends_when_an_attempt_is_refused(called, monkeypatch, tmp_pat
     assert (code, out, err) == (1, "", "error: kernels.compile=true cannot run with that: choose another\n")
 
 
+def test_attempts_read_the_same_configs(called, monkeypatch, tmp_path):
+    """They get the flag --config-dir, and the overrides exactly as they were typed."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/own.yaml").write_text("defaults: [tiny]\n")
+    machine, commands = Machine(), []
+    fake_prober(monkeypatch, machine)
+    monkeypatch.setattr(max_context, "Prober", lambda command, minutes: commands.append(command) or machine)
+    words = "model=own", "device=cpu", "memory_gib=1", "mode=train", f'out_dir="{tmp_path}/\\${{x}}"'
+    code, _, err = called("max_context.py", max_context.main, *words[:1], "--config-dir", tmp_path, *words[1:])
+    assert (code, err) == (0, "")
+    assert commands == [["-m", "scripts.max_context", f"--config-dir={tmp_path}", *words]]
+    assert (tmp_path / "${x}/result.json").exists()
+
+
 def test_each_search_of_a_sweep_has_a_folder(called, monkeypatch, tmp_path):
     machine = Machine()
     fake_prober(monkeypatch, machine)

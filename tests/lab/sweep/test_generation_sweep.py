@@ -13,9 +13,10 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from kernels.registry import backend, impls
-from lab.sweep.launcher import as_typed
-from runtime.config import parse, quote_exactly
+from runtime.command import as_typed
+from runtime.config import parse
 from scripts import generate
+from terminal import quote_exactly
 from tests.test_train import ROOT
 
 PROMPT = """def f(a, b=${x}): return [a, "b", 'c'] # \\"""
