@@ -102,7 +102,8 @@ def check_same_run(
     """Raise UserError if the checkpoint at `path`, with this manifest, is of another run than `config`.
 
     The model, the data and the order of the data must be the same. `fingerprint` identifies the data of this run. The
-    keys of the config group `model` in `may_differ` are not compared.
+    keys of the config group `model` in `may_differ` may differ. So may the schedule, with the lines of
+    schedule_lines().
     """
     saved_config = manifest["config"]
     pairs = {}  # key -> (value now, value in the checkpoint)
@@ -122,6 +123,24 @@ def check_same_run(
             f"train.resume={path} is of another run: {', '.join(differences)}; pass the checkpoint's values, or start "
             f"a new run from its weights: {shell_command(override('init_from', path))}"
         )
+    for line in schedule_lines(saved_config, config):
+        print(line)
+
+
+def schedule_lines(saved: dict, config: dict) -> list[str]:
+    """Return lines about what a resumed run may have on purpose, or by mistake.
+
+    They are another schedule or optimizer than the `saved` config's, and a warm-up that does not end.
+    """
+    keys = [("optim", key) for key in config["optim"]] + [("train", "max_steps"), ("train", "max_minutes")]
+    pairs = [(f"{group}.{key}", config[group][key], saved[group].get(key)) for group, key in keys]
+    changes = [f"{key}={now} (checkpoint: {then})" for key, now, then in pairs if now != then]
+    lines = [f"changed  from here on: {', '.join(changes)}"] if changes else []
+    warmup, last = config["optim"]["warmup_steps"], config["train"]["max_steps"]
+    if last and warmup >= last:
+        rate = f"the rate stays below optim.learning_rate={config['optim']['learning_rate']:g}"
+        lines.append(f"warm-up  optim.warmup_steps={warmup} is not before the end, train.max_steps={last}: {rate}")
+    return lines
 
 
 def command(folder: Path) -> str:

@@ -246,6 +246,22 @@ def test_a_run_does_not_resume_with_another_config(hotswap, change, differs):
     assert err.count("\n") == 1
 
 
+def test_a_changed_schedule_is_a_line_when_a_run_resumes(hotswap):
+    """So are a changed optimizer, and a warm-up that is longer than the run."""
+    assert hotswap(*BASE, "train.max_steps=30", "train.stop_after=1")[0] == 0
+    _, out, _ = hotswap(*BASE, "train.max_steps=30", "train.stop_after=1", RESUME)
+    assert out.startswith("device ")
+    changes = "train.max_steps=8", "optim.weight_decay=0.2", "train.max_minutes=5"
+    code, out, err = hotswap(*BASE, *changes, RESUME)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:2] == [
+        "changed  from here on: optim.weight_decay=0.2 (checkpoint: 0.1), train.max_steps=8 (checkpoint: 30), "
+        "train.max_minutes=5.0 (checkpoint: None)",
+        "warm-up  optim.warmup_steps=10 is not before the end, train.max_steps=8: the rate stays below "
+        "optim.learning_rate=0.002",
+    ]
+
+
 def test_a_run_does_not_resume_on_another_text(hotswap):
     """Another modification time is allowed. Another text in the same file is not."""
     text = *BASE, "data=text", "data.path=book.txt", RESUME
