@@ -54,6 +54,8 @@ class Hub(Source):
         if not self.is_local and not HUB_NAME.fullmatch(path):
             raise DataError(f"data.path={path}: there is no such folder, and it is not a name on the hub (owner/name)")
         self.path = str(folder.resolve()) if self.is_local else path
+        if self.is_local and re.search(r"\[.+\]", self.path):
+            raise DataError(f"data.path={path}: datasets reads [ ] in a path as a pattern; rename the folder")
         self.subset, self.column, self.val_fraction = subset, column, val_fraction
         self.files = files_below(folder.resolve()) if self.is_local else []
         self.data_files: list[str] = []  # the files of the stream, if `datasets` tells them

@@ -144,6 +144,14 @@ def test_a_wrong_column_subset_or_path_is_an_error(folder, changes, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_folder_that_datasets_reads_as_a_pattern_is_an_error_that_says_so(folder, tmp_path):
+    folder.rename(tmp_path / "r[3]")
+    (tmp_path / "r3").mkdir()  # what the pattern matches
+    (tmp_path / "r3" / "a.txt").write_text("another text")
+    with pytest.raises(DataError, match=r"datasets reads \[ \] in a path as a pattern; rename the folder"):
+        Hub(str(tmp_path / "r[3]"))
+
+
 ROWS = b"".join(b'{"text": "document %d"}\n' % i for i in range(300))
 GOOD = {"jsonl": ROWS, "json": b'[{"text": "a"}]', "csv": b"text\nrow\n", "txt": b"text\n"}
 GOOD |= {"jsonl.gz": gzip.compress(ROWS), "jsonl.xz": lzma.compress(ROWS), "jsonl.bz2": bz2.compress(ROWS)}
