@@ -3,6 +3,7 @@
 It streams the text, and measures the decoding steps: their tokens/s, and their share of the bound. The bound is the
 speed of a step that only reads the weights and the KV cache, at the bandwidth of a copy on this machine. A run's folder
 gets the figures. Without a prompt on a terminal, the script asks for one prompt after another, and writes no folder.
+Without a prompt, a pipe on stdin is the prompt.
 """
 
 import sys
@@ -163,9 +164,10 @@ def record_proof(
 
 
 def main_with_exact_prompt() -> None:
-    """Call main() with the prompt quoted for Hydra, so that the model gets it exactly as the shell passes it."""
+    """Call main() with the prompt, also one from stdin, quoted for Hydra, so that the model gets exactly its text."""
     try:
         prompts.check_stdin(sys.argv)
+        prompts.take_stdin(sys.argv)
     except UserError as error:
         sys.exit(f"error: {printable(error)}")
     prompts.quote_prompt(sys.argv)

@@ -84,6 +84,10 @@ def print_result(racers: list[Racer], prompt: str) -> None:
 
 def main_with_exact_prompt() -> None:
     """Call main() with the prompt quoted for Hydra, and decoders=a,b in the brackets that Hydra needs."""
+    try:
+        prompts.take_stdin(sys.argv)
+    except UserError as error:
+        sys.exit(f"error: {printable(error)}")
     prompts.quote_prompt(sys.argv)
     for i, word in enumerate(sys.argv):
         if word.startswith("decoders=") and "[" not in word:

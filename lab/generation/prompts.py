@@ -1,6 +1,9 @@
 """Read prompts from the command line, a file or stdin, or draw random ids. Make one batch of token ids of them."""
 
 import json
+import os
+import select
+import stat
 import sys
 from typing import NamedTuple
 
@@ -10,9 +13,11 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from model.sources import Pretrained, local_path
 from runtime.config import check
-from terminal import quote_exactly
+from terminal import quote_exactly, warn
 
 NEW_TOKENS = 128  # scripts.generate's default; fewer if the model has too few positions
+KEYS = "prompt=", "prompts=", "prompt_tokens="
+STDIN_SECONDS = 5  # how long a pipe on stdin may be silent
 
 
 class Prompt(NamedTuple):
@@ -31,6 +36,28 @@ def quote_prompt(arguments: list[str]) -> None:
     for i, word in enumerate(arguments):
         if word.startswith("prompt="):
             arguments[i] = f"prompt={quote_exactly(word.removeprefix('prompt='))}"
+
+
+def take_stdin(arguments: list[str]) -> None:
+    """If the arguments name no prompt, add prompt=TEXT with the text of a pipe or a file on stdin, in place.
+
+    The text loses one line end at its end. No text adds nothing: stdin may be closed, /dev/null, or a pipe that stays
+    silent, as under cron and in CI. Raises UserError if the text is not UTF-8.
+    """
+    if any(word.lstrip("+").startswith(KEYS) for word in arguments):
+        return
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # no stdin, or not a real file
+        return
+    is_pipe = stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    if not (is_pipe or stat.S_ISREG(mode)):
+        return
+    if is_pipe and not select.select([sys.stdin], [], [], STDIN_SECONDS)[0]:
+        warn(f"no prompt came from the pipe on stdin within {STDIN_SECONDS} s: prompts=- waits for it")
+        return
+    if text := decode_utf8(sys.stdin.buffer.read(), "stdin").removesuffix("\n"):
+        arguments.append(f"prompt={text}")
 
 
 def check_stdin(arguments: list[str]) -> None:

@@ -20,6 +20,7 @@ from lab.generation.prompts import (
     quote_prompt,
     random_prompt,
     read_prompts,
+    take_stdin,
 )
 from model.sources import Pretrained
 from runtime.config import UserError
@@ -105,6 +106,48 @@ def test_jobs_of_a_sweep_have_no_stdin(arguments):
         check_stdin(arguments)
     check_stdin(["prompts=-"])
     check_stdin(["-m", "prompts=a.txt,b.txt"])
+
+
+def words_with_stdin(monkeypatch, text, *words, end=True):
+    """Return the arguments after take_stdin(), with a pipe on stdin that has this text."""
+    read, write = os.pipe()
+    os.write(write, text)
+    if end:
+        os.close(write)
+    arguments = ["generate.py", *words]
+    with open(read) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        take_stdin(arguments)
+    if not end:
+        os.close(write)
+    return arguments[1:]
+
+
+def test_a_pipe_is_the_prompt_if_there_is_no_other(monkeypatch, capsys):
+    """An empty or a silent pipe adds no prompt, so that cron and CI begin a document."""
+    assert words_with_stdin(monkeypatch, b"def main(\n", "batch=2") == ["batch=2", "prompt=def main("]
+    assert words_with_stdin(monkeypatch, "ä\n\n".encode()) == ["prompt=ä\n"]
+    for given in ("prompt=a", "prompts=-", "prompt_tokens=3", "+prompt="):
+        assert words_with_stdin(monkeypatch, b"not read", given) == [given]
+    assert words_with_stdin(monkeypatch, b"") == []
+    assert words_with_stdin(monkeypatch, b"\n") == []
+    with pytest.raises(UserError, match="line 1 of stdin is not UTF-8 text: it has the byte 0xff"):
+        words_with_stdin(monkeypatch, b"a\xff")
+    monkeypatch.setattr("lab.generation.prompts.STDIN_SECONDS", 0.05)
+    assert capsys.readouterr().err == ""
+    assert words_with_stdin(monkeypatch, b"", end=False) == []
+    line = "warning: no prompt came from the pipe on stdin within 0.05 s: prompts=- waits for it\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_file_on_stdin_is_the_prompt_and_a_device_is_not(monkeypatch, tmp_path):
+    (tmp_path / "file").write_bytes(b"a\r\nb")
+    with open(tmp_path / "file") as file, open(os.devnull) as null:
+        for stdin, words in ((file, ["generate.py", "prompt=a\nb"]), (null, ["generate.py"]), (None, ["generate.py"])):
+            monkeypatch.setattr("sys.stdin", stdin)
+            arguments = ["generate.py"]
+            take_stdin(arguments)
+            assert arguments == words
 
 
 def test_random_prompts_are_those_of_their_seed():
