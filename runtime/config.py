@@ -6,13 +6,11 @@ checks the values.
 """
 
 import contextlib
-import difflib
 import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +24,7 @@ from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, Missi
 
 from runtime import command, compat
 from runtime.interrupt import exit_on_early_interrupt
+from runtime.keys import explain_key, key_names
 from runtime.signals import exit_quietly
 from terminal import printable, quote_exactly, shell_command
 
@@ -268,20 +267,6 @@ def explain_error(error: Exception, schema: type) -> str:
     return " ".join(message.split())
 
 
-def explain_key(key: str, known: list[str]) -> str:
-    """Return the error message for a key that is missing or that the schema, with the keys `known`, does not have."""
-    if key in known:
-        return f"{key} is missing: neither the command line nor a file in configs/ sets it"
-    group, _, last_part = key.rpartition(".")
-    similar = difflib.get_close_matches(key, known, 1, 0.75)
-    if not similar:
-        by_last_part = {name.rpartition(".")[2]: name for name in known}
-        similar = [by_last_part[name] for name in difflib.get_close_matches(last_part, by_last_part, 1, 0.6)]
-    siblings = [name for name in known if name.rpartition(".")[0] == group]
-    hint = f"did you mean {similar[0]}?" if similar else f"the keys are: {', '.join(siblings or known)}"
-    return f"unknown key {key}; {hint}"
-
-
 def command_line_values(cfg: DictConfig, group: str) -> dict:
     """Return the keys of `group` that the command line sets, one by one or by a choice of the group: {key: value}."""
     keys: list[str] = []
@@ -330,11 +315,3 @@ def commented_yaml(cfg: DictConfig, configs: Path, name: str) -> str:
     for key, line in lines_by_key(OmegaConf.to_yaml(shown)):
         lines.append(f"{line:<36}#{comments[key]}" if key in comments else line)
     return "\n".join(lines).replace("$", "$$")  # Hydra's help is a string.Template
-
-
-def key_names(schema: type, prefix: str = "") -> Iterable[str]:
-    """Yield every key of a dataclass, groups and leaves, in dotted form."""
-    for field in fields(schema):
-        yield prefix + field.name
-        if is_dataclass(field.type):
-            yield from key_names(field.type, f"{prefix}{field.name}.")

@@ -1,12 +1,14 @@
-"""--help and tab completion are quick, because they do not import torch. The speed itself depends on the machine."""
+"""--help, --version and tab completion are quick, because they do not import torch."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import hydra
 import pytest
+import torch
 
 import train
 from lab.commands import CONFIGS, compose
@@ -37,6 +39,32 @@ def test_help_imports_no_torch(command):
 def test_tab_completion_imports_no_torch():
     code, out, modules = run("train.py", "-sc", "query=bash", COMP_LINE="python train.py attn=e")
     assert (code, out) == (0, "attn=eager\n")
+    assert "torch" not in modules
+
+
+def test_the_tab_key_completes_after_the_command_of_the_readme(tmp_path):
+    """In a real bash, which calls the function of the command as the Tab key does."""
+    [line] = [line for line in (ROOT / "configs/README.md").read_text().splitlines() if "install=bash" in line]
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    script = f"""{line}
+        complete_line() {{
+            COMP_LINE="$1" COMP_POINT=${{#1}} COMP_WORDS=($1) COMP_CWORD=2
+            "$(complete -p python | sed 's/.*-F //; s/ python//')"
+            echo "${{COMPREPLY[@]}}"
+        }}
+        complete_line "python train.py attn=e"
+        complete_line "python train.py optim.lea" """
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True)
+    assert (result.stdout.decode().split(), result.stderr) == (["attn=eager", "optim.learning_rate="], b"")
+
+
+@pytest.mark.parametrize("command", [["train.py"], ["-m", "scripts.generate"], ["-m", "scripts.blame"]], ids=" ".join)
+def test_version_is_of_hotswap_and_of_torch(command):
+    code, out, modules = run(*command, "--version")
+    assert re.fullmatch(rf"hotswap \d+\.\d+\.\d+, torch {re.escape(torch.__version__)}, (no )?triton.*\n", out)
+    assert code == 0
     assert "torch" not in modules
 
 

@@ -1,5 +1,6 @@
 """Every mistake of a user is one line that starts with `error: `, and exit code 1."""
 
+import importlib
 import os
 import pickle
 import shlex
@@ -11,12 +12,16 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+import train
 from kernels.names import config_groups, impls
 from runtime.command import command_line
 from runtime.config import UserError
+from runtime.keys import OTHER_NAMES, explain_key, key_names
+from scripts import evaluate, generate
 from terminal import quote_exactly
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = [f"scripts.{path.stem}" for path in ROOT.glob("scripts/[a-z]*.py") if "@command" in path.read_text()]
 CHOICES = ", ".join(sorted(config_groups()["kernels"]))
 
 MISTAKES = [
@@ -133,6 +138,62 @@ def test_a_name_arrives_unchanged_with_the_quotes_that_the_error_suggests(hotswa
         word = f"data.path={quote_exactly(name)}"
     _, _, err = hotswap("+experiment=smoke", "data=text", word)
     assert err == f"error: data.path={name}: no such file or folder, and nothing matches it as a glob\n"
+
+
+MEANT = {  # what is typed -> the key that it means
+    train.Config: {
+        "optim.lr": "optim.learning_rate",
+        "lr": "optim.learning_rate",
+        "train.lr": "optim.learning_rate",
+        "bs": "train.batch_size",
+        "train.epochs": "train.max_steps",
+        "model.ctx": "model.block_size",
+        "seq_len": "model.block_size",
+        "train.seq_len": "train.block_size",
+        "model.d_model": "model.n_embd",
+        "model.hidden_size": "model.n_embd",
+        "model.heads": "model.n_head",
+        "model.layers": "model.n_layer",
+        "optim.wd": "optim.weight_decay",
+        "optim.betas": "optim.beta1",
+        "optim.warmup": "optim.warmup_steps",
+        "optimizer": "optim",
+        "wandb": "logger",
+        "compile": "kernels.compile",
+        "dtype": "precision",
+        "train.learning_rate": "optim.learning_rate",
+        "max_step": "train.max_steps",
+        "batchsize": "train.batch_size",
+        "optim.weight_dcay": "optim.weight_decay",
+        "model.n_layers": "model.n_layer",
+        "outdir": "out_dir",
+    },
+    evaluate.Config: {"bs": "batch_size", "seq_len": "block_size", "dataset": "data"},
+    generate.Config: {"max_length": "max_new_tokens", "temp": "temperature", "bs": "batch", "topk": "top_k"},
+}
+UNLIKE = {train.Config: ["model.norm", "model.norms", "model.activation", "train.foo"], evaluate.Config: ["task", "lr"]}
+
+
+@pytest.mark.parametrize("schema", MEANT, ids=lambda schema: schema.__module__)
+def test_an_unknown_key_is_explained_by_its_meaning(schema):
+    known = list(key_names(schema))
+    for key, meant in MEANT[schema].items():
+        assert explain_key(key, known) == f"unknown key {key}; did you mean {meant}?"
+
+
+@pytest.mark.parametrize("schema", UNLIKE, ids=lambda schema: schema.__module__)
+def test_an_unknown_key_without_a_meaning_lists_the_keys_of_its_group(schema):
+    known = list(key_names(schema))
+    for key in UNLIKE[schema]:
+        group = key.rpartition(".")[0]
+        keys = [name for name in known if name.rpartition(".")[0] == group]
+        assert explain_key(key, known) == f"unknown key {key}; the keys are: {', '.join(keys)}"
+
+
+def test_the_other_names_are_of_keys_that_exist():
+    schemas = [importlib.import_module(name).Config for name in ("train", *COMMANDS)]
+    keys = [set(key_names(schema)) for schema in schemas]
+    assert {last for names in keys for last in (name.rpartition(".")[2] for name in names)} >= OTHER_NAMES.keys()
 
 
 def test_an_unknown_key_in_a_group_file_is_an_error(hotswap, tmp_path):
