@@ -30,6 +30,7 @@ from terminal import printable, quote_exactly, shell_command
 
 T = TypeVar("T")
 TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are text, so `~` at the start is not expanded
+made_folders: list[Path] = []  # the folders that this job has made. At its end, the empty ones are removed
 
 
 class UserError(ValueError):
@@ -117,6 +118,10 @@ class Task:
                 # all ranks find the same mistakes in the config, so only rank 0 prints these
                 if parsed or os.environ.get("RANK", "0") == "0":
                     print(f"error: {printable(error)}", file=sys.stderr)
+            finally:
+                while made_folders:
+                    with contextlib.suppress(OSError):  # it holds something
+                        made_folders.pop().rmdir()
 
     def __reduce__(self):
         self.pickled = True

@@ -23,7 +23,7 @@ from yaml import YAMLError
 
 from checked_json import add_crc32, read_line, write_atomically
 from runtime.command import command_line
-from runtime.config import UserError, check
+from runtime.config import UserError, check, made_folders
 from runtime.ranks import Ranks
 from runtime.signals import find_interrupt
 from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker
@@ -144,7 +144,10 @@ class Run:
             self.close(status_of(error))
 
     def close(self, status: str) -> None:
-        """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row."""
+        """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row.
+
+        A run that an error ended before begin() leaves nothing, if this job has made its folder and no tracker uses it.
+        """
         if self.has_begun or self.is_new:
             self.record(status)
             if not self.has_begun:  # the tracker gets a run that could not be built, too, with its status
@@ -154,6 +157,11 @@ class Run:
         self.tracker.finish(self.row)
         if line := self.tracker.view_line(self.folder):
             print(line)
+        own = {self.folder / "metrics.jsonl", self.result, self.folder / ".lock"}
+        is_refused = not (self.has_begun or status.startswith("stopped"))
+        if is_refused and self.folder in made_folders and own.issuperset(self.folder.iterdir()):
+            for path in own:
+                path.unlink(missing_ok=True)
         self.lock.close()
 
     def record(self, status: str) -> None:
@@ -316,7 +324,7 @@ def make_unique_folder(parent: Path, name: str) -> Path:
     folder, number = parent / name, 1
     while True:
         try:
-            folder.mkdir(parents=True)
+            make_missing(folder)
             return folder
         except FileExistsError:
             number += 1
@@ -334,5 +342,13 @@ def make_folder(out_dir: str | Path | None, name: str) -> Path:
         check(printable(out_dir) == str(out_dir), f"out_dir={out_dir} has control characters; choose another folder")
     folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     with explain_unwritable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            make_missing(folder)
     return folder
+
+
+def make_missing(folder: Path) -> None:
+    """Make the folder and its missing parents, and list them in made_folders. Raises FileExistsError if it exists."""
+    missing = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
+    folder.mkdir(parents=True)
+    made_folders.extend(missing)

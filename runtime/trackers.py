@@ -38,6 +38,10 @@ class LoggerConfig:
 
     def __post_init__(self):
         check(self.name in TRACKERS, f"logger.name={self.name}: choose {', '.join(TRACKERS)}")
+        if self.name != "none":
+            title, install = TRACKERS[self.name].title, TRACKERS[self.name].install
+            needed = f"logger={self.name} needs {title}: {install}; or choose logger=none"
+            check(find_spec(self.name) is not None, needed)
         check(self.mode in ("offline", "online"), f"logger.mode={self.mode}: choose offline or online")
         check(
             re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
@@ -54,8 +58,6 @@ class LoggerConfig:
 
 class Tracker:
     """`logger=none`: does nothing. It is the base class of the other trackers."""
-
-    title = "no tracker"
 
     def __init__(self, config: LoggerConfig):
         self.config = config
@@ -125,11 +127,10 @@ def explain(error: Exception) -> str:
 class Wandb(Tracker):
     """`logger=wandb`: Weights & Biases, offline unless `logger.mode=online`. It never prompts for a login."""
 
-    title = "W&B"
+    title, install = "W&B", "pip install wandb"
 
     def __init__(self, config: LoggerConfig):
         super().__init__(config)
-        require_wandb()
         self.run = None
 
     def start(self, folder: Path, row: dict) -> None:
@@ -180,11 +181,6 @@ class Wandb(Tracker):
         return printable(f"wandb    offline; to upload: {shell_command('wandb', 'sync', folder)}/{below}")
 
 
-def require_wandb() -> None:
-    """Raise UserError if W&B is not installed."""
-    check(find_spec("wandb") is not None, "logger=wandb needs W&B: pip install wandb; or choose logger=none")
-
-
 def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | None = None, **settings):
     """Start a run of W&B in `folder`. If online mode fails, start it offline; if that fails too, return None.
 
@@ -233,10 +229,8 @@ def use_writable_cache(folder: Path) -> None:
 def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[list], files: list[Path]) -> Path | None:
     """Publish a report as a run of W&B with the job_type `report`: a table, and `files` as an artifact.
 
-    The first row of `table` has the names of its columns. Returns the folder of the run, or None if W&B failed. Raises
-    UserError if W&B is not installed.
+    The first row of `table` has the names of its columns. Returns the folder of the run, or None if W&B failed.
     """
-    require_wandb()
     run = start_wandb_run(config, folder, "the report", name=f"{name[:100]}-report", job_type="report")
     if run is None:
         return None
@@ -267,12 +261,10 @@ def wandb_id(folder: Path) -> str:
 class TensorBoard(Tracker):
     """`logger=tensorboard`: files of events in the run's folder, for TensorBoard."""
 
-    title = "TensorBoard"
+    title, install = "TensorBoard", "pip install '.[tensorboard]'"
 
     def __init__(self, config: LoggerConfig):
         super().__init__(config)
-        needed = "logger=tensorboard needs TensorBoard: pip install '.[tensorboard]'; or choose logger=none"
-        check(find_spec("tensorboard") is not None, needed)
         self.writer = None
 
     def start(self, folder: Path, row: dict) -> None:
@@ -318,7 +310,7 @@ TRACKERS = {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def make_tracker(config: LoggerConfig) -> Tracker:
-    """Return the tracker that logger.name chooses. Raises UserError if its package is not installed."""
+    """Return the tracker that logger.name chooses."""
     return SafeTracker(TRACKERS[config.name](config))
 
 

@@ -444,6 +444,7 @@ def test_an_unavailable_kernel_is_a_line_and_a_row(hotswap, monkeypatch, tmp_pat
     """It is found before the data is prepared."""
     why = "it needs an NVIDIA GPU"
     monkeypatch.setattr(registry.backend("norm", "eager"), "unavailable", lambda device: why, raising=False)
+    Path("run").mkdir()  # as a sweep does
     code, _, err = hotswap(*QUICK)
     assert (code, err) == (1, f"error: norm=eager cannot run here: {why}\n")
     assert row()["status"] == f"unavailable: norm=eager cannot run here: {why}"
@@ -451,6 +452,7 @@ def test_an_unavailable_kernel_is_a_line_and_a_row(hotswap, monkeypatch, tmp_pat
 
 
 def test_checkpoints_on_the_host_are_not_compiled(hotswap):
+    Path("run").mkdir()
     code, _, err = hotswap(*QUICK, "model.checkpointing=host", "kernels.compile=true")
     why = "kernels.compile=true cannot run with model.checkpointing=host: choose block, or no compile"
     assert (code, err, row()["status"]) == (1, f"error: {why}\n", f"unavailable: {why}")
@@ -476,6 +478,11 @@ def test_a_folder_holds_one_run(hotswap, tmp_path):
 
 
 def test_a_run_that_failed_before_its_first_step_is_overwritten(hotswap):
+    """A run in a new folder leaves nothing. The folder of a sweep's job is there before, and gets a row."""
+    for folder in (["out_dir=new/run"], ["out_dir=null"]):
+        assert hotswap(*QUICK, "data=text", "data.path=typo.txt", *folder)[0] == 1
+        assert [*Path().iterdir()] == []
+    Path("run").mkdir()
     assert hotswap(*QUICK, "data=text", "data.path=typo.txt")[0] == 1
     assert row()["status"] == "failed: data.path=typo.txt: no such file or folder, and nothing matches it as a glob"
     assert row()["env"]["torch"] == torch.__version__
@@ -525,6 +532,7 @@ def test_an_interrupted_run_has_a_row(hotswap, monkeypatch):
 
 
 def test_a_cpu_out_of_memory_is_a_line(hotswap):
+    Path("run").mkdir()
     code, _, err = hotswap(*QUICK, "model.n_embd=400000000")
     assert code == 1
     assert re.match(r"error: out of memory with train.batch_size=4 .*: tried to allocate \d+ bytes; lower", err)

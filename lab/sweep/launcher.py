@@ -109,7 +109,7 @@ class Launcher(launcher.Launcher):
         """
         groups = {field.name: self.config[field.name] for field in fields(LauncherConfig)}
         cfg = parse(OmegaConf.create(groups), LauncherConfig)
-        tracker = make_tracker(cfg.logger)  # raises UserError if its package is missing, before any job starts
+        tracker = make_tracker(cfg.logger)
         folder = Path(cfg.out_dir or self.default_folder())
         repeats = cfg.sweep.repeats
         gpus = gpu_slots(cfg.device)

@@ -38,6 +38,7 @@ def test_a_new_kernel_is_checked_before_the_evaluation(evaluate, monkeypatch, hf
         raise WrongKernel("mine.py is wrong")
 
     monkeypatch.setattr(script, "check_new_backends", refuse)
+    Path("run").mkdir()
     code, _, err = evaluate(*TEXT, "attn=math", "out_dir=run")
     assert (code, err) == (1, "error: mine.py is wrong\n")
     assert json.loads(Path("run/result.json").read_text())["status"] == "wrong: mine.py is wrong"

@@ -1,7 +1,8 @@
-"""`--help` and Ctrl-C of every command, and `~` in every key."""
+"""`--help`, Ctrl-C and the folder of every command, and `~` in every key."""
 
 import copy
 import importlib
+import re
 from pathlib import Path
 
 import hydra
@@ -9,7 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from lab.commands import CONFIGS
-from runtime.config import parse
+from runtime.config import UserError, parse
+from tests.lab.context.machine import Machine
+from tests.scripts.test_generate import save_model
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(path.stem for path in ROOT.glob("scripts/[a-z]*.py"))
@@ -86,3 +89,54 @@ def test_every_folder_of_a_command_without_keys_takes_the_home_folder(called, tm
     monkeypatch.setenv("HOME", str(tmp_path))
     main = importlib.import_module(f"scripts.{name}").main
     assert called(f"{name}.py", main, "~/run") == called(f"{name}.py", main, str(tmp_path / "run"))
+
+
+# The arguments with which a command gets as far as its folder, and the name of the function that makes it.
+# scripts.reproduce is not here, because it refuses nothing after it has made its folder
+MAKE_A_FOLDER = {
+    "bench_attention": ("make_folder", "lengths=[8]", "device=cpu"),
+    "bench_kernels": ("make_folder", "op=norm", "shape=narrow", "device=cpu"),
+    "crashtest": ("make_folder",),
+    "doctor": ("make_folder", "matrix=true", "device=cpu"),
+    "evaluate": (
+        "choose_folder",
+        "checkpoint=ckpt.pt",
+        "data=text",
+        "data.path=a.txt",
+        "tokenizer=bytes",
+        "device=cpu",
+    ),
+    "generate": ("choose_folder", "checkpoint=random", "model=tiny", "prompt=a", "device=cpu"),
+    "judge": ("make_folder", "op=norm", "impl=triton", "device=cpu"),
+    "max_context": ("choose_folder", "mode=train", "device=cpu"),
+}
+
+
+def test_every_command_that_makes_a_folder_is_tried():
+    sources = {name: (ROOT / f"scripts/{name}.py").read_text() for name in COMMANDS}
+    makers = {name for name, source in sources.items() if re.search("(make|choose)_folder\\(", source)}
+    assert makers - {"reproduce"} == MAKE_A_FOLDER.keys()
+
+
+@pytest.mark.parametrize("name", MAKE_A_FOLDER)
+def test_a_refused_command_leaves_no_folder(called, monkeypatch, tmp_path, name):
+    """Here it is refused as soon as its folder is made."""
+    make_name, *words = MAKE_A_FOLDER[name]
+    module, made = importlib.import_module(f"scripts.{name}"), []
+    make = getattr(module, make_name)
+
+    def make_and_refuse(*arguments):
+        made.append(make(*arguments))
+        raise UserError("no")
+
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path)
+    Path("a.txt").write_text("a few words\n" * 100)
+    machine = Machine()
+    machine.first.env, machine.first.kernels = {"device": "cpu"}, {}
+    monkeypatch.setattr("scripts.max_context.Prober", lambda command, minutes: machine)
+    monkeypatch.setattr(module, make_name, make_and_refuse)
+    for out_dir in ("out_dir=null", "out_dir=new/one"):
+        assert called(f"{name}.py", module.main, *words, out_dir)[::2] == (1, "error: no\n")
+    assert [bool(folder) for folder in made] == [True, True]
+    assert {path.name for path in Path().iterdir()} <= {"a.txt", "ckpt.pt", ".cache"}

@@ -216,6 +216,7 @@ def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):
         raise WrongKernel("mine.py is wrong")
 
     monkeypatch.setattr(script, "check_new_backends", refuse)
+    Path("run").mkdir()
     code, out, err = command("prompt=a", "attn=math", "out_dir=run")
     assert (code, out, err) == (1, "", "error: mine.py is wrong\n")
     assert row()["status"] == "wrong: mine.py is wrong"
