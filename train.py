@@ -103,7 +103,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
     """Step, log, evaluate and save, until the run ends. Returns what was due after the last step."""
     t, device, ranks, run, optimizer = job.train, job.device, job.ranks, job.run, job.step.optimizer
     first_step = meter.steps_before + 1
-    signals.looping = True
+    signals.start_loop(run.record)
     with ranks.watchdog, checkpoints, meter.power, console.progress_bar(t.max_steps, meter.steps_before) as bar:
         for step, (batches, data_wait) in enumerate(loader.prefetch(job.batches, first_step, device), first_step):
             [last_step] = ranks.max_over_ranks(schedule.predict_last_step(t, step, meter))

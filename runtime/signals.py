@@ -5,6 +5,9 @@ terminal that closes sends SIGHUP. A program under nohup ignores it. Child proce
 not get it, so their parent ends them.
 
 A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
+
+Python calls a handler in the main thread, and only between two of its instructions. A backward on a CPU is one, and it
+may take minutes. So a thread answers Ctrl-C: it reads the numbers that Python's own handler in C writes into a pipe.
 """
 
 import atexit
@@ -14,13 +17,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from runtime.interrupt import exit_at_once
 from terminal import accept_any_encoding, warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
+PATIENCE = 1.0  # seconds that the main thread has to end the program after the Ctrl-C that ends it at once
 
 
 class Stopped(SystemExit):
@@ -39,8 +44,9 @@ class Stopped(SystemExit):
 class Signals:
     """Within this context, SIGTERM, SIGUSR1, SIGHUP and Ctrl-C raise Stopped; under nohup, SIGHUP stays ignored.
 
-    While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped. With
-    `requeue`, a SLURM job that SIGUSR1 has stopped is put back into the queue at the end of this context.
+    While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped. If the
+    main thread does not raise it within PATIENCE, a thread ends the process. With `requeue`, a SLURM job that SIGUSR1
+    has stopped is put back into the queue at the end of this context.
     """
 
     def __init__(self, requeue: bool = False):
@@ -48,15 +54,28 @@ class Signals:
         self.looping = False
         self.received: str | None = None
         self.previous_handlers: dict = {}
+        self.interrupts_handled = 0
+        self.record: Callable[[str], None] | None = None  # writes the status of the run that the thread ends
+
+    def start_loop(self, record: Callable[[str], None]) -> None:
+        """Let signals end the program after a step from now on. `record` writes the status of its run."""
+        self.looping, self.record = True, record
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup):
                 self.previous_handlers[number] = signal.signal(number, self._handle)
+            reader, self.writer = os.pipe()
+            os.set_blocking(self.writer, False)
+            self.previous_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._answer_interrupts, args=(reader,), daemon=True).start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if self.previous_handlers:
+            signal.set_wakeup_fd(self.previous_writer)
+            os.close(self.writer)  # ends the thread
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
         # Not after SIGTERM: scancel sends it, too, and SLURM itself requeues a preempted job
@@ -70,6 +89,7 @@ class Signals:
 
     def _handle(self, number: int, frame) -> None:
         name = signal.Signals(number).name
+        self.interrupts_handled += number == signal.SIGINT
         if number == signal.SIGHUP:
             discard_unread_output()  # a print to a closed terminal would end the program before its checkpoint
         second_interrupt = number == signal.SIGINT and self.received == name
@@ -77,6 +97,28 @@ class Signals:
             reason = f"{name} twice" if second_interrupt else name
             raise Stopped(128 + number, reason)  # the exit code that a shell gives to a process ended by a signal
         self.received = name
+
+    def _answer_interrupts(self, reader: int) -> None:
+        """Answer each Ctrl-C: with a line, or by ending the process if the main thread does not end it in time."""
+        interrupts = 0
+        with open(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] != signal.SIGINT:
+                    continue
+                interrupts += 1
+                if self.looping and interrupts == 1:
+                    if self.record and os.environ.get("RANK", "0") == "0":
+                        line = "SIGINT   ends the run after this step; a second Ctrl-C ends it at once"
+                        print(line, file=sys.stderr, flush=True)
+                    continue
+                deadline = time.monotonic() + PATIENCE
+                while self.interrupts_handled < interrupts and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                if self.interrupts_handled < interrupts:
+                    with suppress(Exception):
+                        if self.record:
+                            self.record("stopped: SIGINT twice")
+                    exit_at_once()
 
 
 def requeue_slurm_job() -> None:

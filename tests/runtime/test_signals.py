@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -175,3 +176,43 @@ def test_a_command_answers_an_interrupt_while_it_imports(tmp_path, command, modu
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+IN_ONE_INSTRUCTION = """
+import hashlib
+from runtime.signals import Signals
+with Signals() as signals:
+    if {looping}:
+        signals.start_loop(lambda status: print(status, flush=True))
+    print("started", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in C, as a backward on a CPU: Python calls no handler
+"""
+
+
+@pytest.mark.parametrize("looping", [True, False])
+def test_ctrl_c_is_answered_within_an_instruction_of_minutes(looping):
+    """In a loop, the first one prints a line, and the second one ends the process and writes its status."""
+    command = [sys.executable, "-c", IN_ONE_INSTRUCTION.format(looping=looping)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.readline() == b"started\n"
+    time.sleep(0.3)  # until the instruction has begun
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    if looping:
+        line = b"SIGINT   ends the run after this step; a second Ctrl-C ends it at once\n"
+        assert process.stderr.readline() == line
+        process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, b"stopped: SIGINT twice\n" * looping, b"interrupted\n")
+    assert time.monotonic() - start < 20  # PATIENCE and more, on a busy machine
+
+
+def test_the_wakeup_descriptor_of_the_process_is_restored():
+    before = threading.active_count()
+    with Signals():
+        pass
+    assert signal.set_wakeup_fd(-1) == -1
+    deadline = time.monotonic() + 60
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
