@@ -208,22 +208,23 @@ def main(cfg: Config) -> None:
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
+        sizes = cost.figures(cfg.model, t.block_size)
+        ceil = machine.Ceiling(device, PRECISIONS[cfg.precision][1], sizes["flops_per_token"], ranks.world_size)
+        ranks.run_on_rank0(lambda: ceil.check_step(cfg.device, t.tokens_per_step))
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
-        name = f"{cost.parameters(cfg.model) / 1e6:.0f}M-{choice}{processes}"
+        name = f"{sizes['parameters'] / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
         if resume_from and schedule.is_finished(t, *checkpoint.progress(resume_from)):
             print(ranks.run_on_rank0(lambda: resume.finished_line(folder, resume_from, name)))
             return
-        tried = f"train.batch_size={t.batch_size} x train.block_size={t.block_size}, {choice}"
         with (
             proof.suggest_batch_size(recipe, t, device, ranks),
             open_run(folder, name, cfg, cfg.logger, t.resume is not None, ranks) as run,
             ranks.share_failure(),
-            machine.explain_out_of_memory(tried, LOWER),
+            machine.explain_out_of_memory(f"train.batch_size={t.batch_size} x {t.block_size} tokens, {choice}", LOWER),
         ):
             run.row["kernels"] = registry.impl_by_op(cfg.kernels, cfg.attn) | {"compile": cfg.kernels.compile}
-            run.row |= {"env": machine.environment(device), **cost.figures(cfg.model, t.block_size)}
-            run.row["world_size"] = ranks.world_size
+            run.row |= {"env": machine.environment(device), "world_size": ranks.world_size, **sizes}
             run.row["checks"] = ranks.run_on_rank0(lambda: recipe.check_kernels(device))
             dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(cfg.data))
             cfg.model.check_vocabulary(cfg.data.tokenizer, dataset.tokenizer.n_vocab)
@@ -233,7 +234,6 @@ def main(cfg: Config) -> None:
             references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
             if cfg.proof:
                 references, run.row["parity"] = proof.make_references(recipe, t, *sources, dataset, device, ranks)
-            ceil = machine.Ceiling(device, PRECISIONS[cfg.precision][1], run.row["flops_per_token"], ranks.world_size)
             machine.reset_peak_memory(device)
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)

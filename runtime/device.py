@@ -113,6 +113,9 @@ def peak_flops(device: torch.device) -> float | None:
     return BF16_PEAK.get(device_name(device))
 
 
+LONGEST_STEP = 10.0  # seconds of a step at the speed of a matmul: more needs device=cpu, if there is no GPU
+
+
 class Ceiling:
     """The peak speed of a device in FLOP/s, and the share of it that a throughput reaches.
 
@@ -123,6 +126,18 @@ class Ceiling:
     def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float, devices: int = 1):
         self.flops_per_token, self.devices = flops_per_token, devices
         self.peak, self.measured = peak_flops(device), measured_flops(device, dtype)
+
+    def check_step(self, asked: str, tokens: int) -> None:
+        """Raise UserError if `asked`, the config's device, is auto, there is no GPU, and a step would take too long.
+
+        The step has `tokens` tokens. Its matmuls alone take this time, so a real step takes longer.
+        """
+        seconds = self.flops_per_token * tokens / self.devices / self.measured
+        check(
+            asked != "auto" or torch.cuda.is_available() or seconds <= LONGEST_STEP,
+            f"PyTorch sees no GPU, and a step of {tokens:,} tokens takes at least {seconds:.0f} s on this CPU: try "
+            "python train.py +experiment=smoke, or pass device=cpu to train this model all the same",
+        )
 
     def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
         """Return the throughput of the job, and its model FLOP utilisation relative to both peaks.

@@ -433,7 +433,7 @@ def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
     monkeypatch.setattr(capture, "train_step", full)
     code, _, err = hotswap(*QUICK)
     assert code == 1
-    assert err.startswith("error: out of GPU memory with train.batch_size=4 x train.block_size=128, eager-sdpa-fp32: ")
+    assert err.startswith("error: out of GPU memory with train.batch_size=4 x 128 tokens, eager-sdpa-fp32: ")
     assert ": Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB; lower train.batch_size" in err
     assert err.endswith("precision=bf16; train.batch_size=2 is predicted to fit\n")
     assert err.count("\n") == 1
@@ -531,6 +531,24 @@ def test_an_interrupted_run_has_a_row(hotswap, monkeypatch):
     assert row()["status"] == "failed: KeyboardInterrupt"
 
 
+def test_a_large_model_on_a_cpu_must_be_asked_for(hotswap, monkeypatch):
+    """Without a GPU, `python train.py` would announce a step of many minutes. device=cpu trains nevertheless."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("runtime.device.measured_flops", lambda *_: 1e12)
+    code, out, err = hotswap()
+    assert (code, out) == (1, "")
+    assert err == (
+        "error: PyTorch sees no GPU, and a step of 65,536 tokens takes at least 56 s on this CPU: try python train.py "
+        "+experiment=smoke, or pass device=cpu to train this model all the same\n"
+    )
+    assert [*Path().iterdir()] == []
+    small = [word for word in QUICK if not word.startswith("device")]
+    assert hotswap(*small, "device=auto", "train.max_steps=1")[0] == 0
+    monkeypatch.setattr("runtime.device.measured_flops", lambda *_: 1e6)
+    assert hotswap(*small, "device=auto", "train.max_steps=1", "out_dir=two")[0] == 1
+    assert hotswap(*small, "device=cpu", "train.max_steps=1", "out_dir=two")[0] == 0
+
+
 def test_a_cpu_out_of_memory_is_a_line(hotswap):
     Path("run").mkdir()
     code, _, err = hotswap(*QUICK, "model.n_embd=400000000")
@@ -611,8 +629,6 @@ def test_a_gpu_out_of_memory_is_a_line(hotswap):
         "model.n_layer=1", "train.batch_size=4096", "train.tokens_per_step=4194304", "out_dir=run", "device=cuda"
     )
     assert code == 1
-    assert err.startswith(
-        "error: out of GPU memory with train.batch_size=4096 x train.block_size=1024, eager-sdpa-amp: "
-    )
+    assert err.startswith("error: out of GPU memory with train.batch_size=4096 x 1024 tokens, eager-sdpa-amp: ")
     assert err.count("\n") == 1
     assert row()["status"] == "oom"
