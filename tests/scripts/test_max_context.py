@@ -129,6 +129,17 @@ def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch,
 
 
 @pytest.mark.usefixtures("quick_python")
+def test_an_attempt_on_a_cpu_beyond_its_limit_reads_as_full():
+    """These are the README's trial and its first length, at which oneDNN crashed when its own memory was refused."""
+    words = "model=tiny", "model.n_layer=4", "device=cpu", "memory_gib=0.1"
+    prober = Prober(["-m", "scripts.max_context", *words], minutes=2)
+    result = prober.attempt("train", length=3920, shortened=False)
+    assert result.failure is None
+    assert (result.row["status"], result.row["why"]) == ("oom", "T=3920 takes more than memory_gib=0.1")
+    assert 0.1 < result.row["peak_gib"] < 0.2
+
+
+@pytest.mark.usefixtures("quick_python")
 def test_two_processes_split_the_sequence_of_an_attempt(monkeypatch):
     """torchrun starts them. If the memory of one is full, both end."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
