@@ -18,6 +18,7 @@ from lab.bench.op import DTYPES, OpConfig, as_list, measure, table
 from lab.commands import command
 from lab.report.figures import roofline
 from lab.rows import track_rows, write_rows
+from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
 from runtime.run import make_folder
 from runtime.timing import measured_bandwidth, measured_flops
@@ -47,16 +48,21 @@ def main(cfg: Config) -> None:
     for name in tqdm(cfg.shape, disable=None, leave=False):
         start = time.perf_counter()
         torch.compiler.reset()
+        shape = (contract(cfg.op).SHAPES | contract(cfg.op).CASES)[name]
+        size = " x ".join(f"{side:,}" for side in shape["shape"])
+        tqdm.write(f"{name:<12} {size}, {cfg.dtype}, {cfg.rounds} rounds", file=sys.stdout)
+        sys.stdout.flush()  # on a CPU, a large shape takes minutes
         with explain_out_of_memory(f"op={cfg.op} shape={name}", "the size: choose a smaller shape"):
-            shape = (contract(cfg.op).SHAPES | contract(cfg.op).CASES)[name]
             new_rows, reasons = measure(cfg.op, name, shape, cfg.impl, cfg.dtype, cfg.rounds, device)
         for impl, reason in reasons.items():
             tqdm.write(f"{name:<12} without {impl}: {reason}", file=sys.stdout)
         new_rows = [{**row, "ceiling/tb_per_s": copy, "ceiling/tflops": matmul, "env": env} for row in new_rows]
-        files = write_rows(new_rows, "kernels.jsonl", folder, cfg.keep)
+        if new_rows:
+            files = write_rows(new_rows, "kernels.jsonl", folder, cfg.keep)
         rows += new_rows
         seconds = time.perf_counter() - start
         tqdm.write(f"{name:<12} {len(new_rows)} contestants in {seconds:.0f} s", file=sys.stdout)
+    check(bool(rows), f"op={cfg.op}: no backend takes these shapes; the lines above say why")
     versions = f"torch {env['torch']}, triton {env['triton']}"
     print(f"{env['device']}, {versions}, {cfg.dtype}, medians of {cfg.rounds} rounds\n")
     print(table(rows))
