@@ -178,6 +178,16 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    """Let Python free what has been imported if nanobind is in it. Otherwise nanobind prints 50 lines about leaks.
+
+    Triton has nanobind since version 3.9. The end of a process takes 2 s longer.
+    """
+    triton = sys.modules.get("triton._C.libtriton")
+    if triton and type(triton.ir.builder).__module__.startswith("nanobind"):
+        gc.unfreeze()
+
+
 @functools.cache
 def measured_flops(device, dtype):
     from runtime.timing import measured_flops

@@ -1,5 +1,10 @@
 """The patches of Triton's interpreter in tests/conftest.py work, and are still needed."""
 
+import gc
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +17,7 @@ from triton import language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import ReduceOps
 
+ROOT = Path(__file__).parents[1]
 calls = []
 
 
@@ -75,3 +81,16 @@ def test_equal_types_share_their_fields(monkeypatch):
     count_calls()
     monkeypatch.setattr(tl.core, "_unwrap_shape", None)
     assert count_calls() == 6
+
+
+def test_what_was_imported_is_freed_at_the_end_if_nanobind_is_in_it(request, monkeypatch):
+    """Otherwise the tests' end is 50 lines about leaked types. Triton has nanobind since version 3.9."""
+    plugins = request.config.pluginmanager.get_plugins()
+    [conftest] = [plugin for plugin in plugins if getattr(plugin, "__file__", None) == str(ROOT / "tests/conftest.py")]
+    kind = type("nb_type_0", (type,), {"__module__": "nanobind"})
+    for builder, frozen in ((type("builder", (), {}), True), (kind("builder", (), {}), False)):
+        gc.freeze()
+        monkeypatch.setitem(sys.modules, "triton._C.libtriton", SimpleNamespace(ir=SimpleNamespace(builder=builder)))
+        conftest.pytest_unconfigure()
+        assert (gc.get_freeze_count() > 0) == frozen
+    gc.freeze()
