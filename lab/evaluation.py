@@ -38,8 +38,7 @@ def open_text(
     `overrides` are keys of the group `data`; null keeps the value of the checkpoint's run. Raises UserError or
     DataError if there is no such text, if it is too short, or if the run's data has changed after the training.
     """
-    manifest = checkpoint.read_manifest(source.checkpoint) if source.checkpoint else {}
-    own_config = manifest.get("config", {})
+    own_config = source.run_config
     own_train = own_config.get("train", {})
     positions = source.model["block_size"]
     length = block_size or own_train.get("block_size", positions)
@@ -51,7 +50,8 @@ def open_text(
     dataset = open_dataset(config)
     changed = tokenizer or any(value for key, value in (overrides or {}).items() if key not in ("prepare", "cache"))
     if not changed:
-        check_same_text(source, manifest.get("data", {}), dataset, config)
+        recorded = checkpoint.read_manifest(source.checkpoint)["data"] if source.checkpoint else {}
+        check_same_text(source, recorded, dataset, config)
     held_out, rest = (sum(map(len, shards)) for shards in (dataset.val, dataset.train))
     share = "" if config.source == "nanogpt" else f" (data.val_fraction={config.val_fraction:g})"
     summary = f"{held_out:,} validation tokens of {held_out + rest:,}{share}, in sequences of {length:,}"

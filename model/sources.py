@@ -54,6 +54,11 @@ class Pretrained(NamedTuple):
         """The config of a model with these weights, without dropout."""
         return GPTConfig(**self.model, dropout=0.0)
 
+    @property
+    def run_config(self) -> dict:
+        """The config of the run that trained a checkpoint of ours; {} for another source."""
+        return checkpoint.read_manifest(self.checkpoint)["config"] if self.checkpoint else {}
+
 
 def random_source(model: dict) -> Pretrained:
     """Return a source without weights for a model with these fields of GPTConfig: a measurement needs no checkpoint."""

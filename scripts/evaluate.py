@@ -38,7 +38,7 @@ class Config:
     tokenizer: str | None
     out_dir: str | None
     device: str
-    precision: str
+    precision: str | None
     kernels: KernelsConfig
     attn: AttnConfig
     logger: LoggerConfig
@@ -48,7 +48,8 @@ class Config:
         for key in ("batches", "batch_size", "block_size"):
             value = getattr(self, key)
             check(value is None or value >= 1, f"{key}={value}: it must be at least 1")
-        check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
+        choices = f"choose {', '.join(PRECISIONS)}, or null: the run's own"
+        check(self.precision in (None, *PRECISIONS), f"precision={self.precision}: {choices}")
 
 
 @command(Config, "evaluate", errors=(DataError,))
@@ -56,6 +57,9 @@ def main(cfg: Config) -> None:
     device = select_device(cfg.device)
     source = pretrained.read_pretrained(cfg.checkpoint)
     config = source.config
+    if cfg.precision is None:
+        cfg.precision = source.run_config.get("precision", "amp")
+        cfg.kernels.fp8 = cfg.kernels.fp8 or source.run_config.get("kernels", {}).get("fp8")
     name = f"evaluate-{cost.parameters(config) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     text = evaluation.open_text(source, cfg.data, cfg.tokenizer, cfg.block_size, cfg.batch_size)
     documents = text.windows.eot is not None

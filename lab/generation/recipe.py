@@ -87,7 +87,7 @@ class GenerationKeys:
     stop: Any
     tokenizer: str | None
     device: str
-    precision: str
+    precision: str | None
     generate: GenerateConfig
     kernels: KernelsConfig
     attn: AttnConfig
@@ -106,7 +106,8 @@ class GenerationKeys:
         check_sampling(self.temperature, self.top_k, self.top_p, self.seed)
         check(self.precision != "fp8", "precision=fp8 cannot generate: choose precision=bf16")
         precisions = [name for name in PRECISIONS if name != "fp8"]
-        check(self.precision in precisions, f"precision={self.precision}: choose {', '.join(precisions)}")
+        choices = f"choose {', '.join(precisions)}, or null: the run's own"
+        check(self.precision in (None, *precisions), f"precision={self.precision}: {choices}")
         check(self.kernels.fp8 is None, "kernels.fp8 is for training: remove it")
         if self.stop is None:
             self.stop = []
@@ -120,9 +121,13 @@ class GenerationKeys:
     def open_recipe(self) -> GenerationRecipe:
         """Read the model, and return the recipe. Raises UserError or DataError if model or tokenizer cannot be read.
 
-        Random weights may draw the end of text at any step. It does not end their texts, unless the user names stops.
+        Without a precision, the model generates in the precision of its run, or in bf16. Random weights may draw the
+        end of text at any step. It does not end their texts, unless the user names stops.
         """
         source = random_source(asdict(self.model)) if self.model else pretrained.read_pretrained(self.checkpoint)
+        if self.precision is None:
+            own = source.run_config.get("precision")
+            self.precision = "bf16" if own in (None, "fp8") else own  # fp8 cannot generate, and its weights are in bf16
         tokenizer = pretrained.tokenizer_of(source, self.tokenizer)
         sampling = Sampling(tokenizer.n_vocab, self.temperature, self.top_k, self.top_p)
         stops = self.stop if source.weights or self.stop else None

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lab import evaluation
 from lab.bench.new_backends import WrongKernel
 from model.gpt import GPT
 from scripts import evaluate as script
+from scripts import generate, race
 from tests.model.test_gpt import SMALL, gpt, hugging_face
 from tests.test_train import QUICK, row
 
@@ -77,6 +79,40 @@ def test_the_loss_equals_the_val_loss_of_training_on_the_same_batches(hotswap, e
         assert row(attn)["kernels"]["attention"].startswith(attn)
         assert row(attn)["tokens"] == 3 * 2 * 48
         assert f"loss {row(attn)['val/loss']:.4f} nats a token" in out
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_runs_model_computes_in_the_precision_of_its_training(hotswap, called, precision):
+    """evaluate then gives the loss of the run's own evaluation, and generate and race record it."""
+    small = "train.eval_every=2", "train.eval_batches=1", "train.max_steps=2", "train.checkpoint_every=2"
+    assert hotswap(*QUICK, *small, f"precision={precision}")[0] == 0
+    again = "checkpoint=run", "device=cpu"
+    assert called("evaluate.py", script.main, *again, "batches=1", "out_dir=evaluated")[0] == 0
+    assert row("evaluated")["config"]["precision"] == precision
+    assert row("evaluated")["val/loss"] == pytest.approx(row("run")["val/loss"], rel=1e-6)
+    words = "prompt=a", "max_new_tokens=2", "generate.kv=auto"
+    assert called("generate.py", generate.main, *again, *words, "out_dir=generated")[0] == 0
+    assert row("generated")["config"]["precision"] == precision
+    assert called("generate.py", generate.main, *again, *words, "out_dir=asked", "precision=amp")[0] == 0
+    assert row("asked")["config"]["precision"] == "amp"
+    _, out, _ = called("race.py", race.main, *again, *words, "decoders=[blocks]")
+    assert f"precision {precision}\n" in out
+
+
+def test_what_a_run_in_fp8_and_another_source_compute_in(hotswap, called, monkeypatch):
+    """evaluate takes the run's fp8 ops. Nothing generates in fp8, so generate takes the dtype of the weights."""
+    assert hotswap(*QUICK, "train.max_steps=1", "train.checkpoint_every=1")[0] == 0
+    own = {"precision": "fp8", "kernels": {"fp8": ["mlp"]}}
+    seen = []
+    monkeypatch.setattr("model.sources.Pretrained.run_config", property(lambda source: own))
+    monkeypatch.setattr("lab.evaluation.open_text", lambda *_: sys.exit("read"))
+    monkeypatch.setattr(script, "label", lambda kernels, attn: seen.append(kernels.fp8) or "")
+    assert called("evaluate.py", script.main, "checkpoint=run", "device=cpu")[2] == "read\n"
+    assert seen == [["mlp"]]
+    words = "checkpoint=run", "device=cpu", "prompt=a", "max_new_tokens=2"
+    for own, precision in (({"precision": "fp8"}, "bf16"), ({}, "bf16"), ({"precision": "amp"}, "amp")):
+        assert called("generate.py", generate.main, *words, f"out_dir={len(own)}{precision}")[0] == 0
+        assert row(f"{len(own)}{precision}")["config"]["precision"] == precision
 
 
 def test_loss_and_bytes_equal_those_of_transformers_and_of_the_text(evaluate, hf_model, monkeypatch):
