@@ -12,7 +12,7 @@ from checked_json import read_line
 from kernels.tuned import device_slug
 from runtime.command import command_line
 from runtime.config import UserError
-from runtime.run import make_folder
+from runtime.folders import make_folder
 from runtime.trackers import Tracker
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

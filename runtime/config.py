@@ -18,7 +18,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
@@ -191,7 +191,7 @@ def store_named_choices(groups: dict[str, dict], words: list[str]) -> None:
         group, _, value = word.partition("=")
         if "*" not in groups.get(group, ()) or "." not in value:
             continue
-        with contextlib.suppress(OverrideParseException):  # Hydra reads the word again, and then explains the error
+        with contextlib.suppress(HydraException):  # Hydra reads the word again, and then explains the error
             override = OverridesParser.create().parse_override(word)
             names = override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]
             for name in (str(name).strip("'\"") for name in names):
@@ -253,7 +253,7 @@ def explain_error(error: Exception, schema: type) -> str:
         where = f"{error.full_key}: " if error.full_key else ""
         return where + message.splitlines()[0]
     if isinstance(error, OverrideParseException):
-        key, equals, value = " ".join(error.override.split()).partition("=")
+        key, equals, value = re.sub(r"\s*\n\s*", " ", error.override).partition("=")
         if not equals:
             return f"{key}: arguments are key=value; --help lists the keys"
         reason = "Hydra reads ( ) [ ] { } = , ~ $ and quotes as syntax"

@@ -55,10 +55,6 @@ OTHER_NAMES = {
     "temperature": "temp",
     "batch": "bs batch_size num_samples n_samples num_return_sequences",
 }
-KEYS_BY_NAME: dict[str, list[str]] = {}
-for _key, _names in OTHER_NAMES.items():
-    for _name in _names.split():
-        KEYS_BY_NAME.setdefault(_name, []).append(_key)
 # The name of an op is a part of the model elsewhere. Here kernels.norm chooses who computes it, not what is computed
 NOT_THE_SAME = {"model": {"norm", "mlp", "linear", "loss"}}
 
@@ -90,7 +86,8 @@ def similar_key(key: str, known: list[str], siblings: list[str]) -> str | None:
     group, _, last = key.rpartition(".")
     others = [name for name in known if name not in siblings]
     others = [name for name in others if name.rpartition(".")[2] not in NOT_THE_SAME.get(group, ())]
-    for meaning in (*KEYS_BY_NAME.get(last.lower().replace("-", "_"), ()), last):
+    word = last.lower().replace("-", "_")
+    for meaning in [key for key, names in OTHER_NAMES.items() if word in names.split()] + [last]:
         for name in (*siblings, *others):
             if name.rpartition(".")[2] == meaning:
                 return name

@@ -16,7 +16,8 @@ from runtime.checkpoint import (
 )
 from runtime.command import command_line
 from runtime.config import UserError, check
-from runtime.run import KILLED, explain_unwritable, make_unique_folder, read_row, write_row
+from runtime.folders import explain_unwritable, make_unique_folder
+from runtime.run import KILLED, read_row, write_row
 from terminal import override, printable, shell_command
 
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import shorten
 from typing import TextIO
@@ -23,7 +22,8 @@ from yaml import YAMLError
 
 from checked_json import add_crc32, read_line, write_atomically
 from runtime.command import command_line
-from runtime.config import UserError, check, made_folders
+from runtime.config import UserError, made_folders
+from runtime.folders import explain_unwritable, make_folder
 from runtime.ranks import Ranks
 from runtime.signals import find_interrupt
 from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker
@@ -211,15 +211,6 @@ def open_run(folder: Path, name: str, config: object, logger: LoggerConfig, resu
     return run
 
 
-@contextlib.contextmanager
-def explain_unwritable(folder: Path) -> Iterator[None]:
-    """Turn an OSError within this context into a UserError that names out_dir."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
-
-
 def lock_folder(folder: Path) -> TextIO:
     """Make the folder and lock it, until this process ends or closes the returned file.
 
@@ -317,38 +308,3 @@ def status_of(error: BaseException | None) -> str:
     error = find_interrupt(error) or error
     word = getattr(error, "status", "failed")
     return word if word == "oom" else f"{word}: {str(error) or type(error).__name__}"
-
-
-def make_unique_folder(parent: Path, name: str) -> Path:
-    """Make and return the folder `parent/name`. If it exists, try `name-2`, `name-3` and so on."""
-    folder, number = parent / name, 1
-    while True:
-        try:
-            make_missing(folder)
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = parent / f"{name}-{number}"
-        except OSError as error:
-            raise UserError(f"{parent} cannot be written: {error.strerror}; choose an out_dir") from None
-
-
-def make_folder(out_dir: str | Path | None, name: str) -> Path:
-    """Make and return `out_dir`, or out/<time>-<name>.
-
-    Raises UserError if it cannot be written, or if its name has control characters, because many lines print it.
-    """
-    if out_dir:
-        check(printable(out_dir) == str(out_dir), f"out_dir={out_dir} has control characters; choose another folder")
-    folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-    with explain_unwritable(folder):
-        if not folder.is_dir():
-            make_missing(folder)
-    return folder
-
-
-def make_missing(folder: Path) -> None:
-    """Make the folder and its missing parents, and list them in made_folders. Raises FileExistsError if it exists."""
-    missing = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
-    folder.mkdir(parents=True)
-    made_folders.extend(missing)

@@ -89,7 +89,8 @@ class Signals:
 
     def _handle(self, number: int, frame) -> None:
         name = signal.Signals(number).name
-        self.interrupts_handled += number == signal.SIGINT
+        if number == signal.SIGINT:
+            self.interrupts_handled += 1
         if number == signal.SIGHUP:
             discard_unread_output()  # a print to a closed terminal would end the program before its checkpoint
         second_interrupt = number == signal.SIGINT and self.received == name

@@ -49,11 +49,9 @@ class LoggerConfig:
         )
         for key, longest in LONGEST.items():
             value = getattr(self, key)
-            for text in value if isinstance(value, list) else [value] * (value is not None):
-                check(
-                    1 <= len(text) <= longest,
-                    f"logger.{key}={text}: W&B takes 1 to {longest} characters, and these are {len(text)}",
-                )
+            for text in value if isinstance(value, list) else [value or "none"]:
+                given = f"logger.{key}={text}: W&B takes 1 to {longest} characters"
+                check(1 <= len(text) <= longest, f"{given}, and these are {len(text)}")
 
 
 class Tracker:

@@ -23,7 +23,7 @@ from lab.report.tables import attention_table
 from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, select_device
-from runtime.run import make_folder
+from runtime.folders import make_folder
 from runtime.trackers import LoggerConfig, make_tracker
 
 

@@ -20,7 +20,7 @@ from lab.report.figures import roofline
 from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
-from runtime.run import make_folder
+from runtime.folders import make_folder
 from runtime.timing import measured_bandwidth, measured_flops
 from runtime.trackers import LoggerConfig, make_tracker
 

@@ -23,7 +23,8 @@ from lab.crashtest import DAMAGES, KILL, KINDS, SMALL, Disturbed, Fault, arm, dr
 from runtime.checkpoint import checkpoint_folders
 from runtime.command import flags
 from runtime.config import check
-from runtime.run import make_folder, read_row
+from runtime.folders import make_folder
+from runtime.run import read_row
 from terminal import override
 
 

@@ -34,7 +34,7 @@ from lab.rows import track_rows, write_rows
 from runtime.command import command_line, flags
 from runtime.config import UserError, check, parse
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
-from runtime.run import make_folder
+from runtime.folders import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
 from terminal import override, printable, shell_command

@@ -21,7 +21,8 @@ from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_sec
 from lab.sweep.table import speed
 from runtime import compat
 from runtime.config import UserError, check, expand_home
-from runtime.run import make_folder, read_row
+from runtime.folders import make_folder
+from runtime.run import read_row
 from runtime.signals import exit_quietly
 from terminal import override, printable
 

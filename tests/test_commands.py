@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from data import DataConfig, prepare_command
 from lab.report.bench_panels import kernel_command
 from runtime import resume
-from runtime.config import UserError
+from runtime.config import UserError, explain_error
 from runtime.trackers import LoggerConfig, TensorBoard, make_tracker
 from scripts import new_kernel
 from terminal import override, shell_command
@@ -128,3 +129,13 @@ def test_printed_commands_have_the_path_that_they_are_about(name, tmp_path, monk
     line = tracker.view_line(run)
     assert shlex.split(line.partition("upload: ")[2]) == ["wandb", "sync", f"{run}/wandb/offline-run-*"]
     assert shlex.split(TensorBoard.view_line(None, path).partition("board")[2])[2] in (name, f"./{name}")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_quotes_that_an_error_suggests_are_right(name):
+    """Hydra's parser refuses some words. The error then has the word that it accepts."""
+    try:
+        OverridesParser.create().parse_overrides([f"data.path={name}"])
+    except OverrideParseException as error:
+        suggested = explain_error(error, DataConfig).partition("quotes for the shell: ")[2]
+        assert read_command(suggested)[1] == {"data.path": name.replace("\n", " ")}  # an error is one line

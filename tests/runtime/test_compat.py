@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hydra._internal import config_repository
+from hydra._internal.utils import get_args_parser
 from hydra.core.plugins import Plugins
 from hydra.plugins import launcher
 from omegaconf import OmegaConf
@@ -166,6 +167,17 @@ def run_hydra(monkeypatch, argument):
     """Run a Hydra program with one argument."""
     monkeypatch.setattr(sys, "argv", ["program", argument])
     hydra.main(version_base="1.3")(lambda cfg: None)()
+
+
+def test_flags_and_overrides_are_told_apart():
+    words = ["a=1", "--config-dir", "my (1)", "b=2", "-m", "--cfg=job", "c=3"]
+    assert compat.split_flags(words) == (["-m", "--cfg=job", "--config-dir=my (1)"], ["a=1", "b=2", "c=3"])
+    assert compat.split_flags(["--multirun", "--info"]) == (["-m", "--info=all"], [])
+
+
+def test_hydra_alone_refuses_overrides_on_both_sides_of_a_flag():
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(["a=1", "--config-dir", "x", "b=2"])
 
 
 def test_an_argument_that_hydra_refuses_is_one_line(monkeypatch):

@@ -36,6 +36,7 @@ MISTAKES = [
     (["attn=to/mine.py"], "attn.impl=to/mine.py: no file to/mine.py in "),
     (["attn=/to/mine.py"], "attn.impl=/to/mine.py: no file /to/mine.py in "),
     (["attn=no_such_package.mine"], "attn.impl=no_such_package.mine: ModuleNotFoundError: No module named 'no_such_"),
+    (["attn=größe/mine.py"], "attn=größe/mine.py: Hydra reads ( ) [ ] { } = , ~ $ and quotes as syntax, and letters"),
     (["attn=to/mine"], "attn=to/mine: no such choice; attn is one of: auto, "),
     (["kernels.norm=to/mine.py"], "kernels.norm=to/mine.py: no file to/mine.py in "),
     (["kernels=to/mine.py"], f"kernels=to/mine.py: no such choice; kernels is one of: {CHOICES}\n"),

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from runtime.config import UserError
-from runtime.run import Run, make_folder, read_config, read_row, without_nonfinite, write_row
+from runtime.folders import make_folder
+from runtime.run import Run, read_config, read_row, without_nonfinite, write_row
 from runtime.trackers import Tracker
 from tests.test_train import QUICK, config
 
