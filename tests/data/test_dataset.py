@@ -121,7 +121,7 @@ def test_every_config_file_has_every_key_with_the_same_comment():
     ("choice", "changes", "command"),
     [
         ("fineweb_edu", {}, "data=fineweb_edu"),
-        ("fineweb_edu", {"column": "body", "path": "a b"}, "data=fineweb_edu 'data.path=a b' data.column=body"),
+        ("fineweb_edu", {"column": "body", "path": "a b"}, "data=fineweb_edu 'data.path=\"a b\"' data.column=body"),
         ("hub", {"path": "o/n", "prepare": "auto"}, "data=hub data.path=o/n data.prepare=auto"),
         ("tinystories", {"subset": "x", "tokenizer": "bytes"}, "data=tinystories data.subset=x data.tokenizer=bytes"),
     ],

@@ -77,7 +77,7 @@ def test_every_answer_of_the_support_matrix_is_ok(impl):
 
 def test_the_benchmark_measures_the_backends(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    words = "op=toy", "impl=[eager,mine]", "dtype=float32", "device=cpu", "rounds=2", "out_dir=bench"
+    words = "op=toy", "shape=large", "impl=[eager,mine]", "dtype=float32", "device=cpu", "rounds=2", "out_dir=bench"
     code, _, err = called("bench_kernels.py", bench_kernels.main, *words)
     assert (code, err) == (0, "")
     rows = [json.loads(line) for line in Path("bench/kernels.jsonl").read_text().splitlines()]
