@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from runtime.interrupt import exit_at_once
-from terminal import accept_any_encoding, warn
+from terminal import accept_any_encoding, one_line, warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
 PATIENCE = 1.0  # seconds that the main thread has to end the program after the Ctrl-C that ends it at once
@@ -100,26 +100,32 @@ class Signals:
         self.received = name
 
     def _answer_interrupts(self, reader: int) -> None:
-        """Answer each Ctrl-C: with a line, or by ending the process if the main thread does not end it in time."""
+        """Answer each Ctrl-C whose number comes out of the pipe, until the pipe is closed."""
         interrupts = 0
         with open(reader, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
-                if number[0] != signal.SIGINT:
-                    continue
-                interrupts += 1
-                if self.looping and interrupts == 1:
-                    if self.record and os.environ.get("RANK", "0") == "0":
-                        line = "SIGINT   ends the run after this step; a second Ctrl-C ends it at once"
-                        print(line, file=sys.stderr, flush=True)
-                    continue
-                deadline = time.monotonic() + PATIENCE
-                while self.interrupts_handled < interrupts and time.monotonic() < deadline:
-                    time.sleep(0.02)
-                if self.interrupts_handled < interrupts:
-                    with suppress(Exception):
-                        if self.record:
-                            self.record("stopped: SIGINT twice")
-                    exit_at_once()
+                if number[0] == signal.SIGINT:
+                    interrupts += 1
+                    self._answer_interrupt(interrupts)
+
+    def _answer_interrupt(self, count: int) -> None:
+        """Answer Ctrl-C number `count`: print a line, or end the process if the main thread does not end it in time."""
+        if self.looping and count == 1:
+            if self.record and os.environ.get("RANK", "0") == "0":
+                with suppress(OSError):  # stderr may be a pipe without a reader
+                    line = "SIGINT   ends the run after this step; a second Ctrl-C ends it at once"
+                    print(line, file=sys.stderr, flush=True)
+            return
+        deadline = time.monotonic() + PATIENCE
+        while self.interrupts_handled < count and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.interrupts_handled < count:
+            try:
+                if self.record:
+                    self.record("stopped: SIGINT twice")
+            except Exception as error:
+                warn(f"the row keeps its status: {one_line(error)}")
+            exit_at_once()
 
 
 def requeue_slurm_job() -> None:

@@ -17,6 +17,7 @@ from data import loader, pipeline, tokenizer
 from runtime.power import PowerMeter
 from runtime.ranks import Ranks
 from runtime.saver import Checkpoints
+from runtime.signals import Signals
 from runtime.watchdog import Watchdog
 from terminal import one_line
 from tests.test_repo import ROOT, dotted, read_modules
@@ -123,6 +124,20 @@ def watch_the_job(monkeypatch):
     watchdog.on_stuck = reasons.append
     run_threads(lambda: watchdog.start(dist.HashStore(), None))
     assert (reasons, codes) == ([f"the watchdog of rank 0 failed: {REPORT}"], [1])
+
+
+@case("runtime.signals: Signals.__enter__")
+def record_the_end(monkeypatch):
+    """It ends the process, because the main thread does not."""
+    ended = threading.Event()
+    monkeypatch.setattr("runtime.signals.PATIENCE", 0)
+    monkeypatch.setattr("runtime.signals.exit_at_once", ended.set)
+    monkeypatch.setattr(Signals, "_handle", lambda *_: None)
+    with Signals() as signals:
+        signals.start_loop(fail)
+        signals.looping = False
+        signal.raise_signal(signal.SIGINT)
+        assert ended.wait(60)
 
 
 @case("data.loader: prefetch")

@@ -40,7 +40,7 @@ def describe_machine(device: torch.device, env: dict) -> Iterator[str]:
 
 def read_tested_versions() -> dict[str, list[str]]:
     """Return {"torch": ["2.11", ...]} of pyproject.toml: the versions with which every test passed, in order."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hotswap"]["tested"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hotswap"]["tested"]
 
 
 def compare_versions(env: dict, tested: dict[str, list[str]]) -> str:
