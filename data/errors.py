@@ -22,7 +22,9 @@ def hub_error(error: Exception) -> str:
 
 
 def cannot_write(error: Exception) -> bool:
-    """Return whether the error is that of a cache that is read-only or full."""
+    """Return whether the error is that of a cache that is read-only, full, or behind a broken link."""
     if not isinstance(error, OSError) or error.filename is None or os.path.isfile(error.filename):
         return False
+    if error.errno == errno.ENOENT:
+        return not os.path.isdir(os.path.dirname(error.filename))
     return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)

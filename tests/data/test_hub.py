@@ -228,14 +228,18 @@ def test_files_that_datasets_passes_over_are_a_warning(folder, tmp_path, capsys)
     assert capsys.readouterr().err == ""
 
 
-def test_a_cache_that_cannot_be_written_is_named_by_its_path(folder, tmp_path, monkeypatch):
-    """Root may write everywhere, but not below a file."""
+@pytest.mark.parametrize("reason", ["Not a directory", "No such file or directory"])
+def test_a_cache_that_cannot_be_written_is_named_by_its_path(folder, tmp_path, monkeypatch, reason):
+    """Root may write everywhere, but not below a file or a broken link."""
     import datasets
 
-    cache = tmp_path / "file"
-    cache.touch()
+    cache = tmp_path / "cache"
+    if reason == "Not a directory":
+        cache.touch()
+    else:
+        cache.symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache / "datasets"))
-    with pytest.raises(DataError, match=f"data set {folder} .*{cache}.*Not a directory; set HF_HOME to a") as error:
+    with pytest.raises(DataError, match=f"data set {folder} .*{cache}.*{reason}; set HF_HOME to a folder") as error:
         texts_of(Hub(str(folder)))
     assert "\n" not in str(error.value)
 
