@@ -28,7 +28,7 @@ from hotswap.runtime.config import check, expand_home, parse, shown
 from hotswap.runtime.device import find_device
 
 __all__ = ["GPT", "GPTConfig", "build", "generate", "load", "op"]
-__version__ = "0.1.0"  # pyproject.toml reads it
+__version__ = "0.1.0"  # pyproject.toml and --version read it
 CONFIGS = rooms.ROOT / "configs"
 
 

@@ -29,11 +29,11 @@ def start_command(name: str) -> None:
 def versions() -> str:
     """Return the versions of hotswap and of what decides its figures, in one line. It does not import torch."""
     import platform
-    import tomllib
+    import re
     from importlib.metadata import PackageNotFoundError, version
 
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        parts = [f"hotswap {tomllib.load(file)['project']['version']}"]
+    with open(os.path.join(ROOT, "hotswap", "__init__.py"), encoding="utf-8") as file:  # importing it imports torch
+        parts = ["hotswap " + re.search('__version__ = "(.*)"', file.read())[1]]
     for name in ("torch", "triton"):
         try:
             parts.append(f"{name} {version(name)}")

@@ -55,8 +55,8 @@ OTHER_NAMES = {
     "temperature": "temp",
     "batch": "bs batch_size num_samples n_samples num_return_sequences",
 }
-# The name of an op is a part of the model elsewhere. Here kernels.norm chooses who computes it, not what is computed
-NOT_THE_SAME = {"model": {"norm", "mlp", "linear", "loss"}}
+# Elsewhere model.norm chooses what is computed. Here kernels.norm chooses who computes it
+OPS = {"norm", "linear", "mlp", "loss", "decode"}
 
 
 def key_names(schema: type, prefix: str = "") -> Iterable[str]:
@@ -71,10 +71,15 @@ def explain_key(key: str, known: list[str]) -> str:
     """Return the error message for a key that is missing or that the schema, with the keys `known`, does not have."""
     if key in known:
         return f"{key} is missing: neither the command line nor a file in configs/ sets it"
-    group = key.rpartition(".")[0]
+    group, _, last = key.rpartition(".")
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     similar = similar_key(key, known, siblings)
-    hint = f"did you mean {similar}?" if similar else f"the keys are: {', '.join(siblings or known)}"
+    if similar:
+        hint = f"did you mean {similar}?"
+    elif group == "model" and last in OPS and f"kernels.{last}" in known:
+        hint = f"kernels.{last} chooses who computes it, and no key changes what is computed"
+    else:
+        hint = f"the keys are: {', '.join(siblings or known)}"
     return f"unknown key {key}; {hint}"
 
 
@@ -85,7 +90,8 @@ def similar_key(key: str, known: list[str], siblings: list[str]) -> str | None:
     """
     group, _, last = key.rpartition(".")
     others = [name for name in known if name not in siblings]
-    others = [name for name in others if name.rpartition(".")[2] not in NOT_THE_SAME.get(group, ())]
+    if group == "model":
+        others = [name for name in others if name.rpartition(".")[2] not in OPS]
     word = last.lower().replace("-", "_")
     for meaning in [key for key, names in OTHER_NAMES.items() if word in names.split()] + [last]:
         for name in (*siblings, *others):

@@ -13,10 +13,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import train
-from kernels.names import config_groups, impls
+from kernels.names import ALL_OPS, config_groups, impls
 from runtime.command import command_line
 from runtime.config import UserError
-from runtime.keys import OTHER_NAMES, explain_key, key_names
+from runtime.keys import OPS, OTHER_NAMES, explain_key, key_names
 from scripts import evaluate, generate
 from terminal import quote_exactly
 
@@ -172,7 +172,7 @@ MEANT = {  # what is typed -> the key that it means
     evaluate.Config: {"bs": "batch_size", "seq_len": "block_size", "dataset": "data"},
     generate.Config: {"max_length": "max_new_tokens", "temp": "temperature", "bs": "batch", "topk": "top_k"},
 }
-UNLIKE = {train.Config: ["model.norm", "model.norms", "model.activation", "train.foo"], evaluate.Config: ["task", "lr"]}
+UNLIKE = {train.Config: ["model.norms", "model.activation", "train.foo"], evaluate.Config: ["task", "lr"]}
 
 
 @pytest.mark.parametrize("schema", MEANT, ids=lambda schema: schema.__module__)
@@ -180,6 +180,12 @@ def test_an_unknown_key_is_explained_by_its_meaning(schema):
     known = list(key_names(schema))
     for key, meant in MEANT[schema].items():
         assert explain_key(key, known) == f"unknown key {key}; did you mean {meant}?"
+
+
+def test_an_op_of_the_model_is_explained_by_the_key_that_chooses_its_backend():
+    assert {*ALL_OPS} - {"attention"} == OPS
+    line = "unknown key model.norm; kernels.norm chooses who computes it, and no key changes what is computed"
+    assert explain_key("model.norm", list(key_names(train.Config))) == line
 
 
 @pytest.mark.parametrize("schema", UNLIKE, ids=lambda schema: schema.__module__)
