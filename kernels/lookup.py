@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -52,6 +53,10 @@ def is_path(impl: str) -> bool:
     return impl.endswith(".py") or "/" in impl
 
 
+def _path(impl: str) -> Path:
+    return Path(os.path.expanduser(impl))  # unlike Path.expanduser(), it raises no error for an unknown home folder
+
+
 def short_name(impl: str) -> str:
     """Return the name of a backend as a part of a folder's name: a path without its folders."""
     return Path(impl).name if is_path(impl) else impl
@@ -63,7 +68,7 @@ def check_name(op: str, impl: str, key: str) -> None:
     The packages around a module with a dotted name are imported.
     """
     if is_path(impl):
-        if not (impl.endswith(".py") and Path(impl).expanduser().is_file()):
+        if not (impl.endswith(".py") and _path(impl).is_file()):
             raise KernelError(f"{key}={impl}: no file {impl} in {Path.cwd()}; the path of a backend ends in .py")
     elif "." in impl:
         try:
@@ -87,7 +92,7 @@ def module_name(op: str, impl: str) -> str:
     __package__ is "kernels", or "hotswap.kernels" in the package that pip installs.
     """
     if is_path(impl):
-        path = Path(impl).expanduser().resolve()
+        path = _path(impl).resolve()
         if path.parent == ROOT / op and path.stem in files(op):
             return f"{__package__}.{op}.{path.stem}"
         digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
@@ -130,7 +135,7 @@ def source_of(function: Callable) -> str:
 def source_file(op: str, impl: str) -> Path:
     """Return the path of the backend's file, without importing it."""
     if is_path(impl):
-        return Path(impl).expanduser().resolve()
+        return _path(impl).resolve()
     return Path(importlib.util.find_spec(module_name(op, impl)).origin)
 
 

@@ -75,6 +75,10 @@ def test_entry_points_are_backends_like_files(folder):
             "kernels.norm=mine/slow.py: no file mine/slow.py in {folder}; the path of a backend ends in .py",
         ),
         ("mine/fast", "kernels.norm=mine/fast: no file mine/fast in {folder}; the path of a backend ends in .py"),
+        (
+            "~nobody-here/mine.py",
+            "kernels.norm=~nobody-here/mine.py: no file ~nobody-here/mine.py in {folder}; the path",
+        ),
         ("mine.fast.py.x", "kernels.norm=mine.fast.py.x: ModuleNotFoundError: No module named 'mine.fast.py'"),
         ("hotswap_toy.slow", "kernels.norm=hotswap_toy.slow: no module hotswap_toy.slow; install its package, or add"),
         ("no_such_package.fast", "kernels.norm=no_such_package.fast: ModuleNotFoundError: No module named 'no_such_"),
