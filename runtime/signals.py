@@ -55,6 +55,7 @@ class Signals:
         self.received: str | None = None
         self.previous_handlers: dict = {}
         self.interrupts_handled = 0
+        self.writer: int | None = None  # of the pipe that Python writes the numbers of signals into
         self.record: Callable[[str], None] | None = None  # writes the status of the run that the thread ends
 
     def start_loop(self, record: Callable[[str], None]) -> None:
@@ -68,14 +69,16 @@ class Signals:
                 self.previous_handlers[number] = signal.signal(number, self._handle)
             reader, self.writer = os.pipe()
             os.set_blocking(self.writer, False)
+            os.register_at_fork(after_in_child=self._leave_pipe)
             self.previous_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
             threading.Thread(target=self._answer_interrupts, args=(reader,), daemon=True).start()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if self.previous_handlers:
+        if self.writer is not None:
             signal.set_wakeup_fd(self.previous_writer)
             os.close(self.writer)  # ends the thread
+            self.writer = None
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
         # Not after SIGTERM: scancel sends it, too, and SLURM itself requeues a preempted job
@@ -98,6 +101,13 @@ class Signals:
             reason = f"{name} twice" if second_interrupt else name
             raise Stopped(128 + number, reason)  # the exit code that a shell gives to a process ended by a signal
         self.received = name
+
+    def _leave_pipe(self) -> None:
+        """Close the pipe in a forked child, which gets the terminal's Ctrl-C, too: the parent would count it twice."""
+        if self.writer is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self.writer)
+            self.writer = None
 
     def _answer_interrupts(self, reader: int) -> None:
         """Answer each Ctrl-C whose number comes out of the pipe, until the pipe is closed."""

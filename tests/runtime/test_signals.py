@@ -207,6 +207,25 @@ def test_ctrl_c_is_answered_within_an_instruction_of_minutes(looping):
     assert time.monotonic() - start < 20  # PATIENCE and more, on a busy machine
 
 
+def test_ctrl_c_counts_once_with_a_forked_child(monkeypatch):
+    """The terminal sends it to the child, too."""
+    ends, threads = [], set(threading.enumerate())
+    monkeypatch.setattr("runtime.signals.exit_at_once", lambda: ends.append("exit"))
+    monkeypatch.setattr("runtime.signals.PATIENCE", 0)
+    with Signals() as signals:
+        signals.start_loop(ends.append)
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGINT)
+            os._exit(0)
+        os.waitpid(child, 0)
+        signal.raise_signal(signal.SIGINT)
+        assert signals.received == "SIGINT"
+        [reader] = set(threading.enumerate()) - threads
+    reader.join(60)
+    assert ends == []
+
+
 def test_the_wakeup_descriptor_of_the_process_is_restored():
     before = threading.active_count()
     with Signals():
