@@ -21,6 +21,7 @@ from runtime.timing import measured_flops
 
 GIB = 2**30
 ROOT = Path(__file__).parent.parent
+LONGEST_STEP = 10.0  # seconds of a step at the speed of a matmul: more needs device=cpu, if there is no GPU
 
 # Let segments of GPU memory grow, unless the user has set the allocator. By default their sizes are fixed: eager GPT-2
 # 124M at T = 146,432 then reserved 139 GiB of an H200 for 113 GiB of tensors, and ran out of memory at T = 147,456.
@@ -111,9 +112,6 @@ def device_name(device: torch.device) -> str:
 def peak_flops(device: torch.device) -> float | None:
     """Return the bf16 FLOP/s of the data sheet; None for an unknown GPU or a CPU."""
     return BF16_PEAK.get(device_name(device))
-
-
-LONGEST_STEP = 10.0  # seconds of a step at the speed of a matmul: more needs device=cpu, if there is no GPU
 
 
 class Ceiling:
