@@ -18,7 +18,7 @@ def printable(text: object) -> str:
     return str(text).translate(CONTROLS)
 
 
-def one_line(error: BaseException) -> str:
+def class_and_message(error: BaseException) -> str:
     """Return the error's class and message in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 

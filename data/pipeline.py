@@ -30,7 +30,7 @@ from data.corpus import Source
 from data.errors import DataError
 from data.shards import SHARD_TOKENS, Writer, read_if_valid
 from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
-from terminal import one_line, printable, warn
+from terminal import class_and_message, printable, warn
 
 SPLITS = ("train", "val")
 PROGRESS = "progress.json"
@@ -236,7 +236,7 @@ def initialize_worker() -> None:
         try:
             multiprocessing.parent_process().join()
         except Exception as error:
-            warn(f"a process that tokenizes ends, because it cannot wait for its parent: {one_line(error)}")
+            warn(f"a process that tokenizes ends, because it cannot wait for its parent: {class_and_message(error)}")
         os._exit(1)
 
     threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
-from terminal import one_line, warn
+from terminal import class_and_message, warn
 
 GPT2_FILES = {  # address -> SHA-256, as in tiktoken
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe": (
@@ -147,7 +147,7 @@ def is_reachable(url: str, seconds: float = 1.0) -> bool:
         except requests.RequestException:
             answers.append(False)
         except Exception as error:  # of the settings of this machine, such as REQUESTS_CA_BUNDLE
-            warn(f"{url} cannot be asked: {one_line(error)}")
+            warn(f"{url} cannot be asked: {class_and_message(error)}")
 
     thread = threading.Thread(target=send_request, daemon=True)  # the look-up of a host name has no timeout
     thread.start()

@@ -24,7 +24,7 @@ from hotswap.model import pretrained, step
 from hotswap.model.generate import generate
 from hotswap.model.gpt import GPT, PRECISIONS, GPTConfig
 from hotswap.model.vocabulary import take_vocabulary
-from hotswap.runtime.config import check, expand_home, parse, shown
+from hotswap.runtime.config import check, expand_home, parse, value_text
 from hotswap.runtime.device import find_device
 
 __all__ = ["GPT", "GPTConfig", "build", "generate", "load", "op"]
@@ -60,7 +60,7 @@ def build(
     """
     files = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
     check_choice("model", model, files)
-    check(isinstance(seed, Integral) and 0 <= seed < 2**63, f"seed={shown(seed)}: it must be in [0, 2^63)")
+    check(isinstance(seed, Integral) and 0 <= seed < 2**63, f"seed={value_text(seed)}: it must be in [0, 2^63)")
     shape = {**OmegaConf.load(CONFIGS / "config.yaml").model, **OmegaConf.load(files[model]), **fields}
     return make(shape, kernels, attn, precision, device, seed=int(seed))
 
@@ -80,7 +80,7 @@ def load(
     block_size. build() describes the other arguments. Raises ValueError as build() does, and if the source cannot be
     read.
     """
-    check(isinstance(source, str | os.PathLike), f"source={shown(source)}: it must be text or a path")
+    check(isinstance(source, str | os.PathLike), f"source={value_text(source)}: it must be text or a path")
     weights = pretrained.read_pretrained(str(expand_home(str(source))))
     shape = {"dropout": 0.0, **pretrained.fit_config(weights, fields)}
     return make(shape, kernels, attn, precision, device, weights=weights)
@@ -106,7 +106,7 @@ def make(shape: dict, kernels, attn, precision, device, **options) -> GPT:
 
 def check_choice(key: str, value: object, choices) -> None:
     """Raise UserError if `value` is not one of `choices`."""
-    check(isinstance(value, str) and value in choices, f"{key}={shown(value)}: choose {', '.join(choices)}")
+    check(isinstance(value, str) and value in choices, f"{key}={value_text(value)}: choose {', '.join(choices)}")
 
 
 def take_size(cfg: DictConfig) -> None:
@@ -121,5 +121,5 @@ def op(name: str, impl: str, device: str | torch.device = "auto") -> Callable:
     `device`.
     """
     check_choice("op", name, registry.ALL_OPS)
-    check(isinstance(impl, str), f"impl={shown(impl)}: it must be the name of a backend of {name}, or a path")
+    check(isinstance(impl, str), f"impl={value_text(impl)}: it must be the name of a backend of {name}, or a path")
     return registry.load(name, impl, find_device(device))

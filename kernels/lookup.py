@@ -20,7 +20,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
-from terminal import one_line
+from terminal import class_and_message
 
 ROOT = Path(__file__).parent
 GROUP = "hotswap.kernels"
@@ -75,7 +75,7 @@ def check_name(op: str, impl: str, key: str) -> None:
             spec = importlib.util.find_spec(impl)
             reason = None if spec else f"no module {impl}"
         except Exception as error:  # the user's package may raise any error
-            spec, reason = None, one_line(error)
+            spec, reason = None, class_and_message(error)
         if spec and not spec.has_location:  # a namespace package has no file
             raise KernelError(
                 f"{key}={impl}: this is a folder without __init__.py; name a module in it, as {key}={impl}.NAME"
@@ -153,7 +153,7 @@ def backend(op: str, impl: str) -> ModuleType:
         if is_path(impl):
             code = f'import runpy; runpy.run_path("{impl}")'
         raise KernelError(
-            f"{source(op, impl)} cannot be imported ({one_line(error)}): python -c '{code}' shows where"
+            f"{source(op, impl)} cannot be imported ({class_and_message(error)}): python -c '{code}' shows where"
         ) from error
     if not callable(getattr(module, op, None)):
         raise KernelError(f"{source(op, impl)} defines no function {op}(...); kernels/{op}/__init__.py shows it")

@@ -14,7 +14,7 @@ from kernels.sampling import NO_TOKEN, Sampling
 from model.decoder import Decoder, why_no_generation
 from model.gpt import GPT, in_eval_mode
 from model.parallel import gather_parameters
-from runtime.config import UserError, check, shown
+from runtime.config import UserError, check, value_text
 
 # How many calls of Decoder.step() the GPU may be ahead of the host. A call makes GRAPH_TOKENS tokens, but with a draft
 # it may make only one
@@ -125,12 +125,12 @@ def generate(
     check_prompt(model, idx)
     check(
         isinstance(max_new_tokens, Integral) and 0 <= max_new_tokens < 2**31,
-        f"max_new_tokens={shown(max_new_tokens)}: it must be in [0, 2^31)",
+        f"max_new_tokens={value_text(max_new_tokens)}: it must be in [0, 2^31)",
     )
     size = model.config.vocab_size
     check(
         isinstance(n_vocab, Integral) and 1 <= n_vocab <= size,
-        f"n_vocab={shown(n_vocab)}: it must be in [1, {size}], because model.vocab_size is {size}",
+        f"n_vocab={value_text(n_vocab)}: it must be in [1, {size}], because model.vocab_size is {size}",
     )
     top_k = 0 if top_k is None else top_k  # nanoGPT's default
     check_sampling(temperature, top_k, top_p, seed)
@@ -166,17 +166,18 @@ def check_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> N
     """Raise UserError if these are no arguments of Sampling, or no seed."""
     check(
         isinstance(temperature, Real) and (temperature == 0 or 1e-4 <= temperature <= 1e4),
-        f"temperature={shown(temperature)}: it must be 0 (the most probable token each time) or in [0.0001, 10000]",
+        f"temperature={value_text(temperature)}: it must be 0 (the most probable token each time) or in "
+        "[0.0001, 10000]",
     )
     check(
         isinstance(top_k, Integral) and top_k >= 0,
-        f"top_k={shown(top_k)}: it must be at least 1, or 0 for no limit",
+        f"top_k={value_text(top_k)}: it must be at least 1, or 0 for no limit",
     )
     check(
         isinstance(top_p, Real) and 0 < top_p <= 1,
-        f"top_p={shown(top_p)}: it must be in (0, 1]; 1 is no limit",
+        f"top_p={value_text(top_p)}: it must be in (0, 1]; 1 is no limit",
     )
-    check(isinstance(seed, Integral) and 0 <= seed < 2**63, f"seed={shown(seed)}: it must be in [0, 2^63)")
+    check(isinstance(seed, Integral) and 0 <= seed < 2**63, f"seed={value_text(seed)}: it must be in [0, 2^63)")
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, max_new_tokens: int, seed: int) -> str:

@@ -23,7 +23,7 @@ from kernels.rope import rope_table, rotate
 from model.chunks import run_in_chunks
 from model.recompute import BlockRunner
 from model.vocabulary import padded
-from runtime.config import UserError, check, shown
+from runtime.config import UserError, check, value_text
 
 # name -> (dtype of the stored weights and the residual stream, compute dtype)
 PRECISIONS = {
@@ -329,7 +329,7 @@ def in_eval_mode(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(model: nn.Module, *args, **options):
-        check(isinstance(model, nn.Module) and hasattr(model, "wte"), f"model={shown(model)}: it must be a GPT")
+        check(isinstance(model, nn.Module) and hasattr(model, "wte"), f"model={value_text(model)}: it must be a GPT")
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:

@@ -20,7 +20,7 @@ from kernels.registry import OPS, Ops
 from model.gpt import GPT, GPTConfig
 from model.sources import TRAINING, Pretrained, open_source
 from model.vocabulary import take_vocabulary
-from runtime.config import UserError, check, command_line_values, shown
+from runtime.config import UserError, check, command_line_values, value_text
 from runtime.resume import checkpoint_model_config
 
 MAY_DIFFER = (*TRAINING, "window")  # fields of GPTConfig on which no weight depends
@@ -54,7 +54,7 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
     for key, value in asked.items():
         have = pretrained.model.get(key)
         if key == "block_size":
-            check(isinstance(value, int), f"model.block_size={shown(value)}: it must be a number of tokens")
+            check(isinstance(value, int), f"model.block_size={value_text(value)}: it must be a number of tokens")
             check(
                 pretrained.model["pos"] == "rope" or value <= have,
                 f"model.block_size={value} is more than the {have} positions of {pretrained.name}",

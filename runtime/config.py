@@ -5,6 +5,7 @@ no values. So the composed config is merged into a dataclass (OmegaConf's struct
 checks the values.
 """
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -43,7 +44,7 @@ def check(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
-def shown(value: object) -> str:
+def value_text(value: object) -> str:
     """Return a wrong value as text for a message of one line: the value, or its type if the value takes more lines."""
     text = str(value)
     return f"a {type(value).__name__}" if "\n" in text else text
@@ -241,6 +242,14 @@ def expand_home(path: str) -> Path:
             f"{path}: the home folder of this user is not known; write ./{path} for a folder whose name begins with ~"
         )
     return Path(expanded)
+
+
+def path_argument(text: str) -> Path:
+    """Do what expand_home() does, for argparse, which shows the message of an ArgumentTypeError only."""
+    try:
+        return expand_home(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def explain_error(error: Exception, schema: type) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import UserError, check, shown
+from runtime.config import UserError, check, value_text
 from runtime.ranks import Ranks
 from runtime.timing import measured_flops
 
@@ -81,7 +81,7 @@ def find_device(name: str | torch.device) -> torch.device:
 
     The GPU cuda:N becomes the current one, because Triton launches kernels on the current GPU.
     """
-    name = shown(name)
+    name = value_text(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")

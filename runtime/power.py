@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.ranks import Ranks
-from terminal import one_line, warn
+from terminal import class_and_message, warn
 
 try:
     import pynvml  # of the package nvidia-ml-py
@@ -101,7 +101,8 @@ class PowerMeter:
             while not self.closed.wait(SAMPLE_SECONDS):
                 self.recent.append(sensors.sample())
         except Exception as error:  # the run goes on without more samples
-            warn(f"the GPU's clock and temperature can no longer be read: {one_line(error)}; the row has those before")
+            reason = class_and_message(error)
+            warn(f"the GPU's clock and temperature can no longer be read: {reason}; the row has those before")
 
     def _joules(self) -> float:
         if self.sensors:
@@ -109,7 +110,7 @@ class PowerMeter:
                 return self.sensors.joules()
             except pynvml.NVMLError as error:
                 self.sensors = None  # the run goes on
-                warn(f"the GPU's energy can no longer be read: {one_line(error)}; the row has no power/*")
+                warn(f"the GPU's energy can no longer be read: {class_and_message(error)}; the row has no power/*")
         return 0.0
 
     def start(self) -> None:

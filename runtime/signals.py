@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from runtime.interrupt import exit_at_once
-from terminal import accept_any_encoding, one_line, warn
+from terminal import accept_any_encoding, class_and_message, warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
 PATIENCE = 1.0  # seconds that the main thread has to end the program after the Ctrl-C that ends it at once
@@ -134,7 +134,7 @@ class Signals:
                 if self.record:
                     self.record("stopped: SIGINT twice")
             except Exception as error:
-                warn(f"the row keeps its status: {one_line(error)}")
+                warn(f"the row keeps its status: {class_and_message(error)}")
             exit_at_once()
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runtime.torch_compat import flight_records, name_groups, pending_collective
-from terminal import one_line, printable, warn
+from terminal import class_and_message, printable, warn
 
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 ROOT = Path(__file__).parents[1]
@@ -90,7 +90,7 @@ class Watchdog:
             except dist.DistError:
                 reason = "torchrun, which holds the job's store, has ended"
             except Exception as error:  # without this thread's beats the job would end all the same, and blame the rank
-                reason = self._announce(f"the watchdog of rank {self.rank} failed: {one_line(error)}")
+                reason = self._announce(f"the watchdog of rank {self.rank} failed: {class_and_message(error)}")
             # Rank 0 is the first to end, because it writes the row, and torchrun then ends all others
             if reason and not self.done.wait(GRACE if self.rank == 0 else GRACE + 2):
                 self._end(reason)
@@ -110,11 +110,11 @@ class Watchdog:
             if self.folder and self.world_size > 1:
                 write_records(self.folder / "collectives", self.rank, self.world_size)
         except Exception as error:  # another version of PyTorch may have other records
-            warn(f"the last collectives cannot be recorded: {one_line(error)}")
+            warn(f"the last collectives cannot be recorded: {class_and_message(error)}")
         try:
             self.on_stuck(reason)
         except Exception as error:
-            warn(f"the run cannot be closed: {one_line(error)}")
+            warn(f"the run cannot be closed: {class_and_message(error)}")
         finally:
             os._exit(1)
 

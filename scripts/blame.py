@@ -16,7 +16,7 @@ from kernels.registry import KernelError
 from lab.proof.blame import Replay, check_repeatable, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from runtime import compat
-from runtime.config import UserError, check, expand_home, parse
+from runtime.config import UserError, check, parse, path_argument
 from runtime.device import OutOfMemory, select_device
 from runtime.run import read_config
 from runtime.signals import exit_quietly
@@ -56,7 +56,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=expand_home, metavar="RUN", help="the folder of a run with a nonfinite-step-*.pt")
+    parser.add_argument("run", type=path_argument, metavar="RUN", help="the folder of a run with a nonfinite-step-*.pt")
     parser.add_argument("--step", type=int, help="the kept step; default: the first")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     arguments = parser.parse_args()

@@ -17,7 +17,7 @@ from pathlib import Path
 from kernels.tuned import device_slug
 from lab import rows
 from runtime import compat
-from runtime.config import UserError, expand_home
+from runtime.config import UserError, path_argument
 from runtime.run import read_row
 from runtime.signals import exit_quietly
 from terminal import printable
@@ -68,7 +68,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", type=expand_home, metavar="out/RUN", help="the folder of a finished run")
+    parser.add_argument("runs", nargs="+", type=path_argument, metavar="out/RUN", help="the folder of a finished run")
     parser.add_argument("--curves", action="store_true", help="also copy the losses")
     parser.add_argument("--beside", metavar="DEVICE", help="a folder in results/ instead of the run's own")
     arguments = parser.parse_args()

@@ -15,7 +15,7 @@ from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
 from lab.report.side_by_side import side_by_side
 from runtime import compat
-from runtime.config import UserError, expand_home
+from runtime.config import UserError, path_argument
 from runtime.signals import exit_quietly
 from terminal import printable
 
@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "folders",
         nargs="*",
-        type=expand_home,
+        type=path_argument,
         metavar="folder",
         help="out/SWEEP, out/RUN or results/DEVICE; several: compare them; none: fill the READMEs",
     )

@@ -20,7 +20,7 @@ from lab.report.choices import rerun_command
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
-from runtime.config import UserError, check, expand_home
+from runtime.config import UserError, check, path_argument
 from runtime.folders import make_folder
 from runtime.run import read_row
 from runtime.signals import exit_quietly
@@ -153,10 +153,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("rows", type=expand_home, metavar="ROWS", help="a file of rows, or the folder of a run")
+    parser.add_argument("rows", type=path_argument, metavar="ROWS", help="a file of rows, or the folder of a run")
     parser.add_argument("row", nargs="?", metavar="ROW", help="a line, or a part of command, name or commit")
     parser.add_argument(
-        "--out_dir", type=expand_home, metavar="FOLDER", help="the folder of the new run; default: a new one in out/"
+        "--out_dir", type=path_argument, metavar="FOLDER", help="the folder of the new run; default: a new one in out/"
     )
     arguments = parser.parse_args()
     try:

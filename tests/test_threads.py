@@ -19,7 +19,7 @@ from runtime.ranks import Ranks
 from runtime.saver import Checkpoints
 from runtime.signals import Signals
 from runtime.watchdog import Watchdog
-from terminal import one_line
+from terminal import class_and_message
 from tests.test_repo import ROOT, dotted, read_modules
 
 STARTERS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread", "to_thread"}
@@ -71,7 +71,7 @@ def raised(function, *arguments) -> str:
     """Return the class and the message of the fault that reaches the caller."""
     with pytest.raises(Fault) as error:
         function(*arguments)
-    return one_line(error.value)
+    return class_and_message(error.value)
 
 
 def run_threads(start) -> None:

@@ -89,6 +89,11 @@ def test_every_folder_of_a_command_without_keys_takes_the_home_folder(called, tm
     monkeypatch.setenv("HOME", str(tmp_path))
     main = importlib.import_module(f"scripts.{name}").main
     assert called(f"{name}.py", main, "~/run") == called(f"{name}.py", main, str(tmp_path / "run"))
+    code, _, error = called(f"{name}.py", main, "~nobody-here/run")
+    assert code != 0
+    assert re.fullmatch(
+        r"error: (argument \S+: )?~nobody-here/run: the home folder of this user is not known; .*\n", error
+    )
 
 
 # The arguments with which a command gets as far as its folder, and the name of the function that makes it.
