@@ -45,11 +45,9 @@ def accept_any_encoding() -> None:
 
 def shell_command(*words: str | os.PathLike) -> str:
     """Return the words as a command for a shell. A Path that begins with - gets ./ in front, because it is no flag."""
-    return shlex.join(f"./{word}" if _looks_like_a_flag(word) else str(word) for word in words)
-
-
-def _looks_like_a_flag(word: str | os.PathLike) -> bool:
-    return isinstance(word, os.PathLike) and str(word).startswith("-")
+    return shlex.join(
+        f"./{word}" if isinstance(word, os.PathLike) and str(word).startswith("-") else str(word) for word in words
+    )
 
 
 def override(key: str, value: object) -> str:
@@ -63,8 +61,10 @@ def override(key: str, value: object) -> str:
 def _hydra_value(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(_hydra_value(element) or quote_exactly('') for element in value)}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     return quote_override(str(value)) if isinstance(value, str | os.PathLike) else str(value)
 
 

@@ -209,8 +209,8 @@ def main(cfg: Config) -> None:
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
         sizes = cost.figures(cfg.model, t.block_size)
-        ceil = machine.Ceiling(device, PRECISIONS[cfg.precision][1], sizes["flops_per_token"], ranks.world_size)
-        ranks.run_on_rank0(lambda: ceil.check_step(cfg.device, t.tokens_per_step))
+        speed = device, PRECISIONS[cfg.precision][1], sizes["flops_per_token"], ranks.world_size
+        ranks.run_on_rank0(lambda: machine.check_step(cfg.device, t.tokens_per_step, *speed))
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
         name = f"{sizes['parameters'] / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
@@ -234,6 +234,7 @@ def main(cfg: Config) -> None:
             references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
             if cfg.proof:
                 references, run.row["parity"] = proof.make_references(recipe, t, *sources, dataset, device, ranks)
+            ceil = machine.Ceiling(*speed)
             machine.reset_peak_memory(device)
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
@@ -241,8 +242,7 @@ def main(cfg: Config) -> None:
             parts = dataset, batches, held_out, ceil, capture.StepRunner(model, optimizer, t.cuda_graph), references
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
-            due = train(job, *begin(job, resume_from), signals)
-            finish(job, due, signals)
+            finish(job, train(job, *begin(job, resume_from), signals), signals)
         print(f"done     {run.folder / 'result.json'}")
 
 

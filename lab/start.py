@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 from runtime.interrupt import exit_on_early_interrupt
 from terminal import warn
@@ -11,7 +12,7 @@ CONFIGS = os.path.join(ROOT, "configs")
 
 
 def start_command(name: str) -> None:
-    """Let Ctrl-C end the process with one line from now on, answer --help and --version, and see to a HOME.
+    """Let Ctrl-C end the process with one line from now on, answer --help and --version, and ensure_home().
 
     A command calls this before its imports. A command without a file `configs/name.yaml` answers --help itself.
     """
@@ -27,7 +28,7 @@ def start_command(name: str) -> None:
 
 
 def versions() -> str:
-    """Return the versions of hotswap and of what decides its figures, in one line. It does not import torch."""
+    """Return the versions of hotswap, torch, triton and Python in one line. It does not import torch."""
     import platform
     import re
     from importlib.metadata import PackageNotFoundError, version
@@ -48,7 +49,10 @@ def ensure_home() -> None:
     Python, W&B, Hugging Face's and Triton's caches would raise errors.
     """
     home = os.path.expanduser("~")  # "~" if HOME is not set, and the password file does not have this user
-    if home == "~" or (home == "/" and not os.access(home, os.W_OK)):  # docker sets HOME=/ for such a user
+    root = home == "/" and not os.access(home, os.W_OK)  # docker sets HOME=/ for such a user
+    if home == "~" or root or not os.access(home, os.X_OK):  # /nonexistent is the home of Debian's `nobody`
         os.environ["HOME"] = os.path.abspath(".cache/home")
+        with suppress(OSError):  # the libraries say it if they cannot write there
+            os.makedirs(os.environ["HOME"], exist_ok=True)
         if os.environ.get("RANK", "0") == "0":
             warn(f"this user has no home folder, so caches go to {os.environ['HOME']}; HOME=FOLDER sets another one")

@@ -48,7 +48,7 @@ def hub_folder(name: str, weights: bool) -> Path:
         f"{CONFIG} and {WEIGHTS}",
     )
     try:
-        with errors_only():
+        with hide_warnings():
             return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except errors.RepositoryNotFoundError as error:
         status = error.response.status_code
@@ -58,7 +58,7 @@ def hub_folder(name: str, weights: bool) -> Path:
 
 
 @contextmanager
-def errors_only() -> Iterator[None]:
+def hide_warnings() -> Iterator[None]:
     """Let huggingface_hub log no warnings: for a full cache it logs two, and then raises an error."""
     from huggingface_hub.utils import logging
 

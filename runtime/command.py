@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 
 from terminal import override, shell_command
 
-EXACT = "prompt"  # scripts.generate and scripts.race quote this key's value for Hydra, so a command has it unquoted
-flags: list[str] = []  # of Hydra, which change the config: --config-dir=FOLDER. runtime.config.run_hydra() sets them
+# scripts.generate and scripts.race quote this key's value for Hydra, so a command has it unquoted
+UNQUOTED_KEY = "prompt"
+config_flags: list[str] = []  # of Hydra, such as --config-dir=FOLDER. runtime.config.run_hydra() sets them
 _program: list[str] = []  # in the process of a pickled task: the program that pickled it
 
 
@@ -28,8 +29,8 @@ def command_line(**changes: str) -> str:
         several = [f"--nnodes={machines}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}"]
         rendezvous = ["--standalone"] if machines == "1" else several
         launcher = ["torchrun", *rendezvous, f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
-    changed = [f"{key}={value}" if key == EXACT else override(key, value) for key, value in changes.items()]
-    return shell_command(*launcher, *program(), *flags, *unchanged, *changed)
+    changed = [f"{key}={value}" if key == UNQUOTED_KEY else override(key, value) for key, value in changes.items()]
+    return shell_command(*launcher, *program(), *config_flags, *unchanged, *changed)
 
 
 def arguments() -> list[str]:
@@ -54,12 +55,13 @@ def program() -> list[str]:
 
 def use_program(words: list[str], hydra_flags: list[str]) -> None:
     """Let the commands of this process start another program than the process did, with these flags of Hydra."""
-    _program[:], flags[:] = words, hydra_flags
+    _program[:] = words
+    config_flags[:] = hydra_flags
 
 
 def as_typed(word: str) -> str:
-    """Return an override of EXACT without the quotes for Hydra, and any other word as it is."""
-    if not word.startswith(f"{EXACT}="):
+    """Return an override of UNQUOTED_KEY without the quotes for Hydra, and any other word as it is."""
+    if not word.startswith(f"{UNQUOTED_KEY}="):
         return word
-    quoted = {EXACT: OverridesParser.create().parse_override(word).value()}
-    return f"{EXACT}={OmegaConf.to_container(OmegaConf.create(quoted), resolve=True)[EXACT]}"
+    quoted = {UNQUOTED_KEY: OverridesParser.create().parse_override(word).value()}
+    return f"{UNQUOTED_KEY}={OmegaConf.to_container(OmegaConf.create(quoted), resolve=True)[UNQUOTED_KEY]}"

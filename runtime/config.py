@@ -130,7 +130,7 @@ class Task:
         if module == "__main__":
             spec, file = sys.modules[module].__spec__, sys.modules[module].__file__
             module = spec.name if spec else Path(file).stem
-        return import_task, (module, command.program(), [*command.flags])
+        return import_task, (module, command.program(), [*command.config_flags])
 
 
 def import_task(module: str, program: list[str], flags: list[str]) -> Task:
@@ -153,7 +153,7 @@ def run_hydra(configs: Path, name: str, task: Callable[[DictConfig], None]) -> N
     compat.shorten_argparse_errors()
     flags, overrides = compat.split_flags(sys.argv[1:])
     sys.argv[1:] = [*flags, *overrides]
-    command.flags[:] = [flag for flag in flags if flag.startswith("--config-")]
+    command.config_flags[:] = [flag for flag in flags if flag.startswith("--config-")]
     hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(task)()
 
 

@@ -21,7 +21,7 @@ from runtime.timing import measured_flops
 
 GIB = 2**30
 ROOT = Path(__file__).parent.parent
-LONGEST_STEP = 10.0  # seconds of a step at the speed of a matmul: more needs device=cpu, if there is no GPU
+LONGEST_STEP = 10.0  # seconds of matmuls. If there is no GPU, device=auto refuses a longer step
 
 # Let segments of GPU memory grow, unless the user has set the allocator. By default their sizes are fixed: eager GPT-2
 # 124M at T = 146,432 then reserved 139 GiB of an H200 for 113 GiB of tensors, and ran out of memory at T = 147,456.
@@ -125,18 +125,6 @@ class Ceiling:
         self.flops_per_token, self.devices = flops_per_token, devices
         self.peak, self.measured = peak_flops(device), measured_flops(device, dtype)
 
-    def check_step(self, asked: str, tokens: int) -> None:
-        """Raise UserError if `asked`, the config's device, is auto, there is no GPU, and a step would take too long.
-
-        The step has `tokens` tokens. Its matmuls alone take this time, so a real step takes longer.
-        """
-        seconds = self.flops_per_token * tokens / self.devices / self.measured
-        check(
-            asked != "auto" or torch.cuda.is_available() or seconds <= LONGEST_STEP,
-            f"PyTorch sees no GPU, and a step of {tokens:,} tokens takes at least {seconds:.0f} s on this CPU: try "
-            "python train.py +experiment=smoke, or pass device=cpu to train this model all the same",
-        )
-
     def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
         """Return the throughput of the job, and its model FLOP utilisation relative to both peaks.
 
@@ -153,6 +141,22 @@ class Ceiling:
             "perf/mfu": flops / self.peak if self.peak else None,
             "perf/mfu_measured_peak": flops / self.measured,
         }
+
+
+def check_step(asked: str, tokens: int, device: torch.device, *speed) -> None:
+    """Raise UserError if `asked` is auto, it chose the CPU, and a step's matmuls take more than LONGEST_STEP.
+
+    `device` and `speed` are the arguments of Ceiling.
+    """
+    if asked != "auto" or device.type != "cpu":
+        return
+    ceiling = Ceiling(device, *speed)
+    seconds = ceiling.flops_per_token * tokens / ceiling.devices / ceiling.measured
+    check(
+        seconds <= LONGEST_STEP,
+        f"PyTorch sees no GPU, and a step of {tokens:,} tokens takes at least {seconds:.0f} s on this CPU: try "
+        "python train.py +experiment=smoke, or pass device=cpu to train this model all the same",
+    )
 
 
 def peak_memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | None]:

@@ -4,6 +4,7 @@ At the end of a job, runtime/config.py removes the ones that stayed empty.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,8 @@ def make_unique_folder(parent: Path, name: str) -> Path:
             make_missing(folder)
             return folder
         except FileExistsError:
+            if not os.path.lexists(folder):
+                raise UserError(f"{parent} cannot be written: it is a broken link; choose an out_dir") from None
             number += 1
             folder = parent / f"{name}-{number}"
         except OSError as error:

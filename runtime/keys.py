@@ -55,7 +55,7 @@ OTHER_NAMES = {
     "temperature": "temp",
     "batch": "bs batch_size num_samples n_samples num_return_sequences",
 }
-# Elsewhere model.norm chooses what is computed. Here kernels.norm chooses who computes it
+# In other projects model.norm chooses a formula. Here kernels.norm chooses the backend of one formula
 OPS = {"norm", "linear", "mlp", "loss", "decode"}
 
 
@@ -77,7 +77,7 @@ def explain_key(key: str, known: list[str]) -> str:
     if similar:
         hint = f"did you mean {similar}?"
     elif group == "model" and last in OPS and f"kernels.{last}" in known:
-        hint = f"kernels.{last} chooses who computes it, and no key changes what is computed"
+        hint = f"kernels.{last} chooses the backend of {last}, and no key changes its formula"
     else:
         hint = f"the keys are: {', '.join(siblings or known)}"
     return f"unknown key {key}; {hint}"
@@ -93,12 +93,12 @@ def similar_key(key: str, known: list[str], siblings: list[str]) -> str | None:
     if group == "model":
         others = [name for name in others if name.rpartition(".")[2] not in OPS]
     word = last.lower().replace("-", "_")
-    for meaning in [key for key, names in OTHER_NAMES.items() if word in names.split()] + [last]:
+    for meaning in [last, *(name for name, synonyms in OTHER_NAMES.items() if word in synonyms.split())]:
         for name in (*siblings, *others):
             if name.rpartition(".")[2] == meaning:
                 return name
     for names, likeness in ((siblings, 0.6), (others, 0.8)):
         by_last_part = {name.rpartition(".")[2]: name for name in names}
-        for close in difflib.get_close_matches(last, by_last_part, 1, likeness):
-            return by_last_part[close]
+        if close := difflib.get_close_matches(last, by_last_part, 1, likeness):
+            return by_last_part[close[0]]
     return None

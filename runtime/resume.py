@@ -103,8 +103,8 @@ def check_same_run(
     """Raise UserError if the checkpoint at `path`, with this manifest, is of another run than `config`.
 
     The model, the data and the order of the data must be the same. `fingerprint` identifies the data of this run. The
-    keys of the config group `model` in `may_differ` may differ. So may the schedule, with the lines of
-    schedule_lines().
+    keys of the config group `model` in `may_differ` may differ. The schedule and the optimizer may differ, too: then
+    the lines of schedule_lines() are printed.
     """
     saved_config = manifest["config"]
     pairs = {}  # key -> (value now, value in the checkpoint)
@@ -129,18 +129,18 @@ def check_same_run(
 
 
 def schedule_lines(saved: dict, config: dict) -> list[str]:
-    """Return lines about what a resumed run may have on purpose, or by mistake.
+    """Return a line with the changes of the schedule and the optimizer since `saved`, and one if no warm-up ends.
 
-    They are another schedule or optimizer than the `saved` config's, and a warm-up that does not end.
+    Both may be on purpose or a mistake.
     """
     keys = [("optim", key) for key in config["optim"]] + [("train", "max_steps"), ("train", "max_minutes")]
     pairs = [(f"{group}.{key}", config[group][key], saved[group].get(key)) for group, key in keys]
     changes = [f"{key}={now} (checkpoint: {then})" for key, now, then in pairs if now != then]
     lines = [f"changed  from here on: {', '.join(changes)}"] if changes else []
     warmup, last = config["optim"]["warmup_steps"], config["train"]["max_steps"]
-    if last and warmup >= last:
+    if last and warmup > last:
         rate = f"the rate stays below optim.learning_rate={config['optim']['learning_rate']:g}"
-        lines.append(f"warm-up  optim.warmup_steps={warmup} is not before the end, train.max_steps={last}: {rate}")
+        lines.append(f"warm-up  optim.warmup_steps={warmup} is beyond the end, train.max_steps={last}: {rate}")
     return lines
 
 

@@ -6,8 +6,9 @@ not get it, so their parent ends them.
 
 A second Ctrl-C ends the program at once, too. A command without Signals ends at the first Ctrl-C.
 
-Python calls a handler in the main thread, and only between two of its instructions. A backward on a CPU is one, and it
-may take minutes. So a thread answers Ctrl-C: it reads the numbers that Python's own handler in C writes into a pipe.
+Python calls a handler in the main thread, and only between two instructions of Python. A whole backward is one
+instruction, and takes minutes on a CPU. So a thread answers Ctrl-C: Python's own handler in C writes the number of each
+signal into a pipe, and the thread reads the pipe.
 """
 
 import atexit
@@ -25,7 +26,7 @@ from runtime.interrupt import exit_at_once
 from terminal import accept_any_encoding, class_and_message, warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
-PATIENCE = 1.0  # seconds that the main thread has to end the program after the Ctrl-C that ends it at once
+HANDLER_SECONDS = 1.0  # if Python has not called the handler of Ctrl-C after this time, the thread ends the process
 
 
 class Stopped(SystemExit):
@@ -45,8 +46,8 @@ class Signals:
     """Within this context, SIGTERM, SIGUSR1, SIGHUP and Ctrl-C raise Stopped; under nohup, SIGHUP stays ignored.
 
     While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped. If the
-    main thread does not raise it within PATIENCE, a thread ends the process. With `requeue`, a SLURM job that SIGUSR1
-    has stopped is put back into the queue at the end of this context.
+    main thread does not raise it within HANDLER_SECONDS, a thread ends the process. With `requeue`, a SLURM job that
+    SIGUSR1 has stopped is put back into the queue at the end of this context.
     """
 
     def __init__(self, requeue: bool = False):
@@ -60,7 +61,8 @@ class Signals:
 
     def start_loop(self, record: Callable[[str], None]) -> None:
         """Let signals end the program after a step from now on. `record` writes the status of its run."""
-        self.looping, self.record = True, record
+        self.looping = True
+        self.record = record
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
@@ -69,7 +71,7 @@ class Signals:
                 self.previous_handlers[number] = signal.signal(number, self._handle)
             reader, self.writer = os.pipe()
             os.set_blocking(self.writer, False)
-            os.register_at_fork(after_in_child=self._leave_pipe)
+            os.register_at_fork(after_in_child=self._close_pipe_in_child)
             self.previous_writer = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
             threading.Thread(target=self._answer_interrupts, args=(reader,), daemon=True).start()
         return self
@@ -79,6 +81,7 @@ class Signals:
             signal.set_wakeup_fd(self.previous_writer)
             os.close(self.writer)  # ends the thread
             self.writer = None
+        self.record = None  # the hook of os.fork() keeps this object, which would keep the run
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
         # Not after SIGTERM: scancel sends it, too, and SLURM itself requeues a preempted job
@@ -102,8 +105,8 @@ class Signals:
             raise Stopped(128 + number, reason)  # the exit code that a shell gives to a process ended by a signal
         self.received = name
 
-    def _leave_pipe(self) -> None:
-        """Close the pipe in a forked child, which gets the terminal's Ctrl-C, too: the parent would count it twice."""
+    def _close_pipe_in_child(self) -> None:
+        """Close the pipe in a forked child. The terminal sends Ctrl-C to the child, too: the parent would count two."""
         if self.writer is not None:
             signal.set_wakeup_fd(-1)
             os.close(self.writer)
@@ -123,10 +126,10 @@ class Signals:
         if self.looping and count == 1:
             if self.record and os.environ.get("RANK", "0") == "0":
                 with suppress(OSError):  # stderr may be a pipe without a reader
-                    line = "SIGINT   ends the run after this step; a second Ctrl-C ends it at once"
+                    line = "SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once"
                     print(line, file=sys.stderr, flush=True)
             return
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + HANDLER_SECONDS
         while self.interrupts_handled < count and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.interrupts_handled < count:

@@ -19,8 +19,8 @@ from terminal import printable, shell_command, warn
 
 INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues offline
 FINISH_SECONDS = 60  # how long the end of a run waits for W&B's upload
-# W&B's servers refuse longer texts, offline runs only when they are uploaded. It names no limit for notes
-LONGEST = {"tags": 64, "job_type": 64, "group": 128, "entity": 128}  # characters
+# W&B's servers refuse longer texts. They refuse an offline run only at its upload. W&B documents no limit for notes
+MAX_CHARACTERS = {"tags": 64, "job_type": 64, "group": 128, "entity": 128, "name": 128}
 
 
 @dataclass
@@ -43,15 +43,20 @@ class LoggerConfig:
             needed = f"logger={self.name} needs {title}: {install}; or choose logger=none"
             check(find_spec(self.name) is not None, needed)
         check(self.mode in ("offline", "online"), f"logger.mode={self.mode}: choose offline or online")
+        if self.name == "wandb":
+            self._check_texts()
+
+    def _check_texts(self) -> None:
+        """Raise UserError if W&B would refuse a text."""
         check(
             re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
             f"logger.project={self.project}: W&B takes 1 to 128 characters, and none of / \\ # ? % :",
         )
-        for key, longest in LONGEST.items():
-            value = getattr(self, key)
-            for text in value if isinstance(value, list) else [value or "none"]:
+        for key in ("tags", "job_type", "group", "entity"):
+            value, longest = getattr(self, key), MAX_CHARACTERS[key]
+            for text in value if isinstance(value, list) else [value]:
                 given = f"logger.{key}={text}: W&B takes 1 to {longest} characters"
-                check(1 <= len(text) <= longest, f"{given}, and these are {len(text)}")
+                check(text is None or 1 <= len(text) <= longest, f"{given}, and these are {len(text or '')}")
 
 
 class Tracker:
@@ -112,7 +117,7 @@ class SafeTracker(Tracker):
         except Exception as error:
             self.failed = True
             why = f"{self.tracker.title} failed ({explain(error)})"
-            warn(f"{why}, and the run continues without it; metrics.jsonl has all figures")
+            warn(f"{why}, and the command continues without it; its own files have all figures")
             with contextlib.suppress(Exception):
                 self.tracker.abandon()
 
@@ -133,7 +138,7 @@ class Wandb(Tracker):
 
     def start(self, folder: Path, row: dict) -> None:
         config = {**row.get("config", {}), "executed": row.get("kernels"), "env": row.get("env")}
-        name, job_type = row["name"][:128], self.config.job_type  # W&B refuses longer names
+        name, job_type = row["name"][: MAX_CHARACTERS["name"]], self.config.job_type
         settings = {"name": name, "id": wandb_id(folder), "config": config, "job_type": job_type}
         self.run = start_wandb_run(self.config, folder, "the run", **settings)
         if self.run is None:
@@ -218,9 +223,10 @@ def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | Non
 
 def use_writable_cache(folder: Path) -> None:
     """Let W&B's process write its log below `folder` if this user's cache cannot be written. It would print its log."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    existing = next(path for path in (cache, *cache.parents) if path.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+    cache = os.path.abspath(os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "wandb"))
+    while not os.path.exists(cache):  # False for a folder that this user cannot enter; Path.exists() would raise
+        cache = os.path.dirname(cache)
+    if not (os.path.isdir(cache) and os.access(cache, os.W_OK)):
         os.environ.setdefault("WANDB_CACHE_DIR", str(folder.resolve() / "wandb"))
 
 
@@ -229,7 +235,8 @@ def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[li
 
     The first row of `table` has the names of its columns. Returns the folder of the run, or None if W&B failed.
     """
-    run = start_wandb_run(config, folder, "the report", name=f"{name[:100]}-report", job_type="report")
+    title = f"{name[:100]}-report"
+    run = start_wandb_run(config, folder, "the report", name=title, job_type="report")
     if run is None:
         return None
     import wandb
@@ -237,7 +244,7 @@ def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[li
     columns, *rows = table
     try:
         run.log({"choices": wandb.Table(columns=columns, data=rows)})
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "_", f"{name[:100]}-report"), type="report")
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "_", title), type="report")
         for file in files:
             artifact.add_file(str(file))
         run.log_artifact(artifact)

@@ -21,7 +21,7 @@ import train
 from lab.commands import command, take_training
 from lab.crashtest import DAMAGES, KILL, KINDS, SMALL, Disturbed, Fault, arm, draw_faults, read_figures, table
 from runtime.checkpoint import checkpoint_folders
-from runtime.command import flags
+from runtime.command import config_flags
 from runtime.config import check
 from runtime.folders import make_folder
 from runtime.run import read_row
@@ -117,7 +117,7 @@ def run_child(words: list[str], folder: Path, fault: Fault | None, largest: int)
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
-    sys.argv = ["train.py", *flags, *words, override("out_dir", folder)]
+    sys.argv = ["train.py", *config_flags, *words, override("out_dir", folder)]
     sys.modules["__main__"] = train  # the row's command is then `python train.py ...`
     GlobalHydra.instance().clear()
     if fault:

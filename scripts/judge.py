@@ -31,7 +31,7 @@ from lab.judge.claim import (
 from lab.judge.verdict import judge_claim, page, speed_figure
 from lab.recipe import Recipe
 from lab.rows import track_rows, write_rows
-from runtime.command import command_line, flags
+from runtime.command import command_line, config_flags
 from runtime.config import UserError, check, parse
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
 from runtime.folders import make_folder
@@ -144,7 +144,7 @@ def train(words: list[str], folder: Path) -> None:
 
     After the first signal, the sweep ends its runs after their step. After the second signal, it ends them at once.
     """
-    program = [sys.executable, str(ROOT / "train.py"), *flags, *words, override("out_dir", folder)]
+    program = [sys.executable, str(ROOT / "train.py"), *config_flags, *words, override("out_dir", folder)]
     child = subprocess.Popen(program, stdin=subprocess.DEVNULL, process_group=0)  # Ctrl-C reaches this process only
     stopped = None
     try:

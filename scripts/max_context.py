@@ -34,7 +34,7 @@ from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig
 from model.parallel import check_context_divides
 from model.vocabulary import take_vocabulary
-from runtime.command import arguments, command_line, flags
+from runtime.command import arguments, command_line, config_flags
 from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.ranks import join_ranks, rank_device, started_by_torchrun, world_size
@@ -198,7 +198,7 @@ def main(cfg: Config) -> None:
     if row and row["status"] == "ok" and is_same_search(row, config):
         print(printable(f"done     before: {out_dir}/result.json"))
         return
-    prober = Prober(["-m", "scripts.max_context", *flags, *arguments()], cfg.probe_minutes)
+    prober = Prober(["-m", "scripts.max_context", *config_flags, *arguments()], cfg.probe_minutes)
     with Signals():
         prediction = prober.predict(modes[0])
         failure = prediction.failure or ""

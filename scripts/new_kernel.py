@@ -49,7 +49,8 @@ def write_file(file: Path, text: str) -> None:
 
 def commands(op: str, name: str, path: str | None) -> dict[str, str]:
     """Return {command: what it does} for the new backend. With a path, it is not in the repo."""
-    impl, choice = path or name, override(override_key(op), path or name)
+    impl = path or name
+    choice = override(override_key(op), impl)
     added = ["--backend", f"{op}={path}"] if path else []
     lines = {
         ("-m", "scripts.doctor", f"op={op}", override("impl", impl)): "does it run here, and is it right?",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels.registry import OPS, backend, load
+from kernels.registry import OPS, backend, contract, load
 from kernels.tuned import is_choice, read_table, table_paths, write_table
 from lab.bench.choose import fill_attention, fill_op
 from lab.bench.op import OpConfig
@@ -51,8 +51,10 @@ class Config:
     @property
     def configs(self) -> list[OpConfig]:
         """The config of each op."""
-        rest = self.shape, self.dtype, self.device, self.rounds, self.keep
-        return [OpConfig(op, *rest) for op in ([self.op] if self.op else OPS)]
+        rest = self.dtype, self.device, self.rounds, self.keep
+        ops = [self.op] if self.op else OPS
+        # auto=true chooses for the shapes of GPT-2 on a CPU, too: store_choices() takes few of their rows there
+        return [OpConfig(op, self.shape or (list(contract(op).SHAPES) if self.auto else None), *rest) for op in ops]
 
 
 @command(Config, "tune", errors=UNFIT)

@@ -93,7 +93,7 @@ def command_of_this_job(monkeypatch):
     """Let the command of this job be `python train.py seed=3` with hostile folders of configs."""
     monkeypatch.setattr("sys.argv", ["train.py", "seed=3"])
     monkeypatch.setattr("runtime.command.HydraConfig.initialized", lambda: False)
-    monkeypatch.setattr("runtime.command.flags", ["--config-dir=a (1)"])
+    monkeypatch.setattr("runtime.command.config_flags", ["--config-dir=a (1)"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
 
 

@@ -28,7 +28,7 @@ from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
 BASE = [word for word in QUICK if "checkpoint_every" not in word]  # QUICK, but with checkpoints
 RESUME = "train.resume=auto"
-ANSWER = "SIGINT   ends the run after this step; a second Ctrl-C ends it at once\n"
+ANSWER = "SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once\n"
 
 
 def curve(folder="run"):
@@ -258,7 +258,7 @@ def test_a_changed_schedule_is_a_line_when_a_run_resumes(hotswap):
     assert out.splitlines()[:2] == [
         "changed  from here on: optim.weight_decay=0.2 (checkpoint: 0.1), train.max_steps=8 (checkpoint: 30), "
         "train.max_minutes=5.0 (checkpoint: None)",
-        "warm-up  optim.warmup_steps=10 is not before the end, train.max_steps=8: the rate stays below "
+        "warm-up  optim.warmup_steps=10 is beyond the end, train.max_steps=8: the rate stays below "
         "optim.learning_rate=0.002",
     ]
 

@@ -130,7 +130,7 @@ def watch_the_job(monkeypatch):
 def record_the_end(monkeypatch):
     """It ends the process, because the main thread does not."""
     ended = threading.Event()
-    monkeypatch.setattr("runtime.signals.PATIENCE", 0)
+    monkeypatch.setattr("runtime.signals.HANDLER_SECONDS", 0)
     monkeypatch.setattr("runtime.signals.exit_at_once", ended.set)
     monkeypatch.setattr(Signals, "_handle", lambda *_: None)
     with Signals() as signals:

@@ -420,7 +420,8 @@ def test_the_last_step_is_predicted_from_the_speed(monkeypatch):
     assert last_step(34, steps_before=30, seconds_before=60.0) == 33 + 38
 
 
-def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
+@pytest.mark.parametrize("full_in", ["model.capture.train_step", "runtime.device.measured_flops"])
+def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch, full_in):
     """The error of a GPU with 8 GiB names what was tried, and the predicted batch size that fits."""
     monkeypatch.setattr(memory, "usable_gib", lambda device: 8.0)
     monkeypatch.setattr(memory, "largest_batch_size", lambda *_: 2)
@@ -430,8 +431,8 @@ def test_out_of_memory_is_a_line_and_a_row(hotswap, monkeypatch):
             "CUDA out of memory. Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB. See ..."
         )
 
-    monkeypatch.setattr(capture, "train_step", full)
-    code, _, err = hotswap(*QUICK)
+    monkeypatch.setattr(full_in, full)
+    code, _, err = hotswap(*QUICK, "device=cpu")  # not auto, which measures the CPU before the run begins
     assert code == 1
     assert err.startswith("error: out of GPU memory with train.batch_size=4 x 128 tokens, eager-sdpa-fp32: ")
     assert ": Tried to allocate 6.1 GiB. GPU 0 has a total of 8 GiB; lower train.batch_size" in err

@@ -36,9 +36,9 @@ MODES = ("train", "generate")
 NEW_TOKENS = 64
 PROC_STATUS = Path("/proc/self/status")
 WINDOW = 4096  # the sliding window of a shortened attempt in training
-# GiB that an attempt on a CPU may allocate beyond its limit, before it counts as full. oneDNN and MKL do not check
-# their own small allocations: at the limit itself, they ended a training step with a segmentation fault
-SLACK = 1.0
+# On a CPU, allocations fail only at memory_gib + HEADROOM_GIB, and an attempt whose peak is above memory_gib counts as
+# full: oneDNN and MKL do not check their own small allocations, and crashed at a limit of memory_gib
+HEADROOM_GIB = 1.0
 M_MMAP_THRESHOLD = -3  # glibc's number of the option, from malloc.h
 
 
@@ -186,14 +186,14 @@ def process_bytes(name: str) -> int:
 
 @contextlib.contextmanager
 def limit_memory(gib: float | None, device: torch.device) -> Iterator[None]:
-    """Limit what this process can allocate: on a GPU to `gib`, on a CPU to `gib` + SLACK more than it has now."""
+    """Limit what this process can allocate: on a GPU to `gib`, on a CPU to `gib` + HEADROOM_GIB above what it has."""
     if device.type == "cuda":
         if gib:
             torch.cuda.set_per_process_memory_fraction(gib * GIB / torch.cuda.mem_get_info()[1])
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (process_bytes("VmData") + int((gib + SLACK) * GIB), before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (process_bytes("VmData") + int((gib + HEADROOM_GIB) * GIB), before[1]))
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from runtime.config import check
 from terminal import quote_exactly, warn
 
 NEW_TOKENS = 128  # scripts.generate's default; fewer if the model has too few positions
-KEYS = "prompt=", "prompts=", "prompt_tokens="
+PROMPT_KEYS = "prompt=", "prompts=", "prompt_tokens="
 STDIN_SECONDS = 5  # how long a pipe on stdin may be silent
 
 
@@ -44,7 +44,7 @@ def take_stdin(arguments: list[str]) -> None:
     The text loses one line end at its end. No text adds nothing: stdin may be closed, /dev/null, or a pipe that stays
     silent, as under cron and in CI. Raises UserError if the text is not UTF-8.
     """
-    if any(word.lstrip("+").startswith(KEYS) for word in arguments):
+    if any(word.lstrip("+").startswith(PROMPT_KEYS) for word in arguments):
         return
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode

@@ -160,8 +160,7 @@ def job_overrides(words: list[str]) -> set[str]:
 
     scripts.generate adds `prompt=` to the command in its row, because without it a terminal asks for prompts.
     """
-    not_compared = "--", "out_dir=", "train.resume=auto"
-    overrides = {word for word in words if "=" in word and not word.startswith(not_compared)}
+    overrides = {word for word in words if "=" in word and not word.startswith(("--", "out_dir=", "train.resume=auto"))}
     return overrides - {"prompt="}
 
 

@@ -22,12 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
 from lab.sweep.table import sweep_table
 from runtime import compat
-from runtime.command import as_typed, flags, program
+from runtime.command import as_typed, config_flags, program
 from runtime.config import check, parse
 from runtime.ranks import world_size
 from runtime.run import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
-from runtime.trackers import LONGEST, LoggerConfig, make_tracker, track_ended_run
+from runtime.trackers import MAX_CHARACTERS, LoggerConfig, make_tracker, track_ended_run
 from terminal import override, printable, shell_command
 
 
@@ -117,7 +117,7 @@ class Launcher(launcher.Launcher):
             gpus = gpus[:repeats]  # each repeat of all jobs takes one GPU
         words = [list(map(as_typed, words)) for words in job_overrides]
         added = self.added_overrides(folder)
-        jobs = plan_jobs(folder, words, added, flags, gpus, repeats, cfg.sweep.own_caches)
+        jobs = plan_jobs(folder, words, added, config_flags, gpus, repeats, cfg.sweep.own_caches)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock_folder(folder) as lock, Signals() as signals:
             signals.looping = True
@@ -125,7 +125,9 @@ class Launcher(launcher.Launcher):
             print(f"folder   {folder}", flush=True)
             left = [job for job in jobs if not job.done]
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
-            self.track_failures(left, replace(cfg.logger, group=cfg.logger.group or folder.name[: LONGEST["group"]]))
+            self.track_failures(
+                left, replace(cfg.logger, group=cfg.logger.group or folder.name[: MAX_CHARACTERS["group"]])
+            )
         print_table(jobs)
         if line := tracker.view_line(folder, sweep=True):
             print(line)
@@ -155,7 +157,7 @@ class Launcher(launcher.Launcher):
         logger = self.config.logger
         if logger.name == "none" or logger.group is not None:
             return []
-        return [override("logger.group", folder.name[: LONGEST["group"]])]
+        return [override("logger.group", folder.name[: MAX_CHARACTERS["group"]])]
 
     def track_failures(self, jobs: list[SweepJob], logger: LoggerConfig) -> None:
         """Send to the tracker the rows of jobs that ended without a status, such as killed jobs."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from data import open_dataset
-from data.errors import DataError
+from data.errors import DataError, cannot_write, hub_error
 from data.hub import Hub
 from data.pipeline import write_shards
 from data.tokenizer import Bytes
@@ -226,6 +226,12 @@ def test_files_that_datasets_passes_over_are_a_warning(folder, tmp_path, capsys)
         (folder / name).unlink()
     texts_of(Hub(str(tmp_path / "linked")))
     assert capsys.readouterr().err == ""
+
+
+def test_a_folder_of_the_user_is_not_taken_for_the_cache(tmp_path):
+    for path in (tmp_path / "data/a.txt", "a.txt"):
+        assert hub_error(FileNotFoundError(2, "No such file", str(path))) == f"{path}: No such file"
+        assert not cannot_write(PermissionError(13, "Permission denied", str(path)))
 
 
 @pytest.mark.parametrize("reason", ["Not a directory", "No such file or directory"])

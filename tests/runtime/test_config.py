@@ -79,11 +79,14 @@ MISTAKES = [
     (["logger=paper"], "logger=paper: no such choice; logger is one of: none, tensorboard, wandb"),
     (["logger.name=paper"], "logger.name=paper: choose none, wandb, tensorboard"),
     (["logger.mode=live"], "logger.mode=live: choose offline or online"),
-    (["logger.project=a/b"], "logger.project=a/b: W&B takes 1 to 128 characters"),
-    ([f"logger.tags=[a,{65 * 'b'}]"], f"logger.tags={65 * 'b'}: W&B takes 1 to 64 characters, and these are 65"),
-    (["logger.tags=['']"], "logger.tags=: W&B takes 1 to 64 characters"),
-    ([f"logger.group={129 * 'g'}"], f"logger.group={129 * 'g'}: W&B takes 1 to 128 characters"),
-    ([f"logger.job_type={65 * 'j'}"], f"logger.job_type={65 * 'j'}: W&B takes 1 to 64 characters"),
+    (["logger=wandb", "logger.project=a/b"], "logger.project=a/b: W&B takes 1 to 128 characters"),
+    (
+        ["logger=wandb", f"logger.tags=[a,{65 * 'b'}]"],
+        f"logger.tags={65 * 'b'}: W&B takes 1 to 64 characters, and these are 65",
+    ),
+    (["logger=wandb", "logger.tags=['']"], "logger.tags=: W&B takes 1 to 64 characters"),
+    (["logger=wandb", f"logger.group={129 * 'g'}"], f"logger.group={129 * 'g'}: W&B takes 1 to 128 characters"),
+    (["logger=wandb", f"logger.job_type={65 * 'j'}"], f"logger.job_type={65 * 'j'}: W&B takes 1 to 64 characters"),
     (["train.max_minutes=nan"], "train.max_steps and train.max_minutes must be above 0"),
     (["optim.learning_rate=inf"], "optim.learning_rate=inf: it must be finite"),
     (["seed=18446744073709551616"], "seed=18446744073709551616: it must be in [0, 2^63)"),
@@ -168,6 +171,7 @@ MEANT = {  # what is typed -> the key that it means
         "optim.weight_dcay": "optim.weight_decay",
         "model.n_layers": "model.n_layer",
         "outdir": "out_dir",
+        "train.fp8": "kernels.fp8",
     },
     evaluate.Config: {"bs": "batch_size", "seq_len": "block_size", "dataset": "data"},
     generate.Config: {"max_length": "max_new_tokens", "temp": "temperature", "bs": "batch", "topk": "top_k"},
@@ -184,7 +188,7 @@ def test_an_unknown_key_is_explained_by_its_meaning(schema):
 
 def test_an_op_of_the_model_is_explained_by_the_key_that_chooses_its_backend():
     assert {*ALL_OPS} - {"attention"} == OPS
-    line = "unknown key model.norm; kernels.norm chooses who computes it, and no key changes what is computed"
+    line = "unknown key model.norm; kernels.norm chooses the backend of norm, and no key changes its formula"
     assert explain_key("model.norm", list(key_names(train.Config))) == line
 
 
@@ -252,7 +256,7 @@ def test_a_command_names_no_folder_above_the_current_one(monkeypatch, program, s
     """scripts.judge starts train.py by its whole path."""
     monkeypatch.setattr(sys, "argv", [program, "seed=1"])
     monkeypatch.setattr(HydraConfig, "initialized", lambda: False)  # a test before may have composed a config
-    monkeypatch.setattr("runtime.command.flags", [])
+    monkeypatch.setattr("runtime.command.config_flags", [])
     monkeypatch.setattr(Path, "cwd", lambda: Path("/repo"))
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_line(out_dir="a") == f"python {shown} seed=1 out_dir=a"
@@ -283,7 +287,7 @@ def test_a_pickled_task_imports_its_program_in_another_process(tmp_path, monkeyp
     assert capsys.readouterr().out == "x is 3\n"
     monkeypatch.setattr(sys, "argv", ["submitit.py", "x=3"])
     monkeypatch.setattr(HydraConfig, "initialized", lambda: False)
-    monkeypatch.setattr("runtime.command.flags", [])
+    monkeypatch.setattr("runtime.command.config_flags", [])
     assert command_line() == "python pickles_its_task.py x=3"
     with pytest.raises(UserError, match=r"^x=0: it must be above 0$"):
         task(OmegaConf.create({"x": 0}))

