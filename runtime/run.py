@@ -147,6 +147,7 @@ class Run:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row.
 
         A run that an error ended before begin() leaves nothing, if this job has made its folder and no tracker uses it.
+        That memory was full is a result, and stays.
         """
         if self.has_begun or self.is_new:
             self.record(status)
@@ -158,7 +159,7 @@ class Run:
         if line := self.tracker.view_line(self.folder):
             print(line)
         own = {self.folder / "metrics.jsonl", self.result, self.folder / ".lock"}
-        is_refused = not (self.has_begun or status.startswith("stopped"))
+        is_refused = not (self.has_begun or status == "oom" or status.startswith("stopped"))
         if is_refused and self.folder in made_folders and own.issuperset(self.folder.iterdir()):
             for path in own:
                 path.unlink(missing_ok=True)
