@@ -75,8 +75,9 @@ def refuse_second_derivative(backward: Callable, module: str | None = None) -> C
 
 
 def in_autocast(device: str) -> bool:
-    """Return whether torch.autocast is on for this type of device. It is never for `meta`, which PyTorch refuses."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    """Return whether torch.autocast is on for this type of device. PyTorch raises an error for `meta`."""
+    # torch.compile cannot trace torch.amp.is_autocast_available() (torch 2.11)
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def without_autocast(device: str) -> AbstractContextManager:

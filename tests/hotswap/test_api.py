@@ -184,3 +184,7 @@ def test_the_weights_of_a_seed_are_those_of_torchs_generator(device):
     assert len({weight.sum().item() for weight in built.values()}) > 3
     first = hotswap.build("tiny", n_layer=2, seed=5, **OPTIONS).h[1].attn.c_attn.weight.flatten()[:2]
     torch.testing.assert_close(first, torch.tensor([0.020320512, -0.019029038]), rtol=1e-6, atol=0)
+
+
+def test_a_model_on_the_meta_device_gives_the_shape_of_its_logits():
+    assert tiny().to("meta")(PROMPT.to("meta")).shape == (*PROMPT.shape, 64)
