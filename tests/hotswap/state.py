@@ -29,6 +29,7 @@ IMPORTS = (
     "torch.utils.cpp_extension",
     "hydra",
     "transformers",
+    "helion",
     "torchao",
 )
 

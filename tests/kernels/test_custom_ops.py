@@ -13,7 +13,7 @@ from kernels.attention import document_starts, flash
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
 from kernels.norm.triton import norm_in_fp8
-from kernels.registry import OPS, backend, contract, impls
+from kernels.registry import OPS, backend, contract, impls, unavailable
 from kernels.sampling import Sampling
 from tests.kernels.test_backends import DEVICES, case_inputs, float_tensors, load_or_skip
 from tests.kernels.test_contestants import CPU, ONE_DTYPE, WRAPPED, packages  # noqa: F401
@@ -154,4 +154,7 @@ def test_every_operator_is_checked(packages, flash_calls, fp8_on_a_cpu):  # noqa
         calls.append((getattr(backend(op, impl), op), inputs))
     called = {func._schema.name for function, inputs in calls for _, func, _, _ in recorded(function, inputs)}
     source = "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py"))
-    assert set(re.findall(r'custom_op\(\s*"(hotswap::\w+)"', source)) - called == set()
+    missing = set(re.findall(r'custom_op\(\s*"(hotswap::\w+)"', source)) - called
+    if unavailable("loss", "torch_chunked", CPU):  # it needs torch 2.13
+        missing.discard("hotswap::torch_linear_cross_entropy")
+    assert missing == set()
