@@ -1,6 +1,7 @@
 import errno
 import os
 import sys
+from pathlib import Path
 
 
 class DataError(ValueError):
@@ -23,22 +24,18 @@ def hub_error(error: Exception) -> str:
 
 
 def cannot_write(error: Exception) -> bool:
-    """Return whether the error is that of Hugging Face's cache: it is read-only, full, or behind a broken link."""
+    """Return whether Hugging Face's cache cannot be written: it is read-only, full, or behind a broken link."""
     if not isinstance(error, OSError) or error.filename is None or os.path.isfile(error.filename):
         return False
-    if not any(contains(folder, error.filename) or contains(error.filename, folder) for folder in cache_folders()):
+    path = Path(error.filename).absolute()
+    if not any(path.is_relative_to(folder) or folder.is_relative_to(path) for folder in cache_folders()):
         return False
     if error.errno == errno.ENOENT:
         return not os.path.isdir(os.path.dirname(error.filename))
     return error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOSPC, errno.EDQUOT)
 
 
-def cache_folders() -> list[str]:
+def cache_folders() -> list[Path]:
     """Return the folders in which Hugging Face's libraries, if they are imported, keep files."""
     settings = ("huggingface_hub.constants", "HF_HUB_CACHE"), ("datasets.config", "HF_DATASETS_CACHE")
-    return [str(getattr(sys.modules[module], name)) for module, name in settings if module in sys.modules]
-
-
-def contains(folder: str, path: str) -> bool:
-    folder, path = os.path.abspath(folder), os.path.abspath(path)
-    return os.path.commonpath([folder, path]) == folder
+    return [Path(getattr(sys.modules[module], name)).absolute() for module, name in settings if module in sys.modules]

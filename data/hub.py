@@ -134,7 +134,7 @@ class Hub(Source):
         return None
 
     def warn_of_unread_files(self, read: set[str]) -> None:
-        """Print a warning if `datasets` passes over local files that may hold text. `read` are those that it takes."""
+        """Print a warning if local files may hold text, but are not among the files that are `read`."""
         text_files = (file for file in self.files if known_suffix(file) in HUB_SUFFIXES)
         unread = [file for file in text_files if str(file) not in read]
         if unread:

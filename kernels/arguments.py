@@ -8,7 +8,8 @@ So a kernel relies on its contract (TENSORS, ANY_STRIDES, conflict), and need no
                 kernels run without autocast, which would change the dtypes of the matmuls inside of an op.
     no rows     With an empty tensor, the result is reference()'s, because a GPU launches no grid of 0 programs.
 
-A call costs the host about 6 us more, and nothing in a CUDA graph or under torch.compile.
+A call costs the host 4 to 5 us more (measured alone, on one core of an AMD EPYC). It costs nothing in a CUDA graph or
+under torch.compile.
 """
 
 import functools

@@ -23,6 +23,11 @@ FINISH_SECONDS = 60  # how long the end of a run waits for W&B's upload
 MAX_CHARACTERS = {"tags": 64, "job_type": 64, "group": 128, "entity": 128, "name": 128}
 
 
+def group_of(folder: Path) -> str:
+    """Return W&B's group for the runs of a sweep in this folder."""
+    return folder.name[: MAX_CHARACTERS["group"]]
+
+
 @dataclass
 class LoggerConfig:
     """The keys of the config group `logger`."""

@@ -17,7 +17,7 @@ A backend may also define
     decode_token(logits, seeds, positions, sampling, tokens, output)
                             after a step of one token: draw with sample_tokens() at positions + 1, store the draws in
                             tokens (B, 1) and in output (B,), a column of a tensor, and add 1 to the positions. tokens
-                            get id 0 in the place of NO_TOKEN, because the next step reads their embeddings
+                            get id 0 instead of NO_TOKEN, because the next step reads their embeddings
     generate_tokens(packed, tokens, cache, seeds, sampling, steps, stops) -> (B, steps) int64
                             several tokens in one launch, with the draws of sampling.sample_tokens(). tokens are (B, 1).
                             A sequence that draws NO_TOKEN or an id of the tuple `stops` repeats it until the launch

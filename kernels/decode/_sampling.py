@@ -185,7 +185,7 @@ def bisect(low, high, count, enough, k, maxima, first, row, listed, top, draw, S
 def draw_row(row, summary_ptr, list_ptr, draw, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
     """Return the token of a row, int32. It is NO_TOKEN if a logit is NaN or inf, or if all are -inf.
 
-    Such a row takes the same path as the others, with the largest finite number in the place of NaN and inf.
+    The search for such a row is that of other rows: NaN and inf count as the largest finite number.
 
     row          (pointer to the row's logits, n_vocab, V)
     summary_ptr  (3, BLOCK) fp32 from summarize_groups(): each group's maximum, best score and sum of probabilities.
@@ -365,7 +365,8 @@ def decode_token(
 ) -> None:
     """Draw the tokens after a step of decoding with these `positions`. Store them, and add 1 to the positions.
 
-    tokens are (B, 1) int64, and get id 0 in the place of NO_TOKEN. `output` (B,) int64, a column of a tensor, gets the
-    draws too. In PyTorch this takes six more kernels: 9 us a step of one sequence, measured on an H200.
+    `output` (B,) int64, a column of a tensor, gets the draws. tokens (B, 1) int64 get them too, but id 0 instead of
+    NO_TOKEN, because the next step reads their embeddings. In PyTorch this takes six more kernels: 9 us a step of one
+    sequence, measured on an H200.
     """
     launch(logits, seeds, positions, tokens, output, sampling, early=can_launch_early(logits.device))

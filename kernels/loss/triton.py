@@ -9,9 +9,9 @@ tokens needs one (n, V) buffer, and only until its gradients are done.
     dx      = dlogits W                                        cuBLAS
     dW     += dlogits^T x                                      cuBLAS, summed in fp32
 
-These are the gradients of the sum of the losses, because those of the mean are too small for fp16: a gradient of 1e-8
-becomes 0. backward() multiplies dx and dW in fp32 by dout, the derivative of the final loss by this sum. It rounds dW,
-which is in fp32 until then.
+dx and dW are gradients of the sum of the losses. Those of the mean would be too small for fp16, which rounds 1e-8 to 0.
+backward() multiplies dx and dW by dout, the derivative of the final loss by this sum. It multiplies in fp32, and rounds
+the products.
 
 On Hopper in bf16, _gluon.py replaces the first two lines if gradients are needed. Then not even the logits of a chunk
 exist. In validation they do, and bf16 rounds them.

@@ -229,14 +229,8 @@ def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:
     name = source.folder.resolve().name
     configs = [row.get("config", {}) for choice in source.all_choices for row in choice.rows]
     logger = next((config["logger"] for config in configs if "logger" in config), {})
-    keys = {
-        "project": "hotswap",
-        "entity": None,
-        "group": name[: trackers.MAX_CHARACTERS["group"]],
-        "job_type": None,
-        "tags": [],
-        "notes": None,
-    }
+    group = trackers.group_of(source.folder.resolve())
+    keys = {"project": "hotswap", "entity": None, "group": group, "job_type": None, "tags": [], "notes": None}
     keys = {key: logger.get(key) or default for key, default in keys.items()}
     config = LoggerConfig("wandb", mode, **keys)
     folder = trackers.publish_report(config, source.folder, name, wandb_table(source), files)

@@ -27,7 +27,7 @@ from runtime.config import check, parse
 from runtime.ranks import world_size
 from runtime.run import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
-from runtime.trackers import MAX_CHARACTERS, LoggerConfig, make_tracker, track_ended_run
+from runtime.trackers import LoggerConfig, group_of, make_tracker, track_ended_run
 from terminal import override, printable, shell_command
 
 
@@ -125,9 +125,7 @@ class Launcher(launcher.Launcher):
             print(f"folder   {folder}", flush=True)
             left = [job for job in jobs if not job.done]
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
-            self.track_failures(
-                left, replace(cfg.logger, group=cfg.logger.group or folder.name[: MAX_CHARACTERS["group"]])
-            )
+            self.track_failures(left, replace(cfg.logger, group=cfg.logger.group or group_of(folder)))
         print_table(jobs)
         if line := tracker.view_line(folder, sweep=True):
             print(line)
@@ -157,7 +155,7 @@ class Launcher(launcher.Launcher):
         logger = self.config.logger
         if logger.name == "none" or logger.group is not None:
             return []
-        return [override("logger.group", folder.name[: MAX_CHARACTERS["group"]])]
+        return [override("logger.group", group_of(folder))]
 
     def track_failures(self, jobs: list[SweepJob], logger: LoggerConfig) -> None:
         """Send to the tracker the rows of jobs that ended without a status, such as killed jobs."""

@@ -262,6 +262,14 @@ def tiny(**choices):
     return hotswap.build("tiny", precision="fp32", device="cpu", **choices)
 
 
+def tiny_or_skip(loss):
+    """Return a model with this loss. Skip the test if it cannot run here."""
+    try:
+        return tiny(kernels={"loss": loss}, attn="eager")
+    except hotswap.registry.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
 def curvature(model, idx, targets, direction):
     """Return v^T H v of the loss, where v is `direction`, by autograd."""
     weights = list(model.parameters())
@@ -284,10 +292,7 @@ def slope_at(model, idx, targets, direction, step):
 @pytest.mark.parametrize("impl", impls("loss"))
 def test_the_second_derivative_of_a_model(impl):
     """It agrees with a difference of first derivatives in float64, or it is refused."""
-    try:
-        model = tiny(kernels={"loss": impl}, attn="eager")
-    except hotswap.registry.Unavailable as reason:
-        pytest.skip(str(reason))
+    model = tiny_or_skip(impl)
     exact = tiny(attn="eager").double()
     exact.loss = contract("loss").reference
     for norm in (module for module in exact.modules() if isinstance(module, LayerNorm)):
@@ -320,10 +325,7 @@ def test_the_second_derivative_of_a_loss_with_one_leaf(frozen):
 @pytest.mark.parametrize("impl", impls("loss"))
 def test_targets_of_a_model(impl):
     """Targets may be a slice of pairs. Targets of another length are an error of one line."""
-    try:
-        model = tiny(kernels={"loss": impl}, attn="eager")
-    except hotswap.registry.Unavailable as reason:
-        pytest.skip(str(reason))
+    model = tiny_or_skip(impl)
     pairs = torch.randint(256, (2, 9, 2), generator=torch.Generator().manual_seed(0))
     expected = model(pairs[..., 0].contiguous(), pairs[..., 1].contiguous())
     assert torch.equal(model(pairs[..., 0], pairs[..., 1]), expected)
