@@ -2,7 +2,7 @@
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PARTS = ("configs", "data", "kernels", "model", "runtime", "checked_json.py", "terminal.py")
+PARTS = ("configs", "data", "kernels", "model", "runtime", "files.py", "terminal.py")
 
 
 class CustomBuildHook(BuildHookInterface):

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
-from checked_json import write_json
 from data.corpus import Source
 from data.errors import DataError
 from data.shards import SHARD_TOKENS, Writer, read_if_valid
 from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
+from files import write_json
 from terminal import class_and_message, printable, warn
 
 SPLITS = ("train", "val")

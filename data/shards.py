@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from checked_json import read_json, write_json
 from data.errors import DataError
+from files import read_json, write_json
 from terminal import warn
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from checked_json import read_line
+from files import read_line
 from kernels.tuned import device_slug
 from runtime.command import command_line
 from runtime.config import UserError

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checked_json import read_json, write_json
+from files import read_json, write_json
 from runtime.config import UserError, check
 from runtime.ranks import is_sharded
 from terminal import warn

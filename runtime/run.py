@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from checked_json import add_crc32, read_line, write_atomically
+from files import add_crc32, read_line, write_atomically
 from runtime.command import command_line
 from runtime.config import UserError, made_folders
 from runtime.folders import explain_unwritable, make_folder

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 
-from checked_json import read_line
+from files import read_line
 from runtime.config import check
 from terminal import printable, shell_command, warn
 

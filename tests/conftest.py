@@ -6,6 +6,7 @@ import gc
 import logging
 import multiprocessing.spawn
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -36,6 +37,9 @@ select_device("cpu")
 
 # A background job (`make test &`) ignores SIGINT, and so would the programs that the tests start and interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A test that kills a program must not leave a core dump in the repo
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 CACHE = Path(__file__).parents[1] / ".cache/tests"
 

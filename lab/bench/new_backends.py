@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from checked_json import read_json, write_json
+from files import read_json, write_json
 from kernels.lookup import ROOT, source, source_file
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from checked_json import read_json, write_json
 from data import DataConfig, Dataset, open_dataset
 from data.loader import Loader, open_splits
+from files import read_json, write_json
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe

@@ -3,7 +3,7 @@
 import io
 from pathlib import Path
 
-from checked_json import write_atomically
+from files import write_atomically
 from lab.report.choices import Choice
 from lab.report.colours import CHOICE_COLOURS, GREY, choice_colours, text_colour
 from lab.report.describe import batch_cell, newest_attention, newest_kernels

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
-from checked_json import write_atomically
+from files import write_atomically
 from lab.judge import verdict
 from lab.report.bench_panels import benchmark_panels, page_entry
 from lab.report.choice_table import choice_tables, failures, notes, report_markdown, wandb_table

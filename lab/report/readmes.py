@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from checked_json import write_atomically
+from files import write_atomically
 from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables

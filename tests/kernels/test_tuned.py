@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from checked_json import read_json
+from files import read_json
 from kernels.registry import KernelError, contract, describe, load
 from kernels.tuned import launch_parameters, override_tables, read_table, write_table
 

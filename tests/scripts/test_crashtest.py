@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checked_json import add_crc32
+from files import add_crc32
 from lab import crashtest
 from lab.crashtest import DAMAGES, FULL_DISK, KILL, KILL_BETWEEN_FILES, KILL_IN_FILE, KINDS, Disturbed, Fault
 from scripts import crashtest as script

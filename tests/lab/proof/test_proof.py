@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checked_json import write_json
+from files import write_json
 from kernels.attention import sdpa
 from kernels.norm import eager
 from lab import proof

@@ -1,19 +1,32 @@
 """A flipped bit in a file that is read back is noticed or changes nothing: never another value, never a traceback."""
 
 import contextlib
+import fcntl
 import functools
 import json
 import os
 import random
+import signal
+import socket
 
 import numpy as np
 import pytest
 import torch
 
-from checked_json import add_crc32, add_sha256, read_json, read_line, write_json
 from data.errors import DataError
 from data.loader import Windows
 from data.shards import digest, open_shards
+from files import (
+    add_crc32,
+    add_sha256,
+    open_regular,
+    read_bytes,
+    read_json,
+    read_line,
+    remove_temporaries,
+    write_atomically,
+    write_json,
+)
 from kernels.registry import KernelError
 from kernels.tuned import TABLES, read_table, write_table
 from lab.proof import references
@@ -195,3 +208,58 @@ def test_the_sha256_is_of_the_rest_of_the_file():
     assert add_sha256('{"a": 1}') == (
         b'{"sha256": "d9c1f40fd6f4ddad6eb8610273f859cb8f4822a3c7ba3324283622d64f0e6917","a": 1}\n'
     )
+
+
+def make_odd(kind, path):
+    """Put something at `path` that is no regular file. Return what must be closed."""
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.path.relpath(path))  # an address has at most 107 bytes
+        return listener
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a FIFO", "a device", "a socket"])
+@pytest.mark.parametrize("mode", ["rb", "r+b", "ab"])
+def test_only_a_regular_file_is_opened(tmp_path, monkeypatch, kind, mode):
+    """Nothing waits, and the error names the file."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x"
+    with make_odd(kind, path), pytest.raises(OSError, match=r"egular file|Is a directory") as error:
+        open_regular(path, mode)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_is_read_up_to_a_bound(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, 5) == b"12345"
+    with pytest.raises(OSError, match="it has more than 4 bytes"):
+        read_bytes(path, 4)
+    with path.open("wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    with pytest.raises(OSError, match="it has more than 1,073,741,824 bytes"):
+        read_bytes(path)
+
+
+def test_the_next_write_removes_what_a_killed_one_left(tmp_path):
+    """A file that is being written stays: its writer holds a lock."""
+    path, process = tmp_path / "a[1].json", os.fork()
+    if process == 0:
+        os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
+        write_atomically(path, b"old")
+    os.waitpid(process, 0)
+    [left] = tmp_path.iterdir()
+    assert left.read_bytes() == b"old"
+    with open_regular(left) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_temporaries(path)
+        assert left.exists()
+    write_atomically(path, b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a[1].json", b"new")]
