@@ -117,6 +117,8 @@ def test_opcheck(op, impl, case, device, fp8_on_a_cpu):
 @pytest.mark.parametrize(("op", "impl"), WRAPPED)
 def test_opcheck_of_wrapped_kernels(op, impl, packages):  # noqa: F811
     """The same for other people's kernels, with plain PyTorch in place of their packages."""
+    if op == "loss" and DEVICES[-1] == "cuda":
+        pytest.skip("its backward is in Triton, which does not run on the CPU beside a GPU")
     inputs = case_inputs(op, CASES[op][0], ONE_DTYPE.get((op, impl), torch.float32), CPU)
     opcheck(recorded(getattr(backend(op, impl), op), inputs))
 
