@@ -7,8 +7,8 @@ A JSON file begins with the SHA-256 of the rest of the file, so that no change o
 
     {"sha256": "5f2d...","step": 26, ...}
 
-A row in result.json and a line of metrics.jsonl have a checksum, too. It is the last key, so that other tools read them
-as before.
+A row in result.json and a line of a .jsonl file have a checksum, too. It is the last key, so that other tools read
+them as before.
 
     {"step": 26, "train/loss": 5.25, "crc32": "91c35b02"}
 """
@@ -27,7 +27,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-# A line of figures has a step and ends like this, also if the name of the last key was damaged
+# A line with a CRC-32 ends like this, also if the name of the last key was damaged
 ENDS_WITH_CRC32 = re.compile(rb'": "[0-9a-f]{8}"\}$')
 PREFIX_BYTES = len('{"sha256": ""') + 64
 MOST_BYTES = 2**30  # of a file that is read as a whole. A manifest has 20 KB, and the metrics of a million steps 500 MB
@@ -170,7 +170,7 @@ def read_line(line: bytes) -> dict:
     row = json.loads(line, parse_constant=lambda name: None)
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object")
-    if "crc32" in row or ("step" in row and ENDS_WITH_CRC32.search(line)):
+    if "crc32" in row or ENDS_WITH_CRC32.search(line):
         text = line.decode()
         if text != add_crc32(text[: text.rindex(", ")] + "}"):
             raise ValueError("its CRC-32 is wrong")

@@ -1,4 +1,8 @@
-"""Read and append rows in .jsonl files, as in results/<device>/, and send rows to a tracker."""
+"""Read and append rows in .jsonl files, as in results/<device>/, and send rows to a tracker.
+
+Each line that is written has a CRC-32. A line in results/ without one is an error, because a change of it would go
+unnoticed. Files elsewhere may be of older versions, which wrote none.
+"""
 
 import errno
 import json
@@ -8,42 +12,93 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from files import read_line
+from files import ENDS_WITH_CRC32, add_crc32, open_regular, read_bytes, read_line, write_atomically
 from kernels.tuned import device_slug
 from runtime.command import command_line
 from runtime.config import UserError
 from runtime.folders import make_folder
 from runtime.trackers import Tracker
+from terminal import shell_command
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def read_rows(device: str, kind: str = "train") -> list[dict]:
-    """Return the rows of a device, oldest first; empty if there is no file. Raises UserError if a line is damaged."""
-    path = RESULTS / device / f"{kind}.jsonl"
+    """Return the rows of a device, oldest first; empty if there is no file. Raises UserError as read_whole() does."""
+    return read_whole(RESULTS / device / f"{kind}.jsonl")
+
+
+def read_whole(path: Path) -> list[dict]:
+    """Return the object in each line of a .jsonl file; empty without a file.
+
+    Raises UserError if a line is damaged, or as read_jsonl() does.
+    """
     good, bad = read_jsonl(path)
-    if bad:
-        raise UserError(f"{path}: line {bad[0]} is damaged; restore the file: git checkout {path}")
+    for number, reason in bad.items():
+        advice = f"; restore the file: {shell_command('git', 'checkout', path)}" if is_result(path) else ""
+        raise UserError(f"{path}: line {number} is damaged ({reason}){advice}")
     return [row for _, row in good]
 
 
-def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], list[int]]:
-    """Return ([(number, object)] of each line of a .jsonl file, numbers of the damaged lines); empty without a file."""
-    good, bad = [], []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
+def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], dict[int, str]]:
+    """Return ([(number, object)] of each line of a .jsonl file, {number of a damaged line: why}); empty without a file.
+
+    Raises UserError if the file cannot be read, or if it is in results/ and a line has no CRC-32.
+    """
+    good, bad, must_have_crc32 = [], {}, is_result(path)
+    for number, line in enumerate(read_lines(path) if path.exists() else [], 1):
         try:
             good.append((number, read_line(line)))
-        except (ValueError, RecursionError):
-            bad.append(number)
+        except (ValueError, RecursionError) as error:
+            bad[number] = str(error)
+            continue
+        if must_have_crc32 and not ENDS_WITH_CRC32.search(line):
+            add = shell_command("python", "-m", "scripts.collect", path)
+            raise UserError(f"{path}: line {number} has no CRC-32; if the line is right, add it: {add}")
     return good, bad
 
 
+def read_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file. Raises UserError if it cannot be read."""
+    try:
+        return read_bytes(path).splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def is_result(path: Path) -> bool:
+    """Return whether the file is in results/."""
+    return path.resolve().is_relative_to(RESULTS.resolve())
+
+
+def add_checksums(path: Path) -> None:
+    """Add the CRC-32 to each line of a .jsonl file that has none, such as a row that a person wrote.
+
+    Raises UserError if a line is damaged, or if the file cannot be read or written.
+    """
+    lines = read_lines(path)
+    for number, line in enumerate(lines, 1):
+        try:
+            read_line(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: line {number} is damaged ({error}), and no line gets a CRC-32") from None
+        if not ENDS_WITH_CRC32.search(line):
+            lines[number - 1] = add_crc32(line.decode()).encode()
+    try:
+        write_atomically(path, b"".join(line + b"\n" for line in lines))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
 def append_rows(path: Path, rows: list[dict]) -> Path:
-    """Append rows to a .jsonl file, and return its path. Raises UserError, and adds nothing, if the disk is full."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    """Append rows to a .jsonl file, each with its CRC-32, and return the file's path.
+
+    Raises UserError, and adds nothing, if the disk is full.
+    """
+    lines = "".join(add_crc32(json.dumps(row)) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
+        with open_regular(path, "ab", buffering=0) as file:
             size = file.tell()
             if file.write(lines) < len(lines):
                 file.truncate(size)  # the next row would continue the half line

@@ -5,12 +5,14 @@ scripts.max_context to context.jsonl. A run on one H200 goes to results/h200, an
 stays as the run wrote it, whatever its status. A row that the file already has is not appended again. It skips a folder
 without a row for results/, such as an interrupted job's, and then exits with status 1.
 
+Each row in results/ has a CRC-32. The name of a .jsonl file instead of a run adds it to the rows that have none, such
+as those that a person wrote.
+
 --curves also writes a run's losses to results/<device>/curves/<name>-seed<seed>.jsonl. --beside h200x4 puts the row of
 a run on fewer GPUs into that folder, for comparison.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -49,7 +51,7 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     device = device_slug(row["env"]["device"])
     folder = rows.RESULTS / (beside or (f"{device}x{gpus}" if gpus > 1 else device))
     path = folder / f"{row_kind(row)}.jsonl"
-    if not path.exists() or json.dumps(row) not in path.read_text(encoding="utf-8").splitlines():
+    if row not in rows.read_whole(path):
         rows.append_rows(path, [row])
     if curves:
         lines, _ = rows.read_jsonl(run / "metrics.jsonl")
@@ -74,12 +76,16 @@ def main() -> None:
     arguments = parser.parse_args()
     skipped = 0
     for run in arguments.runs:
-        row = read_row(run)
-        if reason := why_skipped(row):
-            skipped += 1
-            print(printable(f"{run}: skipped, {reason}"))
-            continue
         try:
+            if run.suffix == ".jsonl":
+                rows.add_checksums(run)
+                print(printable(f"{run}: each row has its CRC-32"))
+                continue
+            row = read_row(run)
+            if reason := why_skipped(row):
+                skipped += 1
+                print(printable(f"{run}: skipped, {reason}"))
+                continue
             print(printable(f"{run} -> {collect(run, row, arguments.curves, arguments.beside)}"))
         except UserError as error:
             sys.exit(f"error: {printable(error)}")

@@ -10,13 +10,13 @@ or slower, and 1 after an error.
 """
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 from lab.report.choices import rerun_command
+from lab.rows import read_whole
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
@@ -37,17 +37,8 @@ def read_source(path: Path) -> list[dict]:
         row = read_row(path)
         check(row is not None, f"{path} has no row: it is not the folder of a run with a result.json")
         return [row]
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); pass a file of results/ or the folder of a run") from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            rows.append(None)
-        check(isinstance(rows[-1], dict), f"{path}: line {number} is not a row (a JSON object)")
+    check(path.exists(), f"{path} does not exist; pass a file of results/ or the folder of a run")
+    rows = read_whole(path)
     check(bool(rows), f"{path} is empty")
     return rows
 

@@ -90,13 +90,12 @@ def test_a_file_without_its_sha256_is_damaged(tmp_path, text):
     assert read_or_damaged(tmp_path / "x.json") == DAMAGED
 
 
-@pytest.mark.parametrize("facts", [{"step": 7}, {"step": 12, "train/loss": 5.125, "val/loss": None, "mode": "train"}])
+@pytest.mark.parametrize("facts", [{"step": 12, "val/loss": None, "mode": "train"}, {"name": "x", "laps": [0.5, 1.0]}])
 def test_flips_in_a_line_of_figures(facts):
     """Each bit, each pair of neighbouring bits, and each byte that is missing. Other programs read the line as JSON."""
     line = add_crc32(json.dumps(facts)).encode()
     assert {key: value for key, value in json.loads(line).items() if key != "crc32"} == facts == read_line(line)
-    for row in (facts, {"name": "x", "commit": "deadbeef"}):  # older versions wrote no CRC-32, and rows have none
-        assert read_line(json.dumps(row).encode()) == row
+    assert read_line(json.dumps(facts).encode()) == facts  # older versions wrote no CRC-32
     number = int.from_bytes(line)
     damaged = [number ^ mask << place for place in range(8 * len(line) - 1) for mask in (1, 3)]
     lines = [value.to_bytes(len(line)) for value in damaged]
@@ -107,19 +106,14 @@ def test_flips_in_a_line_of_figures(facts):
 
 
 def test_flips_in_the_row_of_a_run(tmp_path):
-    """A damaged row is left out of the reports. The row of an older version has no CRC-32, and is read unchecked.
-
-    If the flip is in the name "crc32", the row counts as an older one. Then it has one key more.
-    """
+    """A damaged row is left out of the reports. The row of an older version has no CRC-32, and is read unchecked."""
     row = {"name": "a", "status": "ok", "train/loss": 5.125, "perf/laps_s": [0.25, 0.5], "config": {"seed": 1}}
     path = tmp_path / "result.json"
     path.write_text(json.dumps(row, indent=1))
     assert read_row(tmp_path) == row
     write_row(tmp_path, row)
     assert json.loads(path.read_text())["perf/laps_s"] == row["perf/laps_s"]
-    found = results_of_flips(path, lambda: read_row(tmp_path))
-    assert [read for read in found if read is not None and {key: read[key] for key in row} != row] == []
-    assert None in found
+    assert results_of_flips(path, lambda: read_row(tmp_path)) == [None]
 
 
 def test_flips_in_a_checkpoint(tmp_path):

@@ -1,6 +1,5 @@
 """The runs of a folder in results/ with a loss curve: do they train alike, and how fast do they reach a loss?"""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,11 +60,10 @@ def curves(device: str) -> list[Curve]:
     found = {}
     for row in results.read_rows(device):
         path = results.curve_file(results.RESULTS / device, row)
-        if path.exists():
-            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            losses = [{line["step"]: line[key] for line in lines if key in line} for key in ("train/loss", "val/loss")]
-            if any(losses):
-                found[path.stem] = Curve(row, path.stem, *losses)
+        lines = results.read_whole(path)
+        losses = [{line["step"]: line[key] for line in lines if key in line} for key in ("train/loss", "val/loss")]
+        if any(losses):
+            found[path.stem] = Curve(row, path.stem, *losses)
     return [*found.values()]
 
 

@@ -129,10 +129,10 @@ def test_a_row_is_named_by_its_line_or_a_part_of_its_command_name_or_commit(comm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "nothing cannot be read ("),
+        (["nothing"], "nothing does not exist; pass a file of results/ or the folder of a run"),
         (["."], ". has no row: it is not the folder of a run with a result.json"),
         (["empty"], "empty is empty"),
-        (["bad"], "bad: line 2 is not a row (a JSON object)"),
+        (["bad"], "bad: line 2 is damaged (it is no JSON object)"),
         (["rows.jsonl"], "rows.jsonl has 5 rows: name one by its line (1 to 5), or by a part of its command"),
         (["rows.jsonl", "9"], "rows.jsonl has no row 9: name one by its line (1 to 5)"),
         (["rows.jsonl", "seed=2"], "4 rows of rows.jsonl match seed=2: pass one of the lines 1, 2, 3, 5"),
