@@ -24,6 +24,7 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -105,21 +106,30 @@ def write_json(path: Path, facts: dict, indent: int | None = None) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file. A kill leaves the old content or the new one. On return, the new content is on the disk.
+    """Write a file as replace_file() does."""
+    with replace_file(path) as file:
+        file.write(content)
 
-    It removes the temporary files that killed processes have left. An OSError names the file, also if the disk is full.
+
+@contextlib.contextmanager
+def replace_file(path: Path) -> Iterator[IO]:
+    """A context with a file to write, which takes the place of `path` at its end, unless an exception ends it.
+
+    A kill leaves the old content or the new one. After the context, the new content is on the disk. It removes the
+    temporary files that killed processes have left. An OSError names the file, also if the disk is full.
     """
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{next(written)}")
     try:
         remove_temporaries(path)
         with open_locked(temporary) as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             temporary.replace(path)  # before the lock is released
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        error.filename = str(path)
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
 
 

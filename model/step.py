@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from data.loader import Batch, Loader, Windows, count_targets, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
 from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm, in_eval_mode
+from model.kept import write_kept
 from model.optim import HISTORY, OptimConfig, Optimizer, TorchAdamW
 from model.parallel import free_gathered
 from model.pretrained import load_weights
@@ -228,7 +229,7 @@ def keep_batch(optimizer: Optimizer, batches: Loader, step: int, path: Path, fac
         return f"its batch is not kept, after {MOST_KEPT} others"
     if ranks.is_main:
         try:
-            torch.save({"step": step, "batches": [batch for part in all_batches for batch in part], **facts}, path)
+            write_kept(path, {"step": step, "batches": [batch for part in all_batches for batch in part], **facts})
         except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
             return f"its batch cannot be written to {path}"
     return f"batch in {path}"

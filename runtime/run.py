@@ -1,6 +1,6 @@
 """A run's folder, and the row of its results.
 
-out/<run>/config.yaml     the resolved config
+out/<run>/config.yaml     the resolved config, for people: the row and checkpoints have it, too
           metrics.jsonl   one line for each logged step
           result.json     the row: status, config, kernels, env and the figures
           checkpoints/    see runtime/checkpoint.py
@@ -13,12 +13,9 @@ import math
 import os
 import time
 from pathlib import Path
-from textwrap import shorten
 from typing import TextIO
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import OmegaConf
 
 from files import add_crc32, read_line, write_atomically
 from runtime.command import command_line
@@ -253,19 +250,6 @@ def write_row(folder: Path, row: dict) -> None:
     """Write the row as result.json. A kill leaves either the old row or the new row, complete."""
     text = json.dumps(without_nonfinite(row), indent=1)
     write_atomically(folder / "result.json", f"{add_crc32(text)}\n".encode())
-
-
-def read_config(folder: Path) -> DictConfig:
-    """Return the config in a run's folder. Raises UserError if it is missing or cannot be read."""
-    path = folder / "config.yaml"
-    try:
-        config = OmegaConf.create(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
-        if isinstance(config, DictConfig):
-            return config
-        reason = "it is a list"
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
-        reason = shorten(str(error), 200)
-    raise UserError(f"{path} cannot be read as a config: {reason}")
 
 
 def read_row(folder: Path) -> dict | None:

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 from kernels.registry import KernelError
-from lab.proof.blame import Replay, check_repeatable, read_kept, replay, swaps, verdict
+from lab.proof.blame import Replay, check_ids, check_repeatable, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from runtime import compat
 from runtime.config import UserError, check, parse, path_argument
 from runtime.device import OutOfMemory, select_device
-from runtime.run import read_config
+from runtime.run import read_row
 from runtime.signals import exit_quietly
 from terminal import printable
 from train import Config as TrainConfig
@@ -26,10 +26,15 @@ from train import Config as TrainConfig
 
 def blame(run: Path, step: int | None, device_name: str) -> bool:
     """Print the page. Return whether the step goes wrong again."""
-    check((run / "config.yaml").is_file(), f"{run} is not the folder of a run: it has no config.yaml")
-    cfg = parse(read_config(run), TrainConfig)
+    row = read_row(run)
+    check(
+        row is not None and isinstance(row.get("config"), dict),
+        f"{run} has no row with a config: its result.json is missing or damaged, or {run} is not the folder of a run",
+    )
+    cfg = parse(row["config"], TrainConfig)
     kept, device = read_kept(run, step), select_device(device_name)
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    check_ids(kept, cfg.model)
     recipes, replays = list(swaps(recipe)), []
     if line := check_repeatable(kept, device, recipes[0][1], recipes[-1][1]):
         print(printable(line))

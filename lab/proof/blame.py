@@ -11,20 +11,24 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from data.loader import Batch
+from data.loader import IGNORED, Batch
 from kernels.fp8 import InFp8
 from kernels.registry import OPS, AttnConfig, config_key, impl_by_op
 from lab.proof.soak import checksum
 from lab.recipe import Recipe
-from runtime.checkpoint import checkpoint_folders, read_weights, step_number
-from runtime.config import check
+from model import kept as kept_file
+from model.gpt import GPTConfig
+from runtime.checkpoint import checkpoint_folders, read_weights, step_number, verify
+from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory
+from terminal import warn
 
 
 class Kept(NamedTuple):
@@ -54,19 +58,38 @@ def read_kept(run: Path, step: int | None) -> Kept:
     """Return the kept step of the run's folder: `step`, or the first one.
 
     If the run had train.on_nonfinite=skip or sharded weights, the file has no weights. Then the weights are
-    read from the newest checkpoint before the step.
+    read from the newest valid checkpoint before the step. Raises UserError if the file is damaged.
     """
-    paths = {int(path.stem.rpartition("-")[2]): path for path in sorted(run.glob("nonfinite-step-*.pt"))}
+    steps = {path: path.stem.rpartition("-")[2] for path in sorted(run.glob("nonfinite-step-*.pt"))}
+    paths = {int(digits): path for path, digits in steps.items() if digits.isdecimal()}
     check(bool(paths), f"{run} has no nonfinite-step-*.pt: a run writes it when a loss or gradient is not finite")
     check(step is None or step in paths, f"--step {step}: {run} has the steps {', '.join(map(str, paths))}")
     step = min(paths) if step is None else step
-    kept = torch.load(paths[step], map_location="cpu", weights_only=True)
+    kept = kept_file.read_kept(paths[step])
+    check(kept["step"] == step, f"{paths[step]} is of step {kept['step']}: it was renamed")
     if "weights" in kept:
         return Kept(step, kept["batches"], kept["weights"], step - 1)
-    older = [path for path in checkpoint_folders(run / "checkpoints") if step_number(path) < step]
-    check(bool(older), f"{paths[step]} has no weights, and {run} has no checkpoint before step {step}")
-    newest = max(older, key=step_number)
-    return Kept(step, kept["batches"], read_weights(newest), step_number(newest))
+    for checkpoint in checkpoint_folders(run / "checkpoints"):  # the newest first
+        if step_number(checkpoint) < step:
+            try:
+                verify(checkpoint)
+                return Kept(step, kept["batches"], read_weights(checkpoint), step_number(checkpoint))
+            except UserError as error:
+                warn(error)
+    raise UserError(f"{paths[step]} has no weights, and {run} has no valid checkpoint before step {step}")
+
+
+def check_ids(kept: Kept, model: GPTConfig) -> None:
+    """Raise UserError if the model cannot take the kept batches: an id would be read outside of its embedding."""
+    for x, y, *starts in kept.batches:
+        ids_fit = bool(((x >= 0) & (x < model.vocab_size) & (y >= IGNORED) & (y < model.vocab_size)).all())
+        starts_fit = all(bool(((start >= 0) & (start <= torch.arange(x.shape[1]))).all()) for start in starts)
+        check(
+            x.numel() > 0 and ids_fit and starts_fit,
+            f"the batches of step {kept.step} do not fit the run's model, which has model.vocab_size="
+            f"{model.vocab_size}: they are damaged, or of another run",
+        )
+        model.check_length(x.shape[1], key=f"the batches of step {kept.step}: ")
 
 
 def swaps(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
@@ -92,7 +115,11 @@ def replay(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Repla
     sums: list[Tensor] = []  # of the outputs: once a number is NaN, the loss and the gradients are NaN, too
     with explain_out_of_memory(f"the batch of step {kept.step}, {swap}", "the use of this GPU by other programs"):
         model = recipe.build(device)
-        model.load_state_dict(kept.weights)
+        try:
+            model.load_state_dict(kept.weights)
+        except RuntimeError as error:
+            reason = shorten(str(error), 200)
+            raise UserError(f"the weights of step {kept.weights_step} do not fit the run's config: {reason}") from None
         watch_ops(model, found, sums)
         for batch in kept.batches:
             loss = model(*(tensor.to(device) for tensor in batch))

@@ -7,6 +7,7 @@ However a job ends, it leaves a row. The same sweep in the same folder continues
 that a signal stopped.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -23,12 +24,13 @@ from typing import TextIO
 import torch
 
 from lab.sweep.table import speed
+from runtime.checkpoint import checkpoint_folders, read_manifest
 from runtime.command import program
 from runtime.config import UserError, check
 from runtime.console import progress_bar
-from runtime.run import KILLED, UNFINISHED, read_config, read_row, write_row
+from runtime.run import KILLED, UNFINISHED, read_row, write_row
 from runtime.signals import Signals, describe_exit
-from terminal import override, printable, shell_command, warn
+from terminal import override, printable, shell_command
 
 GRACE = 10.0  # seconds that a job has to end after a signal
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
@@ -144,15 +146,13 @@ class SweepJob:
 def can_resume(folder: Path) -> bool:
     """Return whether the folder has an unfinished run to resume. A run without checkpoints starts again.
 
-    A run with proof=true also starts again, because a proof needs the first steps of a run. If config.yaml cannot be
-    read, the run resumes, and a warning names the file.
+    A run with proof=true also starts again, because a proof needs the first steps of a run. Its checkpoints record the
+    config. If none can be read, the run resumes, and says why it cannot.
     """
-    proves = False
-    try:
-        proves = (folder / "config.yaml").exists() and read_config(folder).get("proof")
-    except UserError as error:
-        warn(error)
-    return (folder / "checkpoints").exists() and not proves
+    for path in checkpoint_folders(folder / "checkpoints"):
+        with contextlib.suppress(UserError):
+            return not read_manifest(path)["config"]["proof"]
+    return (folder / "checkpoints").exists()
 
 
 def job_overrides(words: list[str]) -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.config import UserError
 from runtime.folders import make_folder
-from runtime.run import Run, read_config, read_row, without_nonfinite, write_row
+from runtime.run import Run, read_row, without_nonfinite, write_row
 from runtime.trackers import Tracker
 from tests.test_train import QUICK, config
 
@@ -151,19 +151,6 @@ def test_a_copy_of_a_running_run_is_not_called_killed(tmp_path):
     assert read_row(tmp_path / "run")["status"] == "stopped: killed after step 3"
     kill(Run(tmp_path / "after", "name", config(*QUICK), Tracker(None), resume=True))
     assert read_row(tmp_path / "after")["status"] == "stopped: killed after step 3"
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[1]", "3", "a: ${nope}", "a: [1", "\0", "[" * 5000, "a: &a [*a]", "!!python/object:os.system x"]
-)
-def test_a_config_that_cannot_be_read_is_one_line_with_its_file(tmp_path, text):
-    (tmp_path / "config.yaml").write_text(text)
-    if not text:
-        assert read_config(tmp_path) == {}
-        return
-    with pytest.raises(UserError, match=r"config.yaml cannot be read as a config: ") as error:
-        read_config(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_a_status_is_shown_without_control_characters(tmp_path):

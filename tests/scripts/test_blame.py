@@ -1,5 +1,8 @@
 """`python -m scripts.blame`: kernels that overflow on purpose, and steps that eager PyTorch cannot repair."""
 
+import os
+import random
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +13,9 @@ from kernels.linear.triton import linear
 from kernels.norm.triton import norm_in_fp8
 from lab.proof import blame as proof
 from lab.proof.blame import Kept, Replay, replay, verdict, watched
+from model.kept import write_kept
 from runtime.device import OutOfMemory
+from runtime.run import read_row, write_row
 from scripts import blame
 from tests.test_train import QUICK
 
@@ -83,12 +88,73 @@ def test_a_step_that_is_finite_again_is_exit_code_1(command, hotswap):
     Path("mine.py").write_text(HEAD + FORWARD.replace(" * 1e30 * 1e30", ""))
     assert hotswap(*RUN, "train.checkpoint_every=2")[0] == 0
     batch = torch.zeros(1, 8, dtype=torch.int64)
-    torch.save({"step": 3, "batches": [(batch, batch)]}, "run/nonfinite-step-000003.pt")
+    write_kept(Path("run/nonfinite-step-000003.pt"), {"step": 3, "batches": [(batch, batch)]})
     code, out, err = command("run")
     assert (code, err) == (1, "")
     assert "The step does not go wrong in this replay" in out
     assert "The weights are those after step 2, the batches are of step 3." in out
     assert command("run", "--step", "5") == (1, "", "error: --step 5: run has the steps 3\n")
+    weights = Path("run/checkpoints/step-000002/model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    code, _, err = command("run")
+    damaged, error = err.splitlines()
+    assert damaged.startswith("warning: run/checkpoints/step-000002 is damaged: model.safetensors has another SHA-256")
+    assert error.endswith("has no weights, and run has no valid checkpoint before step 3")
+
+
+def test_a_config_or_a_batch_that_does_not_fit_is_one_line(command, hotswap):
+    """config.yaml is for people. The config comes from the row, whose CRC-32 is checked."""
+    Path("mine.py").write_text(HEAD + FORWARD)
+    assert hotswap(*RUN)[0] == 1
+    page = command("run")
+    Path("run/config.yaml").write_text("nothing: [")
+    assert command("run") == page
+    row = read_row(Path("run"))
+    write_row(Path("run"), row | {"config": row["config"] | {"model": row["config"]["model"] | {"n_layer": 3}}})
+    code, _, err = command("run")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("error: the weights of step 0 do not fit the run's config: Error(s) in loading state_dict")
+    write_row(Path("run"), row)
+    kept = torch.load("run/nonfinite-step-000001.pt", weights_only=True)
+    for place, value in ((0, row["config"]["model"]["vocab_size"]), (0, -1), (1, -2)):
+        damaged = [[tensor.clone() for tensor in batch] for batch in kept["batches"]]
+        damaged[0][place][0, 0] = value
+        write_kept(Path("run/nonfinite-step-000001.pt"), kept | {"batches": damaged})
+        code, _, err = command("run")
+        assert (code, err.count("\n")) == (1, 1)
+        assert err.startswith("error: the batches of step 1 do not fit the run's model, which has model.vocab_size=")
+    os.rename("run/nonfinite-step-000001.pt", "run/nonfinite-step-000002.pt")
+    assert command("run")[2] == "error: run/nonfinite-step-000002.pt is of step 1: it was renamed\n"
+    result = Path("run/result.json")
+    result.write_bytes(result.read_bytes().replace(b'"n_layer": 2', b'"n_layer": 3'))
+    assert command("run")[2].startswith("error: run has no row with a config: its result.json is missing or damaged")
+
+
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_flips_in_a_kept_step_never_change_the_verdict_silently(command, hotswap, has_digest):
+    """Flips in the pickle, in the tensors and in the zip's directory: an error of one line, or the page as before.
+
+    Without a SHA-256, as older versions wrote the file, the page may differ, and there is always a warning.
+    """
+    Path("mine.py").write_text(HEAD + FORWARD)
+    assert hotswap(*RUN)[0] == 1
+    path, draw = Path("run/nonfinite-step-000001.pt"), random.Random(1)
+    if not has_digest:
+        torch.save(torch.load(path, weights_only=True), path)
+    _, page, _ = command("run")
+    whole, codes = path.read_bytes(), Counter()
+    regions = [(0, 4096), (0, len(whole)), (len(whole) - 4096, len(whole))]
+    for place in [draw.randrange(*region) for region in regions for _ in range(8)]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        code, out, err = command("run")
+        codes[code] += 1
+        assert "Traceback" not in err
+        if has_digest:
+            assert (out, err.count("\n")) == ((page, 0) if code == 0 else ("", 1))
+        else:
+            assert "has no SHA-256, because an older hotswap wrote it" in err
+            assert err.count("\n") == 1 + err.count("\nerror: ")
+    assert codes[1] > 0
 
 
 @pytest.mark.parametrize("swap", ["attn.impl=eager", "all ops eager"])
@@ -168,7 +234,7 @@ def test_an_output_in_fp8_is_watched_like_any_other(fp8_on_a_cpu):
 
 
 def test_a_folder_without_a_kept_step_is_an_error(command, hotswap):
-    assert command("run") == (1, "", "error: run is not the folder of a run: it has no config.yaml\n")
+    assert command("run")[2].startswith("error: run has no row with a config: its result.json is missing or damaged")
     assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
     assert command("run")[2].startswith("error: run has no nonfinite-step-*.pt: ")
 

@@ -37,7 +37,7 @@ def test_a_row_goes_to_the_file_of_its_command_once(command, tmp_path, config, f
     path = tmp_path / "results" / "h200" / file
     for _ in range(2):
         assert command("run") == (0, f"run -> {path}\n", "")
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [row]
+    assert rows.read_whole(path) == [row]
     write_run(tmp_path / "four", config, world_size=4)
     assert command("four")[1] == f"four -> {tmp_path / 'results' / 'h200x4' / file}\n"
 
@@ -47,7 +47,7 @@ def test_folders_without_a_row_for_results_are_skipped(command, tmp_path):
 
     All other rows are appended, and the exit status is 1.
     """
-    rows = [write_run(tmp_path / name, TRAIN[0]) for name in ("first", "last")]
+    kept = [write_run(tmp_path / name, TRAIN[0]) for name in ("first", "last")]
     write_run(tmp_path / "evaluation", EVALUATE)
     for name in ("interrupted", "failed"):
         (tmp_path / name).mkdir()
@@ -62,7 +62,7 @@ def test_folders_without_a_row_for_results_are_skipped(command, tmp_path):
         "failed: skipped, failed: killed",
         f"last -> {path}",
     ]
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert rows.read_whole(path) == kept
 
 
 def test_without_a_row_it_is_an_error(command, tmp_path):

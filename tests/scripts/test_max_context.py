@@ -9,6 +9,7 @@ from lab import rows as lab_rows
 from lab.context import attempt
 from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.context.search import index_of, length_of
+from lab.rows import read_whole
 from model import decoder
 from model.gpt import GPT
 from runtime.run import read_row
@@ -116,7 +117,7 @@ def test_a_whole_search_on_a_cpu_finds_the_predicted_length(called, monkeypatch,
     assert (code, err) == (0, "")
     row = read_row(tmp_path / "run")
     [results_file] = tmp_path.glob("results/*/context.jsonl")
-    assert json.loads(results_file.read_text()) == row
+    assert read_whole(results_file) == [row]
     longest, attempts = row["context/max_train"], row["context/train/tries"]
     assert (row["status"], row["context/train/limit"]) == ("ok", "oom")
     assert longest == pytest.approx(row["context/train/predicted"], rel=0.15)

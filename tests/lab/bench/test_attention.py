@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 
@@ -68,8 +66,7 @@ def test_a_table_for_each_shape(tmp_path, monkeypatch):
     """The shape with the most T comes first. The others name what differs, as on the command line."""
     row = {"T": 64, "impl": "eager", "both/ms": 1.0, "status": "ok", **vars(shape())}
     rows = [{**row, "T": 128}, {**row, "batch": None}, row, {**row, "both/ms": 2.0}, {**row, "documents": 8}]
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu/attention.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lab_rows.append_rows(tmp_path / "gpu/attention.jsonl", rows)
     monkeypatch.setattr(lab_rows, "RESULTS", tmp_path)
     first, documents, table, batch, _ = attention_benchmarks("gpu").split("\n\n")
     assert first == attention_table(rows)

@@ -24,7 +24,16 @@ from tests.test_train import QUICK, ROOT, config
 
 # Replaces train.py. The seed decides how the job ends. The row has the process, the GPU and the times of the job
 FAKE_TRAIN = """
-import json, os, shlex, signal, sys, time
+import hashlib, json, os, shlex, signal, sys, time
+
+
+def write_manifest(folder, proof):
+    os.makedirs(folder)
+    rest = ', "version": 1, "step": 1, "config": %s}' % json.dumps({"proof": proof})
+    digest = hashlib.sha256(rest.encode()).hexdigest()
+    open(folder + "/manifest.json", "w").write('{"sha256": "' + digest + '"' + rest)
+
+
 started_at, words = time.time(), dict(word.split("=", 1) for word in sys.argv[1:])
 seed, status = int(words["seed"]), "ok"
 print("step 00001")
@@ -44,8 +53,7 @@ if seed == 15:
 if seed == 16 and "train.resume" not in words and not os.path.exists("stopped-once"):
     open("stopped-once", "w")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # it may come before sigwait
-    open(words["out_dir"] + "/config.yaml", "w").write("proof: " + words.get("proof", "false"))
-    os.mkdir(words["out_dir"] + "/checkpoints")
+    write_manifest(words["out_dir"] + "/checkpoints/step-000001", words.get("proof") == "true")
     os.kill(os.getppid(), signal.SIGINT)
     signal.sigwait([signal.SIGINT])
     status = "stopped: SIGINT after step 1"
