@@ -85,8 +85,8 @@ class Job:
 def begin(job: Job, resume_from: Path | None) -> tuple[Checkpoints, Meter]:
     """Load the checkpoint, if there is one; complete the row; print what is about to run."""
     t, run, ranks, device = job.train, job.run, job.ranks, job.device
-    steps_before, seconds_before = restore(job, resume_from) if resume_from else (0, 0.0)
-    run.truncate_metrics(steps_before)
+    steps_before, seconds_before, lines_before = restore(job, resume_from) if resume_from else (0, 0.0, 0)
+    run.truncate_metrics(steps_before, lines_before)
     kernels = job.recipe.executed_kernels((t.batch_size, t.block_size), device)
     peaks = {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     run.begin(kernels=kernels, **peaks, resumed_from=str(resume_from) if resume_from else None)
@@ -130,8 +130,8 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
                 bar.write(console.val_line(step, t.max_steps, val_loss))
                 figures["val/loss"], is_best = val_loss, val_loss < checkpoints.best
             if due.save or (is_best and t.checkpoint_every):
-                pause = save(job, checkpoints, step, meter.elapsed, figures.get("val/loss"))
-                figures["checkpoint/pause_ms"] = 1e3 * pause
+                facts = {"val_loss": figures.get("val/loss"), "elapsed": meter.elapsed, "metrics_lines": run.lines + 1}
+                figures["checkpoint/pause_ms"] = 1e3 * save(job, checkpoints, step, facts)
             meter.start_interval(step)
             run.log(step, figures)
             if due.end:
@@ -140,23 +140,23 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
     return due
 
 
-def save(job: Job, checkpoints: Checkpoints, step: int, elapsed: float, val_loss: float | None) -> float:
+def save(job: Job, checkpoints: Checkpoints, step: int, facts: dict) -> float:
     """Start to save a checkpoint with all that restore() needs. Returns the seconds that the loop had to wait."""
-    facts = {"val_loss": val_loss, "elapsed": elapsed, "config": job.config, "data": job.dataset.fingerprint}
+    facts |= {"config": job.config, "data": job.dataset.fingerprint}
     rest = {"updates": job.step.optimizer.updates, "random": job.ranks.gather(checkpoint.random_state(job.device))}
     pause, job.step.optimizer.being_copied = checkpoints.save(step, job.step.optimizer.state(), rest, facts)
     return pause
 
 
-def restore(job: Job, path: Path) -> tuple[int, float]:
-    """Load a checkpoint: (its steps, the seconds that they took). Raises UserError if it is of another run."""
+def restore(job: Job, path: Path) -> tuple[int, float, int]:
+    """Load a checkpoint: (its steps, their seconds, their logged lines). Raises UserError if it is of another run."""
     saved = checkpoint.read_manifest(path)
     resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, may_differ=pretrained.TRAINING)
     rest = checkpoint.load_state(path, job.step.optimizer.state())
     job.step.optimizer.load(saved["step"], rest["updates"])
     if job.ranks.rank < len(rest["random"]):  # a rank that the saved job did not have keeps its own random state
         checkpoint.restore_random_state(rest["random"][job.ranks.rank], job.device)
-    return saved["step"], saved["elapsed"]
+    return saved["step"], saved["elapsed"], saved.get("metrics_lines", 0)  # older versions wrote no metrics_lines
 
 
 def write_sample(job: Job) -> None:

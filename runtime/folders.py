@@ -15,11 +15,13 @@ from terminal import printable
 
 @contextlib.contextmanager
 def explain_unwritable(folder: Path) -> Iterator[None]:
-    """Turn an OSError within this context into a UserError that names out_dir."""
+    """Turn an OSError within this context into a UserError that names out_dir, and the file in it."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"out_dir={folder} cannot be written: {error.strerror}; choose another folder") from None
+        path = Path(error.filename or folder)
+        where = f"{path.name}: " if path.parent == folder else ""
+        raise UserError(f"out_dir={folder} cannot be written: {where}{error.strerror}; choose another folder") from None
 
 
 def make_unique_folder(parent: Path, name: str) -> Path:

@@ -17,7 +17,7 @@ from typing import TextIO
 
 from omegaconf import OmegaConf
 
-from files import add_crc32, read_line, write_atomically
+from files import add_crc32, check_regular, open_regular, read_bytes, read_line, write_atomically
 from runtime.command import command_line
 from runtime.config import UserError, made_folders
 from runtime.folders import explain_unwritable, make_folder
@@ -45,6 +45,7 @@ class Run:
 
     def __init__(self, folder: Path, name: str, config: object, tracker: Tracker, resume: bool = False):
         self.folder, self.tracker, self.has_begun = folder, tracker, False
+        self.lines = 0  # of metrics.jsonl
         self.config = OmegaConf.structured(config)
         self.row = {
             "name": name,
@@ -57,7 +58,7 @@ class Run:
         config_file, metrics, self.result, checkpoints = files
         with explain_unwritable(folder), contextlib.ExitStack() as open_files:
             self.lock = open_files.enter_context(lock_folder(folder))
-            if metrics.exists() and metrics.stat().st_size == 0 and not checkpoints.exists():
+            if metrics.exists() and check_regular(metrics).st_size == 0 and not checkpoints.exists():
                 for path in (config_file, metrics, self.result):
                     path.unlink(missing_ok=True)
             existing = [path.name for path in files if path.exists()]
@@ -67,29 +68,39 @@ class Run:
                     advice = "choose another folder, delete it, or resume the run: train.resume=auto"
                 raise UserError(f"out_dir={folder} already holds a run ({existing[0]}); {advice}")
             # Line by line, so that a kill loses no line
-            self.metrics = open_files.enter_context(metrics.open("a", buffering=1, encoding="utf-8"))
+            self.metrics = open_files.enter_context(open_regular(metrics, "a", buffering=1))
             self.is_new = not self.result.exists()
             if self.is_new:
                 write_row(folder, {key: self.row[key] for key in ("name", "status", "started", "command")})
             open_files.pop_all()  # close() closes them
 
-    def truncate_metrics(self, step: int) -> None:
+    def truncate_metrics(self, step: int, expected: int = 0) -> None:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
 
-        It leaves out damaged lines with a warning, and the incomplete last line that a kill may leave.
+        It leaves out damaged lines with a warning, and the incomplete last line that a kill may leave. If it keeps
+        fewer than `expected` lines, which the checkpoint records, a warning says how many are lost.
         """
-        path, kept = self.folder / "metrics.jsonl", []
-        lines = path.read_bytes().splitlines(keepends=True)
+        path, kept, later, damaged = self.folder / "metrics.jsonl", [], 0, 0
+        with explain_unwritable(self.folder):
+            lines = read_bytes(path).splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
                 if line.endswith(b"\n") and read_line(line[:-1])["step"] <= step:
                     kept.append(line)
+                else:
+                    later += 1
             except (ValueError, KeyError, TypeError, RecursionError):
                 warn(f"{path}: line {number} is damaged and is left out")
+                damaged += not later
+        lost = expected - len(kept) - damaged
+        if lost > 0 and not self.is_new:  # a run that continues another one in a new folder has no lines yet
+            warn(f"{path} has lost {lost} line{'s' * (lost > 1)} up to step {step}")
+        self.lines = len(kept)
         if kept != lines:
-            write_atomically(path, b"".join(kept))
-            self.metrics.close()
-            self.metrics = path.open("a", buffering=1, encoding="utf-8")
+            with explain_unwritable(self.folder):
+                write_atomically(path, b"".join(kept))
+                self.metrics.close()
+                self.metrics = open_regular(path, "a", buffering=1)
 
     def begin(self, **facts: dict) -> None:
         """Add `facts` to the row, write row and config, and start the tracker. Call this when everything is built."""
@@ -109,6 +120,7 @@ class Run:
         figures = without_nonfinite(figures)
         try:
             self.metrics.write(add_crc32(json.dumps({"step": step, **figures})) + "\n")
+            self.lines += 1
         except OSError as error:
             raise UserError(
                 f"{self.folder} can no longer be written: {error.strerror}; free some space, and resume"
@@ -124,7 +136,7 @@ class Run:
     def write_sample(self, text: str) -> None:
         """Write a text that the model generated to sample.txt, and pass it to the tracker."""
         with explain_unwritable(self.folder):
-            (self.folder / "sample.txt").write_text(text, encoding="utf-8")
+            write_atomically(self.folder / "sample.txt", text.encode())
         self.tracker.log_table("sample", ["text"], [[text]])
 
     def __enter__(self) -> "Run":
@@ -175,9 +187,9 @@ class SilentRun(Run):
     """The run on all ranks but rank 0. It writes nothing, because rank 0 writes the files."""
 
     def __init__(self, folder: Path):
-        self.folder, self.row = folder, {}
+        self.folder, self.row, self.lines = folder, {}, 0
 
-    def truncate_metrics(self, step: int) -> None:
+    def truncate_metrics(self, step: int, expected: int = 0) -> None:
         """Do nothing."""
 
     def begin(self, **facts: dict) -> None:
@@ -217,12 +229,12 @@ def lock_folder(folder: Path) -> TextIO:
     """
     make_folder(str(folder), folder.name)
     with explain_unwritable(folder), contextlib.ExitStack() as stack:
-        file = stack.enter_context((folder / ".lock").open("a", encoding="utf-8"))
+        file = stack.enter_context(open_regular(folder / ".lock", "a"))
         for _ in range(3):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.truncate(0)
-                print(os.fstat(file.fileno()).st_ino, file=file, flush=True)
+                print(add_crc32(json.dumps({"inode": os.fstat(file.fileno()).st_ino})), file=file, flush=True)
                 stack.pop_all()  # the file stays open, and so the lock is held
                 return file
             except BlockingIOError:
@@ -233,7 +245,7 @@ def lock_folder(folder: Path) -> TextIO:
 def is_in_use(folder: Path) -> bool:
     """Return whether a process holds the lock of the run's folder, or may hold it, because the file is missing."""
     try:
-        with (folder / ".lock").open(encoding="utf-8") as file:
+        with open_regular(folder / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -241,9 +253,15 @@ def is_in_use(folder: Path) -> bool:
 
 
 def is_copy(folder: Path) -> bool:
-    """Return whether the folder is a copy, in which no run holds the lock. Older runs wrote no number: then False."""
+    """Return whether the folder is a copy, in which no run holds the lock.
+
+    False if .lock does not say it: it is damaged, or of an older version, which wrote no CRC-32.
+    """
     lock = folder / ".lock"
-    return lock.read_text(encoding="utf-8").strip() not in ("", str(lock.stat().st_ino))
+    try:
+        return read_line(read_bytes(lock, at_most=4096).rstrip(b"\n"))["inode"] != lock.stat().st_ino
+    except (OSError, ValueError, KeyError, RecursionError):
+        return False
 
 
 def write_row(folder: Path, row: dict) -> None:
@@ -259,7 +277,7 @@ def read_row(folder: Path) -> dict | None:
     have been copied while it ran.
     """
     try:
-        row = read_line((folder / "result.json").read_bytes().rstrip(b"\n"))
+        row = read_line(read_bytes(folder / "result.json").rstrip(b"\n"))
         status = printable(" ".join(row["status"].split()))
         if status == UNFINISHED and not is_in_use(folder):
             step = last_step(folder / "metrics.jsonl")

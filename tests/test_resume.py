@@ -22,7 +22,7 @@ import data
 from data.loader import Loader, Windows
 from kernels.registry import OPS, impls, unavailable
 from model import capture, generate
-from runtime.checkpoint import checkpoint_folders, newest_valid, verify
+from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
 from runtime.run import UNFINISHED, write_row
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
@@ -672,6 +672,23 @@ def test_a_resumed_run_is_bit_equal_on_a_gpu(hotswap, kernels):
     assert hotswap(*settings, "train.stop_after=20")[0] == 0
     assert hotswap(*settings, RESUME)[0] == 0
     assert curve() == curve("whole")
+
+
+def test_a_resumed_run_says_how_many_lines_are_lost(hotswap):
+    """Once: the next checkpoint counts the lines that are left. A run in a new folder has lost none."""
+    assert hotswap(*BASE, "train.max_steps=8", "train.stop_after=3")[0] == 0
+    path = Path("run/metrics.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:9])
+    again = "train.resume=run/checkpoints/step-000003", "out_dir=new", "train.stop_after=1"
+    assert hotswap(*BASE, "train.max_steps=8", *again)[::2] == (0, "")
+    code, _, err = hotswap(*BASE, "train.max_steps=8", "train.stop_after=2", RESUME)
+    assert (code, err) == (0, "warning: run/metrics.jsonl has lost 2 lines up to step 3\n")
+    assert read_manifest(Path("run/checkpoints/step-000005"))["metrics_lines"] == 3
+    assert read_manifest(Path("new/checkpoints/step-000004"))["metrics_lines"] == 1
+    for folder in ("run", "new"):
+        assert hotswap(*BASE, "train.max_steps=8", f"out_dir={folder}", RESUME)[::2] == (0, "")
+    assert [line["step"] for line in metrics()] == [1, 4, 5, 6, 7, 8]
 
 
 def test_a_resumed_run_cuts_the_lines_after_its_checkpoint(hotswap):

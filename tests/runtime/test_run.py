@@ -1,6 +1,7 @@
 """A run's files: figures that are not finite, a full disk, damaged lines, a deleted folder."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -68,6 +69,74 @@ def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, capsys, damage):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12]
     assert path.read_bytes().splitlines(keepends=True)[:9] == [*lines[:4], *lines[5:]]
     assert capsys.readouterr().err == f"warning: {path}: line 5 is damaged and is left out\n"
+
+
+@pytest.mark.parametrize("newest", [10, 12])
+def test_lines_that_are_cut_off_are_counted_once(tmp_path, capsys, newest):
+    """Cut at each line's end, inside each line, and to nothing. The checkpoint of step 10 records ten lines."""
+
+    def resume():
+        with Run(tmp_path, "name", config(*QUICK), Tracker(None), resume=True) as run:
+            run.truncate_metrics(10, expected=10)
+            run.begin(kernels={}, env={})
+            return run.lines
+
+    log_steps(tmp_path, *range(1, newest + 1))
+    (tmp_path / "checkpoints").mkdir()  # without one, a run with an empty metrics.jsonl has never begun
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept in range(newest + 1):
+        for part in (b"", *([lines[kept][:7], lines[kept][:-1]] if kept < newest else [])):
+            path.write_bytes(b"".join(lines[:kept]) + part)
+            assert resume() == min(kept, 10)
+            lost = 10 - kept
+            warning = f"warning: {path} has lost {lost} line{'s' * (lost > 1)} up to step 10\n"
+            assert capsys.readouterr().err == (warning if lost > 0 else "")
+    path.write_bytes(b"".join([*lines[:4], b"#" + lines[4], *lines[6:]]))
+    assert resume() == 8
+    damaged, warning = capsys.readouterr().err.splitlines()
+    assert damaged == f"warning: {path}: line 5 is damaged and is left out"
+    assert warning == f"warning: {path} has lost 1 line up to step 10"
+
+
+def test_a_damaged_lock_never_hides_a_row(tmp_path):
+    """Each flip in the .lock of a copy, and files that no run wrote. Only the whole line says that it is a copy."""
+    kill(Run(tmp_path / "run", "name", config(*QUICK), Tracker(None)))
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    killed, copied = "stopped: killed", "stopped: killed, or copied while it ran"
+    assert read_row(copy)["status"] == copied
+    content = (copy / ".lock").read_bytes()
+    number = int.from_bytes(content)
+    flips = [(number ^ 1 << bit).to_bytes(len(content)) for bit in range(8 * len(content) - 8)]
+    for damaged in [*flips, b"", b"1234\n", b"\xff\xfe", b"[" * 4000, b"\0" * 100_000, content[:9]]:
+        (copy / ".lock").write_bytes(damaged)
+        assert read_row(copy)["status"] == killed
+    (copy / ".lock").unlink()
+    for make in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        make(copy / ".lock")
+        assert read_row(copy)["status"].startswith("stopped: it was killed, or is still running")
+        os.rename(copy / ".lock", tmp_path / f"odd-{len(os.listdir(tmp_path))}")
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
+def test_an_odd_file_in_the_folder_is_one_line(tmp_path, name, kind):
+    """It is neither read, which could hang or never end, nor replaced."""
+    make = {"FIFO": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind]
+    make(tmp_path / name)
+    before = os.lstat(tmp_path / name)
+    with pytest.raises(UserError, match=rf"^out_dir={tmp_path} cannot be written: {name}: (it is|Is) a") as error:
+        Run(tmp_path, "name", config(*QUICK), Tracker(None), resume=True)
+    assert "\n" not in str(error.value)
+    assert os.lstat(tmp_path / name).st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "device"])
+def test_an_odd_row_is_no_row(tmp_path, kind):
+    {"FIFO": os.mkfifo, "folder": os.mkdir, "device": lambda path: os.symlink("/dev/zero", path)}[kind](
+        tmp_path / "result.json"
+    )
+    assert read_row(tmp_path) is None
 
 
 def kill(run):
