@@ -3,9 +3,11 @@
 It imports none of them.
 """
 
+import contextlib
 import io
 import os
 import re
+import select
 import shlex
 import sys
 
@@ -28,19 +30,73 @@ def warn(message: object) -> None:
     print(f"warning: {printable(message)}", file=sys.stderr)
 
 
-def accept_any_encoding() -> None:
-    """Print characters that the terminal's encoding lacks as \\xe9 or \\ufffd. Child processes do so too.
+class LostOutput(OSError):
+    """The stdout of a command that only prints cannot be written."""
 
-    A closed stdin is then empty, and what goes to a closed stdout or stderr is lost.
+
+class Output(io.FileIO):
+    """The file below sys.stdout or sys.stderr. It drops bytes that the operating system refuses.
+
+    Later bytes appear again, for example when a full disk has room. Python's own file would raise the error in print(),
+    and once more in the flush at Python's exit.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+
+    records = False  # whether this process records something: see outlive_output()
+    lost = False  # a LostOutput was raised
+
+    def write(self, data) -> int:
+        """Write all bytes. Raises LostOutput if this is the stdout of a command that only prints, but only once."""
+        left = memoryview(data).cast("B")
+        try:
+            while len(left):  # Python's own file writes only a part to a pipe that does not block, as ssh makes them
+                count = super().write(left)
+                if count is None:
+                    select.select([], [self], [])
+                left = left[count or 0 :]
+        except OSError as error:
+            if not (Output.records or self.lost or self.fileno() != 1):
+                self.lost = True
+                raise LostOutput(error.errno, error.strerror) from None
+        return len(data)
+
+
+def set_up_streams() -> None:
+    """Let sys.stdout and sys.stderr write through Output, with \\xe9 for a character that the encoding lacks.
+
+    Child processes print such characters in the same way. A closed stdin is then empty, and what goes to a closed
+    stdout or stderr is lost.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         stream = getattr(sys, name)
         if stream is None:  # opened in this order, the three get the free numbers 0, 1 and 2
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, open until the end
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)  # otherwise a file of a child process gets this number
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            raw = getattr(stream.buffer, "raw", stream.buffer)
+            if type(raw) is io.FileIO and raw.fileno() == number:  # not a stream of pytest
+                stream = through_output(stream, number)
+                setattr(sys, name, stream)
+                setattr(sys, f"__{name}__", stream)
     encoding = os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+
+
+def through_output(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
+    """Return a stream like this one, which writes through Output to the file with this number."""
+    with contextlib.suppress(OSError):
+        stream.flush()
+    file = Output(number, "wb", closefd=False)
+    if not stream.write_through:  # with Python's option -u there is no buffer
+        file = io.BufferedWriter(file)
+    lines, through = stream.line_buffering, stream.write_through
+    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=lines, write_through=through)
+
+
+def outlive_output() -> None:
+    """From here on, drop output that cannot be written. A command calls this before it records something."""
+    Output.records = True
 
 
 def shell_command(*words: str | os.PathLike) -> str:

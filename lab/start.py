@@ -5,7 +5,7 @@ import sys
 from contextlib import suppress
 
 from runtime.interrupt import exit_on_early_interrupt
-from terminal import warn
+from terminal import set_up_streams, warn
 
 ROOT = os.path.join(os.path.dirname(__file__), "..")  # importing pathlib takes 10 ms
 CONFIGS = os.path.join(ROOT, "configs")
@@ -17,8 +17,12 @@ def start_command(name: str) -> None:
     A command calls this before its imports. A command without a file `configs/name.yaml` answers --help itself.
     """
     exit_on_early_interrupt()
+    set_up_streams()  # before a warning, and before another file gets the number of a closed stream
     if "--version" in sys.argv[1:]:
-        print(versions())
+        from runtime.signals import exit_quietly
+
+        with exit_quietly():
+            print(versions())
         sys.exit()
     if os.path.exists(os.path.join(CONFIGS, f"{name}.yaml")):
         from lab.commands import answer_help

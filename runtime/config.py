@@ -27,7 +27,7 @@ from runtime import command, compat
 from runtime.interrupt import exit_on_early_interrupt
 from runtime.keys import explain_key, key_names
 from runtime.signals import exit_quietly
-from terminal import printable, quote_exactly, shell_command
+from terminal import LostOutput, printable, quote_exactly, shell_command
 
 T = TypeVar("T")
 TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are text, so `~` at the start is not expanded
@@ -65,8 +65,8 @@ def cli(
     other choice on the command line with a dot in its name, such as attn=path/to/mine.py. `resolvers` adds texts to the
     YAML files: with {"backends": {"norm": "eager, triton"}}, ${backends:norm} becomes `eager, triton`. The program
     prints the message of a UserError after `error: ` and exits with 1; `errors` are more exceptions of this kind.
-    `complete` may change the composed config before it is checked. After Ctrl-C the exit code is 130, and 141 if
-    the reader of the output has ended.
+    `complete` may change the composed config before it is checked. After Ctrl-C the exit code is 130;
+    runtime.signals.exit_quietly() has those of output that cannot be written.
     """
 
     def decorate(main: Callable[[T], None]) -> Callable[[], None]:
@@ -80,7 +80,7 @@ def cli(
                 run_hydra(configs, name, task)
             except Exception as error:
                 is_mistake = not task.pickled or isinstance(error, (UserError, *errors))
-                if task.jobs or not is_mistake or isinstance(error, BrokenPipeError):
+                if task.jobs or not is_mistake or isinstance(error, LostOutput):
                     raise
                 # before the first job, every error is a mistake on the command line or in a YAML file
                 sys.exit(f"error: {printable(explain_error(error, schema))}")
@@ -106,7 +106,7 @@ class Task:
         self.unpickled = False
 
     def __call__(self, cfg: DictConfig) -> None:
-        with exit_quietly():  # also here, because Hydra prints a line above a BrokenPipeError
+        with exit_quietly():  # also here, because Hydra prints a line above a LostOutput
             self.jobs += 1
             parsed = None
             try:
@@ -169,7 +169,7 @@ def answer_help(configs: Path, name: str) -> None:
     compat.list_groups_quickly()
     try:
         run_hydra(configs, name, lambda cfg: None)
-    except BrokenPipeError:
+    except LostOutput:
         raise
     except Exception:  # the full program, which starts next, explains it
         return

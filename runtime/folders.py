@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.config import UserError, check, made_folders
-from terminal import printable
+from terminal import outlive_output, printable
 
 
 @contextlib.contextmanager
@@ -43,8 +43,10 @@ def make_unique_folder(parent: Path, name: str) -> Path:
 def make_folder(out_dir: str | Path | None, name: str) -> Path:
     """Make and return `out_dir`, or out/<time>-<name>.
 
-    Raises UserError if it cannot be written, or if its name has control characters, because many lines print it.
+    From here on the command goes on if its output cannot be written. Raises UserError if the folder cannot be written,
+    or if its name has control characters, because many lines print it.
     """
+    outlive_output()
     if out_dir:
         check(printable(out_dir) == str(out_dir), f"out_dir={out_dir} has control characters; choose another folder")
     folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")

@@ -6,6 +6,7 @@ While Python itself starts (20 ms, or 100 ms with the editable install), no code
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 def exit_on_early_interrupt() -> None:
@@ -15,5 +16,6 @@ def exit_on_early_interrupt() -> None:
 
 
 def exit_at_once(*_) -> None:
-    os.write(sys.stderr.fileno(), b"interrupted\n")
+    with suppress(OSError):
+        os.write(sys.stderr.fileno(), b"interrupted\n")
     os._exit(128 + signal.SIGINT)

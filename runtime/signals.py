@@ -12,18 +12,18 @@ signal into a pipe, and the thread reads the pipe.
 """
 
 import atexit
+import errno
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from runtime.interrupt import exit_at_once
-from terminal import accept_any_encoding, class_and_message, warn
+from terminal import LostOutput, class_and_message, outlive_output, set_up_streams, warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
 HANDLER_SECONDS = 1.0  # if Python has not called the handler of Ctrl-C after this time, the thread ends the process
@@ -65,6 +65,7 @@ class Signals:
         self.record = record
 
     def __enter__(self) -> "Signals":
+        outlive_output()
         if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hangup):
@@ -97,8 +98,6 @@ class Signals:
         name = signal.Signals(number).name
         if number == signal.SIGINT:
             self.interrupts_handled += 1
-        if number == signal.SIGHUP:
-            discard_unread_output()  # a print to a closed terminal would end the program before its checkpoint
         second_interrupt = number == signal.SIGINT and self.received == name
         if second_interrupt or not self.looping:
             reason = f"{name} twice" if second_interrupt else name
@@ -125,9 +124,8 @@ class Signals:
         """Answer Ctrl-C number `count`: print a line, or end the process if the main thread does not end it in time."""
         if self.looping and count == 1:
             if self.record and os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):  # stderr may be a pipe without a reader
-                    line = "SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once"
-                    print(line, file=sys.stderr, flush=True)
+                line = "SIGINT   ends the run after its step, or at its end; a second Ctrl-C ends it at once"
+                print(line, file=sys.stderr, flush=True)
             return
         deadline = time.monotonic() + HANDLER_SECONDS
         while self.interrupts_handled < count and time.monotonic() < deadline:
@@ -163,12 +161,14 @@ def describe_exit(code: int) -> str:
 
 @contextmanager
 def exit_quietly() -> Iterator[None]:
-    """Exit without a traceback after Ctrl-C (code 130), and after the reader of our output has ended (code 141).
+    """Exit without a traceback after Ctrl-C (code 130), and if the output cannot be written.
 
     Ctrl-C raises KeyboardInterrupt within this context, and does nothing after it, because the program ends there.
-    `python -m scripts.doctor | head -1` is such a reader. A terminal of any encoding can show the output.
+    If the reader of the output has ended, as in `python -m scripts.doctor | head -1`, the code is 141. On a full disk
+    the code is 1, and stderr gets a line. A command that records something goes on: see terminal.outlive_output(). A
+    terminal of any encoding can show the output.
     """
-    accept_any_encoding()
+    set_up_streams()
     if signal.getsignal(signal.SIGINT) in (exit_at_once, ignore_interrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # Later, at its very end, Python removes our handler, but keeps SIG_IGN
@@ -180,10 +180,8 @@ def exit_quietly() -> Iterator[None]:
             sys.stdout.flush()  # here, because an error at the interpreter's exit cannot be caught
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, ignore_interrupt)
-    except BrokenPipeError:
-        if not discard_unread_output():  # it was the pipe of another process
-            raise
-        sys.exit(128 + signal.SIGPIPE)
+    except LostOutput as error:
+        sys.exit(128 + signal.SIGPIPE if error.errno == errno.EPIPE else f"error: stdout: {error.strerror}")
     except (KeyboardInterrupt, Stopped, Exception) as error:
         interrupt = find_interrupt(error)
         if interrupt is None:
@@ -206,18 +204,3 @@ def find_interrupt(error: BaseException | None) -> BaseException | None:
     while error and not isinstance(error, KeyboardInterrupt | Stopped):
         error = error.__cause__
     return error
-
-
-def discard_unread_output() -> bool:
-    """Redirect stdout or stderr to /dev/null if its reader has ended, or its terminal has closed.
-
-    Return whether one was redirected.
-    """
-    poll = select.poll()
-    for descriptor in (1, 2):
-        poll.register(descriptor, 0)
-    closed = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        for descriptor in closed:
-            os.dup2(nowhere.fileno(), descriptor)
-    return bool(closed)

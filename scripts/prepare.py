@@ -15,7 +15,7 @@ from tqdm import tqdm
 from data import DataConfig, DataError, open_dataset, prepare, recorded_documents
 from lab.commands import command
 from runtime.config import check
-from terminal import printable
+from terminal import outlive_output, printable
 
 LINE_SECONDS = 10  # between two lines of progress, if there is no terminal for a bar
 
@@ -66,6 +66,7 @@ def usable_cores() -> int:
 
 @command(Config, "prepare", errors=(DataError,))
 def main(cfg: Config) -> None:
+    outlive_output()
     workers, progress = cfg.workers or usable_cores(), Progress()
     try:
         folder = prepare(cfg.data, workers, progress)

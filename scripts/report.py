@@ -17,7 +17,7 @@ from lab.report.side_by_side import side_by_side
 from runtime import compat
 from runtime.config import UserError, path_argument
 from runtime.signals import exit_quietly
-from terminal import printable
+from terminal import LostOutput, printable
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -64,7 +64,7 @@ def main() -> None:
                 print(file)
     except UserError as error:
         sys.exit(f"error: {printable(error)}")
-    except BrokenPipeError:  # exit_quietly() handles it
+    except LostOutput:  # exit_quietly() handles it
         raise
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else error

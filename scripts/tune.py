@@ -23,7 +23,7 @@ from lab.rows import track_rows
 from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import printable
+from terminal import outlive_output, printable
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Config:
 
 @command(Config, "tune", errors=UNFIT)
 def main(cfg: Config) -> None:
+    outlive_output()
     check(cfg.op is not None or cfg.auto, "op is missing: name one, as in op=norm, or pass auto=true for all ops")
     device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
     gpu = device.type == "cuda"

@@ -184,7 +184,7 @@ def run_and_exit(**request) -> None:
         threading._shutdown()
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            if not stream.closed:
+            if stream and not stream.closed:
                 stream.flush()
     finally:
         os._exit(code)
@@ -192,8 +192,11 @@ def run_and_exit(**request) -> None:
 
 def open_streams(unbuffered: bool) -> None:
     """Open sys.stdin, stdout and stderr anew, because a terminal and Python's option -u change how they buffer."""
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115, open until the end
+    sys.stdin = open(0, closefd=False) if is_open(0) else None  # noqa: SIM115, open until the end
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        if not is_open(number):
+            setattr(sys, name, None)
+            continue
         lines = number == 2 or os.isatty(number)
         binary = open(number, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(binary, errors=errors, line_buffering=lines, write_through=unbuffered)

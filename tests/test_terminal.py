@@ -17,7 +17,7 @@ from runtime.resume import finished_line
 from runtime.run import write_row
 from runtime.trackers import TensorBoard
 from scripts import collect, prepare, reproduce
-from terminal import CONTROLS, accept_any_encoding
+from terminal import CONTROLS, set_up_streams
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["train", *sorted(f"scripts.{path.stem}" for path in ROOT.glob("scripts/[a-z]*.py"))]
@@ -104,14 +104,14 @@ def test_a_run_ends_well_in_ascii(hotswap, monkeypatch):
 
 def test_child_processes_print_in_any_encoding_too(monkeypatch):
     use_ascii(monkeypatch)
-    accept_any_encoding()
+    set_up_streams()
     child = subprocess.run([sys.executable, "-c", "print('\ufffd')"], capture_output=True, check=True)
     assert child.stdout == rb"\ufffd" + b"\n"
 
 
 def test_closed_streams_are_empty():
     """The new files have the numbers 0, 1 and 2, which a file of the program would have otherwise."""
-    program = "from terminal import accept_any_encoding as accept\nimport sys\naccept()\nprint(sys.stdin.read())\n"
+    program = "from terminal import set_up_streams as accept\nimport sys\naccept()\nprint(sys.stdin.read())\n"
     program += "sys.exit([stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)] != [0, 1, 2])"
     command = f'exec "{sys.executable}" -c "{program}" <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", command], cwd=ROOT).returncode == 0

@@ -100,9 +100,9 @@ def test_outside_a_slurm_job_nothing_is_requeued(monkeypatch, capsys):
 
 ON_A_TERMINAL = """
 import signal, time
-from runtime.signals import Signals
+from runtime.signals import Signals, exit_quietly
 signal.signal(signal.SIGHUP, signal.{handler})
-with Signals() as signals:
+with exit_quietly(), Signals() as signals:
     signals.looping = True
     print("started", flush=True)
     while not signals.received:
