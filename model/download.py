@@ -1,16 +1,20 @@
 """Download a model from the Hugging Face hub, or find it in huggingface_hub's cache."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from data.errors import hub_error, one_line
 from data.tokenizer import is_reachable
-from runtime.config import UserError, check
+from files import read_text
+from runtime.config import UserError, check, value_text
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FILES = (CONFIG, WEIGHTS, "model-*.safetensors", INDEX)
+SHARD = re.compile(r"[\w.-]+\.safetensors")  # a file beside its index
+MOST_JSON_BYTES = 2**26  # an index has 0.1 KB for each tensor
 HUB_SECONDS = 1.5  # the hub must answer within this time; huggingface_hub alone would try for 23 s
 
 
@@ -71,20 +75,28 @@ def hide_warnings() -> Iterator[None]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a Hugging Face folder: one file, the files that an index names, or none."""
+    """Return the safetensors files of a Hugging Face folder: one file, the files that an index names, or none.
+
+    Raises UserError if the index cannot be read, or names something else than a file beside it.
+    """
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
-    if not (folder / INDEX).exists():
+    index = folder / INDEX
+    if not index.exists():
         return []
-    file_by_tensor = read_json(folder / INDEX).get("weight_map") or {}
-    return [folder / file for file in sorted(set(file_by_tensor.values()))]
+    file_by_tensor = read_json(index).get("weight_map")
+    check(isinstance(file_by_tensor, dict), f"{index} has no weight_map, which names the file of each tensor")
+    for name in file_by_tensor.values():
+        is_beside = isinstance(name, str) and SHARD.fullmatch(name) is not None
+        check(is_beside, f"{index} names {value_text(name)}, which is no safetensors file beside it")
+    return [folder / name for name in sorted(set(file_by_tensor.values()))]
 
 
 def read_json(path: Path) -> dict:
     """Return the JSON object in a file. Raises UserError if the file cannot be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(read_text(path, MOST_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     check(isinstance(value, dict), f"{path} is not a JSON object")
     return value

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from data.errors import one_line
 from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
+from files import check_regular, read_bytes
 from model.download import CONFIG, WEIGHTS
 from model.pretrained import tensor_shapes
 from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
 from runtime import checkpoint
 from runtime.config import UserError, check
+from terminal import class_and_message
 
 FILES = {"hf": (WEIGHTS, CONFIG), "nanogpt": ("ckpt.pt",)}  # format -> its files, in the order of writing
 EOT = "<|endoftext|>"
@@ -60,15 +62,33 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
         if source.tokenizer:
             writers += [partial(Path.write_bytes, data=data) for data in tokenizer_files(source)]
     else:
-        manifest, training = {}, {}
-        if source.checkpoint:
-            manifest = checkpoint.read_manifest(source.checkpoint)
-            training = torch.load(source.checkpoint / checkpoint.TRAINING, "cpu", weights_only=True, mmap=True)
-        contents = to_nanogpt(source, manifest, training)
+        try:
+            contents = to_nanogpt(source, *read_training(source))
+        except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            reason = class_and_message(error)[:300]
+            raise UserError(f"{source.name} has a wrong manifest or {checkpoint.TRAINING}: {reason}") from error
         writers = [lambda path: torch.save(contents, path)]
     names = file_names(source, format)
     write_files(folder, dict(zip(names, writers, strict=True)))
     return [folder / name for name in names]
+
+
+def read_training(source: Pretrained) -> tuple[dict, dict]:
+    """Return (manifest, contents of training.pt) of a checkpoint of ours; ({}, {}) for another source.
+
+    Raises UserError if training.pt cannot be read.
+    """
+    if source.checkpoint is None:
+        return {}, {}
+    path = source.checkpoint / checkpoint.TRAINING
+    try:
+        check_regular(path)
+        training = torch.load(path, "cpu", weights_only=True, mmap=True)
+    except Exception as error:  # the unpickler may raise any exception
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+    return checkpoint.read_manifest(source.checkpoint), training
 
 
 def tokenizer_files(source: Pretrained) -> list[bytes]:
@@ -79,7 +99,7 @@ def tokenizer_files(source: Pretrained) -> list[bytes]:
     """
     if source.tokenizer == "gpt2":
         GPT2()  # fills tiktoken's cache
-        merges, vocabulary = (file.read_bytes() for file in gpt2_files())
+        merges, vocabulary = map(read_bytes, gpt2_files())
     else:
         ids = {character: byte for byte, character in enumerate(byte_characters())}
         merges, vocabulary = b"#version: 0.2\n", json.dumps({**ids, EOT: Bytes.eot}).encode()
@@ -146,6 +166,8 @@ def adamw_state(weights: dict[str, Tensor], training: dict, optim: dict) -> dict
         updates = torch.tensor(float(training["updates"]))
         for name, weight in parameters.items():
             moments = {key: training[key][name].float() for key in ("exp_avg", "exp_avg_sq")}
+            if any(moment.shape != weight.shape for moment in moments.values()):
+                raise ValueError(f"the moments of {name} have another shape")
             optimizer.state[weight] = {"step": updates.clone(), **moments}
     return optimizer.state_dict()
 

@@ -10,7 +10,7 @@ it is used. The residual stream has the dtype of the stored weights (see PRECISI
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ PRECISIONS = {
     "fp8": (torch.bfloat16, torch.bfloat16),  # bf16, with the products of linear, mlp and loss in fp8 (kernels/fp8.py)
 }
 
+# No known model is larger: DeepNet (Wang et al. 2022) has 1,000 layers, PaLM an n_embd of 18,432, and Gemma 262,144
+# tokens. Building 10^6 layers takes minutes and fills the memory. With pos=rope, block_size allocates nothing
+LARGEST = {"n_layer": 1000, "n_head": 2**16, "n_embd": 2**16, "block_size": 2**31 - 1, "vocab_size": 2**20}
+
 
 @dataclass
 class GPTConfig:
@@ -50,28 +54,34 @@ class GPTConfig:
     keep_attention: bool = False  # checkpoints also save the output of attention
 
     def __post_init__(self):
-        for key in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            check(1 <= getattr(self, key) < 2**31, f"model.{key}={getattr(self, key)}: it must be in [1, 2^31)")
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), (field.type, int) if field.type is float else field.type
+            is_right = field.type is bool if isinstance(value, bool) else isinstance(value, kinds)
+            kind = getattr(field.type, "__name__", field.type)
+            check(is_right, f"model.{field.name}={value_text(value)}: its type must be {kind}")
+        for key, largest in LARGEST.items():
+            value = getattr(self, key)
+            check(1 <= value <= largest, f"model.{key}={value_text(value)}: it must be from 1 to {largest:,}")
         check(
             self.n_embd % self.n_head == 0,
             f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts",
         )
         check(
             self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
-            f"model.n_kv_head={self.n_kv_head}: model.n_head={self.n_head} must be a multiple of it",
+            f"model.n_kv_head={value_text(self.n_kv_head)}: model.n_head={self.n_head} must be a multiple of it",
         )
         check(
             self.window is None or 1 <= self.window < 2**31,
-            f"model.window={self.window}: it must be in [1, 2^31), or null",
+            f"model.window={value_text(self.window)}: it must be in [1, 2^31), or null",
         )
-        check(self.pos in ("learned", "rope"), f"model.pos={self.pos}: choose learned or rope")
+        check(self.pos in ("learned", "rope"), f"model.pos={value_text(self.pos)}: choose learned or rope")
         check(
             self.pos == "learned" or self.head_dim % 2 == 0,
             f"model.pos=rope rotates pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
         )
         check(
             self.checkpointing in ("none", "block", "host", "chunks"),
-            f"model.checkpointing={self.checkpointing}: choose none, block, host or chunks",
+            f"model.checkpointing={value_text(self.checkpointing)}: choose none, block, host or chunks",
         )
         check(
             self.checkpointing in ("block", "host") or not self.keep_attention,

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from data.tokenizer import TOKENIZERS, Tokenizer
 from kernels.registry import OPS, Ops
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from model.sources import TRAINING, Pretrained, open_source
 from model.vocabulary import take_vocabulary
-from runtime.config import UserError, check, command_line_values, value_text
+from runtime.config import check, command_line_values, value_text
 from runtime.resume import checkpoint_model_config
 
 MAY_DIFFER = (*TRAINING, "window")  # fields of GPTConfig on which no weight depends
@@ -125,17 +125,25 @@ def check_weights(state: dict[str, Tensor], pretrained: Pretrained) -> dict[str,
 
     Raises UserError if they are not the tensors of this model.
     """
+    for name, weight in state.items():
+        is_named = isinstance(name, str) and isinstance(weight, Tensor)
+        check(is_named, f"{pretrained.name} is not this model: {value_text(name)} among its tensors is no tensor")
     weights = {re.sub(r"^(_orig_mod\.)?(transformer\.)?", "", name): weight for name, weight in state.items()}
     weights = {name: weight for name, weight in weights.items() if not MASK.fullmatch(name)}
     head = weights.pop("lm_head.weight", None)
     expected = tensor_shapes(pretrained)
     check_tensors(weights, expected, pretrained.name)
-    for name, weight in weights.items():
+    for name, weight in {**weights, **({} if head is None else {"lm_head.weight": head})}.items():
         check(
             weight.dtype in FLOATS, f"{pretrained.name} holds {name} as {weight.dtype}: quantized weights are not read"
         )
+    stored = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights.values()}
+    check(  # a tensor with a stride of 0 has few bytes in the file, and any number in memory
+        sum(weight.nbytes for weight in weights.values()) <= sum(stored.values()),
+        f"{pretrained.name} is not this model: several of its tensors, or several values of one, are the same bytes",
+    )
     check(
-        head is None or torch.equal(head, weights["wte.weight"]),
+        head is None or (head.dtype == weights["wte.weight"].dtype and torch.equal(head, weights["wte.weight"])),
         f"{pretrained.name} has an untied head: its lm_head.weight is not wte.weight, and here they are one",
     )
     return {name: weights[name].float().contiguous() for name in expected}
@@ -143,12 +151,8 @@ def check_weights(state: dict[str, Tensor], pretrained: Pretrained) -> dict[str,
 
 def tensor_shapes(pretrained: Pretrained) -> dict[str, torch.Size]:
     """Return the shapes of the model's state dict. Raises UserError if a model of these sizes cannot be built."""
-    try:
-        config = GPTConfig(**pretrained.model, dropout=0.0)
-    except UserError as error:
-        raise UserError(f"{pretrained.name} cannot be built: {error}") from error
     with torch.device("meta"):
-        model = GPT(config, Ops(*(None for _ in OPS)))  # it never runs, so it needs no kernels
+        model = GPT(pretrained.config, Ops(*(None for _ in OPS)))  # it never runs, so it needs no kernels
     return {name: weight.shape for name, weight in model.state_dict().items()}
 
 
@@ -170,4 +174,4 @@ def check_tensors(weights: dict[str, Tensor], expected: dict[str, torch.Size], s
 
 def first_three(names: list[str]) -> str:
     rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{rest}"
+    return f"{', '.join(map(value_text, names[:3]))}{rest}"

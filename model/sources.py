@@ -4,8 +4,11 @@ open_source() reads what a source says about its model. The weights, which may b
 by the function that it returns.
 """
 
+import pickletools
 import re
+import zipfile
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data.errors import one_line
+from files import check_regular, open_regular
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
-from model.gpt import GPTConfig
+from model.gpt import PRECISIONS, GPTConfig
 from model.vocabulary import guess_tokenizer
 from runtime import checkpoint
-from runtime.config import UserError, check
+from runtime.config import UserError, check, value_text
 
 OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub; all have the tokenizer gpt2
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -33,6 +37,11 @@ COMPUTED = {  # key of Hugging Face's config.json -> its default, the only value
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }  # reorder_and_upcast_attn only changes the rounding
+
+MOST_PICKLE_BYTES = 2**24  # of ckpt.pt without its tensors. 1,000 layers with AdamW's moments need 7 MB
+# What nanoGPT's ckpt.pt names besides storages and dtypes. torch.load also knows bytearray(10**12), and sparse tensors
+PICKLED = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
+PICKLED |= {"torch Size", "torch device", "builtins set"}
 
 ReadWeights = Callable[[], dict[str, Tensor]]  # returns the tensors under the names of their source
 
@@ -51,13 +60,21 @@ class Pretrained(NamedTuple):
 
     @property
     def config(self) -> GPTConfig:
-        """The config of a model with these weights, without dropout."""
-        return GPTConfig(**self.model, dropout=0.0)
+        """The config of a model with these weights, without dropout. Raises UserError if there is no such model."""
+        known = {field.name: field for field in fields(GPTConfig)}
+        for key in self.model:
+            check(key in known, f"{self.name} cannot be built: it has the unknown field {value_text(key)}")
+        try:
+            return GPTConfig(**self.model, dropout=0.0)
+        except (UserError, TypeError) as error:  # a TypeError names the missing fields
+            raise UserError(f"{self.name} cannot be built: {one_line(error)}") from error
 
     @property
     def run_config(self) -> dict:
         """The config of the run that trained a checkpoint of ours; {} for another source."""
-        return checkpoint.read_manifest(self.checkpoint)["config"] if self.checkpoint else {}
+        if self.checkpoint is None:
+            return {}
+        return check_run_config(checkpoint.read_manifest(self.checkpoint).get("config"), self.name)
 
 
 def random_source(model: dict) -> Pretrained:
@@ -69,15 +86,26 @@ def random_source(model: dict) -> Pretrained:
 def open_source(source: str) -> tuple[Pretrained, ReadWeights]:
     """Return (the source's model without weights, the function that reads the weights).
 
-    `source` is described at read_pretrained(). Raises UserError if it is none of the three formats.
+    `source` is described at read_pretrained(). Raises UserError if it is none of the three formats, or if there is no
+    model of these sizes.
     """
     path = local_path(source)
-    if path.is_file():
-        check(path.suffix == ".pt", f"{source} is not nanoGPT's ckpt.pt: name a .pt file, or the folder of a model")
-        return open_nanogpt_checkpoint(path, source)
-    if not path.is_dir():
-        check(HUB_NAME.fullmatch(source) is not None, f"{source}: there is no such file or folder")
-        return open_hugging_face(source, lambda weights: hub_folder(source, weights))
+    try:
+        if path.is_dir():
+            opened = open_folder(path, source)
+        elif path.exists():
+            check(path.suffix == ".pt", f"{source} is not nanoGPT's ckpt.pt: name a .pt file, or the folder of a model")
+            opened = open_nanogpt_checkpoint(path, source)
+        else:
+            check(HUB_NAME.fullmatch(source) is not None, f"{source}: there is no such file or folder")
+            opened = open_hugging_face(source, lambda weights: hub_folder(source, weights))
+    except OSError as error:
+        raise UserError(f"{source} cannot be read: {one_line(error)}") from error
+    opened[0].config  # noqa: B018, it raises UserError
+    return opened
+
+
+def open_folder(path: Path, source: str) -> tuple[Pretrained, ReadWeights]:
     if (path / CONFIG).exists():
         return open_hugging_face(source, lambda weights: path)
     if (path / "ckpt.pt").exists():
@@ -90,9 +118,10 @@ def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     folder = checkpoint.find_checkpoint(path)
     manifest = checkpoint.read_manifest(folder)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    model = {key: value for key, value in manifest["config"]["model"].items() if key not in TRAINING}
     name = f"{run} at step {manifest['step']}"
-    pretrained = Pretrained(model, {}, manifest["config"]["data"]["tokenizer"], name, folder)
+    config = check_run_config(manifest.get("config"), name)
+    model = {key: value for key, value in config["model"].items() if key not in TRAINING}
+    pretrained = Pretrained(model, {}, check_tokenizer(config["data"].get("tokenizer"), name), name, folder)
 
     def read_weights() -> dict[str, Tensor]:
         checkpoint.verify(folder)
@@ -101,9 +130,26 @@ def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     return pretrained, read_weights
 
 
+def check_run_config(config: object, name: str) -> dict:
+    """Return the config that a manifest holds. Raises UserError if a value in it that this program uses is wrong."""
+    wrong = f"{name} cannot be read: in its config,"
+    check(isinstance(config, dict), f"{name} cannot be read: its config is {value_text(config)}")
+    for group in ("model", "data", "train", "kernels"):  # a checkpoint of model and data can be read, too
+        value = config.get(group, {})
+        check(isinstance(value, dict), f"{wrong} {group} is {value_text(value)}")
+        check(group in config or group in ("train", "kernels"), f"{wrong} {group} is missing")
+    precision = config.get("precision")
+    check(precision in (None, *PRECISIONS), f"{wrong} precision is {value_text(precision)}")
+    for key in ("block_size", "batch_size"):
+        value = config.get("train", {}).get(key, 1)
+        check(type(value) is int and value >= 1, f"{wrong} train.{key} is {value_text(value)}")
+    return config
+
+
 def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeights]:
     """Open nanoGPT's ckpt.pt. Its pickled code never runs: torch.load reads only tensors and plain values."""
     try:
+        check_pickle(path)
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
@@ -117,28 +163,50 @@ def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeig
     )
     check(is_complete, f"{path} is not nanoGPT's ckpt.pt: it has no `model` and `model_args`")
     arguments = contents["model_args"]
-    unknown = sorted(set(arguments) - {*SIZES, "bias", "dropout"})
-    check(not unknown, f"{path} is of a changed nanoGPT: its model_args have {', '.join(unknown)}")
+    unknown = [value_text(key) for key in arguments if key not in {*SIZES, "bias", "dropout"}]
+    check(not unknown, f"{path} is of a changed nanoGPT: its model_args have {', '.join(sorted(unknown)[:5])}")
     model = {**read_sizes(arguments, dict(zip(SIZES, SIZES, strict=True)), name), "pos": "learned"}
     model["bias"] = arguments.get("bias", True)  # the first versions of nanoGPT always have biases
     config = contents.get("config") or {}
-    tokenizer = (config.get("data") or {}).get("tokenizer")  # model/export.py writes it
+    check(isinstance(config, dict), f"{path} is not nanoGPT's ckpt.pt: its config is {value_text(config)}")
+    data = config.get("data")
+    tokenizer = data.get("tokenizer") if isinstance(data, dict) else None  # model/export.py writes it
     if tokenizer is None and config.get("dataset") in ("openwebtext", "shakespeare"):  # nanoGPT's, in GPT-2's tokens
         tokenizer = "gpt2"
-    tokenizer = tokenizer or guess_tokenizer(model["vocab_size"])
+    tokenizer = check_tokenizer(tokenizer, name) or guess_tokenizer(model["vocab_size"])
     return Pretrained(model, {}, tokenizer, name), lambda: contents["model"]
+
+
+def check_pickle(path: Path) -> None:
+    """Raise ValueError unless a ckpt.pt is a zip that torch.load reads in about the memory of the file.
+
+    The files in it must not be compressed, because few bytes may become any number. The pickle must be small, and name
+    nothing but tensors, dtypes and PICKLED.
+    """
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        parts = archive.infolist()
+        [pickled] = [part for part in parts if part.filename.endswith("/data.pkl")]
+        if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or pickled.file_size > MOST_PICKLE_BYTES:
+            raise ValueError("it is compressed, or its pickle is too large")
+        for opcode, argument, _ in pickletools.genops(archive.read(pickled)):
+            if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL") and argument not in PICKLED:
+                room, _, kind = str(argument).partition(" ")
+                if room != "torch" or not (kind.endswith("Storage") or isinstance(getattr(torch, kind), torch.dtype)):
+                    raise ValueError(f"it names {argument}")
 
 
 def open_hugging_face(name: str, find_folder: Callable[[bool], Path]) -> tuple[Pretrained, ReadWeights]:
     """Open a GPT-2 of transformers. `find_folder(weights)` returns the folder, with the weights if they are needed."""
     config = read_json(find_folder(False) / CONFIG)
     kind = config.get("model_type")
-    check(kind == "gpt2", f"{name} is another architecture: its model_type is {kind}, and only gpt2 can be read")
+    text = value_text(kind)
+    check(kind == "gpt2", f"{name} is another architecture: its model_type is {text}, and only gpt2 can be read")
     their_names = {**dict(zip(SIZES, SIZES, strict=True)), "block_size": "n_positions"}
     model = {**read_sizes(config, their_names, name), "pos": "learned", "bias": True}
     for key, computed in {**COMPUTED, "n_inner": 4 * model["n_embd"]}.items():
         value = config.get(key)
-        check(value in (None, computed), f"{name} has {key}={value}, and only {key}={computed} is computed here")
+        text = f"{name} has {key}={value_text(value)}, and only {key}={value_text(computed)} is computed here"
+        check(value in (None, computed), text)
 
     def read_weights() -> dict[str, Tensor]:
         tensors = read_safetensors(weight_files(find_folder(True)), name)
@@ -161,6 +229,7 @@ def read_safetensors(files: list[Path], name: str) -> dict[str, Tensor]:
     tensors = {}
     for file in files:
         try:
+            check_regular(file)
             tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file} cannot be read: {one_line(error)}; fetch it again") from error
@@ -181,5 +250,13 @@ def read_sizes(values: dict, their_names: dict[str, str], source: str) -> dict[s
     """Return our name of each size -> its value. Raises UserError if a value is no integer."""
     for key in their_names.values():
         value = values.get(key)
-        check(type(value) is int, f"{source} cannot be read: its {key} must be an integer, and is {value!r}")
+        text = repr(value) if isinstance(value, str) else value_text(value)
+        check(type(value) is int, f"{source} cannot be read: its {key} must be an integer, and is {text[:200]}")
     return {ours: values[theirs] for ours, theirs in their_names.items()}
+
+
+def check_tokenizer(name: object, source: str) -> str | None:
+    """Return the name of a source's tokenizer, which may be None. Raises UserError if it is no text."""
+    text = f"{source} cannot be read: its tokenizer must be a name, and is {value_text(name)}"
+    check(name is None or isinstance(name, str), text)
+    return name

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,9 +46,16 @@ def check(ok: bool, message: str) -> None:
 
 
 def value_text(value: object) -> str:
-    """Return a wrong value as text for a message of one line: the value, or its type if the value takes more lines."""
-    text = str(value)
-    return f"a {type(value).__name__}" if "\n" in text else text
+    """Return a wrong value as text for a message of one line: the value if its text is short, otherwise its type.
+
+    The whole text of nested lists can be larger than the memory, because a list may hold another list many times.
+    """
+    try:
+        text = reprlib.repr(value) if isinstance(value, list | tuple | dict | set) else str(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        text = ""
+    is_long = len(text) > 200 or "\n" in text or (text == "" and value != "")
+    return f"a {type(value).__name__}" if is_long else text
 
 
 def cli(

@@ -3,7 +3,7 @@
 It reports the loss in nats a token, the perplexity, and bits per byte. lab/evaluation.py defines them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def main(cfg: Config) -> None:
     config = source.config
     if cfg.precision is None:
         cfg.precision = source.run_config.get("precision", "amp")
-        cfg.kernels.fp8 = cfg.kernels.fp8 or source.run_config.get("kernels", {}).get("fp8")
+        cfg.kernels = replace(cfg.kernels, fp8=cfg.kernels.fp8 or source.run_config.get("kernels", {}).get("fp8"))
     name = f"evaluate-{cost.parameters(config) / 1e6:.0f}M-{label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     text = evaluation.open_text(source, cfg.data, cfg.tokenizer, cfg.block_size, cfg.batch_size)
     documents = text.windows.eot is not None
