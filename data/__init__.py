@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from data.corpus import Source, local_path, stdlib_source, text_source
-from data.errors import DataError
+from data.corpus import Source, stdlib_source, text_source
+from data.errors import DataError, one_line
 from data.hub import Hub
-from data.pipeline import count_recorded_documents, is_complete, write_shards
+from data.paths import local_path
+from data.pipeline import count_recorded_documents, is_complete, is_missing, write_shards
 from data.shards import Shard, digest, open_nanogpt_shards, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
 from terminal import override, shell_command
@@ -128,7 +129,10 @@ def source_and_folder(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source,
     The folder's name ends with 12 hex digits of a hash. The hash covers everything that can change the tokens.
     """
     options = config.path, config.subset, config.column, config.val_fraction, config.encoding_errors
-    source = SOURCES[config.source](*options)
+    try:
+        source = SOURCES[config.source](*options)
+    except OSError as error:
+        raise DataError(f"data.path={config.path}: {error.filename} cannot be read: {one_line(error)}") from None
     identity = json.dumps([source.identity, tokenizer.name, config.val_fraction])
     identity_hash = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return source, Path(config.cache) / f"{config.name}-{tokenizer.name}-{identity_hash}"
@@ -142,11 +146,11 @@ def nanogpt_folder(config: DataConfig) -> Path:
     if not config.path or not isinstance(config.path, str):
         raise DataError("data=nanogpt needs data.path=FOLDER, with nanoGPT's train.bin and val.bin in it")
     folder = local_path(config.path)
-    if missing := [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]:
+    if missing := [name for name in ("train.bin", "val.bin") if is_missing(folder / name)]:
         raise DataError(
             f"data.path={folder}: the folder has no {missing[0]}; data=nanogpt reads nanoGPT's train.bin and val.bin"
         )
-    if (folder / "meta.pkl").exists():
+    if not is_missing(folder / "meta.pkl"):
         raise DataError(
             f"data.path={folder}: the folder has a meta.pkl, so its ids are characters (nanoGPT's *_char sets) and not "
             f"tokens of {config.tokenizer}: use the text itself with data=text data.tokenizer=bytes"

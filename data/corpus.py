@@ -5,7 +5,6 @@ all copies of a text are in one split, and a new document does not change the sp
 20 text files, each text file is cut instead: its last part is for validation.
 """
 
-import glob
 import gzip
 import hashlib
 import json
@@ -15,16 +14,17 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.errors import DataError, one_line
+from data.errors import BadText, DataError, read_error
+from data.paths import ROW_SUFFIXES, TEXT_SUFFIXES, file_stamps, known_suffix, matching_files
+from files import check_regular, open_regular
 from terminal import warn
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")  # one file is one document
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # one row is one document
-SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
+MOST_NAMES = 20  # of columns in an error message
+MOST_LINE_BYTES = 2**30  # of a .jsonl file. A .jsonl.gz of 10 MB may hold a line of 10 GB
 FILES_TO_SPLIT_BY_HASH = 20  # with fewer text files, each file is cut: its last part is for validation
 # folders of the standard library with tests or installed packages
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -70,6 +70,7 @@ class Files(Source):
         suffixes = [known_suffix(file) for file in self.files]
         self.split_by_hash = sum(suffix in TEXT_SUFFIXES for suffix in suffixes) >= FILES_TO_SPLIT_BY_HASH
         self.identity = file_stamps(self.files)
+        self.stamps = dict(zip(self.files, self.identity, strict=True))
         if any(suffix in ROW_SUFFIXES for suffix in suffixes):
             self.identity.append(column)
         if encoding_errors != "strict":
@@ -96,8 +97,10 @@ class Files(Source):
             read_rows = parquet_texts if suffix == ".parquet" else jsonl_texts
             for text in read_rows(file, self.column):
                 yield Document(split_of(text, self.val_fraction), text)
+            self.check_unchanged(file)
             return
         text = read_text(file, self.encoding_errors)
+        self.check_unchanged(file)
         if text is None:
             return
         if self.split_by_hash:
@@ -107,6 +110,11 @@ class Files(Source):
         if self.val_fraction < 1:
             yield Document("train", text[:cut], goes_on=True)
         yield Document("val", text[cut:])
+
+    def check_unchanged(self, file: Path) -> None:
+        """Raise DataError if the file's size or time changed: the shards of the changed file have another folder."""
+        if file_stamps([file]) != [self.stamps[file]]:
+            raise BadText(f"{file} changed while it was read: let nothing write to it, and run the same command again")
 
 
 def split_of(text: str, val_fraction: float) -> str:
@@ -118,21 +126,23 @@ def split_of(text: str, val_fraction: float) -> str:
 def read_text(path: Path, encoding_errors: str = "strict") -> str | None:
     """Return the text of a UTF-8 file. Raises DataError if it cannot be read, or if it is not UTF-8.
 
+    The whole file is in memory: a file of 1 GB takes 2 GB at most if it is ASCII, and 5 GB if it is not.
+
     With encoding_errors="replace", U+FFFD takes the place of what is not UTF-8. With "skip" such a file is None, and a
     warning names it.
     """
     try:
-        # utf-8-sig removes a byte order mark, which is not text
-        return path.read_text(encoding="utf-8-sig", errors="replace" if encoding_errors == "replace" else "strict")
+        with open_regular(path, "r", errors="replace" if encoding_errors == "replace" else "strict") as file:
+            return file.read().removeprefix("\ufeff")  # a byte order mark, which is not text
     except UnicodeDecodeError as error:
         what = f"{path} is not UTF-8 text (byte {error.start})"
         if encoding_errors == "strict":
             remedy = "convert the file, leave it out, or pass data.encoding_errors=replace or skip"
-            raise DataError(f"{what}: {remedy}") from None
+            raise BadText(f"{what}: {remedy}") from None
         warn(f"{what}, and is skipped")
         return None
-    except OSError as error:
-        raise read_error(path, error) from None
+    except (OSError, MemoryError) as error:
+        raise read_error(path, error, "cut the file, or make it a .jsonl file with a document on each line") from None
 
 
 def jsonl_texts(path: Path, column: str) -> Iterator[str]:
@@ -140,20 +150,26 @@ def jsonl_texts(path: Path, column: str) -> Iterator[str]:
 
     Raises DataError if the file cannot be read, or if a line is not JSON or has no text in the column.
     """
-    open_file = gzip.open if known_suffix(path) == ".jsonl.gz" else open
     try:
-        with open_file(path, "rb") as file:
-            for number, json_line in enumerate(file, 1):
+        is_gzip = known_suffix(path) == ".jsonl.gz"
+        with open_regular(path) as raw, gzip.open(raw) if is_gzip else raw as file:
+            for number in count(1):
+                json_line = file.readline(MOST_LINE_BYTES + 1)
+                if not json_line:
+                    return
+                where = f"{path}, line {number}"
+                if len(json_line) > MOST_LINE_BYTES:
+                    raise BadText(f"{where}: it has more than {MOST_LINE_BYTES:,} bytes; cut the document")
                 if json_line.isspace():
                     continue
                 try:
                     row = json.loads(json_line)
                 except (ValueError, RecursionError) as error:  # ValueError: not JSON, or not UTF-8
-                    raise DataError(f"{path}, line {number}: not JSON ({error}); correct or delete the line") from None
-                if (text := text_of(row, column, f"{path}, line {number}")) is not None:
+                    raise BadText(f"{where}: not JSON ({error}); correct or delete the line") from None
+                if (text := text_of(row, column, where)) is not None:
                     yield text
-    except (OSError, EOFError, zlib.error) as error:
-        raise read_error(path, error) from None
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
+        raise read_error(path, error, "cut its documents, one of which is on each line") from None
 
 
 def parquet_texts(path: Path, column: str) -> Iterator[str]:
@@ -167,6 +183,7 @@ def parquet_texts(path: Path, column: str) -> Iterator[str]:
     except ImportError:
         raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
     try:
+        check_regular(path)
         with pq.ParquetFile(path) as file:
             text_of(dict.fromkeys(file.schema_arrow.names), column, str(path))  # raises if there is no such column
             batches = file.iter_batches(batch_size=256, columns=[column])
@@ -174,8 +191,8 @@ def parquet_texts(path: Path, column: str) -> Iterator[str]:
             for number, row in enumerate(rows, 1):
                 if (text := text_of(row, column, f"{path}, row {number}")) is not None:
                     yield text
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise read_error(path, error) from None
+    except (OSError, pa.ArrowException, UnicodeDecodeError, MemoryError) as error:
+        raise read_error(path, error, "write it with smaller row groups, or cut its documents") from None
 
 
 def text_of(row: Any, column: str, where: str) -> str | None:
@@ -184,35 +201,18 @@ def text_of(row: Any, column: str, where: str) -> str | None:
     Raises DataError if the column is missing or holds something other than text. The message starts with `where`.
     """
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a row must be a JSON object with a column {column}, and this row is not an object")
+        raise BadText(f"{where}: a row must be a JSON object with a column {column}, and this row is not an object")
     if column not in row:
-        hint = f"; pass data.column=..., one of: {', '.join(row)}" if row else " and no other column"
-        raise DataError(f"{where}: there is no column {column}{hint}")
+        names = ", ".join(islice(row, MOST_NAMES)) + ", ..." * (len(row) > MOST_NAMES)
+        hint = f"; pass data.column=..., one of: {names}" if row else " and no other column"
+        raise BadText(f"{where}: there is no column {column}{hint}")
     text = row[column]
     if not isinstance(text, str | None):
-        raise DataError(f"{where}: column {column} holds {type(text).__name__}, not text; choose another data.column")
+        raise BadText(f"{where}: column {column} holds {type(text).__name__}, not text; choose another data.column")
     if text and not text.isascii():
         # JSON may hold half of a surrogate pair ("\ud83d"), which UTF-8 cannot encode. Replace it as tiktoken does.
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def read_error(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read: {one_line(error)}")
-
-
-def known_suffix(path: Path) -> str | None:
-    """Return the suffix of `path` in lower case if it is one of SUFFIXES, else None."""
-    return next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
-
-
-def file_stamps(files: list[Path]) -> list:
-    """Return [path, bytes, modification time in ns] of each file. Raises DataError if a file is missing."""
-    try:
-        stats = [(str(path), path.stat()) for path in files]
-    except OSError as error:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def stdlib_source(
@@ -259,67 +259,3 @@ def text_source(
     for file in sorted(files):
         unique_files.setdefault(file.resolve(), file)
     return Files(unique_files.values(), column, val_fraction, encoding_errors)
-
-
-def matching_files(pattern: str) -> list[Path]:
-    """Return the text files that one entry of data.path names. Raises DataError if there is no text file.
-
-    A link to a file keeps its own name: in Hugging Face's cache and in git-annex, the name of its target has no suffix.
-    """
-    path = local_path(pattern)
-    paths = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
-    paths = [path for path in paths if path.exists()]  # glob also returns dangling links
-    if not paths:
-        raise DataError(f"data.path={pattern}: no such file or folder, and nothing matches it as a glob")
-    files = []
-    for path in paths:
-        if path.is_dir():
-            files += text_files_in(path.resolve())
-        else:
-            files.append(path.parent.resolve() / path.name)
-    suffixes = ", ".join(SUFFIXES)
-    if unknown := [file for file in files if not known_suffix(file)]:
-        raise DataError(f"data.path={pattern}: {unknown[0].name} does not end with one of {suffixes}")
-    if not files:
-        raise DataError(f"data.path={pattern}: no file in it ends with one of {suffixes}")
-    if not any(size for _, size, _ in file_stamps(files)):
-        names = f"{files[0].name} is empty" if len(files) == 1 else f"all {len(files)} files in it are empty"
-        raise DataError(f"data.path={pattern}: {names}, so there is no text: choose other files")
-    return files
-
-
-def local_path(name: str) -> Path:
-    """Return the path. Raises DataError if the name is too long."""
-    path = Path(name)
-    try:
-        path.exists()
-    except OSError as error:
-        raise DataError(f"data.path={name} is not a valid path: {one_line(error)}") from None
-    return path
-
-
-def text_files_in(folder: Path) -> list[Path]:
-    """Return the text files below a folder, without hidden files and files in hidden folders (.git, .venv)."""
-    files = files_below(folder, hidden=False)
-    return [file for file in files if known_suffix(file) and not file.name.startswith(".")]
-
-
-def files_below(folder: Path, hidden: bool = True) -> list[Path]:
-    """Return the files below a folder, sorted. It follows links to folders, and reads each folder once.
-
-    If `hidden` is false, it does not enter hidden folders. Raises DataError if a folder cannot be read.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise read_error(Path(error.filename), error)
-
-    files, visited = [], set()
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
-        status = os.stat(parent)
-        if (status.st_dev, status.st_ino) in visited:  # a link leads to a folder above it, or two links lead here
-            folders.clear()
-            continue
-        visited.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
-        files += [file for name in names if (file := Path(parent, name)).is_file()]
-    return sorted(files)

@@ -7,6 +7,24 @@ from pathlib import Path
 class DataError(ValueError):
     """A text, a tokenizer file or a token shard cannot be used. The message is one line for the user."""
 
+    def __init__(self, message: str):
+        super().__init__(message.replace("\n", "\\x0a"))  # a path or a column may hold a line feed
+
+
+class BadText(DataError):
+    """The content of a file is wrong, so that its tokens can never be completed. A DataError may pass by itself."""
+
+
+def read_error(path: Path, error: Exception, remedy: str = "end other programs") -> DataError:
+    """Return the DataError of a file that cannot be read. `remedy` is against full memory.
+
+    It is a BadText if the operating system could read the file, but a library found its content wrong.
+    """
+    if isinstance(error, MemoryError):
+        return DataError(f"{path} cannot be read: the memory is full; {remedy}")
+    content_is_wrong = getattr(error, "errno", None) is None
+    return (BadText if content_is_wrong else DataError)(f"{path} cannot be read: {one_line(error)}")
+
 
 def one_line(error: Exception) -> str:
     """Return the error's message, or its class name if it has no message, as one line cut after 300 characters."""

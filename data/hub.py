@@ -8,18 +8,9 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from data.corpus import (
-    ROW_SUFFIXES,
-    Document,
-    Source,
-    file_stamps,
-    files_below,
-    known_suffix,
-    local_path,
-    split_of,
-    text_of,
-)
+from data.corpus import Document, Source, split_of, text_of
 from data.errors import DataError, cannot_write, hub_error
+from data.paths import ROW_SUFFIXES, file_stamps, files_below, known_suffix, local_path
 from data.tokenizer import is_reachable
 from terminal import warn
 
@@ -162,4 +153,6 @@ def check_network(data_set: str) -> None:
 
 def explain(error: Exception) -> str:
     """Return the reason why `datasets` failed, in one line."""
+    if isinstance(error, MemoryError):
+        return "the memory is full"
     return "it has no rows" if isinstance(error, StopIteration) else hub_error(error)

@@ -3,8 +3,8 @@
 The number of workers does not change the shards. On two cores, one worker gives 5.4 M GPT-2 tokens/s and two give
 8.3 M/s. A single worker is a thread and not a process, because a thread starts at once.
 
-The shards are in `<folder>.partial` until all are complete. `progress.json` in that folder records the progress. An
-interrupted preparation resumes from the last record and gives the same bytes.
+The shards are in `<folder>.partial` until all are complete. An interrupted preparation resumes from the last record in
+that folder (see progress.py) and gives the same bytes.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 import sys
 import threading
 from collections import deque
@@ -26,14 +27,13 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from data.corpus import Source
-from data.errors import DataError
-from data.shards import SHARD_TOKENS, Writer, read_if_valid
+from data.errors import BadText, DataError, one_line, read_error
+from data.progress import PROGRESS, SPLITS, Progress
+from data.shards import SHARD_TOKENS
 from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
-from files import write_json
+from files import check_regular, remove_temporaries
 from terminal import class_and_message, printable, warn
 
-SPLITS = ("train", "val")
-PROGRESS = "progress.json"
 RECORD_EVERY_TOKENS = 10_000_000  # an interruption loses about this many tokens at most
 
 
@@ -50,13 +50,27 @@ Chunk = list[Piece]  # about PIECE_CHARACTERS characters in total; a worker toke
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether both splits are in `folder`."""
-    return all((folder / split).is_dir() for split in SPLITS)
+    """Return whether both splits are in `folder`. Raises DataError if it cannot be read."""
+    try:
+        return all(stat.S_ISDIR(os.stat(folder / split).st_mode) for split in SPLITS)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise read_error(folder, error) from None
+
+
+def is_missing(path: Path) -> bool:
+    """Return whether nothing is at `path`. If the operating system cannot tell, something may be there."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False
 
 
 def count_recorded_documents(folder: Path) -> int:
     """Return the number of documents that an interrupted preparation of `folder` recorded. It resumes after them."""
-    return read_if_valid(partial_folder(folder) / PROGRESS).get("documents", 0)
+    return Progress(partial_folder(folder)).last["documents"]
 
 
 def partial_folder(folder: Path) -> Path:
@@ -80,6 +94,8 @@ def write_shards(
     the source or the disk fails, or if a split would be empty (`train` may be empty if source.val_fraction is 1).
     """
     if is_complete(folder):
+        with contextlib.suppress(OSError):  # a process was killed after it had completed the folder
+            (folder / PROGRESS).unlink()
         return
     unfinished = partial_folder(folder)
     try:
@@ -90,14 +106,21 @@ def write_shards(
                 tokenize(unfinished, source, tokenizer, workers, watch, shard_tokens)
             except BaseException as error:
                 # The shards of a corrected local file get another folder, so no later call resumes from this folder.
-                local_file_is_broken = isinstance(error, DataError) and source.files
-                if local_file_is_broken or not (unfinished / PROGRESS).exists():
+                # But a file that cannot be read now may be good: its folder stays
+                local_file_is_broken = isinstance(error, BadText) and source.files
+                if local_file_is_broken or is_missing(unfinished / PROGRESS):
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
-            if folder.exists():  # it has only one split, because somebody deleted the other
+            remove_temporaries(unfinished / PROGRESS)
+            if not is_missing(folder):  # it has only one split, because somebody deleted the other
                 shutil.rmtree(folder)
             unfinished.rename(folder)
             (folder / PROGRESS).unlink(missing_ok=True)
+    except MemoryError:
+        raise DataError(
+            "the memory is full: end other programs, pass fewer workers, or use smaller documents; the same command "
+            "resumes"
+        ) from None
     except BrokenProcessPool:
         raise DataError(
             "a process that tokenizes was killed, perhaps because the memory is full: run the same command again to "
@@ -105,7 +128,7 @@ def write_shards(
         ) from None
     except OSError as error:
         # FileExistsError: data.cache is a file
-        reason = "Not a directory" if isinstance(error, FileExistsError) else error.strerror
+        reason = "Not a directory" if isinstance(error, FileExistsError) else one_line(error)
         raise DataError(f"token shards cannot be written to data.cache={folder.parent}: {reason}") from None
 
 
@@ -116,7 +139,10 @@ def preparation_lock(folder: Path, wait: bool) -> contextlib.AbstractContextMana
     has the lock and `wait` is false.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    path = folder.with_name(f".{folder.name}.lock")
+    if not is_missing(path):
+        check_regular(path)
+    lock = FileLock(path)
     try:
         return lock.acquire(blocking=False)
     except Timeout:
@@ -131,20 +157,20 @@ def preparation_lock(folder: Path, wait: bool) -> contextlib.AbstractContextMana
 def tokenize(
     folder: Path, source: Source, tokenizer: Tokenizer, workers: int, watch: Callable, shard_tokens: int
 ) -> None:
-    """Write the shards of `source` into `folder`, from the position in progress.json to the end of `source`.
+    """Write the shards of `source` into `folder`, from the last good record in progress.json to the end of `source`.
 
     Raises DataError if there is no document, or if a split would be empty.
     """
-    progress = read_if_valid(folder / PROGRESS) or {"position": None, "documents": 0, "splits": {}}
-    documents = progress["documents"]
+    progress = Progress(folder)
     with contextlib.ExitStack() as stack:
-        writers = {split: Writer(folder / split, shard_tokens, progress["splits"].get(split)) for split in SPLITS}
+        writers = progress.open_writers(shard_tokens)
         for writer in writers.values():
             stack.callback(writer.close)
+        documents = progress.last["documents"]
         recorded_tokens = tokens = sum(writer.tokens for writer in writers.values())
         watch(documents, tokens)
         pool = stack.enter_context(worker_pool(workers))
-        chunks = read_chunks(source, progress["position"])
+        chunks = read_chunks(source, progress.last["position"])
         encoded = encode_in_order(pool, partial(encode_chunk, tokenizer), chunks, ahead=3 * workers)
         stack.enter_context(contextlib.closing(encoded))
         for chunk, position, ids in encoded:
@@ -154,8 +180,7 @@ def tokenize(
             documents += sum(piece.ends_document for piece in chunk)
             watch(documents, tokens)
             if position is not None and tokens - recorded_tokens >= RECORD_EVERY_TOKENS:
-                states = {split: writer.sync() for split, writer in writers.items()}
-                write_json(folder / PROGRESS, {"position": position, "documents": documents, "splits": states})
+                progress.add(position, documents, {split: writer.sync() for split, writer in writers.items()})
                 recorded_tokens = tokens
         if not documents:
             place = ", ".join(map(str, source.files[:3])) or "the data set"

@@ -9,15 +9,17 @@ nanoGPT's .bin files have the same format, mostly without a header; the index of
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from data.errors import DataError
-from files import read_json, write_json
+from data.errors import DataError, read_error
+from files import check_regular, open_regular, read_json, write_json
 from terminal import warn
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
@@ -33,8 +35,8 @@ class Shard:
 
     `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. `header_bytes` is
     0 for a file without a header. With `verify`, the tokens are read even if the file's size and time are unchanged.
-    Raises DataError if the file is not a shard, if the SHA-256 of its tokens is not the known SHA-256, or if it holds
-    an id of n_vocab or more.
+    Raises DataError if the file cannot be read, if it is not a shard, if the SHA-256 of its tokens is not the known
+    SHA-256, or if it holds an id of n_vocab or more.
     """
 
     def __init__(
@@ -48,20 +50,20 @@ class Shard:
     ):
         self.path, self.n_vocab, self.remedy = path, n_vocab, remedy
         try:
-            with path.open("rb") as file:
-                self.opened_stamp = stamp(os.fstat(file.fileno()))
+            with open_regular(path) as file:
+                size, mtime, _ = self.opened_stamp = stamp(os.fstat(file.fileno()))
                 count = self._token_count(file.read(header_bytes), header_bytes)
                 self.tokens = np.memmap(file, np.uint16, "r", offset=header_bytes, shape=(count,))
-        except OSError as error:
-            raise self._damage_error(error.strerror) from None
-        if not header_bytes and (reason := why_not_uint16(self.tokens)):
-            raise self._damage_error(reason)
-        size, mtime, _ = self.opened_stamp
-        unchanged = known is not None and (known["size"], known["mtime_ns"]) == (size, mtime)
-        if unchanged and not verify and count > READ_TOKENS:
-            self.facts = known
-        else:
-            self.facts = {**read_facts(self.tokens), "size": size, "mtime_ns": mtime}
+                if not header_bytes and (reason := why_not_uint16(self.tokens)):
+                    raise self._damage_error(reason)
+                unchanged = known is not None and (known["size"], known["mtime_ns"]) == (size, mtime)
+                if unchanged and not verify and count > READ_TOKENS:
+                    self.facts = known
+                else:
+                    file.seek(header_bytes)
+                    self.facts = {**read_facts(file, count), "size": size, "mtime_ns": mtime}
+        except (OSError, MemoryError) as error:  # a good file may be unreadable for a while: nobody should delete it
+            raise read_error(path, error) from None
         self._check_ids(self.facts["largest"])
         if known is not None and known["sha256"] != self.facts["sha256"]:
             raise self._damage_error("its tokens changed after they were written (their SHA-256 is different)")
@@ -145,32 +147,53 @@ def why_not_uint16(tokens: np.ndarray) -> str | None:
 
 def nanogpt_header_bytes(path: Path) -> int:
     """Return HEADER_BYTES if the file begins with the header of llm.c and modded-nanogpt, otherwise 0."""
-    with contextlib.suppress(OSError), path.open("rb") as file:  # Shard() explains the error
+    with contextlib.suppress(OSError), open_regular(path) as file:  # Shard() explains the error
         return HEADER_BYTES if file.read(4) == MAGIC.to_bytes(4, "little") else 0
     return 0
 
 
-def read_facts(tokens: np.ndarray) -> dict:
-    """Read all tokens. Return `tokens` (their number), `sha256` (of their bytes) and `largest` (the largest id)."""
+def read_facts(file: IO[bytes], count: int) -> dict:
+    """Read the next `count` tokens. Return `tokens` (count), `sha256` (of their bytes) and `largest` (the largest id).
+
+    It reads the file and not a memory map: an error of the disk is then an OSError, and does not kill the process.
+    """
+    sha256, largest = hash_tokens(file, count)
+    return {"tokens": count, "sha256": sha256.hexdigest(), "largest": largest}
+
+
+def hash_tokens(file: IO[bytes], count: int) -> tuple["hashlib._Hash", int]:
+    """Read the next `count` tokens. Return the SHA-256 of their bytes, to which more can be added, and the largest id.
+
+    Raises OSError if there are fewer tokens.
+    """
     sha256, largest = hashlib.sha256(), 0
-    for start in range(0, len(tokens), READ_TOKENS):
-        part = tokens[start : start + READ_TOKENS]
+    for start in range(0, count, READ_TOKENS):
+        size = 2 * min(READ_TOKENS, count - start)
+        part = file.read(size)
+        if len(part) < size:
+            raise OSError(errno.EIO, "it became shorter while it was read", file.name)
         sha256.update(part)
-        largest = max(largest, int(part.max()))
-    return {"tokens": len(tokens), "sha256": sha256.hexdigest(), "largest": largest}
+        largest = max(largest, int(np.frombuffer(part, np.uint16).max()))
+    return sha256, largest
+
+
+def header(count: int) -> bytes:
+    """Return the header of a shard with `count` tokens."""
+    numbers = np.zeros(HEADER_BYTES // 4, np.int32)
+    numbers[:3] = MAGIC, VERSION, count
+    return numbers.tobytes()
 
 
 def open_shards(folder: Path, split: str, n_vocab: int, verify: bool = False) -> list[Shard]:
     """Return the verified shards of `folder/split`, in order. Raises DataError if one is missing or damaged."""
-    paths = sorted((folder / split).glob("*.bin"))
-    names = [path.name for path in paths]
+    names = shard_names(folder / split)
     remedy = f"delete {folder} and prepare the data again"
     index = folder / split / INDEX
     known = read_if_valid(index)
-    expected_names = [shard_name(number) for number in range(len(paths))]
-    if not paths or names != expected_names or (known and set(known) != set(names)):
+    expected_names = [shard_name(number) for number in range(len(names))]
+    if not names or names != expected_names or (known and set(known) != set(names)):
         raise DataError(f"{folder / split} lacks a token shard; {remedy}")
-    shards = [Shard(path, n_vocab, known.get(path.name), remedy, verify) for path in paths]
+    shards = [Shard(folder / split / name, n_vocab, known.get(name), remedy, verify) for name in names]
     update_index(index, known, shards)
     return shards
 
@@ -186,8 +209,9 @@ def open_nanogpt_shards(
     known, shards = read_if_valid(index), []
     for path in (folder / "train.bin", folder / "val.bin"):
         facts = known.get(path.name)
-        if facts and path.exists() and stamp(path.stat())[:2] != (facts["size"], facts["mtime_ns"]):
-            facts = None  # the user may replace the file, so a changed file is not an error
+        with contextlib.suppress(OSError):  # Shard() explains the error
+            if facts and stamp(check_regular(path))[:2] != (facts["size"], facts["mtime_ns"]):
+                facts = None  # the user may replace the file, so a changed file is not an error
         remedy = "write it again, as uint16, as nanoGPT's prepare.py does"
         shards.append(Shard(path, n_vocab, facts, remedy, verify, nanogpt_header_bytes(path)))
     update_index(index, known, shards)
@@ -213,108 +237,30 @@ def update_index(index: Path, known: dict, shards: list[Shard]) -> None:
 
 
 def read_if_valid(path: Path) -> dict:
-    """Return the content of a JSON file, or {} if it is missing or damaged. Prints a warning if it is damaged."""
+    """Return the content of a JSON file, or {} if it is missing or damaged. Prints a warning if it is damaged.
+
+    Raises DataError if it cannot be read, because it may be good.
+    """
     try:
         return read_json(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise read_error(path, error) from None
+    except ValueError as error:
         warn(f"{path} is damaged and is written again: {error}")
         return {}
 
 
+def shard_names(folder: Path) -> list[str]:
+    """Return the sorted names of the shards in a folder. Raises DataError if the folder cannot be read."""
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(".bin"))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise read_error(folder, error) from None
+
+
 def shard_name(number: int) -> str:
     return f"{number:06}.bin"
-
-
-class Writer:
-    """Appends tokens to the shards in the folder of a split. Resumes from `state`, which an earlier sync() returned.
-
-    The constructor deletes the tokens that were written after that sync(), so an interruption does not change the bytes
-    of the files. The header of a shard is written last, so an incomplete shard is not valid. Raises DataError if the
-    open shard has fewer tokens than `state` says.
-    """
-
-    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS, state: dict | None = None):
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self.index = dict(state["index"]) if state else {}  # facts of the complete shards
-        self.tokens = sum(facts["tokens"] for facts in self.index.values())  # in all shards
-        self.file, self.open_tokens, self.open_largest = None, 0, 0  # the open shard, its tokens and its largest id
-        tokens_to_resume = state["open"] if state else 0
-        valid_names = set(self.index)
-        if tokens_to_resume:
-            valid_names.add(self._path().name)
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.bin"):
-            if path.name not in valid_names:
-                path.unlink()
-        if tokens_to_resume:
-            self._reopen(tokens_to_resume)
-
-    def append(self, tokens: np.ndarray) -> None:
-        """Append tokens, (n,) uint16."""
-        while len(tokens):
-            if self.file is None:
-                self.file, self.open_sha256 = self._path().open("w+b"), hashlib.sha256()
-                self.file.write(bytes(HEADER_BYTES))
-            part = np.ascontiguousarray(tokens[: self.shard_tokens - self.open_tokens], np.uint16)
-            self.file.write(part)
-            self._add_to_facts(part)
-            if self.open_tokens == self.shard_tokens:
-                self._complete_shard()
-            tokens = tokens[len(part) :]
-
-    def sync(self) -> dict:
-        """Flush all appended tokens to the disk. Return the state (for JSON) from which another Writer can resume."""
-        if self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        return {"index": dict(self.index), "open": self.open_tokens}
-
-    def finish(self) -> None:
-        """Complete the last shard and write index.json."""
-        if self.file:
-            self._complete_shard()
-        write_json(self.folder / INDEX, self.index)
-
-    def close(self) -> None:
-        """Close the file of the open shard, which stays incomplete."""
-        if self.file:
-            self.file.close()
-
-    def _path(self) -> Path:
-        """Return the path of the open shard, or of the next one if none is open."""
-        return self.folder / shard_name(len(self.index))
-
-    def _add_to_facts(self, part: np.ndarray) -> None:
-        """Add tokens, (n,) uint16, to the facts of the open shard."""
-        self.open_sha256.update(part)
-        self.open_largest = max(self.open_largest, int(part.max()))
-        self.open_tokens += len(part)
-        self.tokens += len(part)
-
-    def _complete_shard(self) -> None:
-        """Write the header of the open shard, close the file, and add its facts to the index."""
-        header = np.zeros(HEADER_BYTES // 4, np.int32)
-        header[:3] = MAGIC, VERSION, self.open_tokens
-        self.file.seek(0)
-        self.file.write(header)
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        size, mtime, _ = stamp(os.fstat(self.file.fileno()))
-        self.file.close()
-        facts = {"tokens": self.open_tokens, "sha256": self.open_sha256.hexdigest(), "largest": self.open_largest}
-        self.index[self._path().name] = {**facts, "size": size, "mtime_ns": mtime}
-        self.file, self.open_tokens, self.open_largest = None, 0, 0
-
-    def _reopen(self, count: int) -> None:
-        """Open the incomplete shard and truncate it after its first `count` tokens."""
-        path, size = self._path(), HEADER_BYTES + 2 * count
-        if not path.exists() or path.stat().st_size < size:
-            raise DataError(
-                f"{path} is shorter than progress.json says; delete {self.folder.parent} and prepare the data again"
-            )
-        self.file, self.open_sha256 = path.open("r+b"), hashlib.sha256()
-        self.file.truncate(size)
-        self._add_to_facts(np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=(count,)))
-        self.file.seek(size)

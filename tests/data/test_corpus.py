@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data.corpus import FILES_TO_SPLIT_BY_HASH, SUFFIXES, split_of, stdlib_source, text_source
+from data.corpus import FILES_TO_SPLIT_BY_HASH, split_of, stdlib_source, text_source
 from data.errors import DataError
+from data.paths import SUFFIXES
 
 
 def texts_of(source, split=None):

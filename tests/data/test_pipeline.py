@@ -13,8 +13,9 @@ import pytest
 from data.corpus import Document, Source, text_source
 from data.errors import DataError
 from data.pipeline import count_recorded_documents, encode_in_order, worker_pool, write_shards
-from data.shards import Writer, open_shards
+from data.shards import open_shards
 from data.tokenizer import Bytes
+from data.writer import Writer
 from tests.data.test_corpus import texts_of
 
 ROOT = Path(__file__).parents[2]

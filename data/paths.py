@@ -1,0 +1,93 @@
+"""Find the local files that data.path names: a file, a folder, a glob, or a list of them."""
+
+import glob
+import os
+from pathlib import Path
+
+from data.errors import DataError, one_line, read_error
+from files import check_regular
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")  # one file is one document
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # one row is one document
+SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """Return the text files that one entry of data.path names. Raises DataError if there is no text file.
+
+    A link to a file keeps its own name: in Hugging Face's cache and in git-annex, the name of its target has no suffix.
+    """
+    path = local_path(pattern)
+    paths = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
+    paths = [path for path in paths if path.exists()]  # glob also returns dangling links
+    if not paths:
+        raise DataError(f"data.path={pattern}: no such file or folder, and nothing matches it as a glob")
+    files = []
+    for path in paths:
+        if path.is_dir():
+            files += text_files_in(path.resolve())
+        else:
+            files.append(path.parent.resolve() / path.name)
+    suffixes = ", ".join(SUFFIXES)
+    if unknown := [file for file in files if not known_suffix(file)]:
+        raise DataError(f"data.path={pattern}: {unknown[0].name} does not end with one of {suffixes}")
+    if not files:
+        raise DataError(f"data.path={pattern}: no file in it ends with one of {suffixes}")
+    if not any(size for _, size, _ in file_stamps(files)):
+        names = f"{files[0].name} is empty" if len(files) == 1 else f"all {len(files)} files in it are empty"
+        raise DataError(f"data.path={pattern}: {names}, so there is no text: choose other files")
+    return files
+
+
+def local_path(name: str) -> Path:
+    """Return the path. Raises DataError if the name is too long."""
+    path = Path(name)
+    try:
+        path.exists()
+    except OSError as error:
+        raise DataError(f"data.path={name} is not a valid path: {one_line(error)}") from None
+    return path
+
+
+def text_files_in(folder: Path) -> list[Path]:
+    """Return the text files below a folder, without hidden files and files in hidden folders (.git, .venv)."""
+    files = files_below(folder, hidden=False)
+    return [file for file in files if known_suffix(file) and not file.name.startswith(".")]
+
+
+def files_below(folder: Path, hidden: bool = True) -> list[Path]:
+    """Return the files below a folder, sorted. It follows links to folders, and reads each folder once.
+
+    If `hidden` is false, it does not enter hidden folders. Raises DataError if a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise read_error(Path(error.filename), error)
+
+    files, visited = [], set()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:  # a link leads to a folder above it, or two links lead here
+            folders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
+        files += [file for name in names if (file := Path(parent, name)).is_file()]
+    return sorted(files)
+
+
+def known_suffix(path: Path) -> str | None:
+    """Return the suffix of `path` in lower case if it is one of SUFFIXES, else None."""
+    return next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
+
+
+def file_stamps(files: list[Path]) -> list:
+    """Return [path, bytes, modification time in ns] of each file.
+
+    Raises DataError if a file is missing, or if it is a FIFO, a device or the like.
+    """
+    try:
+        statuses = [(str(path), check_regular(path)) for path in files]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return [[name, status.st_size, status.st_mtime_ns] for name, status in statuses]

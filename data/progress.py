@@ -1,0 +1,89 @@
+"""The records of an unfinished preparation, in progress.json: the same command goes on from the last good one.
+
+A record has a position in the source, and for each split the number of complete shards and the facts of the open one:
+the SHA-256 of its tokens so far. The last record of each number of shards stays, so that a shard that changed on the
+disk costs what was written after it and not everything. The SHA-256s of the complete shards are those of index.json.
+"""
+
+import contextlib
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from data.shards import read_if_valid
+from data.writer import ChangedShard, Writer, count_unchanged
+from files import write_json
+from terminal import warn
+
+SPLITS = ("train", "val")
+PROGRESS = "progress.json"
+START = {"position": None, "documents": 0, "splits": {}}  # the record of a preparation that has not begun
+
+
+class Progress:
+    """The records of the preparation in `folder`. Raises DataError if progress.json cannot be read."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        facts = read_if_valid(folder / PROGRESS)
+        if facts and "records" not in facts:
+            warn(f"{folder} is of an older version, which recorded no SHA-256 of its open shards: it starts again")
+            facts = {}
+        self.index: dict[str, dict] = facts.get("index", {})  # facts of the complete shards of each split
+        self.records: list[dict] = facts.get("records", [])
+
+    @property
+    def last(self) -> dict:
+        return self.records[-1] if self.records else START
+
+    def add(self, position: Any, documents: int, states: dict[str, dict]) -> None:
+        """Record the states that Writer.sync() returned for each split."""
+        self.index = {split: state["index"] for split, state in states.items()}
+        splits = {split: {"shards": len(state["index"]), "open": state["open"]} for split, state in states.items()}
+        if self.records and count_shards(self.last["splits"]) == count_shards(splits):
+            self.records.pop()
+        self.records.append({"position": position, "documents": documents, "splits": splits})
+        write_json(self.folder / PROGRESS, {"index": self.index, "records": self.records})
+
+    def open_writers(self, shard_tokens: int) -> dict[str, Writer]:
+        """Return the writers of both splits, which go on from the last record, and drop those that have changed shards.
+
+        Prints a warning if it drops one. Raises DataError if a shard cannot be read.
+        """
+        unchanged = {split: count_unchanged(self.folder / split, index) for split, index in self.index.items()}
+        complete, why = count_shards(self.last["splits"]), None
+        for split in SPLITS:
+            if unchanged.get(split, 0) < complete.get(split, 0):
+                why = f"shard {unchanged[split]} of {self.folder / split} changed after it was written"
+        while True:
+            complete = count_shards(self.last["splits"])
+            if all(count <= unchanged[split] for split, count in complete.items()):
+                try:
+                    writers = self._try_to_open(shard_tokens)
+                    break
+                except ChangedShard as error:
+                    why = why or str(error)
+            self.records.pop()
+        if why:
+            goes_on = f"goes on after {self.last['documents']:,} documents" if self.records else "starts again"
+            warn(f"{why}: the preparation {goes_on}")
+        return writers
+
+    def _try_to_open(self, shard_tokens: int) -> dict[str, Writer]:
+        """Return the writers that go on from the last record. Raises ChangedShard if an open shard has changed."""
+        writers = {}
+        with contextlib.ExitStack() as stack:
+            for split in SPLITS:
+                state = self.last["splits"].get(split)
+                if state:
+                    index = dict(islice(self.index[split].items(), state["shards"]))
+                    state = {"index": index, "open": state["open"]}
+                writers[split] = Writer(self.folder / split, shard_tokens, state)
+                stack.callback(writers[split].close)
+            stack.pop_all()
+        return writers
+
+
+def count_shards(splits: dict[str, dict]) -> dict[str, int]:
+    """Return the number of complete shards of each split of a record."""
+    return {split: state["shards"] for split, state in splits.items()}
