@@ -132,7 +132,7 @@ def source_and_folder(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source,
     try:
         source = SOURCES[config.source](*options)
     except OSError as error:
-        raise DataError(f"data.path={config.path}: {error.filename} cannot be read: {one_line(error)}") from None
+        raise DataError(f"{error.filename or config.path} cannot be read: {one_line(error)}") from None
     identity = json.dumps([source.identity, tokenizer.name, config.val_fraction])
     identity_hash = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return source, Path(config.cache) / f"{config.name}-{tokenizer.name}-{identity_hash}"

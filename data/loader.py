@@ -8,6 +8,7 @@ depends only on (seed, epoch). The samples of a step do not depend on how the st
 ranks.
 """
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -59,13 +60,14 @@ class Windows:
     def batch(self, samples: np.ndarray) -> Batch:
         """Return the samples whose numbers are in `samples`, (batch_size,) int64.
 
-        Raises DataError if one of their shards has changed on the disk.
+        Raises DataError if one of their shards has changed on the disk, or if the memory is full.
         """
         shard_numbers = np.searchsorted(self.sample_ends, samples, side="right")
         for number in np.unique(shard_numbers):
             self.shards[number].check_unchanged()  # takes about 1 us
-        rows = [self._row(int(number), int(sample)) for number, sample in zip(shard_numbers, samples, strict=True)]
-        rows = torch.from_numpy(np.stack(rows).astype(np.int64))
+        with explain_full_memory():
+            rows = [self._row(int(number), int(sample)) for number, sample in zip(shard_numbers, samples, strict=True)]
+            rows = torch.from_numpy(np.stack(rows).astype(np.int64))
         x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         if self.eot is None:
             return x, y
@@ -105,7 +107,8 @@ class Loader:
         if self.overfit:
             step = 1
         positions = range((step - 1) * self.samples_per_step, step * self.samples_per_step)
-        samples = np.array([self.sample_at(position) for position in positions])
+        with explain_full_memory():
+            samples = np.array([self.sample_at(position) for position in positions])
         samples = samples.reshape(-1, self.world_size, self.batch_size)  # (micro-batches, ranks, samples)
         return [self.windows.batch(micro_batch) for micro_batch in samples[:, self.rank]]
 
@@ -113,6 +116,17 @@ class Loader:
         """Return the number of the sample at `position` in the endless sequence of epochs."""
         epoch, index = divmod(position, len(self.windows))
         return int(epoch_order(self.seed, epoch, len(self.windows))[index])
+
+
+@contextlib.contextmanager
+def explain_full_memory() -> Iterator[None]:
+    """Turn a MemoryError within this context into a DataError."""
+    try:
+        yield
+    except MemoryError:
+        raise DataError(
+            "the memory is full, so no batch can be read: end other programs, or use smaller batches"
+        ) from None
 
 
 def open_splits(

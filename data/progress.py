@@ -25,7 +25,7 @@ class Progress:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        facts = read_if_valid(folder / PROGRESS)
+        facts = read_if_valid(folder / PROGRESS, then="the preparation starts again")
         if facts and "records" not in facts:
             warn(f"{folder} is of an older version, which recorded no SHA-256 of its open shards: it starts again")
             facts = {}

@@ -236,8 +236,8 @@ def update_index(index: Path, known: dict, shards: list[Shard]) -> None:
             write_json(index, facts)
 
 
-def read_if_valid(path: Path) -> dict:
-    """Return the content of a JSON file, or {} if it is missing or damaged. Prints a warning if it is damaged.
+def read_if_valid(path: Path, then: str = "is written again") -> dict:
+    """Return the content of a JSON file, or {} if it is missing or damaged. If it is damaged, a warning says what then.
 
     Raises DataError if it cannot be read, because it may be good.
     """
@@ -248,7 +248,7 @@ def read_if_valid(path: Path) -> dict:
     except OSError as error:
         raise read_error(path, error) from None
     except ValueError as error:
-        warn(f"{path} is damaged and is written again: {error}")
+        warn(f"{path} is damaged and {then}: {error}")
         return {}
 
 

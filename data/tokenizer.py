@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, read_error
+from files import read_bytes
 from terminal import class_and_message, warn
 
 GPT2_FILES = {  # address -> SHA-256, as in tiktoken
@@ -127,11 +128,19 @@ def gpt2_files() -> list[Path]:
 
 
 def gpt2_files_are_cached() -> bool:
-    """Return whether tiktoken's cache holds both of GPT-2's files with the right SHA-256."""
-    return all(
-        file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == sha256
-        for file, sha256 in zip(gpt2_files(), GPT2_FILES.values(), strict=True)
-    )
+    """Return whether tiktoken's cache holds both of GPT-2's files with the right SHA-256.
+
+    Raises DataError if a file cannot be read. tiktoken would wait for the writer of a FIFO.
+    """
+    for file, expected in zip(gpt2_files(), GPT2_FILES.values(), strict=True):
+        try:
+            if hashlib.sha256(read_bytes(file)).hexdigest() != expected:
+                return False
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise read_error(file, error) from None
+    return True
 
 
 def is_reachable(url: str, seconds: float = 1.0) -> bool:
