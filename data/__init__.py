@@ -54,9 +54,10 @@ class DataConfig:
                 raise DataError(f"data.{key}={getattr(self, key)}: choose {' or '.join(names)}")
         if not 0 < self.val_fraction <= 1:
             raise DataError(f"data.val_fraction={self.val_fraction}: it must be above 0 and at most 1")
-        if not self.name or Path(self.name).name != self.name:
+        if not self.name or Path(self.name).name != self.name or not self.name.isprintable():
             raise DataError(
-                f"data.name={self.name}: it names a folder in data.cache, so it must not be empty or contain /"
+                f"data.name={self.name}: it names a folder in data.cache, so it must not be empty, or contain / or "
+                "control characters"
             )
 
 

@@ -23,7 +23,6 @@ from data.paths import ROW_SUFFIXES, TEXT_SUFFIXES, file_stamps, known_suffix, m
 from files import check_regular, open_regular
 from terminal import warn
 
-MOST_NAMES = 20  # of columns in an error message
 MOST_LINE_BYTES = 2**30  # of a .jsonl file. A .jsonl.gz of 10 MB may hold a line of 10 GB
 FILES_TO_SPLIT_BY_HASH = 20  # with fewer text files, each file is cut: its last part is for validation
 # folders of the standard library with tests or installed packages
@@ -203,8 +202,7 @@ def text_of(row: Any, column: str, where: str) -> str | None:
     if not isinstance(row, dict):
         raise BadText(f"{where}: a row must be a JSON object with a column {column}, and this row is not an object")
     if column not in row:
-        names = ", ".join(islice(row, MOST_NAMES)) + ", ..." * (len(row) > MOST_NAMES)
-        hint = f"; pass data.column=..., one of: {names}" if row else " and no other column"
+        hint = f"; pass data.column=..., one of: {', '.join(row):.300}" if row else " and no other column"
         raise BadText(f"{where}: there is no column {column}{hint}")
     text = row[column]
     if not isinstance(text, str | None):

@@ -8,6 +8,7 @@ that folder (see progress.py) and gives the same bytes.
 """
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import shutil
@@ -102,6 +103,9 @@ def write_shards(
         with preparation_lock(unfinished, wait):
             if is_complete(folder):  # the process that had the lock completed it
                 return
+            for path in (folder, unfinished):
+                if path.exists() and not path.is_dir():  # shutil.rmtree() would wait for the writer of a FIFO
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             try:
                 tokenize(unfinished, source, tokenizer, workers, watch, shard_tokens)
             except BaseException as error:
@@ -129,7 +133,8 @@ def write_shards(
     except OSError as error:
         # FileExistsError: data.cache is a file
         reason = "Not a directory" if isinstance(error, FileExistsError) else one_line(error)
-        raise DataError(f"token shards cannot be written to data.cache={folder.parent}: {reason}") from None
+        place = f" ({error.filename})" if error.filename else ""
+        raise DataError(f"token shards cannot be written to data.cache={folder.parent}: {reason}{place}") from None
 
 
 def preparation_lock(folder: Path, wait: bool) -> contextlib.AbstractContextManager:

@@ -51,7 +51,8 @@ def test_a_changed_file_is_tokenized_again(folder, tmp_path):
         ({"prepare": "never"}, "data.prepare=never: choose auto or by_hand"),
         ({"val_fraction": 0.0}, "data.val_fraction=0.0: it must be above 0 and at most 1"),
         ({"val_fraction": 1.1}, "data.val_fraction=1.1: it must be above 0 and at most 1"),
-        ({"name": "a/b"}, "data.name=a/b: it names a folder in data.cache, so it must not be empty or contain /"),
+        ({"name": "a/b"}, "data.name=a/b: it names a folder in data.cache, so it must not be empty, or contain /"),
+        ({"name": "a\0"}, "so it must not be empty, or contain / or control characters"),
     ],
 )
 def test_an_impossible_config_value_is_an_error(tmp_path, changes, message):

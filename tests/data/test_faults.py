@@ -301,7 +301,7 @@ def test_a_preparation_goes_on_after_a_full_disk(tmp_path, rows, expected):
     for limit in range(0, 2100, 150):
         status, printed = in_fork(tmp_path / "x", rows, limit=limit)
         assert status == -1, printed
-        assert printed.endswith(": File too large")
+        assert ": File too large" in printed
         assert "\n" not in printed
     prepare(tmp_path / "x", text_source(rows))
     check_complete(tmp_path / "x", expected)
