@@ -111,13 +111,17 @@ def tables_in_use(device: torch.device) -> tuple[Path, Path]:
 
 
 def read_table(path: Path) -> dict[str, dict]:
-    """Return the entries of a table, or {} if there is no file. Raises KernelError if the file is not a table."""
+    """Return the entries of a table, or {} if there is no file. Raises KernelError if it cannot be read or used."""
     try:
-        entries = read_json(path) if path.exists() else {}
+        entries = read_json(path)
         if all(isinstance(entry["parameters"], dict) for entry in entries.values()):
             return entries
         why = '"parameters" must map names to values'
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:  # it may be good: nobody should delete it
+        raise KernelError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
     raise KernelError(f"{path} is not a table of launch parameters ({why}); delete it, and run python -m scripts.tune")
 

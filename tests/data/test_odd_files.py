@@ -206,7 +206,7 @@ def test_a_text_that_does_not_fit_into_memory_is_an_error(config, tmp_path, monk
         path.write_bytes(b"text")
         opened = data.corpus.open_regular
         monkeypatch.setattr("data.corpus.open_regular", lambda *arguments, **more: FullFile(opened(*arguments, **more)))
-        monkeypatch.setattr(gzip, "open", lambda file: file)
+        monkeypatch.setattr(gzip, "GzipFile", lambda fileobj: fileobj)
     config.path = str(path)
     assert one_line(open_dataset, config) == f"{path} cannot be read: the memory is full; {remedy}"
 
@@ -221,7 +221,9 @@ class FullBytes(Bytes):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_tokenizer_without_memory_is_an_error_and_the_same_command_resumes(tmp_path, monkeypatch, workers):
+def test_a_tokenizer_without_memory_is_an_error_and_the_same_command_resumes(
+    tmp_path, monkeypatch, quick_python, workers
+):
     monkeypatch.setattr("data.pipeline.RECORD_EVERY_TOKENS", 100)
     monkeypatch.setattr("data.pipeline.PIECE_CHARACTERS", 60)
     line = one_line(write_shards, tmp_path / "x", Numbered(), FullBytes(), workers)

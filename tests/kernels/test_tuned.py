@@ -117,6 +117,19 @@ def test_a_broken_table_is_an_error_of_one_line(tables, text):
     assert "\n" not in str(raised.value)
 
 
+def test_a_table_that_cannot_be_read_is_not_called_broken(tables, monkeypatch):
+    """Nobody should delete it."""
+    user_table, _ = tables
+    write_table(user_table, {})
+
+    def fail(path):
+        raise OSError(5, "Input/output error", path)
+
+    monkeypatch.setattr("kernels.tuned.read_json", fail)
+    with pytest.raises(KernelError, match=rf"^{user_table} cannot be read: Input/output error$"):
+        lookup()
+
+
 def test_a_table_that_cannot_be_written_is_an_error(tables):
     user_table, _ = tables
     user_table.parent.parent.parent.write_text("a file in place of the cache folder")
