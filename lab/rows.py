@@ -16,7 +16,7 @@ from files import ENDS_WITH_CRC32, add_crc32, open_regular, read_bytes, read_lin
 from kernels.tuned import device_slug
 from runtime.command import command_line
 from runtime.config import UserError
-from runtime.folders import make_folder
+from runtime.folders import file_name, make_folder
 from runtime.trackers import Tracker
 from terminal import shell_command
 
@@ -122,8 +122,11 @@ def write_rows(rows: list[dict], name: str, folder: Path, keep: bool) -> list[Pa
 
 
 def curve_file(folder: Path, row: dict) -> Path:
-    """Return the file for the losses of this row's run in a folder of results/. Each seed has its own."""
-    return folder / "curves" / f"{row['name']}-seed{row['config']['seed']}.jsonl"
+    """Return the file for the losses of this row's run in a folder of results/. Each seed has its own.
+
+    Raises UserError if the row's name cannot name a file.
+    """
+    return folder / "curves" / file_name(f"{file_name(row.get('name'))}-seed{row['config'].get('seed')}.jsonl")
 
 
 def track_rows(tracker: Tracker, name: str, cfg: object, rows: dict[str, dict], folder: Path | None = None) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.config import UserError, check, made_folders
+from runtime.config import UserError, check, made_folders, value_text
 from terminal import outlive_output, printable
 
 
@@ -24,9 +24,20 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
         raise UserError(f"out_dir={folder} cannot be written: {where}{error.strerror}; choose another folder") from None
 
 
+def file_name(text: object) -> str:
+    """Return the name for a file or folder. Raises UserError if it may be outside of its folder, hidden or a flag.
+
+    A name from a row or a config must pass here before it becomes a part of a path.
+    """
+    is_name = isinstance(text, str) and text[:1] not in ("", ".", "-") and "/" not in text and printable(text) == text
+    is_name = is_name and not set("\t\n") & set(text) and len(text.encode(errors="replace")) <= 240
+    check(is_name, f"{value_text(text)} cannot name a file: it must be short text without / and control characters")
+    return text
+
+
 def make_unique_folder(parent: Path, name: str) -> Path:
     """Make and return the folder `parent/name`. If it exists, try `name-2`, `name-3` and so on."""
-    folder, number = parent / name, 1
+    folder, number = parent / file_name(name), 1
     while True:
         try:
             make_missing(folder)

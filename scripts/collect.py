@@ -20,6 +20,7 @@ from kernels.tuned import device_slug
 from lab import rows
 from runtime import compat
 from runtime.config import UserError, path_argument
+from runtime.folders import file_name
 from runtime.run import read_row
 from runtime.signals import exit_quietly
 from terminal import printable
@@ -39,6 +40,9 @@ def why_skipped(row: dict | None) -> str | None:
         return "no row in its result.json"
     if "env" not in row:  # a job of a sweep that ended before it recorded its environment
         return row["status"]
+    parts = row.get("config"), row["env"], row.get("world_size", 1)
+    if [type(part) for part in parts] != [dict, dict, int] or not isinstance(row["env"].get("device"), str):
+        return "its row has no config, env.device or world_size of the right type"
     return None if row_kind(row) else "results/ has no file for its row"
 
 
@@ -49,14 +53,14 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     """
     gpus = row.get("world_size", 1)
     device = device_slug(row["env"]["device"])
-    folder = rows.RESULTS / (beside or (f"{device}x{gpus}" if gpus > 1 else device))
+    folder = rows.RESULTS / file_name(beside or (f"{device}x{gpus}" if gpus > 1 else device))
     path = folder / f"{row_kind(row)}.jsonl"
+    curve_path = rows.curve_file(folder, row) if curves else None  # raises before anything is written
     if row not in rows.read_whole(path):
         rows.append_rows(path, [row])
-    if curves:
+    if curve_path:
         lines, _ = rows.read_jsonl(run / "metrics.jsonl")
         losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for _, line in lines]
-        curve_path = rows.curve_file(folder, row)
         curve_path.unlink(missing_ok=True)
         rows.append_rows(curve_path, losses)
     return path

@@ -1,7 +1,8 @@
 """Run a kept row again on this machine: `python -m scripts.reproduce results/h200/train.jsonl 20`.
 
 ROWS is a file of rows in results/, or the folder of a run. ROW names one row of a file: its line, or a part of its
-command, name or commit that no other row has. The row's command runs again in a new folder. Then a line each gives
+command, name or commit that no other row has. The row's command runs again in a new folder. A row may be from somebody
+else: a command that is not of this repo, or that names code outside of kernels/, is refused. Then a line each gives
 the ratio of the speeds with its 95% interval, how far the last training losses differ, and what differs in the
 environment, in the kernels that ran and in the config.
 
@@ -10,21 +11,20 @@ or slower, and 1 after an error.
 """
 
 import argparse
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from lab.report.choices import rerun_command
+from lab.rerun import rerun_words
 from lab.rows import read_whole
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
-from runtime.config import UserError, check, path_argument
-from runtime.folders import make_folder
+from runtime.config import UserError, check, path_argument, value_text
+from runtime.folders import file_name, make_folder
 from runtime.run import read_row
 from runtime.signals import exit_quietly
-from terminal import override, printable
+from terminal import class_and_message, override, printable, shell_command
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_SPEED = 2  # the exit code if the new run is faster or slower
@@ -55,10 +55,11 @@ def choose_row(rows: list[dict], name: str | None, path: Path) -> tuple[int, dic
     if name.isdecimal() and 1 <= int(name) <= len(rows):
         return int(name), rows[int(name) - 1]
 
-    def texts(row: dict) -> list:
-        return [row.get("command"), row.get("name"), row.get("env", {}).get("git_commit")]
+    def texts(row: dict) -> list[str]:
+        env = row.get("env") if isinstance(row.get("env"), dict) else {}
+        return list(map(str, filter(None, (row.get("command"), row.get("name"), env.get("git_commit")))))
 
-    found = [line for line, row in enumerate(rows, 1) if any(name in text for text in texts(row) if text)]
+    found = [line for line, row in enumerate(rows, 1) if any(name in text for text in texts(row))]
     check(bool(found), f"{path} has no row {name}: {how}")
     lines = ", ".join(map(str, found[:10])) + (", ..." if len(found) > 10 else "")
     check(len(found) == 1, f"{len(found)} rows of {path} match {name}: pass one of the lines {lines}")
@@ -68,19 +69,35 @@ def choose_row(rows: list[dict], name: str | None, path: Path) -> tuple[int, dic
 def reproduction_command(row: dict, folder: Path) -> list[str]:
     """Return the words of the row's command, with this Python and a folder of its own.
 
-    Raises UserError if it is not the command of a training or a generation.
+    Raises UserError if it is not the command of a training or a generation, or as rerun_words() does.
     """
-    words, launcher = shlex.split(rerun_command(row)), []
-    if words[:1] == ["torchrun"]:  # --standalone --nproc_per_node=N
-        launcher, words = ["-m", "torch.distributed.run", *words[1:3]], words[2:]
-    program, arguments = words[1:2], words[2:]
-    if words[1:3] == ["-m", "scripts.generate"]:
-        program, arguments = words[1:3], words[3:]
+    launcher, *words = rerun_words(row)
+    flags = []
+    if launcher == "torchrun":  # --standalone --nproc_per_node=N
+        flags, words = ["-m", "torch.distributed.run", *words[:2]], words[2:]
+    if words[0] == "train.py":
+        words[0] = str(ROOT / "train.py")
     else:
-        known = bool(program) and Path(program[0]).name == "train.py"
-        check(known, f"the row's command is neither train.py nor scripts.generate: {row['command']}")
-        program = [str(ROOT / "train.py")]
-    return [sys.executable, *launcher, *program, *arguments, override("out_dir", folder)]
+        check(words[1] == "scripts.generate", f"its command is neither of train.py nor of scripts.generate: {words[1]}")
+    return [sys.executable, *flags, *words, override("out_dir", folder)]
+
+
+def check_row(row: dict) -> None:
+    """Raise UserError if the row cannot be compared: it is compared with itself, before an hour of training."""
+    check("command" in row and "config" in row, "this row has no command; runs and generations have one")
+    check(row.get("status") == "ok", f"this row has no speed (its status: {value_text(row.get('status'))})")
+    try:
+        check(len(step_seconds(row)) > 1, "it has fewer than 2 timed intervals, which give no spread")
+        comparison_lines(row, row, ratio([row], [row]))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"a value of this row is missing or wrong ({class_and_message(error)[:200]})") from None
+
+
+def comparison_lines(row: dict, kept: dict, compared: Ratio) -> list[str]:
+    """Return the lines that compare a new row with the kept one."""
+    return [speed_line(row, kept, compared), *filter(None, [loss_line(row, kept)]), *difference_lines(row, kept)]
 
 
 def speed_line(row: dict, kept: dict, compared: Ratio) -> str:
@@ -118,20 +135,20 @@ def reproduce(path: Path, name: str | None, out_dir: Path | None) -> Ratio:
     """Run the row again and print the comparison. Return the ratio of the new speed to the row's."""
     line, kept = choose_row(read_source(path), name, path)
     where = f"{path}" if path.is_dir() else f"{path}, line {line}"
-    check("command" in kept and "config" in kept, f"{where}: this row has no command; runs and generations have one")
-    check(kept.get("status") == "ok", f"{where}: this row has no speed (its status: {kept.get('status')})")
-    check(len(step_seconds(kept)) > 1, f"{where}: it has fewer than 2 timed intervals, which give no spread")
-    reproduction_command(kept, Path("out"))  # refuses before it makes a folder
-    folder = make_folder(out_dir, f"reproduce-{kept['name']}")
-    print(printable(f"row      {where}: {kept['name']}, started {kept['started']}"))
-    print(printable(f"command  {kept['command']}\n"), flush=True)
+    try:
+        check_row(kept)
+        reproduction_command(kept, Path("out"))  # refuses before it makes a folder
+        folder = make_folder(out_dir, f"reproduce-{file_name(kept.get('name'))}")
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    print(printable(f"row      {where}: {kept['name']}, started {kept.get('started')}"))
+    print(printable(f"command  {shell_command(*rerun_words(kept))}\n"), flush=True)
     code = subprocess.run(reproduction_command(kept, folder), stdin=subprocess.DEVNULL).returncode
     row = read_row(folder)
     check(code == 0 and row is not None, f"{where}: its command failed here with exit code {code}; see its lines above")
     compared = ratio([row], [kept])
     check(compared is not None, f"{where}: its command was too short here to measure a speed with a spread")
-    lines = [speed_line(row, kept, compared), loss_line(row, kept), *difference_lines(row, kept)]
-    print(printable("\n" + "\n".join(filter(None, lines))))
+    print(printable("\n" + "\n".join(comparison_lines(row, kept, compared))))
     print(f"done     {folder / 'result.json'}")
     return compared
 

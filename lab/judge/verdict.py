@@ -8,7 +8,7 @@ from lab.bench.probe import ERRORS, first_word
 from lab.judge.claim import Claim, undecided_answers, wrong_answers
 from lab.report.colours import CHOICE_COLOURS, GREY
 from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_size
-from lab.report.figures import save, subplots
+from lab.report.figures import plain, save, subplots
 from lab.report.tables import markdown_table, peak_gib, shown_run
 from lab.rows import read_rows
 from lab.sweep.compare import Ratio, ratio
@@ -223,9 +223,9 @@ def speed_figure(row: dict, path: Path) -> Path:
     axes.axvline(1, color=GREY, linewidth=1)
     values = [1.0, *(value for _, value, _, _ in bars)]
     axes.set_xlim(min(values) / 1.25, max(values) * 1.25)  # a wide interval runs over the edge
-    axes.set(yticks=[], ylim=(-0.6, len(bars) - 0.2), xlabel=f"speed of {row['impl']} / speed of {row['against']}")
-    axes.set_title(
-        f"{row['op']}={row['impl']}: {row['verdict']}. The baseline is {row['baseline']}", loc="left", fontsize=10
-    )
+    label = plain(f"speed of {row['impl']} / speed of {row['against']}")
+    axes.set(yticks=[], ylim=(-0.6, len(bars) - 0.2), xlabel=label)
+    title = f"{row['op']}={row['impl']}: {row['verdict']}. The baseline is {row['baseline']}"
+    axes.set_title(plain(title, 160), loc="left", fontsize=10)
     axes.spines[["top", "right", "left"]].set_visible(False)
     return save(figure, path)

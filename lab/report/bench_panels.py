@@ -11,7 +11,6 @@ from html import escape
 from itertools import cycle
 
 from kernels.registry import OPS
-from lab.report.choices import rerun_command
 from lab.report.colours import CARD, INK, QUIET
 from lab.report.describe import (
     attention_settings,
@@ -23,6 +22,7 @@ from lab.report.describe import (
 )
 from lab.report.plot import PREDICTION_ERROR, Panel, figure, format_values, hover_text, scatter
 from lab.report.source import ReportSource
+from lab.rerun import rerun_command
 from lab.rows import read_rows
 from terminal import override, shell_command
 
@@ -39,7 +39,7 @@ TEXT = {
     "roofline": f"Forward + backward. The line is the speed of a copy and of a matmul on this machine. {SYMBOLS_TEXT}.",
     "attention": "Milliseconds of forward + backward of one call.",
 }
-Entries = dict[str, dict]  # id -> the model and the precisions of a point, and the command that measures it again
+Entries = dict[str, dict]  # id -> page_entry(): the command measures the point again
 
 
 def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> tuple[list[Panel], Entries]:
@@ -61,7 +61,8 @@ def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> tuple[lis
     return panels, entries
 
 
-def page_entry(model: str, precisions: list[str], command: str) -> dict:
+def page_entry(model: str, precisions: list[str], command: str | None) -> dict:
+    """Return an entry. The command is "" if a row has none that may run again, and None for a reference line."""
     return {"model": model, "precisions": precisions, "command": command}
 
 
@@ -87,7 +88,7 @@ def context_figure(rows: list[dict], colours: dict[str, str]) -> tuple[dict | No
     if any("H200" in row["env"]["device"] and model_size(row) == "124M" for row in searches.values()):
         lengths = nanogpt_lengths()
         traces.append(nanogpt_points(lengths))
-        entries |= {name: page_entry("124M", [], "") for name in lengths}
+        entries |= {name: page_entry("124M", [], None) for name in lengths}
     drawing = figure(traces, "tokens", row_height=60)
     drawing["layout"]["xaxis"] |= {"type": "log", "rangemode": "normal", **octave_ticks(traces, room=1.5)}
     return drawing, entries
@@ -197,7 +198,7 @@ def kernel_entry(row: dict) -> dict:
 
 def kernel_command(row: dict) -> str:
     words = (override(key, row[key]) for key in ("op", "shape", "impl", "dtype"))
-    return shell_command("python", "-m", "scripts.bench_kernels", *words)
+    return rerun_command({"command": shell_command("python", "-m", "scripts.bench_kernels", *words)})
 
 
 def kernel_hover(row: dict) -> str:
@@ -242,4 +243,4 @@ def attention_command(row: dict) -> str:
     if row["batch"] is None:
         settings["batch"] = None  # the default is 1
     words = itertools.starmap(override, settings.items())
-    return shell_command("python", "-m", "scripts.bench_attention", *words)
+    return rerun_command({"command": shell_command("python", "-m", "scripts.bench_attention", *words)})

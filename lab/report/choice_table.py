@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.judge.verdict import COLUMNS, verdict_cells
-from lab.report.choices import Choice, rerun_command
+from lab.report.choices import Choice
 from lab.report.describe import newest_searches
 from lab.report.max_context_table import max_context_table
 from lab.report.source import ReportSource
-from lab.report.tables import markdown_table
+from lab.report.tables import markdown_table, markdown_text
+from lab.rerun import rerun_command
 from lab.sweep.table import POWER, Cell, figure_columns, speed
 
 SPEED_COLUMNS = ["choice", "tokens/s", "of the baseline"]
@@ -173,22 +174,17 @@ def wandb_table(source: ReportSource) -> list[list]:
 
 def report_markdown(source: ReportSource, pictures: list[Path]) -> str:
     """Return the text of report.md, which shows the pictures beside it."""
-    parts = [f"# {source.folder.resolve().name}", *notes(source)]
+    parts = map(markdown_text, [source.folder.resolve().name, *notes(source)])
+    parts = [f"# {next(parts)}", *parts]
     if verdicts := source.benchmarks["judge"][::-1]:
-        parts.append(markdown_table(COLUMNS, [list(map(escape_cell, verdict_cells(row))) for row in verdicts]))
+        parts.append(markdown_table(COLUMNS, map(verdict_cells, verdicts)))
     for table in choice_tables(source):
-        lines = [[escape_cell(cell) for cell in line] for _, line in table.lines]
-        parts.append(markdown_table(table.columns, lines))
+        parts.append(markdown_table(table.columns, [line for _, line in table.lines]))
     searches = newest_searches(source.benchmarks["context"])
     if searches:
         parts.append(max_context_table(searches))
     parts += [f"![{path.stem}]({path.name})" for path in pictures]
-    failure_lines = [f"- {escape_cell(name)}: {escape_cell(reason)}" for _, name, reason, _ in failures(source)]
+    failure_lines = [f"- {markdown_text(name)}: {markdown_text(reason)}" for _, name, reason, _ in failures(source)]
     if failure_lines:
         parts.append("\n".join(failure_lines))
     return "\n\n".join([*parts, "[report.html](report.html) has all figures."]) + "\n"
-
-
-def escape_cell(cell: str) -> str:
-    """Return the text for a cell of a Markdown table: `|` would end it, and a line break would end the table."""
-    return cell.replace("|", "\\|").replace("\n", " ")

@@ -1,17 +1,15 @@
 """Group runs into choices of kernels, name each choice, and compare it with its baseline."""
 
 import json
-import shlex
 import statistics
 from dataclasses import dataclass, field
 
 from lab.report.describe import BASELINE, choice_name, commit, model_size, prefill_name, prompt_tokens
+from lab.rerun import rerun_command
 from lab.sweep import compare
 from lab.sweep.table import speed, speed_key
-from terminal import shell_command
 
 BASELINES = " · ".join(BASELINE), "eager ·"  # the names of baselines start with these
-OWN_FOLDER = "out_dir", "train.resume", "logger.group"  # settings that belong to one run
 
 
 @dataclass
@@ -127,19 +125,6 @@ class Choice:
             return None
         row, base = (row | {"perf/laps_s": compare.step_seconds(row) or [row["perf/step_ms"] / 1e3]} for row in pair)
         return compare.payback_steps(row, base)
-
-
-def rerun_command(row: dict) -> str:
-    """Return the row's command without OWN_FOLDER, so that a second run gets a folder of its own.
-
-    A command that is no shell command stays as it is.
-    """
-    command = str(row.get("command", ""))
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return command
-    return shell_command(*(word for word in words if word.split("=")[0] not in OWN_FOLDER))
 
 
 def setting_names(differences: list[str]) -> str:

@@ -1,6 +1,7 @@
 """Draw PNGs from rows: the speed of choices, attention over T, kernels under the roofline, loss curves."""
 
 import io
+import textwrap
 from pathlib import Path
 
 from files import write_atomically
@@ -8,8 +9,15 @@ from lab.report.choices import Choice
 from lab.report.colours import CHOICE_COLOURS, GREY, choice_colours, text_colour
 from lab.report.describe import batch_cell, newest_attention, newest_kernels
 from lab.report.loss_curves import Curve, with_reference
+from terminal import printable
 
 ATTENTION_UNITS = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
+
+
+def plain(text: str, width: int = 80) -> str:
+    """Return a text of a row for matplotlib, which would read a formula between two $, and hide a label `_name`."""
+    text = textwrap.shorten(printable(text), width, placeholder="...") or "?"
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
 def subplots(*args, **settings) -> tuple:
@@ -41,7 +49,7 @@ def attention_plot(rows: list[dict], path: Path) -> Path:
     for panel, (key, unit) in zip(axes, units.items(), strict=True):
         for name in dict.fromkeys(impl for _, impl in newest):
             points = [(T, row[key]) for (T, impl), row in newest.items() if impl == name and row.get(key)]
-            panel.plot([T for T, _ in points], [y for _, y in points], marker="o", markersize=3, label=name)
+            panel.plot([T for T, _ in points], [y for _, y in points], marker="o", markersize=3, label=plain(name))
         panel.set(xscale="log", yscale="log", xlabel="T", ylabel=f"{unit}, forward + backward")
     axes[0].legend(fontsize=8)
     return save(figure, path)
@@ -62,7 +70,7 @@ def roofline(rows: list[dict], path: Path) -> Path:
     for i, impl in enumerate(sorted({row["impl"] for row in newest})):
         points = [(x, row["both/tflops"]) for x, row in zip(intensities, newest, strict=True) if row["impl"] == impl]
         marker = "o^s"[i // 10 % 3]  # matplotlib has 10 colours
-        axes.scatter([x for x, _ in points], [y for _, y in points], label=impl, s=20, marker=marker)
+        axes.scatter([x for x, _ in points], [y for _, y in points], label=plain(impl), s=20, marker=marker)
     axes.set(
         xscale="log", yscale="log", xlabel="FLOP/byte, each tensor moved once", ylabel="TFLOP/s, forward + backward"
     )
@@ -81,7 +89,7 @@ def curves_plot(runs: list[Curve], path: Path) -> Path:
     for run, first in with_reference(runs):
         steps = sorted(run.losses.keys() & first.losses.keys())
         style = {"color": CHOICE_COLOURS[choices.index(run.choice) % len(CHOICE_COLOURS)], "linewidth": 1}
-        style |= {"linestyle": ["-", "--", ":", "-."][seeds.index(run.seed) % 4], "label": run.name}
+        style |= {"linestyle": ["-", "--", ":", "-."][seeds.index(run.seed) % 4], "label": plain(run.name)}
         above.plot(steps, [run.losses[step] for step in steps], **style)
         if run is not first:
             below.plot(steps, [run.losses[step] - first.losses[step] for step in steps], **style)
@@ -98,11 +106,12 @@ def speed_plot(choices: list[Choice], colours: dict[str, str], path: Path) -> Pa
     choices = choices[::-1]  # matplotlib draws upwards
     figure, (left, right) = subplots(1, 2, figsize=(10, 1 + 0.4 * len(choices)), sharey=True, width_ratios=[3, 1])
     (titles, shared), fills = short_titles(choices), [colours[choice.name] for choice in choices]
+    titles = list(map(plain, titles))
     speeds, memory = [choice.speed for choice in choices], [choice.memory or 0 for choice in choices]
     below = [choice.speed - choice.spread[0] for choice in choices]
     above = [choice.spread[1] - choice.speed for choice in choices]
     left.barh(titles, speeds, xerr=[below, above], color=fills, error_kw={"linewidth": 1, "capsize": 2})
-    left.set_title(shared, loc="left", fontsize=10)
+    left.set_title(plain(shared, 160) if shared else "", loc="left", fontsize=10)
     right.barh(titles, memory, color=fills)
     left.set_xlabel("tokens/s")
     left.xaxis.set_major_formatter("{x:,.0f}")
@@ -144,15 +153,15 @@ def headline_plot(choices: list[Choice], path: Path) -> Path:
         fills = [colours[choice.name] for choice in group]
         left.barh(centres, speeds, height=0.9 * height, xerr=[below, above], color=fills)
         for centre, speed, fill in zip(centres, speeds, fills, strict=True):
-            text = f"{speed:,.0f}  attn={attention}"
+            text = f"{speed:,.0f}  attn={plain(attention)}"
             left.text(5000, centre, text, color=text_colour(fill), fontsize=8, va="center")
     for group, name in enumerate(kernels):
         memory = max(choice.memory for choice in choices if name_parts(choice)[0] == name)
         right.barh(group, memory, color=GREY)
         right.text(1, group, f"{memory:.1f}", va="center")
-    left.set_yticks(range(len(kernels)), kernels)
+    left.set_yticks(range(len(kernels)), map(plain, kernels))
     left.invert_yaxis()
-    left.set_title(settings_title(choices[0]), loc="left", fontsize=11)
+    left.set_title(plain(settings_title(choices[0])), loc="left", fontsize=11)
     left.set_xlabel("tokens/s (more is better)")
     left.xaxis.set_major_formatter("{x:,.0f}")
     right.set_xlabel("peak GiB (less is better)")

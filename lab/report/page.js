@@ -51,7 +51,7 @@ function legend(traces) {
     const { line, marker } = trace;
     mark.style.color = line?.color || (Array.isArray(marker.color) ? "var(--ink)" : marker.color);
     mark.className = markClass(trace);
-    label.insertAdjacentHTML("beforeend", name);
+    label.insertAdjacentHTML("beforeend", name); // escaped in Python, for Plotly
     return label;
   });
 }
@@ -96,7 +96,7 @@ function drawPanel(name, figure, style) {
   const card = document.getElementById(name), plot = card.querySelector(".plot");
   const traces = figure.data.map(filterTrace).filter(Boolean);
   const ids = traces.flatMap((trace) => (trace.meta ? [trace.meta] : trace.customdata || [])).map(([id]) => id);
-  const empty = !ids.some((id) => entries[id]?.command);
+  const empty = !ids.some((id) => typeof entries[id]?.command === "string");
   card.classList.toggle("empty", empty);
   if (empty) return;
   for (const trace of traces) if (trace.type === "bar" && trace.text) fitBarText(trace, plot.clientWidth > 480);

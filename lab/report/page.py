@@ -24,6 +24,7 @@ from lab.report.figures import attention_plot, roofline, speed_plot
 from lab.report.generation_panels import generation_panels
 from lab.report.panels import training_panels
 from lab.report.source import Line, ReportSource, make_source, read_lines
+from lab.rerun import rerun_command
 from lab.sweep.compare import ratio
 from runtime import trackers
 from runtime.config import UserError, check
@@ -121,7 +122,7 @@ def render_page(source: ReportSource) -> str:
         panels=panels,
         notes=notes(source),
         verdict_columns=verdict.COLUMNS,
-        verdicts=[(verdict.verdict_cells(row), row["command"]) for row in source.benchmarks["judge"][::-1]],
+        verdicts=[(verdict.verdict_cells(row), rerun_command(row)) for row in source.benchmarks["judge"][::-1]],
         tables=choice_tables(source),
         colours=colours,
         failures=failures(source),

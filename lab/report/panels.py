@@ -82,7 +82,7 @@ def speed_figure(choices: list[Choice], colours: dict[str, str]) -> dict | None:
 
 def bar_text(choice: Choice) -> str:
     """Return a choice's ratio; the names of other settings go to a second line."""
-    return choice.comparison_text.split(": ")[0].replace("), other", ")<br>other")
+    return escape(choice.comparison_text.split(": ")[0]).replace("), other", ")<br>other")
 
 
 def memory_split(choice: Choice, side: str) -> dict:
@@ -204,7 +204,7 @@ def families_figure(choices: list[Choice]) -> dict | None:
         pairs = [(choice, families[family]) for choice, families in times if families.get(family)]
         traces.append(
             bars(
-                name=family,
+                name=escape(family),
                 y=[axis_label(choice) for choice, _ in pairs],
                 x=[ms for _, ms in pairs],
                 marker={"color": colours.get(family, GRID)},

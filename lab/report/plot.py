@@ -48,10 +48,15 @@ def figure(traces: list[dict], x: str, y: str = "", row_height: int | None = Non
     return {"data": traces, "layout": {"xaxis": xaxis, "yaxis": yaxis, **layout}, "row": row_height}
 
 
+def wrap(text: str, width: int, **options) -> list[str]:
+    """Return the lines of a text, 12 at most: a row's name or command may have any length."""
+    return textwrap.wrap(text[: 13 * width], width, max_lines=12, placeholder=" ...", **options)
+
+
 def hover_text(lines: list[str], command: str) -> str:
     """Return HTML for Plotly: the lines, the first in bold, and the command in italics."""
-    title, *rest = [escape(part) for line in lines for part in textwrap.wrap(line, 58)]
-    command_lines = [f"<i>{escape(part)}</i>" for part in textwrap.wrap(command, 54, break_on_hyphens=False)]
+    title, *rest = [escape(part) for line in lines for part in wrap(line, 58)] or [""]
+    command_lines = [f"<i>{escape(part)}</i>" for part in wrap(command, 54, break_on_hyphens=False)]
     return "<br>".join([f"<b>{title}</b>", *rest, "", *command_lines])
 
 
@@ -63,7 +68,7 @@ def format_values(values: dict[str, float | str | None]) -> list[str]:
 def axis_label(choice: Choice) -> str:
     """Return a choice's label on an axis, in short lines: kernels, attention, qualifier."""
     kernels, _, attention = choice.name.partition(" · ")
-    lines = [*textwrap.wrap(kernels, 24), *textwrap.wrap(f"{attention} {choice.qualifier}".strip(), 26)]
+    lines = [*wrap(kernels, 24), *wrap(f"{attention} {choice.qualifier}".strip(), 26)]
     return "<br>".join(map(escape, lines))
 
 

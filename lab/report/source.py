@@ -14,7 +14,7 @@ from lab.report.describe import newest_choices, prompt_tokens
 from lab.rows import curve_file, read_jsonl
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
-from runtime.config import check
+from runtime.config import UserError, check
 from runtime.run import read_row
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
@@ -171,7 +171,10 @@ def read_losses(path: Path) -> dict[int, float]:
 
 def read_curve(folder: Path, row: dict) -> dict[int, float]:
     """Return the losses in curves/; empty if their last step is not the row's, because they are of another run."""
-    losses = read_losses(curve_file(folder, row))
+    try:
+        losses = read_losses(curve_file(folder, row))
+    except UserError:  # no run of ours has this name
+        return {}
     return losses if max(losses, default=0) == row.get("steps") else {}
 
 

@@ -1,6 +1,7 @@
 """Tables in Markdown for the READMEs. Most functions take the name of a folder in results/."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -28,10 +29,18 @@ from lab.report.describe import (
 )
 from lab.sweep.compare import ratio
 from lab.sweep.table import Cell, figure_columns, median_run, speed, speed_cell, spread_cell, sweep_table
+from terminal import printable
 
 
 def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:
-    return tabulate(list(lines), head, tablefmt="github", disable_numparse=True)
+    cells = [[markdown_text(cell) for cell in line] for line in [head, *lines]]
+    return tabulate(cells[1:], cells[0], tablefmt="github", disable_numparse=True)
+
+
+def markdown_text(text: object) -> str:
+    """Return a text of a row as text of a Markdown table or paragraph: no HTML, no link, no formula, no line break."""
+    text = " ".join(printable(text).split("\n"))
+    return re.sub(r"[|$\[]", r"\\\g<0>", text if len(text) <= 1000 else f"{text[:1000]}...").replace("<", "&lt;")
 
 
 def peak_gib(row: dict) -> float:

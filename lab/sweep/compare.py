@@ -94,6 +94,8 @@ def settings(row: dict) -> dict:
     """Return the part of the row's config that has an effect on the work."""
     config = {key: value for key, value in row["config"].items() if key not in IRRELEVANT}
     train = {key: value for key, value in config.get("train", {}).items() if key not in IRRELEVANT_IN_TRAIN}
+    if isinstance(config.get("data"), dict):  # the folder of its token shards does not change the data
+        config["data"] = {key: value for key, value in config["data"].items() if key != "cache"}
     return config | {"train": train}
 
 

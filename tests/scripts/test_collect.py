@@ -6,6 +6,7 @@ import pytest
 
 from lab import rows
 from scripts import collect
+from tests.lab.test_rerun import HOSTILE_NAMES
 
 # Command -> keys of its config that no other command has, and the file for its rows
 TRAIN = {"train": {"batch_size": 4}}, "train.jsonl"
@@ -73,4 +74,27 @@ def test_without_a_row_it_is_an_error(command, tmp_path):
         "scripts.max_context\n",
     )
     assert command("--curves") == (1, "", "error: the following arguments are required: out/RUN\n")
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=lambda name: repr(name)[:20])
+def test_a_row_whose_name_is_a_path_writes_nothing(command, tmp_path, name):
+    write_run(tmp_path / "run", TRAIN[0] | {"seed": 1}, name=name)
+    code, out, err = command("run", "--curves")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert not (tmp_path / "results").exists()
+    assert command("run", "--beside", "../x")[2].startswith("error: ../x cannot name a file")
+
+
+def test_a_device_or_a_number_of_gpus_that_is_a_path_writes_nothing(command, tmp_path):
+    facts = [{"env": {"device": device}} for device in ("../..", "", 3, None, ["x"])] + [{"env": "x"}, {"env": None}]
+    facts += [{"world_size": size} for size in ("4/../../x", 2.5, None, [4], True)] + [
+        {"config": None},
+        {"config": "train"},
+    ]
+    for number, changes in enumerate(facts):
+        folder = tmp_path / str(number)
+        write_run(folder, **({"config": TRAIN[0]} | changes))
+        code, _, err = command(folder)
+        assert (code, err.count("\n")) == (1, 1), changes
     assert not (tmp_path / "results").exists()

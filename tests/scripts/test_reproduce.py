@@ -1,6 +1,7 @@
 """`python -m scripts.reproduce` as a command."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -8,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from files import add_crc32
 from runtime.run import read_row, write_row
 from scripts import reproduce
+from tests.lab.test_rerun import HOSTILE_COMMANDS, HOSTILE_NAMES
 from tests.test_train import QUICK
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +141,7 @@ def test_a_row_is_named_by_its_line_or_a_part_of_its_command_name_or_commit(comm
         (["rows.jsonl", "seed=2"], "4 rows of rows.jsonl match seed=2: pass one of the lines 1, 2, 3, 5"),
         (["rows.jsonl", "2"], "rows.jsonl, line 2: this row has no speed (its status: oom)"),
         (["rows.jsonl", "3"], "rows.jsonl, line 3: this row has no command; runs and generations have one"),
-        (["rows.jsonl", "4"], "the row's command is neither train.py nor scripts.generate: rm -r x"),
+        (["rows.jsonl", "4"], "rows.jsonl, line 4: its command starts with rm -r x, and not with python or torchrun"),
         (["rows.jsonl", "5"], "rows.jsonl, line 5: it has fewer than 2 timed intervals"),
         (["rows.jsonl", "1"], "rows.jsonl, line 1: its command failed here with exit code 3; see its lines above"),
     ],
@@ -153,3 +156,51 @@ def test_a_mistake_is_one_line(command, monkeypatch, arguments, message):
     code, _, err = command(*arguments)
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith(f"error: {message}")
+
+
+VALUES = [None, True, 1.5, -1, 0, 10**400, "", "x" * 10**6, "\x1b[2J\n", [], {}, [1], {"a": {}}]
+VALUES += [[None], [0, 0], [-1, 1]]
+
+
+@pytest.mark.parametrize("key", kept_row())
+def test_a_wrong_value_in_a_row_is_one_line(command, monkeypatch, key):
+    """Also in a row of a generation. If the comparison needs no such value, the row runs again."""
+    generation = kept_row(command="python -m scripts.generate", **{"gen/decode_tokens_per_sec": 9})
+    generation |= {"config": {"max_new_tokens": 9, "batch": 1}, "gen/laps_s": [1.0, 1.1, 1.2]}
+    monkeypatch.setattr(reproduce.subprocess, "run", lambda words, stdin: SimpleNamespace(returncode=3))
+    for row in (kept_row(), generation):
+        for value in [*VALUES, {"max_new_tokens": 1}, {"train": 3}, {"gpu": []}]:
+            write_rows(row | {key: value})
+            code, _, err = command("rows.jsonl")
+            assert (code, err.count("\n")) == (1, 1), (value, err)
+            assert len(err) < 1000
+        write_rows({name: held for name, held in row.items() if name != key})
+        code, _, err = command("rows.jsonl", "")
+        assert (code, err.count("\n")) == (1, 1), err
+
+
+def test_a_hostile_command_does_not_run(command, monkeypatch, tmp_path):
+    commands = fake_run(monkeypatch)
+    for text in HOSTILE_COMMANDS:
+        write_rows(kept_row(command=text))
+        code, _, err = command("rows.jsonl")
+        assert (code, err.count("\n")) == (1, 1), err
+        assert err.startswith("error: rows.jsonl, line 1: "), err
+    for name in HOSTILE_NAMES:
+        write_rows(kept_row(name=name))
+        assert command("rows.jsonl")[0] == 1
+    assert commands == []
+    assert os.listdir() == ["rows.jsonl"]
+    assert not (tmp_path.parent / "x").exists()
+
+
+def test_a_damaged_row_is_not_run_again(command, monkeypatch):
+    commands = fake_run(monkeypatch)
+    line = add_crc32(json.dumps(kept_row()))
+    for content in (line.replace("seed=2", "seed=3"), "[" * 10**5, line[:-9]):
+        Path("rows.jsonl").write_text(content)
+        assert command("rows.jsonl")[2].startswith("error: rows.jsonl: line 1 is not a row")
+    os.unlink("rows.jsonl")
+    os.mkfifo("rows.jsonl")
+    assert command("rows.jsonl")[2].startswith("error: rows.jsonl cannot be read (it is a FIFO")
+    assert commands == []

@@ -149,7 +149,9 @@ def test_verdicts_become_a_table(results):
 def test_the_report_of_the_folder_shows_the_verdict(tmp_path):
     """A wrong backend was not trained, so the table shows the reason instead of the ratio."""
     wrong = judge_claim(CLAIM, CASES | {"fp32 769": "wrong: out0 | error 1"}, {}, [])
-    append_rows(tmp_path / "judge.jsonl", [wrong | {"command": "judge --wrong", "env": ENV}, verdict_of(90)])
+    append_rows(
+        tmp_path / "judge.jsonl", [wrong | {"command": "python -m scripts.judge op=x", "env": ENV}, verdict_of(90)]
+    )
     write_report(tmp_path)
     faster = ["norm: triton against eager", "faster", "2 of 2 cases", "tie", f"{10 / 9:.3f}x ({row_interval(90)})"]
     faster += ["16.30 and 16.30", "7.6000 and 7.6000"]
@@ -158,7 +160,7 @@ def test_the_report_of_the_folder_shows_the_verdict(tmp_path):
     assert [cell.strip() for cell in newest.split("|")[1:-1]] == faster
     assert re.search(r"\| wrong +\| 2 of 3 cases +\| +\| fp32 769: wrong: out0 \\\| error 1 +\| +\| +\|$", oldest)
     assert re.findall(r'<td data-head="(?!command)[\w ]+">(.*)</td>', html)[:7] == faster
-    assert 'data-command="judge --wrong"' in html
+    assert 'data-command="python -m scripts.judge op=x"' in html
 
 
 def row_interval(ms):

@@ -12,11 +12,12 @@ from kernels.registry import OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
 from lab.report.bench_panels import MARK_OF_OP
 from lab.report.choice_table import choice_tables
-from lab.report.choices import Choice, rerun_command
+from lab.report.choices import Choice
 from lab.report.colours import choice_colours, choice_symbols, part_colours
 from lab.report.figures import short_titles
 from lab.report.page import render_page
 from lab.report.panels import tradeoff_figure
+from lab.report.plot import choice_hover
 from lab.report.source import read_source
 from lab.report.tables import throughput
 from lab.rows import append_rows
@@ -24,6 +25,7 @@ from lab.sweep import compare
 from runtime.config import UserError
 from scripts import report
 from tests.lab.report.sample_rows import ENV, make_config, make_generation_row, make_row, write_row, write_sweep
+from tests.lab.test_rerun import HOSTILE_COMMANDS
 
 
 def test_choices_that_differ_in_kernels_alone_are_compared(tmp_path):
@@ -61,11 +63,6 @@ def test_a_choice_has_the_median_speed_and_the_largest_peak_of_its_runs():
     keys = "perf/tokens_per_sec", "mem/peak_allocated_gib"
     choice = Choice([make_row() | dict(zip(keys, pair, strict=True)) for pair in figures])
     assert (choice.speed, choice.spread, choice.memory) == (104.0, (100.0, 120.0), 5.0)
-
-
-def test_a_copied_command_does_not_name_the_folder_of_the_first_run():
-    words = "python train.py seed=2", """'out_dir="out/w 1/2 (a=b)"'""", """'logger.group="w 1"'""", "train.resume=auto"
-    assert rerun_command({"command": " ".join(words)}) == "python train.py seed=2"
 
 
 def test_a_colour_says_the_kernels_and_a_symbol_the_attention(tmp_path):
@@ -158,10 +155,12 @@ def test_a_row_that_the_page_cannot_show_is_named(called, tmp_path, bad):
     assert f"Left out, because they are damaged or lack values: {tmp_path}/2/result.json." in text
 
 
-def test_a_command_that_no_shell_reads_is_shown_as_it_is(called, tmp_path):
-    write_row(tmp_path / "1", make_row() | {"command": "python train.py 'a"})
-    assert called("report.py", report.main, tmp_path)[0] == 0
-    assert "python train.py &#39;a" in (tmp_path / "report.html").read_text()
+@pytest.mark.parametrize("command", HOSTILE_COMMANDS, ids=lambda command: repr(command)[:60])
+def test_a_command_that_is_not_ours_is_not_copied(command):
+    """Neither by the button, nor by a click on a point, and W&B's table has none."""
+    choice = Choice([make_row() | {"command": command}])
+    assert choice.command == ""
+    assert "<i>" not in choice_hover(choice)
 
 
 def test_a_full_disk_leaves_the_last_report(called, tmp_path, monkeypatch):
