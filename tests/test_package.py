@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib import import_module
@@ -134,9 +135,55 @@ def test_the_backends_in_plain_pytorch_need_no_triton():
 def test_the_wheel_holds_one_package_with_every_file_of_the_rooms(tmp_path):
     names = set(build_wheel(tmp_path, "wheel:standard").namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hotswap"}
-    for folder in (*ROOMS, "configs"):
-        files = [path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.*") if path.is_file()]
-        assert {f"hotswap/{file}" for file in files if "__pycache__" not in file.parts} <= names
+    files = subprocess.run(["git", "ls-files", *ROOMS, "configs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {f"hotswap/{file}" for file in files.stdout.split() if file not in ROOMS} <= names
+    assert {"hotswap/files.py", "hotswap/terminal.py"} <= names
+
+
+@pytest.mark.parametrize("has_git", [True, False])
+def test_the_wheel_and_the_source_archive_hold_no_file_that_git_does_not_track(checkout, tmp_path, has_git):
+    """Without git, as in an unpacked archive, they hold the files with known suffixes, and no hidden ones."""
+    pytest.importorskip("hatchling")
+    if has_git:
+        for words in (["init", "-q"], ["add", "-A"]):
+            subprocess.run(["git", *words], cwd=checkout, check=True)
+    secrets = [
+        "data/.env",
+        ".env",
+        "kernels/secret.txt",
+        "hotswap/secret.pem",
+        "model/weights.safetensors",
+        "data/book",
+    ]
+    secrets += ["data/.hidden.py", "configs/.git-credentials", "out/run/result.json"]
+    secrets += ["dist/x.py", "runtime/.x/y.py"]
+    for name in secrets:
+        path = checkout / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"secret" * 1000)
+    (checkout / "configs/mine.yaml").touch()
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel:standard",
+        "-t",
+        "sdist",
+        "-d",
+        tmp_path / "new",
+    ]
+    subprocess.run(command, cwd=checkout, check=True, capture_output=True)
+    [wheel], [archive] = (tmp_path / "new").glob("*.whl"), (tmp_path / "new").glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as parts, tarfile.open(archive) as members:
+        shipped = {name.removeprefix("hotswap/") for name in parts.namelist()}
+        packed = {name.partition("/")[2] for name in members.getnames()}
+    for names in (shipped, packed):
+        assert not set(secrets) & names
+        assert {"kernels/registry.py", "configs/config.yaml", "data/README.md"} <= names
+        assert ("configs/mine.yaml" in names) != has_git
+    assert {"train.py", "tests/conftest.py", "pyproject.toml", "LICENSE", "Makefile", "PKG-INFO"} <= packed
 
 
 def test_the_wheel_has_type_hints_and_the_version_of_the_module(tmp_path):
