@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
+from files import read_text
+
 
 def python_function(op) -> object:
     """Return the Python function behind a torch.library.custom_op, to call it without the dispatcher (direct.py).
@@ -134,7 +136,7 @@ def compile_cuda(path: Path, name: str, options: Sequence[str]) -> object:
     compiler. Raises RuntimeError, with the compiler's messages, if the file does not compile.
     """
     folders = [str(path.parent)]
-    source = path.read_text(encoding="utf-8")
+    source = read_text(path)
     return torch.cuda._compile_kernel(source, name, cuda_include_dirs=folders, nvcc_options=list(options))
 
 

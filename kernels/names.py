@@ -6,6 +6,7 @@ This file does not import torch, because --help needs it and has to be quick.
 import ast
 from typing import Any
 
+from files import read_text
 from kernels.lookup import ROOT, KernelError, impls  # noqa: F401  for those who import names
 
 FIRST = ("norm", "linear", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name
@@ -15,7 +16,7 @@ ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
 
 def constant(op: str, name: str, default: Any) -> Any:
     """Return the value of `name` at the top level of the op's contract. Its file is read and not imported."""
-    for node in ast.parse((ROOT / op / "__init__.py").read_text(encoding="utf-8")).body:
+    for node in ast.parse(read_text(ROOT / op / "__init__.py")).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         # TRAINS = False is an Assign, and TRAINS: bool = False an AnnAssign

@@ -24,6 +24,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
+from files import read_text
 from runtime import command, compat
 from runtime.interrupt import exit_on_early_interrupt
 from runtime.keys import explain_key, key_names
@@ -305,7 +306,7 @@ def choice_keys(group: str, choice: str) -> list[str]:
     """Return the keys that the file of a choice sets, also through its defaults. --config-dir may have added it."""
     folders = [Path(source.path) for source in HydraConfig.get().runtime.config_sources if source.schema == "file"]
     files = [file for folder in folders if (file := folder / group / f"{choice.removesuffix('.yaml')}.yaml").exists()]
-    content = OmegaConf.load(files[0]) if files else {}
+    content = OmegaConf.create(read_text(files[0])) if files else {}
     defaults = [name for name in content.get("defaults", []) if isinstance(name, str) and name != "_self_"]
     return [*(key for name in defaults for key in choice_keys(group, name)), *content]
 
@@ -329,7 +330,7 @@ def commented_yaml(cfg: DictConfig, configs: Path, name: str) -> str:
         if path.parent == configs and path.stem != name:  # another program's config
             continue
         group_of_file = "" if path.parent == configs else path.parent.name
-        for (group, key), line in lines_by_key(path.read_text(encoding="utf-8")):
+        for (group, key), line in lines_by_key(read_text(path)):
             if " #" in line:
                 comments[group_of_file or group, key] = line.partition(" #")[2]
     shown = OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"])

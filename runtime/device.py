@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from files import read_text
 from runtime.config import UserError, check, value_text
 from runtime.ranks import Ranks
 from runtime.timing import measured_flops
@@ -105,7 +106,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text(encoding="utf-8")) if cpuinfo.exists() else None
+    model = re.search(r"model name\s*: (.+)", read_text(cpuinfo)) if cpuinfo.exists() else None
     return model[1] if model else platform.processor() or platform.machine()
 
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from files import read_text
+
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # the file of the limit, the file of the use, and the key of cached files, which the system drops when memory runs short
 VERSION_2 = "memory.max", "memory.current", "inactive_file"
@@ -25,7 +27,7 @@ def total_memory() -> int:
 
 def free_memory() -> int:
     """Return the bytes of memory that are free for this process. It needs Linux."""
-    machine = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", (PROC / "meminfo").read_text(encoding="utf-8"))[1])
+    machine = 1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", read_text(PROC / "meminfo"))[1])
     return min([machine, *(free for _, free in group_limits())])
 
 
@@ -53,6 +55,6 @@ def read_group(group: Path, limit_file: str, use_file: str, cache: str) -> tuple
 
 def read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return read_text(path).strip()
     except OSError:
         return ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from files import write_atomically
 from kernels.registry import load
 from lab.commands import command, compose, take_training
 from lab.judge.claim import (
@@ -78,7 +79,7 @@ def main(cfg: Config) -> None:
         print(printable(f"stopped  before the verdict; continue with: {again}"))
         raise
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
-    (folder / "judge.md").write_text(page(row), encoding="utf-8")
+    write_atomically(folder / "judge.md", page(row).encode())
     files.append(folder / "judge.md")
     if "ratio" in row and find_spec("matplotlib"):
         files.append(speed_figure(row, folder / "judge.png"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from pathlib import Path
 
+from files import read_text
 from kernels.names import ALL_OPS, OPS, override_key
 from lab.commands import command
 from runtime.config import UserError, check
@@ -70,7 +71,7 @@ def commands(op: str, name: str, path: str | None) -> dict[str, str]:
 def main(cfg: Config) -> None:
     folder = Path(cfg.path) if cfg.path else cfg.template.parent
     file = folder / f"{cfg.name}.py"
-    write_file(file, cfg.template.read_text(encoding="utf-8"))
+    write_file(file, read_text(cfg.template))
     shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     print(printable(f"wrote    {shown}: plain PyTorch that runs as it is; the place of your kernel is marked in it"))
     for line, purpose in commands(cfg.op, cfg.name, str(file) if cfg.path else None).items():

@@ -276,6 +276,104 @@ def test_the_check_passes_binary_files():
     assert calls_without_encoding(parse_repo(lab=text)) == []
 
 
+# Calls that open a file by its path, besides open() and the methods of Path
+OPENERS = {"memmap", "fromfile", "np.load", "torch.load", "load_file", "safe_open", "OmegaConf.load", "ParquetFile"}
+OPENERS |= {"gzip.open", "os.open"}
+# Reads that need no files.py: (module, call) -> why
+OTHER_READS = {
+    ("files", "open"): "open_regular() itself",
+    ("lab.start", "open"): "hotswap/__init__.py, before the imports",
+    ("hotswap", "OmegaConf.load"): "the configs of the package",
+    ("runtime.signals", "open"): "the descriptor of a pipe that signals write to",
+}
+
+
+def reads_of_any_file(modules: dict[str, ast.Module]) -> list[tuple[str, str, int]]:
+    """Return (module, call, line) of what reads or appends to a path and is not in files.py.
+
+    It would wait forever for a FIFO, and read /dev/zero without an end. An opener of a library may stay if its function
+    calls check_regular() or open_regular().
+    """
+    found = []
+    for module, tree in modules.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+        checked = [f for f in functions if {"check_regular", "open_regular"} & set(map(called_name, ast.walk(f)))]
+        in_checked = {id(node) for function in checked for node in ast.walk(function)}
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        for node in ast.walk(tree):
+            last, name = called_name(node), dotted(node.func) if isinstance(node, ast.Call) else dotted(node)
+            if last in ("read_bytes", "read_text"):
+                is_found = isinstance(node.func, ast.Attribute)
+            elif last == "open" and name not in OPENERS:
+                is_found = reads_or_appends(node)
+            elif last:
+                is_found = bool({name, last} & OPENERS) and id(node) not in in_checked
+            else:  # under another name
+                is_found = name in ("open", "gzip.open") and id(node) not in called
+            if is_found:
+                found.append((module, name if {name, last} & OPENERS else last or name, node.lineno))
+    return found
+
+
+def called_name(node: ast.AST) -> str:
+    """Return "c" for the call a.b.c(...) or c(...), and "" for what is no call."""
+    if not isinstance(node, ast.Call):
+        return ""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else dotted(node.func)
+
+
+def reads_or_appends(call: ast.Call) -> bool:
+    """Return whether a call of open() or Path.open() may read or append. The null device may be opened in any mode."""
+    if any(ast.unparse(argument) == "os.devnull" for argument in call.args):
+        return False
+    values = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+    modes = [value.value for value in values if isinstance(value, ast.Constant)]
+    modes = [mode for mode in modes if re.fullmatch("[rwaxbt+]{1,3}", str(mode))]
+    return not modes or not {"r", "a", "+"}.isdisjoint(modes[0])
+
+
+def test_every_file_is_opened_as_a_regular_file():
+    """Through files.py; whatever lies in its place, the program does not hang."""
+    package = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("hotswap/*.py")}
+    package["hotswap"] = package.pop("__init__")
+    found = reads_of_any_file(MODULES | package)
+    assert [place for place in found if place[:2] not in OTHER_READS] == []
+    assert OTHER_READS.keys() == {place[:2] for place in found} & OTHER_READS.keys()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "open(p)",
+        "open(p, 'a')",
+        "p.open()",
+        "p.open('r+b')",
+        "p.open(mode)",
+        "(p / 'x').read_text(encoding='utf-8')",
+        "p.read_bytes()",
+        "np.memmap(p)",
+        "torch.load(p)",
+        "load_file(p)",
+        "OmegaConf.load(p)",
+        "pq.ParquetFile(p)",
+        "f = gzip.open if x else y",
+        "f = open",
+        "os.open(p, os.O_RDONLY)",
+    ],
+)
+def test_the_check_finds_a_read_of_any_file(call):
+    assert len(reads_of_any_file(parse_repo(lab=call))) == 1
+    assert len(reads_of_any_file(parse_repo(lab=f"def f(p):\n    def g():\n        {call}"))) == 1
+
+
+def test_the_check_passes_reads_of_regular_files():
+    text = "read_bytes(p)\nread_text(p)\nopen_regular(p)\nopen(p, 'wb')\np.open('x')\nopen(os.devnull, mode)"
+    checked = (
+        "def f():\n    check_regular(p)\n    return torch.load(p)\ndef g():\n    with open_regular(p) as f: np.load(f)"
+    )
+    assert reads_of_any_file(parse_repo(lab=f"{text}\n{checked}\njson.load(f)")) == []
+
+
 def test_every_file_in_git_is_text():
     """A core dump of 8 MB was committed once."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout.split(b"\0")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from files import read_text
 from kernels.attention._flash import kernel_folder
 from kernels.fastest import FILL_COMMAND
 from kernels.registry import KernelError, cpp_compiler
@@ -40,7 +41,7 @@ def describe_machine(device: torch.device, env: dict) -> Iterator[str]:
 
 def read_tested_versions() -> dict[str, list[str]]:
     """Return {"torch": ["2.11", ...]} of pyproject.toml: the versions with which every test passed, in order."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hotswap"]["tested"]
+    return tomllib.loads(read_text(ROOT / "pyproject.toml"))["tool"]["hotswap"]["tested"]
 
 
 def compare_versions(env: dict, tested: dict[str, list[str]]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from files import read_json, write_json
+from files import read_bytes, read_json, write_json
 from kernels.lookup import ROOT, source, source_file
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
@@ -86,6 +86,6 @@ def cache_key(op: str, impl: str, device: torch.device) -> str:
     """Return a hash of what decides the answer."""
     parts = [op, impl, device_name(device), torch.__version__]
     files = {path for folder in (ROOT, ROOT / op) for path in folder.glob("*.*") if path.is_file()}
-    files |= {*source_file(op, impl).parent.glob("*.py")}
-    texts = [path.name.encode() + b"\0" + path.read_bytes() for path in sorted(files)]
+    files |= {path for path in source_file(op, impl).parent.glob("*.py") if path.is_file()}
+    texts = [path.name.encode() + b"\0" + read_bytes(path) for path in sorted(files)]
     return hashlib.sha256(b"\0".join([json.dumps(parts).encode(), *texts])).hexdigest()[:32]

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from files import read_bytes
 from kernels.check import broken_rule, exact_results, outputs_and_gradients, poisoned_memory
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
@@ -224,7 +224,7 @@ class Worker:
         self.process.join(5)
         code = self.process.exitcode or 0
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        lines = list(filter(str.strip, Path(self.log.name).read_text(encoding="utf-8", errors="replace").splitlines()))
+        lines = list(filter(str.strip, read_bytes(self.log.name).decode(errors="replace").splitlines()))
         last = f": {textwrap.shorten(lines[-1], 200)}" if lines else ""
         # the system sends SIGKILL when the memory is full
         word = "undecided" if code == -signal.SIGKILL else "failed"

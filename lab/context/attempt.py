@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from files import read_text
 from kernels.registry import KernelError
 from kernels.sampling import Sampling
 from lab.proof.memory import predict_parts, recipe_chunk, simulate, tensor_bytes
@@ -181,7 +182,7 @@ def allocator_room(device: torch.device) -> float:
 
 def process_bytes(name: str) -> int:
     """Return a size of this process in bytes; `name` is Linux's name of the size, such as VmRSS."""
-    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", PROC_STATUS.read_text(encoding="utf-8"))[1])
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", read_text(PROC_STATUS))[1])
 
 
 @contextlib.contextmanager

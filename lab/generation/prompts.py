@@ -1,5 +1,6 @@
 """Read prompts from the command line, a file or stdin, or draw random ids. Make one batch of token ids of them."""
 
+import errno
 import json
 import os
 import select
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
+from files import MOST_BYTES, read_bytes
 from model.sources import Pretrained, local_path
 from runtime.config import check
 from terminal import quote_exactly, warn
@@ -56,7 +58,7 @@ def take_stdin(arguments: list[str]) -> None:
     if is_pipe and not select.select([sys.stdin], [], [], STDIN_SECONDS)[0]:
         warn(f"no prompt came from the pipe on stdin within {STDIN_SECONDS} s: prompts=- waits for it")
         return
-    if text := decode_utf8(sys.stdin.buffer.read(), "stdin").removesuffix("\n"):
+    if text := decode_utf8(read_stdin(), "stdin").removesuffix("\n"):
         arguments.append(f"prompt={text}")
 
 
@@ -78,7 +80,7 @@ def read_prompts(path: str, tokenizer: Tokenizer) -> list[Prompt]:
     no prompt, or has a wrong line.
     """
     name = "stdin" if path == "-" else path
-    lines = {n: line for n, line in enumerate(decode_utf8(read_bytes(path), name).split("\n"), 1) if line.strip()}
+    lines = {n: line for n, line in enumerate(decode_utf8(read_source(path), name).split("\n"), 1) if line.strip()}
     check(bool(lines), f"prompts={path}: {name} has no prompt; write a prompt a line, or JSON lines with a key prompt")
     if path.endswith(".jsonl") or json_prompt(next(iter(lines.values()))) is not None:
         for number, line in lines.items():
@@ -88,15 +90,23 @@ def read_prompts(path: str, tokenizer: Tokenizer) -> list[Prompt]:
     return [encode_prompt(text, tokenizer, f"line {number} of {name}") for number, text in lines.items()]
 
 
-def read_bytes(path: str) -> bytes:
+def read_source(path: str) -> bytes:
     """Return the bytes of a file, or of stdin if the path is "-". Raises UserError if they cannot be read."""
     if path == "-":
         check(not sys.stdin.isatty(), "prompts=- reads prompts from a pipe, and stdin is a terminal: pass prompts=FILE")
-        return sys.stdin.buffer.read()
+        return read_stdin()
     try:
-        return local_path(path).read_bytes()
+        return read_bytes(local_path(path))
     except OSError as error:
-        check(False, f"prompts={path} cannot be read: {error.strerror}")
+        advice = "; prompts=- reads a pipe on stdin" if error.errno == errno.EINVAL else ""
+        check(False, f"prompts={path} cannot be read: {error.strerror}{advice}")
+
+
+def read_stdin() -> bytes:
+    """Return the bytes of stdin. Raises UserError if they never seem to end, as those of /dev/zero."""
+    data = sys.stdin.buffer.read(MOST_BYTES + 1)
+    check(len(data) <= MOST_BYTES, f"stdin has more than {MOST_BYTES:,} bytes: pass shorter prompts")
+    return data
 
 
 def decode_utf8(data: bytes, name: str) -> str:

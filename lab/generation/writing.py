@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from files import write_atomically
 from lab.generation.prompts import Prompt
 from model.text import Text
 from terminal import printable
@@ -69,11 +70,11 @@ def write_texts(
     if not is_single:
         whole = [f"--- {number}\n{text}" for number, text in enumerate(whole, 1)]
     show(rest[0] if is_single else "\n".join(whole), raw)
-    (folder / "sample.txt").write_text("".join(f"{text}\n" for text in whole), encoding="utf-8")
+    write_atomically(folder / "sample.txt", "".join(f"{text}\n" for text in whole).encode())
     samples = [
         {"prompt": prompt.text, "text": text, "tokens": len(sequence.tokens)}
         for prompt, text, sequence in zip(prompts, written, texts, strict=True)
     ]
     lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-    (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
+    write_atomically(folder / "samples.jsonl", lines.encode())
     return written, arrivals

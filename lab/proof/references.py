@@ -19,7 +19,7 @@ from filelock import FileLock
 
 from data import DataConfig, Dataset, open_dataset
 from data.loader import Loader, open_splits
-from files import read_json, write_json
+from files import read_bytes, read_json, write_json
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe
@@ -143,7 +143,7 @@ def cache_key(facts: list, files: Iterable[Path]) -> str:
     """Return 16 hex digits that change with these facts and with the text of these files."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode())
     for file in sorted(files):
-        digest.update(file.read_bytes())
+        digest.update(read_bytes(file))
     return digest.hexdigest()[:16]
 
 

@@ -23,16 +23,19 @@ from typing import TextIO
 
 import torch
 
+from files import open_regular
 from lab.sweep.table import speed
 from runtime.checkpoint import checkpoint_folders, read_manifest
 from runtime.command import program
 from runtime.config import UserError, check
 from runtime.console import progress_bar
+from runtime.folders import explain_unwritable
 from runtime.run import KILLED, UNFINISHED, read_row, write_row
 from runtime.signals import Signals, describe_exit
 from terminal import override, printable, shell_command
 
 GRACE = 10.0  # seconds that a job has to end after a signal
+LAST_BYTES = 2**16  # of log.txt, in which the last line is
 INTERRUPTED = "stopped", "failed: KeyboardInterrupt"  # after a signal: with runtime.signals, and without
 # keys of the sweep, not of its jobs
 SWEEP_KEYS = {"out_dir", "sweep", "sweep.timeout", "sweep.repeats", "sweep.own_caches"}
@@ -84,7 +87,9 @@ class SweepJob:
                 (self.folder / name).unlink(missing_ok=True)
             shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         self.command = shell_command("python", *words)
-        with (self.folder / "log.txt").open("a", encoding="utf-8") as log:
+        with explain_unwritable(self.folder):
+            log = open_regular(self.folder / "log.txt", "ab")
+        with log:
             self.process = subprocess.Popen(
                 [sys.executable, *words],
                 stdin=subprocess.DEVNULL,
@@ -136,7 +141,9 @@ class SweepJob:
         code = self.process.returncode
         if code < 0:
             return f"failed: {describe_exit(code)}"
-        lines = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_regular(self.folder / "log.txt") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - LAST_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
         last = lines[-1] if lines else ""
         if last.startswith("error: "):
             return f"failed: {last.removeprefix('error: ')}"

@@ -1,5 +1,7 @@
 """Launch parameters come from the user's table, else from the repo's table, else from the kernel's default."""
 
+import os
+
 import pytest
 import torch
 
@@ -105,6 +107,15 @@ def test_an_entry_with_other_parameter_names_is_an_error(tables):
     write_table(tables[0], {NAME: {"parameters": {"ROWS": 4}}})
     with pytest.raises(KernelError, match=f"the parameters ROWS for {NAME}, but the kernel needs ROWS, num_warps: "):
         lookup()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_an_odd_file_in_the_place_of_a_table_is_an_error_of_one_line(tables, make):
+    tables[0].parent.mkdir(parents=True)
+    make(tables[0])
+    for use in (lookup, lambda: write_table(tables[0], {})):
+        with pytest.raises(KernelError, match=r"is not a table of launch parameters \(OSError: .* it is a"):
+            use()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {}}', '{"a": {"parameters": [1]}}', b"\xff"])

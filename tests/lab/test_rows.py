@@ -75,6 +75,14 @@ def test_a_row_without_a_crc32_is_an_error_in_results_only(results, tmp_path, mo
     assert err.startswith(f"error: {path}: line 2 is damaged (its CRC-32 is wrong)")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_an_odd_file_in_the_place_of_rows_is_one_line(tmp_path, make):
+    make(path := tmp_path / "rows.jsonl")
+    for use in (rows.read_jsonl, rows.add_checksums, lambda path: rows.append_rows(path, [{}])):
+        with pytest.raises(UserError, match=r"rows.jsonl cannot be (read|written): (it is|Is) a"):
+            use(path)
+
+
 def test_every_row_of_this_repo_has_its_crc32():
     paths = [*rows.RESULTS.rglob("*.jsonl")]
     assert len(paths) > 10

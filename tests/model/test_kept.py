@@ -69,6 +69,13 @@ def test_a_file_of_another_program_is_one_line(tmp_path, content):
         read_kept(path)
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_an_odd_file_is_one_line(tmp_path, make):
+    make(path := tmp_path / "nonfinite-step-000001.pt")
+    with pytest.raises(UserError, match=r"nonfinite-step-000001.pt cannot be read: it is a"):
+        read_kept(path)
+
+
 @pytest.mark.parametrize("moment", ["write", "fsync"])
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch, moment):
     """A RuntimeError or an OSError, which model.step.keep_batch() expects; neither half a file nor a temporary one."""

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from files import read_text
 from kernels.registry import cpp_compiler
 from kernels.tuned import user_cache
 
@@ -25,7 +26,7 @@ def compile_for_cpu(options: tuple[str, ...]) -> Callable[[ctypes.Structure], No
     """
     source = FOLDER.with_name("persistent.cu")
     sources = [source, *sorted(FOLDER.glob("*.cuh")), *sorted(FOLDER.glob("*.h"))]
-    content = "".join([*options, *FLAGS, *(path.read_text(encoding="utf-8") for path in sources)])
+    content = "".join([*options, *FLAGS, *map(read_text, sources)])
     cache = user_cache() / "emulator"
     library = cache / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
     if not library.exists():

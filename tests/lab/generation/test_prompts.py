@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from data.tokenizer import Bytes
+from lab.generation import prompts
 from lab.generation.prompts import (
     check_stdin,
     encode_prompt,
@@ -74,19 +75,34 @@ def test_prompts_come_from_stdin(monkeypatch):
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "line 2 of a.jsonl is not a JSON object"),
         ("a.jsonl", b"[" * 100_000, "line 1 of a.jsonl is not a JSON object"),
         ("a.txt", b'{"prompt": "a"}\n{"prompt": "b\\ud800"}\n', "line 2 of a.txt is not UTF-8 text: character 2 is"),
-        ("folder", None, "prompts=folder cannot be read: Is a directory"),
+        ("folder", None, "prompts=folder cannot be read: it is a folder, and must be a regular file"),
+        ("/dev/zero", None, "prompts=/dev/zero cannot be read: it is a device, and must be a regular file"),
+        (
+            "fifo",
+            None,
+            "fifo cannot be read: it is a FIFO, and must be a regular file; prompts=- reads a pipe on stdin",
+        ),
         ("missing", None, "prompts=missing cannot be read: No such file or directory"),
     ],
 )
 def test_a_wrong_file_is_refused_in_one_line(name, data, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
+    os.mkfifo("fifo")
     if data is not None:
         (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError) as error:
         read_prompts(name, Bytes())
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_stdin_without_an_end_is_one_line(monkeypatch):
+    monkeypatch.setattr(prompts, "MOST_BYTES", 5000)
+    with open("/dev/zero") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        with pytest.raises(UserError, match=r"^stdin has more than 5,000 bytes: pass shorter prompts$"):
+            read_prompts("-", Bytes())
 
 
 def test_prompts_do_not_come_from_a_terminal(monkeypatch):

@@ -252,6 +252,16 @@ def test_an_interrupted_sweep_continues_with_the_printed_command(sweep):
     assert read_rows() == before
 
 
+def test_a_log_that_is_a_fifo_is_one_line(sweep):
+    Path("sweep/1-seed.1").mkdir(parents=True)
+    os.mkfifo("sweep/1-seed.1/log.txt")
+    code, _, err = sweep("seed=1,2")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith(
+        "error: out_dir=sweep/1-seed.1 cannot be written: log.txt: it is a FIFO, and must be a regular"
+    )
+
+
 def test_a_stopped_job_with_a_proof_starts_again(sweep):
     """A proof compares the first steps of a run, which a resumed run does not make."""
     assert sweep("seed=16,3", "proof=true")[0] == 75
