@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from data.errors import one_line
 from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
-from files import check_regular, read_bytes
+from files import read_bytes
 from model.download import CONFIG, WEIGHTS
 from model.pretrained import tensor_shapes
 from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
 from runtime import checkpoint
 from runtime.config import UserError, check
+from runtime.manifest import fsync
 from terminal import class_and_message
 
 FILES = {"hf": (WEIGHTS, CONFIG), "nanogpt": ("ckpt.pt",)}  # format -> its files, in the order of writing
@@ -76,19 +77,10 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
 
 
 def read_training(source: Pretrained) -> tuple[dict, dict]:
-    """Return (manifest, contents of training.pt) of a checkpoint of ours; ({}, {}) for another source.
-
-    Raises UserError if training.pt cannot be read.
-    """
+    """Return (manifest, contents of training.pt) of a checkpoint of ours; ({}, {}) for another source."""
     if source.checkpoint is None:
         return {}, {}
-    path = source.checkpoint / checkpoint.TRAINING
-    try:
-        check_regular(path)
-        training = torch.load(path, "cpu", weights_only=True, mmap=True)
-    except Exception as error:  # the unpickler may raise any exception
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
-    return checkpoint.read_manifest(source.checkpoint), training
+    return checkpoint.read_manifest(source.checkpoint), checkpoint.read_training(source.checkpoint)
 
 
 def tokenizer_files(source: Pretrained) -> list[bytes]:
@@ -183,11 +175,11 @@ def write_files(folder: Path, writers: dict[str, Callable[[Path], None]]) -> Non
         folder.mkdir(parents=True, exist_ok=True)
         for name, writer in writers.items():
             writer(hidden[name])
-            checkpoint.fsync(hidden[name])
+            fsync(hidden[name])
         check_free(folder, writers)
         for name, path in hidden.items():
             path.rename(folder / name)
-        checkpoint.fsync(folder)
+        fsync(folder)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
         existing = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
         free = f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB are free there"

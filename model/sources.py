@@ -122,12 +122,7 @@ def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     config = check_run_config(manifest.get("config"), name)
     model = {key: value for key, value in config["model"].items() if key not in TRAINING}
     pretrained = Pretrained(model, {}, check_tokenizer(config["data"].get("tokenizer"), name), name, folder)
-
-    def read_weights() -> dict[str, Tensor]:
-        checkpoint.verify(folder)
-        return checkpoint.read_weights(folder)
-
-    return pretrained, read_weights
+    return pretrained, lambda: checkpoint.read_weights(folder)
 
 
 def check_run_config(config: object, name: str) -> dict:

@@ -10,68 +10,79 @@ runtime/saver.py writes a checkpoint under a hidden name, fsyncs it, and renames
 any moment leaves the earlier checkpoints unchanged. Nothing in a checkpoint depends on the kernels that made it.
 
 With FSDP a checkpoint may be sharded: weights and moments are then in shards/. Every rank writes its part through
-torch.distributed.checkpoint, and any number of ranks can read them.
+torch.distributed.checkpoint, and any number of ranks can read them (runtime/sharded.py).
+
+Only the files that the manifest lists are opened, and none of them can run code. A checkpoint that cannot be read
+(no permission, an error of the disk, too many open files) may be good: nobody skips it, and nobody deletes it.
 """
 
-import hashlib
 import os
 import random
-import warnings
+import stat
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from files import read_json, write_json
+from files import check_regular
 from runtime.config import UserError, check
+from runtime.manifest import (
+    DAMAGE,
+    MANIFEST,
+    SHARD,
+    SHARDS,
+    TRAINING,
+    WEIGHTS,
+    Unreadable,
+    read_manifest,
+    sha256_of,
+    step_number,
+    unreadable,
+)
 from runtime.ranks import is_sharded
-from terminal import warn
+from terminal import class_and_message, warn
 
-MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "training.pt", "shards"
 # {"model": {parameter name: tensor}, "exp_avg": {...}, "exp_avg_sq": {...}}; with FSDP the tensors are DTensors
 State = dict[str, dict[str, Tensor]]
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """Return the checkpoints in a `checkpoints` folder, the newest first. Links and files are not checkpoints,
-    whatever their name."""
-    folders = [path for path in folder.glob("step-*") if step_number(path) >= 0 and is_real_folder(path)]
+    whatever their name. Raises Unreadable if the folder cannot be listed."""
+    folders = [path for path in list_steps(folder) if is_real_folder(path)]
     return sorted(folders, key=step_number, reverse=True)
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """Return what has the name of a checkpoint; nothing if there is no folder. Raises Unreadable."""
+    try:
+        return [folder / name for name in sorted(os.listdir(folder)) if step_number(folder / name) >= 0]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error) from error
 
 
 def is_real_folder(path: Path) -> bool:
     """Return whether the path is a folder and not a link, which may lead to files that we must not delete."""
-    return path.is_dir() and not path.is_symlink()
-
-
-def step_number(path: Path) -> int:
-    """Return the step of a checkpoint, which its name holds; -1 for a folder with another name."""
-    digits = path.name.removeprefix("step-")
-    return int(digits) if digits.isdecimal() else -1
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).exists()
+    return os.path.lexists(path / MANIFEST)
 
 
 def flatten(state: State) -> dict[str, Tensor]:
     """Return {"model.NAME": tensor, "exp_avg.NAME": tensor, ...}, the form that torch.distributed.checkpoint takes."""
     return {f"{group}.{name}": tensor for group, tensors in state.items() for name, tensor in tensors.items()}
-
-
-def write_manifest(folder: Path, facts: dict) -> None:
-    """Complete a checkpoint: fsync its files, and write the manifest with `facts` and the files' sizes and SHA-256."""
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        fsync(path)
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
-    for path in [path for path in folder.rglob("*") if path.is_dir()]:
-        fsync(path)
-    write_json(folder / MANIFEST, {"version": 1, **facts, "files": files}, indent=1)
-    fsync(folder)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -82,33 +93,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     path.chmod(mode)
 
 
-def fsync(path: Path) -> None:
-    """Call fsync on a file or a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a checkpoint. Raises UserError if it is missing or damaged, or of another folder."""
-    try:
-        facts = read_json(folder / MANIFEST)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{folder} is not a valid checkpoint: {MANIFEST}: {reason}") from error
-    check(facts["version"] == 1, f"{folder} has version {facts['version']}, and this program reads version 1")
-    step = step_number(folder.resolve())  # `best` is a link
-    check(step in (-1, facts["step"]), f"{folder} is not a valid checkpoint: {MANIFEST} is of step {facts['step']}")
-    return facts
-
-
 def progress(folder: Path) -> tuple[int, float]:
     """Return (a checkpoint's step, the seconds that the run had taken by then)."""
     facts = read_manifest(folder)
@@ -116,33 +100,65 @@ def progress(folder: Path) -> tuple[int, float]:
 
 
 def verify(folder: Path) -> dict:
-    """Compare every file with the manifest, and return the manifest. Raises UserError if a file differs."""
+    """Compare every file with the manifest, and return the manifest.
+
+    Raises UserError if a file differs or is not in the manifest, and Unreadable if one cannot be read.
+    """
     facts = read_manifest(folder)
+    others = sorted(map(printable_name, list_files(folder) - facts["files"].keys() - {MANIFEST}))
+    check(
+        not others,
+        f"{folder} is damaged: {', '.join(others[:3])} is not in its {MANIFEST}: delete it, or choose another",
+    )
     for name, expected in facts["files"].items():
         problem = find_damage(folder / name, expected)
         check(problem is None, f"{folder} is damaged: {name} {problem}; choose another checkpoint")
     return facts
 
 
-def find_damage(path: Path, expected: dict) -> str | None:
-    """Return how a file differs from its entry `expected` in the manifest, or None if it is the same."""
-    if not path.exists():
-        return "is missing"
-    size = path.stat().st_size
-    if size != expected["size"]:
-        return f"has {size} of {expected['size']} bytes"
+def list_files(folder: Path) -> set[str]:
+    """Return the names of all that a checkpoint holds. Of the folder `shards` it returns what is in there, if any."""
     try:
-        return None if sha256_of(path) == expected["sha256"] else "has another SHA-256"
+        names = set(os.listdir(folder))
+        if SHARDS in names and is_real_folder(folder / SHARDS):
+            shards = {f"{SHARDS}/{name}" for name in os.listdir(folder / SHARDS)}
+            names = names - {SHARDS} | shards if shards else names
+        return names
     except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def printable_name(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
+
+
+def find_damage(path: Path, expected: dict) -> str | None:
+    """Return how a file differs from its entry `expected` in the manifest, or None if it is the same.
+
+    Raises Unreadable if it cannot be read.
+    """
+    try:
+        if path.is_symlink():
+            return "is a link"
+        size = check_regular(path).st_size
+        if size != expected["size"]:
+            return f"has {size} of {expected['size']} bytes"
+        return None if sha256_of(path) == expected["sha256"] else "has another SHA-256"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise unreadable(path, error) from error
         return f"cannot be read: {error.strerror}"
 
 
 def newest_valid(folder: Path, after: int = -1) -> Path | None:
     """Return the newest valid checkpoint in a `checkpoints` folder whose step is greater than `after`.
 
-    None if there is none. Prints a warning for each invalid checkpoint that it skips.
+    None if there is none. Prints a warning for each invalid checkpoint that it skips. Raises Unreadable if a newer
+    checkpoint cannot be read.
     """
-    for path in sorted(folder.glob("step-*")):
+    for path in list_steps(folder):
         if step_number(path) > after and not is_real_folder(path):
             warn(f"{path} is a link or a file and not a checkpoint; it is skipped")
     for path in checkpoint_folders(folder):
@@ -151,6 +167,8 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
         try:
             verify(path)
             return path
+        except Unreadable:
+            raise
         except UserError as error:
             warn(error)
     return None
@@ -159,7 +177,7 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
 def find_checkpoint(path: Path) -> Path:
     """Return `path` if it is a checkpoint, or the newest valid checkpoint of a run's folder.
 
-    Raises UserError if there is none.
+    Raises UserError if there is none, and Unreadable if the newest one cannot be read.
     """
     if is_checkpoint(path):
         return path
@@ -172,37 +190,71 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the model's weights by name, fp32, on the CPU."""
-    if (folder / WEIGHTS).exists():
-        return load_file(folder / WEIGHTS)
-    from torch.distributed.checkpoint import FileSystemReader  # takes 1.5 s to import
-
-    metadata = FileSystemReader(folder / SHARDS).read_metadata().state_dict_metadata
-    weights = {name: torch.empty(metadata[name].size) for name in metadata if name.startswith("model.")}
-    load_shards(weights, folder)
+    """Verify a checkpoint, and return the model's weights by name, fp32, on the CPU. Raises UserError as verify()."""
+    files = verify(folder)["files"]
+    if WEIGHTS in files:
+        return read_tensors(folder / WEIGHTS)
+    reader = open_shards(folder, files)
+    weights = {name: torch.empty(size) for name, size in reader.sizes.items() if name.startswith("model.")}
+    reader.load(weights)
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
-def load_shards(state: dict[str, Tensor], folder: Path) -> None:
-    """Fill the tensors of `state` from a sharded checkpoint, on any number of ranks."""
-    from torch.distributed.checkpoint import load
+def open_shards(folder: Path, files: dict):
+    """Return the ShardReader of a sharded checkpoint whose manifest has these files."""
+    from runtime.sharded import ShardReader  # takes 1.5 s to import
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # that is the intent
-        load(state, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+    return ShardReader(folder / SHARDS, {Path(name).name for name in files if SHARD.fullmatch(name)})
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises UserError if it is damaged or cannot be read."""
+    try:
+        check_regular(path)
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or class_and_message(error)
+        raise UserError(f"{path} cannot be read: {reason}; choose another checkpoint") from error
+
+
+def read_training(folder: Path) -> dict:
+    """Return what training.pt holds: `updates`, `random`, and, if the checkpoint is not sharded, AdamW's moments.
+
+    Raises UserError if it is damaged, cannot be read, or holds more than tensors and plain values.
+    """
+    path = folder / TRAINING
+    try:
+        check_regular(path)
+        training = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        has_updates = isinstance(training, dict) and type(training.get("updates")) is int
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}; choose another checkpoint") from error
+    except Exception as error:  # the unpickler may raise any exception
+        reason = "it is damaged, or holds more than tensors and plain values"
+        raise UserError(f"{path} cannot be read: {reason}; choose another checkpoint") from error
+    check(has_updates, f"{path} is not of a run: `updates` is missing or wrong; choose another checkpoint")
+    return training
 
 
 @torch.no_grad()
 def load_state(folder: Path, state: State) -> dict:
-    """Fill the tensors of `state`, on any number of ranks, and return the other entries of training.pt."""
-    rest = torch.load(folder / TRAINING, map_location="cpu", weights_only=True, mmap=True)
-    if (folder / SHARDS).exists():
-        load_shards(flatten(state), folder)
+    """Fill the tensors of `state`, on any number of ranks, and return the other entries of training.pt.
+
+    Raises UserError if the checkpoint does not hold tensors of these names and shapes.
+    """
+    manifest, rest = read_manifest(folder), read_training(folder)
+    is_whole = isinstance(rest.get("random"), list) and 0 <= rest["updates"] <= manifest["step"]
+    check(is_whole, f"{folder / TRAINING} has a wrong `random` or `updates`; choose another checkpoint")
+    if WEIGHTS not in manifest["files"]:
+        open_shards(folder, manifest["files"]).load(flatten(state))
         return rest
-    saved = {"model": load_file(folder / WEIGHTS), **{group: rest.pop(group) for group in state if group != "model"}}
+    saved = {
+        "model": read_tensors(folder / WEIGHTS),
+        **{group: rest.pop(group, None) for group in state if group != "model"},
+    }
     for group, tensors in state.items():
         for name, tensor in tensors.items():
-            whole = saved[group][name]
+            whole = pick(saved, group, name, tensor.shape, folder)
             if is_sharded(tensor):  # each rank copies its own part of the file
                 from torch.distributed.tensor import distribute_tensor
 
@@ -213,6 +265,15 @@ def load_state(folder: Path, state: State) -> dict:
             else:
                 tensor.copy_(whole)
     return rest
+
+
+def pick(saved: dict, group: str, name: str, shape: torch.Size, folder: Path) -> Tensor:
+    """Return the tensor saved[group][name]. Raises UserError if there is none of this shape."""
+    tensors = saved.get(group)
+    tensor = tensors.get(name) if isinstance(tensors, dict) else None
+    is_right = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.shape == shape
+    check(is_right, f"{folder} has no {group} of {name} in the shape {tuple(shape)}; choose another checkpoint")
+    return tensor
 
 
 def random_state(device: torch.device) -> dict:
@@ -227,9 +288,15 @@ def random_state(device: torch.device) -> dict:
 
 
 def restore_random_state(state: dict, device: torch.device) -> None:
-    """Set all random states of this process to `state`, which random_state() returned."""
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+    """Set all random states of this process to `state`, which random_state() returned. Raises UserError if it did not.
+
+    Nothing but a checkpoint that somebody has made by hand can have another state.
+    """
+    try:
+        torch.set_rng_state(state["torch"])
+        if device.type == "cuda" and state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"], device)
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UserError(f"the random states of the checkpoint are wrong: {class_and_message(error)}") from error

@@ -224,6 +224,8 @@ def parse(cfg: DictConfig | dict, schema: type[T], complete: Callable[[DictConfi
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
         raise UserError(explain_error(error, schema)) from error
+    except OverflowError as error:
+        raise UserError("a number of the config is too large for a float") from error
 
 
 def expand_paths(cfg: DictConfig | ListConfig) -> None:

@@ -1,22 +1,16 @@
 """Resume a run: from which checkpoint, in which folder, and whether it is the same run."""
 
 import contextlib
+import os
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-from runtime.checkpoint import (
-    checkpoint_folders,
-    find_checkpoint,
-    is_checkpoint,
-    newest_valid,
-    read_manifest,
-    step_number,
-    verify,
-)
+from runtime.checkpoint import checkpoint_folders, find_checkpoint, is_checkpoint, newest_valid, verify
 from runtime.command import command_line
-from runtime.config import UserError, check
+from runtime.config import UserError, check, value_text
 from runtime.folders import explain_unwritable, make_unique_folder
+from runtime.manifest import Unreadable, read_manifest, step_number
 from runtime.run import KILLED, read_row, write_row
 from terminal import override, printable, shell_command
 
@@ -28,8 +22,16 @@ def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[P
     checkpoint of out_dir; if out_dir has no checkpoint, the run is new. With a path but no out_dir, the run resumes in
     the folder of the checkpoint's run.
 
-    Raises UserError if there is no valid checkpoint, or if the resumed run would delete newer checkpoints.
+    Raises UserError if there is no valid checkpoint, if the resumed run would delete newer checkpoints, or if a newer
+    one cannot be read.
     """
+    try:
+        return _choose_folder(out_dir, resume, name)
+    except Unreadable as error:
+        raise UserError(f"train.resume={resume}: {error}: train.resume=PATH out_dir=NEW") from error
+
+
+def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
     folder = Path(out_dir) if out_dir else None
     if resume is None:
         return folder or make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"), None
@@ -59,7 +61,7 @@ def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[P
         f"train.resume={resume} is not in a run's folder; name a folder for the resumed run with out_dir=...",
     )
     if run_folder is None or folder.resolve() != run_folder.resolve():
-        existing = [name for name in ("metrics.jsonl", "result.json", "checkpoints") if (folder / name).exists()]
+        existing = [name for name in ("metrics.jsonl", "result.json", "checkpoints") if os.path.lexists(folder / name)]
         check(not existing, f"out_dir={folder} already holds a run ({', '.join(existing)}); choose another out_dir")
     elif newer := newest_valid(run_folder / "checkpoints", after=step_number(path)):
         raise UserError(f"train.resume={resume} is older than {newer}, which would be lost; choose another out_dir")
@@ -106,7 +108,7 @@ def check_same_run(
     keys of the config group `model` in `may_differ` may differ. The schedule and the optimizer may differ, too: then
     the lines of schedule_lines() are printed.
     """
-    saved_config = manifest["config"]
+    saved_config = {"model": {}, "train": {}, "data": {}, "optim": {}, **manifest["config"]}
     pairs = {}  # key -> (value now, value in the checkpoint)
     for key, value in config["model"].items():
         if key not in may_differ:
@@ -114,11 +116,11 @@ def check_same_run(
     for key, value in fingerprint.items():
         pairs[f"data.{key}"] = value, manifest["data"].get(key)
     for key in ("block_size", "tokens_per_step"):
-        pairs[f"train.{key}"] = config["train"][key], saved_config["train"][key]
+        pairs[f"train.{key}"] = config["train"][key], saved_config["train"].get(key)
     for group, key in (("data", "mask_documents"), ("train", "overfit")):  # old checkpoints have neither
         pairs[f"{group}.{key}"] = config[group].get(key, False), saved_config[group].get(key, False)
-    pairs["seed"] = config["seed"], saved_config["seed"]
-    differences = [f"{key}={now} (checkpoint: {then})" for key, (now, then) in pairs.items() if now != then]
+    pairs["seed"] = config["seed"], saved_config.get("seed")
+    differences = [f"{key}={now} (checkpoint: {value_text(then)})" for key, (now, then) in pairs.items() if now != then]
     if differences:
         raise UserError(
             f"train.resume={path} is of another run: {', '.join(differences)}; pass the checkpoint's values, or start "
@@ -135,7 +137,7 @@ def schedule_lines(saved: dict, config: dict) -> list[str]:
     """
     keys = [("optim", key) for key in config["optim"]] + [("train", "max_steps"), ("train", "max_minutes")]
     pairs = [(f"{group}.{key}", config[group][key], saved[group].get(key)) for group, key in keys]
-    changes = [f"{key}={now} (checkpoint: {then})" for key, now, then in pairs if now != then]
+    changes = [f"{key}={now} (checkpoint: {value_text(then)})" for key, now, then in pairs if now != then]
     lines = [f"changed  from here on: {', '.join(changes)}"] if changes else []
     warmup, last = config["optim"]["warmup_steps"], config["train"]["max_steps"]
     if last and warmup > last:

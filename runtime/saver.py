@@ -1,6 +1,7 @@
 """Save the checkpoints of a run while it trains. runtime/checkpoint.py describes their files."""
 
 import contextlib
+import itertools
 import math
 import os
 import shutil
@@ -14,24 +15,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.checkpoint import (
+from runtime.checkpoint import State, checkpoint_folders, flatten, is_real_folder, save_tensors, verify
+from runtime.config import UserError
+from runtime.manifest import (
     SHARDS,
     TRAINING,
     WEIGHTS,
-    State,
-    checkpoint_folders,
-    flatten,
+    Unreadable,
     fsync,
-    is_real_folder,
     read_manifest,
-    save_tensors,
     step_number,
-    verify,
     write_manifest,
 )
-from runtime.config import UserError
 from runtime.ranks import Ranks, is_sharded
-from terminal import warn
+from terminal import class_and_message, warn
 
 GROUPS = ("model", "exp_avg", "exp_avg_sq")  # the groups of an optimizer's state()
 GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU before it waits for the copies
@@ -54,9 +51,10 @@ class Checkpoints:
         steps_before: int = 0,
         replicate_to: str | None = None,
     ):
-        """Delete incomplete checkpoints, and the checkpoints of later steps than `steps_before`.
+        """Delete incomplete checkpoints, and move the checkpoints of later steps than `steps_before` aside.
 
-        The run resumes after step `steps_before`, so every later checkpoint is damaged.
+        The run resumes after step `steps_before`, so every later checkpoint is damaged. Raises UserError if one cannot
+        be moved, and Unreadable if the folder or its best checkpoint cannot be read.
         """
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self.sharded = sharded and not ranks.single
@@ -69,11 +67,14 @@ class Checkpoints:
         # With the group of the training loop, the collectives of the two threads would mix
         self.group = dist.new_group(backend="gloo") if self.sharded else None
         if ranks.is_main:
-            for incomplete in folder.glob(".step-*"):  # the run was killed during a save
-                remove(incomplete)
             for path in checkpoint_folders(folder):
                 if step_number(path) > steps_before:
-                    discard(path)
+                    set_aside(path)
+            for incomplete in folder.glob(".step-*"):  # the run was killed during a save
+                try:
+                    remove(incomplete)
+                except OSError as error:
+                    warn(f"{incomplete} is of a killed save and cannot be deleted: {error.strerror}")
         ranks.gather(None)
         self.best = self._lowest_loss()
 
@@ -87,7 +88,7 @@ class Checkpoints:
             self.pending = self.thread.submit(self._allocate, group_shapes)
 
     def _allocate(self, shapes: dict[str, torch.Size]) -> None:
-        with contextlib.suppress(RuntimeError):  # out of memory: the save itself will raise it again
+        with contextlib.suppress(RuntimeError, MemoryError):  # the save itself will raise it again
             for key, shape in shapes.items():
                 self.host_copies[key] = torch.empty(shape, dtype=torch.float32, pin_memory=self.stream is not None)
 
@@ -148,10 +149,16 @@ class Checkpoints:
         return self.folder / best.readlink().name if best.is_symlink() else best
 
     def _lowest_loss(self) -> float:
-        """Return the validation loss of `best`; infinity if `best` is missing or damaged."""
+        """Return the validation loss of `best`; infinity if `best` is missing or damaged.
+
+        Raises Unreadable if it cannot be read, because a worse checkpoint would replace it.
+        """
         best = self._best()
         try:
-            return read_manifest(best)["val_loss"] if best.exists() else math.inf
+            loss = read_manifest(best)["val_loss"] if is_real_folder(best) else None
+            return math.inf if loss is None else loss
+        except Unreadable:
+            raise
         except UserError as error:
             warn(error)
             return math.inf
@@ -207,7 +214,8 @@ class Checkpoints:
                 wait_for_shards(ready)
             elif ready:
                 ready.synchronize()
-            temporary.mkdir(parents=True, exist_ok=True)
+            if not self.sharded:
+                make_empty(temporary)
             if state:
                 save_tensors(state.pop("model"), temporary / WEIGHTS)
             with (temporary / TRAINING).open("wb") as file:  # with a path, PyTorch's error would not say why
@@ -215,14 +223,15 @@ class Checkpoints:
             if (metrics := self.folder.parent / "metrics.jsonl").exists():  # a resumed run continues it
                 fsync(metrics)
             write_manifest(temporary, facts)
-            discard(final)  # it exists if it was damaged and the run resumed before it
+            if os.path.lexists(final):
+                set_aside(final)  # a file or a link: the damaged checkpoints of later steps have other names already
             temporary.rename(final)
             fsync(self.folder)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            # a full disk can raise any of these
+        except (OSError, RuntimeError, SafetensorError, MemoryError) as error:
+            # a full disk can raise any of the first three
             shutil.rmtree(temporary, ignore_errors=True)
             cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
-            reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+            reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0] or class_and_message(cause)
             free = shutil.disk_usage(next(parent for parent in self.folder.parents if parent.is_dir())).free
             raise UserError(
                 f"{final} could not be written: {reason}; earlier checkpoints stay, and {free / 2**30:.1f} GiB are free"
@@ -252,7 +261,7 @@ class Checkpoints:
                 discard(path)
 
     def _replicate(self, newest: Path, copy: Path) -> None:
-        """Copy the newest checkpoint, verify the copy, and delete the older copies. A failure is only a warning."""
+        """Copy the newest checkpoint, verify the copy, and delete the other copies. A failure is only a warning."""
         temporary = copy.with_name(f".{copy.name}")
         try:
             for incomplete in copy.parent.glob(".step-*"):  # of a copy that was killed
@@ -260,28 +269,43 @@ class Checkpoints:
             copy_folder(newest, temporary)
             for path in [*temporary.rglob("*"), temporary]:
                 fsync(path)
+            verify(temporary)
             discard(copy)
             temporary.rename(copy)
             fsync(copy.parent)
-            verify(copy)
             for path in checkpoint_folders(copy.parent):
                 if path != copy:
                     shutil.rmtree(path)
-        except (OSError, UserError) as error:
+        except (OSError, UserError, MemoryError) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # it would take the room of the next copy
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
             warn(f"{newest} has no copy in {copy.parent}: {reason}")
 
 
 def wait_for_shards(written: Future) -> None:
     """Wait until all ranks have written their shards. Raises OSError with the reason of the first rank that failed."""
-    from torch.distributed.checkpoint import CheckpointException
+    from runtime.sharded import CheckpointException, reason_of
 
     try:
         written.result()
     except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise OSError(getattr(cause, "strerror", None) or str(cause)) from error
+        raise OSError(reason_of(error)) from error
+
+
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint step-N to damaged-step-N, or -2, -3 and so on, and print where it is.
+
+    Nobody reads it again, and nobody deletes it. Raises UserError if it cannot be renamed.
+    """
+    numbers = itertools.count(2)
+    new = path.with_name(f"damaged-{path.name}")
+    while os.path.lexists(new):
+        new = path.with_name(f"damaged-{path.name}-{next(numbers)}")
+    try:
+        path.rename(new)
+    except OSError as error:
+        raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from error
+    warn(f"{path} is damaged and is now {new}; delete it if nobody needs it")
 
 
 def discard(path: Path) -> None:
@@ -310,10 +334,17 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def make_empty(path: Path) -> None:
+    """Make an empty folder. Delete what is there, which a killed save has left. Raises OSError."""
+    if os.path.lexists(path):
+        remove(path)
+    path.mkdir(parents=True)
+
+
 def try_make_folder(path: Path) -> str | None:
-    """Make a folder. Return the reason if that fails, or None."""
+    """Do what make_empty() does. Return the reason if that fails, or None."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_empty(path)
     except OSError as error:
         return error.strerror
     return None

@@ -233,6 +233,70 @@ def test_warnings_hide_control_characters():
     assert [path.name for path in paths if 'print(f"warning: ' in path.read_text()] == ["terminal.py"]
 
 
+# Functions and classes that may run what a file says
+MAY_RUN_FILES = {f"{module}.{name}" for module in ("pickle", "dill", "marshal") for name in ("load", "loads")}
+MAY_RUN_FILES |= {"pickle.Unpickler", "pickle._Unpickler", "shelve.open", "joblib.load", "pandas.read_pickle"}
+MAY_RUN_FILES |= {f"yaml.{name}" for name in ("load", "load_all", "full_load", "unsafe_load")}
+MAY_RUN_FILES |= {"torch.jit.load", "torch.hub.load", "torch.export.load", "eval", "exec"}
+SAFE_OPTIONS = {"weights_only": "True", "allow_pickle": "False", "trust_remote_code": "False"}
+EXCEPTIONS = {
+    "runtime.torch_compat": "PyTorch returns the record of this process's collectives as a pickle",
+    "runtime.sharded": "an empty class takes the place of each name in DCP's pickle",
+}
+
+
+def uses_that_run_files(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Return module -> its uses of MAY_RUN_FILES, of torch.load without weights_only=True, and of unsafe options."""
+    found: dict[str, list[str]] = {}
+    for module, tree in modules.items():
+        imports = dict(imported_names(tree))
+        for node in ast.walk(tree):
+            names = node.bases if isinstance(node, ast.ClassDef) else [getattr(node, "func", None)]
+            options = {}
+            if isinstance(node, ast.Call):
+                options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            elif not isinstance(node, ast.ClassDef):
+                continue
+            for name in map(dotted, names):
+                first, dot, rest = name.partition(".")
+                full = f"{imports.get(first, first)}{dot}{rest}"
+                unsafe = full in MAY_RUN_FILES or (full == "torch.load" and "weights_only" not in options)
+                if unsafe or any(options.get(key, safe) != safe for key, safe in SAFE_OPTIONS.items()):
+                    found.setdefault(module, []).append(f"{node.lineno} {full}")
+    return found
+
+
+def test_no_room_runs_what_a_file_says():
+    """A pickle, some YAML, and a model of a hub may hold any program. EXCEPTIONS has the reasons of the others."""
+    packaging = {name: ast.parse((ROOT / name).read_text()) for name in ("hatch_build.py", "hotswap/rooms.py")}
+    found = uses_that_run_files(MODULES | packaging)
+    assert {module: uses for module, uses in found.items() if module not in EXCEPTIONS} == {}
+    assert found.keys() == EXCEPTIONS.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle\npickle.loads(b)",
+        "from pickle import loads as read\nread(b)",
+        "import pickle as p\nclass Mine(p.Unpickler): pass",
+        "import torch\ntorch.load(p)",
+        "import torch\ntorch.load(p, weights_only=False)",
+        "import numpy as np\nnp.load(p, allow_pickle=True)",
+        "import yaml\nyaml.load(p, Loader)",
+        "AutoModel.from_pretrained(p, trust_remote_code=True)",
+        "def f():\n    return eval(text)",
+    ],
+)
+def test_the_check_finds_what_runs_files(text):
+    assert len(uses_that_run_files(parse_repo(lab_x=text))["lab.x"]) == 1
+
+
+def test_the_check_passes_what_runs_no_file():
+    text = "import torch, yaml\ntorch.load(p, weights_only=True)\nyaml.safe_load(p)\nmodel.eval()\nnp.load(p)"
+    assert uses_that_run_files(parse_repo(lab_x=text)) == {}
+
+
 def calls_without_encoding(modules: dict[str, ast.Module]) -> list[str]:
     """Return the calls that read or write text in the locale's encoding. It may be ASCII, and a file is always UTF-8.
 

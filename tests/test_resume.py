@@ -24,6 +24,7 @@ from kernels.registry import OPS, impls, unavailable
 from model import capture, generate
 from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
 from runtime.run import UNFINISHED, write_row
+from tests.runtime.test_unreadable import break_paths
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
 BASE = [word for word in QUICK if "checkpoint_every" not in word]  # QUICK, but with checkpoints
@@ -277,7 +278,10 @@ def test_a_run_does_not_resume_on_another_text(hotswap):
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(hotswap):
-    """train.resume=auto takes the checkpoint before it, or fails if all are damaged. Naming a damaged one fails."""
+    """train.resume=auto takes the checkpoint before it, or fails if all are damaged. Naming a damaged one fails.
+
+    The damaged one gets another name.
+    """
     settings = *BASE, "train.checkpoint_every=2", "train.stop_after=4", "train.max_steps=8"
     assert hotswap(*settings)[0] == 0
     path = Path("run/checkpoints/step-000004/training.pt")
@@ -287,8 +291,11 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(hotswap):
     assert err.startswith("error: run/checkpoints/step-000004 is damaged: training.pt has ")
     code, _, err = hotswap(*settings, RESUME)
     assert code == 0
-    assert err.startswith("warning: run/checkpoints/step-000004 is damaged: training.pt has ")
-    assert err.count("\n") == 1
+    skipped, moved = err.splitlines()
+    assert skipped.startswith("warning: run/checkpoints/step-000004 is damaged: training.pt has ")
+    aside = "run/checkpoints/damaged-step-000004"
+    assert moved == f"warning: run/checkpoints/step-000004 is damaged and is now {aside}; delete it if nobody needs it"
+    assert Path(aside, "manifest.json").exists()
     assert row()["resumed_from"] == "run/checkpoints/step-000002"
     assert [line["step"] for line in metrics()] == [1, 2, 3, 4, 5, 6]
     for folder in checkpoint_folders(Path("run/checkpoints")):
@@ -298,6 +305,23 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(hotswap):
     assert code == 1
     assert err.splitlines()[-1].startswith("error: train.resume=auto: no checkpoint in run is valid")
     assert metrics() == before
+
+
+def test_a_run_does_not_resume_if_its_newest_checkpoint_cannot_be_read(hotswap, monkeypatch):
+    """It may be good, and an older one would let a later save delete it. Nothing in the folder changes."""
+    settings = *BASE, "train.checkpoint_every=2", "train.stop_after=4", "train.max_steps=8"
+    assert hotswap(*settings)[0] == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    reason = "run/checkpoints/step-000004/manifest.json cannot be read: Input/output error; make it readable, or name "
+    for word in ("auto", "run", "run/checkpoints/step-000004", "run/checkpoints/step-000002"):
+        with monkeypatch.context() as patch:
+            break_paths(patch, Path("run/checkpoints/step-000004/manifest.json"), "EIO")
+            code, out, err = hotswap(*settings, f"train.resume={word}")
+        line = f"error: train.resume={word}: {reason}another checkpoint by its path: train.resume=PATH out_dir=NEW\n"
+        assert (code, out, err) == (1, "", line)
+        assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    assert hotswap(*settings, RESUME)[0] == 0
+    assert row()["steps"] == 8
 
 
 def test_a_resumed_run_counts_the_minutes_before_it(hotswap, monkeypatch):

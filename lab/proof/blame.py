@@ -25,7 +25,7 @@ from lab.proof.soak import checksum
 from lab.recipe import Recipe
 from model import kept as kept_file
 from model.gpt import GPTConfig
-from runtime.checkpoint import checkpoint_folders, read_weights, step_number, verify
+from runtime.checkpoint import checkpoint_folders, read_weights, step_number
 from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory
 from terminal import warn
@@ -72,7 +72,6 @@ def read_kept(run: Path, step: int | None) -> Kept:
     for checkpoint in checkpoint_folders(run / "checkpoints"):  # the newest first
         if step_number(checkpoint) < step:
             try:
-                verify(checkpoint)
                 return Kept(step, kept["batches"], read_weights(checkpoint), step_number(checkpoint))
             except UserError as error:
                 warn(error)
