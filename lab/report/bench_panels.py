@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 import textwrap
-from html import escape
 from itertools import cycle
 
 from kernels.registry import OPS
@@ -20,7 +19,7 @@ from lab.report.describe import (
     newest_searches,
     search_settings,
 )
-from lab.report.plot import PREDICTION_ERROR, Panel, figure, format_values, hover_text, scatter
+from lab.report.plot import PREDICTION_ERROR, Panel, escape, figure, format_values, hover_text, scatter, wrap
 from lab.report.source import ReportSource
 from lab.rerun import rerun_command
 from lab.rows import read_rows
@@ -99,7 +98,7 @@ def search_label(row: dict, rows: list[dict]) -> str:
     choice, *settings, memory = search_settings(row)
     if len({search_settings(other)[-1] for other in rows}) > 1:
         settings.append(memory)
-    return "<br>".join(map(escape, [choice, *textwrap.wrap(" ".join(filter(None, settings)), 26)]))
+    return "<br>".join(map(escape, [*wrap(choice, 80), *textwrap.wrap(" ".join(filter(None, settings)), 26)]))
 
 
 def search_hover(mode: str, row: dict) -> str:

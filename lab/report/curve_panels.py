@@ -1,10 +1,8 @@
 """The panels with curves over steps: losses beside a reference, and when a longer start pays off."""
 
-from html import escape
-
 from lab.report.choices import Choice, comparable_groups
 from lab.report.colours import INK, choice_dashes
-from lab.report.plot import HOVER_LINE, choice_hover, figure, hover_text, scatter
+from lab.report.plot import HOVER_LINE, choice_hover, escape, figure, hover_text, scatter
 
 Losses = dict[int, float]  # step -> loss
 

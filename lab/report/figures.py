@@ -1,7 +1,6 @@
 """Draw PNGs from rows: the speed of choices, attention over T, kernels under the roofline, loss curves."""
 
 import io
-import textwrap
 from pathlib import Path
 
 from files import write_atomically
@@ -16,7 +15,8 @@ ATTENTION_UNITS = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
 
 def plain(text: str, width: int = 80) -> str:
     """Return a text of a row for matplotlib, which would read a formula between two $, and hide a label `_name`."""
-    text = textwrap.shorten(printable(text), width, placeholder="...") or "?"
+    text = " ".join(printable(text).split()) or "?"
+    text = text if len(text) <= width else f"{text[: width - 3]}..."
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 
@@ -132,7 +132,7 @@ def short_titles(choices: list[Choice]) -> tuple[list[str], str]:
         for kernels, attention in [name_parts(choice)]
     ]
     shared = [part for part in titles[0] if part and all(part in title for title in titles)]
-    short = [" · ".join(part.split("=")[-1] for part in title if part and part not in shared) for title in titles]
+    short = [" · ".join(part.split("=", 1)[-1] for part in title if part and part not in shared) for title in titles]
     return short, ", ".join(shared)
 
 

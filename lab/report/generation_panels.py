@@ -1,7 +1,6 @@
 """The panels of generation: speed against batch and against context, and the time of a step by families of kernels."""
 
 from collections.abc import Callable
-from html import escape
 from typing import NamedTuple
 
 from lab.report.bench_panels import octave_ticks
@@ -9,7 +8,7 @@ from lab.report.choices import Choice, identifying_settings
 from lab.report.colours import SYMBOLS
 from lab.report.describe import prompt_tokens
 from lab.report.panels import families_figure
-from lab.report.plot import Panel, choice_hover, figure, scatter
+from lab.report.plot import Panel, choice_hover, escape, figure, scatter
 from lab.report.source import ReportSource
 from lab.sweep.compare import sequences
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
-from files import write_atomically
+from files import read_text, write_atomically
 from lab.judge import verdict
 from lab.report.bench_panels import benchmark_panels, page_entry
 from lab.report.choice_table import choice_tables, failures, notes, report_markdown, wandb_table
@@ -127,8 +127,8 @@ def render_page(source: ReportSource) -> str:
         colours=colours,
         failures=failures(source),
         environment=environment(source),
-        css=(HERE / "page.css").read_text(encoding="utf-8"),
-        js=(HERE / "page.js").read_text(encoding="utf-8"),
+        css=read_text(HERE / "page.css"),
+        js=read_text(HERE / "page.js"),
         plotly=get_plotlyjs(),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )

@@ -1,7 +1,6 @@
 """The panels of training: Plotly figures of choices."""
 
 from collections import Counter
-from html import escape
 
 from lab.report.choices import Choice, comparable_groups
 from lab.report.colours import GREY, GRID, INK, QUIET, choice_symbols, part_colours, text_colour
@@ -12,6 +11,7 @@ from lab.report.plot import (
     axis_label,
     bars,
     choice_hover,
+    escape,
     figure,
     format_values,
     hover_text,

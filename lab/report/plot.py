@@ -5,9 +5,9 @@ text]. page.js filters by the id, and looks up the command that a click copies. 
 an id.
 """
 
+import html
 import textwrap
 from dataclasses import dataclass
-from html import escape
 
 from lab.report.choices import Choice
 
@@ -46,6 +46,11 @@ def figure(traces: list[dict], x: str, y: str = "", row_height: int | None = Non
         yaxis |= {"autorange": "reversed", "type": "category"}
         xaxis |= {"rangemode": "tozero"}
     return {"data": traces, "layout": {"xaxis": xaxis, "yaxis": yaxis, **layout}, "row": row_height}
+
+
+def escape(text: str) -> str:
+    """Return a text of a row as HTML for Plotly, for which a formula would stand between two $."""
+    return html.escape(text).replace("$", "&#36;")
 
 
 def wrap(text: str, width: int, **options) -> list[str]:

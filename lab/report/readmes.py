@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from files import write_atomically
+from files import read_text, write_atomically
 from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables
@@ -51,7 +51,7 @@ def fill(text: str) -> str:
 def write_readmes() -> Iterator[Path]:
     """Fill the generated sections of README.md and */README.md; yield each file that was written."""
     for readme in (ROOT / "README.md", *sorted(ROOT.glob("*/README.md"))):
-        text = readme.read_text(encoding="utf-8")
+        text = read_text(readme)
         if MARKED.search(text):
             write_atomically(readme, fill(text).encode())
             yield readme
