@@ -18,9 +18,10 @@ import data
 from data import loader
 from kernels import registry
 from lab import commands, proof
+from lab.generation.sample import write_sample
 from lab.recipe import Recipe
 from lab.sweep import launcher
-from model import capture, cost, generate, optim, parallel, pretrained
+from model import capture, cost, optim, parallel, pretrained
 from model.gpt import PRECISIONS, GPTConfig
 from model.step import check_losses, evaluate, make_optimizer
 from runtime import checkpoint, compiling, console, resume, schedule, trackers
@@ -82,21 +83,22 @@ class Job:
     recorder: proof.Recorder | None  # of the first steps, for parity
 
 
-def begin(job: Job, resume_from: Path | None) -> tuple[Checkpoints, Meter]:
-    """Load the checkpoint, if there is one; complete the row; print what is about to run."""
+def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Checkpoints, Meter]:
+    """Load the checkpoint, if there is one; complete the row; print what is about to run. find_end() made `ended`."""
     t, run, ranks, device = job.train, job.run, job.ranks, job.device
-    steps_before, seconds_before, lines_before = restore(job, resume_from) if resume_from else (0, 0.0, 0)
-    run.truncate_metrics(steps_before, lines_before)
+    saved = restore(job, resume_from) if resume_from else {"step": 0, "elapsed": 0.0}
+    run.truncate_metrics(saved["step"], saved.get("metrics_lines", 0), resume.logged_figures(saved))
     kernels = job.recipe.executed_kernels((t.batch_size, t.block_size), device)
-    peaks = {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
-    run.begin(kernels=kernels, **peaks, resumed_from=str(resume_from) if resume_from else None)
+    facts = {"kernels": kernels, "peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
+    facts |= {"resumed_from": str(resume_from) if resume_from else None}
+    run.begin(**(resume.saved_row(ended, run.row) if ended else facts))
     folder, kept, copied_to = run.folder / "checkpoints", t.keep_checkpoints, t.replicate_to
-    checkpoints = Checkpoints(folder, kept, t.sharded_checkpoints, ranks, device, steps_before, copied_to)
-    if t.checkpoint_every:
+    checkpoints = Checkpoints(folder, kept, t.sharded_checkpoints, ranks, device, saved["step"], copied_to)
+    if t.checkpoint_every and not ended:
         checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.step.model.named_parameters()})
     if ranks.is_main:
         print(console.header(run.row, *cost.describe(job.recipe.model, t.block_size), job.dataset.summary, run.folder))
-    return checkpoints, Meter(device, t.tokens_per_step, job.ceiling, ranks, steps_before, seconds_before)
+    return checkpoints, Meter(device, t.tokens_per_step, job.ceiling, ranks, saved["step"], saved["elapsed"])
 
 
 def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) -> schedule.Due:
@@ -129,14 +131,17 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
                 val_loss = evaluate(job.step.model, job.held_out, t.batch_size, t.eval_samples, device, ranks)
                 bar.write(console.val_line(step, t.max_steps, val_loss))
                 figures["val/loss"], is_best = val_loss, val_loss < checkpoints.best
+            if due.end:
+                run.row |= {"steps": step, **figures, **job.step.figures, **meter.result()}
             if due.save or (is_best and t.checkpoint_every):
                 facts = {"val_loss": figures.get("val/loss"), "elapsed": meter.elapsed, "metrics_lines": run.lines + 1}
+                facts |= {"figures": {**figures}, "row": {**run.row} if due.finished else None}
                 figures["checkpoint/pause_ms"] = 1e3 * save(job, checkpoints, step, facts)
             meter.start_interval(step)
             run.log(step, figures)
             if due.end:
                 break
-        run.row |= {"steps": step, **figures, **job.step.figures, **meter.result(), **checkpoints.close()}
+        run.row |= checkpoints.close()
     return due
 
 
@@ -148,26 +153,15 @@ def save(job: Job, checkpoints: Checkpoints, step: int, facts: dict) -> float:
     return pause
 
 
-def restore(job: Job, path: Path) -> tuple[int, float, int]:
-    """Load a checkpoint: (its steps, their seconds, their logged lines). Raises UserError if it is of another run."""
+def restore(job: Job, path: Path) -> dict:
+    """Load a checkpoint, and return its manifest. Raises UserError if it is of another run."""
     saved = checkpoint.read_manifest(path)
     resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, may_differ=pretrained.TRAINING)
     rest = checkpoint.load_state(path, job.step.optimizer.state())
     job.step.optimizer.load(saved["step"], rest["updates"])
     if job.ranks.rank < len(rest["random"]):  # a rank that the saved job did not have keeps its own random state
         checkpoint.restore_random_state(rest["random"][job.ranks.rank], job.device)
-    return saved["step"], saved["elapsed"], saved.get("metrics_lines", 0)  # older versions wrote no metrics_lines
-
-
-def write_sample(job: Job) -> None:
-    """Print some generated text, and keep it as sample.txt."""
-    try:
-        text = generate.sample_text(job.step.model, job.dataset.tokenizer, job.train.sample_tokens, job.recipe.seed)
-    except registry.Unavailable as reason:
-        print(console.sample_line(f"none: {reason}"))
-        return
-    job.run.write_sample(text)
-    print(console.sample_line(repr(text)))
+    return saved
 
 
 def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
@@ -181,16 +175,16 @@ def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
     if due.interrupted:
         signals.stop(f"after step {row['steps']}")
     needs_proof = due.finished and "parity" in row
-    run.record("stopped: before its proof" if needs_proof else "ok")  # a kill during the sample loses no figure
+    run.record(f"stopped: before its {'proof' if needs_proof else 'end'}")  # a kill from here on loses no figure
     if t.sample_tokens:
-        write_sample(job)
+        write_sample(run, job.step.model, job.dataset.tokenizer, t.sample_tokens, job.recipe.seed)
     schedule.check_overfit(t, due, row["steps"], row["train/loss"])
     batches = [tuple(tensor.to(job.device) for tensor in batch) for batch in job.batches(row["steps"] + 1)]
     if job.config["profile"]:
         proof.write_trace(job.step, batches, run.folder)
     if needs_proof:
         proof.prove(row, job.recipe, t, job.step, batches, job.recorder, job.references)
-        run.record("ok")
+        run.record("stopped: before its end")
     if job.config["profile"]:  # after the proof, whose receipt is of the captured steps
         proof.write_memory_snapshot(job.step, batches, run.folder)
 
@@ -214,8 +208,9 @@ def main(cfg: Config) -> None:
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
         name = f"{sizes['parameters'] / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
-        if resume_from and schedule.is_finished(t, *checkpoint.progress(resume_from)):
-            print(ranks.run_on_rank0(lambda: resume.finished_line(folder, resume_from, name)))
+        line, ended = ranks.run_on_rank0(lambda: resume.find_end(folder, resume_from, t, name))
+        if line:
+            print(line)
             return
         with (
             proof.suggest_batch_size(recipe, t, device, ranks),
@@ -242,7 +237,9 @@ def main(cfg: Config) -> None:
             parts = dataset, batches, held_out, ceil, capture.StepRunner(model, optimizer, t.cuda_graph), references
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
-            finish(job, train(job, *begin(job, resume_from), signals), signals)
+            checkpoints, meter = begin(job, resume_from, ended)
+            due = resume.complete(run, ended, signals) if ended else train(job, checkpoints, meter, signals)
+            finish(job, due, signals)
         print(f"done     {run.folder / 'result.json'}")
 
 

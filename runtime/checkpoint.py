@@ -93,12 +93,6 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     path.chmod(mode)
 
 
-def progress(folder: Path) -> tuple[int, float]:
-    """Return (a checkpoint's step, the seconds that the run had taken by then)."""
-    facts = read_manifest(folder)
-    return facts["step"], facts["elapsed"]
-
-
 def verify(folder: Path) -> dict:
     """Compare every file with the manifest, and return the manifest.
 

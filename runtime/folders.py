@@ -4,6 +4,7 @@ At the end of a job, runtime/config.py removes the ones that stayed empty.
 """
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from runtime.config import UserError, check, made_folders, value_text
 from terminal import outlive_output, printable
+
+FULL = errno.ENOSPC, errno.EDQUOT
 
 
 @contextlib.contextmanager
@@ -21,7 +24,13 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
     except OSError as error:
         path = Path(error.filename or folder)
         where = f"{path.name}: " if path.parent == folder else ""
-        raise UserError(f"out_dir={folder} cannot be written: {where}{error.strerror}; choose another folder") from None
+        advice = "free some space, or choose another folder" if error.errno in FULL else "choose another folder"
+        raise UserError(f"out_dir={folder} cannot be written: {where}{reason_of(error)}; {advice}") from None
+
+
+def reason_of(error: OSError) -> str:
+    """Return why a file cannot be written. Libraries raise some without strerror."""
+    return error.strerror or str(error) or type(error).__name__
 
 
 def file_name(text: object) -> str:

@@ -1,18 +1,24 @@
 """Resume a run: from which checkpoint, in which folder, and whether it is the same run."""
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Collection
 from pathlib import Path
 
+from files import read_bytes, read_line
 from runtime.checkpoint import checkpoint_folders, find_checkpoint, is_checkpoint, newest_valid, verify
 from runtime.command import command_line
 from runtime.config import UserError, check, value_text
 from runtime.folders import explain_unwritable, make_unique_folder
 from runtime.manifest import Unreadable, read_manifest, step_number
-from runtime.run import KILLED, read_row, write_row
+from runtime.run import KILLED, Run, read_row, write_row
+from runtime.schedule import Due, TrainConfig, is_finished
+from runtime.signals import Signals
 from terminal import override, printable, shell_command
+
+CHOICE = "kernels", "attn", "precision"  # the keys of the config that decide what computes
 
 
 def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
@@ -68,18 +74,75 @@ def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[
     return folder, path
 
 
-def finished_line(folder: Path, path: Path, name: str) -> str:
-    """Return the line about a run whose newest checkpoint, at `path`, is of its last step. There is nothing to resume.
+def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tuple[str | None, dict | None]:
+    """Return what is left of a run in `folder` that resumes from the checkpoint at `path`: (line, manifest).
 
-    If a kill after this checkpoint has lost the row, the row gets a status that says so.
+    If nothing is left, the line says so. If a kill or an error came after the last step, the manifest has all that
+    complete() needs. Otherwise both are None, and the run trains. `name` is for the row of a run that has none.
     """
+    if path is None:
+        return None, None
+    manifest = read_manifest(path)
+    if not is_finished(t, manifest["step"], manifest["elapsed"]):
+        return None, None
+    done = f"done     already: {path} is of the run's last step"
+    if folder.resolve() != path.parent.parent.resolve():
+        return printable(f"{done}; to train longer in {folder}, raise train.max_steps or train.max_minutes"), None
     row = read_row(folder) or {"name": name, "command": command_line(), "status": KILLED}
+    # The loop has ended well, so also what failed after it, such as a last line on a full disk, is done again. But a
+    # second process cannot prove the first steps
+    if manifest.get("row") and row["status"] != "ok" and not row["status"].startswith("wrong"):
+        return None, manifest
     if row["status"].startswith(KILLED):
+        if manifest["step"] < (t.max_steps or math.inf):  # its time is over: it ends after one more step
+            return None, None
+        row |= {"steps": manifest["step"], **last_figures(folder, manifest["step"])}
         row["status"] = f"failed: killed after its last step: {path} is complete, but the figures of the row are lost"
         with explain_unwritable(folder):
             write_row(folder, row)
     reason = "" if row["status"] == "ok" else f"; its status is {row['status']}"
-    return printable(f"done     already: {path} is of the run's last step{reason}")
+    return printable(f"{done}{reason}"), None
+
+
+def last_figures(folder: Path, step: int) -> dict:
+    """Return the figures in the last line of metrics.jsonl, if it is of this step; {} otherwise."""
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError, RecursionError):
+        figures = read_line(read_bytes(folder / "metrics.jsonl").splitlines()[-1])
+        if figures.pop("step") == step:
+            return figures
+    return {}
+
+
+def logged_figures(manifest: dict) -> dict | None:
+    """Return the figures of the checkpoint's step for metrics.jsonl. None in the manifest of an older version."""
+    if "figures" not in manifest:
+        return None
+    return manifest["figures"] | {"checkpoint/pause_ms": manifest["pauses"]["last_ms"]}
+
+
+def saved_row(ended: dict, row: dict) -> dict:
+    """Return the row in the manifest `ended`, for a process with this `row`, which has no figures.
+
+    Raises UserError if this process should prove figures of other kernels.
+    """
+    saved = {key: value for key, value in ended["row"].items() if key not in ("status", "parity")}
+    changed = [key for key in CHOICE if ended["config"][key] != row["config"][key]]
+    check(
+        not (changed and row["config"]["proof"]),
+        f"this run has ended, and only its proof is left, but {', '.join(changed)} changed since: pass the run's own "
+        "choice, or proof=false",
+    )
+    return saved | {"checkpoint/pause_ms": ended["pauses"]["median_ms"]}
+
+
+def complete(run: Run, ended: dict, signals: Signals) -> Due:
+    """Take the place of the training loop if a kill came after its last step: `ended` is the manifest.
+
+    Returns what was due after the step.
+    """
+    signals.start_loop(run.record)
+    print(f"ended    before, after step {ended['step']}, but without its row, which follows")
+    return Due(log=True, evaluate=False, save=False, end=True, finished=True, interrupted=False)
 
 
 def checkpoint_model_config(out_dir: str | None, resume: str | None) -> dict | None:

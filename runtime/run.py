@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from files import add_crc32, check_regular, open_regular, read_bytes, read_line, write_atomically
 from runtime.command import command_line
 from runtime.config import UserError, made_folders
-from runtime.folders import explain_unwritable, make_folder
+from runtime.folders import explain_unwritable, make_folder, reason_of
 from runtime.ranks import Ranks
 from runtime.signals import find_interrupt
 from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker
@@ -46,6 +46,7 @@ class Run:
     def __init__(self, folder: Path, name: str, config: object, tracker: Tracker, resume: bool = False):
         self.folder, self.tracker, self.has_begun = folder, tracker, False
         self.lines = 0  # of metrics.jsonl
+        self.lost_line: tuple[int, dict] | None = None  # begin() logs it
         self.config = OmegaConf.structured(config)
         self.row = {
             "name": name,
@@ -74,26 +75,31 @@ class Run:
                 write_row(folder, {key: self.row[key] for key in ("name", "status", "started", "command")})
             open_files.pop_all()  # close() closes them
 
-    def truncate_metrics(self, step: int, expected: int = 0) -> None:
+    def truncate_metrics(self, step: int, expected: int = 0, figures: dict | None = None) -> None:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
 
         It leaves out damaged lines with a warning, and the incomplete last line that a kill may leave. If it keeps
-        fewer than `expected` lines, which the checkpoint records, a warning says how many are lost.
+        fewer than `expected` lines, which the checkpoint records, a warning says how many are lost. A kill between
+        the checkpoint and the line of its step has lost this line: begin() writes it from `figures`.
         """
-        path, kept, later, damaged = self.folder / "metrics.jsonl", [], 0, 0
+        path, kept, later, damaged, last = self.folder / "metrics.jsonl", [], 0, 0, 0
         with explain_unwritable(self.folder):
             lines = read_bytes(path).splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                if line.endswith(b"\n") and read_line(line[:-1])["step"] <= step:
+                if line.endswith(b"\n") and (of_step := read_line(line[:-1])["step"]) <= step:
                     kept.append(line)
+                    last = of_step
                 else:
                     later += 1
             except (ValueError, KeyError, TypeError, RecursionError):
                 warn(f"{path}: line {number} is damaged and is left out")
                 damaged += not later
-        lost = expected - len(kept) - damaged
-        if lost > 0 and not self.is_new:  # a run that continues another one in a new folder has no lines yet
+        has_lines = lines or not self.is_new  # a run that continues another one in a new folder has no lines yet
+        if figures and has_lines and last != step:
+            self.lost_line = step, figures
+        lost = expected - len(kept) - damaged - bool(self.lost_line)
+        if lost > 0 and has_lines:
             warn(f"{path} has lost {lost} line{'s' * (lost > 1)} up to step {step}")
         self.lines = len(kept)
         if kept != lines:
@@ -110,6 +116,8 @@ class Run:
             write_atomically(self.folder / "config.yaml", OmegaConf.to_yaml(self.config).encode())
             write_row(self.folder, self.row)
         self.tracker.start(self.folder, self.row)
+        if self.lost_line:
+            self.log(*self.lost_line)
 
     def log(self, step: int, figures: dict) -> None:
         """Write one line of metrics.jsonl, and pass the figures to the tracker.
@@ -123,14 +131,16 @@ class Run:
             self.lines += 1
         except OSError as error:
             raise UserError(
-                f"{self.folder} can no longer be written: {error.strerror}; free some space, and resume"
+                f"{self.folder} can no longer be written: {reason_of(error)}; free some space, and resume"
             ) from None
         self.tracker.log(step, figures)
 
     def _check_folder(self) -> None:
         """Raise UserError if the folder was deleted or replaced, because the file that log() writes is then lost."""
         path = self.folder / "metrics.jsonl"
-        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self.metrics.fileno())):
+        with explain_unwritable(self.folder):
+            is_same = path.exists() and os.path.samestat(path.stat(), os.fstat(self.metrics.fileno()))
+        if not is_same:
             raise UserError(f"{path} was deleted or replaced during the run, and its record is lost; start it again")
 
     def write_sample(self, text: str) -> None:
@@ -156,10 +166,15 @@ class Run:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row.
 
         A run that an error ended before begin() leaves nothing, if this job has made its folder and no tracker uses it.
-        That memory was full is a result, and stays.
+        That memory was full is a result, and stays. Raises UserError if the row of a run that is ok cannot be written.
         """
+        unwritten = None
         if self.has_begun or self.is_new:
-            self.record(status)
+            try:
+                self._write_row(status)
+            except UserError as error:
+                unwritten = error
+                self.row["status"] = f"failed: {error}" if status == "ok" else status
             if not self.has_begun:  # the tracker gets a run that could not be built, too, with its status
                 self.tracker.start(self.folder, self.row)
         with contextlib.suppress(OSError):  # a line that could not be written is still in the buffer
@@ -169,18 +184,29 @@ class Run:
             print(line)
         own = {self.folder / "metrics.jsonl", self.result, self.folder / ".lock"}
         is_refused = not (self.has_begun or status == "oom" or status.startswith("stopped"))
-        if is_refused and self.folder in made_folders and own.issuperset(self.folder.iterdir()):
-            for path in own:
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder stays
+            if is_refused and self.folder in made_folders and own.issuperset(self.folder.iterdir()):
+                for path in own:
+                    path.unlink(missing_ok=True)
         self.lock.close()
+        if unwritten and status == "ok":
+            raise unwritten
+        if unwritten:
+            warn(unwritten)
 
     def record(self, status: str) -> None:
-        """Write the row with this status. Print a warning if the disk is full."""
+        """Write the row with this status, before the end of the run. Print a warning if the disk is full."""
+        try:
+            self._write_row(status)
+        except UserError as error:
+            warn(error)
+
+    def _write_row(self, status: str) -> None:
         self.row["status"] = status
         try:
             write_row(self.folder, self.row)
         except OSError as error:
-            warn(f"{self.result} cannot be written: {error.strerror}")
+            raise UserError(f"{self.result} cannot be written: {reason_of(error)}") from None
 
 
 class SilentRun(Run):
@@ -189,7 +215,7 @@ class SilentRun(Run):
     def __init__(self, folder: Path):
         self.folder, self.row, self.lines = folder, {}, 0
 
-    def truncate_metrics(self, step: int, expected: int = 0) -> None:
+    def truncate_metrics(self, step: int, expected: int = 0, figures: dict | None = None) -> None:
         """Do nothing."""
 
     def begin(self, **facts: dict) -> None:

@@ -113,7 +113,9 @@ class Checkpoints:
             state = {}
         else:
             state, copied = self._copy_to_host(state)
-        facts = {"step": step, **facts}
+        self.pauses.append(time.perf_counter() - start)
+        pauses = {"last_ms": 1e3 * self.pauses[-1], "median_ms": 1e3 * statistics.median(self.pauses)}
+        facts = {"step": step, "pauses": pauses, **facts}
         is_best = facts["val_loss"] is not None and facts["val_loss"] < self.best
         if is_best:
             self.best = facts["val_loss"]
@@ -121,7 +123,6 @@ class Checkpoints:
             self.pending = self.thread.submit(self._write, temporary, state, rest, facts, written or copied, is_best)
         else:
             self.pending = written
-        self.pauses.append(time.perf_counter() - start)
         return self.pauses[-1], copied
 
     def finish(self) -> None:

@@ -99,7 +99,8 @@ def main(cfg: Config) -> None:
         if cfg.prompt is not None:
             run.row["command"] = command_line(prompt=cfg.prompt)
         summary = generate(run, recipe, chosen, cfg.max_new_tokens, device, cfg.proof, cfg.raw)
-        print(f"{summary}\ndone     {run.folder / 'result.json'}")
+        print(summary)
+    print(f"done     {run.folder / 'result.json'}")
 
 
 def generate(

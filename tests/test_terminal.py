@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import train
 from lab.context.search import attempt_line, summary
 from lab.sweep.jobs import SweepJob
-from runtime.resume import finished_line
+from runtime.checkpoint import write_manifest
+from runtime.resume import find_end
 from runtime.run import write_row
 from runtime.trackers import TensorBoard
 from scripts import collect, prepare, reproduce
@@ -33,9 +34,12 @@ def assert_shown(text, times=1):
 def test_lines_with_texts_of_a_run(tmp_path):
     """A path, the status of an attempt, and the last line of a job's log, whose bar shows it."""
     folder = tmp_path / ESCAPE
-    folder.mkdir()
+    checkpoint = folder / "checkpoints/step-000001"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, {"step": 1, "elapsed": 1.0})
     write_row(folder, {"status": "ok"})
-    assert_shown(finished_line(folder, folder / "checkpoints/step-000001", "name"))
+    limits = SimpleNamespace(max_steps=1, max_minutes=None)
+    assert_shown(find_end(folder, checkpoint, limits, "name")[0])
     assert_shown(TensorBoard.view_line(None, folder))
     assert_shown(attempt_line("train", {"T": 128, "status": f"failed: {ESCAPE}"}))
     assert_shown(summary("train", {"limit": f"failed: {ESCAPE}"}, None))
@@ -94,7 +98,7 @@ def test_every_command_prints_what_the_terminals_encoding_lacks(called, monkeypa
 
 def test_a_run_ends_well_in_ascii(hotswap, monkeypatch):
     output = use_ascii(monkeypatch)
-    monkeypatch.setattr(train.generate, "sample_text", lambda *_: "\u00e9\ufffd")
+    monkeypatch.setattr("lab.generation.sample.sample_text", lambda *_: "\u00e9\ufffd")
     words = "+experiment=smoke", "train.max_steps=1", "train.eval_every=0", "model.n_layer=1", "out_dir=run"
     assert hotswap(*words)[0] == 0
     assert rb"sample   '\xe9\ufffd'" in output.getvalue()

@@ -1,0 +1,151 @@
+"""Each write of a run fails once: the run ends with a complete row, or with exit code 1 and one line."""
+
+import builtins
+import errno
+import io
+import itertools
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.run import read_row
+from tests.test_resume import BASE, RESUME
+from tests.test_train import metrics
+
+SETTINGS = [*BASE, "train.checkpoint_every=2", "train.max_steps=4", "train.eval_every=2", "train.eval_batches=1"]
+SETTINGS += ["train.sample_tokens=3", "train.keep_checkpoints=1"]
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+PATH_EVENTS = "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "os.truncate", "shutil.rmtree"
+
+
+class Disk:
+    """Counts the writes below the folder `run`. Write number `failing` fails, and with `stays` all later ones."""
+
+    def __init__(self):
+        self.reset(None)
+        sys.addaudithook(self.watch)
+
+    def reset(self, failing, code=errno.ENOSPC, stays=False):
+        self.count, self.failing, self.code, self.stays, self.hit = 0, failing, code, stays, ""
+
+    def write(self, path, what):
+        if self.failing is None or not str(path).startswith("run"):
+            return
+        self.count += 1
+        if self.count == self.failing or (self.stays and self.count > self.failing):
+            self.hit = self.hit or f"{what} {path}"
+            raise OSError(self.code, os.strerror(self.code), str(path))
+
+    def watch(self, event, arguments):
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
+        if writes or (event in PATH_EVENTS and not is_deletion(event, *arguments[:2])):
+            self.write(arguments[0], event)
+
+
+def is_deletion(event, path, target=None, *_):
+    """Whether a checkpoint is deleted: tests/runtime/test_checkpoint.py has those."""
+    in_rename = event == "os.rename" and str(target).endswith("-old")
+    return "checkpoints/" in str(path) and (in_rename or event in ("os.remove", "os.rmdir", "shutil.rmtree"))
+
+
+class File(io.FileIO):
+    """A file whose writes the disk counts."""
+
+    def __init__(self, path, mode, disk, opener):
+        super().__init__(path, mode, opener=opener)
+        self.disk = disk
+
+    def write(self, data):
+        self.disk.write(self.name, "write")
+        return super().write(data)
+
+
+DISK = []
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """The disk. An audit hook cannot be removed, so all tests share it."""
+    if not DISK:
+        DISK.append(Disk())
+    [disk] = DISK
+    opened, fsync = io.open, os.fsync
+
+    def open_counted(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):
+        if disk.failing is None or not str(file).startswith("run") or not set(mode) & set("wax"):
+            return opened(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        binary = io.BufferedWriter(File(file, mode.replace("b", ""), disk, opener)) if buffering else None
+        if "b" in mode:
+            return binary or File(file, mode.replace("b", ""), disk, opener)
+        return io.TextIOWrapper(binary, encoding, errors, newline, line_buffering=buffering == 1)
+
+    def fsync_counted(handle):
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        disk.write(os.path.relpath(path), "fsync")
+        fsync(handle)
+
+    monkeypatch.setattr(builtins, "open", open_counted)
+    monkeypatch.setattr(io, "open", open_counted)
+    monkeypatch.setattr(os, "fsync", fsync_counted)
+    yield disk
+    disk.reset(None)
+
+
+def run_with_failing_write(hotswap, disk, number, code, stays, *words):
+    disk.reset(number, code, stays)
+    try:
+        exit_code, out, err = hotswap(*words)
+    finally:
+        hit = disk.hit
+        disk.reset(None)
+    return hit, exit_code, out, err
+
+
+def assert_honest(hit, code, out, err):
+    lines = err.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert all(line.startswith(("error: ", "warning: ")) for line in lines), (hit, err)
+    if code == 0:
+        assert (errors, read_row(Path("run"))["status"]) == ([], "ok"), (hit, err)
+        assert [line["step"] for line in metrics()] == [1, 2, 3, 4], hit
+        assert "done     run/result.json" in out
+    else:
+        assert (code, len(errors), "done     " in out) == (1, 1, False), (hit, code, err)
+        row = read_row(Path("run")) or {}
+        assert (row.get("status"), row.get("steps")) != ("ok", 4), (hit, err)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_one_failing_write(hotswap, disk, tmp_path, resumed, stays):
+    """Every tenth write. With `stays`, the disk stays full, and nothing is written any more."""
+    walk(hotswap, disk, resumed, stays, errno.ENOSPC, step=10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_every_failing_write(hotswap, disk, resumed, stays, code):
+    walk(hotswap, disk, resumed, stays, code, step=1)
+
+
+def walk(hotswap, disk, resumed, stays, code, step):
+    if resumed:
+        assert hotswap(*SETTINGS, "train.stop_after=2")[0] == 0
+        Path("run").rename("half")
+    for number in itertools.count(1, step):
+        shutil.rmtree("run", ignore_errors=True)
+        if resumed:
+            shutil.copytree("half", "run", symlinks=True)
+        hit, *results = run_with_failing_write(hotswap, disk, number, code, stays, *SETTINGS, RESUME)
+        if not hit:
+            assert number > 20
+            break
+        assert_honest(hit, *results)
+        if results[0] == 1:  # the disk has room again
+            assert hotswap(*SETTINGS, RESUME)[0] == 0, hit
+            assert read_row(Path("run"))["status"] == "ok"
