@@ -117,7 +117,7 @@ def test_a_damaged_unfinished_preparation_gives_the_same_bytes(unfinished, rows,
 
 @pytest.mark.exhaustive
 def test_any_flip_in_an_unfinished_preparation_gives_the_same_bytes(unfinished, rows, expected, capsys):
-    check_damages(unfinished, rows, expected, capsys, lambda size: range(0, size, 5))
+    check_damages(unfinished, rows, expected, capsys, lambda size: range(0, size, 11))
 
 
 def test_a_changed_shard_costs_only_what_was_written_after_it(unfinished, rows, expected, capsys):

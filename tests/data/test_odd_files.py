@@ -221,9 +221,7 @@ class FullBytes(Bytes):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_tokenizer_without_memory_is_an_error_and_the_same_command_resumes(
-    tmp_path, monkeypatch, quick_python, workers
-):
+def test_a_tokenizer_without_memory_is_an_error_and_the_command_resumes(tmp_path, monkeypatch, quick_python, workers):
     monkeypatch.setattr("data.pipeline.RECORD_EVERY_TOKENS", 100)
     monkeypatch.setattr("data.pipeline.PIECE_CHARACTERS", 60)
     line = one_line(write_shards, tmp_path / "x", Numbered(), FullBytes(), workers)
