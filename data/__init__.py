@@ -6,6 +6,7 @@ loader.py cuts the shards into batches. open_dataset() and prepare() go from the
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ def nanogpt_folder(config: DataConfig) -> Path:
         raise DataError(
             f"data.path={folder}: the folder has no {missing[0]}; data=nanogpt reads nanoGPT's train.bin and val.bin"
         )
-    if not is_missing(folder / "meta.pkl"):
+    if os.path.lexists(folder / "meta.pkl"):
         raise DataError(
             f"data.path={folder}: the folder has a meta.pkl, so its ids are characters (nanoGPT's *_char sets) and not "
             f"tokens of {config.tokenizer}: use the text itself with data=text data.tokenizer=bytes"
