@@ -57,7 +57,7 @@ def read_kept(path: Path) -> dict:
             file.seek(0)
             content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the unpickler may raise any exception
         reason = error if isinstance(error, UserError) else "PyTorch cannot read it"
         raise UserError(f"{path} is damaged: {reason}; the step cannot run again from it") from error

@@ -141,7 +141,8 @@ class SweepJob:
         code = self.process.returncode
         if code < 0:
             return f"failed: {describe_exit(code)}"
-        with open_regular(self.folder / "log.txt") as log:
+        lines = []
+        with contextlib.suppress(OSError), open_regular(self.folder / "log.txt") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - LAST_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         last = lines[-1] if lines else ""
@@ -158,7 +159,7 @@ def can_resume(folder: Path) -> bool:
     """
     for path in checkpoint_folders(folder / "checkpoints"):
         with contextlib.suppress(UserError):
-            return not read_manifest(path)["config"]["proof"]
+            return not read_manifest(path)["config"].get("proof")
     return (folder / "checkpoints").exists()
 
 
