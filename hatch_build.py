@@ -21,8 +21,8 @@ NOT_OURS = {"__pycache__", "build", "dist", "multirun", "out", "wandb"}  # folde
 def repo_files(root: Path) -> list[str]:
     """Return the relative paths of the files of this repo, sorted."""
     if (root / ".git").exists():
-        git = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True, text=True)
-        return sorted(path for path in git.stdout.split("\0") if (root / path).is_file())
+        git = subprocess.run(["git", "ls-files", "-z"], cwd=root, stdout=subprocess.PIPE, check=True)
+        return sorted(path for path in map(os.fsdecode, git.stdout.split(b"\0")) if (root / path).is_file())
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in NOT_OURS]

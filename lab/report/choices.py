@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def precision(self) -> str:
-        return self.row.get("config", {}).get("precision", "")
+        return str(self.row.get("config", {}).get("precision", ""))
 
     @property
     def speeds(self) -> list[float]:

@@ -31,7 +31,8 @@ from runtime.config import UserError, check
 from runtime.trackers import LoggerConfig
 
 HERE = Path(__file__).parent
-ROW_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)  # of a row with wrong or missing values
+# of a row with wrong or missing values
+ROW_ERRORS = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit"
 
 

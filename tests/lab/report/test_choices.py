@@ -141,6 +141,7 @@ BAD_ROWS = {
     "a text as a speed": make_row() | {"perf/tokens_per_sec": "fast"},
     "no environment": make_row() | {"env": None},
     "a number as a config": make_row() | {"config": 3},
+    "a number of 401 digits": make_row() | {"perf/tokens_per_sec": 10**400},
 }
 
 
@@ -153,6 +154,12 @@ def test_a_row_that_the_page_cannot_show_is_named(called, tmp_path, bad):
     text = (tmp_path / "report.md").read_text()
     assert "compile" in text
     assert f"Left out, because they are damaged or lack values: {tmp_path}/2/result.json." in text
+
+
+def test_rows_of_a_wrong_precision_are_sorted_as_text(called, tmp_path):
+    for number, value in enumerate(("bf16", None, 3)):
+        write_row(tmp_path / str(number), make_row() | {"config": make_config() | {"precision": value}})
+    assert called("report.py", report.main, tmp_path)[::2] == (0, "")
 
 
 @pytest.mark.parametrize("command", HOSTILE_COMMANDS, ids=lambda command: repr(command)[:60])
