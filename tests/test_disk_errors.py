@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from runtime import run
 from runtime.run import read_row
+from scripts import evaluate, generate
 from tests.test_resume import BASE, RESUME
 from tests.test_train import metrics
 
@@ -94,10 +96,10 @@ def disk(monkeypatch):
     disk.reset(None)
 
 
-def run_with_failing_write(hotswap, disk, number, code, stays, *words):
+def run_with_failing_write(command, disk, number, code, stays):
     disk.reset(number, code, stays)
     try:
-        exit_code, out, err = hotswap(*words)
+        exit_code, out, err = command()
     finally:
         hit = disk.hit
         disk.reset(None)
@@ -141,7 +143,7 @@ def walk(hotswap, disk, resumed, stays, code, step):
         shutil.rmtree("run", ignore_errors=True)
         if resumed:
             shutil.copytree("half", "run", symlinks=True)
-        hit, *results = run_with_failing_write(hotswap, disk, number, code, stays, *SETTINGS, RESUME)
+        hit, *results = run_with_failing_write(lambda: hotswap(*SETTINGS, RESUME), disk, number, code, stays)
         if not hit:
             assert number > 20
             break
@@ -149,3 +151,49 @@ def walk(hotswap, disk, resumed, stays, code, step):
         if results[0] == 1:  # the disk has room again
             assert hotswap(*SETTINGS, RESUME)[0] == 0, hit
             assert read_row(Path("run"))["status"] == "ok"
+
+
+@pytest.fixture
+def commands(hotswap, called):
+    """{name: a function that runs the command in the folder it gets}. A trained model is in the folder `trained`."""
+    model = "checkpoint=trained", "device=cpu", "precision=fp32"
+    assert hotswap(*SETTINGS, "train.max_steps=1", "out_dir=trained")[0] == 0
+    generated = "prompt=def", "max_new_tokens=3"
+    return {
+        "train": lambda folder: hotswap(*SETTINGS, "train.max_steps=1", f"out_dir={folder}"),
+        "generate": lambda folder: called("generate.py", generate.main, *model, *generated, f"out_dir={folder}"),
+        "evaluate": lambda folder: called("evaluate.py", evaluate.main, *model, "batches=1", f"out_dir={folder}"),
+    }
+
+
+@pytest.mark.parametrize("name", ["train", "generate", "evaluate"])
+def test_a_final_row_that_cannot_be_written_is_an_error(commands, monkeypatch, name):
+    """In the middle of a run it is a warning."""
+    original = run.write_row
+
+    def write_row(folder, row):
+        if row["status"] != run.UNFINISHED:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "result.json")
+        original(folder, row)
+
+    monkeypatch.setattr(run, "write_row", write_row)
+    code, out, err = commands[name]("run")
+    *warnings, error = err.splitlines()
+    assert (code, error) == (1, "error: run/result.json cannot be written: No space left on device")
+    assert warnings == ["warning: run/result.json cannot be written: No space left on device"] * (name == "train")
+    assert "done     " not in out
+    assert read_row(Path("run"))["status"].startswith(run.KILLED)
+
+
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
+def test_each_failing_write_of_another_command(commands, disk, name):
+    for number in itertools.count(1):
+        shutil.rmtree("run", ignore_errors=True)
+        hit, code, out, err = run_with_failing_write(lambda: commands[name]("run"), disk, number, errno.ENOSPC, True)
+        if hit in ("", "os.rmdir run"):  # the command has ended
+            assert number > 5
+            break
+        lines = err.splitlines()
+        assert all(line.startswith(("error: ", "warning: ")) for line in lines), (hit, err)
+        errors = sum(line.startswith("error: ") for line in lines)
+        assert (code, errors, "done     " in out) == (1, 1, False), (hit, err)

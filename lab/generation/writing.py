@@ -11,6 +11,7 @@ from typing import NamedTuple
 from files import write_atomically
 from lab.generation.prompts import Prompt
 from model.text import Text
+from runtime.folders import explain_unwritable
 from terminal import printable
 
 
@@ -52,6 +53,7 @@ def write_texts(
 
     A single text is printed while its tokens arrive; several are printed at the end. sample.txt has the same texts with
     their prompts. samples.jsonl has a line {"prompt", "text", "tokens"} for each text; `tokens` counts its new tokens.
+    Raises UserError if the files cannot be written.
     """
     arrivals, pieces = [], [[] for _ in texts]
     is_single = len(texts) == 1
@@ -70,11 +72,12 @@ def write_texts(
     if not is_single:
         whole = [f"--- {number}\n{text}" for number, text in enumerate(whole, 1)]
     show(rest[0] if is_single else "\n".join(whole), raw)
-    write_atomically(folder / "sample.txt", "".join(f"{text}\n" for text in whole).encode())
     samples = [
         {"prompt": prompt.text, "text": text, "tokens": len(sequence.tokens)}
         for prompt, text, sequence in zip(prompts, written, texts, strict=True)
     ]
     lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-    write_atomically(folder / "samples.jsonl", lines.encode())
+    with explain_unwritable(folder):
+        write_atomically(folder / "sample.txt", "".join(f"{text}\n" for text in whole).encode())
+        write_atomically(folder / "samples.jsonl", lines.encode())
     return written, arrivals
