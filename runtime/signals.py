@@ -50,6 +50,8 @@ class Signals:
     SIGUSR1 has stopped is put back into the queue at the end of this context.
     """
 
+    count = 0  # of the signals that this process has handled
+
     def __init__(self, requeue: bool = False):
         self.requeue = requeue
         self.looping = False
@@ -96,6 +98,7 @@ class Signals:
 
     def _handle(self, number: int, frame) -> None:
         name = signal.Signals(number).name
+        Signals.count += 1
         if number == signal.SIGINT:
             self.interrupts_handled += 1
         second_interrupt = number == signal.SIGINT and self.received == name

@@ -1,26 +1,37 @@
 """Experiment trackers. They receive the figures of metrics.jsonl and the result row.
 
-A run's own files are complete without a tracker, and a tracker that fails never ends a run: see SafeTracker.
+A run's own files are complete without a tracker, and a tracker never ends or stops a run. So its library runs in a
+process of its own (runtime/tracker_process.py), which gets each call as a line of JSON and answers it. The run waits
+for the answers only at its end. If one does not come in time, the process and all that it has started are killed.
 """
 
 import contextlib
+import json
 import os
 import re
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from textwrap import shorten
 
-from files import read_line
+from files import read_bytes, read_line
+from runtime.command import program
 from runtime.config import check
-from terminal import printable, shell_command, warn
+from runtime.signals import Signals, describe_exit
+from runtime.tracker_process import LIBRARIES, MAX_CHARACTERS, explain
+from terminal import printable, warn
 
+ROOT = Path(__file__).resolve().parents[1]
 INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues offline
 FINISH_SECONDS = 60  # how long the end of a run waits for W&B's upload
-# W&B's servers refuse longer texts. They refuse an offline run only at its upload. W&B documents no limit for notes
-MAX_CHARACTERS = {"tags": 64, "job_type": 64, "group": 128, "entity": 128, "name": 128}
+GRACE = 10  # how long it then waits for the process to say that the upload took longer
+IMPORT_SECONDS = 60  # how long the import of a library may take: W&B's takes 2 s, on a busy machine 20 s
+ANSWER_SECONDS = 60  # how long any other call may take, which takes 1 ms
 
 
 def group_of(folder: Path) -> str:
@@ -42,9 +53,10 @@ class LoggerConfig:
     notes: str | None
 
     def __post_init__(self):
-        check(self.name in TRACKERS, f"logger.name={self.name}: choose {', '.join(TRACKERS)}")
+        names = ["none", *LIBRARIES]
+        check(self.name in names, f"logger.name={self.name}: choose {', '.join(names)}")
         if self.name != "none":
-            title, install = TRACKERS[self.name].title, TRACKERS[self.name].install
+            title, install = LIBRARIES[self.name].title, LIBRARIES[self.name].install
             needed = f"logger={self.name} needs {title}: {install}; or choose logger=none"
             check(find_spec(self.name) is not None, needed)
         check(self.mode in ("offline", "online"), f"logger.mode={self.mode}: choose offline or online")
@@ -85,243 +97,172 @@ class Tracker:
     def view_line(self, folder: Path, sweep: bool = False) -> str | None:
         """Return the line that says how to see the run in `folder`, or the runs of a sweep; None without advice."""
 
-    def abandon(self) -> None:
-        """End what is left of the tracker after a failure."""
 
+class TrackerProcess(Tracker):
+    """Passes each call to a library in a process of its own. If one fails, it prints a warning and passes no more.
 
-class SafeTracker(Tracker):
-    """Passes every call to `tracker`. If one fails, it prints one warning, and passes no further calls.
-
-    It does so whatever the tracker raises: a tracker's library may raise anything.
+    Only finish() and publish_report() wait for the process, and a signal ends the wait.
     """
 
-    def __init__(self, tracker: Tracker):
-        super().__init__(tracker.config)
-        self.tracker, self.failed = tracker, False
+    def __init__(self, config: LoggerConfig):
+        super().__init__(config)
+        self.title = LIBRARIES[config.name].title
+        self.process: subprocess.Popen | None = None
+        self.socket: socket.socket | None = None
+        self.ended = False
+        self.unsent, self.received = bytearray(), bytearray()
+        self.limits: deque[float] = deque()  # the seconds of each call without an answer
+        self.since = 0.0  # when the process could begin with the first of them
+        self.answer = None  # to the last call that was answered
 
     def start(self, folder: Path, row: dict) -> None:
-        self._pass_on(self.tracker.start, folder, row)
+        self._call("start", str(folder), row, last_step(folder / "metrics.jsonl"), seconds=start_seconds())
 
     def log(self, step: int, figures: dict) -> None:
-        self._pass_on(self.tracker.log, step, figures)
+        self._call("log", step, figures, seconds=ANSWER_SECONDS)
 
     def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
-        self._pass_on(self.tracker.log_table, name, columns, rows)
+        self._call("log_table", name, columns, rows, seconds=ANSWER_SECONDS)
 
     def finish(self, row: dict) -> None:
-        self._pass_on(self.tracker.finish, row)
+        if self.process is not None:
+            self._call("finish", row, seconds=FINISH_SECONDS + GRACE, is_last=True)
+
+    def publish_report(self, folder: Path, name: str, table: list[list], files: list[Path]) -> str | None:
+        """Return W&B's folder of the run, or None if it failed: see the function publish_report()."""
+        arguments, seconds = (str(folder), name, table, [str(file) for file in files]), start_seconds()
+        self._call("publish_report", *arguments, seconds=seconds + FINISH_SECONDS + GRACE, is_last=True)
+        return self.answer
 
     def view_line(self, folder: Path, sweep: bool = False) -> str | None:
-        return self.tracker.view_line(folder, sweep)
+        return LIBRARIES[self.config.name].view_line(folder, sweep)
 
-    def _pass_on(self, method: Callable, *arguments) -> None:
-        if self.failed:
+    def _call(self, method: str, *arguments, seconds: float, is_last: bool = False) -> None:
+        """Send a call, which the process must answer within `seconds`. Wait for the answer to the last call."""
+        if self.ended:
             return
         try:
-            method(*arguments)
+            if self.process is None:
+                self._open()
+            if not self.limits:
+                self.since = time.monotonic()
+            self.limits.append(seconds)
+            self._send(method, *arguments)
+            self._exchange()
+            if is_last:
+                self._wait(seconds + (self.limits[0] if len(self.limits) > 1 else 0))
         except Exception as error:
-            self.failed = True
-            why = f"{self.tracker.title} failed ({explain(error)})"
+            self._end()
+            why = f"{self.title} failed ({explain(error)})"
             warn(f"{why}, and the command continues without it; its own files have all figures")
-            with contextlib.suppress(Exception):
-                self.tracker.abandon()
+        finally:
+            if is_last:
+                self._end()
 
-
-def explain(error: Exception) -> str:
-    """Return the error's message in one line of at most 300 characters, or its class name if it has none."""
-    return shorten(str(error) or type(error).__name__, 300)
-
-
-class Wandb(Tracker):
-    """`logger=wandb`: Weights & Biases, offline unless `logger.mode=online`. It never prompts for a login."""
-
-    title, install = "W&B", "pip install wandb"
-
-    def __init__(self, config: LoggerConfig):
-        super().__init__(config)
-        self.run = None
-
-    def start(self, folder: Path, row: dict) -> None:
-        config = {**row.get("config", {}), "executed": row.get("kernels"), "env": row.get("env")}
-        name, job_type = row["name"][: MAX_CHARACTERS["name"]], self.config.job_type
-        settings = {"name": name, "id": wandb_id(folder), "config": config, "job_type": job_type}
-        self.run = start_wandb_run(self.config, folder, "the run", **settings)
-        if self.run is None:
-            return
-        # A metric has one x axis in W&B: by default the step. Throughput over tokens therefore needs a second name
-        self.run.define_metric("tokens")
-        self.run.define_metric("perf_by_tokens/*", step_metric="tokens")
-
-    def log(self, step: int, figures: dict) -> None:
-        extra = {}
-        if "perf/tokens_per_sec" in figures:
-            extra = {"perf_by_tokens/tokens_per_sec": figures["perf/tokens_per_sec"]}
-        if self.run is not None:
-            self.run.log({**figures, **extra}, step=step, commit=True)
-
-    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
-        import wandb
-
-        if self.run is not None:
-            self.run.log({name: wandb.Table(columns=columns, data=rows)})
-
-    def finish(self, row: dict) -> None:
-        if self.run is not None:
-            self.run.summary.update({key: value for key, value in row.items() if key != "config"})
-            if not self.run.offline:
-                print(f"wandb    uploading what is left, for at most {FINISH_SECONDS} s", flush=True)
-            try:
-                self.run.finish(exit_code=0 if row["status"] == "ok" else 1)
-            except TimeoutError:
-                rest = shell_command("wandb", "sync", Path(self.run.dir).parent)
-                why = f"the upload took more than {FINISH_SECONDS} s; to upload the rest: {rest}"
-                raise TimeoutError(why) from None
-
-    def abandon(self) -> None:
-        import wandb
-
-        wandb.teardown()  # otherwise W&B fails again at exit, with a traceback
-
-    def view_line(self, folder: Path, sweep: bool = False) -> str | None:
-        below = f"{'*/' if sweep else ''}wandb/offline-run-*"
-        if not list(folder.glob(below)):
-            return None
-        return printable(f"wandb    offline; to upload: {shell_command('wandb', 'sync', folder)}/{below}")
-
-
-def start_wandb_run(logger: LoggerConfig, folder: Path, what: str, id: str | None = None, **settings):
-    """Start a run of W&B in `folder`. If online mode fails, start it offline; if that fails too, return None.
-
-    Each failure prints a warning that `what` continues. A run with an earlier run's `id` resumes that run in W&B. A run
-    that is offline although logger.mode=online gets a new id.
-    """
-    import wandb
-
-    timeouts = {"init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS, "finish_timeout_raises": True}
-    for mode in ("online", "offline") if logger.mode == "online" else ("offline",):
-        try:
-            use_writable_cache(folder)
-            # reads WANDB_*, and refuses a wrong value
-            server = wandb.setup(settings=wandb.Settings(silent=True)).settings.base_url
-            if mode == "online":
-                if not wandb.login(prompt=False, verify=False):
-                    raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
-                print(printable(f"wandb    connecting to {server}, for at most {INIT_SECONDS} s"), flush=True)
-            return wandb.init(
-                mode=mode,
-                project=logger.project,
-                entity=logger.entity,
-                group=logger.group,
-                tags=logger.tags,
-                notes=logger.notes,
-                id=id if mode == logger.mode else None,
-                resume="allow",
-                dir=str(folder.resolve()),  # W&B's process may have another working directory
-                settings=wandb.Settings(silent=True, **timeouts),
-                **settings,
+    def _open(self) -> None:
+        """Start the process, in a session of its own: the terminal's Ctrl-C does not reach it."""
+        self.socket, other_end = socket.socketpair()
+        with other_end:
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "runtime.tracker_process", str(other_end.fileno()), *sys.argv[1:]],
+                # W&B's page shows the command that WANDB_PROGRAM and the arguments make
+                env={"WANDB_PROGRAM": " ".join(program()), **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other_end.fileno()],
+                start_new_session=True,
             )
-        except Exception as error:  # W&B may raise anything
-            where = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
-            warn(f"{what} continues {where}: {explain(error)}")
-    return None
+        self.socket.setblocking(False)
+        longest = start_seconds() + FINISH_SECONDS + GRACE
+        limits = {"init_seconds": INIT_SECONDS, "finish_seconds": FINISH_SECONDS, "call_seconds": longest}
+        self._send(self.config.name, asdict(self.config) | limits)
+
+    def _send(self, *message) -> None:
+        self.unsent += f"{json.dumps(message, default=str)}\n".encode()
+
+    def _exchange(self) -> None:
+        """Send what the socket takes, and do what the process has sent. It never waits.
+
+        Raises an error if a call failed, if the process has ended, or if the first call has had its time.
+        """
+        has_ended = False
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            while self.unsent:
+                del self.unsent[: self.socket.send(self.unsent)]
+        try:
+            while data := self.socket.recv(2**16):
+                self.received += data
+            has_ended = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            has_ended = True
+        while b"\n" in self.received:
+            line, _, self.received = self.received.partition(b"\n")
+            self._do(*json.loads(line))
+        if has_ended and self.limits:
+            time.sleep(0.1)  # it gets its exit code after the end of its socket
+            self._end()
+            raise ConnectionError(f"its process ended with {describe_exit(self.process.poll())}")
+        if self.limits and time.monotonic() - self.since > self.limits[0]:
+            raise TimeoutError(f"its process did not answer within {self.limits[0]:g} s")
+
+    def _do(self, kind: str, value) -> None:
+        """Do what the process has sent: the answer to a call, a line to print, or the wish to stop the run."""
+        if kind == "done":
+            self.answer, self.since = value, time.monotonic()
+            self.limits.popleft()
+        elif kind == "say":
+            print(printable(value), flush=True)
+        elif kind == "warn":
+            warn(value)
+        elif kind == "stop":
+            signal.raise_signal(signal.SIGINT)
+        else:
+            raise RuntimeError(value)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait until all calls are answered. Raises an error after `seconds`, or if a signal arrives."""
+        end, signals = time.monotonic() + seconds, Signals.count
+        while self.limits:
+            if Signals.count > signals:
+                raise InterruptedError("a signal ended the wait for it")
+            if time.monotonic() > end:
+                raise TimeoutError(f"its process did not answer within {seconds:g} s")
+            time.sleep(0.02)
+            self._exchange()
+
+    def _end(self) -> None:
+        """Kill the process and all that it has started."""
+        self.ended = True
+        if self.process is not None and self.process.returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # before wait(), which frees the number for other processes
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+        if self.socket is not None:
+            self.socket.close()
 
 
-def use_writable_cache(folder: Path) -> None:
-    """Let W&B's process write its log below `folder` if this user's cache cannot be written. It would print its log."""
-    cache = os.path.abspath(os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "wandb"))
-    while not os.path.exists(cache):  # False for a folder that this user cannot enter; Path.exists() would raise
-        cache = os.path.dirname(cache)
-    if not (os.path.isdir(cache) and os.access(cache, os.W_OK)):
-        os.environ.setdefault("WANDB_CACHE_DIR", str(folder.resolve() / "wandb"))
-
-
-def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[list], files: list[Path]) -> Path | None:
-    """Publish a report as a run of W&B with the job_type `report`: a table, and `files` as an artifact.
-
-    The first row of `table` has the names of its columns. Returns the folder of the run, or None if W&B failed.
-    """
-    title = f"{name[:100]}-report"
-    run = start_wandb_run(config, folder, "the report", name=title, job_type="report")
-    if run is None:
-        return None
-    import wandb
-
-    columns, *rows = table
-    try:
-        run.log({"choices": wandb.Table(columns=columns, data=rows)})
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "_", title), type="report")
-        for file in files:
-            artifact.add_file(str(file))
-        run.log_artifact(artifact)
-        run.finish()
-    except Exception as error:  # W&B may raise anything
-        warn(f"W&B failed ({explain(error)}); the report is in {folder}")
-        return None
-    return Path(run.dir).parent
-
-
-def wandb_id(folder: Path) -> str:
-    """Return W&B's id of the run in this folder, so that a resumed run is the same run in W&B."""
-    path = folder / ".wandb-id"
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-    return path.read_text(encoding="utf-8")
-
-
-class TensorBoard(Tracker):
-    """`logger=tensorboard`: files of events in the run's folder, for TensorBoard."""
-
-    title, install = "TensorBoard", "pip install '.[tensorboard]'"
-
-    def __init__(self, config: LoggerConfig):
-        super().__init__(config)
-        self.writer = None
-
-    def start(self, folder: Path, row: dict) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        last = last_step(folder / "metrics.jsonl")
-        # A resumed run logs the steps after its checkpoint again, so TensorBoard drops their first figures
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1 if last else None)
-
-    def log(self, step: int, figures: dict) -> None:
-        for key, value in figures.items():
-            if isinstance(value, int | float):
-                self.writer.add_scalar(key, value, step)
-
-    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
-        def cell(value) -> str:
-            return str(value).replace("|", r"\|").replace("\n", "<br>")
-
-        lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
-        self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
-
-    def finish(self, row: dict) -> None:
-        if self.writer is None:
-            return
-        for key in ("status", "command"):
-            self.writer.add_text(key, row[key])
-        self.log_table("row", ["key", "value"], [[key, value] for key, value in row.items()])
-        self.writer.close()
-
-    def view_line(self, folder: Path, sweep: bool = False) -> str | None:
-        return printable(f"board    {shell_command('tensorboard', '--logdir', folder)}")
+def start_seconds() -> float:
+    """Return how long a library may take to start: W&B online, and then offline."""
+    return IMPORT_SECONDS + 2 * INIT_SECONDS
 
 
 def last_step(metrics: Path) -> int | None:
-    """Return the step of the last complete line of a metrics.jsonl; None if it has none."""
-    for line in reversed(metrics.read_bytes().splitlines() if metrics.exists() else []):
-        with contextlib.suppress(ValueError, KeyError, RecursionError):  # damaged, or incomplete after a kill
-            return read_line(line)["step"]
+    """Return the step of the last complete line of a metrics.jsonl; None if it has none or cannot be read."""
+    with contextlib.suppress(OSError):
+        for line in reversed(read_bytes(metrics).splitlines()):
+            with contextlib.suppress(ValueError, KeyError, RecursionError):  # damaged, or incomplete after a kill
+                return read_line(line)["step"]
     return None
-
-
-TRACKERS = {"none": Tracker, "wandb": Wandb, "tensorboard": TensorBoard}
 
 
 def make_tracker(config: LoggerConfig) -> Tracker:
     """Return the tracker that logger.name chooses."""
-    return SafeTracker(TRACKERS[config.name](config))
+    return Tracker(config) if config.name == "none" else TrackerProcess(config)
 
 
 def track_ended_run(config: LoggerConfig, folder: Path, row: dict) -> None:
@@ -329,3 +270,12 @@ def track_ended_run(config: LoggerConfig, folder: Path, row: dict) -> None:
     tracker = make_tracker(config)
     tracker.start(folder, row)
     tracker.finish(row)
+
+
+def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[list], files: list[Path]) -> Path | None:
+    """Publish a report as a run of W&B with the job_type `report`: a table, and `files` as an artifact.
+
+    The first row of `table` has the names of its columns. Returns the folder of the run, or None if W&B failed.
+    """
+    run = TrackerProcess(config).publish_report(folder, name, table, files)
+    return Path(run) if run else None

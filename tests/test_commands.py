@@ -18,7 +18,8 @@ from data import DataConfig, prepare_command
 from lab.report.bench_panels import kernel_command
 from runtime import resume
 from runtime.config import UserError, explain_error
-from runtime.trackers import LoggerConfig, TensorBoard, make_tracker
+from runtime.tracker_process import TensorBoard
+from runtime.trackers import LoggerConfig, make_tracker
 from scripts import new_kernel
 from terminal import override, shell_command
 from tests.test_repo import MODULES
@@ -128,7 +129,7 @@ def test_printed_commands_have_the_path_that_they_are_about(name, tmp_path, monk
     tracker = make_tracker(LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None))
     line = tracker.view_line(run)
     assert shlex.split(line.partition("upload: ")[2]) == ["wandb", "sync", f"{run}/wandb/offline-run-*"]
-    assert shlex.split(TensorBoard.view_line(None, path).partition("board")[2])[2] in (name, f"./{name}")
+    assert shlex.split(TensorBoard.view_line(path).partition("board")[2])[2] in (name, f"./{name}")
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -16,7 +16,7 @@ from lab.sweep.jobs import SweepJob
 from runtime.checkpoint import write_manifest
 from runtime.resume import find_end
 from runtime.run import write_row
-from runtime.trackers import TensorBoard
+from runtime.tracker_process import TensorBoard
 from scripts import collect, prepare, reproduce
 from terminal import CONTROLS, set_up_streams
 
@@ -40,7 +40,7 @@ def test_lines_with_texts_of_a_run(tmp_path):
     write_row(folder, {"status": "ok"})
     limits = SimpleNamespace(max_steps=1, max_minutes=None)
     assert_shown(find_end(folder, checkpoint, limits, "name")[0])
-    assert_shown(TensorBoard.view_line(None, folder))
+    assert_shown(TensorBoard.view_line(folder))
     assert_shown(attempt_line("train", {"T": 128, "status": f"failed: {ESCAPE}"}))
     assert_shown(summary("train", {"limit": f"failed: {ESCAPE}"}, None))
     job = SweepJob(tmp_path / "1-base", [], [], [None])

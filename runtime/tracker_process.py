@@ -1,0 +1,293 @@
+"""Weights & Biases and TensorBoard, and the process in which they run: see TrackerProcess in runtime/trackers.py.
+
+Their libraries start threads and processes, ask servers, and wait at the end of Python. Here nothing of this can
+fail, stop or end the run.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import shorten
+from types import SimpleNamespace
+
+from files import read_bytes, read_json, write_json
+from terminal import printable, shell_command
+
+# W&B's servers refuse longer texts. They refuse an offline run only at its upload. W&B documents no limit for notes
+MAX_CHARACTERS = {"tags": 64, "job_type": 64, "group": 128, "entity": 128, "name": 128}
+KILLED = {"status": "stopped: killed", "command": ""}  # the row of a run whose process ended without finish()
+
+
+class Library:
+    """A tracker's library. The figures, tables and rows that it gets are JSON. Any method may raise anything.
+
+    `logger` has the fields of LoggerConfig, and the limits `init_seconds`, `finish_seconds` and `call_seconds`.
+    tell("say", line) prints a line on stdout, tell("warn", text) a warning, and tell("stop") acts as Ctrl-C does.
+    """
+
+    def __init__(self, logger: SimpleNamespace, tell: Callable):
+        self.logger, self.tell, self.run = logger, tell, None
+
+    def start(self, folder: str, row: dict, last_step: int | None) -> None:
+        """Begin a run. `last_step` is that of the metrics that the folder already has."""
+
+    def log(self, step: int, figures: dict) -> None:
+        """Receive the figures of one logged step."""
+
+    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        """Receive a table, such as samples of text."""
+
+    def finish(self, row: dict) -> None:
+        """End a run that has succeeded or failed."""
+
+
+class Wandb(Library):
+    """`logger=wandb`: Weights & Biases, offline unless `logger.mode=online`. It never prompts for a login."""
+
+    title, install = "W&B", "pip install wandb"
+
+    def start(self, folder: str, row: dict, last_step: int | None) -> None:
+        config = {**row.get("config", {}), "executed": row.get("kernels"), "env": row.get("env")}
+        name, job_type = row["name"][: MAX_CHARACTERS["name"]], self.logger.job_type
+        identity = self._id(Path(folder))
+        self._start_run(Path(folder), "the run", name=name, id=identity, config=config, job_type=job_type)
+        if self.run is None:
+            return
+        # A metric has one x axis in W&B: by default the step. Throughput over tokens therefore needs a second name
+        self.run.define_metric("tokens")
+        self.run.define_metric("perf_by_tokens/*", step_metric="tokens")
+
+    def log(self, step: int, figures: dict) -> None:
+        extra = {}
+        if "perf/tokens_per_sec" in figures:
+            extra = {"perf_by_tokens/tokens_per_sec": figures["perf/tokens_per_sec"]}
+        if self.run is not None:
+            self.run.log({**figures, **extra}, step=step, commit=True)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        import wandb
+
+        if self.run is not None:
+            self.run.log({name: wandb.Table(columns=columns, data=rows)})
+
+    def finish(self, row: dict) -> None:
+        if self.run is not None:
+            self.run.summary.update({key: value for key, value in row.items() if key != "config"})
+            self._finish_run(exit_code=0 if row["status"] == "ok" else 1)
+
+    def publish_report(self, folder: str, name: str, table: list[list], files: list[str]) -> str | None:
+        """Publish a report as a run: see trackers.publish_report(). Returns the run's folder, or None without one."""
+        import wandb
+
+        title = f"{name[:100]}-report"
+        self._start_run(Path(folder), "the report", name=title, job_type="report")
+        if self.run is None:
+            return None
+        columns, *rows = table
+        self.log_table("choices", columns, rows)
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "_", title), type="report")
+        for file in files:
+            artifact.add_file(file)
+        self.run.log_artifact(artifact)
+        self._finish_run()
+        return str(Path(self.run.dir).parent)
+
+    @staticmethod
+    def view_line(folder: Path, sweep: bool = False) -> str | None:
+        below = f"{'*/' if sweep else ''}wandb/offline-run-*"
+        if not list(folder.glob(below)):
+            return None
+        return printable(f"wandb    offline; to upload: {shell_command('wandb', 'sync', folder)}/{below}")
+
+    def _start_run(self, folder: Path, what: str, id: str | None = None, **settings) -> None:
+        """Start self.run in `folder`. If online mode fails, start it offline; if that fails too, it stays None.
+
+        Each failure is a warning that `what` continues. A run with an earlier run's `id` resumes that run in W&B. A run
+        that is offline although logger.mode=online gets a new id.
+        """
+        import wandb
+
+        c = self.logger
+        own = {
+            "silent": True,
+            "console": "off",  # this process prints nothing
+            "init_timeout": c.init_seconds,
+            "finish_timeout": c.finish_seconds,
+            "finish_timeout_raises": True,
+            "x_stats_pid": os.getppid(),  # W&B's system metrics are of the run, not of this process
+            "stop_fn": lambda: self.tell("stop"),  # the button in W&B's page of the run
+        }
+        for mode in ("online", "offline") if c.mode == "online" else ("offline",):
+            try:
+                use_writable_cache(folder)
+                wandb.setup(settings=wandb.Settings(silent=True))  # reads WANDB_*, and refuses a wrong value
+                if mode == "online" and not wandb.login(prompt=False, verify=False):
+                    raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
+                self.run = wandb.init(
+                    mode=mode,
+                    project=c.project,
+                    entity=c.entity,
+                    group=c.group,
+                    tags=c.tags,
+                    notes=c.notes,
+                    id=id if mode == c.mode else None,
+                    resume="allow",
+                    dir=str(folder.resolve()),  # W&B's process may have another working directory
+                    settings=wandb.Settings(**own),
+                    **settings,
+                )
+                return
+            except Exception as error:  # W&B may raise anything
+                where = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
+                self.tell("warn", f"{what} continues {where}: {explain(error)}")
+
+    def _finish_run(self, exit_code: int | None = None) -> None:
+        seconds = self.logger.finish_seconds
+        if not self.run.offline:
+            self.tell("say", f"wandb    uploading what is left, for at most {seconds} s")
+        try:
+            self.run.finish(exit_code=exit_code)
+        except TimeoutError:
+            rest = shell_command("wandb", "sync", Path(self.run.dir).parent)
+            raise TimeoutError(f"the upload took more than {seconds} s; to upload the rest: {rest}") from None
+
+    def _id(self, folder: Path) -> str:
+        """Return W&B's id of the run in this folder, so that a resumed run is the same run in W&B."""
+        path, identity, problem = folder / ".wandb-id", uuid.uuid4().hex[:12], None
+        try:
+            return read_id(path)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, RecursionError) as error:
+            problem = f"{path} cannot be read, so the run is a new one in W&B: {explain(error)}"
+        try:
+            write_json(path, {"id": identity})
+        except OSError as error:
+            problem = f"{path} cannot be written, so a resumed run is a new one in W&B: {explain(error)}"
+        if problem:
+            self.tell("warn", problem)
+        return identity
+
+
+def read_id(path: Path) -> str:
+    """Return the id in a file .wandb-id. Raises OSError, or ValueError if it is damaged."""
+    content = read_bytes(path, at_most=1000)
+    if re.fullmatch(rb"[0-9a-f]{12}", content):  # of an older version
+        return content.decode()
+    return str(read_json(path)["id"])
+
+
+def use_writable_cache(folder: Path) -> None:
+    """Let W&B's process write its log below `folder` if this user's cache cannot be written. It would print its log."""
+    cache = os.path.abspath(os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "wandb"))
+    while not os.path.exists(cache):  # False for a folder that this user cannot enter; Path.exists() would raise
+        cache = os.path.dirname(cache)
+    if not (os.path.isdir(cache) and os.access(cache, os.W_OK)):
+        os.environ.setdefault("WANDB_CACHE_DIR", str(folder.resolve() / "wandb"))
+
+
+class TensorBoard(Library):
+    """`logger=tensorboard`: files of events in the run's folder, for TensorBoard."""
+
+    title, install = "TensorBoard", "pip install '.[tensorboard]'"
+
+    def start(self, folder: str, row: dict, last_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # A resumed run logs the steps after its checkpoint again, so TensorBoard drops their first figures
+        purge_step = last_step + 1 if last_step else None
+        self.run = SummaryWriter(os.path.join(folder, "tensorboard"), purge_step=purge_step)
+
+    def log(self, step: int, figures: dict) -> None:
+        for key, value in figures.items():
+            if isinstance(value, int | float):
+                self.run.add_scalar(key, value, step)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        def cell(value) -> str:
+            return str(value).replace("|", r"\|").replace("\n", "<br>")
+
+        lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in rows)]
+        self.run.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
+
+    def finish(self, row: dict) -> None:
+        for key in ("status", "command"):
+            self.run.add_text(key, row[key])
+        self.log_table("row", ["key", "value"], [[key, value] for key, value in row.items()])
+        self.run.close()
+
+    @staticmethod
+    def view_line(folder: Path, sweep: bool = False) -> str | None:
+        return printable(f"board    {shell_command('tensorboard', '--logdir', folder)}")
+
+
+LIBRARIES = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+
+def explain(error: BaseException) -> str:
+    """Return the error's message in one line of at most 300 characters, or its class name if it has none."""
+    return shorten(str(error) or type(error).__name__, 300)
+
+
+class Popen(subprocess.Popen):
+    """Starts each process in this process's group, so that one signal ends all. W&B would start it in a session."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options | {"start_new_session": False})
+
+
+def serve(connection: socket.socket) -> None:
+    """Do what the lines that arrive say, and answer each one, until one fails or the process of the run ends.
+
+    The first line has the name and the config of the library, and each other line a method and its arguments.
+    """
+
+    def send(kind: str, value=None) -> None:
+        with contextlib.suppress(OSError):  # the process of the run has ended
+            connection.sendall(f"{json.dumps([kind, value])}\n".encode())
+
+    lines = connection.makefile("rb")
+    name, logger = json.loads(next(lines))
+    library, is_running = LIBRARIES[name](SimpleNamespace(**logger), send), False
+    signal.signal(signal.SIGALRM, end)
+    for line in lines:
+        signal.setitimer(signal.ITIMER_REAL, library.logger.call_seconds)  # the run's process may be dead
+        try:
+            method, *arguments = json.loads(line)
+            is_running = method not in ("finish", "publish_report")
+            answer = getattr(library, method)(*arguments)
+        except BaseException as error:  # a library may raise anything, and may exit
+            send("fail", explain(error))
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send("done", answer)
+    if is_running:
+        signal.setitimer(signal.ITIMER_REAL, library.logger.call_seconds)
+        library.finish(KILLED)
+
+
+def end(*_) -> None:
+    """End this process, and all that it has started."""
+    with contextlib.suppress(OSError):  # this process leads no group
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # they are for the run
+    subprocess.Popen = Popen
+    try:
+        with socket.socket(fileno=int(sys.argv.pop(1))) as connection:
+            connection.set_inheritable(False)
+            serve(connection)
+    finally:
+        end()
