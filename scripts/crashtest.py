@@ -1,16 +1,25 @@
-"""Kill and damage training runs at random, and resume them: `python -m scripts.crashtest runs=20 -- kernels=triton`.
+"""Disturb training runs at random, and resume them: `python -m scripts.crashtest runs=20 -- kernels=triton`.
 
-Every run must end with the losses of an undisturbed run. lab/crashtest.py has the faults and the judgement. A run is a
+Every run must end with the losses of an undisturbed run. lab/crashtest/ has the faults and the judgement. A run is a
 fork of this process, which has imported all modules, but computes nothing itself. That saves 8 s of imports a run.
 """
 
+if __name__ == "__main__":  # before the other imports, which take 8 s
+    from lab.crashtest.inject import preload
+
+    preload()
+
+import ctypes
 import multiprocessing
 import os
 import random
+import resource
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,63 +27,49 @@ import torch._dynamo  # noqa: F401 (otherwise torch.optim imports it in each run
 from hydra.core.global_hydra import GlobalHydra
 
 import train
+from files import open_regular
 from lab.commands import command, take_training
-from lab.crashtest import DAMAGES, KILL, KINDS, SMALL, Disturbed, Fault, arm, draw_faults, read_figures, table
-from runtime.checkpoint import checkpoint_folders
+from lab.crashtest import inject, tracker
+from lab.crashtest.faults import DAMAGES, KILL, KINDS, MUTE, NO_FAULT, SMALL, TRACKERS, Fault, draw_faults
+from lab.crashtest.judge import Disturbed, End, Hang, Undisturbed, table
 from runtime.command import config_flags
 from runtime.config import check
 from runtime.folders import make_folder
 from runtime.run import read_row
 from terminal import override
 
+Fork = multiprocessing.get_context("fork").Process
+TEXT = "All work and no play makes Jack a dull boy.\n" * 400
+SLOWEST = 60.0  # seconds that a run may take beyond ten times an undisturbed one; then it hangs
+
 
 @dataclass
 class Config:
     runs: int
     seed: int
+    kinds: list[str]
     training: list[str]
     out_dir: str | None
 
     def __post_init__(self):
         check(self.runs >= 1, f"runs={self.runs}: it must be at least 1")
+        for kind in self.kinds:
+            check(kind in KINDS, f"kinds: there is no {kind!r}; choose {', '.join(KINDS)}")
 
 
 @command(Config, "crashtest")
 def main(cfg: Config) -> None:
-    folder, rng = make_folder(cfg.out_dir, "crashtest"), random.Random(cfg.seed)
-    words = [*SMALL, *cfg.training, "train.resume=auto"]
-    whole = folder / "undisturbed"
-    check(not whole.exists(), f"out_dir={folder} already holds a crashtest; choose another folder")
-    train_undisturbed(words, whole)
-    start = time.perf_counter()
-    train_undisturbed(words, folder / "again")
-    seconds, expected = time.perf_counter() - start, read_figures(whole)
-    check(
-        read_figures(folder / "again") == expected,
-        f"two undisturbed runs, {whole} and {folder / 'again'}, differ: choose deterministic kernels, such as "
-        "kernels=eager attn=eager",
-    )
-    settings = read_row(whole)["config"]["train"]
-    every, last = settings["checkpoint_every"], settings["max_steps"] or 0
-    saves = list(range(every, last + 1, every)) if every else []
-    check(len(saves) >= 3, "a run needs three checkpoints: lower train.checkpoint_every or raise train.max_steps")
-    largest = max(path.stat().st_size for path in checkpoint_folders(whole / "checkpoints")[0].rglob("*"))
-    print(f"whole    {len(expected)} steps in {seconds:.1f} s, twice with the same bits", flush=True)
-    survived, lost, kinds, kept = Counter(), Counter(), [], []
+    folder, rng = make_folder(cfg.out_dir, "crashtest").absolute(), random.Random(cfg.seed)
+    check(not (folder / "undisturbed").exists(), f"out_dir={folder} already holds a crashtest; choose another folder")
+    trainer = Trainer(folder, cfg.training)
+    survived, lost, chosen, kinds, kept = Counter(), Counter(), cfg.kinds or KINDS, [], []
     for number in range(1, cfg.runs + 1):
-        kinds = kinds or rng.sample(KINDS, len(KINDS))
-        run, happened, events = Disturbed(folder / f"{number:03d}", expected), [], []
-        for fault in draw_faults(rng, kinds.pop(), saves):
-            code = train_in_fork(words, run.folder, fault, largest, seconds)
-            done = run.damage(fault) if fault.kind in DAMAGES else str(fault) if code else None
-            if done:
-                happened.append(fault.kind)
-                events.append(done)
-        code = train_in_fork(words, run.folder)
-        problem = last_line(run.folder) if code else run.find_loss()
-        (lost if problem else survived).update(happened)
-        result = f"lost: {problem}" if problem else "bit-equal"
-        print(f"{run.folder.name:<8} {' | '.join(events) or 'every fault came after the end'} | {result}", flush=True)
+        kinds = kinds or rng.sample(chosen, len(chosen))
+        run = Disturbed(folder / f"{number:03d}", trainer.expected)
+        problem = disturb(trainer, run, draw_faults(rng, kinds.pop(), chosen))
+        (lost if problem else survived).update(kind for kind, _ in run.events)
+        events = " | ".join(done for _, done in run.events) or "every fault came after the end"
+        print(f"{run.folder.name:<8} {events} | {f'lost: {problem}' if problem else 'bit-equal'}", flush=True)
         if problem:
             kept.append(run.folder.name)
         else:
@@ -84,45 +79,124 @@ def main(cfg: Config) -> None:
     print(f"done     {cfg.runs} runs, {survived.total()} faults, seed={cfg.seed}: nothing was lost")
 
 
-def train_undisturbed(words: list[str], folder: Path) -> None:
-    code = train_in_fork(words, folder)
-    check(not code, f"the undisturbed run failed: {last_line(folder) if code else ''}")
-
-
-def last_line(folder: Path) -> str:
-    """Return the last line that the run printed, without `error: `."""
-    lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines() or ["it printed nothing"]
-    return lines[-1].removeprefix("error: ")
-
-
-def train_in_fork(
-    words: list[str], folder: Path, fault: Fault | None = None, largest: int = 0, seconds: float = 0.0
-) -> int:
-    """Run train.py with these arguments in a fork, and return its exit code; -9 after a SIGKILL.
-
-    A fault of kind KILL happens within `seconds`. `largest` is arm()'s.
-    """
-    folder.mkdir(exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=run_child, args=(words, folder, fault, largest))
-    process.start()
+def disturb(trainer: "Trainer", run: Disturbed, faults: list[Fault]) -> str | None:
+    """Let the faults happen, and then complete the run. Return what was lost, or None."""
     try:
-        process.join(seconds * fault.share() if fault and fault.kind == KILL else None)
-    finally:
-        process.kill()
-        process.join()
-    return process.exitcode
+        for fault in faults:
+            before = run.valid_steps()
+            end, done = trainer.train(run.folder, fault)
+            if done and fault.kind not in DAMAGES:
+                run.events.append((fault.kind, done))
+            problem = run.find_fault(fault.kind, end, before)
+            if problem or (fault.kind in DAMAGES and (problem := damage(trainer, run, fault))):
+                return problem
+        before = run.valid_steps()
+        end, _ = trainer.train(run.folder)
+        return run.find_fault(NO_FAULT.kind, end, before) or run.find_loss()
+    except Hang as hang:
+        return str(hang)
 
 
-def run_child(words: list[str], folder: Path, fault: Fault | None, largest: int) -> None:
-    with (folder / "log.txt").open("a", encoding="utf-8") as log:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(log.fileno(), stream.fileno())
-    sys.argv = ["train.py", *config_flags, *words, override("out_dir", folder)]
-    sys.modules["__main__"] = train  # the row's command is then `python train.py ...`
-    GlobalHydra.instance().clear()
-    if fault:
-        arm(fault, folder, largest)
-    train.main()
+def damage(trainer: "Trainer", run: Disturbed, fault: Fault) -> str | None:
+    """Damage a file, and resume. If the run refuses the file, bring it back. Return what was lost, or None."""
+    damage, problem = run.damage(fault)
+    if damage.done is None:
+        return None
+    run.events.append((fault.kind, damage.done))
+    before = run.valid_steps()
+    end, _ = trainer.train(run.folder)
+    problem = problem or run.find_fault(fault.kind, end, before, damage)
+    if end.code:
+        damage.undo()
+    return problem
+
+
+class Trainer:
+    """Runs train.py in forks of this process. It first trains twice without a fault, to know what must come out."""
+
+    def __init__(self, folder: Path, training: list[str]):
+        self.words = [*SMALL, *training, "train.resume=auto"]
+        if not any(word.startswith("data") for word in training):
+            (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+            self.words += ["data=text", "data.tokenizer=bytes", override("data.path", folder / "text.txt")]
+        self.seconds, self.own_data = 600.0, False
+        self.counts = self.operations = inject.shared_counts()
+        # Every run prepares its own data, unless that takes long: then no fault touches the user's data
+        self.own_data = self._train_undisturbed(folder / "undisturbed")["data"]["prepare"] == "auto"
+        start = time.perf_counter()
+        settings = self._train_undisturbed(folder / "again")["train"]
+        self.seconds, self.operations = time.perf_counter() - start, list(self.counts)
+        self.expected = Undisturbed(folder / "again")
+        check(
+            Undisturbed(folder / "undisturbed").figures == self.expected.figures,
+            f"two undisturbed runs, {folder / 'undisturbed'} and {folder / 'again'}, differ: choose deterministic "
+            "kernels, such as kernels=eager attn=eager",
+        )
+        every, last = settings["checkpoint_every"], settings["max_steps"] or 0
+        enough = every > 0 and last // every >= 3
+        check(enough, "a run needs three checkpoints: lower train.checkpoint_every or raise train.max_steps")
+        print(f"whole    {last} steps in {self.seconds:.1f} s, twice with the same bits", flush=True)
+
+    def _train_undisturbed(self, folder: Path) -> dict:
+        """Train in `folder`/run, and return the config of the row."""
+        end, _ = self.train(folder)
+        check(end.code == 0, f"the undisturbed run failed: {end.last_line}")
+        return read_row(folder / "run")["config"]
+
+    def train(self, folder: Path, fault: Fault = NO_FAULT) -> tuple[End, str | None]:
+        """Train in `folder`/run, or resume there. Return how that ended, and what happened; None if nothing did.
+
+        Before a damage, the process is killed.
+        """
+        place = fault.place(inject.count(self.operations, fault.operations), is_new=not folder.exists())
+        folder.mkdir(exist_ok=True)
+        log = folder / "log.txt"
+        start = log.stat().st_size if log.exists() else 0
+        words = [*self.words, override("out_dir", folder / "run")]
+        words += [override("data.cache", folder / "data")] if self.own_data else []
+        words += ["logger=wandb"] if fault.kind in TRACKERS else []
+        ctypes.memset(self.counts, 0, ctypes.sizeof(self.counts))
+        with tracker.mute_server() if fault.kind == MUTE else nullcontext({}) as environment:
+            words += ["logger.mode=online"] if environment else []
+            code, is_disturbed = self._wait(
+                Fork(target=self._run_child, args=(log, words, environment, fault, place)), fault
+            )
+        with open_regular(log) as file:
+            file.seek(start)
+            text = file.read().decode(errors="replace")
+        is_disturbed |= self.counts[0] > place >= 0
+        return End(code, text), fault.describe(place) if is_disturbed else None
+
+    def _wait(self, process: Fork, fault: Fault) -> tuple[int | None, bool]:
+        """Return a process's exit code, or None if it hung, and whether a kill or a fault of its tracker happened."""
+        process.start()
+        moment, is_signalled, left = self.seconds * fault.share(), False, []
+        try:
+            if number := TRACKERS.get(fault.kind):
+                is_signalled = tracker.signal_children(process.pid, number, moment)
+                left = tracker.open_children(process.pid)  # a stopped one would live on
+            process.join(moment if fault.kind == KILL else SLOWEST + 10 * self.seconds)
+            was_alive = process.is_alive()
+        finally:
+            left += tracker.open_children(process.pid)
+            process.kill()
+            process.join()
+            tracker.send(left, signal.SIGKILL)
+        if was_alive:
+            return (process.exitcode, True) if fault.kind == KILL else (None, True)
+        return process.exitcode, is_signalled or fault.kind == MUTE
+
+    def _run_child(self, log: Path, words: list[str], environment: dict[str, str], fault: Fault, place: int) -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with open_regular(log, "a") as file:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(file.fileno(), stream.fileno())
+        os.environ |= environment
+        sys.argv = ["train.py", *config_flags, *words]
+        sys.modules["__main__"] = train  # the row's command is then `python train.py ...`
+        GlobalHydra.instance().clear()
+        inject.arm(log.parent, fault.operations, place, fault.error, fault.is_forever(), self.counts)
+        train.main()
 
 
 if __name__ == "__main__":
