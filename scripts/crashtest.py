@@ -33,7 +33,7 @@ from lab.crashtest import inject, tracker
 from lab.crashtest.faults import DAMAGES, KILL, KINDS, MUTE, NO_FAULT, SMALL, TRACKERS, Fault, draw_faults
 from lab.crashtest.judge import Disturbed, End, Hang, Undisturbed, table
 from runtime.command import config_flags
-from runtime.config import check
+from runtime.config import UserError, check
 from runtime.folders import make_folder
 from runtime.run import read_row
 from terminal import override
@@ -93,12 +93,12 @@ def disturb(trainer: "Trainer", run: Disturbed, faults: list[Fault]) -> str | No
         before = run.valid_steps()
         end, _ = trainer.train(run.folder)
         return run.find_fault(NO_FAULT.kind, end, before) or run.find_loss()
-    except Hang as hang:
-        return str(hang)
+    except (Hang, UserError, OSError) as error:  # of a function that reads what the run has left
+        return str(error)
 
 
 def damage(trainer: "Trainer", run: Disturbed, fault: Fault) -> str | None:
-    """Damage a file, and resume. If the run refuses the file, bring it back. Return what was lost, or None."""
+    """Damage a file, and resume. If the run refuses or ignores the file, bring it back. Return what was lost, or None."""
     damage, problem = run.damage(fault)
     if damage.done is None:
         return None
@@ -106,7 +106,7 @@ def damage(trainer: "Trainer", run: Disturbed, fault: Fault) -> str | None:
     before = run.valid_steps()
     end, _ = trainer.train(run.folder)
     problem = problem or run.find_fault(fault.kind, end, before, damage)
-    if end.code:
+    if end.code or damage.stays:
         damage.undo()
     return problem
 

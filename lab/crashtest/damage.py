@@ -32,6 +32,11 @@ class Damage:
     def in_checkpoint(self) -> bool:
         return self.path is not None and "checkpoints" in self.path.parts
 
+    @property
+    def stays(self) -> bool:
+        """Whether the file still cannot be read, because a finished run does not need it."""
+        return not (self.path.is_file() and os.access(self.path, os.R_OK))
+
     def _change(self, how: str, rng: random.Random) -> str:
         place, bit = rng.randrange(len(self.before)), rng.randrange(8)
         after = bytearray(self.before[:place] if how == "cut" else self.before)
