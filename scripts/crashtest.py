@@ -98,7 +98,7 @@ def disturb(trainer: "Trainer", run: Disturbed, faults: list[Fault]) -> str | No
 
 
 def damage(trainer: "Trainer", run: Disturbed, fault: Fault) -> str | None:
-    """Damage a file, and resume. If the run refuses or ignores the file, bring it back. Return what was lost, or None."""
+    """Damage a file, and resume. If the run refuses or ignores the file, bring it back. Return what was lost."""
     damage, problem = run.damage(fault)
     if damage.done is None:
         return None
