@@ -520,7 +520,7 @@ def test_amp_keeps_the_stream_in_fp32():
         ),
         ({"window": 0}, r"model.window=0: it must be in \[1, 2\^31\), or null"),
         ({"n_embd": 50}, r"model.n_embd=50 is not a multiple of model.n_head=3"),
-        ({"n_layer": 0}, r"model.n_layer=0: it must be in \[1, 2\^31\)"),
+        ({"n_layer": 0}, r"model.n_layer=0: it must be from 1 to 1,000"),
         ({"pos": "alibi"}, r"model.pos=alibi: choose learned or rope"),
         ({"dropout": 1.0}, r"model.dropout=1.0: it must be in \[0, 1\)"),
         ({"pos": "rope", "n_embd": 45}, r"n_embd / n_head = 15 is odd"),

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from files import read_json, write_json
 from model import export
 from model.gpt import LARGEST, GPTConfig
 from model.pretrained import read_pretrained
 from runtime.config import UserError
 from scripts import evaluate, generate
 from scripts import export as export_command
-from tests.model.test_pretrained import nanogpt_state
+from tests.model.test_gpt import gpt
+from tests.model.test_pretrained import nanogpt_state, saved
 
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 8, "bias": True, "vocab_size": 320, "dropout": 0.0}
 HF_CONFIG = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 8, "vocab_size": 320}
@@ -334,3 +336,55 @@ def test_the_commands_print_one_line(called, folder, monkeypatch):
             assert (code, err.count("\n")) == (1, 1), (name, err)
             assert err.startswith(f"error: {message}"), (name, err)
     assert not (folder.parent / "new").exists()
+
+
+# checkpoints of ours, whose manifest somebody has sealed again
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The checkpoint of a run, and a function that changes the value of a key in its config."""
+    folder = saved(tmp_path / "run", gpt(), precision="bf16", train={"block_size": 8}, kernels={"fp8": None})[0]
+    path = folder / "checkpoints/step-000020/manifest.json"
+    whole = read_json(path)
+
+    def change(keys, value):
+        facts = json.loads(json.dumps(whole))
+        group = facts
+        for key in keys[:-1]:
+            group = group[key]
+        group[keys[-1]] = value
+        if value is MISSING:
+            del group[keys[-1]]
+        write_json(path, facts)
+        return path.parent
+
+    return change
+
+
+def test_a_wrong_value_in_the_config_of_a_manifest(run):
+    """Each is refused in one line, or the command that reads it computes without it."""
+    keys = [("config",), *(("config", group) for group in ("model", "data", "train", "precision"))]
+    keys += [("config", "model", key) for key in ("n_layer", "n_embd", "pos", "bias", "window", "n_kv_head", "unknown")]
+    keys += [("config", "data", "tokenizer"), ("config", "train", "block_size")]
+    for key in keys:
+        for value in [value for value in VALUES if value != 10**5000][:-1]:
+            path = run(key, value)
+            if reads(path):
+                read_pretrained(str(path)).run_config  # noqa: B018, it raises UserError
+        if key[-1] not in ("window", "n_kv_head", "tokenizer", "train", "precision", "block_size", "unknown"):
+            assert not reads(run(key, MISSING)), key
+    for key, value in ((("config", "model", "n_layer"), 10**6), (("config", "precision"), "fp64")):
+        assert not reads(run(key, value))
+
+
+def test_a_wrong_value_for_the_optimizer_of_an_export(run, tmp_path):
+    for key in (("config", "optim"), ("val_loss",), ("config", "model", "dropout")):
+        for number, value in enumerate([*VALUES[:9], *VALUES[10:-1], {"beta1": 2.0}, {"learning_rate": "x"}]):
+            path = run(key, value)
+            try:
+                source = read_pretrained(str(path))
+                export.export(source, "nanogpt", tmp_path / f"{key[-1]}-{number}")
+            except UserError as error:
+                if "\n" in str(error):
+                    raise AssertionError("the message is not a line") from error
