@@ -20,7 +20,7 @@ from tests.test_train import metrics
 SETTINGS = [*BASE, "train.checkpoint_every=2", "train.max_steps=4", "train.eval_every=2", "train.eval_batches=1"]
 SETTINGS += ["train.sample_tokens=3", "train.keep_checkpoints=1"]
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-PATH_EVENTS = "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "os.truncate", "shutil.rmtree"
+PATH_EVENTS = "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.chmod", "os.truncate"
 
 
 class Disk:
@@ -43,14 +43,8 @@ class Disk:
 
     def watch(self, event, arguments):
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
-        if writes or (event in PATH_EVENTS and not is_deletion(event, *arguments[:2])):
+        if writes or event in PATH_EVENTS:
             self.write(arguments[0], event)
-
-
-def is_deletion(event, path, target=None, *_):
-    """Whether a checkpoint is deleted: tests/runtime/test_checkpoint.py has those."""
-    in_rename = event == "os.rename" and str(target).endswith("-old")
-    return "checkpoints/" in str(path) and (in_rename or event in ("os.remove", "os.rmdir", "shutil.rmtree"))
 
 
 class File(io.FileIO):
