@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import shorten
 from types import SimpleNamespace
@@ -244,6 +244,12 @@ class Popen(subprocess.Popen):
         super().__init__(*arguments, **options | {"start_new_session": False})
 
 
+def arriving_lines(connection: socket.socket) -> Iterator[bytes]:
+    """Yield each line until the other process ends. If it has not read an answer, its end is a ConnectionResetError."""
+    with contextlib.suppress(ConnectionResetError):
+        yield from connection.makefile("rb")
+
+
 def serve(connection: socket.socket) -> None:
     """Do what the lines that arrive say, and answer each one, until one fails or the process of the run ends.
 
@@ -254,7 +260,7 @@ def serve(connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the process of the run has ended
             connection.sendall(f"{json.dumps([kind, value])}\n".encode())
 
-    lines = connection.makefile("rb")
+    lines = arriving_lines(connection)
     name, logger = json.loads(next(lines))
     library, is_running = LIBRARIES[name](SimpleNamespace(**logger), send), False
     signal.signal(signal.SIGALRM, end)
