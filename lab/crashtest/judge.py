@@ -82,10 +82,11 @@ class Disturbed:
     @bounded
     def damage(self, fault: Fault) -> tuple[Damage, str | None]:
         """Damage a file. Returns the damage, and what is lost already: the row if it is read, but as another one."""
-        if fault.kind in ODD:  # the resumed run reads it, in a process of its own
-            return Damage(fault, self.folder), None
         steps, before = read_figures(self.run).keys(), self._row()
         damage = Damage(fault, self.folder)
+        if fault.kind in ODD:  # the resumed run reads it, in a process of its own
+            self.gone |= steps if damage.done and damage.path.name == "metrics.jsonl" else set()
+            return damage, None
         self.gone |= steps - read_figures(self.run).keys()
         is_other = self._row() not in (None, before)
         return damage, "its row is now read as another one" if is_other else None
