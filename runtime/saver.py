@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runtime.checkpoint import State, checkpoint_folders, flatten, is_real_folder, save_tensors, verify
 from runtime.config import UserError
+from runtime.folders import explain_unwritable
 from runtime.manifest import (
     SHARDS,
     TRAINING,
@@ -67,14 +68,15 @@ class Checkpoints:
         # With the group of the training loop, the collectives of the two threads would mix
         self.group = dist.new_group(backend="gloo") if self.sharded else None
         if ranks.is_main:
-            for path in checkpoint_folders(folder):
-                if step_number(path) > steps_before:
-                    set_aside(path)
-            for incomplete in folder.glob(".step-*"):  # the run was killed during a save
-                try:
-                    remove(incomplete)
-                except OSError as error:
-                    warn(f"{incomplete} is of a killed save and cannot be deleted: {error.strerror}")
+            with explain_unwritable(folder.parent):
+                for path in checkpoint_folders(folder):
+                    if step_number(path) > steps_before:
+                        set_aside(path)
+                for incomplete in folder.glob(".step-*"):  # the run was killed during a save
+                    try:
+                        remove(incomplete)
+                    except OSError as error:
+                        warn(f"{incomplete} is of a killed save and cannot be deleted: {error.strerror}")
         ranks.gather(None)
         self.best = self._lowest_loss()
 
@@ -233,10 +235,8 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
             reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0] or class_and_message(cause)
-            free = shutil.disk_usage(next(parent for parent in self.folder.parents if parent.is_dir())).free
-            raise UserError(
-                f"{final} could not be written: {reason}; earlier checkpoints stay, and {free / 2**30:.1f} GiB are free"
-            ) from error
+            room = f"earlier checkpoints stay{free_room(self.folder)}"
+            raise UserError(f"{final} could not be written: {reason}; {room}") from error
         try:
             self._prune(final, is_best)
         except OSError as error:
@@ -281,6 +281,14 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)  # it would take the room of the next copy
             reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
             warn(f"{newest} has no copy in {copy.parent}: {reason}")
+
+
+def free_room(folder: Path) -> str:
+    """Return the free room of the disk for an error; nothing if the disk does not answer."""
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(next(parent for parent in folder.parents if parent.is_dir())).free
+        return f", and {free / 2**30:.1f} GiB are free"
+    return ""
 
 
 def wait_for_shards(written: Future) -> None:
