@@ -76,10 +76,21 @@ def read_bytes(path: str | os.PathLike, at_most: int = MOST_BYTES) -> bytes:
     """Return the content of a regular file. Raises OSError as open_regular() does, or if it has more bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(at_most + 1) if size <= at_most else b""
-    if max(size, len(content)) > at_most:
+        content = read_up_to(file, at_most) if size <= at_most else None
+    if content is None:
         raise OSError(errno.EFBIG, f"it has more than {at_most:,} bytes", str(path))
     return content
+
+
+def read_up_to(file: IO, at_most: int) -> bytes | None:
+    """Return the rest of a binary file; None if it has more bytes. A file in /proc has the size 0 and any content."""
+    parts, size = [], 0
+    while part := file.read(2**20):  # read(n) allocates n bytes, also for a small file
+        parts.append(part)
+        size += len(part)
+        if size > at_most:
+            return None
+    return b"".join(parts)
 
 
 def read_text(path: str | os.PathLike, at_most: int = MOST_BYTES) -> str:

@@ -46,7 +46,7 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], dict[int, str]]:
     Raises UserError if the file cannot be read, or if it is in results/ and a line has no CRC-32.
     """
     good, bad, must_have_crc32 = [], {}, is_result(path)
-    for number, line in enumerate(read_lines(path) if path.exists() else [], 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             good.append((number, read_line(line)))
         except (ValueError, RecursionError) as error:
@@ -59,9 +59,11 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], dict[int, str]]:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file. Raises UserError if it cannot be read."""
+    """Return the lines of a file; none if there is no file. Raises UserError if it cannot be read."""
     try:
         return read_bytes(path).splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
@@ -77,6 +79,8 @@ def add_checksums(path: Path) -> None:
     Raises UserError if a line is damaged, or if the file cannot be read or written.
     """
     lines = read_lines(path)
+    if not lines:
+        raise UserError(f"{path} has no rows, or does not exist")
     for number, line in enumerate(lines, 1):
         try:
             read_line(line)

@@ -13,6 +13,7 @@ MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "tra
 METADATA, SHARD = f"{SHARDS}/.metadata", re.compile(rf"{SHARDS}/__\d+_\d+\.distcp", re.ASCII)
 SHA256 = re.compile("[0-9a-f]{64}")
 CONFIG_GROUPS = ("model", "data", "train", "optim", "kernels")  # of the run's config
+CHOICE = "kernels", "attn", "precision"  # the keys of the run's config that decide what computes
 # A path that cannot be opened for one of these reasons is no file of ours. Any other reason may pass
 DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG}
 
@@ -83,21 +84,33 @@ def read_manifest(folder: Path) -> dict:
 def find_wrong_key(facts: dict) -> str | None:
     """Return the first key of a manifest that is missing or has a wrong value; None if all are right.
 
-    The manifest may have more keys. Who uses a value of the run's config checks it.
+    The manifest may have more keys. The caller checks the values of the run's config.
     """
     step, elapsed, val_loss, config, data, files = map(
         facts.get, ("step", "elapsed", "val_loss", "config", "data", "files")
     )
+    if not isinstance(config, dict):
+        return "config"
+    figures, pauses, row = facts.get("figures", {}), facts.get("pauses"), facts.get("row")  # older versions wrote none
     rules = {
         "step": is_count(step),
         "elapsed": type(elapsed) in (int, float) and 0 <= elapsed < 1e18,
         "val_loss": val_loss is None or type(val_loss) is float,
         "metrics_lines": is_count(facts.get("metrics_lines", 0)),  # older versions wrote none
-        "config": isinstance(config, dict) and all(isinstance(config.get(group, {}), dict) for group in CONFIG_GROUPS),
+        "config": all(isinstance(config.get(group, {}), dict) for group in CONFIG_GROUPS),
         "data": isinstance(data, dict),
         "files": isinstance(files, dict) and are_files(files),
+        "figures": isinstance(figures, dict),
+        "pauses": "figures" not in facts or (isinstance(pauses, dict) and pauses.keys() >= {"last_ms", "median_ms"}),
+        "row": row is None or ("figures" in facts and is_row(row) and config.keys() >= set(CHOICE)),
     }
     return next((key for key, is_right in rules.items() if not is_right), None)
+
+
+def is_row(row: object) -> bool:
+    """Return whether this is the row of a run that has ended."""
+    is_ended = isinstance(row, dict) and is_count(row.get("steps")) and isinstance(row.get("train/loss"), float | None)
+    return is_ended and isinstance(row.get("name"), str) and isinstance(row.get("config"), dict)
 
 
 def is_count(value: object) -> bool:

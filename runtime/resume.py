@@ -12,13 +12,11 @@ from runtime.checkpoint import checkpoint_folders, find_checkpoint, is_checkpoin
 from runtime.command import command_line
 from runtime.config import UserError, check, value_text
 from runtime.folders import explain_unwritable, make_unique_folder
-from runtime.manifest import Unreadable, read_manifest, step_number
+from runtime.manifest import CHOICE, Unreadable, read_manifest, step_number
 from runtime.run import KILLED, Run, read_row, write_row
 from runtime.schedule import Due, TrainConfig, is_finished
 from runtime.signals import Signals
 from terminal import override, printable, shell_command
-
-CHOICE = "kernels", "attn", "precision"  # the keys of the config that decide what computes
 
 
 def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:

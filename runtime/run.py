@@ -95,7 +95,7 @@ class Run:
             except (ValueError, KeyError, TypeError, RecursionError):
                 warn(f"{path}: line {number} is damaged and is left out")
                 damaged += not later
-        has_lines = lines or not self.is_new  # a run that continues another one in a new folder has no lines yet
+        has_lines = bool(lines) or not self.is_new  # a run that continues another one in a new folder has no lines yet
         if figures and has_lines and last != step:
             self.lost_line = step, figures
         lost = expected - len(kept) - damaged - bool(self.lost_line)
@@ -309,7 +309,7 @@ def read_row(folder: Path) -> dict | None:
             step = last_step(folder / "metrics.jsonl")
             status = f"{KILLED} after step {step}" if step else KILLED
             if step and step == row.get("config", {}).get("train", {}).get("max_steps"):
-                status += ", its last"  # resume.finished_line() knows whether the last checkpoint is complete
+                status += ", its last"  # resume.find_end() knows whether the last checkpoint is complete
             if is_copy(folder):
                 status += ", or copied while it ran"
         return row | {"status": status}

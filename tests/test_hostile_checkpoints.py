@@ -23,7 +23,7 @@ from model.sources import open_source
 from runtime import checkpoint
 from runtime.config import UserError
 from runtime.manifest import Unreadable, read_manifest
-from runtime.resume import check_same_run, checkpoint_model_config
+from runtime.resume import check_same_run, checkpoint_model_config, logged_figures, saved_row
 from scripts import evaluate, export, generate
 from tests.runtime.test_checkpoint import save
 from tests.runtime.test_sharded import Attack, change, reseal, set_place, shard
@@ -120,10 +120,10 @@ WRONG = (None, True, -1, 10**400, 1.5, float("nan"), "x", "", [], [[[]]], {}, {"
 
 
 def paths_of(facts, path=()):
-    """Yield the path of every key, at any depth."""
+    """Yield the path of every key, at any depth, but in the row only those at the top."""
     for key, value in facts.items():
         yield (*path, key)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and path[:1] != ("row",):
             yield from paths_of(value, (*path, key))
 
 
@@ -145,9 +145,12 @@ def mutations(facts):
 
 def use_manifest(config, data):
     """Call what reads a manifest."""
-    manifest = checkpoint.verify(STEP)
-    assert {type(number) for number in checkpoint.progress(STEP)} <= {int, float}
+    manifest = read_manifest(STEP)
+    assert {type(manifest[key]) for key in ("step", "elapsed")} <= {int, float}
     check_same_run(manifest, config, data, STEP)
+    logged_figures(manifest)
+    if manifest.get("row"):
+        saved_row(manifest, {"config": config})
     source = open_source(str(STEP))[0]
     data_config(source, {}, source.run_config, "bytes")
     checkpoint_model_config("run", "auto")

@@ -13,7 +13,7 @@ import pytest
 
 from lab.context.search import attempt_line, summary
 from lab.sweep.jobs import SweepJob
-from runtime.checkpoint import write_manifest
+from runtime.manifest import write_manifest
 from runtime.resume import find_end
 from runtime.run import write_row
 from runtime.tracker_process import TensorBoard

@@ -97,7 +97,8 @@ def is_preloaded() -> bool:
 def arm(folder: Path, operations: Operation, at: int, error: str | None, forever: bool, counts: COUNTS) -> None:
     """Let operation number `at` of these kinds below the folder fail in this process: 0 is the first one, -1 is none.
 
-    `error` is the name of an errno; None kills the process. With `forever`, the later operations fail, too. `counts`
+    `error` is the name of an errno; None kills the process. With `forever`, the later operations fail, too. The
+    process counts its operations in `counts`, which is shared_counts().
     """
     number = getattr(errno, error) if error else 0
     if is_preloaded():

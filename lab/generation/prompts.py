@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from files import MOST_BYTES, read_bytes
+from files import MOST_BYTES, read_bytes, read_up_to
 from model.sources import Pretrained, local_path
 from runtime.config import check
 from terminal import quote_exactly, warn
@@ -104,8 +104,8 @@ def read_source(path: str) -> bytes:
 
 def read_stdin() -> bytes:
     """Return the bytes of stdin. Raises UserError if they never seem to end, as those of /dev/zero."""
-    data = sys.stdin.buffer.read(MOST_BYTES + 1)
-    check(len(data) <= MOST_BYTES, f"stdin has more than {MOST_BYTES:,} bytes: pass shorter prompts")
+    data = read_up_to(sys.stdin.buffer, MOST_BYTES)
+    check(data is not None, f"stdin has more than {MOST_BYTES:,} bytes: pass shorter prompts")
     return data
 
 
