@@ -13,12 +13,12 @@ import pytest
 
 from lab.context.search import attempt_line, summary
 from lab.sweep.jobs import SweepJob
-from runtime.manifest import write_manifest
 from runtime.resume import find_end
 from runtime.run import write_row
 from runtime.tracker_process import TensorBoard
 from scripts import collect, prepare, reproduce
 from terminal import CONTROLS, set_up_streams
+from tests.runtime.test_checkpoint import save
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ["train", *sorted(f"scripts.{path.stem}" for path in ROOT.glob("scripts/[a-z]*.py"))]
@@ -35,8 +35,7 @@ def test_lines_with_texts_of_a_run(tmp_path):
     """A path, the status of an attempt, and the last line of a job's log, whose bar shows it."""
     folder = tmp_path / ESCAPE
     checkpoint = folder / "checkpoints/step-000001"
-    checkpoint.mkdir(parents=True)
-    write_manifest(checkpoint, {"step": 1, "elapsed": 1.0})
+    save(checkpoint.parent, 1)
     write_row(folder, {"status": "ok"})
     limits = SimpleNamespace(max_steps=1, max_minutes=None)
     assert_shown(find_end(folder, checkpoint, limits, "name")[0])
@@ -55,10 +54,10 @@ def test_commands_print_paths_escaped(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lab.rows.RESULTS", tmp_path)
     (tmp_path / "a.txt").write_text("a few words\n" * 100)
-    words = "data=text", "data.path=a.txt", f'data.name="{ESCAPE}"', f'data.cache="{tmp_path}/{ESCAPE}"', "workers=1"
+    words = "data=text", "data.path=a.txt", f'data.cache="{tmp_path}/{ESCAPE}"', "workers=1"
     code, out, err = called("prepare.py", prepare.main, *words)
     assert (code, err) == (0, "")
-    assert_shown(out, times=3)  # the name in the summary and in the folder, and data.cache
+    assert_shown(out, times=1)
     row = {"name": "run", "status": "ok", "config": {"train": {}}, "env": {"device": "cpu"}}
     (tmp_path / ESCAPE).mkdir(exist_ok=True)
     write_row(tmp_path / ESCAPE, row)
@@ -68,13 +67,22 @@ def test_commands_print_paths_escaped(called, monkeypatch, tmp_path):
 
 
 def test_the_command_of_a_row_is_printed_escaped(called, monkeypatch, tmp_path):
-    """A row may be somebody else's. Here its command is not run."""
+    """A row may be somebody else's. Such a command is not run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("subprocess.run", lambda *_, **__: sys.exit("not run"))
-    row = {"name": "run", "status": "ok", "started": ESCAPE, "config": {}, "perf/laps_s": [1.0, 1.0]}
+    row = {
+        "name": "run",
+        "status": "ok",
+        "started": ESCAPE,
+        "config": {},
+        "perf/laps_s": [1.0, 1.0],
+        "env": {},
+        "kernels": {},
+    }
     write_row(tmp_path, row | {"command": f"python train.py data.path='{ESCAPE}'"})
-    _, out, _ = called("reproduce.py", reproduce.main, tmp_path)
-    assert_shown(out, times=2)
+    code, _, err = called("reproduce.py", reproduce.main, tmp_path)
+    assert code == 1
+    assert_shown(err)
 
 
 def use_ascii(monkeypatch):
