@@ -158,6 +158,22 @@ def test_an_interrupted_call_is_repeated_by_python(attempts):
     assert code == 0
 
 
+@pytest.mark.parametrize("compiler", [pytest.param(True, marks=NO_COMPILER), False])
+def test_a_program_starts_again_once_with_the_library_or_says_why_not(tmp_path, compiler):
+    """The programs that it starts do not get the library, and its file is gone."""
+    source = "from lab.crashtest.inject import *; preload(); print(is_preloaded(), os.environ.get('LD_PRELOAD'))"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "LD_PRELOAD": ""}
+    environment |= {} if compiler else {"PATH": str(tmp_path)}
+    command = [sys.executable, "-c", source]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == (["True", "None"] if compiler else ["False"])
+    warning = (
+        "warning: there is no Linux with the compiler cc: only operations that Python's audit events show can fail, "
+    )
+    assert done.stderr == ("" if compiler else f"{warning}and no read or write of a file\n")
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_damage_changes_one_place_of_one_file(tmp_path, kind):
     """Only the newest checkpoint is damaged, never an older one. A damage can be undone."""
