@@ -33,7 +33,11 @@ ENDS_WITH_CRC32 = re.compile(rb'": "[0-9a-f]{8}"\}$')
 PREFIX_BYTES = len('{"sha256": ""') + 64
 MOST_BYTES = 2**30  # of a file that is read as a whole. A manifest has 20 KB, and the metrics of a million steps 500 MB
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}  # the others are devices
-written = itertools.count()  # the temporary files of this process
+temporary_numbers = itertools.count()  # of this process
+
+
+class NotRegularFile(OSError):
+    """A folder, a FIFO, a socket or a device is in the place of a file."""
 
 
 def open_regular(path: str | os.PathLike, mode: str = "rb", buffering: int = -1, errors: str | None = None) -> IO:
@@ -69,7 +73,7 @@ def check_regular(path: str | os.PathLike) -> os.stat_result:
 def require_regular(path: str | os.PathLike, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        raise OSError(errno.EINVAL, f"it is {kind}, and must be a regular file", str(path))
+        raise NotRegularFile(errno.EINVAL, f"it is {kind}, and must be a regular file", str(path))
 
 
 def read_bytes(path: str | os.PathLike, at_most: int = MOST_BYTES) -> bytes:
@@ -129,25 +133,30 @@ def replace_file(path: Path) -> Iterator[IO]:
     A kill leaves the old content or the new one. After the context, the new content is on the disk. It removes the
     temporary files that killed processes have left. An OSError names the file, also if the disk is full.
     """
-    temporary = path.with_name(f".{path.name}-{os.getpid()}-{next(written)}")
+    temporary = None
     try:
         remove_temporaries(path)
-        with open_locked(temporary) as file:
+        with create_temporary(path) as file:
+            temporary = Path(file.name)
             yield file
             file.flush()
             os.fsync(file.fileno())
             temporary.replace(path)  # before the lock is released
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        if temporary:
+            temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
 
 
-def open_locked(path: Path) -> IO:
-    """Create a temporary file. While it is open, its lock says that its writer lives."""
+def create_temporary(path: Path) -> IO:
+    """Create a temporary file for a new content of `path`. While it is open, its lock says that its writer lives."""
     while True:
-        file = path.open("xb")
+        try:
+            file = path.with_name(f".{path.name}-{os.getpid()}-{next(temporary_numbers)}").open("xb")
+        except FileExistsError:  # of a killed process with the same number, on a disk without locks
+            continue
         with contextlib.suppress(OSError):  # this disk has no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
@@ -158,7 +167,7 @@ def open_locked(path: Path) -> IO:
 def remove_temporaries(path: Path) -> None:
     """Remove the temporary files of write_atomically() for this path whose writers were killed."""
     for name in glob.glob(f"{glob.escape(str(path.parent / f'.{path.name}'))}-[0-9]*"):
-        with contextlib.suppress(OSError), open_regular(name) as file:
+        with contextlib.suppress(OSError), open_regular(name, "r+b") as file:  # NFS locks no file that is only read
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises OSError if its writer lives
             os.unlink(name)
 

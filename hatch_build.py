@@ -7,6 +7,7 @@ the checkout.
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -21,7 +22,11 @@ NOT_OURS = {"__pycache__", "build", "dist", "multirun", "out", "wandb"}  # folde
 def repo_files(root: Path) -> list[str]:
     """Return the relative paths of the files of this repo, sorted."""
     if (root / ".git").exists():
-        git = subprocess.run(["git", "ls-files", "-z"], cwd=root, stdout=subprocess.PIPE, check=True)
+        command = ["git", "-c", f"safe.directory={root.resolve()}", "ls-files", "-z"]  # also of another user's checkout
+        try:
+            git = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            sys.exit(f"error: git cannot list the files of {root} ({error}): install git, or build from `git archive`")
         return sorted(path for path in map(os.fsdecode, git.stdout.split(b"\0")) if (root / path).is_file())
     files = []
     for folder, folders, names in os.walk(root):

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from files import ENDS_WITH_CRC32, add_crc32, open_regular, read_bytes, read_line, write_atomically
 from kernels.tuned import device_slug
 from runtime.command import command_line
-from runtime.config import UserError
+from runtime.config import UserError, check
 from runtime.folders import file_name, make_folder
 from runtime.trackers import Tracker
 from terminal import shell_command
@@ -94,12 +94,37 @@ def add_checksums(path: Path) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def read_metrics(run: Path, row: dict) -> list[dict]:
+    """Return the lines of a run's metrics.jsonl.
+
+    Raises UserError if one is damaged, or if the row says that there were more.
+    """
+    lines = read_whole(run / "metrics.jsonl")
+    lost = row.get("metrics_lines", 0) - len(lines)  # older rows have no metrics_lines
+    check(lost <= 0, f"{run / 'metrics.jsonl'} has lost {lost} of {lost + len(lines)} lines: restore the file")
+    return lines
+
+
+def replace_rows(path: Path, rows: list[dict]) -> None:
+    """Write a .jsonl file with these rows. Raises UserError, and the old file stays, if the disk is full."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, encode(rows))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def encode(rows: list[dict]) -> bytes:
+    """Return the lines of a .jsonl file, each with its CRC-32."""
+    return "".join(add_crc32(json.dumps(row)) + "\n" for row in rows).encode()
+
+
 def append_rows(path: Path, rows: list[dict]) -> Path:
     """Append rows to a .jsonl file, each with its CRC-32, and return the file's path.
 
     Raises UserError, and adds nothing, if the disk is full.
     """
-    lines = "".join(add_crc32(json.dumps(row)) + "\n" for row in rows).encode()
+    lines = encode(rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_regular(path, "ab", buffering=0) as file:

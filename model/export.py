@@ -8,7 +8,6 @@ source is a checkpoint of ours that is not sharded. The weights are in fp32, bit
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -169,7 +168,7 @@ def write_files(folder: Path, writers: dict[str, Callable[[Path], None]]) -> Non
 
     Raises UserError if the folder cannot be written, or already has one of the files.
     """
-    hidden = {name: folder / f".{name}.{os.getpid()}" for name in writers}
+    hidden = {name: folder / f".{name}.unfinished" for name in writers}  # the next export replaces it after a kill
     new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

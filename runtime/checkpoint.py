@@ -30,13 +30,13 @@ from torch import Tensor
 from files import check_regular
 from runtime.config import UserError, check
 from runtime.manifest import (
-    DAMAGE,
     MANIFEST,
     SHARD,
     SHARDS,
     TRAINING,
     WEIGHTS,
     Unreadable,
+    is_damage,
     read_manifest,
     sha256_of,
     step_number,
@@ -96,14 +96,16 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 def verify(folder: Path) -> dict:
     """Compare every file with the manifest, and return the manifest.
 
-    Raises UserError if a file differs or is not in the manifest, and Unreadable if one cannot be read.
+    Raises UserError if a file differs, and Unreadable if one cannot be read or is not in the manifest.
     """
     facts = read_manifest(folder)
     others = sorted(map(printable_name, list_files(folder) - facts["files"].keys() - {MANIFEST}))
-    check(
-        not others,
-        f"{folder} is damaged: {', '.join(others[:3])} is not in its {MANIFEST}: delete it, or choose another",
-    )
+    if others:
+        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise Unreadable(
+            f"{folder} holds {names}, which its {MANIFEST} does not list: move this out of the folder, or name another "
+            "checkpoint by its path"
+        )
     for name, expected in facts["files"].items():
         problem = find_damage(folder / name, expected)
         check(problem is None, f"{folder} is damaged: {name} {problem}; choose another checkpoint")
@@ -141,7 +143,7 @@ def find_damage(path: Path, expected: dict) -> str | None:
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
-        if error.errno not in DAMAGE:
+        if not is_damage(error):
             raise unreadable(path, error) from error
         return f"cannot be read: {error.strerror}"
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from files import open_regular, read_json, write_json
+from files import NotRegularFile, open_regular, read_json, write_json
 from runtime.config import UserError, check, value_text
 
 MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "training.pt", "shards"
@@ -14,12 +14,17 @@ METADATA, SHARD = f"{SHARDS}/.metadata", re.compile(rf"{SHARDS}/__\d+_\d+\.distc
 SHA256 = re.compile("[0-9a-f]{64}")
 CONFIG_GROUPS = ("model", "data", "train", "optim", "kernels")  # of the run's config
 CHOICE = "kernels", "attn", "precision"  # the keys of the run's config that decide what computes
-# A path that cannot be opened for one of these reasons is no file of ours. Any other reason may pass
-DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG}
+# These errors mean that the file is missing or is none of ours. Other errors may be temporary
+DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EFBIG}
 
 
 class Unreadable(UserError):
-    """A checkpoint cannot be read, which does not prove that it is damaged."""
+    """A checkpoint cannot be read or has a file too many, which does not prove that it is damaged."""
+
+
+def is_damage(error: OSError) -> bool:
+    """Return whether the error proves that the file is missing or is none of ours."""
+    return isinstance(error, NotRegularFile) or error.errno in DAMAGE
 
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
@@ -68,7 +73,7 @@ def read_manifest(folder: Path) -> dict:
     try:
         facts, problem = read_json(path), "it is a link" if path.is_symlink() else None
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, OSError) and error.errno not in DAMAGE:
+        if isinstance(error, OSError) and not is_damage(error):
             raise unreadable(path, error) from error
         facts, problem = {}, getattr(error, "strerror", None) or str(error)
     check(problem is None, f"{folder} is not a valid checkpoint: {MANIFEST}: {problem}")

@@ -86,7 +86,13 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
     done = f"done     already: {path} is of the run's last step"
     if folder.resolve() != path.parent.parent.resolve():
         return printable(f"{done}; to train longer in {folder}, raise train.max_steps or train.max_minutes"), None
-    row = read_row(folder) or {"name": name, "command": command_line(), "status": KILLED}
+    row = read_row(folder)
+    check(
+        row is not None or not os.path.lexists(folder / "result.json"),
+        f"{folder / 'result.json'} is damaged or cannot be read, so the end of the run is not known: restore the file, "
+        "or delete it to complete the run from its checkpoint",
+    )
+    row = row or {"name": name, "command": command_line(), "status": KILLED}
     # The loop has ended well, so also what failed after it, such as a last line on a full disk, is done again. But a
     # second process cannot prove the first steps
     if manifest.get("row") and row["status"] != "ok" and not row["status"].startswith("wrong"):

@@ -202,7 +202,7 @@ class Run:
             warn(error)
 
     def _write_row(self, status: str) -> None:
-        self.row["status"] = status
+        self.row |= {"status": status, "metrics_lines": self.lines}
         try:
             write_row(self.folder, self.row)
         except OSError as error:

@@ -257,6 +257,8 @@ class Checkpoints:
             link.unlink(missing_ok=True)
             link.symlink_to(newest.name)
             link.replace(best)
+        for left in self.folder.glob(".step-*-old"):  # of a deletion that failed
+            remove(left)
         for path in checkpoint_folders(self.folder)[self.keep :]:
             if path != self._best():
                 discard(path)

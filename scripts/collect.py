@@ -23,7 +23,7 @@ from runtime.config import UserError, path_argument
 from runtime.folders import file_name
 from runtime.run import read_row
 from runtime.signals import exit_quietly
-from terminal import printable
+from terminal import outlive_output, printable
 
 # A key that only one command's config has -> the file for the command's rows, without .jsonl
 KINDS = {"train": "train", "probe": "context", "batch": "generate"}
@@ -56,13 +56,12 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     folder = rows.RESULTS / file_name(beside or (f"{device}x{gpus}" if gpus > 1 else device))
     path = folder / f"{row_kind(row)}.jsonl"
     curve_path = rows.curve_file(folder, row) if curves else None  # raises before anything is written
+    lines = rows.read_metrics(run, row) if curves else []
     if row not in rows.read_whole(path):
         rows.append_rows(path, [row])
     if curve_path:
-        lines, _ = rows.read_jsonl(run / "metrics.jsonl")
-        losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for _, line in lines]
-        curve_path.unlink(missing_ok=True)
-        rows.append_rows(curve_path, losses)
+        losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]
+        rows.replace_rows(curve_path, losses)
     return path
 
 
@@ -78,6 +77,7 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="also copy the losses")
     parser.add_argument("--beside", metavar="DEVICE", help="a folder in results/ instead of the run's own")
     arguments = parser.parse_args()
+    outlive_output()
     skipped = 0
     for run in arguments.runs:
         try:

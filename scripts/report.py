@@ -17,7 +17,7 @@ from lab.report.side_by_side import side_by_side
 from runtime import compat
 from runtime.config import UserError, path_argument
 from runtime.signals import exit_quietly
-from terminal import LostOutput, printable
+from terminal import LostOutput, outlive_output, printable
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,6 +51,8 @@ def parse_arguments() -> argparse.Namespace:
 @exit_quietly()
 def main() -> None:
     arguments = parse_arguments()
+    if len(arguments.folders) <= 1:  # side_by_side() only prints
+        outlive_output()
     try:
         if len(arguments.folders) > 1:
             print(printable(side_by_side(arguments.folders)))

@@ -1,5 +1,6 @@
 """A run that is killed after its last checkpoint, and before its row: the resumed run completes what is missing."""
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -219,3 +220,28 @@ def test_a_proof_is_not_made_with_other_kernels(hotswap):
     assert err.startswith("error: this run has ended, and only its proof is left, but attn changed since: ")
     code, _, err = hotswap(*settings, RESUME, "attn=eager")
     assert (code, err, row()["status"], row()["config"]["attn"]["impl"]) == (0, "", "ok", "sdpa")
+
+
+@pytest.mark.parametrize("harm", ["flip", "FIFO", "EIO"])
+def test_a_row_that_cannot_be_read_is_not_replaced(hotswap, monkeypatch, harm):
+    """It may say `ok`, or that the proof was wrong."""
+    assert hotswap(*SETTINGS)[0] == 0
+    path = Path("run/result.json")
+    before = path.read_bytes()
+    if harm == "flip":
+        path.write_bytes(before.replace(b'"ok"', b'"oj"', 1))
+    elif harm == "FIFO":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        refuse = OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        monkeypatch.setattr("runtime.run.read_bytes", lambda name: refuse_to_read(refuse))
+    left = path.lstat()
+    code, out, err = hotswap(*SETTINGS, RESUME)
+    assert (code, "done" in out) == (1, False)
+    assert err.startswith("error: run/result.json is damaged or cannot be read, so the end of the run is not known: ")
+    assert (path.lstat().st_ino, path.lstat().st_mtime_ns) == (left.st_ino, left.st_mtime_ns)
+
+
+def refuse_to_read(error):
+    raise error

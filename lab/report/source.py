@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, prompt_tokens
-from lab.rows import curve_file, read_jsonl
+from lab.rows import curve_file, read_jsonl, read_metrics
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
 from runtime.config import UserError, check
 from runtime.run import read_row
+from terminal import warn
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
@@ -103,7 +104,7 @@ def make_source(folder: Path, lines: list[Line], left_out: list[str], force: boo
         rows.setdefault(line.path.name, []).append(line.row)
     jobs = [line for line in lines if line.path.name == "result.json"]
     from_results = any((folder / name).exists() for name in COLLECTED)
-    runs = [(line.row, read_losses(line.path.with_name("metrics.jsonl"))) for line in jobs if is_run(line.row)]
+    runs = [(line.row, run_losses(line.path.parent, line.row)) for line in jobs if is_run(line.row)]
     for name in COLLECTED:
         runs += [(row, read_curve(folder, row)) for row in newest_choices(rows.get(name, []))]
     all_choices = group_runs(runs)
@@ -161,6 +162,15 @@ def job_results(folder: Path) -> list[Path]:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.parent.name)]
 
     return sorted({*folder.glob("*/result.json"), *folder.glob("result.json")}, key=by_number)
+
+
+def run_losses(run: Path, row: dict) -> dict[int, float]:
+    """Return read_losses() of a run. Prints a warning if its metrics.jsonl is damaged or has lost lines."""
+    try:
+        read_metrics(run, row)
+    except UserError as error:
+        warn(error)
+    return read_losses(run / "metrics.jsonl")
 
 
 def read_losses(path: Path) -> dict[int, float]:

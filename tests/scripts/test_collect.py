@@ -98,3 +98,17 @@ def test_a_device_or_a_number_of_gpus_that_is_a_path_writes_nothing(command, tmp
         code, _, err = command(folder)
         assert (code, err.count("\n")) == (1, 1), changes
     assert not (tmp_path / "results").exists()
+
+
+def test_a_curve_with_lost_lines_is_an_error(command, tmp_path):
+    """Cut at a line, every line that is left is right. The row knows their number. Nothing is written."""
+    write_run(tmp_path / "run", {**TRAIN[0], "seed": 1}, metrics_lines=2)
+    for lines in ([], [{"step": 1, "train/loss": 5.0}]):
+        rows.replace_rows(tmp_path / "run/metrics.jsonl", lines)
+        lost = 2 - len(lines)
+        message = f"error: run/metrics.jsonl has lost {lost} of 2 lines: restore the file\n"
+        assert command("run", "--curves") == (1, "", message)
+        assert not (tmp_path / "results").exists()
+    rows.replace_rows(tmp_path / "run/metrics.jsonl", [{"step": step, "train/loss": 5.0} for step in (1, 2)])
+    assert command("run", "--curves")[0] == 0
+    assert len(rows.read_whole(tmp_path / "results/h200/curves/run-seed1.jsonl")) == 2

@@ -222,7 +222,7 @@ def test_an_existing_file_is_never_overwritten(command):
 
 def test_files_are_on_the_disk_before_they_get_their_names(tmp_path, disk):
     write_files(tmp_path, {name: lambda path: path.write_text("x") for name in ("a", "b")})
-    hidden = [f"{tmp_path}/.{name}.{os.getpid()}" for name in ("a", "b")]
+    hidden = [f"{tmp_path}/.{name}.unfinished" for name in ("a", "b")]
     assert disk == [*hidden, (hidden[0], f"{tmp_path}/a"), (hidden[1], f"{tmp_path}/b"), str(tmp_path)]
 
 
