@@ -99,6 +99,9 @@ def verify(folder: Path) -> dict:
     Raises UserError if a file differs, and Unreadable if one cannot be read or is not in the manifest.
     """
     facts = read_manifest(folder)
+    for name, expected in facts["files"].items():
+        problem = find_damage(folder / name, expected)
+        check(problem is None, f"{folder} is damaged: {name} {problem}; choose another checkpoint")
     others = sorted(map(printable_name, list_files(folder) - facts["files"].keys() - {MANIFEST}))
     if others:
         names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
@@ -106,9 +109,6 @@ def verify(folder: Path) -> dict:
             f"{folder} holds {names}, which its {MANIFEST} does not list: move this out of the folder, or name another "
             "checkpoint by its path"
         )
-    for name, expected in facts["files"].items():
-        problem = find_damage(folder / name, expected)
-        check(problem is None, f"{folder} is damaged: {name} {problem}; choose another checkpoint")
     return facts
 
 

@@ -108,7 +108,9 @@ def test_no_command_runs_what_is_in_a_checkpoint(commands):
             assert not RAN.exists(), (attack, name)
             reads_weights_alone = attack is change_training and name in ("init_from", "generate", "evaluate")
             assert code == (0 if reads_weights_alone else 1), (attack, name, err)
-            assert [line.partition(":")[0] for line in err.splitlines()] == ["error"] * code, err
+            kinds = [line.partition(":")[0] for line in err.splitlines()]
+            skips = name == "resume=auto" and attack is add_shards_and_reseal  # its manifest is not ours
+            assert kinds == ["warning"] * skips + ["error"] * code, err
             restore()
 
 
@@ -244,12 +246,14 @@ def test_an_odd_file_in_the_place_of_any_file_is_an_error_of_one_line(trained, p
             put(path)
         except PermissionError:
             pytest.skip("only root can make a device")
+        is_extra = name in ("shards/x", ".shards") or (name == "shards" and (not sharded or put is put_link))
         for read in (checkpoint.verify, checkpoint.read_weights):
-            with pytest.raises(UserError, match=r"is damaged|is not a valid checkpoint") as error:
+            with pytest.raises(UserError, match=r"is damaged|is not a valid checkpoint|does not list") as error:
                 read(STEP)
-            assert not isinstance(error.value, Unreadable)
+            assert isinstance(error.value, Unreadable) == is_extra
             assert "\n" not in str(error.value)
-        assert checkpoint.newest_valid(STEP.parent) is None
+        if not is_extra:  # resume=auto does not pass over a checkpoint with a file too many
+            assert checkpoint.newest_valid(STEP.parent) is None
         restore()
     assert checkpoint.verify(STEP)["step"] == 1
 
