@@ -130,8 +130,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 def replace_file(path: Path) -> Iterator[IO]:
     """A context with a file to write, which takes the place of `path` at its end, unless an exception ends it.
 
-    A kill leaves the old content or the new one. After the context, the new content is on the disk. It removes the
-    temporary files that killed processes have left. An OSError names the file, also if the disk is full.
+    A kill leaves the old content or the new one. After the context, the new content is on the disk; a power cut may
+    still bring the old file back, because the folder is not synced. Temporary files of killed processes are removed. An
+    OSError names the file, also if the disk is full.
     """
     temporary = None
     try:

@@ -84,14 +84,16 @@ class Job:
 
 
 def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Checkpoints, Meter]:
-    """Load the checkpoint, if there is one; complete the row; print what is about to run. find_end() made `ended`."""
+    """Load the checkpoint, if any; complete the row; print the header. `ended` is resume.find_end()'s manifest."""
     t, run, ranks, device = job.train, job.run, job.ranks, job.device
     saved = restore(job, resume_from) if resume_from else {"step": 0, "elapsed": 0.0}
     run.truncate_metrics(saved["step"], saved.get("metrics_lines", 0), resume.logged_figures(saved))
     kernels = job.recipe.executed_kernels((t.batch_size, t.block_size), device)
     facts = {"kernels": kernels, "peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     facts |= {"resumed_from": str(resume_from) if resume_from else None}
-    run.begin(**(resume.saved_row(ended, run.row) if ended else facts))
+    if ended:
+        facts = resume.saved_row(ended, run.row)
+    run.begin(**facts)
     folder, kept, copied_to = run.folder / "checkpoints", t.keep_checkpoints, t.replicate_to
     checkpoints = Checkpoints(folder, kept, t.sharded_checkpoints, ranks, device, saved["step"], copied_to)
     if t.checkpoint_every and not ended:
@@ -135,6 +137,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
                 run.row |= {"steps": step, **figures, **job.step.figures, **meter.result()}
             if due.save or (is_best and t.checkpoint_every):
                 facts = {"val_loss": figures.get("val/loss"), "elapsed": meter.elapsed, "metrics_lines": run.lines + 1}
+                # so that a kill after the save loses neither the line of this step nor the row
                 facts |= {"figures": {**figures}, "row": {**run.row} if due.finished else None}
                 figures["checkpoint/pause_ms"] = 1e3 * save(job, checkpoints, step, facts)
             meter.start_interval(step)
@@ -147,7 +150,7 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
 
 def save(job: Job, checkpoints: Checkpoints, step: int, facts: dict) -> float:
     """Start to save a checkpoint with all that restore() needs. Returns the seconds that the loop had to wait."""
-    facts |= {"config": job.config, "data": job.dataset.fingerprint}
+    facts = facts | {"config": job.config, "data": job.dataset.fingerprint}
     rest = {"updates": job.step.optimizer.updates, "random": job.ranks.gather(checkpoint.random_state(job.device))}
     pause, job.step.optimizer.being_copied = checkpoints.save(step, job.step.optimizer.state(), rest, facts)
     return pause

@@ -12,7 +12,7 @@ class DataError(ValueError):
 
 
 class BadText(DataError):
-    """The content of a file is wrong, so that its tokens can never be completed. A DataError may pass by itself."""
+    """The content of a file is wrong, so its tokens can never be completed. Other DataErrors may be temporary."""
 
 
 def read_error(path: Path, error: Exception, remedy: str = "end other programs") -> DataError:

@@ -40,7 +40,7 @@ def matching_files(pattern: str) -> list[Path]:
 
 
 def local_path(name: str) -> Path:
-    """Return the path. Raises DataError if the name is too long."""
+    """Return the path. Raises DataError if no file can have this name."""
     path = Path(name)
     try:
         path.exists()

@@ -110,7 +110,7 @@ def write_shards(
                 tokenize(unfinished, source, tokenizer, workers, watch, shard_tokens)
             except BaseException as error:
                 # The shards of a corrected local file get another folder, so no later call resumes from this folder.
-                # But a file that cannot be read now may be good: its folder stays
+                # A file that cannot be read now may be intact, so its folder stays
                 local_file_is_broken = isinstance(error, BadText) and source.files
                 if local_file_is_broken or is_missing(unfinished / PROGRESS):
                     shutil.rmtree(unfinished, ignore_errors=True)

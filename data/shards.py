@@ -62,7 +62,10 @@ class Shard:
                 else:
                     file.seek(header_bytes)
                     self.facts = {**read_facts(file, count), "size": size, "mtime_ns": mtime}
-        except (OSError, MemoryError) as error:  # a good file may be unreadable for a while: nobody should delete it
+        except (
+            OSError,
+            MemoryError,
+        ) as error:  # an unreadable file may be intact, so the message does not say to delete it
             raise read_error(path, error) from None
         self._check_ids(self.facts["largest"])
         if known is not None and known["sha256"] != self.facts["sha256"]:

@@ -119,7 +119,7 @@ def read_table(path: Path) -> dict[str, dict]:
         why = '"parameters" must map names to values'
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except OSError as error:  # it may be good: nobody should delete it
+    except OSError as error:  # it may be intact, so the message does not say to delete it
         raise KernelError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"

@@ -39,7 +39,7 @@ COMPUTED = {  # key of Hugging Face's config.json -> its default, the only value
 }  # reorder_and_upcast_attn only changes the rounding
 
 MOST_PICKLE_BYTES = 2**24  # of ckpt.pt without its tensors. 1,000 layers with AdamW's moments need 7 MB
-# What nanoGPT's ckpt.pt names besides storages and dtypes. torch.load also knows bytearray(10**12), and sparse tensors
+# What nanoGPT's ckpt.pt names besides storages and dtypes. torch.load also allows bytearray(10**12), and sparse tensors
 PICKLED = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
 PICKLED |= {"torch Size", "torch device", "builtins set"}
 

@@ -113,7 +113,7 @@ def verify(folder: Path) -> dict:
 
 
 def list_files(folder: Path) -> set[str]:
-    """Return the names of all that a checkpoint holds. Of the folder `shards` it returns what is in there, if any."""
+    """Return the names of the files in a checkpoint, with those in the folder `shards` as shards/NAME."""
     try:
         names = set(os.listdir(folder))
         if SHARDS in names and is_real_folder(folder / SHARDS):

@@ -63,8 +63,8 @@ def make_unique_folder(parent: Path, name: str) -> Path:
 def make_folder(out_dir: str | Path | None, name: str) -> Path:
     """Make and return `out_dir`, or out/<time>-<name>.
 
-    From here on the command goes on if its output cannot be written. Raises UserError if the folder cannot be written,
-    or if its name has control characters, because many lines print it.
+    From here on, output that cannot be written does not end the command. Raises UserError if the folder cannot be
+    written, or if its name has control characters, because many lines print it.
     """
     outlive_output()
     if out_dir:

@@ -32,7 +32,7 @@ def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[P
     try:
         return _choose_folder(out_dir, resume, name)
     except Unreadable as error:
-        raise UserError(f"train.resume={resume}: {error}: train.resume=PATH out_dir=NEW") from error
+        raise UserError(f"train.resume={resume}: {error}, with train.resume=PATH out_dir=NEW") from error
 
 
 def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
@@ -73,10 +73,11 @@ def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[
 
 
 def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tuple[str | None, dict | None]:
-    """Return what is left of a run in `folder` that resumes from the checkpoint at `path`: (line, manifest).
+    """Return (line, None) if the run is complete, (None, manifest) if only its end is missing, or (None, None) if it
+    must train.
 
-    If nothing is left, the line says so. If a kill or an error came after the last step, the manifest has all that
-    complete() needs. Otherwise both are None, and the run trains. `name` is for the row of a run that has none.
+    `path` is the checkpoint to resume from. complete() takes the manifest. `name` is for the row of a run without
+    one.
     """
     if path is None:
         return None, None
@@ -93,15 +94,17 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
         "or delete it to complete the run from its checkpoint",
     )
     row = row or {"name": name, "command": command_line(), "status": KILLED}
-    # The loop has ended well, so also what failed after it, such as a last line on a full disk, is done again. But a
-    # second process cannot prove the first steps
+    # The training loop has succeeded, so everything after it runs again, also if it failed. Only a wrong proof stays,
+    # because a second process cannot repeat the first steps
     if manifest.get("row") and row["status"] != "ok" and not row["status"].startswith("wrong"):
         return None, manifest
     if row["status"].startswith(KILLED):
         if manifest["step"] < (t.max_steps or math.inf):  # its time is over: it ends after one more step
             return None, None
         row |= {"steps": manifest["step"], **last_figures(folder, manifest["step"])}
-        row["status"] = f"failed: killed after its last step: {path} is complete, but the figures of the row are lost"
+        row["status"] = (
+            f"failed: killed after its last step; the checkpoint {path} is complete, but the row's figures are lost"
+        )
         with explain_unwritable(folder):
             write_row(folder, row)
     reason = "" if row["status"] == "ok" else f"; its status is {row['status']}"
@@ -140,12 +143,12 @@ def saved_row(ended: dict, row: dict) -> dict:
 
 
 def complete(run: Run, ended: dict, signals: Signals) -> Due:
-    """Take the place of the training loop if a kill came after its last step: `ended` is the manifest.
+    """Replace the training loop for a run whose last checkpoint is complete. `ended` is its manifest.
 
-    Returns what was due after the step.
+    Returns what was due after the last step.
     """
     signals.start_loop(run.record)
-    print(f"ended    before, after step {ended['step']}, but without its row, which follows")
+    print(f"resumed  after the last step, {ended['step']}: what follows it is missing")
     return Due(log=True, evaluate=False, save=False, end=True, finished=True, interrupted=False)
 
 

@@ -34,9 +34,9 @@ class Run:
     """A context manager that writes `result.json` when its block ends, also after an error.
 
     `row` is the result row so far. A new run writes its name and command at once, with the status UNFINISHED, and
-    begin() writes the whole row. UNFINISHED stays after a SIGKILL, and read_row() then returns KILLED. At the end the
-    status becomes `ok`, `oom` or `failed: why`. If the exception has an attribute `status`, such as `unavailable` or
-    `stopped`, that word replaces `failed`.
+    begin() writes the whole row. After a SIGKILL the file still says UNFINISHED, and read_row() returns KILLED. At the
+    end the status becomes `ok`, `oom` or `failed: why`. If the exception has an attribute `status`, such as
+    `unavailable` or `stopped`, that word replaces `failed`.
 
     With `resume`, the folder may hold an earlier run. A run that ended before its first step is always overwritten.
     Raises UserError if the folder holds a run or files that would be overwritten, if a running process uses it, or if
@@ -46,7 +46,7 @@ class Run:
     def __init__(self, folder: Path, name: str, config: object, tracker: Tracker, resume: bool = False):
         self.folder, self.tracker, self.has_begun = folder, tracker, False
         self.lines = 0  # of metrics.jsonl
-        self.lost_line: tuple[int, dict] | None = None  # begin() logs it
+        self.lost_line: tuple[int, dict] | None = None  # (step, figures) of a line that a kill lost; begin() writes it
         self.config = OmegaConf.structured(config)
         self.row = {
             "name": name,
@@ -78,9 +78,9 @@ class Run:
     def truncate_metrics(self, step: int, expected: int = 0, figures: dict | None = None) -> None:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
 
-        It leaves out damaged lines with a warning, and the incomplete last line that a kill may leave. If it keeps
-        fewer than `expected` lines, which the checkpoint records, a warning says how many are lost. A kill between
-        the checkpoint and the line of its step has lost this line: begin() writes it from `figures`.
+        Damaged lines are dropped with a warning, and so is the incomplete last line that a kill may leave. `expected`
+        is the number of lines that the checkpoint records; a warning says how many are missing. If only the line of
+        `step` is missing, begin() writes it from `figures`.
         """
         path, kept, later, damaged, last = self.folder / "metrics.jsonl", [], 0, 0, 0
         with explain_unwritable(self.folder):
@@ -166,7 +166,8 @@ class Run:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row.
 
         A run that an error ended before begin() leaves nothing, if this job has made its folder and no tracker uses it.
-        That memory was full is a result, and stays. Raises UserError if the row of a run that is ok cannot be written.
+        The row of an out-of-memory run is a result, so it stays. Raises UserError if the row of a run that is ok cannot
+        be written.
         """
         unwritten = None
         if self.has_begun or self.is_new:

@@ -280,7 +280,7 @@ class Checkpoints:
                 if path != copy:
                     shutil.rmtree(path)
         except (OSError, UserError, MemoryError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)  # it would take the room of the next copy
+            shutil.rmtree(temporary, ignore_errors=True)  # it would use the space of the next copy
             reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
             warn(f"{newest} has no copy in {copy.parent}: {reason}")
 
@@ -320,7 +320,7 @@ def set_aside(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a checkpoint. First hide it, or a kill during the deletion would leave what looks like a damaged one."""
+    """Delete a checkpoint. It is renamed first, because a kill during the deletion would leave a damaged checkpoint."""
     if os.path.lexists(path):
         hidden = path.with_name(f".{path.name}-old")
         path.rename(hidden)

@@ -1,6 +1,6 @@
 """Weights & Biases and TensorBoard, and the process in which they run: see TrackerProcess in runtime/trackers.py.
 
-Their libraries start threads and processes, ask servers, and wait at the end of Python. Here nothing of this can
+Their libraries start threads and processes, ask servers, and wait at the end of Python. In this process they cannot
 fail, stop or end the run.
 """
 
@@ -37,7 +37,7 @@ class Library:
         self.logger, self.tell, self.run = logger, tell, None
 
     def start(self, folder: str, row: dict, last_step: int | None) -> None:
-        """Begin a run. `last_step` is that of the metrics that the folder already has."""
+        """Begin a run. `last_step` is the last step in the folder's metrics.jsonl, or None."""
 
     def log(self, step: int, figures: dict) -> None:
         """Receive the figures of one logged step."""
@@ -265,7 +265,9 @@ def serve(connection: socket.socket) -> None:
     library, is_running = LIBRARIES[name](SimpleNamespace(**logger), send), False
     signal.signal(signal.SIGALRM, end)
     for line in lines:
-        signal.setitimer(signal.ITIMER_REAL, library.logger.call_seconds)  # the run's process may be dead
+        signal.setitimer(
+            signal.ITIMER_REAL, library.logger.call_seconds
+        )  # nobody kills this process if the run's process is dead
         try:
             method, *arguments = json.loads(line)
             is_running = method not in ("finish", "publish_report")

@@ -185,7 +185,7 @@ class TrackerProcess(Tracker):
     def _exchange(self) -> None:
         """Send what the socket takes, and do what the process has sent. It never waits.
 
-        Raises an error if a call failed, if the process has ended, or if the first call has had its time.
+        Raises an error if a call failed, if the process has ended, or if the first unanswered call takes too long.
         """
         has_ended = False
         with contextlib.suppress(BlockingIOError, BrokenPipeError):

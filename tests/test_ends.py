@@ -129,7 +129,7 @@ def test_the_end_of_a_run_is_completed_from_its_last_checkpoint(hotswap, monkeyp
     code, out, err = hotswap(*settings, RESUME)
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "done     run/result.json"
-    assert f"ended    before, after step {whole['steps']}, but without its row" in out
+    assert f"resumed  after the last step, {whole['steps']}: what follows it is missing" in out
     assert ("overfit  the loss of the only batch" in out) == ("train.overfit=true" in words)
     found = row()
     again = {"crc32", "receipt", "memory", "parity"}  # the proof is made again, without the first steps
@@ -168,12 +168,13 @@ def test_an_older_checkpoint_without_the_row(hotswap):
     whole = row()
     write_row(Path("run"), {key: whole[key] for key in ("name", "config")} | {"status": UNFINISHED})
     remove_from_manifest(Path("run/checkpoints/step-000008"), "row", "figures", "pauses")
-    status = "failed: killed after its last step: run/checkpoints/step-000008 is complete, but the figures of the row"
+    status = "failed: killed after its last step; the checkpoint run/checkpoints/step-000008 is complete, but "
+    status += "the row's figures are lost"
     for _ in range(2):
         code, out, err = hotswap(*BASE, "train.max_steps=8", RESUME)
         done = "done     already: run/checkpoints/step-000008 is of the run's last step"
-        assert (code, out, err) == (0, f"{done}; its status is {status} are lost\n", "")
-        assert row()["status"] == f"{status} are lost"
+        assert (code, out, err) == (0, f"{done}; its status is {status}\n", "")
+        assert row()["status"] == status
         assert (row()["steps"], row()["train/loss"]) == (8, whole["train/loss"])
 
 

@@ -310,7 +310,9 @@ def test_a_run_does_not_resume_if_its_newest_checkpoint_cannot_be_read(hotswap, 
         with monkeypatch.context() as patch:
             break_paths(patch, Path("run/checkpoints/step-000004/manifest.json"), "EIO")
             code, out, err = hotswap(*settings, f"train.resume={word}")
-        line = f"error: train.resume={word}: {reason}another checkpoint by its path: train.resume=PATH out_dir=NEW\n"
+        line = (
+            f"error: train.resume={word}: {reason}another checkpoint by its path, with train.resume=PATH out_dir=NEW\n"
+        )
         assert (code, out, err) == (1, "", line)
         assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     assert hotswap(*settings, RESUME)[0] == 0

@@ -92,7 +92,7 @@ class Disturbed:
         return damage, "its row is now read as another one" if is_other else None
 
     def _row(self) -> dict | None:
-        """Return the row as programs read it; None if they refuse. A damaged lock changes how the status is told."""
+        """Return the row as programs read it; None if they refuse. A damaged lock changes the text of the status."""
         row = read_row(self.run)
         if row and row["status"].startswith("stopped"):
             row["status"] = "stopped"
