@@ -2,12 +2,15 @@
 
 Only programs of this repo and overrides of their keys remain, and they are quoted again. An override may not choose
 Hydra's own settings, configs of another folder, or the code of a kernel that is not in kernels/, because such a word
-runs any program.
+runs any program. The check is of the value that Hydra reads, because Hydra reads $\\{prompt\\} as ${prompt}.
 """
 
 import re
 import shlex
 from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from kernels.lookup import is_path
 from runtime.config import UserError, check, value_text
@@ -17,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = tuple(f"scripts.{name}" for name in ("generate", "max_context", "judge", "bench_kernels", "bench_attention"))
 LONGEST = 100_000  # characters of a command. Linux takes 131,071 bytes for one word
 TORCHRUN = re.compile(r"--nproc_per_node=[1-9]\d{0,3}")
-OVERRIDE = re.compile(r"(\+\+?)?([A-Za-z_][\w./-]*)=(.*)|~([A-Za-z_][\w./-]*)(=.*)?", re.DOTALL)
-TEXTS = {"prompt", "stop", "logger.notes", "logger.tags"}  # a text may hold anything
+OVERRIDE = re.compile(r"(?:\+\+?|~)?([A-Za-z_][\w./-]*)=.*|~([A-Za-z_][\w./-]*)", re.DOTALL)
+LONGEST_OVERRIDE = 4_000  # characters, except for a prompt. Hydra parses these in 0.1 s
 # Keys of one run. They name folders and accounts, and no figure depends on them
 OWN_KEYS = {"out_dir", "train.resume", "train.replicate_to", "data.cache", "logger"}
 CODE = re.compile(r"(kernels|attn)(\..*)?|op|impl|against")  # keys whose values are imported
@@ -46,7 +49,13 @@ def rerun_words(row: dict) -> list[str]:
         check(is_training, f"its command is of none of train.py, {', '.join(PROGRAMS)}: {brief(command)}")
         program, arguments = ["train.py"], words[1:]
     is_judge = program[-1] == "scripts.judge"  # its words after -- are for train.py
-    kept = [word for word in arguments if (is_judge and word == "--") or not is_own(check_word(word))]
+    kept = []
+    for word in arguments:
+        if program[-1] == "scripts.generate" and word.startswith("prompt="):  # it quotes this word for Hydra
+            check(printable(word) == word, f"{brief(word)} in its command has control characters")
+            kept.append(word)
+        elif (is_judge and word == "--") or not is_own(check_word(word)):
+            kept.append(word)
     return [*launcher, *program, *kept]
 
 
@@ -72,27 +81,62 @@ def check_word(word: str) -> str:
     match, shown = OVERRIDE.fullmatch(word), brief(word)
     advice = f"{shown} in its command may run any code: if you trust it, run the command yourself"
     check(match is not None, f"{shown} in its command is no override of a key")
-    key, value = match[2] or match[4], match[3] or ""
+    key = match[1] or match[2]
     check(printable(word) == word, f"{shown} in its command has control characters")
     check(re.split(r"[./]", key)[0] not in ("hydra", "sweep", "training"), advice)
-    if key in TEXTS:
+    if is_own(key):  # the word is left out
         return key
-    check("${" not in value, advice)  # OmegaConf replaces it, for example by a variable of the environment
-    names = re.split(r"[\[\]{},:\s'\"]+", value)
+    check(len(word) <= LONGEST_OVERRIDE, f"{shown} in its command has more than {LONGEST_OVERRIDE:,} characters")
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except (HydraException, RecursionError):
+        raise UserError(f"{shown} in its command is no override that Hydra can read") from None
+    values = leaves(override.value())
+    plain = all(value is None or isinstance(value, str | int | float) for value in values)
+    check(plain and override.key_or_group == key, f"{shown} in its command is a sweep, or no plain value")
+    texts = [value for value in values if isinstance(value, str)]
+    # OmegaConf replaces ${...}, for example by another key or by a variable of the environment
+    check(not any("${" in text if key == "stop" else "$" in text for text in texts), advice)
     if CODE.fullmatch(key):
-        check(all(map(is_ours, names)), advice)
+        check(all(map(is_ours, texts)), advice)
     elif key in GROUPS:  # a path would be a config file elsewhere, which may set hydra.*
-        check(all(re.fullmatch(r"[\w-]*", name) for name in names), advice)
+        check(all(re.fullmatch(r"[\w-]*", text) for text in texts), advice)
     else:
         check("/" not in key, advice)
     return key
 
 
+def leaves(value: object) -> list:
+    """Return what nested lists and dicts hold, the keys of the dicts included."""
+    found, parts = [], [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            parts += [*part, *part.values()]
+        elif isinstance(part, list):
+            parts += part
+        else:
+            found.append(part)
+    return found
+
+
 def is_ours(name: str) -> bool:
     """Return whether the backend `name` is a name in kernels/, or the path of a file there."""
     if not is_path(name):
-        return "." not in name  # a dotted name is a module that Python can import
-    return Path(name).resolve().is_relative_to(ROOT / "kernels")  # a relative path starts at the current folder
+        return name.isidentifier()  # a dotted name is a module that Python can import
+    is_plain = re.fullmatch(r"[\w./-]+", name)  # without ~, which kernels/lookup.py expands
+    # a relative path starts at the current folder
+    return bool(is_plain) and Path(name).resolve().is_relative_to(ROOT / "kernels")
+
+
+def check_backends(config: dict, advice: str) -> None:
+    """Raise UserError with the advice if a row's config names a backend that is not of kernels/.
+
+    Call this before runtime.config.parse(), which may import the backend.
+    """
+    names = [value for value in leaves([config.get("kernels"), config.get("attn")]) if isinstance(value, str)]
+    foreign = [name for name in names if not is_ours(name)]
+    check(not foreign, f"its config names code outside of kernels/: {', '.join(map(brief, foreign[:3]))}; {advice}")
 
 
 def is_own(key: str) -> bool:

@@ -6,6 +6,8 @@ says what each gave. The line below names the first op and layer that is not fin
 
 Before that, the batch runs twice. If the bits differ with eager PyTorch too, the machine is to blame: one line says so.
 The exit code is 0 if the step goes wrong again, and 1 if it does not, or after an error.
+
+The folder may be from somebody else, so a run whose backends are not of kernels/ is refused without --trust.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from pathlib import Path
 from kernels.registry import KernelError
 from lab.proof.blame import Replay, check_ids, check_repeatable, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
+from lab.rerun import check_backends
 from runtime import compat
 from runtime.config import UserError, check, parse, path_argument
 from runtime.device import OutOfMemory, select_device
@@ -24,13 +27,15 @@ from terminal import printable
 from train import Config as TrainConfig
 
 
-def blame(run: Path, step: int | None, device_name: str) -> bool:
+def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
     """Print the page. Return whether the step goes wrong again."""
     row = read_row(run)
     check(
         row is not None and isinstance(row.get("config"), dict),
         f"{run} has no row with a config: its result.json is missing or damaged, or {run} is not the folder of a run",
     )
+    if not trust:
+        check_backends(row["config"], "read it, and add --trust to run it")
     cfg = parse(row["config"], TrainConfig)
     kept, device = read_kept(run, step), select_device(device_name)
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
@@ -63,10 +68,11 @@ def main() -> None:
     )
     parser.add_argument("run", type=path_argument, metavar="RUN", help="the folder of a run with a nonfinite-step-*.pt")
     parser.add_argument("--step", type=int, help="the kept step; default: the first")
+    parser.add_argument("--trust", action="store_true", help="run the run's backends also from outside of kernels/")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     arguments = parser.parse_args()
     try:
-        goes_wrong = blame(arguments.run, arguments.step, arguments.device)
+        goes_wrong = blame(arguments.run, arguments.step, arguments.device, arguments.trust)
     except (UserError, KernelError) as error:
         sys.exit(f"error: {printable(error)}")
     sys.exit(0 if goes_wrong else 1)
