@@ -129,14 +129,14 @@ def is_ours(name: str) -> bool:
     return bool(is_plain) and Path(name).resolve().is_relative_to(ROOT / "kernels")
 
 
-def check_backends(config: dict, advice: str) -> None:
-    """Raise UserError with the advice if a row's config names a backend that is not of kernels/.
+def check_backends(config: dict, where: str, advice: str) -> None:
+    """Raise UserError if a row's config names a backend that is not of kernels/: `where`, the names, `advice`.
 
     Call this before runtime.config.parse(), which may import the backend.
     """
     names = [value for value in leaves([config.get("kernels"), config.get("attn")]) if isinstance(value, str)]
     foreign = [name for name in names if not is_ours(name)]
-    check(not foreign, f"its config names code outside of kernels/: {', '.join(map(brief, foreign[:3]))}; {advice}")
+    check(not foreign, f"{where} names code outside of kernels/: {', '.join(map(brief, foreign[:3]))}; {advice}")
 
 
 def is_own(key: str) -> bool:

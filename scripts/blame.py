@@ -35,7 +35,7 @@ def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
         f"{run} has no row with a config: its result.json is missing or damaged, or {run} is not the folder of a run",
     )
     if not trust:
-        check_backends(row["config"], "read it, and add --trust to run it")
+        check_backends(row["config"], f"the config of {run}", "read it, and add --trust to run it")
     cfg = parse(row["config"], TrainConfig)
     kept, device = read_kept(run, step), select_device(device_name)
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from data.loader import IGNORED, Batch
 from kernels.fp8 import InFp8
-from kernels.registry import OPS, AttnConfig, config_key, impl_by_op
+from kernels.registry import OPS, AttnConfig, KernelError, config_key, impl_by_op
 from lab.proof.soak import checksum
 from lab.recipe import Recipe
 from model import kept as kept_file
@@ -28,7 +28,7 @@ from model.gpt import GPTConfig
 from runtime.checkpoint import checkpoint_folders, read_weights, step_number
 from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory
-from terminal import warn
+from terminal import class_and_message, warn
 
 
 class Kept(NamedTuple):
@@ -109,7 +109,20 @@ def with_eager(recipe: Recipe, op: str) -> Recipe:
 
 
 def replay(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Replay:
-    """Run the batches forward and backward, up to the first call that is not finite."""
+    """Run the batches forward and backward, up to the first call that is not finite.
+
+    Raises KernelError if the code of a backend raises an error.
+    """
+    try:
+        return run_batches(swap, recipe, kept, device)
+    except (UserError, KernelError):
+        raise
+    except Exception as error:  # a backend may raise any error
+        raise KernelError(f"{swap}: a backend fails with {shorten(class_and_message(error), 200)}") from error
+
+
+def run_batches(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Replay:
+    """Do what replay() does. A backend's own error is not caught."""
     found: list[str] = []
     sums: list[Tensor] = []  # of the outputs: once a number is NaN, the loss and the gradients are NaN, too
     with explain_out_of_memory(f"the batch of step {kept.step}, {swap}", "the use of this GPU by other programs"):

@@ -1,14 +1,21 @@
 """The command of a row that may be from somebody else."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
+from kernels.names import backend_names, config_groups
 from lab import rows
-from lab.rerun import rerun_command, rerun_words
-from runtime.config import UserError
+from lab.commands import CONFIGS
+from lab.generation.prompts import quote_prompt
+from lab.rerun import check_backends, rerun_command, rerun_words
+from runtime.config import UserError, register, store_named_choices
 from runtime.folders import file_name, make_folder
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +58,20 @@ HOSTILE_WORDS = [
     "data=../x",
     "data/x=y",
     "seed=${oc.env:HOME}",
+    r"kernels.norm=$\{data\[path\]\}",
+    r"seed=$\{oc.env:HOME\}",
+    r"seed='$\{oc.env:HOME}'",
+    r"data.path=\${oc.env:HOME}",
+    "data={path:$HOME}",
+    "stop=['${oc.env:HOME}']",
+    "++prompt=${oc.env:HOME}",
+    "prompt=${oc.env:HOME}",  # of a training: only scripts.generate quotes its prompt
+    "kernels.norm=eager,triton",
+    "seed=range(1,9)",
+    "seed=interval(1,9)",
+    "seed=[[[",
+    f"seed={'[' * 3000}",
+    f"seed={'x' * 5000}",
     "seed",
     "seed 2=3",
     "; rm -r x",
@@ -89,6 +110,50 @@ HOSTILE_COMMANDS = [
     "python train.py $(curl evil)",
     *(shlex.join(["python", "train.py", "seed=2", word]) for word in HOSTILE_WORDS),
 ]
+PATH = "/tmp/evil/x.py"
+# Ways to write a value for Hydra, and the values that would run a file, or none: {0} is a backend
+SPELLINGS = [
+    "{0}",
+    "'{0}'",
+    '"{0}"',
+    " {0} ",
+    "\\ {0}",
+    "[{0}]",
+    "['{0}']",
+    "str({0})",
+    "str('{0}')",
+    "choice({0})",
+    "sort({0})",
+    "glob({0})",
+    "{0},{0}",
+    "{{norm:{0}}}",
+    "{{impl:{0}}}",
+    "{{'norm':'{0}'}}",
+    "{{norm:{{norm:{0}}}}}",
+    "{{{0}:norm}}",
+]
+BACKENDS = [
+    "eager",
+    "triton",
+    PATH,
+    "~/x.py",
+    "some.module",
+    "${data.path}",
+    "${data[path]}",
+    r"$\{data.path\}",
+    r"$\{data\[path\]\}",
+    r"\${data.path}",
+    r"\\${data.path}",
+    r"\$\{data.path\}",
+    "$ {data.path}",
+    r"$\ {data.path}",
+    "${.path}",
+    "${oc.env:EVIL}",
+    r"$\{oc.env:EVIL\}",
+    "${oc.select:data.path}",
+    "${oc.decode:${data.path}}",
+]
+CODE_KEYS = ["kernels.norm", "kernels", "attn", "attn.impl", "kernels/norm@kernels", "kernels@kernels", "data@kernels"]
 HOSTILE_NAMES = ["../../x", "/tmp/x", "a\0b", "x" * 300, "a\nb", "a\x1b[2J", ".x", "-x", "", ".", "..", None, 3, ["x"]]
 
 
@@ -132,6 +197,60 @@ def test_a_kernel_in_the_folder_kernels_is_ours(monkeypatch):
     monkeypatch.chdir(ROOT)
     command = "python train.py kernels.norm=kernels/norm/eager.py attn=kernels/attention/eager.py"
     assert rerun_command({"command": command}) == command
+    monkeypatch.chdir(ROOT / "kernels")  # kernels/lookup.py expands the ~
+    assert rerun_command({"command": "python train.py kernels.norm='~/x.py'"}) == ""
+
+
+@pytest.mark.parametrize("key", [f"{prefix}{key}" for prefix in ("", "+", "++") for key in CODE_KEYS])
+def test_no_spelling_of_a_backend_names_a_file_after_hydra_has_read_it(key, monkeypatch):
+    """The words that pass are composed as train.py does it: every backend is then a name in kernels/."""
+    monkeypatch.setenv("EVIL", PATH)
+    register(CONFIGS, config_groups(), backend_names())
+    passed, composed = set(), 0
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        for value in (spelling.format(backend) for spelling in SPELLINGS for backend in BACKENDS):
+            words = [f"{key}={value}", f"+data.x={PATH}", "data=text", f"data.path={PATH}"]
+            try:
+                kept = rerun_words({"command": shlex.join(["python", "train.py", *words])})[2:]
+            except UserError:
+                continue
+            passed.add(value)
+            store_named_choices(config_groups(), kept)
+            try:
+                cfg = OmegaConf.to_container(compose("config", kept), resolve=True)
+            except HydraException:  # it is no choice
+                continue
+            check_backends(cfg, "", "")
+            composed += 1
+    assert not [value for value in passed if re.search(r"\$|~|/|\.", value)]
+    assert bool(composed) == ("@" not in key)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py +experiment=smoke 'kernels.norm=$\\{data\\[path\\]\\}' data=text data.path=/tmp/evil.py",
+        "python -m scripts.generate checkpoint=random 'kernels.norm=$\\{prompt\\}' prompt=/x.py",
+        "python -m scripts.judge op=norm 'impl=$\\{checkpoint\\}' checkpoint=/x.py",
+        "python -m scripts.judge op=norm impl=triton -- 'kernels.norm=$\\{data.path\\}' data.path=/x.py",
+        "python -m scripts.generate '+prompt=${oc.env:HOME}'",
+        "python -m scripts.bench_kernels op=norm 'impl=[eager,$\\{dtype\\}]' dtype=/x.py",
+    ],
+)
+def test_a_value_that_names_another_key_is_refused(command):
+    with pytest.raises(UserError, match="may run any code: if you trust it, run the command yourself"):
+        rerun_words({"command": command})
+
+
+def test_the_prompt_of_a_generation_is_text_for_hydra(monkeypatch):
+    monkeypatch.setenv("EVIL", "secret")
+    register(CONFIGS, config_groups(), backend_names())
+    for text in ("${oc.env:EVIL}", r"$\{oc.env:EVIL\}", r"\${oc.env:EVIL}", r"\\${oc.env:EVIL}", "\"'${seed}", "[x"):
+        words = rerun_words({"command": shlex.join(["python", "-m", "scripts.generate", f"prompt={text}"])})[3:]
+        assert words == [f"prompt={text}"]
+        quote_prompt(words)  # as scripts.generate does
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            assert compose("generate", words).prompt == text
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=lambda name: repr(name)[:20])

@@ -52,7 +52,7 @@ RUN = *QUICK, "model.n_layer=2", "train.max_steps=3", "kernels.mlp=mine.py", "ke
 @pytest.fixture
 def command(called, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    return lambda *arguments: called("blame.py", blame.main, *arguments, "--device", "cpu")
+    return lambda *arguments: called("blame.py", blame.main, *arguments, "--device", "cpu", "--trust")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,55 @@ def test_a_config_or_a_batch_that_does_not_fit_is_one_line(command, hotswap):
     result = Path("run/result.json")
     result.write_bytes(result.read_bytes().replace(b'"n_layer": 2', b'"n_layer": 3'))
     assert command("run")[2].startswith("error: run has no row with a config: its result.json is missing or damaged")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kernels": {"norm": "run/notes.py"}},
+        {"kernels": {"norm": "evil.notes"}},
+        {"kernels": {"norm": "${out_dir}"}, "out_dir": "run/notes.py"},
+        {"kernels": {"norm": "~/notes.py"}},
+        {"kernels": "${data}"},
+        {"attn": {"impl": "run/notes.py", "version": "x"}},
+        {"attn": ["run/notes.py"]},
+    ],
+)
+def test_code_that_the_folder_names_is_refused_and_not_imported(called, monkeypatch, tmp_path, changes):
+    """Also the package around a module stays closed, and attn.version, for which a config imports its backend."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in ("run/notes.py", "notes.py", "evil/__init__.py", "evil/notes.py"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text("open('imported', 'w').close()\n")
+    write_row(Path("run"), {"config": {"kernels": {}, "attn": {}} | changes})
+    code, out, err = called("blame.py", blame.main, "run", "--device", "cpu")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: the config of run names code outside of kernels/: ")
+    assert err.endswith("; read it, and add --trust to run it\n")
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize("fails", ["run", "swap"])
+def test_an_error_of_a_backend_is_one_line(command, hotswap, monkeypatch, fails):
+    """In the run's replay it ends the command. In a swap it is a line of the table."""
+    Path("mine.py").write_text(HEAD + FORWARD)
+    assert hotswap(*RUN)[0] == 1
+    original = proof.run_batches
+
+    def run_batches(swap, *arguments):
+        if (swap == "attn.impl=eager") if fails == "swap" else True:
+            raise ZeroDivisionError("by\nzero")
+        return original(swap, *arguments)
+
+    monkeypatch.setattr(proof, "run_batches", run_batches)
+    code, out, err = command("run")
+    if fails == "run":
+        assert (code, err) == (1, "error: replayed twice: a backend fails with ZeroDivisionError: by zero\n")
+    else:
+        assert (code, err) == (0, "")
+        assert "not run: attn.impl=eager: a backend fails with ZeroDivisionError: by zero |" in out
 
 
 @pytest.mark.parametrize("has_digest", [True, False])
