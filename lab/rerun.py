@@ -5,11 +5,13 @@ Hydra's own settings, configs of another folder, or the code of a kernel that is
 runs any program. The check is of the value that Hydra reads, because Hydra reads $\\{prompt\\} as ${prompt}.
 """
 
+import functools
 import re
 import shlex
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from kernels.lookup import is_path
@@ -88,7 +90,7 @@ def check_word(word: str) -> str:
         return key
     check(len(word) <= LONGEST_OVERRIDE, f"{shown} in its command has more than {LONGEST_OVERRIDE:,} characters")
     try:
-        override = OverridesParser.create().parse_override(word)
+        override = parse_override(word)
     except (HydraException, RecursionError):
         raise UserError(f"{shown} in its command is no override that Hydra can read") from None
     values = leaves(override.value())
@@ -104,6 +106,11 @@ def check_word(word: str) -> str:
     else:
         check("/" not in key, advice)
     return key
+
+
+@functools.lru_cache(10_000)  # the rows of a page have few different words, and Hydra takes 1 ms for each
+def parse_override(word: str) -> Override:
+    return OverridesParser.create().parse_override(word)
 
 
 def leaves(value: object) -> list:

@@ -150,7 +150,7 @@ def test_code_that_the_folder_names_is_refused_and_not_imported(called, monkeypa
     for path in ("run/notes.py", "notes.py", "evil/__init__.py", "evil/notes.py"):
         Path(path).parent.mkdir(exist_ok=True)
         Path(path).write_text("open('imported', 'w').close()\n")
-    write_row(Path("run"), {"config": {"kernels": {}, "attn": {}} | changes})
+    write_row(Path("run"), {"status": "error", "config": {"kernels": {}, "attn": {}} | changes})
     code, out, err = called("blame.py", blame.main, "run", "--device", "cpu")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("error: the config of run names code outside of kernels/: ")
