@@ -16,6 +16,7 @@ from torch import Tensor
 
 from files import open_regular, replace_file
 from runtime.config import UserError
+from runtime.pickles import check_saved
 from terminal import warn
 
 MARK = b"\nsha256: "
@@ -54,6 +55,8 @@ def read_kept(path: Path) -> dict:
         with open_regular(path) as file:
             if not has_digest(file):
                 warn(f"{path} has no SHA-256, because an older hotswap wrote it: damage may go unnoticed")
+            file.seek(0)
+            check_saved(file)
             file.seek(0)
             content = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -100,4 +103,7 @@ def is_batch(batch: object) -> bool:
 
 
 def is_plain(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+    """Return whether this is a tensor whose values are all in the file. A stride of 0 gives any number of them."""
+    if not (isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"):
+        return False
+    return value.nbytes <= value.untyped_storage().nbytes()

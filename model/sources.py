@@ -4,9 +4,7 @@ open_source() reads what a source says about its model. The weights, which may b
 by the function that it returns.
 """
 
-import pickletools
 import re
-import zipfile
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +22,7 @@ from model.gpt import PRECISIONS, GPTConfig
 from model.vocabulary import guess_tokenizer
 from runtime import checkpoint
 from runtime.config import UserError, check, value_text
+from runtime.pickles import check_saved
 
 OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub; all have the tokenizer gpt2
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -37,11 +36,6 @@ COMPUTED = {  # key of Hugging Face's config.json -> its default, the only value
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }  # reorder_and_upcast_attn only changes the rounding
-
-MOST_PICKLE_BYTES = 2**24  # of ckpt.pt without its tensors. 1,000 layers with AdamW's moments need 7 MB
-# What nanoGPT's ckpt.pt names besides storages and dtypes. torch.load also allows bytearray(10**12), and sparse tensors
-PICKLED = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"}
-PICKLED |= {"torch Size", "torch device", "builtins set"}
 
 ReadWeights = Callable[[], dict[str, Tensor]]  # returns the tensors under the names of their source
 
@@ -144,7 +138,8 @@ def check_run_config(config: object, name: str) -> dict:
 def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeights]:
     """Open nanoGPT's ckpt.pt. Its pickled code never runs: torch.load reads only tensors and plain values."""
     try:
-        check_pickle(path)
+        with open_regular(path) as file:
+            check_saved(file)
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
@@ -170,24 +165,6 @@ def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeig
         tokenizer = "gpt2"
     tokenizer = check_tokenizer(tokenizer, name) or guess_tokenizer(model["vocab_size"])
     return Pretrained(model, {}, tokenizer, name), lambda: contents["model"]
-
-
-def check_pickle(path: Path) -> None:
-    """Raise ValueError unless a ckpt.pt is a zip that torch.load reads in about the memory of the file.
-
-    The files in it must not be compressed, because few bytes may become any number. The pickle must be small, and name
-    nothing but tensors, dtypes and PICKLED.
-    """
-    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-        parts = archive.infolist()
-        [pickled] = [part for part in parts if part.filename.endswith("/data.pkl")]
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or pickled.file_size > MOST_PICKLE_BYTES:
-            raise ValueError("it is compressed, or its pickle is too large")
-        for opcode, argument, _ in pickletools.genops(archive.read(pickled)):
-            if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL") and argument not in PICKLED:
-                room, _, kind = str(argument).partition(" ")
-                if room != "torch" or not (kind.endswith("Storage") or isinstance(getattr(torch, kind), torch.dtype)):
-                    raise ValueError(f"it names {argument}")
 
 
 def open_hugging_face(name: str, find_folder: Callable[[bool], Path]) -> tuple[Pretrained, ReadWeights]:

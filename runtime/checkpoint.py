@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from files import check_regular
+from files import check_regular, open_regular
 from runtime.config import UserError, check
 from runtime.manifest import (
     MANIFEST,
@@ -42,6 +42,7 @@ from runtime.manifest import (
     step_number,
     unreadable,
 )
+from runtime.pickles import check_saved
 from runtime.ranks import is_sharded
 from terminal import class_and_message, warn
 
@@ -220,7 +221,8 @@ def read_training(folder: Path) -> dict:
     """
     path = folder / TRAINING
     try:
-        check_regular(path)
+        with open_regular(path) as file:
+            check_saved(file)
         training = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         has_updates = isinstance(training, dict) and type(training.get("updates")) is int
     except OSError as error:

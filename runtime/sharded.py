@@ -7,13 +7,14 @@ integers only. With these, DCP reads the tensors, by torch.load(weights_only=Tru
 The import of this module takes 1.5 s.
 """
 
+import errno
 import io
 import math
+import os
 import pickle
-import pickletools
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
-from files import check_regular, read_bytes
-from runtime.config import UserError
+from files import check_regular, open_regular, read_bytes
+from runtime.config import UserError, value_text
+from runtime.pickles import check_opcodes, check_saved
 from terminal import class_and_message
 
 METADATA = ".metadata"
@@ -69,6 +73,32 @@ class Place(NamedTuple):
     transform_descriptors: None = None
 
 
+class Part(io.RawIOBase):
+    """The bytes of a file at a place, as a file. That of DCP does not seek from the end."""
+
+    def __init__(self, file: IO[bytes], place: Place):
+        self.file, self.place, self.at = file, place, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.place.length}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.at = at
+        return at
+
+    def readinto(self, buffer) -> int:
+        self.file.seek(self.place.offset + self.at)
+        count = self.file.readinto(memoryview(buffer)[: max(self.place.length - self.at, 0)])
+        self.at += count
+        return count
+
+
 class ShardReader(FileSystemReader):
     """Reads the tensors in the folder `shards`, and opens no other files than `names`, which are in this folder.
 
@@ -93,6 +123,18 @@ class ShardReader(FileSystemReader):
     def read_metadata(self) -> Metadata:
         return self.metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors of this rank's plan, after a check of each part of a shard that it needs."""
+        for place in (self.storage_data[item.storage_index] for item in plan.items):
+            with open_regular(self.folder / place.relative_path) as file:
+                try:
+                    check_saved(Part(file, place))
+                except OSError:
+                    raise
+                except Exception as error:
+                    raise pickle.UnpicklingError("it is no file of torch.save") from error
+        return super().read_data(plan, planner)
+
     def load(self, state: dict[str, Tensor]) -> None:
         """Fill the tensors of `state`, on any number of ranks. Raises UserError if a shard does not hold them."""
         try:
@@ -116,9 +158,7 @@ def parse(content: bytes, names: set[str], bytes_on_disk: int) -> Metadata:
 
     The tensors are fp32, and cannot take more bytes than their files have.
     """
-    for opcode, _, _ in pickletools.genops(content):
-        if "PUT" in opcode.name:  # DCP has none. One of them can let Python allocate 64 GB
-            raise ValueError(f"it has the opcode {opcode.name}")
+    check_opcodes(content)
     top = state_of(InertUnpickler(io.BytesIO(content)).load(), f"{DCP}.metadata.Metadata")
     tensors, places, numbers = {}, {}, 0
     for name, value in top["state_dict_metadata"].items():
@@ -126,8 +166,8 @@ def parse(content: bytes, names: set[str], bytes_on_disk: int) -> Metadata:
         chunks = [state_of(chunk, f"{DCP}.metadata.ChunkStorageMetadata") for chunk in entry["chunks"]]
         chunks = [ChunkStorageMetadata(size_of(chunk["offsets"]), size_of(chunk["sizes"])) for chunk in chunks]
         tensors[name] = TensorStorageMetadata(TensorProperties(), size_of(entry["size"]), chunks)
-        if math.prod(tensors[name].size) != sum(math.prod(chunk.sizes) for chunk in chunks):
-            raise ValueError(f"its parts do not make up the tensor {name}")
+        if not is_whole(tensors[name]):
+            raise ValueError(f"its parts do not make up the tensor {value_text(name)}")
         numbers += math.prod(tensors[name].size)
     if FLOAT_BYTES * numbers > bytes_on_disk:
         raise ValueError(f"its tensors have {numbers:,} numbers, and its files only {bytes_on_disk:,} bytes")
@@ -136,9 +176,29 @@ def parse(content: bytes, names: set[str], bytes_on_disk: int) -> Metadata:
         entry = state_of(value, f"{DCP}.filesystem._StorageInfo")
         place = Place(entry["relative_path"], *count(entry["offset"], entry["length"]))
         if place.relative_path not in names:
-            raise ValueError(f"it names the file {place.relative_path}")
+            raise ValueError(f"it names the file {value_text(place.relative_path)}")
         places[MetadataIndex(key["fqn"], size_of(key["offset"]))] = place
     return Metadata(tensors, storage_data=places)
+
+
+def is_whole(tensor: TensorStorageMetadata) -> bool:
+    """Return whether the chunks are the rows of the tensor, as FSDP cuts it: none is missing, none is there twice.
+
+    Otherwise a part of the tensor would keep what was in the memory.
+    """
+    row, end, rest = 0, math.prod(tensor.size[:1]), tensor.size[1:]  # a scalar is one row
+    for chunk in sorted(filled(tensor.chunks), key=lambda chunk: chunk.offsets):
+        if len(chunk.sizes) != len(tensor.size) or chunk.sizes[1:] != rest:
+            return False
+        if chunk.offsets != (row, *[0] * len(rest))[: len(tensor.size)]:
+            return False
+        row += math.prod(chunk.sizes[:1])
+    return row == end or math.prod(tensor.size) == 0
+
+
+def filled(chunks: list[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
+    """Return the chunks that hold numbers. With more ranks than rows, some hold none."""
+    return [chunk for chunk in chunks if math.prod(chunk.sizes)]
 
 
 def state_of(value: Any, name: str) -> dict:

@@ -349,7 +349,6 @@ OTHER_READS = {
     ("lab.start", "open"): "hotswap/__init__.py, before the imports",
     ("hotswap", "OmegaConf.load"): "the configs of the package",
     ("data", "OmegaConf.load"): "the configs of this repo",
-    ("model.sources", "torch.load"): "check_pickle() opens the file before",
     ("runtime.manifest", "os.open"): "fsync() opens folders, too, and reads nothing",
     ("terminal", "os.open"): "/dev/null",
     ("terminal", "open"): "/dev/null",

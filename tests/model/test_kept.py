@@ -60,6 +60,8 @@ def test_flips_in_the_file_of_an_older_version_are_one_line_or_read(tmp_path):
         {"step": 1, "batches": [BATCH], "weights": 3},
         {"step": 1, "batches": [BATCH], "weights": {"wte.weight": 3}},
         {"step": "1", "batches": [BATCH]},
+        {"step": 1, "batches": [(BATCH[0][:, :1].expand(2, 10**9),) * 2]},
+        {"step": 1, "batches": [BATCH], "weights": {"wte.weight": torch.ones(1).expand(10**9)}},
     ],
 )
 def test_a_file_of_another_program_is_one_line(tmp_path, content):
