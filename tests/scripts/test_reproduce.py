@@ -199,7 +199,7 @@ def test_a_damaged_row_is_not_run_again(command, monkeypatch):
     line = add_crc32(json.dumps(kept_row()))
     for content in (line.replace("seed=2", "seed=3"), "[" * 10**5, line[:-9]):
         Path("rows.jsonl").write_text(content)
-        assert command("rows.jsonl")[2].startswith("error: rows.jsonl: line 1 is not a row")
+        assert command("rows.jsonl")[2].startswith("error: rows.jsonl: line 1 is damaged")
     os.unlink("rows.jsonl")
     os.mkfifo("rows.jsonl")
     assert command("rows.jsonl")[2].startswith("error: rows.jsonl cannot be read (it is a FIFO")
