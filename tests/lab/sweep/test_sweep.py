@@ -29,7 +29,9 @@ import hashlib, json, os, shlex, signal, sys, time
 
 def write_manifest(folder, proof):
     os.makedirs(folder)
-    rest = ', "version": 1, "step": 1, "config": %s}' % json.dumps({"proof": proof})
+    files = {name: {"size": 1, "sha256": "0" * 64} for name in ("training.pt", "model.safetensors")}
+    facts = {"version": 1, "step": 1, "elapsed": 1.0, "config": {"proof": proof}, "data": {}, "files": files}
+    rest = "," + json.dumps(facts)[1:]
     digest = hashlib.sha256(rest.encode()).hexdigest()
     open(folder + "/manifest.json", "w").write('{"sha256": "' + digest + '"' + rest)
 
