@@ -12,12 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from lab.context.search import attempt_line, summary
+from lab.rerun import rerun_words
 from lab.sweep.jobs import SweepJob
+from runtime.config import UserError
 from runtime.resume import find_end
 from runtime.run import write_row
 from runtime.tracker_process import TensorBoard
-from scripts import collect, prepare, reproduce
-from terminal import CONTROLS, set_up_streams
+from scripts import collect, prepare
+from terminal import CONTROLS, printable, set_up_streams
 from tests.runtime.test_checkpoint import save
 
 ROOT = Path(__file__).parents[1]
@@ -66,23 +68,11 @@ def test_commands_print_paths_escaped(called, monkeypatch, tmp_path):
     assert_shown(out)
 
 
-def test_the_command_of_a_row_is_printed_escaped(called, monkeypatch, tmp_path):
+def test_the_command_of_a_row_is_printed_escaped():
     """A row may be somebody else's. Such a command is not run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: sys.exit("not run"))
-    row = {
-        "name": "run",
-        "status": "ok",
-        "started": ESCAPE,
-        "config": {},
-        "perf/laps_s": [1.0, 1.0],
-        "env": {},
-        "kernels": {},
-    }
-    write_row(tmp_path, row | {"command": f"python train.py data.path='{ESCAPE}'"})
-    code, _, err = called("reproduce.py", reproduce.main, tmp_path)
-    assert code == 1
-    assert_shown(err)
+    with pytest.raises(UserError) as error:
+        rerun_words({"command": f"python train.py data.path='{ESCAPE}'"})
+    assert_shown(printable(error.value))
 
 
 def use_ascii(monkeypatch):

@@ -552,7 +552,8 @@ def test_a_large_model_on_a_cpu_must_be_asked_for(hotswap, monkeypatch):
 
 def test_a_cpu_out_of_memory_is_a_line(hotswap):
     Path("run").mkdir()
-    code, _, err = hotswap(*QUICK, "model.n_embd=400000000")
+    large = "model.n_embd=65536", "model.block_size=2000000000", "train.block_size=128"  # its positions take 500 TB
+    code, _, err = hotswap(*QUICK, *large)
     assert code == 1
     assert re.match(r"error: out of memory with train.batch_size=4 .*: tried to allocate \d+ bytes; lower", err)
     assert err.count("\n") == 1

@@ -202,5 +202,5 @@ def test_a_damaged_row_is_not_run_again(command, monkeypatch):
         assert command("rows.jsonl")[2].startswith("error: rows.jsonl: line 1 is damaged")
     os.unlink("rows.jsonl")
     os.mkfifo("rows.jsonl")
-    assert command("rows.jsonl")[2].startswith("error: rows.jsonl cannot be read (it is a FIFO")
+    assert command("rows.jsonl")[2].startswith("error: rows.jsonl cannot be read: it is a FIFO")
     assert commands == []
