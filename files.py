@@ -207,3 +207,12 @@ def read_line(line: bytes) -> dict:
             raise ValueError("its CRC-32 is wrong")
         del row["crc32"]
     return row
+
+
+def last_line(path: Path) -> dict:
+    """Return read_line() of the last line of a .jsonl file that is not damaged; {} if there is none."""
+    with contextlib.suppress(OSError):
+        for line in reversed(read_bytes(path).splitlines()):
+            with contextlib.suppress(ValueError, RecursionError):  # damaged, or incomplete after a kill
+                return read_line(line)
+    return {}

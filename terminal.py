@@ -25,6 +25,12 @@ def class_and_message(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
+def one_line(error: BaseException) -> str:
+    """Return the error's message, or its class name if it has no message, as one line cut after 300 characters."""
+    text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
 def warn(message: object) -> None:
     """Print a warning to stderr. A path in it may hold control characters."""
     print(f"warning: {printable(message)}", file=sys.stderr)

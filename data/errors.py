@@ -1,7 +1,11 @@
+"""DataError, and the texts of its messages."""
+
 import errno
 import os
 import sys
 from pathlib import Path
+
+from terminal import one_line
 
 
 class DataError(ValueError):
@@ -24,12 +28,6 @@ def read_error(path: Path, error: Exception, remedy: str = "end other programs")
         return DataError(f"{path} cannot be read: the memory is full; {remedy}")
     content_is_wrong = getattr(error, "errno", None) is None
     return (BadText if content_is_wrong else DataError)(f"{path} cannot be read: {one_line(error)}")
-
-
-def one_line(error: Exception) -> str:
-    """Return the error's message, or its class name if it has no message, as one line cut after 300 characters."""
-    text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def hub_error(error: Exception) -> str:

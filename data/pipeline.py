@@ -28,12 +28,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from data.corpus import Source
-from data.errors import BadText, DataError, one_line, read_error
+from data.errors import BadText, DataError, read_error
 from data.progress import PROGRESS, SPLITS, Progress
 from data.shards import SHARD_TOKENS
 from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
 from files import check_regular, remove_temporaries
-from terminal import class_and_message, printable, warn
+from terminal import class_and_message, one_line, printable, warn
 
 RECORD_EVERY_TOKENS = 10_000_000  # an interruption loses about this many tokens at most
 

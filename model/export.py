@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from data.errors import one_line
 from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
 from files import read_bytes
 from model.download import CONFIG, WEIGHTS
@@ -26,7 +25,7 @@ from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
 from runtime import checkpoint
 from runtime.config import UserError, check
 from runtime.manifest import fsync
-from terminal import class_and_message
+from terminal import class_and_message, one_line
 
 FILES = {"hf": (WEIGHTS, CONFIG), "nanogpt": ("ckpt.pt",)}  # format -> its files, in the order of writing
 EOT = "<|endoftext|>"

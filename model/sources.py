@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.errors import one_line
 from files import check_regular, open_regular
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.gpt import PRECISIONS, GPTConfig
@@ -23,6 +22,7 @@ from model.vocabulary import guess_tokenizer
 from runtime import checkpoint
 from runtime.config import UserError, check, value_text
 from runtime.pickles import check_saved
+from terminal import one_line
 
 OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub; all have the tokenizer gpt2
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -68,7 +68,7 @@ class Pretrained(NamedTuple):
         """The config of the run that trained a checkpoint of ours; {} for another source."""
         if self.checkpoint is None:
             return {}
-        return check_run_config(checkpoint.read_manifest(self.checkpoint).get("config"), self.name)
+        return check_run_config(checkpoint.read_manifest(self.checkpoint)["config"], self.name)
 
 
 def random_source(model: dict) -> Pretrained:
@@ -113,20 +113,20 @@ def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     manifest = checkpoint.read_manifest(folder)
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     name = f"{run} at step {manifest['step']}"
-    config = check_run_config(manifest.get("config"), name)
+    config = check_run_config(manifest["config"], name)
     model = {key: value for key, value in config["model"].items() if key not in TRAINING}
     pretrained = Pretrained(model, {}, check_tokenizer(config["data"].get("tokenizer"), name), name, folder)
     return pretrained, lambda: checkpoint.read_weights(folder)
 
 
-def check_run_config(config: object, name: str) -> dict:
-    """Return the config that a manifest holds. Raises UserError if a value in it that this program uses is wrong."""
+def check_run_config(config: dict, name: str) -> dict:
+    """Return the config of a manifest, whose groups read_manifest() has checked.
+
+    Raises UserError if a value in it that this program uses is wrong.
+    """
     wrong = f"{name} cannot be read: in its config,"
-    check(isinstance(config, dict), f"{name} cannot be read: its config is {value_text(config)}")
-    for group in ("model", "data", "train", "kernels"):  # a checkpoint of model and data can be read, too
-        value = config.get(group, {})
-        check(isinstance(value, dict), f"{wrong} {group} is {value_text(value)}")
-        check(group in config or group in ("train", "kernels"), f"{wrong} {group} is missing")
+    for group in ("model", "data"):
+        check(group in config, f"{wrong} {group} is missing")
     precision = config.get("precision")
     check(precision in (None, *PRECISIONS), f"{wrong} precision is {value_text(precision)}")
     for key in ("block_size", "batch_size"):

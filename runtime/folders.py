@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.config import UserError, check, made_folders, value_text
-from terminal import outlive_output, printable
+from terminal import one_line, outlive_output, printable
 
 FULL = errno.ENOSPC, errno.EDQUOT
 
@@ -25,12 +25,7 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
         path = Path(error.filename or folder)
         where = f"{path.name}: " if path.parent == folder else ""
         advice = "free some space, or choose another folder" if error.errno in FULL else "choose another folder"
-        raise UserError(f"out_dir={folder} cannot be written: {where}{reason_of(error)}; {advice}") from None
-
-
-def reason_of(error: OSError) -> str:
-    """Return why a file cannot be written. Libraries raise some without strerror."""
-    return error.strerror or str(error) or type(error).__name__
+        raise UserError(f"out_dir={folder} cannot be written: {where}{one_line(error)}; {advice}") from None
 
 
 def file_name(text: object) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from files import read_bytes, read_line
+from files import last_line
 from runtime.checkpoint import checkpoint_folders, find_checkpoint, is_checkpoint, newest_valid, verify
 from runtime.command import command_line
 from runtime.config import UserError, check, value_text
@@ -101,7 +101,9 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
     if row["status"].startswith(KILLED):
         if manifest["step"] < (t.max_steps or math.inf):  # its time is over: it ends after one more step
             return None, None
-        row |= {"steps": manifest["step"], **last_figures(folder, manifest["step"])}
+        figures = last_line(folder / "metrics.jsonl")
+        row |= figures if figures.pop("step", None) == manifest["step"] else {}
+        row["steps"] = manifest["step"]
         row["status"] = (
             f"failed: killed after its last step; the checkpoint {path} is complete, but the row's figures are lost"
         )
@@ -109,15 +111,6 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
             write_row(folder, row)
     reason = "" if row["status"] == "ok" else f"; its status is {row['status']}"
     return printable(f"{done}{reason}"), None
-
-
-def last_figures(folder: Path, step: int) -> dict:
-    """Return the figures in the last line of metrics.jsonl, if it is of this step; {} otherwise."""
-    with contextlib.suppress(OSError, ValueError, KeyError, IndexError, RecursionError):
-        figures = read_line(read_bytes(folder / "metrics.jsonl").splitlines()[-1])
-        if figures.pop("step") == step:
-            return figures
-    return {}
 
 
 def logged_figures(manifest: dict) -> dict | None:

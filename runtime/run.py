@@ -17,14 +17,14 @@ from typing import TextIO
 
 from omegaconf import OmegaConf
 
-from files import add_crc32, check_regular, open_regular, read_bytes, read_line, write_atomically
+from files import add_crc32, check_regular, last_line, open_regular, read_bytes, read_line, write_atomically
 from runtime.command import command_line
 from runtime.config import UserError, made_folders
-from runtime.folders import explain_unwritable, make_folder, reason_of
+from runtime.folders import explain_unwritable, make_folder
 from runtime.ranks import Ranks
 from runtime.signals import find_interrupt
-from runtime.trackers import LoggerConfig, Tracker, last_step, make_tracker
-from terminal import printable, warn
+from runtime.trackers import LoggerConfig, Tracker, make_tracker
+from terminal import one_line, printable, warn
 
 UNFINISHED = "stopped: it was killed, or is still running"  # the status on the disk until the run ends
 KILLED = "stopped: killed"  # read_row() returns this instead of UNFINISHED if no process locks the folder
@@ -131,7 +131,7 @@ class Run:
             self.lines += 1
         except OSError as error:
             raise UserError(
-                f"{self.folder} can no longer be written: {reason_of(error)}; free some space, and resume"
+                f"{self.folder} can no longer be written: {one_line(error)}; free some space, and resume"
             ) from None
         self.tracker.log(step, figures)
 
@@ -207,7 +207,7 @@ class Run:
         try:
             write_row(self.folder, self.row)
         except OSError as error:
-            raise UserError(f"{self.result} cannot be written: {reason_of(error)}") from None
+            raise UserError(f"{self.result} cannot be written: {one_line(error)}") from None
 
 
 class SilentRun(Run):
@@ -307,7 +307,7 @@ def read_row(folder: Path) -> dict | None:
         row = read_line(read_bytes(folder / "result.json").rstrip(b"\n"))
         status = printable(" ".join(row["status"].split()))
         if status == UNFINISHED and not is_in_use(folder):
-            step = last_step(folder / "metrics.jsonl")
+            step = last_line(folder / "metrics.jsonl").get("step")
             status = f"{KILLED} after step {step}" if step else KILLED
             if step and step == row.get("config", {}).get("train", {}).get("max_steps"):
                 status += ", its last"  # resume.find_end() knows whether the last checkpoint is complete

@@ -265,9 +265,8 @@ def serve(connection: socket.socket) -> None:
     library, is_running = LIBRARIES[name](SimpleNamespace(**logger), send), False
     signal.signal(signal.SIGALRM, end)
     for line in lines:
-        signal.setitimer(
-            signal.ITIMER_REAL, library.logger.call_seconds
-        )  # nobody kills this process if the run's process is dead
+        # Nobody kills this process if the run's process is dead
+        signal.setitimer(signal.ITIMER_REAL, library.logger.call_seconds)
         try:
             method, *arguments = json.loads(line)
             is_running = method not in ("finish", "publish_report")

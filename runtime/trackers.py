@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from files import read_bytes, read_line
+from files import last_line
 from runtime.command import program
 from runtime.config import check
 from runtime.signals import Signals, describe_exit
@@ -116,7 +116,7 @@ class TrackerProcess(Tracker):
         self.answer = None  # to the last call that was answered
 
     def start(self, folder: Path, row: dict) -> None:
-        self._call("start", str(folder), row, last_step(folder / "metrics.jsonl"), seconds=start_seconds())
+        self._call("start", str(folder), row, last_line(folder / "metrics.jsonl").get("step"), seconds=start_seconds())
 
     def log(self, step: int, figures: dict) -> None:
         self._call("log", step, figures, seconds=ANSWER_SECONDS)
@@ -249,15 +249,6 @@ class TrackerProcess(Tracker):
 def start_seconds() -> float:
     """Return how long a library may take to start: W&B online, and then offline."""
     return IMPORT_SECONDS + 2 * INIT_SECONDS
-
-
-def last_step(metrics: Path) -> int | None:
-    """Return the step of the last complete line of a metrics.jsonl; None if it has none or cannot be read."""
-    with contextlib.suppress(OSError):
-        for line in reversed(read_bytes(metrics).splitlines()):
-            with contextlib.suppress(ValueError, KeyError, RecursionError):  # damaged, or incomplete after a kill
-                return read_line(line)["step"]
-    return None
 
 
 def make_tracker(config: LoggerConfig) -> Tracker:

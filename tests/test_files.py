@@ -19,6 +19,7 @@ from data.shards import digest, open_shards
 from files import (
     add_crc32,
     add_sha256,
+    last_line,
     open_regular,
     read_bytes,
     read_json,
@@ -257,3 +258,16 @@ def test_the_next_write_removes_what_a_killed_one_left(tmp_path):
         assert left.exists()
     write_atomically(path, b"new")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a[1].json", b"new")]
+
+
+def test_the_last_line_is_the_last_complete_one(tmp_path):
+    """A kill may cut the last line, and a power cut may leave zeros."""
+    metrics = tmp_path / "metrics.jsonl"
+    assert last_line(metrics) == {}
+    metrics.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')
+    assert last_line(metrics)["step"] == 2
+    metrics.write_bytes(b'{"step": 1}\n' + bytes(9))
+    assert last_line(metrics)["step"] == 1
+    metrics.unlink()
+    os.mkfifo(metrics)
+    assert last_line(metrics) == {}

@@ -50,7 +50,7 @@ def test_a_run_goes_on_without_output(tmp_path, monkeypatch, kinds):
 
 
 COMMAND = """
-import resource, sys
+import sys
 from runtime.signals import exit_quietly
 from terminal import outlive_output
 with exit_quietly():

@@ -449,7 +449,8 @@ def test_a_rank_that_is_stopped_before_gloo_connects_ends_the_job(tmp_path, monk
     )
 
 
-RESTARTED = """
+# Imports train.py for a script in which a rank stops itself
+STOPPABLE = """
 import os, resource, shutil, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
@@ -463,6 +464,9 @@ def write_records_and_kill(*arguments):
     write_records(*arguments)
     os.kill(int(Path("stopped").read_text()), signal.SIGKILL)
 watchdog.write_records = write_records_and_kill
+"""
+
+RESTARTED = """
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 step = capture.train_step
 def failing(model, optimizer, batches, lr):
@@ -494,7 +498,7 @@ def test_torchrun_restarts_a_job_after_a_kill_a_stop_and_a_full_disk(tmp_path, m
     """
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "restarted.py"
-    script.write_text(RESTARTED.format(root=str(ROOT)))
+    script.write_text((STOPPABLE + RESTARTED).format(root=str(ROOT)))
     settings = *BASE, "train.max_steps=12", "train.checkpoint_every=3", "train.eval_every=0", "train.sample_tokens=0"
     settings += "train.resume=auto", "runtime.hang_minutes=0.15"  # a busy machine may take 3 s for a step
     code, out, err = torchrun(tmp_path, *settings, script=script, restarts=3)

@@ -6,23 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_parallel import BASE, figures, torchrun
+from tests.test_parallel import BASE, STOPPABLE, figures, torchrun
 from tests.test_train import ROOT, row
 
 STOPPED = """
-import os, signal, sys, time
-from pathlib import Path
-sys.path.insert(0, {root!r})
-import train
-from model import capture
-from runtime import watchdog
-watchdog.GRACE = 1.0
-write_records = watchdog.write_records
-def write_records_and_kill(*arguments):
-    "Kill the stopped rank, as torchrun does after 30 seconds."
-    write_records(*arguments)
-    os.kill(int(Path("stopped").read_text()), signal.SIGKILL)
-watchdog.write_records = write_records_and_kill
 step = capture.train_step
 def stopping(model, optimizer, batches, lr):
     if optimizer.ranks.rank == 1 and optimizer.steps == 5 and not Path("stopped").exists():
@@ -43,7 +30,7 @@ def test_a_stopped_rank_is_named_and_the_job_goes_on_bit_equal(tmp_path, monkeyp
     """It is stopped in step 6, and the job resumes after step 4."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "stopped.py"
-    script.write_text(STOPPED.format(root=str(ROOT)))
+    script.write_text((STOPPABLE + STOPPED).format(root=str(ROOT)))
     settings = *BASE, f"parallel={parallel}", "model.dropout=0.1", "train.checkpoint_every=4", "train.sample_tokens=0"
     settings += ("train.sharded_checkpoints=true",) if parallel != "context" else ()
     assert torchrun(tmp_path, *settings, "out_dir=whole")[0] == 0

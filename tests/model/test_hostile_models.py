@@ -45,7 +45,7 @@ def changed(values, key, value):
     return {name: held for name, held in values.items() if name != key} | ({} if value is MISSING else {key: value})
 
 
-def reads(path, format="nanogpt"):
+def reads(path):
     """Whether read_pretrained() reads a source. Otherwise it must raise UserError of one short line."""
     try:
         found = read_pretrained(str(path))

@@ -17,7 +17,7 @@ import pytest
 from files import add_sha256
 from lab.start import ensure_home
 from runtime.tracker_process import TensorBoard, Wandb, read_id
-from runtime.trackers import LoggerConfig, last_step, make_tracker, track_ended_run
+from runtime.trackers import LoggerConfig, make_tracker, track_ended_run
 
 WANDB = str(Path(sys.executable).with_name("wandb"))
 SMALL = (
@@ -289,16 +289,3 @@ def test_a_failed_run_has_its_status_and_exit_code_in_wandb(hotswap, tmp_path, m
     assert run["exit_code"] == 1
     assert run["summary"]["status"] == "failed: division by zero"
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "failed: division by zero"
-
-
-def test_the_last_step_is_that_of_the_last_complete_line(tmp_path):
-    """A kill may cut the last line, and a power cut may leave zeros."""
-    metrics = tmp_path / "metrics.jsonl"
-    assert last_step(metrics) is None
-    metrics.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')
-    assert last_step(metrics) == 2
-    metrics.write_bytes(b'{"step": 1}\n' + bytes(9))
-    assert last_step(metrics) == 1
-    metrics.unlink()
-    os.mkfifo(metrics)
-    assert last_step(metrics) is None
