@@ -48,11 +48,12 @@ def make_row(kernels="eager", attn="sdpa", precision="amp", scale=1.0, parameter
         sorted(intervals)[8],
         sorted(intervals)[2],
     )  # the p20 speed is a long interval
+    kernels_words = f"kernels={kernels}".replace("+compile", " kernels.compile=true")
     families = {family: each * scale for family, each in zip(FAMILIES, family_ms, strict=True)}
     return {
         "name": f"124M-{kernels}-{attn}-{precision}",
         "status": "ok",
-        "command": f"{COMMAND} kernels={kernels} attn={attn} precision={precision} out_dir=out/x/1",
+        "command": f"{COMMAND} {kernels_words} attn={attn} precision={precision} out_dir=out/x/1",
         "config": make_config(kernels, attn, precision, **model),
         "kernels": {
             "norm": "eager (torch 2.11.0+cu130)",
