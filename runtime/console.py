@@ -1,6 +1,7 @@
 """The lines that a run prints. Their figures come from the run's row and metrics."""
 
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -10,6 +11,9 @@ from runtime.meter import WARMUP
 from runtime.power import tokens_per_joule_cell
 from runtime.ranks import count_batch_ranks
 from terminal import printable
+
+# Its own lock is shared with forks: a fork that is killed while it holds the lock would block the bars of all others
+tqdm.set_lock(threading.RLock())
 
 
 def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:

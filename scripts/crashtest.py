@@ -40,7 +40,8 @@ from terminal import override
 
 Fork = multiprocessing.get_context("fork").Process
 TEXT = "All work and no play makes Jack a dull boy.\n" * 400
-SLOWEST = 60.0  # seconds that a run may take beyond ten times an undisturbed one; then it hangs
+SLOWEST = 150.0  # seconds that a run may take beyond ten times an undisturbed one. It gives a stopped tracker 80 s
+TRACKER_SECONDS = 4.0  # how much longer a run with a tracker takes: W&B starts in 3 s
 
 
 @dataclass
@@ -170,12 +171,13 @@ class Trainer:
     def _wait(self, process: Fork, fault: Fault) -> tuple[int | None, bool]:
         """Return a process's exit code, or None if it hung, and whether a kill or a fault of its tracker happened."""
         process.start()
-        moment, is_signalled, left = self.seconds * fault.share(), False, []
+        moment, longest, is_signalled, left = self.seconds * fault.share(), SLOWEST + 10 * self.seconds, False, []
         try:
             if number := TRACKERS.get(fault.kind):
-                is_signalled = tracker.signal_children(process.pid, number, moment)
+                moment += TRACKER_SECONDS * fault.share()
+                is_signalled = tracker.signal_children(process.pid, number, moment, longest)
                 left = tracker.open_children(process.pid)  # a stopped one would live on
-            process.join(moment if fault.kind == KILL else SLOWEST + 10 * self.seconds)
+            process.join(moment if fault.kind == KILL else longest)
             was_alive = process.is_alive()
         finally:
             left += tracker.open_children(process.pid)

@@ -23,10 +23,14 @@ def children_of(process: int) -> list[int]:
     return found
 
 
-def signal_children(process: int, number: signal.Signals, seconds: float) -> bool:
-    """Wait until a process has children, then `seconds`, and send them a signal. Return whether there were any."""
+def signal_children(process: int, number: signal.Signals, seconds: float, longest: float) -> bool:
+    """Wait until a process has children, then `seconds`, and send them a signal. Return whether there were any.
+
+    It waits for children until the process has ended, and at most `longest` seconds.
+    """
+    end = time.monotonic() + longest
     while not children_of(process):
-        if has_ended(process):
+        if has_ended(process) or time.monotonic() > end:
             return False
         time.sleep(0.02)
     time.sleep(seconds)

@@ -28,6 +28,7 @@ OFFLINE = "wandb", "offline", "hotswap", None, None, None, [], None
 ROW = {"name": "a", "config": {"lr": 0.1}, "status": "ok", "command": "python train.py"}
 SMALL = "+experiment=smoke", "logger=wandb", "out_dir=run", "train.max_steps=6", "train.eval_every=6", "model.n_layer=1"
 SMALL += "train.log_every=1", "train.sample_tokens=0"
+SHORT = {"ANSWER_SECONDS": 5, "FINISH_SECONDS": 4, "GRACE": 3, "INIT_SECONDS": 3, "IMPORT_SECONDS": 20}
 END = ", and the command continues without it; its own files have all figures\n"
 PACKAGE = '''
 """The parts of W&B that are used here. It writes each call to the file CALLS. FAULT is "PLACE FAULT"."""
@@ -398,13 +399,7 @@ HURTS = {
 def real(monkeypatch):
     """W&B itself. Its process has 5 s for a call."""
     pytest.importorskip("wandb", reason="W&B is not installed")
-    for name, seconds in {
-        "ANSWER_SECONDS": 5,
-        "FINISH_SECONDS": 4,
-        "GRACE": 3,
-        "INIT_SECONDS": 3,
-        "IMPORT_SECONDS": 20,
-    }.items():
+    for name, seconds in SHORT.items():
         monkeypatch.setattr(trackers, name, seconds)
 
 

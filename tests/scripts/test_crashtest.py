@@ -22,6 +22,7 @@ from lab.crashtest.faults import CHANGES, DAMAGES, ERRORS, FULL_LOG, KILL, KILL_
 from lab.crashtest.inject import CAN_FAIL, CHANGE, Operation
 from lab.crashtest.judge import Disturbed, End, Hang
 from scripts import crashtest as script
+from tests.runtime.test_tracker_process import SHORT
 from tests.test_train import ROOT
 
 FIGURES = {step: (5.0 - step / 7, 1.0 + step / 3, None) for step in range(1, 16)}
@@ -334,12 +335,38 @@ def test_the_children_of_a_process_are_stopped_and_killed():
     with subprocess.Popen(["sh", "-c", "sh -c 'sleep 50; true'; true"]) as process:
         while len(tracker.children_of(process.pid)) < 2:
             time.sleep(0.01)
-        assert tracker.signal_children(process.pid, signal.SIGSTOP, 0)
+        assert tracker.signal_children(process.pid, signal.SIGSTOP, 0, 20)
         children, deadline = tracker.children_of(process.pid), time.monotonic() + 20
         while not all("T (stopped)" in Path(f"/proc/{child}/status").read_text() for child in children):
             assert time.monotonic() < deadline
         assert tracker.send(tracker.open_children(process.pid), signal.SIGKILL)
-    assert not tracker.signal_children(process.pid, signal.SIGKILL, 0)
+    assert not tracker.signal_children(process.pid, signal.SIGKILL, 0, 20)
+    with subprocess.Popen(["sleep", "50"]) as process:
+        assert not tracker.signal_children(process.pid, signal.SIGKILL, 0, 0.1)
+        process.kill()
+
+
+KILLED_IN_A_BAR = """
+import os, signal
+from runtime.console import progress_bar
+with progress_bar(1, 0) as bar:
+    bar.write("before")
+if (process := os.fork()) == 0:
+    bar.get_lock().acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(process, 0)
+with progress_bar(1, 0) as bar:
+    bar.write("after")
+"""
+
+
+@pytest.mark.usefixtures("quick_python")
+def test_a_fork_that_is_killed_while_it_draws_a_bar_blocks_no_other_bar(tmp_path):
+    """A bar of the parent or of a later fork would wait for ever: tqdm's lock is shared with forks."""
+    command = [sys.executable, "-c", KILLED_IN_A_BAR]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "before\nafter\n"), done.stderr
 
 
 def test_every_kind_is_drawn_and_a_seed_draws_the_same():
@@ -435,14 +462,23 @@ def test_a_saver_that_loses_a_step_is_found(tmp_path):
 
 
 SAMPLES = [KINDS[0::2], KINDS[1::2]]
+SHORT_DEADLINES = """
+from lab.crashtest.inject import preload
+preload()
+from runtime import trackers
+vars(trackers).update({limits})
+from scripts import crashtest
+crashtest.take_training()
+crashtest.main()
+"""
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kinds", SAMPLES)
 def test_a_sample_of_all_kinds_loses_nothing(tmp_path, kinds):
     """In a new process, into which faults.c is preloaded."""
-    command = [sys.executable, "-m", "scripts.crashtest", f"runs={len(kinds)}", "seed=1", "out_dir=out"]
-    command += [f"kinds=[{','.join(kinds)}]", "--", *WORDS]
+    command = [sys.executable, "-c", SHORT_DEADLINES.format(limits=SHORT)]
+    command += [f"runs={len(kinds)}", "seed=1", "out_dir=out", f"kinds=[{','.join(kinds)}]", "--", *WORDS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
