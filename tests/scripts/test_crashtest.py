@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,15 +333,30 @@ def test_a_reader_that_hangs_does_not_hang_the_judge(tmp_path, monkeypatch):
 
 def test_the_children_of_a_process_are_stopped_and_killed():
     """They are found also if a child has started them."""
-    with subprocess.Popen(["sh", "-c", "sh -c 'sleep 50; true'; true"]) as process:
-        while len(tracker.children_of(process.pid)) < 2:
-            time.sleep(0.01)
-        assert tracker.signal_children(process.pid, signal.SIGSTOP, 0, 20)
-        children, deadline = tracker.children_of(process.pid), time.monotonic() + 20
-        while not all("T (stopped)" in Path(f"/proc/{child}/status").read_text() for child in children):
+
+    def states():
+        """Return the name and the state of each child."""
+        stats = [Path(f"/proc/{child}/stat").read_text() for child in tracker.children_of(process.pid)]
+        return [re.search(r"\((.*)\) (.)", stat).groups() for stat in stats]
+
+    def wait_for(state):
+        deadline = time.monotonic() + 20
+        while states() != [("sh", state), ("sleep", state)]:
             assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    process = subprocess.Popen(["sh", "-c", "sh -c 'sleep 50; true'; true"], start_new_session=True)
+    try:
+        wait_for("S")  # between vfork() and exec() a stopped child blocks its parent, which then cannot stop
+        assert tracker.signal_children(process.pid, signal.SIGSTOP, 0, 20)
+        wait_for("T")
         assert tracker.send(tracker.open_children(process.pid), signal.SIGKILL)
-    assert not tracker.signal_children(process.pid, signal.SIGKILL, 0, 20)
+        process.wait(20)
+        assert not tracker.signal_children(process.pid, signal.SIGKILL, 0, 20)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(20)
     with subprocess.Popen(["sleep", "50"]) as process:
         assert not tracker.signal_children(process.pid, signal.SIGKILL, 0, 0.1)
         process.kill()
