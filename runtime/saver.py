@@ -52,7 +52,7 @@ class Checkpoints:
         steps_before: int = 0,
         replicate_to: str | None = None,
     ):
-        """Delete incomplete checkpoints, and move the checkpoints of later steps than `steps_before` aside.
+        """Move the checkpoints of later steps than `steps_before` aside, and finish what a killed save has begun.
 
         The run resumes after step `steps_before`, so every later checkpoint is damaged. Raises UserError if one cannot
         be moved, and Unreadable if the folder or its best checkpoint cannot be read.
@@ -67,18 +67,7 @@ class Checkpoints:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # With the group of the training loop, the collectives of the two threads would mix
         self.group = dist.new_group(backend="gloo") if self.sharded else None
-        if ranks.is_main:
-            with explain_unwritable(folder.parent):
-                for path in checkpoint_folders(folder):
-                    if step_number(path) > steps_before:
-                        set_aside(path)
-                for incomplete in folder.glob(".step-*"):  # the run was killed during a save
-                    try:
-                        remove(incomplete)
-                    except OSError as error:
-                        warn(f"{incomplete} is of a killed save and cannot be deleted: {error.strerror}")
-        ranks.gather(None)
-        self.best = self._lowest_loss()
+        self.best = ranks.run_on_rank0(lambda: self._complete_last_save(steps_before))
 
     def allocate_host_copies(self, shapes: dict[str, torch.Size]) -> None:
         """Let the thread allocate the host memory of a save during the first steps: three fp32 tensors a shape.
@@ -145,6 +134,33 @@ class Checkpoints:
     def __exit__(self, *_) -> None:
         self.finish()
         self.thread.shutdown()
+
+    def _complete_last_save(self, steps_before: int) -> float:
+        """Do what a kill during the last save has left. Return the lowest validation loss of all checkpoints so far.
+
+        The kill may have come before its renaming, or before the link `best`, deletions and the copy that follow it.
+        """
+        with explain_unwritable(self.folder.parent):
+            for path in checkpoint_folders(self.folder):
+                if step_number(path) > steps_before:
+                    set_aside(path)
+            for incomplete in self.folder.glob(".step-*"):
+                try:
+                    remove(incomplete)
+                except OSError as error:
+                    warn(f"{incomplete} is of a killed save and cannot be deleted: {error.strerror}")
+        best = self._lowest_loss()
+        for newest in checkpoint_folders(self.folder)[:1]:
+            loss = read_manifest(newest)["val_loss"]
+            is_best = loss is not None and loss < best
+            best = loss if is_best else best
+            try:
+                self._prune(newest, is_best)
+            except UserError as error:
+                warn(error)
+            if self.replica and not (self.replica / newest.name).exists():
+                self._replicate(newest, self.replica / newest.name)
+        return best
 
     def _best(self) -> Path:
         """Return the checkpoint that the link `best` names. It is in this folder, wherever the link leads."""
@@ -237,31 +253,31 @@ class Checkpoints:
             reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0] or class_and_message(cause)
             room = f"earlier checkpoints stay{free_room(self.folder)}"
             raise UserError(f"{final} could not be written: {reason}; {room}") from error
-        try:
-            self._prune(final, is_best)
-        except OSError as error:
-            raise UserError(f"old checkpoints in {self.folder} cannot be deleted: {error.strerror}") from error
+        self._prune(final, is_best)
         if self.replica:
             self._replicate(final, self.replica / final.name)
 
     def _prune(self, newest: Path, is_best: bool) -> None:
         """Let `best` point to the newest checkpoint if `is_best`, and delete old checkpoints.
 
-        The newest `keep` checkpoints and the best one stay.
+        The newest `keep` checkpoints and the best one stay. Raises UserError if a file cannot be changed.
         """
         best = self.folder / "best"
-        if is_best:
-            if is_real_folder(best):  # the folder was copied with a tool that follows links
-                shutil.rmtree(best)
-            link = self.folder / ".best"
-            link.unlink(missing_ok=True)
-            link.symlink_to(newest.name)
-            link.replace(best)
-        for left in self.folder.glob(".step-*-old"):  # of a deletion that failed
-            remove(left)
-        for path in checkpoint_folders(self.folder)[self.keep :]:
-            if path != self._best():
-                discard(path)
+        try:
+            if is_best:
+                if is_real_folder(best):  # the folder was copied with a tool that follows links
+                    shutil.rmtree(best)
+                link = self.folder / ".best"
+                link.unlink(missing_ok=True)
+                link.symlink_to(newest.name)
+                link.replace(best)
+            for left in self.folder.glob(".step-*-old"):  # of a deletion that failed
+                remove(left)
+            for path in checkpoint_folders(self.folder)[self.keep :]:
+                if path != self._best():
+                    discard(path)
+        except OSError as error:
+            raise UserError(f"old checkpoints in {self.folder} cannot be deleted: {error.strerror}") from error
 
     def _replicate(self, newest: Path, copy: Path) -> None:
         """Copy the newest checkpoint, verify the copy, and delete the other copies. A failure is only a warning."""

@@ -61,6 +61,10 @@ def figures(folder):
     return [{key: line.get(key) for key in FIGURES} for line in metrics(folder)]
 
 
+def checkpoints(folder):
+    return {path.name: path.is_symlink() and path.readlink() for path in Path(folder, "checkpoints").iterdir()}
+
+
 def assert_completed(hotswap, *words):
     """Resume the run, and compare its row and its metrics with the undisturbed run's in the folder `whole`."""
     code, out, err = hotswap(*words, RESUME)
@@ -72,6 +76,7 @@ def assert_completed(hotswap, *words):
     assert [found.get(key) for key in ("steps", *FIGURES)] == [whole.get(key) for key in ("steps", *FIGURES)]
     assert figures("run") == figures("whole")
     assert Path("run/sample.txt").read_text() == Path("whole/sample.txt").read_text()
+    assert checkpoints("run") == checkpoints("whole")
 
 
 def assert_every_kill_is_completed(hotswap, tmp_path, operations, *words):

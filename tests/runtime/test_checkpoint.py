@@ -116,6 +116,11 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys, m
     assert f"step-000004 has no copy in {disk}/run: {disk}/run/.step-000004 is damaged" in capsys.readouterr().err
     assert find_checkpoint(disk / "run") == disk / "run/step-000002"
 
+    monkeypatch.undo()  # a resumed run makes the copy that its killed process has not made
+    Checkpoints(folder, 1, False, Ranks(), CPU, steps_before=4, replicate_to=str(disk))
+    assert names((disk / "run").iterdir()) == ["step-000004"]
+    assert verify(disk / "run/step-000004") == verify(folder / "step-000004")
+
 
 def test_files_are_on_the_disk_before_a_checkpoint_gets_its_name(tmp_path, disk):
     """So are metrics.jsonl and the copy. The new name is on the disk before anything older is deleted."""
@@ -266,9 +271,11 @@ def test_the_checkpoint_that_a_run_resumes_from_stays(tmp_path):
 
 
 def test_a_damaged_best_checkpoint_does_not_count(tmp_path, capsys):
+    """Instead, the newest one is the best one."""
     save(tmp_path, 1, 2, 3, keep=1, losses=[1.0, 2.0, 2.0])
     (tmp_path / "best" / "manifest.json").write_text("")
-    assert open_checkpoints(tmp_path).best == math.inf
+    assert open_checkpoints(tmp_path).best == 2.0
+    assert (tmp_path / "best").readlink().name == "step-000003"
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/step-000001 is not a valid checkpoint")
 
 

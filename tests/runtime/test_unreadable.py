@@ -129,7 +129,8 @@ def test_later_checkpoints_are_moved_aside_when_a_run_resumes_before_them(tmp_pa
         checkpoints.close()
         assert (new / "training.pt").read_text() == text
         assert newest_valid(tmp_path).name == "step-000007"
-        shutil.rmtree(tmp_path / "step-000007")
+        for path in checkpoint_folders(tmp_path):
+            shutil.rmtree(path)
     aside = sorted(path.name for path in tmp_path.glob("damaged-*"))
     assert aside == ["damaged-step-000006", "damaged-step-000006-2", "damaged-step-000006-3"]
 
