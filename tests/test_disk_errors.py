@@ -192,3 +192,18 @@ def test_each_failing_write_of_another_command(commands, disk, name):
         assert all(line.startswith(("error: ", "warning: ")) for line in lines), (hit, err)
         errors = sum(line.startswith("error: ") for line in lines)
         assert (code, errors, "done     " in out) == (1, 1, False), (hit, err)
+
+
+def test_each_failing_write_of_a_sweep(hotswap, disk, monkeypatch):
+    """Of its own files. The sweep ends with one error, because no later job could leave a row. Its jobs fail here."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    sweep = "-m", "+experiment=smoke", "attn=eager,sdpa", "out_dir=run"
+    for number in itertools.count(1):
+        shutil.rmtree("run", ignore_errors=True)
+        hit, code, out, err = run_with_failing_write(lambda: hotswap(*sweep), disk, number, errno.ENOSPC, True)
+        if not hit:
+            assert number > 10
+            break
+        assert (code, err.count("\n"), "done     " in out) == (1, 1, False), (hit, err)
+        assert err.startswith("error: out_dir=run"), hit
+        assert ": No space left on device; free some space, or choose another folder" in err, hit

@@ -74,21 +74,22 @@ class SweepJob:
     def start(self, gpu: str | None, lock: TextIO) -> None:
         """Start the process in a process group of its own. Ctrl-C then reaches only the sweep, which forwards it.
 
-        The process inherits the `lock` of the sweep's folder, and so holds it even if the sweep is killed.
+        The process inherits the `lock` of the sweep's folder, and so holds it even if the sweep is killed. Raises
+        UserError if the job's folder cannot be written.
         """
         self.gpu, self.start_time, self.timeout_status = gpu, time.monotonic(), None
-        self.folder.mkdir(exist_ok=True)
-        (self.folder / "result.json").unlink(missing_ok=True)
         words = [*program(), *self.flags, *self.words, override("out_dir", self.folder)]
-        if can_resume(self.folder):
-            words.append("train.resume=auto")
-        else:
-            for name in ("config.yaml", "metrics.jsonl"):
-                (self.folder / name).unlink(missing_ok=True)
-            shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
-        self.command = shell_command("python", *words)
         with explain_unwritable(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / "result.json").unlink(missing_ok=True)
+            if can_resume(self.folder):
+                words.append("train.resume=auto")
+            else:
+                for name in ("config.yaml", "metrics.jsonl"):
+                    (self.folder / name).unlink(missing_ok=True)
+                shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             log = open_regular(self.folder / "log.txt", "ab")
+        self.command = shell_command("python", *words)
         with log:
             self.process = subprocess.Popen(
                 [sys.executable, *words],
@@ -126,12 +127,16 @@ class SweepJob:
             self.process.wait()
 
     def complete_row(self) -> str:
-        """Write the row of the ended job if the job wrote none or ran out of time. Return a line for the terminal."""
+        """Write the row of the ended job if the job wrote none or ran out of time. Return a line for the terminal.
+
+        Raises UserError if the row cannot be written.
+        """
         row = self.row or {"name": self.folder.name, "command": self.command, "status": KILLED}
         if row["status"].startswith((UNFINISHED, KILLED)) or (self.timeout_status and row["status"] != "ok"):
             self.died = row["status"].startswith((UNFINISHED, KILLED))
             row["status"] = self.timeout_status or self.failure()
-            write_row(self.folder, row)
+            with explain_unwritable(self.folder):
+                write_row(self.folder, row)
         seconds = int(time.monotonic() - self.start_time)
         figure = f"{speed(row):,.0f} tok/s" if speed(row) else row["status"]
         return printable(f"{self.folder.name}  {figure}  {seconds // 60}:{seconds % 60:02}")
