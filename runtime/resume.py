@@ -13,7 +13,8 @@ from runtime.command import command_line
 from runtime.config import UserError, check, value_text
 from runtime.folders import explain_unwritable, make_unique_folder
 from runtime.manifest import CHOICE, Unreadable, read_manifest, step_number
-from runtime.run import KILLED, Run, read_row, write_row
+from runtime.row import KILLED, read_row, write_row
+from runtime.run import Run
 from runtime.schedule import Due, TrainConfig, is_finished
 from runtime.signals import Signals
 from terminal import override, printable, shell_command

@@ -1,8 +1,6 @@
 """Save the checkpoints of a run while it trains. runtime/checkpoint.py describes their files."""
 
 import contextlib
-import itertools
-import math
 import os
 import shutil
 import statistics
@@ -15,19 +13,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.checkpoint import State, checkpoint_folders, flatten, is_real_folder, save_tensors, verify
+from runtime.checkpoint import State, flatten, save_tensors
+from runtime.checkpoint_folder import CheckpointFolder, make_empty, set_aside
 from runtime.config import UserError
-from runtime.folders import explain_unwritable
-from runtime.manifest import (
-    SHARDS,
-    TRAINING,
-    WEIGHTS,
-    Unreadable,
-    fsync,
-    read_manifest,
-    step_number,
-    write_manifest,
-)
+from runtime.manifest import SHARDS, TRAINING, WEIGHTS, fsync, write_manifest
 from runtime.ranks import Ranks, is_sharded
 from terminal import class_and_message, warn
 
@@ -38,8 +27,7 @@ GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU 
 class Checkpoints:
     """The checkpoints of one run. Every rank has this object; rank 0 writes the files.
 
-    It keeps the newest `keep` checkpoints, and the one with the lowest validation loss. With `replicate_to`,
-    the folder replicate_to/RUN has a copy of the newest checkpoint.
+    CheckpointFolder says which of them stay, and what `keep` and `replicate_to` do.
     """
 
     def __init__(
@@ -52,14 +40,9 @@ class Checkpoints:
         steps_before: int = 0,
         replicate_to: str | None = None,
     ):
-        """Move the checkpoints of later steps than `steps_before` aside, and finish what a killed save has begun.
-
-        The run resumes after step `steps_before`, so every later checkpoint is damaged. Raises UserError if one cannot
-        be moved, and Unreadable if the folder or its best checkpoint cannot be read.
-        """
-        self.folder, self.keep, self.ranks = folder, keep, ranks
+        """The run resumes after step `steps_before`. Raises UserError and Unreadable as CheckpointFolder.begin()."""
+        self.folder, self.ranks, self.stored = folder, ranks, CheckpointFolder(folder, keep, replicate_to)
         self.sharded = sharded and not ranks.single
-        self.replica = Path(replicate_to) / folder.parent.name if replicate_to else None
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None
         self.pauses: list[float] = []
@@ -67,7 +50,7 @@ class Checkpoints:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # With the group of the training loop, the collectives of the two threads would mix
         self.group = dist.new_group(backend="gloo") if self.sharded else None
-        self.best = ranks.run_on_rank0(lambda: self._complete_last_save(steps_before))
+        self.best = ranks.run_on_rank0(lambda: self.stored.begin(steps_before))
 
     def allocate_host_copies(self, shapes: dict[str, torch.Size]) -> None:
         """Let the thread allocate the host memory of a save during the first steps: three fp32 tensors a shape.
@@ -134,53 +117,6 @@ class Checkpoints:
     def __exit__(self, *_) -> None:
         self.finish()
         self.thread.shutdown()
-
-    def _complete_last_save(self, steps_before: int) -> float:
-        """Do what a kill during the last save has left. Return the lowest validation loss of all checkpoints so far.
-
-        The kill may have come before its renaming, or before the link `best`, deletions and the copy that follow it.
-        """
-        with explain_unwritable(self.folder.parent):
-            for path in checkpoint_folders(self.folder):
-                if step_number(path) > steps_before:
-                    set_aside(path)
-            for incomplete in self.folder.glob(".step-*"):
-                try:
-                    remove(incomplete)
-                except OSError as error:
-                    warn(f"{incomplete} is of a killed save and cannot be deleted: {error.strerror}")
-        best = self._lowest_loss()
-        for newest in checkpoint_folders(self.folder)[:1]:
-            loss = read_manifest(newest)["val_loss"]
-            is_best = loss is not None and loss < best
-            best = loss if is_best else best
-            try:
-                self._prune(newest, is_best)
-            except UserError as error:
-                warn(error)
-            if self.replica and not (self.replica / newest.name).exists():
-                self._replicate(newest, self.replica / newest.name)
-        return best
-
-    def _best(self) -> Path:
-        """Return the checkpoint that the link `best` names. It is in this folder, wherever the link leads."""
-        best = self.folder / "best"
-        return self.folder / best.readlink().name if best.is_symlink() else best
-
-    def _lowest_loss(self) -> float:
-        """Return the validation loss of `best`; infinity if `best` is missing or damaged.
-
-        Raises Unreadable if it cannot be read, because a worse checkpoint would replace it.
-        """
-        best = self._best()
-        try:
-            loss = read_manifest(best)["val_loss"] if is_real_folder(best) else None
-            return math.inf if loss is None else loss
-        except Unreadable:
-            raise
-        except UserError as error:
-            warn(error)
-            return math.inf
 
     def _wait(self) -> None:
         pending, self.pending = self.pending, None
@@ -253,52 +189,7 @@ class Checkpoints:
             reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0] or class_and_message(cause)
             room = f"earlier checkpoints stay{free_room(self.folder)}"
             raise UserError(f"{final} could not be written: {reason}; {room}") from error
-        self._prune(final, is_best)
-        if self.replica:
-            self._replicate(final, self.replica / final.name)
-
-    def _prune(self, newest: Path, is_best: bool) -> None:
-        """Let `best` point to the newest checkpoint if `is_best`, and delete old checkpoints.
-
-        The newest `keep` checkpoints and the best one stay. Raises UserError if a file cannot be changed.
-        """
-        best = self.folder / "best"
-        try:
-            if is_best:
-                if is_real_folder(best):  # the folder was copied with a tool that follows links
-                    shutil.rmtree(best)
-                link = self.folder / ".best"
-                link.unlink(missing_ok=True)
-                link.symlink_to(newest.name)
-                link.replace(best)
-            for left in self.folder.glob(".step-*-old"):  # of a deletion that failed
-                remove(left)
-            for path in checkpoint_folders(self.folder)[self.keep :]:
-                if path != self._best():
-                    discard(path)
-        except OSError as error:
-            raise UserError(f"old checkpoints in {self.folder} cannot be deleted: {error.strerror}") from error
-
-    def _replicate(self, newest: Path, copy: Path) -> None:
-        """Copy the newest checkpoint, verify the copy, and delete the other copies. A failure is only a warning."""
-        temporary = copy.with_name(f".{copy.name}")
-        try:
-            for incomplete in copy.parent.glob(".step-*"):  # of a copy that was killed
-                remove(incomplete)
-            copy_folder(newest, temporary)
-            for path in [*temporary.rglob("*"), temporary]:
-                fsync(path)
-            verify(temporary)
-            discard(copy)
-            temporary.rename(copy)
-            fsync(copy.parent)
-            for path in checkpoint_folders(copy.parent):
-                if path != copy:
-                    shutil.rmtree(path)
-        except (OSError, UserError, MemoryError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)  # it would use the space of the next copy
-            reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
-            warn(f"{newest} has no copy in {copy.parent}: {reason}")
+        self.stored.complete(final, is_best)
 
 
 def free_room(folder: Path) -> str:
@@ -317,55 +208,6 @@ def wait_for_shards(written: Future) -> None:
         written.result()
     except CheckpointException as error:
         raise OSError(reason_of(error)) from error
-
-
-def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint step-N to damaged-step-N, or -2, -3 and so on, and print where it is.
-
-    Nobody reads it again, and nobody deletes it. Raises UserError if it cannot be renamed.
-    """
-    numbers = itertools.count(2)
-    new = path.with_name(f"damaged-{path.name}")
-    while os.path.lexists(new):
-        new = path.with_name(f"damaged-{path.name}-{next(numbers)}")
-    try:
-        path.rename(new)
-    except OSError as error:
-        raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from error
-    warn(f"{path} is damaged and is now {new}; delete it if nobody needs it")
-
-
-def discard(path: Path) -> None:
-    """Delete a checkpoint. It is renamed first, because a kill during the deletion would leave a damaged checkpoint."""
-    if os.path.lexists(path):
-        hidden = path.with_name(f".{path.name}-old")
-        path.rename(hidden)
-        remove(hidden)
-
-
-def copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder. It ends at the first error, while shutil.copytree() would try every other file, too."""
-    target.mkdir(parents=True)
-    for path in sorted(source.rglob("*")):  # a folder comes before its files
-        if path.is_dir():
-            (target / path.relative_to(source)).mkdir()
-        else:
-            shutil.copyfile(path, target / path.relative_to(source))
-
-
-def remove(path: Path) -> None:
-    """Delete a folder, a file or a link; never what a link leads to."""
-    if is_real_folder(path):
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def make_empty(path: Path) -> None:
-    """Make an empty folder. Delete what is there, which a killed save has left. Raises OSError."""
-    if os.path.lexists(path):
-        remove(path)
-    path.mkdir(parents=True)
 
 
 def try_make_folder(path: Path) -> str | None:

@@ -21,7 +21,7 @@ from lab.rerun import check_backends
 from runtime import compat
 from runtime.config import UserError, check, parse, path_argument
 from runtime.device import OutOfMemory, select_device
-from runtime.run import read_row
+from runtime.row import read_row
 from runtime.signals import exit_quietly
 from terminal import printable
 from train import Config as TrainConfig

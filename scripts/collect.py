@@ -21,7 +21,7 @@ from lab import rows
 from runtime import compat
 from runtime.config import UserError, path_argument
 from runtime.folders import file_name
-from runtime.run import read_row
+from runtime.row import read_row
 from runtime.signals import exit_quietly
 from terminal import outlive_output, printable
 

@@ -35,7 +35,7 @@ from lab.crashtest.judge import Disturbed, End, Hang, Undisturbed, table
 from runtime.command import config_flags
 from runtime.config import UserError, check
 from runtime.folders import make_folder
-from runtime.run import read_row
+from runtime.row import read_row
 from terminal import override
 
 Fork = multiprocessing.get_context("fork").Process

@@ -39,7 +39,8 @@ from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.ranks import join_ranks, rank_device, started_by_torchrun, world_size
 from runtime.resume import choose_folder
-from runtime.run import Run, read_row
+from runtime.row import read_row
+from runtime.run import Run
 from runtime.signals import Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
 from terminal import printable, shell_command

@@ -22,7 +22,7 @@ from lab.sweep.table import speed
 from runtime import compat
 from runtime.config import UserError, check, path_argument, value_text
 from runtime.folders import file_name, make_folder
-from runtime.run import read_row
+from runtime.row import read_row
 from runtime.signals import exit_quietly
 from terminal import class_and_message, override, printable, shell_command
 

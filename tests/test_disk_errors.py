@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runtime import run
-from runtime.run import read_row
+from runtime.row import KILLED, UNFINISHED, read_row
 from scripts import evaluate, generate
 from tests.test_resume import BASE, RESUME
 from tests.test_train import metrics
@@ -167,7 +167,7 @@ def test_a_final_row_that_cannot_be_written_is_an_error(commands, monkeypatch, n
     original = run.write_row
 
     def write_row(folder, row):
-        if row["status"] != run.UNFINISHED:
+        if row["status"] != UNFINISHED:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "result.json")
         original(folder, row)
 
@@ -177,7 +177,7 @@ def test_a_final_row_that_cannot_be_written_is_an_error(commands, monkeypatch, n
     assert (code, error) == (1, "error: run/result.json cannot be written: No space left on device")
     assert warnings == ["warning: run/result.json cannot be written: No space left on device"] * (name == "train")
     assert "done     " not in out
-    assert read_row(Path("run"))["status"].startswith(run.KILLED)
+    assert read_row(Path("run"))["status"].startswith(KILLED)
 
 
 @pytest.mark.parametrize("name", ["generate", "evaluate"])

@@ -13,7 +13,7 @@ import pytest
 import train
 from files import write_json
 from runtime.checkpoint import read_manifest
-from runtime.run import UNFINISHED, write_row
+from runtime.row import UNFINISHED, write_row
 from tests.test_resume import BASE, RESUME
 from tests.test_train import metrics, row
 
@@ -241,7 +241,7 @@ def test_a_row_that_cannot_be_read_is_not_replaced(hotswap, monkeypatch, harm):
         os.mkfifo(path)
     else:
         refuse = OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        monkeypatch.setattr("runtime.run.read_bytes", lambda name: refuse_to_read(refuse))
+        monkeypatch.setattr("runtime.row.read_bytes", lambda name: refuse_to_read(refuse))
     left = path.lstat()
     code, out, err = hotswap(*SETTINGS, RESUME)
     assert (code, "done" in out) == (1, False)

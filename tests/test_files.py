@@ -33,7 +33,7 @@ from kernels.tuned import TABLES, read_table, write_table
 from lab.proof import references
 from runtime.checkpoint import read_manifest, verify
 from runtime.config import UserError
-from runtime.run import read_row, write_row
+from runtime.row import read_row, write_row
 from tests.data.test_shards import DOCUMENTS, write_split
 from tests.runtime.test_checkpoint import save
 

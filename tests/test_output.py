@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.run import read_row
+from runtime.row import read_row
 from tests.test_train import QUICK, ROOT, metrics
 
 KINDS = "open", "full", "closed", "pipe"

@@ -16,7 +16,7 @@ from lab.rerun import rerun_words
 from lab.sweep.jobs import SweepJob
 from runtime.config import UserError
 from runtime.resume import find_end
-from runtime.run import write_row
+from runtime.row import write_row
 from runtime.tracker_process import TensorBoard
 from scripts import collect, prepare
 from terminal import CONTROLS, printable, set_up_streams

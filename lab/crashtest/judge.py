@@ -15,7 +15,7 @@ from lab.crashtest.faults import DAMAGES, ERRORS, KILL, KILL_AT, KINDS, ODD, Fau
 from lab.rows import read_jsonl
 from runtime.checkpoint import checkpoint_folders, verify
 from runtime.config import UserError
-from runtime.run import read_row
+from runtime.row import read_row
 
 FIGURES = "train/loss", "train/grad_norm", "val/loss"
 READ_SECONDS = 30

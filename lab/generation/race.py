@@ -14,7 +14,7 @@ from lab.proof.generation import lossy
 from model.generate import stream
 from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory, reset_peak_memory
-from runtime.run import status_of
+from runtime.row import status_of
 
 ADDITIONS = ("compile", "ngram", "fp8")  # what an entry of decoders= may add to a decoder: blocks+compile+ngram
 NEW_TOKENS = 256  # the default of max_new_tokens

@@ -17,7 +17,7 @@ from lab.recipe import Recipe
 from model.executed import call_shapes
 from model.gpt import PRECISIONS
 from runtime.config import check
-from runtime.run import read_row
+from runtime.row import read_row
 from terminal import quote_override
 
 # The cases run in so many processes at once. On a GPU each process has a CUDA context of half a GiB

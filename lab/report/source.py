@@ -15,7 +15,7 @@ from lab.rows import curve_file, read_jsonl, read_metrics
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
 from runtime.config import UserError, check
-from runtime.run import read_row
+from runtime.row import read_row
 from terminal import warn
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files

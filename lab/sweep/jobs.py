@@ -30,7 +30,7 @@ from runtime.command import program
 from runtime.config import UserError, check
 from runtime.console import progress_bar
 from runtime.folders import explain_unwritable
-from runtime.run import KILLED, UNFINISHED, read_row, write_row
+from runtime.row import KILLED, UNFINISHED, read_row, write_row
 from runtime.signals import Signals, describe_exit
 from terminal import override, printable, shell_command
 

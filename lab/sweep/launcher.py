@@ -25,7 +25,7 @@ from runtime import compat
 from runtime.command import as_typed, config_flags, program
 from runtime.config import check, parse
 from runtime.ranks import world_size
-from runtime.run import lock_folder
+from runtime.row import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, group_of, make_tracker, track_ended_run
 from terminal import override, printable, shell_command

@@ -95,7 +95,7 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
     copyfile = shutil.copyfile
-    monkeypatch.setattr("runtime.saver.shutil.copyfile", fill_the_disk)
+    monkeypatch.setattr("runtime.checkpoint_folder.shutil.copyfile", fill_the_disk)
     (disk / "run/.step-000001").symlink_to("nowhere")  # what a killed copy left
     checkpoints.save(3, random_tensors(3), {"updates": 3}, facts())
     checkpoints.finish()
@@ -110,7 +110,7 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys, m
         else:
             copyfile(source, target)
 
-    monkeypatch.setattr("runtime.saver.shutil.copyfile", copy_without_bytes)
+    monkeypatch.setattr("runtime.checkpoint_folder.shutil.copyfile", copy_without_bytes)
     checkpoints.save(4, random_tensors(4), {"updates": 4}, facts())
     checkpoints.close()
     assert f"step-000004 has no copy in {disk}/run: {disk}/run/.step-000004 is damaged" in capsys.readouterr().err

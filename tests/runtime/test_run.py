@@ -9,7 +9,8 @@ import pytest
 
 from runtime.config import UserError
 from runtime.folders import make_folder
-from runtime.run import Run, read_row, without_nonfinite, write_row
+from runtime.row import read_row, without_nonfinite, write_row
+from runtime.run import Run
 from runtime.trackers import Tracker
 from tests.test_train import QUICK, config
 

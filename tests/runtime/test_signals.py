@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.run import status_of
+from runtime.row import status_of
 from runtime.signals import STOPPED, Signals, Stopped, exit_quietly, requeue_slurm_job
 
 ROOT = Path(__file__).parents[2]

@@ -189,12 +189,12 @@ def test_a_lack_of_memory_in_the_thread_is_a_warning(tmp_path, monkeypatch, caps
 
     folder = tmp_path / "run/checkpoints"
     checkpoints = open_checkpoints(folder, replicate_to=str(tmp_path / "disk"))
+    copies = function in ("verify", "copy_folder")
     with monkeypatch.context() as patch:
-        patch.setattr(f"runtime.saver.{function}", fail)
+        patch.setattr(f"runtime.{'checkpoint_folder' if copies else 'saver'}.{function}", fail)
         checkpoints.save(1, random_tensors(1), {}, facts())
         checkpoints.finish()
     err = capsys.readouterr().err
-    copies = function in ("verify", "copy_folder")
     what = "has no copy in" if copies else "could not be written: MemoryError"
     assert err.startswith(f"warning: {folder}/step-000001 {what}")
     assert "MemoryError" in err

@@ -15,7 +15,7 @@ from lab.proof import blame as proof
 from lab.proof.blame import Kept, Replay, replay, verdict, watched
 from model.kept import write_kept
 from runtime.device import OutOfMemory
-from runtime.run import read_row, write_row
+from runtime.row import read_row, write_row
 from scripts import blame
 from tests.test_train import QUICK
 

@@ -12,7 +12,7 @@ from lab.context.search import index_of, length_of
 from lab.rows import read_whole
 from model import decoder
 from model.gpt import GPT
-from runtime.run import read_row
+from runtime.row import read_row
 from scripts import max_context
 from tests.lab.context.machine import Machine
 

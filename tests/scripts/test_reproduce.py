@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from files import add_crc32
-from runtime.run import read_row, write_row
+from runtime.row import read_row, write_row
 from scripts import reproduce
 from tests.lab.test_rerun import HOSTILE_COMMANDS, HOSTILE_NAMES
 from tests.test_train import QUICK

@@ -9,7 +9,7 @@ from lab import rows
 from lab.report import figures, loss_curves, readmes, tables
 from lab.report.readmes import fill
 from lab.report.source import read_source
-from runtime.run import read_row
+from runtime.row import read_row
 from scripts import collect, report
 from tests.lab.report.sample_rows import write_sweep
 

@@ -19,7 +19,7 @@ import yaml
 import train
 from kernels.registry import OPS, impl_by_op, impls
 from lab.sweep import jobs, launcher
-from runtime.run import lock_folder
+from runtime.row import lock_folder
 from tests.test_train import QUICK, ROOT, config
 
 # Replaces train.py. The seed decides how the job ends. The row has the process, the GPU and the times of the job
