@@ -95,9 +95,10 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
         "or delete it to complete the run from its checkpoint",
     )
     row = row or {"name": name, "command": command_line(), "status": KILLED}
-    # The training loop has succeeded, so everything after it runs again, also if it failed. Only a wrong proof stays,
-    # because a second process cannot repeat the first steps
+    # The training loop has succeeded, so everything after it runs again, also if it failed. Only parity stays, right or
+    # wrong, because a second process cannot repeat the first steps
     if manifest.get("row") and row["status"] != "ok" and not row["status"].startswith("wrong"):
+        manifest["row"]["parity"] = row.get("parity")
         return None, manifest
     if row["status"].startswith(KILLED):
         if manifest["step"] < (t.max_steps or math.inf):  # its time is over: it ends after one more step
@@ -127,6 +128,8 @@ def saved_row(ended: dict, row: dict) -> dict:
     Raises UserError if this process should prove figures of other kernels.
     """
     saved = {key: value for key, value in ended["row"].items() if key not in ("status", "parity")}
+    if row["config"]["proof"] and (ended["row"].get("parity") or {}).get("ok"):
+        saved["parity"] = ended["row"]["parity"]
     changed = [key for key in CHOICE if ended["config"][key] != row["config"][key]]
     check(
         not (changed and row["config"]["proof"]),

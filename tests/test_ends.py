@@ -216,6 +216,19 @@ def test_a_failure_after_the_loop_is_judged_again(hotswap, monkeypatch):
     assert row()["status"] == "ok"
 
 
+def test_the_parity_of_a_killed_process_stays(hotswap):
+    """It compares the first steps, which the resumed process does not have. The rest of the proof is made again."""
+    settings = [*SETTINGS, "train.sample_tokens=0", "proof=true", "model.dropout=0"]
+    assert hotswap(*settings)[0] == 0
+    whole = row()
+    assert whole["parity"]["ok"]
+    write_row(Path("run"), {key: whole[key] for key in whole if key != "receipt"} | {"status": UNFINISHED})
+    assert hotswap(*settings, RESUME)[0] == 0
+    assert row()["status"] == "ok"
+    assert row()["parity"] == whole["parity"]
+    assert row().keys() == whole.keys()
+
+
 def test_a_proof_is_not_made_with_other_kernels(hotswap):
     """The figures in the checkpoint are of the run's own kernels."""
     settings = [*SETTINGS, "train.sample_tokens=0"]
