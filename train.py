@@ -92,7 +92,7 @@ def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Check
     facts = {"kernels": kernels, "peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     facts |= {"resumed_from": str(resume_from) if resume_from else None}
     if ended:
-        facts = resume.saved_row(ended, run.row)
+        facts = resume.saved_row(ended, job.config)
     run.begin(**facts)
     folder, kept, copied_to = run.folder / "checkpoints", t.keep_checkpoints, t.replicate_to
     checkpoints = Checkpoints(folder, kept, t.sharded_checkpoints, ranks, device, saved["step"], copied_to)
@@ -241,7 +241,7 @@ def main(cfg: Config) -> None:
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
             checkpoints, meter = begin(job, resume_from, ended)
-            due = resume.complete(run, ended, signals) if ended else train(job, checkpoints, meter, signals)
+            due = resume.end_run(run, ended, checkpoints, signals) if ended else train(job, checkpoints, meter, signals)
             finish(job, due, signals)
         print(f"done     {run.folder / 'result.json'}")
 

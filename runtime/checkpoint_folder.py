@@ -6,10 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
+from files import read_bytes
 from runtime.checkpoint import checkpoint_folders, is_real_folder, verify
 from runtime.config import UserError
 from runtime.folders import explain_unwritable
-from runtime.manifest import Unreadable, fsync, read_manifest, step_number
+from runtime.manifest import MANIFEST, Unreadable, fsync, read_manifest, step_number
 from terminal import class_and_message, warn
 
 
@@ -20,15 +21,15 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: Path, keep: int, replicate_to: str | None):
-        self.path, self.keep = path, keep
+        self.path, self.keep, self.lowest_loss = path, keep, math.inf
         self.replica = Path(replicate_to) / path.parent.name if replicate_to else None
 
     def begin(self, steps_before: int) -> float:
-        """Complete what a killed save has begun, and return the lowest validation loss of all checkpoints so far.
+        """Repair what a kill has left, and return the lowest validation loss of the checkpoints; infinity without one.
 
-        The kill may have come before the renaming of the checkpoint, or before what complete() does. The run resumes
-        after step `steps_before`, so every later checkpoint is damaged, and moves aside. Raises UserError if one cannot
-        be moved, and Unreadable if the folder or its best checkpoint cannot be read.
+        It deletes the folder of an incomplete save, and lets `best` point to the checkpoint with the lowest loss. The
+        run resumes after step `steps_before`, so every later checkpoint is damaged, and moves aside. Raises UserError
+        if one cannot be moved, and Unreadable if the folder or `best` cannot be read.
         """
         with explain_unwritable(self.path.parent):
             for path in checkpoint_folders(self.path):
@@ -38,60 +39,95 @@ class CheckpointFolder:
                 try:
                     remove(incomplete)
                 except OSError as error:
-                    warn(f"{incomplete} is of a killed save and cannot be deleted: {error.strerror}")
-        best = self._lowest_loss()
-        for newest in checkpoint_folders(self.path)[:1]:
-            loss = read_manifest(newest)["val_loss"]
-            is_best = loss is not None and loss < best
-            best = loss if is_best else best
-            try:
-                self._prune(newest, is_best)
-            except UserError as error:
-                warn(error)
-            if self.replica and not (self.replica / newest.name).exists():
-                self._replicate(newest, self.replica / newest.name)
-        return best
+                    warn(f"a killed save left {incomplete}, which cannot be deleted: {error.strerror}")
+            best, losses = self._best(), self._losses()
+        if losses:
+            lowest = min(losses, key=losses.get)
+            self.lowest_loss = losses[lowest]
+            if lowest != best:
+                try:
+                    self._link_best(lowest)
+                except UserError as error:
+                    warn(error)
+        return self.lowest_loss
 
-    def complete(self, newest: Path, is_best: bool) -> None:
-        """Do what follows the renaming of the newest checkpoint. Raises UserError if old ones cannot be deleted."""
-        self._prune(newest, is_best)
-        if self.replica:
-            self._replicate(newest, self.replica / newest.name)
+    def complete(self, newest: Path, loss: float | None) -> None:
+        """After the rename of the newest checkpoint: set `best`, delete old checkpoints, and copy the newest one.
+
+        `loss` is its validation loss. Raises UserError if `best` cannot be set or an old checkpoint cannot be deleted.
+        """
+        if loss is not None and loss < self.lowest_loss:
+            self._link_best(newest)
+            self.lowest_loss = loss
+        self._delete_old()
+        self.replicate(newest)
+
+    def replicate(self, newest: Path) -> None:
+        """Copy the newest checkpoint and verify the copy, unless it is there. Then delete the other copies.
+
+        A failure is only a warning.
+        """
+        if not self.replica:
+            return
+        copy, temporary = self.replica / newest.name, self.replica / f".{newest.name}"
+        try:
+            for incomplete in self.replica.glob(".step-*"):  # of a copy that was killed
+                remove(incomplete)
+            if not is_copy(newest, copy):
+                copy_folder(newest, temporary)
+                for path in [*temporary.rglob("*"), temporary]:
+                    fsync(path)
+                verify(temporary)
+                discard(copy)
+                temporary.rename(copy)
+                fsync(self.replica)
+            for path in checkpoint_folders(self.replica):
+                if path != copy:
+                    shutil.rmtree(path)
+        except (OSError, UserError, MemoryError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)  # it would use the space of the next copy
+            reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
+            warn(f"{newest} has no copy in {self.replica}: {reason}")
 
     def _best(self) -> Path:
         """Return the checkpoint that the link `best` names. It is in this folder, wherever the link leads."""
         best = self.path / "best"
         return self.path / best.readlink().name if best.is_symlink() else best
 
-    def _lowest_loss(self) -> float:
-        """Return the validation loss of `best`; infinity if `best` is missing or damaged.
+    def _losses(self) -> dict[Path, float]:
+        """Return the validation loss of each checkpoint that has one, `best` first.
 
-        Raises Unreadable if it cannot be read, because a worse checkpoint would replace it.
+        A damaged `best` moves aside. Raises Unreadable if `best` cannot be read, because another one would replace it.
         """
-        best = self._best()
-        try:
-            loss = read_manifest(best)["val_loss"] if is_real_folder(best) else None
-            return math.inf if loss is None else loss
-        except Unreadable:
-            raise
-        except UserError as error:
-            warn(error)
-            return math.inf
+        best, losses = self._best(), {}
+        for path in dict.fromkeys([best, *checkpoint_folders(self.path)]):
+            try:
+                loss = read_manifest(path)["val_loss"] if is_real_folder(path) else None
+            except UserError as error:
+                if path == best:
+                    if isinstance(error, Unreadable):
+                        raise
+                    warn(error)
+                    set_aside(path)
+            else:
+                losses |= {path: loss} if loss is not None else {}
+        return losses
 
-    def _prune(self, newest: Path, is_best: bool) -> None:
-        """Let `best` point to the newest checkpoint if `is_best`, and delete old checkpoints.
-
-        The newest `keep` checkpoints and the best one stay. Raises UserError if that cannot be done.
-        """
-        best = self.path / "best"
+    def _link_best(self, path: Path) -> None:
+        """Let `best` point to this checkpoint. Raises UserError if that cannot be done."""
+        best, link = self.path / "best", self.path / ".best"
         try:
-            if is_best:
-                if is_real_folder(best):  # the folder was copied with a tool that follows links
-                    shutil.rmtree(best)
-                link = self.path / ".best"
-                link.unlink(missing_ok=True)
-                link.symlink_to(newest.name)
-                link.replace(best)
+            if is_real_folder(best):  # the folder was copied with a tool that follows links
+                shutil.rmtree(best)
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(best)
+        except OSError as error:
+            raise UserError(f"{best} cannot point to {path.name}: {error.strerror}") from error
+
+    def _delete_old(self) -> None:
+        """Delete all but the newest `keep` checkpoints and the best one. Raises UserError if that cannot be done."""
+        try:
             for left in self.path.glob(".step-*-old"):  # of a deletion that failed
                 remove(left)
             for path in checkpoint_folders(self.path)[self.keep :]:
@@ -100,32 +136,19 @@ class CheckpointFolder:
         except OSError as error:
             raise UserError(f"old checkpoints in {self.path} cannot be deleted: {error.strerror}") from error
 
-    def _replicate(self, newest: Path, copy: Path) -> None:
-        """Copy the newest checkpoint, verify the copy, and delete the other copies. A failure is only a warning."""
-        temporary = copy.with_name(f".{copy.name}")
-        try:
-            for incomplete in copy.parent.glob(".step-*"):  # of a copy that was killed
-                remove(incomplete)
-            copy_folder(newest, temporary)
-            for path in [*temporary.rglob("*"), temporary]:
-                fsync(path)
-            verify(temporary)
-            discard(copy)
-            temporary.rename(copy)
-            fsync(copy.parent)
-            for path in checkpoint_folders(copy.parent):
-                if path != copy:
-                    shutil.rmtree(path)
-        except (OSError, UserError, MemoryError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)  # it would use the space of the next copy
-            reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
-            warn(f"{newest} has no copy in {copy.parent}: {reason}")
+
+def is_copy(source: Path, target: Path) -> bool:
+    """Return whether a checkpoint has the manifest of another one. Raises OSError if a manifest cannot be read."""
+    try:
+        return read_bytes(target / MANIFEST) == read_bytes(source / MANIFEST)
+    except FileNotFoundError:
+        return False
 
 
 def set_aside(path: Path) -> None:
     """Rename a damaged checkpoint step-N to damaged-step-N, or -2, -3 and so on, and print where it is.
 
-    Nobody reads it again, and nobody deletes it. Raises UserError if it cannot be renamed.
+    No command reads or deletes it again. Raises UserError if it cannot be renamed.
     """
     numbers = itertools.count(2)
     new = path.with_name(f"damaged-{path.name}")
@@ -162,10 +185,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def make_empty(path: Path) -> None:
-    """Make an empty folder. Delete what is there, which a killed save has left. Raises OSError."""
-    if os.path.lexists(path):
-        remove(path)
-    path.mkdir(parents=True)

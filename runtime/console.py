@@ -12,7 +12,7 @@ from runtime.power import tokens_per_joule_cell
 from runtime.ranks import count_batch_ranks
 from terminal import printable
 
-# Its own lock is shared with forks: a fork that is killed while it holds the lock would block the bars of all others
+# tqdm's own lock is shared with forks. A fork that is killed while it holds the lock would block every other bar
 tqdm.set_lock(threading.RLock())
 
 

@@ -15,6 +15,7 @@ from runtime.folders import explain_unwritable, make_unique_folder
 from runtime.manifest import CHOICE, Unreadable, read_manifest, step_number
 from runtime.row import KILLED, read_row, write_row
 from runtime.run import Run
+from runtime.saver import Checkpoints
 from runtime.schedule import Due, TrainConfig, is_finished
 from runtime.signals import Signals
 from terminal import override, printable, shell_command
@@ -77,7 +78,7 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
     """Return (line, None) if the run is complete, (None, manifest) if only its end is missing, or (None, None) if it
     must train.
 
-    `path` is the checkpoint to resume from. complete() takes the manifest. `name` is for the row of a run without
+    `path` is the checkpoint to resume from. end_run() takes the manifest. `name` is for the row of a run without
     one.
     """
     if path is None:
@@ -95,8 +96,8 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
         "or delete it to complete the run from its checkpoint",
     )
     row = row or {"name": name, "command": command_line(), "status": KILLED}
-    # The training loop has succeeded, so everything after it runs again, also if it failed. Only parity stays, right or
-    # wrong, because a second process cannot repeat the first steps
+    # The training loop has succeeded, so everything after it runs again, also if it failed. Parity stays, and so does a
+    # row whose proof is wrong, because a second process cannot repeat the first steps
     if manifest.get("row") and row["status"] != "ok" and not row["status"].startswith("wrong"):
         manifest["row"]["parity"] = row.get("parity")
         return None, manifest
@@ -122,30 +123,33 @@ def logged_figures(manifest: dict) -> dict | None:
     return manifest["figures"] | {"checkpoint/pause_ms": manifest["pauses"]["last_ms"]}
 
 
-def saved_row(ended: dict, row: dict) -> dict:
-    """Return the row in the manifest `ended`, for a process with this `row`, which has no figures.
+def saved_row(ended: dict, config: dict) -> dict:
+    """Return the row in find_end()'s manifest `ended`, for a process with this config, which has no figures itself.
 
     Raises UserError if this process should prove figures of other kernels.
     """
     saved = {key: value for key, value in ended["row"].items() if key not in ("status", "parity")}
-    if row["config"]["proof"] and (ended["row"].get("parity") or {}).get("ok"):
-        saved["parity"] = ended["row"]["parity"]
-    changed = [key for key in CHOICE if ended["config"][key] != row["config"][key]]
+    parity = ended["row"].get("parity")
+    if config["proof"] and isinstance(parity, dict) and parity.get("ok") is not None:
+        saved["parity"] = parity
+    changed = [key for key in CHOICE if ended["config"][key] != config[key]]
     check(
-        not (changed and row["config"]["proof"]),
+        not (changed and config["proof"]),
         f"this run has ended, and only its proof is left, but {', '.join(changed)} changed since: pass the run's own "
         "choice, or proof=false",
     )
     return saved | {"checkpoint/pause_ms": ended["pauses"]["median_ms"]}
 
 
-def complete(run: Run, ended: dict, signals: Signals) -> Due:
+def end_run(run: Run, ended: dict, checkpoints: Checkpoints, signals: Signals) -> Due:
     """Replace the training loop for a run whose last checkpoint is complete. `ended` is its manifest.
 
     Returns what was due after the last step.
     """
     signals.start_loop(run.record)
     print(f"resumed  after the last step, {ended['step']}: what follows it is missing")
+    with checkpoints:  # waits for the copy of the last checkpoint
+        pass
     return Due(log=True, evaluate=False, save=False, end=True, finished=True, interrupted=False)
 
 

@@ -41,7 +41,7 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process holds the lock of the run's folder, or may hold it, because the file is missing."""
+    """Return whether a process holds the lock of the run's folder. Also True if .lock is missing or cannot be read."""
     try:
         with open_regular(folder / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,9 +51,9 @@ def is_in_use(folder: Path) -> bool:
 
 
 def is_copy(folder: Path) -> bool:
-    """Return whether the folder is a copy, in which no run holds the lock.
+    """Return whether the folder is a copy of a run's folder.
 
-    False if .lock does not say it: it is damaged, or of an older version, which wrote no CRC-32.
+    False if .lock is damaged, or is of an older version, which wrote no CRC-32.
     """
     lock = folder / ".lock"
     try:

@@ -73,8 +73,8 @@ class Run:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
 
         Damaged lines are dropped with a warning, and so is the incomplete last line that a kill may leave. `expected`
-        is the number of lines that the checkpoint records; a warning says how many are missing. If only the line of
-        `step` is missing, begin() writes it from `figures`.
+        is the number of lines that the checkpoint records. If lines are missing, a warning says how many. If only the
+        line of `step` is missing, begin() writes it from `figures`.
         """
         path, kept, later, damaged, last = self.folder / "metrics.jsonl", [], 0, 0, 0
         with explain_unwritable(self.folder):
@@ -159,7 +159,7 @@ class Run:
     def close(self, status: str) -> None:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row.
 
-        A run that an error ended before begin() leaves nothing, if this job has made its folder and no tracker uses it.
+        If an error ends the run before begin(), the folder is deleted, unless it existed before or a tracker uses it.
         The row of an out-of-memory run is a result, so it stays. Raises UserError if the row of a run that is ok cannot
         be written.
         """

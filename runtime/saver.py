@@ -13,8 +13,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from runtime.checkpoint import State, flatten, save_tensors
-from runtime.checkpoint_folder import CheckpointFolder, make_empty, set_aside
+from runtime.checkpoint import State, checkpoint_folders, flatten, save_tensors
+from runtime.checkpoint_folder import CheckpointFolder, remove, set_aside
 from runtime.config import UserError
 from runtime.manifest import SHARDS, TRAINING, WEIGHTS, fsync, write_manifest
 from runtime.ranks import Ranks, is_sharded
@@ -40,8 +40,9 @@ class Checkpoints:
         steps_before: int = 0,
         replicate_to: str | None = None,
     ):
-        """The run resumes after step `steps_before`. Raises UserError and Unreadable as CheckpointFolder.begin()."""
-        self.folder, self.ranks, self.stored = folder, ranks, CheckpointFolder(folder, keep, replicate_to)
+        """The run resumes after step `steps_before`. Raises the errors of CheckpointFolder.begin()."""
+        self.folder, self.ranks = folder, ranks
+        self.checkpoint_folder = CheckpointFolder(folder, keep, replicate_to)
         self.sharded = sharded and not ranks.single
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None
@@ -50,7 +51,9 @@ class Checkpoints:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # With the group of the training loop, the collectives of the two threads would mix
         self.group = dist.new_group(backend="gloo") if self.sharded else None
-        self.best = ranks.run_on_rank0(lambda: self.stored.begin(steps_before))
+        self.best = ranks.run_on_rank0(lambda: self.checkpoint_folder.begin(steps_before))
+        for newest in checkpoint_folders(folder)[:1] if ranks.is_main else ():
+            self.thread.submit(self.checkpoint_folder.replicate, newest)
 
     def allocate_host_copies(self, shapes: dict[str, torch.Size]) -> None:
         """Let the thread allocate the host memory of a save during the first steps: three fp32 tensors a shape.
@@ -90,11 +93,10 @@ class Checkpoints:
         self.pauses.append(time.perf_counter() - start)
         pauses = {"last_ms": 1e3 * self.pauses[-1], "median_ms": 1e3 * statistics.median(self.pauses)}
         facts = {"step": step, "pauses": pauses, **facts}
-        is_best = facts["val_loss"] is not None and facts["val_loss"] < self.best
-        if is_best:
-            self.best = facts["val_loss"]
+        if facts["val_loss"] is not None:
+            self.best = min(self.best, facts["val_loss"])
         if self.ranks.is_main:
-            self.pending = self.thread.submit(self._write, temporary, state, rest, facts, written or copied, is_best)
+            self.pending = self.thread.submit(self._write, temporary, state, rest, facts, written or copied)
         else:
             self.pending = written
         return self.pauses[-1], copied
@@ -150,15 +152,9 @@ class Checkpoints:
         return copies, self.stream.record_event() if self.stream else None
 
     def _write(
-        self,
-        temporary: Path,
-        state: State,
-        rest: dict,
-        facts: dict,
-        ready: Future | torch.cuda.Event | None,
-        is_best: bool,
+        self, temporary: Path, state: State, rest: dict, facts: dict, ready: Future | torch.cuda.Event | None
     ) -> None:
-        """Write a checkpoint to `temporary`, rename it, and delete old checkpoints. The thread runs this.
+        """Write a checkpoint to `temporary`, rename it, and do what follows. The thread runs this.
 
         It first waits for `ready`: the future of all shards, or the event of the copies. Raises UserError if the
         checkpoint cannot be written.
@@ -189,7 +185,7 @@ class Checkpoints:
             reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0] or class_and_message(cause)
             room = f"earlier checkpoints stay{free_room(self.folder)}"
             raise UserError(f"{final} could not be written: {reason}; {room}") from error
-        self.stored.complete(final, is_best)
+        self.checkpoint_folder.complete(final, facts["val_loss"])
 
 
 def free_room(folder: Path) -> str:
@@ -208,6 +204,13 @@ def wait_for_shards(written: Future) -> None:
         written.result()
     except CheckpointException as error:
         raise OSError(reason_of(error)) from error
+
+
+def make_empty(path: Path) -> None:
+    """Make an empty folder. Delete what is there, which a killed save has left. Raises OSError."""
+    if os.path.lexists(path):
+        remove(path)
+    path.mkdir(parents=True)
 
 
 def try_make_folder(path: Path) -> str | None:

@@ -14,6 +14,8 @@ import train
 from files import write_json
 from runtime.checkpoint import read_manifest
 from runtime.row import UNFINISHED, write_row
+from tests.test_parallel import BASE as PARALLEL
+from tests.test_parallel import torchrun
 from tests.test_resume import BASE, RESUME
 from tests.test_train import metrics, row
 
@@ -61,8 +63,8 @@ def figures(folder):
     return [{key: line.get(key) for key in FIGURES} for line in metrics(folder)]
 
 
-def checkpoints(folder):
-    return {path.name: path.is_symlink() and path.readlink() for path in Path(folder, "checkpoints").iterdir()}
+def best(folder):
+    return Path(folder, "checkpoints/best").readlink()
 
 
 def assert_completed(hotswap, *words):
@@ -76,7 +78,7 @@ def assert_completed(hotswap, *words):
     assert [found.get(key) for key in ("steps", *FIGURES)] == [whole.get(key) for key in ("steps", *FIGURES)]
     assert figures("run") == figures("whole")
     assert Path("run/sample.txt").read_text() == Path("whole/sample.txt").read_text()
-    assert checkpoints("run") == checkpoints("whole")
+    assert best("run") == best("whole")
 
 
 def assert_every_kill_is_completed(hotswap, tmp_path, operations, *words):
@@ -216,17 +218,32 @@ def test_a_failure_after_the_loop_is_judged_again(hotswap, monkeypatch):
     assert row()["status"] == "ok"
 
 
-def test_the_parity_of_a_killed_process_stays(hotswap):
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_parity_of_a_killed_process_stays(hotswap, is_right):
     """It compares the first steps, which the resumed process does not have. The rest of the proof is made again."""
     settings = [*SETTINGS, "train.sample_tokens=0", "proof=true", "model.dropout=0"]
     assert hotswap(*settings)[0] == 0
     whole = row()
     assert whole["parity"]["ok"]
-    write_row(Path("run"), {key: whole[key] for key in whole if key != "receipt"} | {"status": UNFINISHED})
-    assert hotswap(*settings, RESUME)[0] == 0
-    assert row()["status"] == "ok"
-    assert row()["parity"] == whole["parity"]
+    parity = whole["parity"] | {"ok": is_right}
+    write_row(Path("run"), {key: whole[key] for key in whole if key != "receipt"} | {"status": "oom", "parity": parity})
+    assert hotswap(*settings, RESUME)[0] == (0 if is_right else 1)
+    assert row()["status"].startswith("ok" if is_right else "wrong: ")
+    assert row()["parity"] == parity
     assert row().keys() == whole.keys()
+
+
+@pytest.mark.usefixtures("quick_python")
+def test_the_end_of_a_job_of_two_ranks_is_completed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = *PARALLEL, "train.checkpoint_every=4"
+    assert torchrun(tmp_path, *settings)[0] == 0
+    whole, lines = row(), metrics()
+    lose_the_end()
+    code, _, err = torchrun(tmp_path, *settings, RESUME)
+    assert code == 0, err
+    assert (row()["status"], row()["train/loss"], row().keys()) == ("ok", whole["train/loss"], whole.keys())
+    assert [line["train/loss"] for line in metrics()] == [line["train/loss"] for line in lines]
 
 
 def test_a_proof_is_not_made_with_other_kernels(hotswap):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime import checkpoint
+from runtime import checkpoint, checkpoint_folder, saver
 from runtime.checkpoint import (
     checkpoint_folders,
     find_checkpoint,
@@ -116,10 +116,66 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys, m
     assert f"step-000004 has no copy in {disk}/run: {disk}/run/.step-000004 is damaged" in capsys.readouterr().err
     assert find_checkpoint(disk / "run") == disk / "run/step-000002"
 
-    monkeypatch.undo()  # a resumed run makes the copy that its killed process has not made
-    Checkpoints(folder, 1, False, Ranks(), CPU, steps_before=4, replicate_to=str(disk))
-    assert names((disk / "run").iterdir()) == ["step-000004"]
-    assert verify(disk / "run/step-000004") == verify(folder / "step-000004")
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("left", ["nothing", "the copy before", "a copy of another run"])
+def test_a_resumed_run_makes_the_copy_that_a_killed_one_has_not(tmp_path, monkeypatch, left):
+    folder, disk = tmp_path / "run/checkpoints", tmp_path / "disk"
+    save(folder, 1, 2)
+    if left != "nothing":
+        shutil.copytree(folder / "step-000001", disk / "run/step-000001")
+    if left == "a copy of another run":
+        save(tmp_path / "other", 2, losses=[7.0])
+        shutil.copytree(tmp_path / "other/step-000002", disk / "run/step-000002")
+    for _ in range(2):
+        with Checkpoints(folder, 1, False, Ranks(), CPU, steps_before=2, replicate_to=str(disk)):
+            pass
+        assert names((disk / "run").iterdir()) == ["step-000002"]
+        assert verify(disk / "run/step-000002") == verify(folder / "step-000002")
+        monkeypatch.setattr(checkpoint_folder, "copy_folder", pytest.fail)  # the second time it is there
+
+
+def test_a_dead_disk_for_the_copy_is_a_warning(tmp_path, monkeypatch, capsys):
+    folder, disk = tmp_path / "run/checkpoints", tmp_path / "disk"
+    save(folder, 1)
+    read = checkpoint_folder.read_bytes
+
+    def fail(path):
+        if path.is_relative_to(disk):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return read(path)
+
+    monkeypatch.setattr(checkpoint_folder, "read_bytes", fail)
+    with Checkpoints(folder, 1, False, Ranks(), CPU, steps_before=1, replicate_to=str(disk)):
+        pass
+    assert capsys.readouterr().err == f"warning: {folder}/step-000001 has no copy in {disk}/run: Stale file handle\n"
+
+
+def test_the_best_checkpoint_is_found_again_and_nothing_else_is_deleted(tmp_path, capsys):
+    """A kill between the rename of a checkpoint and the link; a damaged checkpoint that was the best one."""
+    save(tmp_path, 2, 4, 6, keep=3, losses=[1.5, 2.0, 1.0])
+    link = tmp_path / "best"
+    link.unlink()
+    link.symlink_to("step-000004")
+    assert open_checkpoints(tmp_path, keep=1).best == 1.0
+    assert link.readlink().name == "step-000006"
+    assert open_checkpoints(tmp_path, keep=1, steps_before=4).best == 1.5
+    assert link.readlink().name == "step-000002"
+    assert names(checkpoint_folders(tmp_path)) == ["step-000004", "step-000002"]
+    capsys.readouterr()
+
+
+def test_a_save_that_failed_is_not_the_best_one(tmp_path, monkeypatch, capsys):
+    checkpoints = open_checkpoints(tmp_path, keep=5)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_manifest", lambda *_: exec("raise OSError(28, 'No space left on device')"))
+        checkpoints.save(1, random_tensors(), {}, facts() | {"val_loss": 1.0})
+        checkpoints.finish()
+    checkpoints.save(2, random_tensors(), {}, facts() | {"val_loss": 2.0})
+    checkpoints.close()
+    assert (tmp_path / "best").readlink().name == "step-000002"
+    assert "step-000001 could not be written" in capsys.readouterr().err
 
 
 def test_files_are_on_the_disk_before_a_checkpoint_gets_its_name(tmp_path, disk):

@@ -159,7 +159,7 @@ def test_a_leftover_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(shutil, "rmtree", fail)
     checkpoints = open_checkpoints(tmp_path, keep=5)
-    line = f"warning: {tmp_path}/.step-000002 is of a killed save and cannot be deleted: No space left on device\n"
+    line = f"warning: a killed save left {tmp_path}/.step-000002, which cannot be deleted: No space left on device\n"
     assert capsys.readouterr().err == line
     for step in (2, 3):
         checkpoints.save(step, random_tensors(step), {}, facts())
