@@ -40,7 +40,8 @@ from terminal import override
 
 Fork = multiprocessing.get_context("fork").Process
 TEXT = "All work and no play makes Jack a dull boy.\n" * 400
-SLOWEST = 150.0  # seconds that a run may take beyond ten times an undisturbed one. It gives a stopped tracker 80 s
+# A run hangs if it takes longer than these seconds and ten times an undisturbed run. It gives a stopped tracker 80 s
+SLOWEST = 150.0
 TRACKER_SECONDS = 4.0  # how much longer a run with a tracker takes: W&B starts in 3 s
 
 
@@ -169,18 +170,18 @@ class Trainer:
         return End(code, text), fault.describe(place) if is_disturbed else None
 
     def _wait(self, process: Fork, fault: Fault) -> tuple[int | None, bool]:
-        """Return a process's exit code, or None if it hung, and whether a kill or a fault of its tracker happened."""
+        """Return (the exit code, whether a kill or a fault of the tracker happened). None is the code of a hang."""
         process.start()
         moment, longest, is_signalled, left = self.seconds * fault.share(), SLOWEST + 10 * self.seconds, False, []
         try:
             if number := TRACKERS.get(fault.kind):
                 moment += TRACKER_SECONDS * fault.share()
-                is_signalled = tracker.signal_children(process.pid, number, moment, longest)
-                left = tracker.open_children(process.pid)  # a stopped one would live on
+                is_signalled = tracker.signal_tracker(process.pid, number, moment, longest)
+                left = tracker.open_all(tracker.children_of(process.pid))  # a stopped one would live on
             process.join(moment if fault.kind == KILL else longest)
             was_alive = process.is_alive()
         finally:
-            left += tracker.open_children(process.pid)
+            left += tracker.open_all(tracker.children_of(process.pid))
             process.kill()
             process.join()
             tracker.send(left, signal.SIGKILL)

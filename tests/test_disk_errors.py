@@ -195,7 +195,7 @@ def test_each_failing_write_of_another_command(commands, disk, name):
 
 
 def test_each_failing_write_of_a_sweep(hotswap, disk, monkeypatch):
-    """Of its own files. The sweep ends with one error, because no later job could leave a row. Its jobs fail here."""
+    """The writes are the sweep's own, and its jobs fail at once. It ends, as no later job could leave a row."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     sweep = "-m", "+experiment=smoke", "attn=eager,sdpa", "out_dir=run"
     for number in itertools.count(1):

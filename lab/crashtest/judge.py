@@ -1,10 +1,12 @@
 """Decide whether a disturbed run was lost."""
 
 import functools
+import os
 import re
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from lab.crashtest.faults import DAMAGES, ERRORS, KILL, KILL_AT, KINDS, ODD, Fau
 from lab.rows import read_jsonl
 from runtime.checkpoint import checkpoint_folders, verify
 from runtime.config import UserError
+from runtime.manifest import read_manifest
 from runtime.row import read_row
 
 FIGURES = "train/loss", "train/grad_norm", "val/loss"
@@ -81,7 +84,7 @@ class Disturbed:
 
     @bounded
     def damage(self, fault: Fault) -> tuple[Damage, str | None]:
-        """Damage a file. Returns the damage, and what is lost already: the row if it is read, but as another one."""
+        """Damage a file. Returns the damage, and what is lost already: the row, if it is now read as another one."""
         steps, before = read_figures(self.run).keys(), self._row()
         damage = Damage(fault, self.folder)
         if fault.kind in ODD:  # the resumed run reads it, in a process of its own
@@ -108,7 +111,7 @@ class Disturbed:
     def find_fault(self, kind: str, end: End, before: list[int], damage: Damage | None = None) -> str | None:
         """Return what is wrong with the end of one process that this kind of fault disturbed; None if nothing is.
 
-        `before` is valid_steps() before it, and after the damage.
+        `before` is valid_steps() before the process started, and after the damage.
         """
         if end.code is None:
             return "it hangs"
@@ -134,7 +137,8 @@ class Disturbed:
         """Return what the ended run lacks; None if nothing.
 
         Its figures must be the undisturbed run's, without the lines of metrics.jsonl that were damaged. Its row must
-        have the same keys, but without speeds if fewer steps than a warm-up were left. No temporary file may be left.
+        have the same keys, but without speeds if fewer steps than a warm-up were left. The link `best` must lead to the
+        checkpoint with the lowest validation loss that is left. No temporary file may be left.
         """
         found, expected = read_figures(self.run), self.expected
         for step in sorted({*expected.figures, *found}):
@@ -145,6 +149,9 @@ class Disturbed:
             return f"the row has the status {row.get('status')}"
         if keys := {key for key in row.keys() ^ expected.row.keys() if not key.startswith("perf/")}:
             return f"the row has other keys: {', '.join(sorted(keys))}"
+        losses, best = read_losses(self.run / "checkpoints"), os.path.realpath(self.run / "checkpoints/best")
+        if losses and losses.get(os.path.basename(best)) != min(losses.values()):
+            return f"`best` leads to {best}, and the validation losses are {losses}"
         left = [path for path in self.folder.rglob(".*") if path.name not in (*OWN_NAMES, *expected.names)]
         return f"temporary files are left: {', '.join(map(str, left))}" if left else None
 
@@ -162,6 +169,15 @@ def read_figures(folder: Path) -> dict[int, list[tuple]]:
     for _, record in read_jsonl(folder / "metrics.jsonl")[0]:
         steps[record["step"]].append(tuple(record.get(key) for key in FIGURES))
     return dict(steps)
+
+
+def read_losses(folder: Path) -> dict[str, float]:
+    """Return {name of a checkpoint: its validation loss}, without damaged checkpoints and those without a loss."""
+    losses = {}
+    for path in checkpoint_folders(folder):
+        with suppress(UserError):
+            losses[path.name] = read_manifest(path)["val_loss"]
+    return {name: loss for name, loss in losses.items() if loss is not None}
 
 
 def table(survived: Counter[str], lost: Counter[str]) -> str:

@@ -1,4 +1,4 @@
-"""Disturb the tracker of a run: its processes, which are all that the run has started, or its server."""
+"""Disturb the tracker of a run: its processes, or its server."""
 
 import json
 import multiprocessing
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from files import read_text
 
+PROGRAM = "runtime.tracker_process"
+
 
 def children_of(process: int) -> list[int]:
     """Return the processes that this one has started, and those that they have started, and so on."""
@@ -23,26 +25,38 @@ def children_of(process: int) -> list[int]:
     return found
 
 
-def signal_children(process: int, number: signal.Signals, seconds: float, longest: float) -> bool:
-    """Wait until a process has children, then `seconds`, and send them a signal. Return whether there were any.
+def tracker_of(process: int) -> list[int]:
+    """Return the process in which the tracker of a run runs, and those that it has started; nothing before it starts.
 
-    It waits for children until the process has ended, and at most `longest` seconds.
+    A run also starts other processes for a moment, such as git.
+    """
+    for child in children_of(process):
+        with suppress(OSError):
+            if PROGRAM in read_text(f"/proc/{child}/cmdline", at_most=2**20).split("\0"):
+                return [child, *children_of(child)]
+    return []
+
+
+def signal_tracker(process: int, number: signal.Signals, seconds: float, longest: float) -> bool:
+    """Wait until the tracker of a run starts, then `seconds`, and send its processes a signal.
+
+    Return whether there were any: False if the run ends first, or has no tracker after `longest` seconds.
     """
     end = time.monotonic() + longest
-    while not children_of(process):
+    while not tracker_of(process):
         if has_ended(process) or time.monotonic() > end:
             return False
         time.sleep(0.02)
     time.sleep(seconds)
-    return send(open_children(process), number)
+    return send(open_all(tracker_of(process)), number)
 
 
-def open_children(process: int) -> list[int]:
-    """Return a descriptor of each child (man pidfd_open): a signal never reaches a later process of its number."""
+def open_all(processes: list[int]) -> list[int]:
+    """Return a descriptor of each process (man pidfd_open): a signal never reaches a later one of its number."""
     descriptors = []
-    for child in children_of(process):
+    for process in processes:
         with suppress(ProcessLookupError):
-            descriptors.append(os.pidfd_open(child))
+            descriptors.append(os.pidfd_open(process))
     return descriptors
 
 

@@ -162,7 +162,11 @@ def can_resume(folder: Path) -> bool:
     A run with proof=true also starts again, because a proof needs the first steps of a run. Its checkpoints record the
     config. If none can be read, the run resumes, and says why it cannot.
     """
-    for path in checkpoint_folders(folder / "checkpoints"):
+    try:
+        folders = checkpoint_folders(folder / "checkpoints")
+    except UserError:
+        return True
+    for path in folders:
         with contextlib.suppress(UserError):
             return not read_manifest(path)["config"].get("proof")
     return (folder / "checkpoints").exists()

@@ -268,6 +268,18 @@ def test_another_row_and_a_temporary_file_are_found(tmp_path):
     assert run.find_loss().startswith("temporary files are left: ")
 
 
+def test_a_link_to_another_checkpoint_than_the_best_one_is_found(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    losses = {"step-000009": 1.0, "step-000012": 2.0}
+    monkeypatch.setattr("lab.crashtest.judge.read_manifest", lambda path: {"val_loss": losses[path.name]})
+    best = tmp_path / "run/checkpoints/best"
+    for name in losses:
+        best.symlink_to(name)
+        problem = Disturbed(tmp_path, UNDISTURBED).find_loss()
+        assert problem is None if name == "step-000009" else problem.startswith("`best` leads to ")
+        best.unlink()
+
+
 REFUSED = End(1, "step 00001/00015 | loss 5\nerror: no\n")
 GOES_ON = End(0, "step 00013/00015 | loss 5\n")
 
@@ -331,12 +343,12 @@ def test_a_reader_that_hangs_does_not_hang_the_judge(tmp_path, monkeypatch):
         Disturbed(tmp_path, UNDISTURBED).find_loss()
 
 
-def test_the_children_of_a_process_are_stopped_and_killed():
-    """They are found also if a child has started them."""
+def test_the_processes_of_a_tracker_are_stopped_and_killed():
+    """And no other process that a run has started."""
 
     def states():
         """Return the name and the state of each child."""
-        stats = [Path(f"/proc/{child}/stat").read_text() for child in tracker.children_of(process.pid)]
+        stats = [Path(f"/proc/{child}/stat").read_text() for child in tracker.tracker_of(process.pid)]
         return [re.search(r"\((.*)\) (.)", stat).groups() for stat in stats]
 
     def wait_for(state):
@@ -345,21 +357,22 @@ def test_the_children_of_a_process_are_stopped_and_killed():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    process = subprocess.Popen(["sh", "-c", "sh -c 'sleep 50; true'; true"], start_new_session=True)
+    program = f"sleep 60 & sh -c 'sleep 50; true' {tracker.PROGRAM}; true"
+    process = subprocess.Popen(["sh", "-c", program], start_new_session=True)
     try:
         wait_for("S")  # between vfork() and exec() a stopped child blocks its parent, which then cannot stop
-        assert tracker.signal_children(process.pid, signal.SIGSTOP, 0, 20)
+        assert tracker.signal_tracker(process.pid, signal.SIGSTOP, 0, 20)
         wait_for("T")
-        assert tracker.send(tracker.open_children(process.pid), signal.SIGKILL)
+        [other] = set(tracker.children_of(process.pid)) - set(tracker.tracker_of(process.pid))
+        assert Path(f"/proc/{other}/stat").read_text().split()[1:3] == ["(sleep)", "S"]
+        assert tracker.send(tracker.open_all(tracker.tracker_of(process.pid)), signal.SIGKILL)
         process.wait(20)
-        assert not tracker.signal_children(process.pid, signal.SIGKILL, 0, 20)
+        assert not tracker.signal_tracker(process.pid, signal.SIGKILL, 0, 20)  # the run has ended
+        assert not tracker.signal_tracker(os.getpid(), signal.SIGKILL, 0, 0.1)  # the run has no tracker
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(20)
-    with subprocess.Popen(["sleep", "50"]) as process:
-        assert not tracker.signal_children(process.pid, signal.SIGKILL, 0, 0.1)
-        process.kill()
 
 
 KILLED_IN_A_BAR = """

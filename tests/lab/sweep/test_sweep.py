@@ -1,5 +1,6 @@
 """Sweeps: every job is a process and leaves a row, however it ends, and a continued sweep repeats no finished job."""
 
+import errno
 import json
 import os
 import shlex
@@ -430,3 +431,13 @@ def test_an_equal_kernel_is_a_tie_and_five_percent_are_slower(checkout):
     assert order == [*jobs_in_turn, *second_turn, *third_turn]
     row = json.loads((checkout / "out/turns/1-norm.first/result.json").read_text())
     assert "sweep.repeats" not in shlex.split(row["command"])
+
+
+def test_a_job_whose_checkpoints_cannot_be_listed_resumes_and_says_why(tmp_path, monkeypatch):
+    """An error here would end the whole sweep, and a new start would delete the checkpoints."""
+
+    def fail(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr("runtime.checkpoint.os.listdir", fail)
+    assert jobs.can_resume(tmp_path)
