@@ -42,7 +42,7 @@ Fork = multiprocessing.get_context("fork").Process
 TEXT = "All work and no play makes Jack a dull boy.\n" * 400
 # A run hangs if it takes longer than these seconds and ten times an undisturbed run. It gives a stopped tracker 80 s
 SLOWEST = 150.0
-TRACKER_SECONDS = 4.0  # how much longer a run with a tracker takes: W&B starts in 3 s
+TRACKER_SECONDS = 2.0  # how much longer a run with a tracker takes, while W&B starts
 
 
 @dataclass
