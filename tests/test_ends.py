@@ -20,7 +20,7 @@ from tests.test_resume import BASE, RESUME
 from tests.test_train import metrics, row
 
 SETTINGS = [*BASE, "train.checkpoint_every=5", "train.max_steps=10", "train.eval_every=5", "train.eval_batches=1"]
-SETTINGS += ["train.sample_tokens=3"]
+SETTINGS += ["train.sample_tokens=3", "device=cpu"]  # a fork cannot use the GPU of its parent
 LAST = "run/checkpoints/step-000010"
 FIGURES = "step", "tokens", "train/loss", "train/grad_norm", "train/lr", "train/refused_steps", "val/loss"
 
