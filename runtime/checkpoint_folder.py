@@ -95,7 +95,7 @@ class CheckpointFolder:
         return self.path / best.readlink().name if best.is_symlink() else best
 
     def _losses(self) -> dict[Path, float]:
-        """Return the validation loss of each checkpoint that has one, `best` first.
+        """Return the finite validation loss of each checkpoint that has one, `best` first.
 
         A damaged `best` moves aside. Raises Unreadable if `best` cannot be read, because another one would replace it.
         """
@@ -110,7 +110,7 @@ class CheckpointFolder:
                     warn(error)
                     set_aside(path)
             else:
-                losses |= {path: loss} if loss is not None else {}
+                losses |= {path: loss} if loss is not None and math.isfinite(loss) else {}
         return losses
 
     def _link_best(self, path: Path) -> None:
