@@ -45,7 +45,7 @@ class SweepJob:
     """One job: its folder, its overrides (`words`) and Hydra's flags. It runs on one of `gpus`.
 
     `caches` is a folder for the caches of torch.compile, Triton and FA4, which only the runs of this job share. Raises
-    UserError if the job's folder has the row of another command.
+    UserError if the job's folder has the row of another command, or a row that cannot be read.
     """
 
     def __init__(
@@ -53,6 +53,11 @@ class SweepJob:
     ):
         self.folder, self.words, self.flags, self.gpus, self.caches = folder, words, flags, gpus, caches
         self.died = False  # True after complete_row(), if the job could not write its status itself
+        result = folder / "result.json"
+        check(
+            self.row is not None or not os.path.lexists(result),
+            f"{result} is damaged or cannot be read: restore the file, or delete it to run the job again",
+        )
         if row := self.row:
             try:
                 row_words = shlex.split(str(row.get("command")))

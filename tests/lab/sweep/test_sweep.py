@@ -20,6 +20,7 @@ import yaml
 import train
 from kernels.registry import OPS, impl_by_op, impls
 from lab.sweep import jobs, launcher
+from runtime.config import UserError
 from runtime.row import lock_folder
 from tests.test_train import QUICK, ROOT, config
 
@@ -441,3 +442,15 @@ def test_a_job_whose_checkpoints_cannot_be_listed_resumes_and_says_why(tmp_path,
 
     monkeypatch.setattr("runtime.checkpoint.os.listdir", fail)
     assert jobs.can_resume(tmp_path)
+
+
+@pytest.mark.parametrize("harm", ["cut", "FIFO"])
+def test_a_row_that_cannot_be_read_stops_a_sweep_before_it_starts(tmp_path, harm):
+    """It may be of a finished job, which would be trained again."""
+    result = tmp_path / "result.json"
+    result.write_text('{"status": "o')
+    if harm == "FIFO":
+        result.unlink()
+        os.mkfifo(result)
+    with pytest.raises(UserError, match=r"result\.json is damaged or cannot be read: restore the file, or delete it"):
+        jobs.SweepJob(tmp_path, [], [], [None])
