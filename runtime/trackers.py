@@ -31,6 +31,7 @@ INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues 
 FINISH_SECONDS = 60  # how long the end of a run waits for W&B's upload
 GRACE = 10  # how long it then waits for the process to say that the upload took longer
 IMPORT_SECONDS = 60  # how long the import of a library may take: W&B's takes 2 s, on a busy machine 20 s
+SIGNAL_SECONDS = 15  # how long the end of a run waits that a signal has stopped
 ANSWER_SECONDS = 60  # how long any other call may take, which takes 1 ms
 
 
@@ -224,7 +225,11 @@ class TrackerProcess(Tracker):
             raise RuntimeError(value)
 
     def _wait(self, seconds: float) -> None:
-        """Wait until all calls are answered. Raises an error after `seconds`, or if a signal arrives."""
+        """Wait until all calls are answered. Raises an error after `seconds`, or if a signal arrives.
+
+        After a signal, a job may have 30 s before it is killed, as with SLURM and Kubernetes.
+        """
+        seconds = min(seconds, SIGNAL_SECONDS) if Signals.count else seconds
         end, signals = time.monotonic() + seconds, Signals.count
         while self.limits:
             if Signals.count > signals:

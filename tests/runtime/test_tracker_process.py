@@ -271,6 +271,20 @@ def test_a_signal_ends_the_wait_for_a_tracker(fake, tmp_path, capfd, monkeypatch
     wait_for_end(fake.process.pid)
 
 
+def test_a_run_that_a_signal_has_ended_waits_a_short_time_for_its_tracker(fake, tmp_path, capfd, monkeypatch):
+    """SLURM and Kubernetes kill it 30 s after the signal."""
+    assert trackers.SIGNAL_SECONDS <= 15
+    monkeypatch.setattr(trackers, "SIGNAL_SECONDS", 1)
+    monkeypatch.setattr(Signals, "count", 1)
+    monkeypatch.setenv("FAULT", "finish sleeps")
+    fake.start(tmp_path, ROW)
+    answered(fake)
+    start = time.monotonic()
+    fake.finish(ROW)
+    assert 0.9 < time.monotonic() - start < 10
+    assert capfd.readouterr().err == f"warning: W&B failed (its process did not answer within 1 s){END}"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_the_process_of_the_tracker_does_nothing(fake, tmp_path, capfd, number):
     """SLURM sends SIGUSR1 and SIGTERM to each process of a job."""
