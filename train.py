@@ -93,9 +93,9 @@ def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Check
     facts |= {"resumed_from": str(resume_from) if resume_from else None}
     if ended:
         facts = resume.saved_row(ended, job.config)
-    run.begin(**facts)
     folder, kept, copied_to = run.folder / "checkpoints", t.keep_checkpoints, t.replicate_to
     checkpoints = Checkpoints(folder, kept, t.sharded_checkpoints, ranks, device, saved["step"], copied_to)
+    run.begin(**facts)
     if t.checkpoint_every and not ended:
         checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.step.model.named_parameters()})
     if ranks.is_main:

@@ -1,5 +1,6 @@
 """The folder `checkpoints` of a run: which checkpoints stay, the link `best`, and the copy on another disk."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from files import read_bytes
 from runtime.checkpoint import checkpoint_folders, is_real_folder, verify
-from runtime.config import UserError
+from runtime.config import UserError, check
 from runtime.folders import explain_unwritable
 from runtime.manifest import MANIFEST, Unreadable, fsync, read_manifest, step_number
 from terminal import class_and_message, warn
@@ -22,15 +23,17 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, keep: int, replicate_to: str | None):
         self.path, self.keep, self.lowest_loss = path, keep, math.inf
-        self.replica = Path(replicate_to) / path.parent.name if replicate_to else None
+        self.replica = Path(replicate_to) / path.parent.resolve().name if replicate_to else None
 
     def begin(self, steps_before: int) -> float:
         """Repair what a kill has left, and return the lowest validation loss of the checkpoints; infinity without one.
 
         It deletes the folder of an incomplete save, and lets `best` point to the checkpoint with the lowest loss. The
         run resumes after step `steps_before`, so every later checkpoint is damaged, and moves aside. Raises UserError
-        if one cannot be moved, and Unreadable if the folder or `best` cannot be read.
+        if one cannot be moved, or if the copy would replace that of another run, and Unreadable if the folder or `best`
+        cannot be read.
         """
+        self._check_replica(steps_before)
         with explain_unwritable(self.path.parent):
             for path in checkpoint_folders(self.path):
                 if step_number(path) > steps_before:
@@ -89,6 +92,21 @@ class CheckpointFolder:
             reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
             warn(f"{newest} has no copy in {self.replica}: {reason}")
 
+    def _check_replica(self, steps_before: int) -> None:
+        """Raise UserError if the copy would delete checkpoints of another run, or those that are left of a lost one."""
+        if not self.replica:
+            return
+        for path in (self.replica / "metrics.jsonl", self.replica / "best", self.replica.parent / "metrics.jsonl"):
+            in_use = f"train.replicate_to: {self.replica} is in the folder of a run; choose another folder"
+            check(not os.path.lexists(path), in_use)
+        with contextlib.suppress(Unreadable):  # replicate() prints a warning
+            for copy in checkpoint_folders(self.replica):
+                check(
+                    steps_before > 0,
+                    f"train.replicate_to: {self.replica} holds the copy of another run of this name, {copy.name}, and "
+                    "this run is new: resume from the copy with train.resume, move it away, or choose another folder",
+                )
+
     def _best(self) -> Path:
         """Return the checkpoint that the link `best` names. It is in this folder, wherever the link leads."""
         best = self.path / "best"
@@ -106,7 +124,7 @@ class CheckpointFolder:
             except UserError as error:
                 if path == best:
                     if isinstance(error, Unreadable):
-                        raise
+                        raise Unreadable(f"{error}, with train.resume=PATH out_dir=NEW") from error
                     warn(error)
                     set_aside(path)
             else:
@@ -119,7 +137,8 @@ class CheckpointFolder:
         try:
             if is_real_folder(best):  # the folder was copied with a tool that follows links
                 shutil.rmtree(best)
-            link.unlink(missing_ok=True)
+            if os.path.lexists(link):  # of a killed save
+                remove(link)
             link.symlink_to(path.name)
             link.replace(best)
         except OSError as error:
@@ -138,10 +157,10 @@ class CheckpointFolder:
 
 
 def is_copy(source: Path, target: Path) -> bool:
-    """Return whether a checkpoint has the manifest of another one. Raises OSError if a manifest cannot be read."""
+    """Return whether `target` is a valid copy of a checkpoint. Raises OSError if a manifest cannot be read."""
     try:
-        return read_bytes(target / MANIFEST) == read_bytes(source / MANIFEST)
-    except FileNotFoundError:
+        return read_bytes(target / MANIFEST) == read_bytes(source / MANIFEST) and bool(verify(target))
+    except (FileNotFoundError, UserError):
         return False
 
 

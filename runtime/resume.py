@@ -75,7 +75,7 @@ def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[
 
 
 def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tuple[str | None, dict | None]:
-    """Return (line, None) if the run is complete, (None, manifest) if only its end is missing, or (None, None) if it
+    """Return (line, None) if the run is ok, (None, manifest) if only its end is missing, or (None, None) if it
     must train.
 
     `path` is the checkpoint to resume from. end_run() takes the manifest. `name` is for the row of a run without
@@ -86,9 +86,11 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
     manifest = read_manifest(path)
     if not is_finished(t, manifest["step"], manifest["elapsed"]):
         return None, None
-    done = f"done     already: {path} is of the run's last step"
-    if folder.resolve() != path.parent.parent.resolve():
-        return printable(f"{done}; to train longer in {folder}, raise train.max_steps or train.max_minutes"), None
+    check(
+        folder.resolve() == path.parent.parent.resolve(),
+        f"train.resume={path} is of the run's last step; to train longer in {folder}, raise train.max_steps or "
+        "train.max_minutes",
+    )
     row = read_row(folder)
     check(
         row is not None or not os.path.lexists(folder / "result.json"),
@@ -112,8 +114,11 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
         )
         with explain_unwritable(folder):
             write_row(folder, row)
-    reason = "" if row["status"] == "ok" else f"; its status is {row['status']}"
-    return printable(f"{done}{reason}"), None
+    check(
+        row["status"] == "ok",
+        f"{path} is of the run's last step, and the run's status is {row['status']}; start it again in another folder",
+    )
+    return printable(f"done     already: {path} is of the run's last step"), None
 
 
 def logged_figures(manifest: dict) -> dict | None:

@@ -12,7 +12,8 @@ import pytest
 
 import train
 from files import write_json
-from runtime.checkpoint import read_manifest
+from runtime.checkpoint import read_manifest, verify
+from runtime.config import UserError
 from runtime.row import UNFINISHED, write_row
 from tests.test_parallel import BASE as PARALLEL
 from tests.test_parallel import torchrun
@@ -157,8 +158,10 @@ def test_a_finished_run_is_not_resumed_in_another_folder(hotswap):
     assert hotswap(*BASE, "train.max_steps=2")[0] == 0
     for name in ("run", "run/checkpoints/step-000002"):
         code, out, err = hotswap(*BASE, "train.max_steps=2", f"train.resume={name}", "out_dir=new")
-        line = "done     already: run/checkpoints/step-000002 is of the run's last step; to train longer in new, raise"
-        assert (code, out, err) == (0, f"{line} train.max_steps or train.max_minutes\n", "")
+        line = (
+            "error: train.resume=run/checkpoints/step-000002 is of the run's last step; to train longer in new, raise"
+        )
+        assert (code, out, err) == (1, "", f"{line} train.max_steps or train.max_minutes\n")
         assert not Path("new").exists()
     assert hotswap(*BASE, "train.max_steps=3", "train.resume=run", "out_dir=new")[0] == 0
     assert row("new")["steps"] == 3
@@ -179,8 +182,8 @@ def test_an_older_checkpoint_without_the_row(hotswap):
     status += "the row's figures are lost"
     for _ in range(2):
         code, out, err = hotswap(*BASE, "train.max_steps=8", RESUME)
-        done = "done     already: run/checkpoints/step-000008 is of the run's last step"
-        assert (code, out, err) == (0, f"{done}; its status is {status}\n", "")
+        line = "error: run/checkpoints/step-000008 is of the run's last step, and the run's status is "
+        assert (code, out, err) == (1, "", f"{line}{status}; start it again in another folder\n")
         assert row()["status"] == status
         assert (row()["steps"], row()["train/loss"]) == (8, whole["train/loss"])
 
@@ -202,9 +205,12 @@ def test_another_end_of_a_run_stays(hotswap, status):
         remove_from_manifest(Path("run/checkpoints/step-000002"), "row")
     write_row(Path("run"), row() | {"status": status})
     before = row()
-    code, out, _ = hotswap(*BASE, "train.max_steps=2", RESUME)
-    assert (code, row()) == (0, before)
-    assert out.endswith(f"; its status is {status}\n") == (status != "ok")
+    code, out, err = hotswap(*BASE, "train.max_steps=2", RESUME)
+    assert row() == before
+    if status == "ok":
+        assert (code, err, out.startswith("done     already: ")) == (0, "", True)
+    else:
+        assert (code, out, f" status is {status}; start it again" in err) == (1, "", True)
 
 
 def test_a_failure_after_the_loop_is_judged_again(hotswap, monkeypatch):
@@ -281,3 +287,53 @@ def test_a_row_that_cannot_be_read_is_not_replaced(hotswap, monkeypatch, harm):
 
 def refuse_to_read(error):
     raise error
+
+
+def test_a_refused_resume_does_not_change_the_row(hotswap, monkeypatch):
+    assert hotswap(*SETTINGS)[0] == 0
+    before = row()
+    monkeypatch.setattr("runtime.checkpoint_folder.CheckpointFolder.begin", refuse)
+    code, _, err = hotswap(*SETTINGS, "train.max_steps=12", RESUME)
+    assert (code, err) == (1, "error: best cannot be read\n")
+    assert row() == before
+
+
+def refuse(self, steps_before):
+    raise UserError("best cannot be read")
+
+
+def test_the_copy_of_a_lost_run_is_not_replaced_by_a_new_run(hotswap, tmp_path):
+    """A disk was lost, or another run has the same name."""
+    settings = [*SETTINGS, "train.replicate_to=disk"]
+    copy = Path("disk/run/step-000010")
+    assert hotswap(*settings)[0] == 0
+    shutil.rmtree("run")
+    code, _, err = hotswap(*settings, RESUME)
+    assert code == 1
+    assert err.startswith(
+        "error: train.replicate_to: disk/run holds the copy of another run of this name, step-000010, "
+    )
+    assert verify(copy)["step"] == 10
+    assert not Path("run").exists()
+    assert hotswap(*settings, f"train.resume={copy}", "train.max_steps=12")[0] == 0
+    assert [path.name for path in copy.parent.iterdir()] == ["step-000012"]
+
+
+def test_the_copy_of_a_run_in_the_working_directory_has_a_folder(hotswap, tmp_path, monkeypatch):
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    assert hotswap(*SETTINGS, "out_dir=.", f"train.replicate_to={tmp_path}/disk")[0] == 0
+    assert verify(tmp_path / "disk/here/step-000010")["step"] == 10
+
+
+def test_a_copy_does_not_go_into_the_folder_of_a_run(hotswap, tmp_path):
+    assert hotswap(*SETTINGS)[0] == 0
+    Path("disk").mkdir()
+    for target, out_dir in ((Path("run/checkpoints"), "other"), (Path("run"), "checkpoints")):
+        link = Path("disk", out_dir)
+        link.symlink_to(target.absolute())
+        code, _, err = hotswap(*SETTINGS, f"out_dir={out_dir}", "train.replicate_to=disk")
+        assert (code, err) == (
+            1,
+            f"error: train.replicate_to: disk/{out_dir} is in the folder of a run; choose another folder\n",
+        )

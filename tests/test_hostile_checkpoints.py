@@ -148,7 +148,7 @@ def use_manifest(config, data):
     check_same_run(manifest, config, data, STEP)
     logged_figures(manifest)
     if manifest.get("row"):
-        saved_row(manifest, {"config": config})
+        saved_row(manifest, config)
     source = open_source(str(STEP))[0]
     data_config(source, {}, source.run_config, "bytes")
     checkpoint_model_config("run", "auto")
