@@ -43,15 +43,17 @@ class CheckpointFolder:
                     remove(incomplete)
                 except OSError as error:
                     warn(f"a killed save left {incomplete}, which cannot be deleted: {error.strerror}")
-            best, losses = self._best(), self._losses()
-        if losses:
-            lowest = min(losses, key=losses.get)
-            self.lowest_loss = losses[lowest]
-            if lowest != best:
-                try:
-                    self._link_best(lowest)
-                except UserError as error:
-                    warn(error)
+            best = self._best()
+            losses = self._losses(best)
+        if not losses:
+            return math.inf
+        lowest = min(losses, key=losses.get)
+        self.lowest_loss = losses[lowest]
+        if lowest != best:
+            try:
+                self._link_best(lowest)
+            except UserError as error:
+                warn(error)
         return self.lowest_loss
 
     def complete(self, newest: Path, loss: float | None) -> None:
@@ -99,25 +101,26 @@ class CheckpointFolder:
         for path in (self.replica / "metrics.jsonl", self.replica / "best", self.replica.parent / "metrics.jsonl"):
             in_use = f"train.replicate_to: {self.replica} is in the folder of a run; choose another folder"
             check(not os.path.lexists(path), in_use)
+        copies = []
         with contextlib.suppress(Unreadable):  # replicate() prints a warning
-            for copy in checkpoint_folders(self.replica):
-                check(
-                    steps_before > 0,
-                    f"train.replicate_to: {self.replica} holds the copy of another run of this name, {copy.name}, and "
-                    "this run is new: resume from the copy with train.resume, move it away, or choose another folder",
-                )
+            copies = checkpoint_folders(self.replica)
+        if copies and steps_before == 0:
+            raise UserError(
+                f"train.replicate_to: {self.replica} holds the copy of another run of this name, {copies[0].name}, and "
+                "this run is new: resume from the copy with train.resume, move it away, or choose another folder"
+            )
 
     def _best(self) -> Path:
         """Return the checkpoint that the link `best` names. It is in this folder, wherever the link leads."""
         best = self.path / "best"
         return self.path / best.readlink().name if best.is_symlink() else best
 
-    def _losses(self) -> dict[Path, float]:
+    def _losses(self, best: Path) -> dict[Path, float]:
         """Return the finite validation loss of each checkpoint that has one, `best` first.
 
         A damaged `best` moves aside. Raises Unreadable if `best` cannot be read, because another one would replace it.
         """
-        best, losses = self._best(), {}
+        losses = {}
         for path in dict.fromkeys([best, *checkpoint_folders(self.path)]):
             try:
                 loss = read_manifest(path)["val_loss"] if is_real_folder(path) else None

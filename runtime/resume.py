@@ -13,7 +13,7 @@ from runtime.command import command_line
 from runtime.config import UserError, check, value_text
 from runtime.folders import explain_unwritable, make_unique_folder
 from runtime.manifest import CHOICE, Unreadable, read_manifest, step_number
-from runtime.row import KILLED, read_row, write_row
+from runtime.row import KILLED, read_known_row, write_row
 from runtime.run import Run
 from runtime.saver import Checkpoints
 from runtime.schedule import Due, TrainConfig, is_finished
@@ -49,10 +49,10 @@ def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[
             f"train.resume=auto: no checkpoint in {folder} is valid; name another one with train.resume=PATH, or "
             "delete the folder to start a new run",
         )
-        check(
-            newest is not None or (read_row(folder) or {}).get("status") != "ok",
-            f"train.resume=auto: {folder} holds a finished run without a checkpoint; choose another out_dir",
-        )
+        if newest is None:
+            row = read_known_row(folder, ": restore the file, or delete it to start a new run") or {}
+            finished = f"train.resume=auto: {folder} holds a finished run without a checkpoint; choose another out_dir"
+            check(row.get("status") != "ok", finished)
         return folder, newest
     path = Path(resume)
     if is_checkpoint(path):
@@ -91,12 +91,8 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
         f"train.resume={path} is of the run's last step; to train longer in {folder}, raise train.max_steps or "
         "train.max_minutes",
     )
-    row = read_row(folder)
-    check(
-        row is not None or not os.path.lexists(folder / "result.json"),
-        f"{folder / 'result.json'} is damaged or cannot be read, so the end of the run is not known: restore the file, "
-        "or delete it to complete the run from its checkpoint",
-    )
+    advice = "restore the file, or delete it to complete the run from its checkpoint"
+    row = read_known_row(folder, f", so the end of the run is not known: {advice}")
     row = row or {"name": name, "command": command_line(), "status": KILLED}
     # The training loop has succeeded, so everything after it runs again, also if it failed. Parity stays, and so does a
     # row whose proof is wrong, because a second process cannot repeat the first steps

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from files import add_crc32, last_line, open_regular, read_bytes, read_line, write_atomically
-from runtime.config import UserError
+from runtime.config import UserError, check
 from runtime.folders import explain_unwritable, make_folder
 from runtime.signals import find_interrupt
 from terminal import printable
@@ -87,6 +87,16 @@ def read_row(folder: Path) -> dict | None:
         return row | {"status": status}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def read_known_row(folder: Path, advice: str) -> dict | None:
+    """Return the row in a run's folder; None if there is none.
+
+    Raises UserError with `advice` if a row is there and cannot be read: it may say that the run is done.
+    """
+    row, path = read_row(folder), folder / "result.json"
+    check(row is not None or not os.path.lexists(path), f"{path} is damaged or cannot be read{advice}")
+    return row
 
 
 def without_nonfinite(figures: dict) -> dict:

@@ -51,9 +51,10 @@ class Checkpoints:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # With the group of the training loop, the collectives of the two threads would mix
         self.group = dist.new_group(backend="gloo") if self.sharded else None
+        # The lowest validation loss of all saves, on every rank, also if rank 0 could not write a checkpoint
         self.best = ranks.run_on_rank0(lambda: self.checkpoint_folder.begin(steps_before))
-        for newest in checkpoint_folders(folder)[:1] if ranks.is_main else ():
-            self.thread.submit(self.checkpoint_folder.replicate, newest)
+        if ranks.is_main and (folders := checkpoint_folders(folder)):
+            self.thread.submit(self.checkpoint_folder.replicate, folders[0])  # a killed save has not made the copy
 
     def allocate_host_copies(self, shapes: dict[str, torch.Size]) -> None:
         """Let the thread allocate the host memory of a save during the first steps: three fp32 tensors a shape.

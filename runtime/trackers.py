@@ -31,7 +31,7 @@ INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues 
 FINISH_SECONDS = 60  # how long the end of a run waits for W&B's upload
 GRACE = 10  # how long it then waits for the process to say that the upload took longer
 IMPORT_SECONDS = 60  # how long the import of a library may take: W&B's takes 2 s, on a busy machine 20 s
-SIGNAL_SECONDS = 15  # how long the end of a run waits that a signal has stopped
+SIGNAL_SECONDS = 15  # how long a run that a signal has stopped waits at its end
 ANSWER_SECONDS = 60  # how long any other call may take, which takes 1 ms
 
 

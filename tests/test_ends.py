@@ -163,10 +163,8 @@ def test_a_finished_run_is_not_resumed_in_another_folder(hotswap):
     assert hotswap(*BASE, "train.max_steps=2")[0] == 0
     for name in ("run", "run/checkpoints/step-000002"):
         code, out, err = hotswap(*BASE, "train.max_steps=2", f"train.resume={name}", "out_dir=new")
-        line = (
-            "error: train.resume=run/checkpoints/step-000002 is of the run's last step; to train longer in new, raise"
-        )
-        assert (code, out, err) == (1, "", f"{line} train.max_steps or train.max_minutes\n")
+        line = "train.resume=run/checkpoints/step-000002 is of the run's last step; to train longer in new, raise"
+        assert (code, out, err) == (1, "", f"error: {line} train.max_steps or train.max_minutes\n")
         assert not Path("new").exists()
     assert hotswap(*BASE, "train.max_steps=3", "train.resume=run", "out_dir=new")[0] == 0
     assert row("new")["steps"] == 3
@@ -288,6 +286,16 @@ def test_a_row_that_cannot_be_read_is_not_replaced(hotswap, monkeypatch, harm):
     assert (code, "done" in out) == (1, False)
     assert err.startswith("error: run/result.json is damaged or cannot be read, so the end of the run is not known: ")
     assert (path.lstat().st_ino, path.lstat().st_mtime_ns) == (left.st_ino, left.st_mtime_ns)
+
+
+def test_a_run_without_a_checkpoint_whose_row_cannot_be_read_is_not_replaced(hotswap):
+    settings = [*SETTINGS, "train.checkpoint_every=0"]
+    assert hotswap(*settings)[0] == 0
+    path = Path("run/result.json")
+    path.write_bytes(before := path.read_bytes()[:-9])
+    code, _, err = hotswap(*settings, RESUME)
+    line = "error: run/result.json is damaged or cannot be read: restore the file, or delete it to start a new run\n"
+    assert (code, err, path.read_bytes()) == (1, line, before)
 
 
 def refuse_to_read(error):

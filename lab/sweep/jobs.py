@@ -30,7 +30,7 @@ from runtime.command import program
 from runtime.config import UserError, check
 from runtime.console import progress_bar
 from runtime.folders import explain_unwritable
-from runtime.row import KILLED, UNFINISHED, read_row, write_row
+from runtime.row import KILLED, UNFINISHED, read_known_row, read_row, write_row
 from runtime.signals import Signals, describe_exit
 from terminal import override, printable, shell_command
 
@@ -53,12 +53,7 @@ class SweepJob:
     ):
         self.folder, self.words, self.flags, self.gpus, self.caches = folder, words, flags, gpus, caches
         self.died = False  # True after complete_row(), if the job could not write its status itself
-        result = folder / "result.json"
-        check(
-            self.row is not None or not os.path.lexists(result),
-            f"{result} is damaged or cannot be read: restore the file, or delete it to run the job again",
-        )
-        if row := self.row:
+        if row := read_known_row(folder, ": restore the file, or delete it to run the job again"):
             try:
                 row_words = shlex.split(str(row.get("command")))
             except ValueError:

@@ -116,8 +116,6 @@ def test_the_newest_checkpoint_has_a_verified_copy_elsewhere(tmp_path, capsys, m
     assert f"step-000004 has no copy in {disk}/run: {disk}/run/.step-000004 is damaged" in capsys.readouterr().err
     assert find_checkpoint(disk / "run") == disk / "run/step-000002"
 
-    monkeypatch.undo()
-
 
 @pytest.mark.parametrize("left", ["nothing", "the copy before", "a copy of another run"])
 def test_a_resumed_run_makes_the_copy_that_a_killed_one_has_not(tmp_path, monkeypatch, left):
@@ -167,12 +165,15 @@ def test_the_best_checkpoint_is_found_again_and_nothing_else_is_deleted(tmp_path
 
 
 def test_a_save_that_failed_is_not_the_best_one(tmp_path, monkeypatch, capsys):
+    def fail(folder, facts):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     checkpoints = open_checkpoints(tmp_path, keep=5)
     with monkeypatch.context() as patch:
-        patch.setattr(saver, "write_manifest", lambda *_: exec("raise OSError(28, 'No space left on device')"))
-        checkpoints.save(1, random_tensors(), {}, facts() | {"val_loss": 1.0})
+        patch.setattr(saver, "write_manifest", fail)
+        checkpoints.save(1, random_tensors(), {}, facts(1.0))
         checkpoints.finish()
-    checkpoints.save(2, random_tensors(), {}, facts() | {"val_loss": 2.0})
+    checkpoints.save(2, random_tensors(), {}, facts(2.0))
     checkpoints.close()
     assert (tmp_path / "best").readlink().name == "step-000002"
     assert "step-000001 could not be written" in capsys.readouterr().err

@@ -365,10 +365,10 @@ def test_the_processes_of_a_tracker_are_stopped_and_killed():
         wait_for("T")
         [other] = set(tracker.children_of(process.pid)) - set(tracker.tracker_of(process.pid))
         assert Path(f"/proc/{other}/stat").read_text().split()[1:3] == ["(sleep)", "S"]
+        assert not tracker.signal_tracker(other, signal.SIGKILL, 0, 0.1)  # it has no tracker
         assert tracker.send(tracker.open_all(tracker.tracker_of(process.pid)), signal.SIGKILL)
         process.wait(20)
         assert not tracker.signal_tracker(process.pid, signal.SIGKILL, 0, 20)  # the run has ended
-        assert not tracker.signal_tracker(os.getpid(), signal.SIGKILL, 0, 0.1)  # the run has no tracker
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
