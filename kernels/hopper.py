@@ -77,7 +77,7 @@ def split_columns(tile, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def start_barriers(STAGES: gl.constexpr):
-    """Return full and empty of each slot, and turn of two consumers: barriers that kernels/mlp/_gluon.py explains."""
+    """Return full and empty of each slot, and turn of two consumers: see kernels/mlp/_gluon_kernel.py."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -97,8 +97,8 @@ def multiply_in_turn(
 ):
     """Wait for this consumer's turn, and add the product of a tile to total: x W^T, or x W if W_BY_ROWS is False.
 
-    kernels/mlp/_gluon.py explains the ring of slots and the turns. Return total, the last slot, and the slot and the
-    phase after it. The last wgmma is still in flight, and its slot is not released.
+    kernels/mlp/_gluon_kernel.py explains the ring of slots and the turns. Return total, the last slot, and the slot and
+    the phase after it. The last wgmma is still in flight, and its slot is not released.
     """
     STAGES: gl.constexpr = xs.shape[0]
     stage, phase, last = position % STAGES, position // STAGES & 1, 0

@@ -1,4 +1,4 @@
-"""The backward of triton.py for Hopper, in Gluon: five matmuls instead of seven, because one kernel computes all of it.
+"""The backward of gluon.py: five matmuls instead of seven, because one kernel computes all of it.
 
 For a tile of 64 keys and 64 queries these are
 
@@ -52,7 +52,6 @@ not store beyond the tensor.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -510,7 +509,6 @@ def _lse_delta_kernel(
     tl.store(lse_delta_ptr + TILE, tl.sum(dout * out, 1))
 
 
-DTYPES = (torch.bfloat16, torch.float16)
 # The kernel takes 219 KB of shared memory for D = 64, 209 for D = 128
 LAUNCH = {
     64: {"SLOTS": 4, "SLOTS_KV": 2, "SLOTS_DS": 3},
@@ -518,22 +516,11 @@ LAUNCH = {
 }
 
 
-def supports(q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, window: int | None) -> bool:
-    """Return whether backward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits.
-
-    _produce() reads lse_delta by TMA, whose coordinates are int32.
-    """
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9 or q.dtype not in DTYPES:
-        return False
-    B, T, H, D = q.shape
-    fits = B * H * triton.cdiv(T, BLOCK.value) * 2 * BLOCK.value < 2**31
-    return causal and starts is None and window is None and k.shape[1] == T and D in LAUNCH and fits
-
-
 def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     """Compute the gradients and write them to dq (B, T, H, D), dk and dv (B, T, Hkv, D).
 
-    supports() must be true, and can_use_tma() for q, k, v, dout, dq, dk and dv. dout and out must be contiguous.
+    check_inputs() of gluon.py has passed, and can_use_tma() is true for q, k, v, dout, dq, dk and dv. dout and out are
+    contiguous.
     """
     (B, T, H, D), Hkv, size = q.shape, k.shape[2], TILE.value
     blocks = triton.cdiv(T, BLOCK.value)  # of keys; each has two tiles of queries

@@ -1,4 +1,4 @@
-"""The forward of triton.py for Hopper, in Gluon. Groups of warps share the keys, and matmuls run beside exponentials.
+"""The forward of gluon.py. Groups of warps share the keys, and matmuls run beside exponentials.
 
 A program computes one tile of queries after another. Its warps have different roles:
 
@@ -25,8 +25,8 @@ TFLOP/s on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). _
     (4, 4096, 16, 128)            658                 647      584
 
 The slots for keys and for values are two rings. Each slot has one barrier for "full" (its bytes have arrived) and one
-for "empty" (its readers are done), as in mlp/_gluon.py. Beyond the last token TMA loads zeros and stores nothing, and
-the causal mask hides these keys from every real query.
+for "empty" (its readers are done), as in mlp/_gluon_kernel.py. Beyond the last token TMA loads zeros and stores
+nothing, and the causal mask hides these keys from every real query.
 """
 
 import functools
@@ -298,24 +298,10 @@ def plan_on(device: torch.device, *arguments) -> Tensor:
     return (_plan_on.__wrapped__ if fake_mode() else _plan_on)(device, *arguments)
 
 
-def supports(
-    q: Tensor, k: Tensor, causal: bool, starts: Tensor | None, lengths: Tensor | None, window: int | None
-) -> bool:
-    """Return whether forward() supports these inputs: causal attention over whole sequences, on Hopper, in 16 bits.
-
-    For up to 16 queries triton.py splits the keys instead.
-    """
-    if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device)[0] != 9 or q.dtype.itemsize != 2:
-        return False
-    if not causal or starts is not None or lengths is not None or window is not None or k.shape[1] != q.shape[1]:
-        return False
-    return k.dtype == q.dtype and q.shape[-1] in (64, 128) and q.shape[1] > 16
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
     """Write out (B, T, H, D), and lse (B, H, T or more) as attention_fwd() in triton.py describes it.
 
-    supports() must be true, and can_use_tma() for q, k, v and out.
+    check_inputs() of gluon.py has passed, and can_use_tma() is true for q, k, v and out.
     """
     (B, T, H, D), rows = q.shape, ROWS.value
     consumers = 3 if D == 64 and T >= LONG else 2

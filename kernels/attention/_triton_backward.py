@@ -1,14 +1,10 @@
-"""The backward of triton.py, whose docstring derives it: one kernel computes dq, another one dk and dv.
-
-Where _gluon_backward.py supports the inputs, its kernel computes all three.
-"""
+"""The backward of triton.py, whose docstring derives it: one kernel computes dq, another one dk and dv."""
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.attention import _gluon_backward
 from kernels.attention._triton_tiles import (
     LOG2E,
     can_use_tma,
@@ -197,9 +193,6 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     dout, out = dout.contiguous(), out.contiguous()
     tma = can_use_tma(q, k, v, dout, dq, dk, dv)
-    if tma and _gluon_backward.supports(q, k, causal, starts, window):
-        _gluon_backward.backward(dout, q, k, v, out, lse, scale, dq, dk, dv)
-        return
     (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
     window = None if window is None else min(window, Tk)  # as in the forward
     delta, ends = torch.empty_like(lse), None

@@ -21,7 +21,7 @@ tensor cores but only 16 exponentials, and a score costs 256 FLOP and one expone
 arXiv:2407.08608). Two programs share a multiprocessor, so that one does matmuls while the other does exponentials. Two
 measures keep all other work small: the multiply-add before exp2 includes the factor scale log2(e), and a program masks
 only the tiles that an edge of the mask crosses (the diagonal, the beginning of a window or document, the last key).
-For causal attention over whole sequences _gluon_forward.py does better on Hopper, with warps in different roles.
+For causal attention over whole sequences gluon.py does better on Hopper, with warps in different roles.
 
 The backward needs five matmuls. dq is a sum over keys; dk and dv are sums over queries. A loop over keys can keep only
 dq in registers, and a loop over queries can keep only dk and dv. So one kernel computes dq, another one computes dk and
@@ -47,7 +47,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention import _gluon_backward, _gluon_forward
 from kernels.attention._triton_backward import backward
 from kernels.attention._triton_tiles import (
     LOG2E,
@@ -63,23 +62,17 @@ from kernels.attention._triton_tiles import (
     visible_keys,
 )
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import multiprocessors, triton_detail
+from kernels.gpu import multiprocessors
+from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.packed import gradient_buffer, gradient_views
 from kernels.registry import Unavailable
 
 LOWEST = tl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
-FORWARD, GLUON_FORWARD = "^_fwd_kernel|::attention_fwd", "attention_fwd_gluon|::attention_fwd"
-BACKWARD, GLUON_BACKWARD = "^_dq_kernel|::attention_bwd", "attention_bwd_gluon"
 KEEPS = ("hotswap::attention_fwd",)
 FP8_KEYS = True
-RUNS = {
-    "Gluon forward and backward": (GLUON_FORWARD, GLUON_BACKWARD),
-    "Gluon forward": (GLUON_FORWARD, BACKWARD),
-    "Gluon backward": (FORWARD, GLUON_BACKWARD),
-    "triton": (FORWARD, BACKWARD),
-}
-FAMILY = "^_(fwd|dq|dkdv|combine|lse_delta)_k"
+RUNS = "^_fwd_kernel|::attention_fwd", "^_dq_kernel|::attention_bwd"
+FAMILY = "^_(fwd|dq|dkdv|combine)_k"
 
 
 @triton.jit(do_not_specialize=["heads", "Tq", "Tk", "lse_stride", "window", "active_heads"])
@@ -216,9 +209,6 @@ def attention_fwd(
     out, lse = empty_outputs(q)
     decode = Tq <= 16
     tma = not decode and k.dtype == q.dtype and can_use_tma(k, v, out)
-    if tma and can_use_tma(q) and _gluon_forward.supports(q, k, causal, starts, lengths, window):
-        _gluon_forward.forward(q, k, v, out, lse, scale)
-        return out, lse
     parameters = tile_parameters("decode" if decode else "forward", q.dtype, D, tma, q.device)
     M, N, width = parameters["BLOCK_M"], parameters["BLOCK_N"], parameters["BLOCK_D"]
     programs = triton.cdiv(Tq, M) * B * H
@@ -305,10 +295,3 @@ def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
         raise Unavailable("attention=triton supports windows and documents only in causal attention: choose attn=eager")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return attention_fwd(q, k, v, starts, lengths, causal, scale, window)[0]
-
-
-def detail(q, k, v, *, causal=True, starts=None, lengths=None, window=None, **rest) -> str:
-    forward = _gluon_forward.supports(q, k, causal, starts, lengths, window)
-    backward = _gluon_backward.supports(q, k, causal, starts, window)
-    in_gluon = " and ".join(["forward"] * forward + ["backward"] * backward)
-    return triton_detail(q=q) + (f", Gluon {in_gluon}" if in_gluon else "")

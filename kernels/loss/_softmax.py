@@ -5,7 +5,7 @@ of exponentials together (the online softmax of Milakov and Gimelshein 2018, arX
 the gradient over the logits. At 2 FLOP a byte the kernel is memory-bound, and at best it reads the logits once and
 writes them once. For 65,536 tokens that is 13.2 GB, 3.2 ms at the copy rate of an H200. To reach 3.2 ms, the second
 pass would have to find its row of 100 KB in the L2 cache, but most of the row has left the cache by then: the receipts
-of 124M training steps show 4.7 ms. On Hopper in bf16, _gluon.py needs no pass over the logits.
+of 124M training steps show 4.7 ms. In bf16 _unnormalised.py needs no pass over the logits.
 
 In fp8 the matmuls need the gradient by rows and by columns, so dlogits_fp8_kernel works on tiles. cross_entropy_kernel
 first writes each row's loss and shift; from the shift any tile can be computed. Together they move 6 bytes a logit, and

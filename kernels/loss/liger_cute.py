@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import gpu_unavailable, package_unavailable
+from kernels.gpu import hopper_unavailable, package_unavailable
 from kernels.registry import Unavailable
 
 MODULE = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
@@ -26,11 +26,7 @@ RUNS = ("(?i)cross_?entropy|scaledce|fusedbackward",)
 
 def unavailable(device: torch.device) -> str | None:
     missing = package_unavailable("liger-kernel[cutedsl]>=0.8.5", f"{MODULE}.fused_scaled_cross_entropy_backward")
-    if reason := missing or gpu_unavailable(device, (9, 0)):
-        return reason
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return "it needs a GPU of compute capability 9.0 (Hopper): choose kernels.loss=liger"
-    return None
+    return missing or hopper_unavailable("loss", device, "liger")
 
 
 def detail(**inputs) -> str:

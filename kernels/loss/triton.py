@@ -13,8 +13,8 @@ dx and dW are gradients of the sum of the losses. Those of the mean would be too
 backward() multiplies dx and dW by dout, the derivative of the final loss by this sum. It multiplies in fp32, and rounds
 the products.
 
-On Hopper in bf16, _gluon.py replaces the first two lines if gradients are needed. Then not even the logits of a chunk
-exist. In validation they do, and bf16 rounds them.
+On Hopper in bf16, gluon.py replaces the first two lines if gradients are needed. Then not even the logits of a chunk
+exist.
 
 A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
 C = 768).
@@ -35,8 +35,7 @@ from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E5M2, X_SCALE, gradient_scale, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.hopper import align
-from kernels.loss import LOGITS_SCALE, _gluon, _in_forward
+from kernels.loss import LOGITS_SCALE, _in_forward
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel, scale_kernel
 from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_of
@@ -47,7 +46,6 @@ FP8_LOGITS_BYTES = 544 * 2**20  # 5,632 tokens
 FP8_COLUMNS_BYTES = 560 * 2**20  # of a group's dlogits by columns: 2 chunks
 RUNS = {
     "fp8": ("^dlogits_fp8_kernel|::linear_cross_entropy_fp8",),
-    "Gluon": ("^_cross_entropy_gluon_kernel|::linear_cross_entropy",),
     "triton": ("^cross_entropy_kernel|::linear_cross_entropy",),
 }
 FAMILY = "dlogits"
@@ -118,8 +116,6 @@ def linear_cross_entropy(
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
-    if gradients and _gluon.supports(x, weight):
-        x, weight, fill_dlogits = align(x), align(weight), _gluon.unnormalised_gradient
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
@@ -152,7 +148,7 @@ def linear_cross_entropy_in_chunks(
     """Compute linear_cross_entropy(), `chunk` tokens at a time.
 
     `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
-    unnormalised_gradient() of _gluon.py. It returns the x for dW, and what multiplies dx, or None.
+    unnormalised_gradient() of gluon.py. It returns the x for dW, and what multiplies dx, or None.
     """
     N, V = len(x), len(weight)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
@@ -270,8 +266,5 @@ def apply_to_rows(op, x, weight, targets, ignore_index, *options):
     return loss_sum / (targets != ignore_index).sum().clamp(min=1)
 
 
-def detail(x, weight, fp8=False, **rest) -> str:
-    text = triton_detail(weight=weight)
-    if fp8:
-        return f"{text}, fp8"
-    return f"{text}, Gluon" if _gluon.supports(x, weight) else text
+def detail(weight, fp8=False, **rest) -> str:
+    return f"{triton_detail(weight=weight)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"

@@ -20,9 +20,8 @@ Forward and backward are the same kernel, a persistent matmul: one program a mul
 order that keeps their operands in the L2 cache. At K = C = 768 a matmul of (N, K) x (K, F) does
 K F / (K + 2 F) = 341 FLOP for each byte of x, h and a in bf16, almost twice the ridge of an H200, 186 FLOP a byte. So
 the matmul is long enough to hide the stores. But this kernel does not hide them, because the tensor cores wait during
-its epilogue. On Hopper, in 16-bit dtypes and for widths that are multiples of 8, the kernel of _gluon.py runs instead,
-which hides most of it (its times are in _gluon.py). The kernel below is easier to read, so read it first. With fp8,
-_fp8.py computes the MLP.
+its epilogue. On Hopper gluon.py hides most of it; the kernel below is easier to read, so read it first. With fp8,
+_triton_fp8.py computes the MLP. The four other matmuls and autograd are in _op.py.
 """
 
 import torch
@@ -30,25 +29,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
 from kernels.gpu import check_dtypes, multiprocessors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.mlp import _fp8, _gluon
+from kernels.mlp import _op, _triton_fp8
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import candidates as quantize_candidates
-from kernels.sums import add_partial_sums, sum_rows
 from kernels.tiles import place
 from kernels.tuned import launch_parameters
 
 PARAMETERS = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
 INPUT_IN_FP8 = True
-RUNS = {"fp8": ("_gelu_fp8_kernel|mlp_gluon_kernel|::mlp_fp8",), "triton": ("mlp_(gluon_)?kernel|::mlp_fwd",)}
+RUNS = {"fp8": ("^_gelu_fp8_kernel|::mlp_fp8",), "triton": ("^_mlp_kernel|::mlp_fwd",)}
 
 
-def detail(x: Tensor, w_fc: Tensor, fp8: bool = False, **rest) -> str:
-    F, C = w_fc.shape
-    text = f"{triton_detail(x=x)}, fp8" if fp8 else triton_detail(x=x)
-    return f"{text}, Gluon" if _gluon.supports(x.dtype, C, F, x.device, fp8) else text
+def detail(x: Tensor, fp8: bool = False, **rest) -> str:
+    return f"{triton_detail(x=x)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
@@ -139,9 +134,6 @@ def launch_kernel(x, w, b, h, a, dh=None, partial=None) -> None:
     The arguments have the shapes of _mlp_kernel: in the backward, x is dy and w is w_proj.
     """
     (N, C), F, backward = x.shape, h.shape[1], dh is not None
-    if _gluon.supports(x.dtype, C, F, x.device):
-        _gluon.launch_kernel(x, w, b, h, a, dh, partial)
-        return
     launch = choose_launch(x, F, backward)
     programs = launch.pop("programs") * multiprocessors(x.device)
     tiles = triton.cdiv(N, launch["BLOCK_N"]) * triton.cdiv(F, launch["BLOCK_F"])
@@ -163,85 +155,24 @@ def launch_kernel(x, w, b, h, a, dh=None, partial=None) -> None:
     )
 
 
-@torch.library.custom_op("hotswap::mlp_fwd", mutates_args=())
-def mlp_fwd(
-    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, save_h: bool
-) -> tuple[Tensor, Tensor]:
-    """Return y (N, C) and h (N, F), which the backward needs. If save_h is False, the returned h is empty."""
-    h = x.new_empty(len(x), len(w_fc))
-    a = torch.empty_like(h)
+def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
     launch_kernel(x, w_fc, b_fc, h, a)
-    y = a @ w_proj.T if b_proj is None else torch.addmm(b_proj, a, w_proj.T)
-    return y, h if save_h else h.new_empty(0)
 
 
-@mlp_fwd.register_fake
-def _(x, w_fc, b_fc, w_proj, b_proj, save_h):
-    return torch.empty_like(x), x.new_empty((x.shape[0], w_fc.shape[0]) if save_h else 0)
-
-
-@torch.library.custom_op("hotswap::mlp_bwd", mutates_args=())
-def mlp_bwd(
-    dy: Tensor, x: Tensor, h: Tensor | None, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, has_b_proj: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty.
-
-    If h is None, the backward recomputes it.
-    """
-    N, F = len(x), len(w_fc)
-    a, dh = x.new_empty(N, F), x.new_empty(N, F)
-    if h is None:
-        h = dh  # one buffer is enough: a program reads a tile of h before it writes that tile of dh
-        launch_kernel(x, w_fc, b_fc, h, a)
-    partial, db_fc = None, x.new_empty(0)
-    if b_fc is not None:
-        if _gluon.supports(dy.dtype, dy.shape[1], F, x.device):
-            partial = _gluon.empty_partial_sums(N, F, x.device)
-        else:
-            rows = triton.cdiv(N, choose_launch(dy, F, backward=True)["BLOCK_N"])
-            partial = torch.empty(rows, F, dtype=torch.float32, device=x.device)
+def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool) -> Tensor | None:
+    N, F, partial = *h.shape, None
+    if sums:
+        tiles = triton.cdiv(N, choose_launch(dy, F, backward=True)["BLOCK_N"])
+        partial = torch.empty(tiles, F, dtype=torch.float32, device=h.device)
     launch_kernel(dy, w_proj, None, h, a, dh=dh, partial=partial)
-    if b_fc is not None:
-        db_fc = add_partial_sums(partial, x.dtype)
-    db_proj = sum_rows(dy) if has_b_proj else x.new_empty(0)
-    return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, db_proj
+    return partial
 
 
-@mlp_bwd.register_fake
-def _(dy, x, h, w_fc, b_fc, w_proj, has_b_proj):
-    db_fc = x.new_empty(0 if b_fc is None else w_fc.shape[0])
-    db_proj = x.new_empty(w_proj.shape[0] if has_b_proj else 0)
-    return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
-
-
-def _setup_context(ctx, inputs, output):
-    x, w_fc, b_fc, w_proj, b_proj, save_h = inputs
-    _, h = output
-    ctx.save_for_backward(x, h if save_h else None, w_fc, b_fc, w_proj)
-    ctx.biases = b_fc is not None, b_proj is not None
-    ctx.set_materialize_grads(False)  # h gets no gradient, and filling an (N, F) gradient with zeros takes 0.1 ms
-
-
-def _backward(ctx, dy, _dh):
-    has_b_fc, has_b_proj = ctx.biases
-    dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, has_b_proj)
-    return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None, None
-
-
-mlp_bwd = bypass_dispatcher(mlp_bwd)
-mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
+unquantized_mlp = _op.define("mlp", fc_and_gelu, proj_and_gelu_backward)
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
-    if not fp8:
-        return apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h=True)
-    check_dtypes("mlp", x, w_fc, fp8=True)
-    return _fp8.mlp(x, w_fc, b_fc, w_proj, b_proj)
-
-
-def apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h):
-    """Call mlp_fwd() with x as (N, C) and return y in the shape of x. Raises Unavailable if a dtype is unsupported."""
-    check_dtypes("mlp", x, w_fc)
-    x_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    y, _ = mlp_fwd(x_rows, w_fc, b_fc, w_proj, b_proj, save_h)
-    return y.view(x.shape)
+    check_dtypes("mlp", x, w_fc, fp8=fp8)
+    if fp8:
+        return _triton_fp8.mlp(x, w_fc, b_fc, w_proj, b_proj)
+    return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=True)

@@ -8,9 +8,11 @@ The price is one more matmul, 7 instead of 6, which is 1/6 more FLOPs. A checkpo
 matmuls of the forward.
 """
 
+from kernels.gpu import check_dtypes
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.mlp.triton import RUNS, apply_to_rows, detail  # noqa: F401
+from kernels.mlp.triton import RUNS, detail, unquantized_mlp  # noqa: F401
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):
-    return apply_to_rows(x, w_fc, b_fc, w_proj, b_proj, save_h=False)
+    check_dtypes("mlp", x, w_fc)
+    return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=False)

@@ -35,10 +35,11 @@ from kernels.decode import _sampling as sampling
 from kernels.decode import _step as decode_step
 from kernels.decode import int8
 from kernels.decode import triton as decode
-from kernels.loss import _gluon as loss_gluon
+from kernels.loss import _unnormalised as loss_unnormalised
+from kernels.loss import gluon as loss_gluon
 from kernels.loss import triton as loss
-from kernels.mlp import _fp8 as mlp_fp8
-from kernels.mlp import _gluon as gluon
+from kernels.mlp import _gluon_kernel as gluon
+from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
@@ -188,8 +189,8 @@ def compile_gluon_loss() -> None:
     types = dict.fromkeys(("target_logits_ptr", "sums_ptr", "losses_ptr", "scales_ptr"), "*fp32")
     types |= {"targets_ptr": "*i64"}
     for name, kernel, size in (
-        ("shift", loss_gluon._cross_entropy_shift_kernel, {"ROWS": 4, "BLOCK": 1024}),
-        ("finish", loss_gluon._cross_entropy_finish_kernel, {"ROWS": 16, "BLOCK": 64}),
+        ("shift", loss_unnormalised._cross_entropy_shift_kernel, {"ROWS": 4, "BLOCK": 1024}),
+        ("finish", loss_unnormalised._cross_entropy_finish_kernel, {"ROWS": 16, "BLOCK": 64}),
     ):
         compile_kernel(f"loss in Gluon, {name}", kernel, 90, types, **size)
     types |= {"x": descriptor_type(n, c), "w": descriptor_type(v, c), "p": descriptor_type(n, columns)}

@@ -17,9 +17,8 @@ from kernels.attention import _gluon_backward, _triton_backward
 from kernels.decode import _many
 from kernels.decode import triton as decode
 from kernels.fp8 import E4M3, E5M2
-from kernels.loss import _gluon as loss_gluon
-from kernels.loss import _softmax
-from kernels.mlp import _fp8 as mlp_fp8
+from kernels.loss import _softmax, _unnormalised
+from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
@@ -164,7 +163,7 @@ def scale(before):
 def loss_shift(before):
     x, w = after(before(1024), half(4, 1024)), after(before(1024), half(8, 1024, seed=1))
     targets = after(before(1024), len(w) - 1 - torch.arange(4))
-    return [loss_gluon.target_logits(x, w, targets, ignore_index=-1)[-4:]]
+    return [_unnormalised.target_logits(x, w, targets, ignore_index=-1)[-4:]]
 
 
 def loss_finish(before):
@@ -173,7 +172,7 @@ def loss_finish(before):
     totals = after_columns(before(4096), randn(32, 16).abs())
     totals[0, -1] = torch.inf  # this row is computed again
     losses = torch.empty(len(x))
-    scaled, scales = loss_gluon.finish(x, w, p, targets, target_logits, totals, losses, ignore_index=-1)
+    scaled, scales = _unnormalised.finish(x, w, p, targets, target_logits, totals, losses, ignore_index=-1)
     return p[-16:], losses[-16:], scaled[-16:], scales[-16:]
 
 

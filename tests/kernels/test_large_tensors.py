@@ -15,6 +15,7 @@ from kernels.adamw import BLOCK, adamw
 from kernels.attention import _triton_backward
 from kernels.registry import contract, load
 from tests.kernels.offset_cases import DEVICE, DTYPE, after, half, needs_address_space, randn
+from tests.kernels.test_backends import load_or_skip
 
 attention = importlib.import_module("kernels.attention.triton")
 LIMIT = 2**31
@@ -29,20 +30,20 @@ def assert_near(got, expected, rounding=2**-7):
 
 
 @needs_address_space
-@pytest.mark.parametrize("options", [{}, {"window": 128}, {"window": 128, "tma": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"impl": "gluon"}, {"window": 128}, {"window": 128, "tma": False}], ids=str)
 def test_attention_with_more_than_2_to_31_numbers(options, monkeypatch):
     """q, k and v are (B, 33 heads, T, 64) in memory. The last 256 queries of the last head agree with float64.
 
-    With a window there are a million tokens. Without, Hopper runs _attention_fwd_gluon_kernel and
-    _attention_bwd_gluon_kernel.
+    With a window there are a million tokens.
     """
+    function = load_or_skip("attention", options.get("impl", "triton"), DEVICE)
     window = options.get("window")
     if not options.get("tma", True):
         for module in (attention, _triton_backward):
             monkeypatch.setattr(module, "can_use_tma", lambda *tensors: False)
     B, T = (1, 2**20) if window else (32, 2**15)
     q, k, v = (torch.randn(B, 33, T, 64, dtype=DTYPE, device=DEVICE).transpose(1, 2).requires_grad_() for _ in range(3))
-    out = load("attention", "triton", DEVICE)(q, k, v, **({"window": window} if window else {}))
+    out = function(q, k, v, **({"window": window} if window else {}))
     dout = torch.randn(B, T, 33, 64, dtype=DTYPE, device=DEVICE)
     got = out, *torch.autograd.grad(out, (q, k, v), dout)
     # no other query sees the last 256 keys, and these see no key before
@@ -90,18 +91,18 @@ def test_norm_of_more_than_2_to_31_numbers(impl):
 
 
 @needs_address_space
-@pytest.mark.parametrize(("gluon", "fp8"), [(True, False), (False, False), (True, True), (False, True)])
-def test_mlp_of_more_than_2_to_31_numbers(gluon, fp8, monkeypatch):
-    """With Gluon it is _mlp_gluon_kernel. In fp8, the scale of dy depends on the number of rows."""
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("impl", ["triton", "gluon"])
+def test_mlp_of_more_than_2_to_31_numbers(impl, fp8):
+    """In fp8, the scale of dy depends on the number of rows."""
+    mlp = load_or_skip("mlp", impl, DEVICE)
     if fp8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with fp8")
-    if not gluon:
-        monkeypatch.setattr("kernels.mlp._gluon.supports", lambda *_, **__: False)
     C, F = 512, 2048
     w_fc, w_proj = half(F, C, seed=1) / C**0.5, half(C, F, seed=3) / F**0.5
     tensors = half(128, C), w_fc, half(F, seed=2), w_proj, half(C, seed=4)
     options = {"fp8": True} if fp8 else {}
-    for got, expected in last_rows(load("mlp", "triton", DEVICE), 2**20, *tensors, **options):
+    for got, expected in last_rows(mlp, 2**20, *tensors, **options):
         if fp8:
             assert (got - expected).float().norm() < 0.1 * expected.float().norm()
         else:
@@ -109,11 +110,10 @@ def test_mlp_of_more_than_2_to_31_numbers(gluon, fp8, monkeypatch):
 
 
 @needs_address_space
-@pytest.mark.parametrize(("impl", "gluon"), [("triton_whole", True), ("triton_whole", False), ("triton", True)])
-def test_loss_of_more_than_2_to_31_logits(impl, gluon, monkeypatch):
-    """All targets but the last 64 are ignored. On Hopper it is _cross_entropy_gluon_kernel."""
-    if not gluon:
-        monkeypatch.setattr("kernels.loss._gluon.supports", lambda *_: False)
+@pytest.mark.parametrize("impl", ["triton", "triton_whole", "gluon_whole"])
+def test_loss_of_more_than_2_to_31_logits(impl):
+    """All targets but the last 64 are ignored."""
+    function = load_or_skip("loss", impl, DEVICE)
     rows, V, C = LIMIT // 50304 + 1, 50304, 128
     x, weight = half(rows + 64, C), half(V, C, seed=1) / 4
     targets = torch.full((rows + 64,), -1, device=DEVICE)
@@ -121,7 +121,7 @@ def test_loss_of_more_than_2_to_31_logits(impl, gluon, monkeypatch):
     results = []
     for start in (0, rows):
         leaves = x[start:].detach().requires_grad_(), weight.detach().requires_grad_()
-        loss = load("loss", impl, DEVICE)(*leaves, targets[start:])
+        loss = function(*leaves, targets[start:])
         dx, dweight = torch.autograd.grad(loss, leaves)
         results.append((loss.detach(), dx[rows - start :], dweight))
     for got, expected in zip(*results, strict=True):

@@ -5,6 +5,7 @@ interpreter raises an error if a sum or a product of int32 wraps around. compile
 every compiled kernel. test_large_tensors.py has large tensors on a GPU.
 """
 
+import contextlib
 import re
 from unittest.mock import MagicMock
 
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import interpreter
 
 from kernels import decode as decode_contract
-from kernels.attention import _gluon_backward, _triton_backward, _triton_tiles
+from kernels.attention import _triton_backward, _triton_tiles, gluon
 from kernels.check import outputs_and_gradients
 from kernels.decode import _many, _sampling, persistent
 from kernels.decode import triton as decode
@@ -79,7 +80,7 @@ def run_one_program(monkeypatch):
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", call)
     for module in (mlp, norm_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: LIMIT)  # a program for each tile
-        monkeypatch.setattr(module, "add_partial_sums", lambda partial, dtype: partial[-1])
+    monkeypatch.setattr(norm_backward, "add_partial_sums", lambda partial, dtype: partial[-1])
     return numbers
 
 
@@ -257,12 +258,13 @@ def test_strides_that_tma_takes(monkeypatch):
 
 
 @pytest.mark.parametrize(("batch", "supported"), [(2**17 - 1, True), (2**17, False)])
-def test_attentions_gluon_backward_refuses_coordinates_of_33_bits(batch, supported, monkeypatch):
+def test_attention_in_gluon_refuses_coordinates_of_33_bits(batch, supported):
     """_attention_bwd_gluon_kernel reads lse and delta by TMA, and a tile of 64 queries of a head has 128 numbers."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with FakeTensorMode():
         q = torch.empty(batch, 1024, 8, 64, dtype=DTYPE, device="cuda")
-    assert _gluon_backward.supports(q, q, True, None, None) is supported
+    refused = contextlib.nullcontext() if supported else pytest.raises(Unavailable, match=r"fewer than 2\^30 queries")
+    with refused:
+        gluon.check_inputs(q, q, causal=True)
 
 
 def test_the_grid_of_attention_naive_takes_any_number_of_heads(monkeypatch):

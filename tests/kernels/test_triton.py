@@ -21,17 +21,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.language import constexpr
 
 from kernels.check import exact_results
-from kernels.registry import AttnConfig, KernelsConfig, Unavailable, contract, load
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, contract, load, missing_argument
 from kernels.tuned import override_tables
 from model.gpt import GPTConfig
 from model.step import build, why_nan
-from tests.kernels.test_backends import assert_as_good_as_eager, outputs_and_gradients
+from tests.kernels.test_backends import assert_as_good_as_eager, load_or_skip, outputs_and_gradients
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 if torch.cuda.is_available():
-    DTYPES, VOCABS = [torch.float32, torch.bfloat16], [131, 16384]  # in bf16 on Hopper the loss runs in Gluon
+    DTYPES, VOCABS = [torch.float32, torch.bfloat16], [131, 16384]
 else:
     DTYPES, VOCABS = [torch.float32], [131]  # Triton's interpreter does not support bf16
 
@@ -248,34 +248,46 @@ def test_gradients_of_attention_are_in_one_buffer():
 
 
 @pytest.mark.parametrize(
-    ("supported", "changed"),
+    ("refusal", "changed"),
     [
-        (True, {}),
-        (True, {"B": 50, "T": 1}),
-        (True, {"T": 256, "Hkv": 3, "B": 44, "dtype": torch.float16}),
-        (True, {"B": 1, "T": 16384, "D": 128}),
-        (False, {"D": 80}),
-        (False, {"dtype": torch.float32}),
-        (False, {"Tk": 1100}),
-        (False, {"causal": False}),
-        (False, {"window": 100}),
-        (False, {"starts": torch.zeros(1)}),
-        (False, {"capability": (10, 0)}),
-        (False, {"device": "cpu"}),
+        (None, {}),
+        (None, {"D": 128, "T": 1, "Tk": 1, "Hkv": 4}),
+        (None, {"dtype": torch.float16, "Hkv": 3}),
+        ("heads of 64 or 128 channels, not 96", {"D": 96}),
+        ("bfloat16 or float16, not torch.float32", {"dtype": torch.float32}),
+        ("whole sequences with a causal mask, and no others", {"Tk": 1100}),
+        ("whole sequences with a causal mask, and no others", {"causal": False}),
     ],
     ids=str,
 )
-def test_inputs_that_attentions_gluon_backward_supports(supported, changed, monkeypatch):
-    """Each case changes the shape of GPT-2 124M on an H200."""
-    case = {"B": 32, "T": 1024, "H": 12, "Hkv": 12, "D": 64, "device": "cuda", "dtype": torch.bfloat16, **changed}
-    kernel = importlib.import_module("kernels.attention._gluon_backward")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
+def test_inputs_that_attention_in_gluon_takes(refusal, changed):
+    """Each case changes the shape of GPT-2 124M. What gluon.py lacks, it refuses in one line that says what can."""
+    case = {"T": 1024, "Tk": 1024, "Hkv": 12, "D": 64, "dtype": torch.bfloat16, "causal": True, **changed}
+    sizes = (case["T"], 12), (case["Tk"], case["Hkv"]), (case["Tk"], case["Hkv"])
     with FakeTensorMode():
-        q, k = (
-            torch.empty(case["B"], T, heads, case["D"], device=case["device"], dtype=case["dtype"])
-            for T, heads in ((case["T"], case["H"]), (case.get("Tk", case["T"]), case["Hkv"]))
-        )
-    assert kernel.supports(q, k, case.get("causal", True), case.get("starts"), case.get("window")) is supported
+        q, k, v = (torch.empty(32, T, heads, case["D"], dtype=case["dtype"], device="cuda") for T, heads in sizes)
+        with refused(f"attention=gluon takes {refusal}: choose attn=triton") if refusal else nullcontext():
+            out = load_without_gpu("attention", "gluon")(q, k, v, causal=case["causal"])
+            assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("argument", ["lengths", "window", "starts"])
+def test_attention_in_gluon_has_no_argument_that_its_kernels_lack(argument):
+    """The registry refuses it, and says which backends take it."""
+    message = missing_argument(load_without_gpu("attention", "gluon"), argument)
+    assert message.startswith(
+        f"kernels.attention.gluon takes no {argument} (kernels/attention/__init__.py): choose attn="
+    )
+    assert re.search(r"\btriton\b", message)
+
+
+def load_without_gpu(op, impl):
+    """Return the function of a backend that load() refuses here. With fake tensors it runs on every machine."""
+    return getattr(importlib.import_module(f"kernels.{op}.{impl}"), op)
+
+
+def refused(message):
+    return pytest.raises(Unavailable, match=f"^{re.escape(message)}$")
 
 
 @pytest.mark.gpu
@@ -302,54 +314,18 @@ def test_attentions_gluon_backward(given, programs, monkeypatch):
     if programs:
         kernel = importlib.import_module("kernels.attention._gluon_backward")
         monkeypatch.setattr(kernel, "multiprocessors", lambda device: programs)
-    assert_right_and_repeatable("backward", given)
+    assert_right_and_repeatable("attention", "gluon", given)
 
 
-def assert_right_and_repeatable(part, given):
-    """Skip the test if `part` of attention=triton, forward or backward, is not in Gluon here."""
-    module, device, dtype = contract("attention"), torch.device("cuda"), torch.bfloat16
+def assert_right_and_repeatable(op, impl, given):
+    module, device, dtype = contract(op), torch.device("cuda"), torch.bfloat16
     inputs = module.inputs(**given, dtype=dtype, device=device)
-    if part not in importlib.import_module("kernels.attention.triton").detail(**inputs):
-        pytest.skip("needs a Hopper GPU")
-    function = load("attention", "triton", device)
+    function = load_or_skip(op, impl, device)
     truth = outputs_and_gradients(module.reference, inputs, dtype=torch.float64)
-    eager = outputs_and_gradients(load("attention", "eager", device), inputs)
+    eager = outputs_and_gradients(load(op, "eager", device), inputs)
     first, second = (outputs_and_gradients(function, inputs) for _ in range(2))
     assert_as_good_as_eager(first, eager, truth, inputs, dtype)
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize(
-    ("supported", "changed"),
-    [
-        (True, {}),
-        (True, {"D": 128, "T": 17, "Tk": 17, "Hkv": 4}),
-        (True, {"dtype": torch.float16}),
-        (False, {"D": 96}),
-        (False, {"dtype": torch.float32}),
-        (False, {"T": 16, "Tk": 16}),
-        (False, {"Tk": 1100}),
-        (False, {"Tk_dtype": torch.float8_e4m3fn}),
-        (False, {"causal": False}),
-        (False, {"window": 100}),
-        (False, {"starts": torch.zeros(1)}),
-        (False, {"lengths": torch.zeros(1)}),
-        (False, {"capability": (10, 0)}),
-        (False, {"device": "cpu"}),
-    ],
-    ids=str,
-)
-def test_inputs_that_attentions_gluon_forward_supports(supported, changed, monkeypatch):
-    """Each case changes the shape of GPT-2 124M on an H200."""
-    case = {"T": 1024, "Tk": 1024, "Hkv": 12, "D": 64, "device": "cuda", "dtype": torch.bfloat16, **changed}
-    kernel = importlib.import_module("kernels.attention._gluon_forward")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case.get("capability", (9, 0)))
-    with FakeTensorMode():
-        q = torch.empty(32, case["T"], 12, case["D"], device=case["device"], dtype=case["dtype"])
-        k_dtype = case.get("Tk_dtype", case["dtype"])
-        k = torch.empty(32, case["Tk"], case["Hkv"], case["D"], device=case["device"], dtype=k_dtype)
-    options = (case.get(name) for name in ("starts", "lengths", "window"))
-    assert kernel.supports(q, k, case.get("causal", True), *options) is supported
 
 
 @pytest.mark.parametrize(
@@ -449,43 +425,65 @@ def test_attentions_gluon_forward_makes_a_plan_once():
 )
 def test_attentions_gluon_forward(given):
     """It follows the rule, with two consumers and with three, and two calls give equal bits."""
-    assert_right_and_repeatable("forward", given)
+    assert_right_and_repeatable("attention", "gluon", given)
 
 
+@pytest.mark.parametrize("impl", ["gluon", "gluon_whole"])
 @pytest.mark.parametrize(
-    ("supported", "changed"),
+    ("refusal", "changed"),
     [
-        (True, {}),
-        (True, {"V": 1024, "C": 8}),
-        (False, {"V": 50257}),  # rows are not aligned to 16 bytes
-        (False, {"C": 60}),
-        (False, {"weight": torch.float32}),
-        (False, {"dtype": torch.float16}),  # exponentials would overflow
-        (False, {"dtype": torch.float32}),
-        (False, {"capability": (10, 0)}),
-        (False, {"device": "cpu"}),
+        (None, {}),
+        (None, {"V": 1024, "C": 8}),
+        ("C and V that are multiples of 8, not 768 and 50257", {"V": 50257}),  # rows are not aligned to 16 bytes
+        ("C and V that are multiples of 8, not 60 and 50304", {"C": 60}),
+        ("bfloat16, not torch.float32", {"weight": torch.float32}),
+        ("bfloat16, not torch.float16", {"dtype": torch.float16}),  # exponentials would overflow
+        ("bfloat16, not torch.float32", {"dtype": torch.float32}),
     ],
     ids=str,
 )
-def test_inputs_that_the_gluon_loss_supports(supported, changed, monkeypatch):
-    """Each case changes GPT-2 124M on an H200."""
-    case = {"C": 768, "V": 50304, "dtype": torch.bfloat16, "device": "cuda", "capability": (9, 0), **changed}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
+def test_inputs_that_the_loss_in_gluon_takes(refusal, changed, impl):
+    """Each case changes GPT-2 124M."""
+    case = {"C": 768, "V": 50304, "dtype": torch.bfloat16, **changed}
     with FakeTensorMode():
-        x = torch.empty(4, case["C"], dtype=case["dtype"], device=case["device"])
-        weight = torch.empty(case["V"], case["C"], dtype=case.get("weight", case["dtype"]), device=case["device"])
-    assert importlib.import_module("kernels.loss._gluon").supports(x, weight) is supported
+        x = torch.empty(4, case["C"], dtype=case["dtype"], device="cuda")
+        weight = torch.empty(case["V"], case["C"], dtype=case.get("weight", case["dtype"]), device="cuda")
+        targets = torch.empty(4, dtype=torch.int64, device="cuda")
+        remedy = f"choose kernels.loss={impl.replace('gluon', 'triton')}"
+        with refused(f"loss={impl} takes {refusal}: {remedy}") if refusal else nullcontext():
+            assert load_without_gpu("loss", impl)(x, weight, targets).shape == ()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "changed"),
+    [
+        (None, {}),
+        (None, {"dtype": torch.float16, "C": 8}),
+        (None, {"fp8": True}),
+        ("widths that are multiples of 8, not 60 and 3072", {"C": 60}),
+        ("widths that are multiples of 16, not 24 and 3072", {"C": 24, "fp8": True}),
+        ("bfloat16 or float16, not torch.float32", {"dtype": torch.float32}),
+    ],
+    ids=str,
+)
+def test_inputs_that_the_mlp_in_gluon_takes(refusal, changed):
+    case = {"C": 768, "dtype": torch.bfloat16, "fp8": False, **changed}
+    sizes = (4, case["C"]), (3072, case["C"]), (3072,), (case["C"], 3072), (case["C"],)
+    with FakeTensorMode():
+        x, *weights = (torch.empty(size, dtype=case["dtype"], device="cuda") for size in sizes)
+        with refused(f"mlp=gluon takes {refusal}: choose kernels.mlp=triton") if refusal else nullcontext():
+            assert load_without_gpu("mlp", "gluon")(x, *weights, fp8=case["fp8"]).shape == x.shape
 
 
 @pytest.mark.parametrize(("scale", "bits"), [(1.0, None), (40.0, None), (60.0, 145)])
 def test_loss_from_unnormalised_exponentials(scale, bits):
-    """The kernels before and after the matmul of loss/_gluon.py, with the matmul and its epilogue in PyTorch.
+    """The kernels of loss/_unnormalised.py, before and after the matmul, with the matmul and its epilogue in PyTorch.
 
     With large logits some totals are too large, and the last kernel computes these rows again. If `bits` is given, the
     losses are about as large, so that p does not overflow. One target is ignored, and one is outside the vocabulary,
     which makes only its own loss NaN.
     """
-    kernel, device = importlib.import_module("kernels.loss._gluon"), torch.device(DEVICE)
+    kernel, device = importlib.import_module("kernels.loss._unnormalised"), torch.device(DEVICE)
     N, V, C = 37, 136, 72
     inputs = contract("loss").inputs((N, C), vocab=V, scale=scale, dtype=torch.float32, device=device)
     x, weight, targets = inputs["x"].detach(), inputs["weight"].detach(), inputs["targets"]
@@ -499,7 +497,7 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
     torch.testing.assert_close(target_logits[right], picked.where(targets != -1, math.inf)[right].float())
     p = torch.exp2(logits.float() * math.log2(math.e) - (target_logits[:, None] + kernel.ROOM.value))
     assert bool((p.sum(1) > kernel.LARGEST.value).any()) == (scale > 1)
-    sums = torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)])
+    sums = torch.stack([part.sum(1) for part in p.split(128, 1)])
     losses = torch.empty(N, device=device)
     scaled_x, scales = kernel.finish(x, weight, p, targets, target_logits, sums, losses, ignore_index=-1)
     exact = torch.nn.functional.cross_entropy(logits[right], targets[right], ignore_index=-1, reduction="none")
@@ -515,14 +513,14 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
 
 @pytest.mark.parametrize("chunk", [5, 13])
 def test_loss_without_logits_in_chunks(chunk, monkeypatch):
-    """The loss that loss/_gluon.py computes follows the rule, with the matmul and its epilogue in PyTorch."""
-    kernel = importlib.import_module("kernels.loss._gluon")
+    """The loss that loss/gluon.py computes follows the rule, with the matmul and its epilogue in PyTorch."""
+    kernel = importlib.import_module("kernels.loss.gluon")
 
     def multiply(x, weight, p, target_logits, sums, *_, **__):
         p.copy_(torch.exp2(x @ weight.T * math.log2(math.e) - (target_logits[:, None] + kernel.ROOM.value)))
         sums.copy_(torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)]))
 
-    monkeypatch.setattr(kernel, "supports", lambda x, weight: True)
+    monkeypatch.setattr(kernel, "check_inputs", lambda *_: None)
     monkeypatch.setattr(kernel, "make_context_current", lambda: None)
     monkeypatch.setattr(kernel, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(kernel, "tma_descriptor", lambda tensor, *block: tensor)
@@ -531,7 +529,7 @@ def test_loss_without_logits_in_chunks(chunk, monkeypatch):
     truth = outputs_and_gradients(contract("loss").reference, inputs, dtype=torch.float64)
     eager = outputs_and_gradients(load("loss", "eager", DEVICE), inputs)
     with override_tables({"linear_cross_entropy": {"chunk": chunk}}):
-        got = outputs_and_gradients(load("loss", "triton", DEVICE), inputs)
+        got = outputs_and_gradients(kernel.loss, inputs)
     assert_as_good_as_eager(got, eager, truth, inputs, torch.float32)
 
 
@@ -548,20 +546,10 @@ def test_loss_without_logits_in_chunks(chunk, monkeypatch):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("impl", ["triton", "triton_whole"])
-def test_gluon_loss(impl, given):
+@pytest.mark.parametrize("impl", ["gluon", "gluon_whole"])
+def test_loss_in_gluon(impl, given):
     """It follows the rule, and two calls give equal bits."""
-    module, device, dtype = contract("loss"), torch.device("cuda"), torch.bfloat16
-    inputs = module.inputs(**given, dtype=dtype, device=device)
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    assert "Gluon" in importlib.import_module(f"kernels.loss.{impl}").detail(**inputs)
-    function = load("loss", impl, device)
-    truth = outputs_and_gradients(module.reference, inputs, dtype=torch.float64)
-    eager = outputs_and_gradients(load("loss", "eager", device), inputs)
-    first, second = (outputs_and_gradients(function, inputs) for _ in range(2))
-    assert_as_good_as_eager(first, eager, truth, inputs, dtype)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_right_and_repeatable("loss", impl, given)
 
 
 def test_unsupported_inputs_of_attention_raise_unavailable():

@@ -1,4 +1,4 @@
-"""The kernel of triton.py for Hopper, in Gluon (Triton's lower-level dialect). The epilogue runs during a matmul.
+"""The kernel of gluon.py. It computes what the kernel of triton.py does, and runs the epilogue during a matmul.
 
     forward   h = x W_fc^T + b_fc     stores h and a = gelu(h)
     backward  da = dy W_proj          loads h; stores dh = da gelu'(h), a again, and for each warp the column sums
@@ -298,20 +298,6 @@ def _mlp_gluon_kernel(
     )  # fmt: skip
 
 
-DTYPES = (torch.bfloat16, torch.float16)
-
-
-def supports(dtype: torch.dtype, C: int, F: int, device: torch.device, fp8: bool = False) -> bool:
-    """Return whether this kernel can run.
-
-    It needs a 16-bit dtype, rows of a multiple of 16 bytes for TMA, and Hopper for wgmma.
-    """
-    multiple = 16 if fp8 else 8
-    if device.type != "cuda" or dtype not in DTYPES or C % multiple or F % multiple:
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
-
-
 def empty_partial_sums(N: int, F: int, device: torch.device) -> Tensor:
     """Return a tensor for the column sums of dh: (tiles along N x warps of a consumer, F) in fp32."""
     return torch.empty(triton.cdiv(N, BLOCK_N.value) * WARPS.value, F, dtype=torch.float32, device=device)
@@ -320,7 +306,7 @@ def empty_partial_sums(N: int, F: int, device: torch.device) -> Tensor:
 def launch_kernel(
     x, w, b, h, a, dh, partial, dh_columns=None, x_scale: float = 1.0, w_unit: Tensor | None = None
 ) -> None:
-    """Run the kernel, backward if dh is given and otherwise forward: see launch_kernel() in triton.py.
+    """Run the kernel, backward if dh is given and otherwise forward. See _mlp_gluon_kernel for the arguments.
 
     In fp8, x_scale is the scale of x, and w_unit is 1 / the scale of w. In the backward x is dy, and dh gets its scale.
     """

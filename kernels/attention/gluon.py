@@ -1,0 +1,98 @@
+"""Causal attention over whole sequences for Hopper, in Gluon, the dialect below Triton, with warps in different roles.
+
+triton.py derives the method, FlashAttention-2. _gluon_forward.py and _gluon_backward.py have the kernels, the roles of
+their warps, and their times beside other attentions. The backward has five matmuls where triton.py has seven.
+"""
+
+import math
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.attention import _gluon_backward, _gluon_forward
+from kernels.attention._triton_tiles import can_use_tma
+from kernels.attention.triton import empty_outputs
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import hopper_unavailable
+from kernels.gpu import triton_detail as detail  # noqa: F401
+from kernels.packed import gradient_buffer, gradient_views
+from kernels.registry import Unavailable
+
+KEEPS = ("hotswap::attention_gluon_fwd",)
+RUNS = "^_attention_fwd_gluon_kernel", "^_attention_bwd_gluon_kernel"
+FAMILY = "^_lse_delta_k"
+DTYPES = torch.bfloat16, torch.float16
+HEAD_DIMS = tuple(_gluon_backward.LAUNCH)
+unavailable = partial(hopper_unavailable, "attention")
+
+
+def align(tensor: Tensor) -> Tensor:
+    """Return a (B, T, H, D) tensor, or a contiguous copy if TMA cannot read it."""
+    if tensor.stride(-1) == 1 and can_use_tma(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("hotswap::attention_gluon_fwd", mutates_args=())
+def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q (B, T, H, D), k and v (B, T, Hkv, D) -> out (B, T, H, D) and lse, as from attention_fwd() of triton.py."""
+    out, lse = empty_outputs(q)
+    _gluon_forward.forward(align(q), align(k), align(v), out, lse, scale)
+    return out, lse
+
+
+attention_fwd.register_fake(lambda q, *_: empty_outputs(q))
+
+
+@torch.library.custom_op("hotswap::attention_gluon_bwd", mutates_args=())
+def attention_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
+    grads = gradient_buffer(q, k)
+    dq, dk, dv = gradient_views(grads, q, k)
+    q, k, v, dout = (align(tensor) for tensor in (q, k, v, dout.contiguous()))
+    _gluon_backward.backward(dout, q, k, v, out.contiguous(), lse, scale, dq, dk, dv)
+    return grads
+
+
+attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, dout, _dlse):
+    q, k, *rest = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
+    grads = attention_bwd(dout, q, k, *rest, ctx.scale)
+    return *gradient_views(grads, q, k), None
+
+
+attention_bwd = bypass_dispatcher(attention_bwd)
+attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
+
+
+def check_inputs(q: Tensor, k: Tensor, causal: bool) -> None:
+    """Raise Unavailable if the kernels do not support these inputs.
+
+    The backward reads lse and delta by TMA, whose coordinates are int32.
+    """
+    (B, T, H, D), size = q.shape, _gluon_backward.BLOCK.value
+    reason = None
+    if q.dtype not in DTYPES:
+        reason = f"bfloat16 or float16, not {q.dtype}"
+    elif D not in HEAD_DIMS:
+        reason = f"heads of {' or '.join(map(str, HEAD_DIMS))} channels, not {D}"
+    elif not causal or k.shape[1] != T:
+        reason = "whole sequences with a causal mask, and no others"
+    elif 2 * B * H * triton.cdiv(T, size) * size >= 2**31:
+        reason = f"fewer than 2^30 queries in all heads, not {B * H * T:,}"
+    if reason:
+        raise Unavailable(f"attention=gluon takes {reason}: choose attn=triton")
+
+
+def attention(q, k, v, *, causal=True, scale=None):
+    check_inputs(q, k, causal)
+    return attention_fwd(q, k, v, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)[0]

@@ -1,0 +1,213 @@
+"""The loss of triton.py for Hopper in bf16, in Gluon: the matmul writes exponentials of the logits, so no logits exist.
+
+_unnormalised.py explains the method: p = exp(x W^T - shift) in the epilogue, and what follows from it. cuBLAS computes
+dx and dW. Without gradients, in validation, cuBLAS computes the logits of a chunk, and the Triton kernel of _softmax.py
+the losses.
+
+The matmul has two consumers that take its tiles in turns: one multiplies while the other exponentiates and stores.
+kernels/mlp/_gluon_kernel.py explains this schedule and its barriers.
+"""
+
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from kernels.direct import bypass_dispatcher
+from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors, triton_detail
+from kernels.hopper import (
+    align,
+    barrier,
+    exp2,
+    load,
+    multiply_in_turn,
+    split_columns,
+    start_barriers,
+    store,
+    tma_descriptor,
+)
+from kernels.loss import _in_forward
+from kernels.loss._unnormalised import LOG2E, ROOM, finish, target_logits
+from kernels.loss.triton import (
+    LOGITS_BYTES,
+    apply_to_rows,
+    backward,
+    chunk_tokens,
+    cross_entropy_,
+    empty_outputs,
+    from_logits,
+    linear_cross_entropy_in_chunks,
+)
+from kernels.registry import Unavailable
+from kernels.tiles import place
+
+BLOCK_N = gl.constexpr(128)  # rows of a tile
+BLOCK_V = gl.constexpr(128)  # columns of a tile, words of the vocabulary
+BLOCK_C = gl.constexpr(64)  # channels of a k-step
+SLICE = gl.constexpr(32)  # columns that are stored at once
+BUFFERS = gl.constexpr(2)  # slices of a consumer that may wait to be stored
+STAGES = gl.constexpr(6)  # k-steps in shared memory; the kernel takes 224 of the 227 KB
+GROUP = gl.constexpr(32)  # tiles of rows that share a tile of W in the L2: 716 TFLOP/s, and 654 with 8
+RUNS = ("^_cross_entropy_gluon_kernel",)
+unavailable = partial(hopper_unavailable, "loss")
+
+
+def detail(x: Tensor, **rest) -> str:
+    return f"{triton_detail(x=x)}, cuBLAS matmuls"
+
+
+@gluon.jit
+def _produce(x, w, xs, ws, full, empty, N, V, C):
+    """Load the operands of all tiles of this program, one k-step after another, into a ring of slots."""
+    tiles_n, tiles_v = gl.cdiv(N, BLOCK_N), gl.cdiv(V, BLOCK_V)
+    stage, phase = 0, 0
+    for tile in range(gl.program_id(0), tiles_n * tiles_v, gl.num_programs(0)):
+        tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
+        for step in range(gl.cdiv(C, BLOCK_C)):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.expect(full.index(stage), (BLOCK_N + BLOCK_V) * BLOCK_C * 2)
+            load(x, [tile_n * BLOCK_N, step * BLOCK_C], full.index(stage), xs.index(stage))
+            load(w, [tile_v * BLOCK_V, step * BLOCK_C], full.index(stage), ws.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
+    xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C,
+    PARTIAL: gl.constexpr,
+):  # fmt: skip
+    TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
+    tiles_n, tiles_v, steps = gl.cdiv(N, BLOCK_N), gl.cdiv(V, BLOCK_V), gl.cdiv(C, BLOCK_C)
+    programs = gl.num_programs(0)
+    position = CONSUMER * steps  # of this tile in the ring
+    parity = 0  # 1 if this consumer has computed an odd number of tiles
+    for tile in range(gl.program_id(0) + CONSUMER * programs, tiles_n * tiles_v, 2 * programs):
+        tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
+        n = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
+        shifts = gl.load(target_logits_ptr + n, n < N, other=0.0) + ROOM
+        logits = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, TILE)
+        logits, last, _, _ = multiply_in_turn(
+            logits, xs, ws, full, empty, turn, position, parity, steps, CONSUMER, W_BY_ROWS=True
+        )
+        mbarrier.arrive(turn.index(1 - CONSUMER))
+        logits = warpgroup_mma_wait(0, deps=(logits,))
+        mbarrier.arrive(empty.index(last))
+
+        parts = split_columns(logits, BLOCK_V // SLICE, PART)
+        sums = gl.zeros((BLOCK_N,), gl.float32, gl.SliceLayout(1, PART))
+        for i in gl.static_range(BLOCK_V // SLICE):
+            numbers = exp2(parts[i] * LOG2E - shifts[:, None])
+            v = tile_v * BLOCK_V + i * SLICE
+            if PARTIAL:
+                columns = v + gl.arange(0, SLICE, gl.SliceLayout(0, PART))
+                numbers = gl.where(columns[None, :] < V, numbers, 0.0)
+            sums += gl.sum(numbers, 1)
+            buffer = CONSUMER * BUFFERS + i % BUFFERS
+            tma.store_wait(BUFFERS - 1)  # until TMA has read the previous contents of this buffer
+            p_out.index(buffer).store(numbers.to(p.dtype))
+            fence_async_shared()
+            barrier()  # every thread has passed its fence before one thread starts the store
+            store(p, [tile_n * BLOCK_N, v], p_out.index(buffer))
+        gl.store(sums_ptr + tile_v.to(gl.int64) * N + n, sums, n < N)
+        position += 2 * steps
+        parity ^= 1
+    tma.store_wait(0)  # shared memory is freed when the program ends, so wait until all stores have read it
+
+
+@gluon.jit(do_not_specialize=["N"])
+def _cross_entropy_gluon_kernel(
+    x,  # descriptor of (N, C)
+    w,  # descriptor of (V, C)
+    p,  # descriptor of (N, V)
+    target_logits_ptr,  # (N,) fp32, in base 2
+    sums_ptr,  # (tiles along V, N) fp32: the sums of p in each tile
+    N,
+    V,
+    C,
+    PARTIAL: gl.constexpr,  # whether the last tile along V is partial
+):
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
+    ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
+    p_out = gl.allocate_shared_memory(p.dtype, [2 * BUFFERS] + p.block_type.shape, p.layout)  # noqa: RUF005
+    full, empty, turn = start_barriers(STAGES)
+    gl.warp_specialize([
+        (_consume, (0, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_consume, (1, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_produce, (x, w, xs, ws, full, empty, N, V, C)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+def unnormalised_gradient(
+    x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
+
+    The scale of a row is 1 / total. All tensors are contiguous, and x and weight are from align().
+    """
+    (N, C), V = x.shape, len(weight)
+    tiles_n, tiles_v = triton.cdiv(N, BLOCK_N.value), triton.cdiv(V, BLOCK_V.value)
+    make_context_current()
+    logits_of_targets = target_logits(x, weight, targets, ignore_index)
+    sums = torch.empty(tiles_v, N, dtype=torch.float32, device=x.device)
+    _cross_entropy_gluon_kernel[(min(tiles_n * tiles_v, multiprocessors(x.device)),)](
+        tma_descriptor(x, BLOCK_N.value, BLOCK_C.value),
+        tma_descriptor(weight, BLOCK_V.value, BLOCK_C.value),
+        tma_descriptor(out, BLOCK_N.value, SLICE.value),
+        logits_of_targets,
+        sums,
+        N,
+        V,
+        C,
+        PARTIAL=V % BLOCK_V.value != 0,
+        num_warps=4,
+        maxnreg=168,  # for all 12 warps at the start; then the producer's warpgroup gives most of it to the consumers
+    )
+    return finish(x, weight, out, targets, logits_of_targets, sums, losses, ignore_index)
+
+
+@torch.library.custom_op("hotswap::linear_cross_entropy_gluon", mutates_args=())
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
+    chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
+    fill_dlogits = unnormalised_gradient
+    if not gradients:
+        fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=False)
+    return linear_cross_entropy_in_chunks(
+        align(x), align(weight), targets, ignore_index, gradients, chunk, fill_dlogits
+    )
+
+
+linear_cross_entropy.register_fake(empty_outputs)
+linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_forward.setup_context)
+
+
+def check_inputs(x: Tensor, weight: Tensor, impl: str) -> None:
+    """Raise Unavailable if loss=`impl` does not support the dtypes or the widths. In fp16 p would overflow."""
+    remedy = f"choose kernels.loss={impl.replace('gluon', 'triton')}"
+    for dtype in (x.dtype, weight.dtype):
+        if dtype != torch.bfloat16:
+            raise Unavailable(f"loss={impl} takes bfloat16, not {dtype}: {remedy}")
+    (V, C), multiple = weight.shape, 8  # TMA needs rows of a multiple of 16 bytes
+    if V % multiple or C % multiple:
+        raise Unavailable(f"loss={impl} takes C and V that are multiples of {multiple}, not {C} and {V}: {remedy}")
+
+
+def loss(x, weight, targets, ignore_index=-1):
+    check_inputs(x, weight, "gluon")
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks

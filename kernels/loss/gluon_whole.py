@@ -1,0 +1,16 @@
+"""The loss of gluon.py with all tokens in one chunk, for runs with memory to spare: see triton_whole.py.
+
+The (N, V) matrix that exists until the forward ends has the exponentials of the logits.
+"""
+
+from functools import partial
+
+from kernels.gpu import hopper_unavailable
+from kernels.loss.gluon import RUNS, apply_to_rows, check_inputs, detail, linear_cross_entropy  # noqa: F401
+
+unavailable = partial(hopper_unavailable, "loss", impl="triton_whole")
+
+
+def loss(x, weight, targets, ignore_index=-1):
+    check_inputs(x, weight, "gluon_whole")
+    return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, True)  # whole=True: one chunk

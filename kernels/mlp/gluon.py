@@ -1,0 +1,73 @@
+"""The MLP of triton.py for Hopper, in Gluon, Triton's lower-level dialect, which gives warps different roles.
+
+_gluon_kernel.py has the kernel, its method and its times: two matmuls with GELU and its derivative in their epilogues,
+which run during the matmul of the next tile. In fp8 the epilogue rounds too, so no pass over the product follows.
+cuBLAS computes the four other matmuls (_op.py, _fp8.py).
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.fp8 import E4M3, E5M2, X_SCALE
+from kernels.gpu import hopper_unavailable, triton_detail
+from kernels.mlp import _fp8, _op
+from kernels.mlp._gluon_kernel import empty_partial_sums, launch_kernel
+from kernels.quantize import dy_scale, empty_fp8
+from kernels.registry import Unavailable
+
+DTYPES = torch.bfloat16, torch.float16
+INPUT_IN_FP8 = True
+RUNS = ("^_mlp_gluon_kernel",)
+unavailable = partial(hopper_unavailable, "mlp")
+
+
+def detail(x: Tensor, fp8: bool = False, **rest) -> str:
+    return f"{triton_detail(x=x)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
+
+
+def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
+    launch_kernel(x, w_fc, b_fc, h, a, dh=None, partial=None)
+
+
+def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool) -> Tensor | None:
+    partial_sums = empty_partial_sums(*h.shape, h.device) if sums else None
+    launch_kernel(dy, w_proj, None, h, a, dh=dh, partial=partial_sums)
+    return partial_sums
+
+
+def fc_and_gelu_in_fp8(
+    x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    N, F = len(x), len(w)
+    h, a = x.new_empty(N, F, dtype=dtype), empty_fp8(N, F, E4M3, x.device)
+    launch_kernel(x, w, bias, h, a, dh=None, partial=None, x_scale=X_SCALE, w_unit=w_unit)
+    return h, a
+
+
+def proj_and_gelu_backward_in_fp8(
+    dy: Tensor, w: Tensor, w_unit: Tensor, h: Tensor, sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    N, F = h.shape
+    a, dh_columns = empty_fp8(F, N, E4M3, h.device), empty_fp8(F, N, E5M2, h.device)
+    dh, partial_sums = empty_fp8(N, F, E5M2, h.device), empty_partial_sums(N, F, h.device) if sums else None
+    launch_kernel(dy, w, None, h, a, dh, partial_sums, dh_columns, x_scale=dy_scale(N), w_unit=w_unit)
+    return a, dh, dh_columns, partial_sums
+
+
+unquantized_mlp = _op.define("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
+mlp_in_fp8 = _fp8.define("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
+
+
+def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+    (F, C), multiple = w_fc.shape, 16 if fp8 else 8  # TMA needs rows of a multiple of 16 bytes
+    if x.dtype not in DTYPES or w_fc.dtype != x.dtype:
+        raise Unavailable(f"mlp=gluon takes bfloat16 or float16, not {x.dtype}: choose kernels.mlp=triton")
+    if C % multiple or F % multiple:
+        raise Unavailable(
+            f"mlp=gluon takes widths that are multiples of {multiple}, not {C} and {F}: choose kernels.mlp=triton"
+        )
+    if fp8:
+        return mlp_in_fp8(x, w_fc, b_fc, w_proj, b_proj)
+    return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=True)
