@@ -43,7 +43,9 @@ def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """
     N, C = partial.shape
     out = torch.empty(C, dtype=dtype, device=partial.device)
-    _sum_rows_kernel[(triton.cdiv(C, PARTIAL_SUMS["BLOCK_C"]), 1)](partial, out, N, C, **PARTIAL_SUMS)
+    rows = min(PARTIAL_SUMS["BLOCK_N"], triton.next_power_of_2(N))
+    launch = PARTIAL_SUMS | {"BLOCK_N": rows, "BLOCK_C": PARTIAL_SUMS["BLOCK_N"] * PARTIAL_SUMS["BLOCK_C"] // rows}
+    _sum_rows_kernel[(triton.cdiv(C, launch["BLOCK_C"]), 1)](partial, out, N, C, **launch)
     return out
 
 

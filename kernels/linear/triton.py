@@ -1,6 +1,9 @@
-"""The matmuls of cuBLAS, like eager, and the bias's gradient from a kernel of its own (kernels/sums.py).
+"""Three matmuls in Triton (kernels/matmul.py), of which the first adds the bias in its epilogue.
 
-With fp8, one pass rounds each operand for all of its products:
+    forward   y = x W^T + b
+    backward  dx = dy W, dW = dy^T x, and db, the sum of dy's rows (kernels/sums.py)
+
+With fp8, cuBLAS multiplies, and one pass rounds each operand for all of its products:
 
     forward   pass     x and W to e4m3, by rows and by columns       (kernels/quantize.py; norm=triton does it for x)
               cuBLAS   y = x W^T + b
@@ -14,36 +17,35 @@ In eager PyTorch each operand is rounded by rows, and transposed in a pass of it
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher, refuse_second_derivative
+from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
+from kernels.matmul import candidates as matmul_candidates
+from kernels.matmul import matmul, matmul_of_rows
 from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
 from kernels.sums import sum_rows
 
-RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("_sum_rows_kernel|::sum_rows",)}
+RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("^_matmul_kernel|::linear_fwd",)}
 INPUT_IN_FP8 = True
-FAMILY = "^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # also when the MLP or the loss rounds, or the MLP sums
+FAMILY = "^_matmul_|^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # also of the MLP and the loss
 
 
-def detail(x, bias=None, fp8=False, **rest) -> str:
-    if fp8:
-        return f"{triton_detail(x=x)}, fp8"
-    return f"torch {torch.__version__}" if bias is None else triton_detail(x=x)
+def detail(x, fp8=False, **rest) -> str:
+    return f"{triton_detail(x=x)}{', fp8, cuBLAS matmuls' if fp8 else ''}"
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
     """Return the launch parameters that scripts/tune.py tries for `kernel`."""
-    return quantize_candidates()
+    return quantize_candidates() if kernel == "quantize" else matmul_candidates(kernel, default)
 
 
 @torch.library.custom_op("hotswap::linear_fp8_fwd", mutates_args=())
-def linear_fwd(
+def linear_fp8_fwd(
     x: Tensor, x_rows: Tensor, x_columns: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y (N, F), and for the backward the weight by columns, (C, F), and its unit. See with_layouts() for x."""
@@ -52,14 +54,14 @@ def linear_fwd(
     return y, weight_columns, weight_unit
 
 
-@linear_fwd.register_fake
+@linear_fp8_fwd.register_fake
 def _(x, x_rows, x_columns, weight, bias):
     (N, C), F = x.shape, weight.shape[0]
     return x.new_empty(N, F), empty_fp8(C, F, E4M3, x.device), x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("hotswap::linear_fp8_bwd", mutates_args=())
-def linear_bwd(
+def linear_fp8_bwd(
     dy: Tensor, x_columns: Tensor, weight_columns: Tensor, weight_unit: Tensor, x: Tensor | None, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx (N, C), dweight (F, C) and dbias (F,). Without a bias, dbias is empty.
@@ -73,52 +75,71 @@ def linear_bwd(
     return dx, dweight, dbias
 
 
-@linear_bwd.register_fake
+@linear_fp8_bwd.register_fake
 def _(dy, x_columns, weight_columns, weight_unit, x, has_bias):
     (N, F), C = dy.shape, x_columns.shape[0]
     return dy.new_empty(N, C), dy.new_empty(F, C), dy.new_empty(F if has_bias else 0)
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_fp8_context(ctx, inputs, output):
     x, _, x_columns, weight, bias = inputs
     ctx.save_for_backward(x_columns, *output[1:], None if dweight_in_fp8(weight) else x)
     ctx.has_bias = bias is not None
     ctx.set_materialize_grads(False)  # only y has a gradient
 
 
-def _backward(ctx, dy, *_):
-    dx, dweight, dbias = linear_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
+def _fp8_backward(ctx, dy, *_):
+    dx, dweight, dbias = linear_fp8_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
     return dx, None, None, dweight, dbias if ctx.has_bias else None
+
+
+linear_fp8_bwd = bypass_dispatcher(linear_fp8_bwd)
+linear_fp8_fwd = bypass_dispatcher(linear_fp8_fwd, _fp8_backward, _setup_fp8_context)
+
+
+@torch.library.custom_op("hotswap::linear_fwd", mutates_args=())
+def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return matmul("linear_fwd", x, weight, bias)
+
+
+@linear_fwd.register_fake
+def _(x, weight, bias):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("hotswap::linear_bwd", mutates_args=())
+def linear_bwd(dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dx (N, C), dweight (F, C) and dbias (F,). Without a bias, dbias is empty."""
+    dx, dweight = matmul("linear_dx", dy, weight, w_by_rows=False), matmul_of_rows("linear_dw", dy, x)
+    return dx, dweight, sum_rows(dy) if has_bias else dy.new_empty(0)
+
+
+@linear_bwd.register_fake
+def _(dy, x, weight, has_bias):
+    return torch.empty_like(x), torch.empty_like(weight), dy.new_empty(dy.shape[1] if has_bias else 0)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx, dy):
+    dx, dweight, dbias = linear_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
+    return dx, dweight, dbias if ctx.has_bias else None
 
 
 linear_bwd = bypass_dispatcher(linear_bwd)
 linear_fwd = bypass_dispatcher(linear_fwd, _backward, _setup_context)
 
 
-class LinearWithBias(torch.autograd.Function):
-    """F.linear(x, weight, bias), whose backward sums the rows of dy with sum_rows()."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @refuse_second_derivative
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dy_rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-        return (dy_rows @ weight).view_as(x), dy_rows.T @ x.reshape(-1, x.shape[-1]), sum_rows(dy_rows)
-
-
 def linear(x, weight, bias, fp8=False):
-    if not fp8 and bias is None:
-        return F.linear(x, weight)
+    check_dtypes("linear", x, weight, fp8=fp8)
     if not fp8:
-        check_dtypes("linear", x, weight)
-        return LinearWithBias.apply(x, weight, bias)
-    check_dtypes("linear", x, weight, fp8=True)
+        y = linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
+        return y.view(*x.shape[:-1], len(weight))
     if isinstance(x, InFp8) and not dweight_in_fp8(weight):
         raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
-    y, *_ = linear_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight, bias)
+    y, *_ = linear_fp8_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight, bias)
     return y.view(*x.shape[:-1], len(weight))

@@ -20,7 +20,7 @@ log2(total) + ROOM. p is in bf16, which has the range of fp32, so it overflows o
 128 + ROOM bits, 110 nats. If a loss is above 77 nats, _cross_entropy_finish_kernel computes its row again with the
 row's maximum as shift, and the 15 rows beside it.
 
-The matmul is the backend's, for example that of gluon.py. The kernels here run before and after it, and are in Triton.
+The matmul is the backend's: _exponentials.py for triton.py, and gluon.py. The kernels here run before and after it.
 """
 
 import torch

@@ -4,17 +4,18 @@ For N = 65,536 tokens and V = 50,304 the logits are 6.6 GB in bf16, and their gr
 idea of Liger-Kernel (Hsu et al. 2024, arXiv:2410.10989): the forward already computes the gradients, so a chunk of n
 tokens needs one (n, V) buffer, and only until its gradients are done.
 
-    logits  = x W^T                                            cuBLAS
-    dlogits = softmax(logits) - onehot(target)                 the kernel of _softmax.py, written over the logits
-    dx      = dlogits W                                        cuBLAS
-    dW     += dlogits^T x                                      cuBLAS, summed in fp32
+    p       = exp(x W^T - shift)                               _exponentials.py: a matmul that exponentiates
+    losses, and the scale of each row of p                     _unnormalised.py
+    dx      = scale (p W)                                      cuBLAS
+    dW     += p^T (scale x)                                    cuBLAS, summed in fp32
+
+So in bf16 not even the logits of a chunk exist. _unnormalised.py explains why p need not be normalised. In fp16 p would
+overflow, and in fp32 its rounding would show. There cuBLAS computes the logits, and _softmax.py writes their gradient
+over them. Without gradients, in validation, _softmax.py computes only the losses from the logits.
 
 dx and dW are gradients of the sum of the losses. Those of the mean would be too small for fp16, which rounds 1e-8 to 0.
 backward() multiplies dx and dW by dout, the derivative of the final loss by this sum. It multiplies in fp32, and rounds
 the products.
-
-On Hopper in bf16, gluon.py replaces the first two lines if gradients are needed. Then not even the logits of a chunk
-exist.
 
 A chunk has as many tokens as LOGITS_BYTES allows, because every chunk also reads and writes the fp32 dW once (155 MB at
 C = 768).
@@ -35,7 +36,7 @@ from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E5M2, X_SCALE, gradient_scale, product
 from kernels.gpu import check_dtypes, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.loss import LOGITS_SCALE, _in_forward
+from kernels.loss import LOGITS_SCALE, _exponentials, _in_forward
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel, scale_kernel
 from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_of
@@ -46,7 +47,7 @@ FP8_LOGITS_BYTES = 544 * 2**20  # 5,632 tokens
 FP8_COLUMNS_BYTES = 560 * 2**20  # of a group's dlogits by columns: 2 chunks
 RUNS = {
     "fp8": ("^dlogits_fp8_kernel|::linear_cross_entropy_fp8",),
-    "triton": ("^cross_entropy_kernel|::linear_cross_entropy",),
+    "triton": ("^_cross_entropy_exp_kernel|^cross_entropy_kernel|::linear_cross_entropy",),
 }
 FAMILY = "dlogits"
 
@@ -59,6 +60,8 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     """
     if kernel in ("quantize", "dlogits_fp8"):
         return quantize_candidates()
+    if kernel == "cross_entropy_exp":
+        return _exponentials.candidates()
     if kernel.startswith("linear_cross_entropy"):
         return [{"chunk": default["chunk"] + more} for more in (128, 256)]
     choices = (2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32)
@@ -116,6 +119,8 @@ def linear_cross_entropy(
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    if gradients and x.dtype == torch.bfloat16:
+        fill_dlogits = _exponentials.unnormalised_gradient
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
@@ -148,7 +153,7 @@ def linear_cross_entropy_in_chunks(
     """Compute linear_cross_entropy(), `chunk` tokens at a time.
 
     `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
-    unnormalised_gradient() of gluon.py. It returns the x for dW, and what multiplies dx, or None.
+    unnormalised_gradient() of _exponentials.py. It returns the x for dW, and what multiplies dx, or None.
     """
     N, V = len(x), len(weight)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
 """The loss of triton.py with all tokens in one chunk, for runs with memory to spare.
 
-The price is memory. An (N, V) matrix exists until the forward ends: the logits, which their gradient overwrites. In
-bf16 it has 2 N V bytes: 6.6 GB at N = 65,536 and V = 50,304.
+The price is memory. An (N, V) matrix exists until the forward ends: the exponentials of the logits. In bf16 it
+has 2 N V bytes: 6.6 GB at N = 65,536 and V = 50,304.
 
 In return one matmul computes dW and rounds it once. With chunks, every chunk reads and writes an fp32 sum of 4 V C
 bytes. At C = 768 that is 2 x 155 MB for every 4,096 tokens: 4.9 GB, 1.2 ms at the copy rate of an H200. One chunk also

@@ -29,7 +29,7 @@ from kernels.quantize import (
 def _gelu_and_dh(h_ptr, da_ptr, n, f, N, F, BACKWARD: tl.constexpr):
     """Return gelu(h), and with BACKWARD dh = da gelu'(h), of rows n and columns f."""
     h = load_rows(h_ptr, n, f, N, F, 0.0)
-    s = gelu_over_h(h)
+    s = gelu_over_h(h, True)
     dh = h
     if BACKWARD:
         dh = load_rows(da_ptr, n, f, N, F, 0.0) * gelu_derivative(h, s)

@@ -1,27 +1,32 @@
 """Linear, bias, GELU, Linear, with the GELU and its derivative in the epilogues of the matmuls next to them.
 
 The forward and backward of an MLP have six matmuls. cuBLAS computes four of them. The other two produce an (N, F)
-tensor, F = 4 C, that still needs elementwise work. The kernel below computes these two matmuls and does that work while
+tensor, F = 4 C, that still needs elementwise work. The kernels below compute these two matmuls, and do that work while
 a tile of the result is in registers. This work is called the epilogue of the tile:
 
     forward   kernel   h = x W_fc^T + b_fc       its epilogue stores h, for the backward, and a = gelu(h)
               cuBLAS   y = a W_proj^T + b_proj
-    backward  kernel   da = dy W_proj            its epilogue loads h; it stores dh = da gelu'(h), a again, and the sum
-                                                 of dh's rows in each tile, a partial sum of db_fc = sum_rows dh
+    backward  kernel   da = dy W_proj            its epilogue loads h; it stores dh = da gelu'(h), a again, and sums of
+                                                 dh's rows in each tile, partial sums of db_fc = sum_rows dh
               cuBLAS   dW_proj = dy^T a, dx = dh W_fc, dW_fc = dh^T x
 
 For this work eager makes six more passes over an (N, F) tensor. GELU reads h and writes a, the backward of GELU reads
 da and h and writes dh, and the sum of the bias gradient reads dh. At N = 65,536 and C = 768 a pass moves 0.4 GB, so six
-passes take 0.6 ms of eager's 3.3 ms. Here autograd saves h but not a, because a would take another 0.4 GB a layer. The
+passes take 0.6 ms of eager's 3.2 ms. Here autograd saves h but not a, because a would take another 0.4 GB a layer. The
 backward recomputes a from h in its epilogue. The forward rounds h before it computes gelu(h), so forward and backward
 compute the same bits of a.
 
-Forward and backward are the same kernel, a persistent matmul: one program a multiprocessor walks over the tiles, in an
-order that keeps their operands in the L2 cache. At K = C = 768 a matmul of (N, K) x (K, F) does
-K F / (K + 2 F) = 341 FLOP for each byte of x, h and a in bf16, almost twice the ridge of an H200, 186 FLOP a byte. So
-the matmul is long enough to hide the stores. But this kernel does not hide them, because the tensor cores wait during
-its epilogue. On Hopper gluon.py hides most of it; the kernel below is easier to read, so read it first. With fp8,
-_triton_fp8.py computes the MLP. The four other matmuls and autograd are in _op.py.
+kernels/matmul.py explains the matmul. Two programs share a multiprocessor, so that the tensor cores work for one while
+the other runs its epilogue. On one H200 in bf16, at 65,536 x 768 and in one run, the forward's kernel takes 570 us and
+the backward's 755, where cuBLAS takes 430 for either matmul alone. The forward stores h and a, and the backward also
+loads h: 0.8 and 1.2 GB, which take 0.2 and 0.3 ms by themselves. Three things were expensive, and are avoided:
+
+    layouts     Triton computed a in the backward twice, once for each layout of the stores: 120 us (round_both)
+    rounding    one number at a time, where the GPU can round two: 12 us in the forward (round_to)
+    sums        a sum over all rows of a tile takes shared memory and barriers: 28 us. Each warp sums its own 32 rows
+
+On Hopper gluon.py is faster still; the kernels below are easier to read, so read them first. With fp8, _triton_fp8.py
+computes the MLP. The four other matmuls and autograd are in _op.py.
 """
 
 import torch
@@ -29,17 +34,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import check_dtypes, multiprocessors, triton_detail
+from kernels.gpu import check_dtypes, make_context_current, multiprocessors, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
+from kernels.matmul import (
+    LAUNCH,
+    can_use_tma,
+    kernel_argument,
+    load_matrix_tile,
+    multiply_tile,
+    precision,
+    round_both,
+    round_to,
+    split_columns,
+    store_matrix_tile,
+)
 from kernels.mlp import _op, _triton_fp8
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import candidates as quantize_candidates
 from kernels.tiles import place
 from kernels.tuned import launch_parameters
 
-PARAMETERS = "BLOCK_N", "BLOCK_F", "BLOCK_C", "num_warps", "num_stages", "programs"
 INPUT_IN_FP8 = True
-RUNS = {"fp8": ("^_gelu_fp8_kernel|::mlp_fp8",), "triton": ("^_mlp_kernel|::mlp_fwd",)}
+RUNS = {"fp8": ("^_gelu_fp8_kernel|::mlp_fp8",), "triton": ("^_mlp_fwd_kernel|::mlp_fwd",)}
 
 
 def detail(x: Tensor, fp8: bool = False, **rest) -> str:
@@ -47,124 +63,170 @@ def detail(x: Tensor, fp8: bool = False, **rest) -> str:
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
-def _mlp_kernel(
-    x_ptr,  # forward: x (N, C); backward: dy (N, C)
-    w_ptr,  # forward: w_fc (F, C); backward: w_proj (C, F)
-    b_ptr,  # forward: b_fc (F,), read only with HAS_BIAS
-    h_ptr,  # (N, F), written by the forward and read by the backward
-    a_ptr,  # (N, F) gelu(h)
-    dh_ptr,  # (N, F), backward only
-    partial_ptr,  # (tiles along N, F) fp32: the sum of dh's rows in each tile, backward with HAS_BIAS only
+def _mlp_fwd_kernel(
+    x,  # (N, C)
+    w,  # w_fc (F, C)
+    b_ptr,  # b_fc (F,), or None
+    h,  # (N, F)
+    a,  # (N, F) gelu(h)
     N,
     F,
     C,
-    BACKWARD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    dtype = h_ptr.dtype.element_ty
+    dtype: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
+    WIDTH: tl.constexpr = BLOCK_F // PARTS
     tiles_n, tiles_f = tl.cdiv(N, BLOCK_N), tl.cdiv(F, BLOCK_F)
     for tile in tl.range(tl.program_id(0), tiles_n * tiles_f, tl.num_programs(0), flatten=True):
         tile_n, tile_f = place(tile, tiles_n, tiles_f, GROUP)
-        n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]  # int64: N F can exceed 2^31
-        f = tile_f * BLOCK_F + tl.arange(0, BLOCK_F)
-        total = tl.zeros((BLOCK_N, BLOCK_F), tl.float32)
-        for start in range(0, C, BLOCK_C):
-            c = start + tl.arange(0, BLOCK_C)
-            x_tile = tl.load(x_ptr + n * C + c[None, :], (n < N) & (c < C)[None, :], other=0.0)
-            # w_tile is a (BLOCK_C, BLOCK_F) tile of a (C, F) matrix; in the forward w is the transpose of this matrix
-            row = (c if BACKWARD else f).to(tl.int64)  # of w: C F can exceed 2^31, too
-            w_offsets = row[:, None] * F + f[None, :] if BACKWARD else row[None, :] * C + c[:, None]
-            w_tile = tl.load(w_ptr + w_offsets, (c < C)[:, None] & (f < F)[None, :], other=0.0)
-            total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
-        offsets, mask = n * F + f[None, :], (n < N) & (f < F)[None, :]
-        if BACKWARD:
-            h = tl.load(h_ptr + offsets, mask, other=0.0).to(tl.float32)
-            s = gelu_over_h(h)
-            dh = (total * gelu_derivative(h, s)).to(dtype)
-            tl.store(dh_ptr + offsets, dh, mask)
-            if HAS_BIAS:
-                tl.store(partial_ptr + tile_n.to(tl.int64) * F + f, tl.sum(dh.to(tl.float32), 0), f < F)
-        else:
-            if HAS_BIAS:
-                total += tl.load(b_ptr + f, f < F, other=0.0).to(tl.float32)[None, :]
-            rounded = total.to(dtype)
-            tl.store(h_ptr + offsets, rounded, mask)
-            h = rounded.to(tl.float32)
-            s = gelu_over_h(h)
-        tl.store(a_ptr + offsets, (h * s).to(dtype), mask)
+        n, first = tile_n * BLOCK_N, tile_f * BLOCK_F
+        total = multiply_tile(x, w, n, first, N, F, C, True, BLOCK_N, BLOCK_F, BLOCK_C, TMA, PRECISION)
+        parts = split_columns(total, PARTS)
+        for i in tl.static_range(PARTS):
+            part, f = parts[i], first + i * WIDTH
+            if b_ptr is not None:
+                columns = f + tl.arange(0, WIDTH)
+                part += tl.load(b_ptr + columns, columns < F, other=0.0).to(tl.float32)[None, :]
+            rounded = round_to(part, dtype)
+            store_matrix_tile(h, rounded, n, f, N, F, TMA)
+            numbers = rounded.to(tl.float32)
+            numbers *= gelu_over_h(numbers, dtype != tl.float32)
+            store_matrix_tile(a, round_to(numbers, dtype), n, f, N, F, TMA)
 
 
-def default_launch(dtype: torch.dtype, backward: bool) -> dict:
-    """Return the default launch parameters. `programs` is the number of programs per multiprocessor."""
+@triton.jit(do_not_specialize=["N"])
+def _mlp_bwd_kernel(
+    dy,  # (N, C)
+    w,  # w_proj (C, F)
+    h,  # (N, F)
+    a,  # (N, F) gelu(h)
+    dh,  # (N, F)
+    partial_ptr,  # (SUMS x tiles along N, F) fp32: the sums of dh's rows in each tile; or None
+    N,
+    F,
+    C,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUMS: tl.constexpr,  # of a tile: as many as warps, because a warp has 16 rows of each 16 x SUMS
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    dtype: tl.constexpr = dy.dtype if TMA else dy.dtype.element_ty
+    WIDTH: tl.constexpr = BLOCK_F // PARTS
+    tiles_n, tiles_f = tl.cdiv(N, BLOCK_N), tl.cdiv(F, BLOCK_F)
+    for tile in tl.range(tl.program_id(0), tiles_n * tiles_f, tl.num_programs(0), flatten=True):
+        tile_n, tile_f = place(tile, tiles_n, tiles_f, GROUP)
+        n, first = tile_n * BLOCK_N, tile_f * BLOCK_F
+        total = multiply_tile(dy, w, n, first, N, F, C, False, BLOCK_N, BLOCK_F, BLOCK_C, TMA, PRECISION)
+        parts = split_columns(total, PARTS)
+        for i in tl.static_range(PARTS):
+            f = first + i * WIDTH
+            numbers = load_matrix_tile(h, n, f, N, F, BLOCK_N, WIDTH, TMA).to(tl.float32)
+            s = gelu_over_h(numbers, dtype != tl.float32)
+            gradient = parts[i] * gelu_derivative(numbers, s)
+            dh_part, a_part = round_both(gradient, numbers * s, dtype)
+            store_matrix_tile(dh, dh_part, n, f, N, F, TMA)
+            store_matrix_tile(a, a_part, n, f, N, F, TMA)
+            if partial_ptr is not None:
+                sums = tl.sum(tl.sum(gradient.reshape(BLOCK_N // (16 * SUMS), SUMS, 16, WIDTH), 0), 1)
+                row, columns = tile_n * SUMS + tl.arange(0, SUMS)[:, None], f + tl.arange(0, WIDTH)[None, :]
+                tl.store(partial_ptr + row.to(tl.int64) * F + columns, sums, (row >= 0) & (columns < F))
+
+
+def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
+    """Return the default launch parameters. `programs` is the number of programs a multiprocessor.
+
+    With TMA they take 113 KB of shared memory, and without it at most 48.
+    """
     if dtype == torch.float32:  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
-        values = 64, 256, 128, 8, 1, 1
-    elif backward:
-        values = 128, 64, 32, 8, 3, 1
+        values = 64, 128, 64, 1, 8, 1, 1
+    elif tma:
+        values = 128, 128, 64, 4 if backward else 2, 4, 3, 2
     else:
-        values = 128, 128, 32, 8, 3, 1
-    return dict(zip(PARAMETERS, values, strict=True)) | {"GROUP": 8}
+        values = 128, 64 if backward else 128, 32, 1, 8, 3, 2
+    return dict(zip(LAUNCH, values, strict=True)) | {"GROUP": 8}
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
     """Return the launch parameters that scripts/tune.py tries for `kernel`.
 
-    Some run two or more programs on a multiprocessor, so that one program can store while another multiplies.
+    Most run two programs or more on a multiprocessor, so that one program can store while another multiplies.
     """
     if kernel == "quantize" or kernel.startswith("gelu_fp8"):
         return quantize_candidates()
-    choices = [(128, 128, 32, 8, 3, 1), (128, 128, 32, 8, 4, 1), (128, 128, 64, 8, 3, 1), (128, 64, 32, 8, 3, 1)]
-    choices += [(128, 64, 32, 4, 4, 2), (64, 128, 32, 4, 3, 2), (64, 64, 32, 4, 3, 4)]
-    return [dict(zip(PARAMETERS, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
+    choices = [(128, 128, 64, 4, 8, 3, 2), (128, 256, 64, 4, 8, 3, 1), (128, 128, 64, 2, 4, 3, 2)]
+    choices += [(128, 128, 32, 1, 8, 3, 1), (128, 128, 32, 1, 8, 4, 1), (128, 64, 32, 1, 8, 3, 1)]
+    choices += [(128, 64, 32, 1, 4, 4, 2), (64, 128, 32, 1, 4, 3, 2), (64, 64, 32, 1, 4, 3, 4)]
+    return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
 
-def choose_launch(x: Tensor, F: int, backward: bool) -> dict:
-    """Return the launch parameters of _mlp_kernel. x is (N, C): the input, or dy."""
-    key = f"{x.shape[1]} {F} {x.dtype}"
-    return launch_parameters("mlp_bwd" if backward else "mlp_fwd", key, default_launch(x.dtype, backward), x.device)
+def choose_launch(x: Tensor, F: int, tma: bool, backward: bool) -> dict:
+    """Return the launch parameters of a kernel. x is (N, C): the input, or dy."""
+    key = f"{x.shape[1]} {F} {x.dtype}{' tma' if tma else ''}"
+    default = default_launch(x.dtype, tma, backward)
+    return launch_parameters("mlp_bwd" if backward else "mlp_fwd", key, default, x.device)
 
 
-def launch_kernel(x, w, b, h, a, dh=None, partial=None) -> None:
-    """Run the kernel, backward if dh is given and otherwise forward. All tensors are contiguous.
+def choose_grid(x: Tensor, F: int, launch: dict) -> tuple[int]:
+    """Take `programs` out of the launch parameters, and return how many programs compute an (N, F) matrix."""
+    tiles = triton.cdiv(len(x), launch["BLOCK_N"]) * triton.cdiv(F, launch["BLOCK_F"])
+    make_context_current()
+    return (min(tiles, launch.pop("programs") * multiprocessors(x.device)),)
 
-    The arguments have the shapes of _mlp_kernel: in the backward, x is dy and w is w_proj.
-    """
-    (N, C), F, backward = x.shape, h.shape[1], dh is not None
-    launch = choose_launch(x, F, backward)
-    programs = launch.pop("programs") * multiprocessors(x.device)
-    tiles = triton.cdiv(N, launch["BLOCK_N"]) * triton.cdiv(F, launch["BLOCK_F"])
-    _mlp_kernel[(min(tiles, programs),)](
-        x,
-        w,
-        b,
-        h,
-        a,
-        dh,
-        partial,
-        N,
-        F,
-        C,
-        BACKWARD=backward,
-        HAS_BIAS=(partial if backward else b) is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",  # matters only for fp32
+
+def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
+    F, C = w_fc.shape
+    tma = can_use_tma(x, w_fc, h, a)
+    launch = choose_launch(x, F, tma, backward=False)
+    n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
+    _mlp_fwd_kernel[choose_grid(x, F, launch)](
+        x=kernel_argument(x, n, c, tma=tma),
+        w=kernel_argument(w_fc, f, c, tma=tma),
+        b_ptr=b_fc,
+        h=kernel_argument(h, n, f // launch["PARTS"], tma=tma),
+        a=kernel_argument(a, n, f // launch["PARTS"], tma=tma),
+        N=len(x),
+        F=F,
+        C=C,
+        TMA=tma,
+        PRECISION=precision(x.dtype),
         **launch,
     )
 
 
-def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
-    launch_kernel(x, w_fc, b_fc, h, a)
-
-
 def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool) -> Tensor | None:
-    N, F, partial = *h.shape, None
+    (C, F), partial = w_proj.shape, None
+    tma = can_use_tma(dy, w_proj, h, a, dh)
+    launch = choose_launch(dy, F, tma, backward=True)
+    n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
+    sums_of_tile = min(launch["num_warps"], n // 16)
     if sums:
-        tiles = triton.cdiv(N, choose_launch(dy, F, backward=True)["BLOCK_N"])
-        partial = torch.empty(tiles, F, dtype=torch.float32, device=h.device)
-    launch_kernel(dy, w_proj, None, h, a, dh=dh, partial=partial)
+        rows = triton.cdiv(len(dy), n) * sums_of_tile
+        partial = torch.empty(rows, F, dtype=torch.float32, device=h.device)
+    _mlp_bwd_kernel[choose_grid(dy, F, launch)](
+        dy=kernel_argument(dy, n, c, tma=tma),
+        w=kernel_argument(w_proj, c, f, tma=tma),
+        h=kernel_argument(h, n, f // launch["PARTS"], tma=tma),
+        a=kernel_argument(a, n, f // launch["PARTS"], tma=tma),
+        dh=kernel_argument(dh, n, f // launch["PARTS"], tma=tma),
+        partial_ptr=partial,
+        N=len(dy),
+        F=F,
+        C=C,
+        SUMS=sums_of_tile,
+        TMA=tma,
+        PRECISION=precision(dy.dtype),
+        **launch,
+    )
     return partial
 
 
