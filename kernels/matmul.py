@@ -230,7 +230,7 @@ def can_use_tma(*matrices: Tensor) -> bool:
 
 
 def kernel_argument(tensor: Tensor | None, *block: int, tma: bool) -> TensorDescriptor | Tensor | None:
-    """Return what a kernel takes for a contiguous tensor: the tensor, or its TMA descriptor for tiles of shape `block`."""
+    """Return what a kernel takes for a contiguous tensor: the tensor, or a TMA descriptor of tiles of shape `block`."""
     if tensor is None or not tma:
         return tensor
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
@@ -251,7 +251,7 @@ def default_launch(dtype: torch.dtype, tma: bool) -> dict:
     elif tma:
         values = 128, 256, 64, 4, 8, 3, 1
     else:
-        values = 128, 128, 32, 1, 8, 3, 2
+        values = 128, 128, 32, 4, 8, 4, 1
     return dict(zip(LAUNCH, values, strict=True)) | {"GROUP": 8}
 
 

@@ -73,7 +73,7 @@ def default_launch(dtype: torch.dtype, tma: bool) -> dict:
     elif tma:
         values = 128, 128, 64, 2, 4, 3, 2
     else:
-        values = 128, 128, 32, 1, 8, 3, 2
+        values = 128, 64, 32, 2, 8, 3, 2
     return dict(zip(LAUNCH, values, strict=True)) | {"GROUP": 32}
 
 
