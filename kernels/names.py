@@ -26,6 +26,7 @@ def constant(op: str, name: str, default: Any) -> Any:
     return default
 
 
+INSTEAD = {"gluon": "triton"}  # preset -> what it takes for an op without a backend of its name, if not eager
 OPS = [op for op in ALL_OPS if constant(op, "TRAINS", True)]  # the ops of a training step
 
 
@@ -49,20 +50,37 @@ def ops_with_a_choice() -> list[str]:
     return [op for op in OPS if op != "attention" and len(impls(op)) > 1]
 
 
+def preset(name: str) -> dict[str, str]:
+    """Return {op: backend} of kernels=NAME, for the ops of a training step but attention."""
+    choices = {op: (name, INSTEAD.get(name), "eager") for op in OPS if op != "attention"}
+    return {op: next(impl for impl in names if impl in impls(op)) for op, names in choices.items()}
+
+
+def preset_name(backends: dict[str, str]) -> str | None:
+    """Return the preset of one language that chooses these backends of ops: "eager", "triton", "gluon"; None without.
+
+    "gluon" has Triton for the ops that Gluon lacks. Of other presets a name lists the backends.
+    """
+    for name in dict.fromkeys(backends.values()):
+        same = set(backends.values()) == {name}
+        if same or (name in INSTEAD and backends.items() <= preset(name).items()):
+            return name
+    return None
+
+
 def config_groups() -> dict[str, dict]:
     """Return {group: {choice: config}} for the config groups that need no YAML files: `kernels`, `attn`, an ablation.
 
-    `kernels=NAME` takes the backend NAME for every op that has one, and eager for the others. `kernels=compile` is
-    eager under torch.compile. The choice `*` of `attn` stands for paths and dotted names: see
-    runtime.config.store_named_choices(). The group `hydra/ablation` is for configs/sweep/ablation.yaml: a sweep that
-    starts from eager ops and swaps one op at a time.
+    `kernels=NAME` takes the backend NAME for every op that has one, and eager for the others; kernels=gluon takes
+    Triton for the others. `kernels=compile` is eager under torch.compile. The choice `*` of `attn` stands for paths and
+    dotted names: see runtime.config.store_named_choices(). The group `hydra/ablation` is for
+    configs/sweep/ablation.yaml: a sweep that starts from eager ops and swaps one op at a time.
     """
     per_op = {op: impls(op) for op in OPS if op != "attention"}
     decoders = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
     groups = {"kernels": {}, "attn": {name: {"impl": name} for name in [*impls("attention"), "*"]}}
     for name in sorted({name for names in per_op.values() for name in names}):
-        backends = {op: name if name in names else "eager" for op, names in per_op.items()}
-        groups["kernels"][name] = {**backends, **decoders, "compile": False, "check": True, "fp8": None}
+        groups["kernels"][name] = {**preset(name), **decoders, "compile": False, "check": True, "fp8": None}
     groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")

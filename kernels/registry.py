@@ -69,7 +69,16 @@ import torch
 from kernels import compat, fp8
 from kernels.arguments import check_arguments
 from kernels.lookup import backend, check_name, impls, importable_backends, short_name, source_of  # noqa: F401
-from kernels.names import ALL_OPS, OPS, KernelError, config_key, default_impl, ops_with_a_choice, override_key
+from kernels.names import (
+    ALL_OPS,
+    OPS,
+    KernelError,
+    config_key,
+    default_impl,
+    ops_with_a_choice,
+    override_key,
+    preset_name,
+)
 
 Ops = namedtuple("Ops", OPS)  # the function that computes each op: model/ is built from these
 
@@ -313,12 +322,12 @@ def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
-    """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`."""
+    """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`.
+
+    `gluon` is kernels=gluon, which has Triton for the ops that Gluon lacks.
+    """
     backends = {op: short_name(impl) for op, impl in impl_by_op(kernels, attn).items() if op in ops_with_a_choice()}
-    if len(set(backends.values())) == 1:
-        name = next(iter(backends.values()))
-    else:
-        name = "+".join(f"{op}.{impl}" for op, impl in backends.items())
+    name = preset_name(backends) or "+".join(f"{op}.{impl}" for op, impl in backends.items())
     if kernels.compile:
         name = "compile" if name == "eager" else f"{name}+compile"
     if kernels.fp8 is not None:

@@ -1,7 +1,8 @@
 """Read and append rows in .jsonl files, as in results/<device>/, and send rows to a tracker.
 
 Each line that is written has a CRC-32. A line in results/ without one is an error, because a change of it would go
-unnoticed. Files elsewhere may be of older versions, which wrote none.
+unnoticed. Files elsewhere may be of older versions, which wrote none. Rows of older versions are read with the names
+of today (old_rows.py).
 """
 
 import errno
@@ -14,9 +15,11 @@ from omegaconf import OmegaConf
 
 from files import ENDS_WITH_CRC32, add_crc32, open_regular, read_bytes, read_line, write_atomically
 from kernels.tuned import device_slug
+from lab.old_rows import rename_gluon
 from runtime.command import command_line
 from runtime.config import UserError, check
 from runtime.folders import file_name, make_folder
+from runtime.row import read_row
 from runtime.trackers import Tracker
 from terminal import shell_command
 
@@ -48,7 +51,7 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], dict[int, str]]:
     good, bad, must_have_crc32 = [], {}, is_result(path)
     for number, line in enumerate(read_lines(path), 1):
         try:
-            good.append((number, read_line(line)))
+            good += [(number, row) for row in rename_gluon(read_line(line))]
         except (ValueError, RecursionError) as error:
             bad[number] = str(error)
             continue
@@ -56,6 +59,12 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], dict[int, str]]:
             add = shell_command("python", "-m", "scripts.collect", path)
             raise UserError(f"{path}: line {number} has no CRC-32; if the line is right, add it: {add}")
     return good, bad
+
+
+def read_run(folder: Path) -> dict | None:
+    """Return the row in a run's folder as read_row() does, with the names of today; None if it has none."""
+    row = read_row(folder)
+    return row and rename_gluon(row)[0]
 
 
 def read_lines(path: Path) -> list[bytes]:

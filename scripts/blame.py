@@ -18,10 +18,10 @@ from kernels.registry import KernelError
 from lab.proof.blame import Replay, check_ids, check_repeatable, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
 from lab.rerun import check_backends
+from lab.rows import read_run
 from runtime import compat
 from runtime.config import UserError, check, parse, path_argument
 from runtime.device import OutOfMemory, select_device
-from runtime.row import read_row
 from runtime.signals import exit_quietly
 from terminal import printable
 from train import Config as TrainConfig
@@ -29,7 +29,7 @@ from train import Config as TrainConfig
 
 def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
     """Print the page. Return whether the step goes wrong again."""
-    row = read_row(run)
+    row = read_run(run)
     check(
         row is not None and isinstance(row.get("config"), dict),
         f"{run} has no row with a config: its result.json is missing or damaged, or {run} is not the folder of a run",

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kernels.tuned import device_slug
 from lab import rows
+from lab.old_rows import rename_gluon
 from runtime import compat
 from runtime.config import UserError, path_argument
 from runtime.folders import file_name
@@ -57,7 +58,8 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
     path = folder / f"{row_kind(row)}.jsonl"
     curve_path = rows.curve_file(folder, row) if curves else None  # raises before anything is written
     lines = rows.read_metrics(run, row) if curves else []
-    if row not in rows.read_whole(path):
+    known = rows.read_whole(path)
+    if any(named not in known for named in rename_gluon(row)):
         rows.append_rows(path, [row])
     if curve_path:
         losses = [{key: line[key] for key in ("step", "train/loss", "val/loss") if key in line} for line in lines]

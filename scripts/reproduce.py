@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from lab.rerun import rerun_words
-from lab.rows import read_whole
+from lab.rows import read_run, read_whole
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
 from runtime import compat
@@ -34,7 +34,7 @@ OWN_ENVIRONMENT = {"gpu", "git_commit_missing"}  # no other machine has the same
 def read_source(path: Path) -> list[dict]:
     """Return the rows of a file, or the only row of a run's folder. Raises UserError if there are none."""
     if path.is_dir():
-        row = read_row(path)
+        row = read_run(path)
         check(row is not None, f"{path} has no row: it is not the folder of a run with a result.json")
         return [row]
     check(path.exists(), f"{path} does not exist; pass a file of results/ or the folder of a run")

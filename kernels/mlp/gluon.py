@@ -60,14 +60,18 @@ unquantized_mlp = _op.define("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
 mlp_in_fp8 = _fp8.define("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+def check_inputs(x: Tensor, w_fc: Tensor, impl: str, fp8: bool = False) -> None:
+    """Raise Unavailable if mlp=`impl` does not support the dtypes or the widths."""
     (F, C), multiple = w_fc.shape, 16 if fp8 else 8  # TMA needs rows of a multiple of 16 bytes
+    remedy = f"choose kernels.mlp={impl.replace('gluon', 'triton')}"
     if x.dtype not in DTYPES or w_fc.dtype != x.dtype:
-        raise Unavailable(f"mlp=gluon takes bfloat16 or float16, not {x.dtype}: choose kernels.mlp=triton")
+        raise Unavailable(f"mlp={impl} takes bfloat16 or float16, not {x.dtype}: {remedy}")
     if C % multiple or F % multiple:
-        raise Unavailable(
-            f"mlp=gluon takes widths that are multiples of {multiple}, not {C} and {F}: choose kernels.mlp=triton"
-        )
+        raise Unavailable(f"mlp={impl} takes widths that are multiples of {multiple}, not {C} and {F}: {remedy}")
+
+
+def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+    check_inputs(x, w_fc, "gluon", fp8)
     if fp8:
         return mlp_in_fp8(x, w_fc, b_fc, w_proj, b_proj)
     return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=True)

@@ -25,7 +25,7 @@ SHIPPED = {
     "norm": "auto eager helion liger quack triton triton_recompute",
     "linear": "auto eager torchao triton",
     "attention": "auto cudnn eager flash flex gluon math mem_efficient sdpa triton triton_naive",
-    "mlp": "auto eager gluon nvmath torchao triton triton_recompute",
+    "mlp": "auto eager gluon gluon_recompute nvmath torchao triton triton_recompute",
     "loss": "auto eager gluon gluon_whole helion liger liger_cute liger_large torch_chunked triton triton_whole",
     "decode": "blocks flashinfer huggingface int8 persistent persistent_int8 torchao triton",
 }

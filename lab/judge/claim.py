@@ -14,10 +14,10 @@ from kernels.registry import OPS, check_name, override_key, runs_in_fp8
 from lab.bench.op import DTYPES, measure
 from lab.bench.probe import PROBE_DTYPES, PROCESSES, Probe, case_probes, first_word, run_probes
 from lab.recipe import Recipe
+from lab.rows import read_run
 from model.executed import call_shapes
 from model.gpt import PRECISIONS
 from runtime.config import check
-from runtime.row import read_row
 from terminal import quote_override
 
 # The cases run in so many processes at once. On a GPU each process has a CUDA context of half a GiB
@@ -128,7 +128,7 @@ def choose_backends(claim: Claim, *impls: str) -> str:
 
 def read_training(claim: Claim, folder: Path) -> dict[str, list[dict]]:
     """Return {against: rows, impl: rows} of the sweep in this folder, in the order in which they ran."""
-    rows = sorted(filter(None, map(read_row, folder.iterdir())), key=lambda row: row.get("started", ""))
+    rows = sorted(filter(None, map(read_run, folder.iterdir())), key=lambda row: row.get("started", ""))
     values = dict(zip(claim.backends, (claim.against, claim.impl), strict=True))
     runs: dict[str, list[dict]] = {claim.against: [], claim.impl: []}
     for row in rows:

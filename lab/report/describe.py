@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from kernels.registry import ops_with_a_choice
+from kernels.names import ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, sequences
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
@@ -46,7 +46,8 @@ def kernels_cell(row: dict) -> str:
     With train.cuda_graph=false the name ends with "no CUDA graph". Other runs capture their steps where it is possible.
     """
     kernels, train = row["config"]["kernels"], row["config"].get("train", {})
-    names = "+".join(sorted(set(backends_of(kernels).values())))
+    backends = backends_of(kernels)
+    names = preset_name(backends) or "+".join(sorted(set(backends.values())))
     if kernels["compile"]:
         names = "compile" if names == "eager" else f"{names}+compile"
     return names + fp8_note(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
@@ -108,8 +109,10 @@ def prefill_name(config: dict) -> str:
 def kernels_name(kernels: dict) -> str:
     """Return a name such as "triton, mlp eager + compile" for a row's config.kernels."""
     backends = backends_of(kernels)
-    [(usual, _)] = Counter(backends.values()).most_common(1)
-    name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
+    name = preset_name(backends)
+    if name is None:
+        [(usual, _)] = Counter(backends.values()).most_common(1)
+        name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
     if kernels["compile"]:
         name = "compile" if name == "eager" else f"{name} + compile"
     return name + fp8_note(kernels)

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, prompt_tokens
-from lab.rows import curve_file, read_jsonl, read_metrics
+from lab.rows import curve_file, read_jsonl, read_metrics, read_run
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
 from runtime.config import UserError, check
-from runtime.row import read_row
 from terminal import warn
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
@@ -130,7 +129,7 @@ def read_lines(folder: Path) -> tuple[list[Line], list[str]]:
     """Return (the lines of a folder that hold a row, the places that hold none)."""
     lines, left_out = [], []
     for path in job_results(folder):
-        row = read_row(path.parent)
+        row = read_run(path.parent)
         if row:
             lines.append(Line(row, path))
         else:

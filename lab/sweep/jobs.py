@@ -24,6 +24,7 @@ from typing import TextIO
 import torch
 
 from files import open_regular
+from lab.old_rows import rename_gluon
 from lab.sweep.table import speed
 from runtime.checkpoint import checkpoint_folders, read_manifest
 from runtime.command import program
@@ -55,7 +56,7 @@ class SweepJob:
         self.died = False  # True after complete_row(), if the job could not write its status itself
         if row := read_known_row(folder, ": restore the file, or delete it to run the job again"):
             try:
-                row_words = shlex.split(str(row.get("command")))
+                row_words = shlex.split(str(rename_gluon(row)[0].get("command")))
             except ValueError:
                 row_words = []
             check(
