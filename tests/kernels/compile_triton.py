@@ -35,6 +35,8 @@ from kernels.decode import _sampling as sampling
 from kernels.decode import _step as decode_step
 from kernels.decode import int8
 from kernels.decode import triton as decode
+from kernels.decode._step import can_launch_early
+from kernels.gpu import has_tma
 from kernels.loss import _gluon as loss_gluon
 from kernels.loss import triton as loss
 from kernels.mlp import _fp8 as mlp_fp8
@@ -47,7 +49,12 @@ from tests.kernels.narrow_products import kernel_names, narrow_products
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NEWER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # compute capability -> bytes of shared memory that a program may use
+KIB = 1024
+# compute capability -> bytes of shared memory that a program may use
+SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+MATMUL = dict.fromkeys(SHARED, "mma.sync") | {90: "wgmma", 100: "tcgen05.mma"}  # the instruction of a matmul
+TENSOR_MEMORY = 512  # columns that a program may use on 10.0; other GPUs have none
+GPU = torch.device("cuda", 0)  # not here: torch.cuda.get_device_capability is replaced
 compiled: set[str] = set()  # the names of the kernels that compile_binary() has compiled
 
 
@@ -75,20 +82,38 @@ def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0,
     aligned = [(i,) for i, name in enumerate(names) if is_aligned[name] and name not in odd]
     aligned += [(i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(3)]
     multiples = {position: [["tt.divisibility", 16]] for position in aligned}
+    is_ast = source is ASTSource
     source = source(kernel, signature, {(names.index(key),): value for key, value in constants.items()}, multiples)
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        usage = cuobjdump("-res-usage", file.name)
+        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        in_loops = stack > 0 and is_ast and spills_in_loops(cuobjdump("-sass", file.name))
     print(f"{name}: {registers} registers, {stack} bytes of stack, {binary.metadata.shared} of shared memory")
     compiled.add(kernel.fn.__name__)
     assert stack <= spilled
+    assert not in_loops, f"a loop uses the stack: {in_loops}"
     products = narrow_products(binary.asm.get("ttir") or binary.asm["ttgir"])
     assert small or not products, f"products in int32: {products}"
     assert binary.metadata.shared <= SHARED[capability]
+    assert getattr(binary.metadata, "tmem_size", 0) <= TENSOR_MEMORY
     return binary
+
+
+def cuobjdump(*arguments: str) -> str:
+    return subprocess.run([CUOBJDUMP, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loops(sass: str) -> list[str]:
+    """Return the loads and stores of spilled registers in the innermost loops of a kernel's machine code."""
+    lines = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
+    branches = [(int(target, 16), address) for address, text in lines for target in re.findall(r"BRA.*?0x(\w+)", text)]
+    loops = [(start, end) for start, end in branches if start < end]
+    innermost = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    spills = [(address, text) for address, text in lines if re.search(r"\b(LDL|STL)\b", text)]
+    return [text for address, text in spills if any(start <= address <= end for start, end in innermost)]
 
 
 def main(capability: int) -> None:
@@ -132,12 +157,12 @@ def main(capability: int) -> None:
         fixed = {"BACKWARD": backward, "HAS_BIAS": True, "PRECISION": "tf32"}
         name = f"mlp {'backward' if backward else 'forward'}"
         ptx = compile_kernel(name, mlp._mlp_kernel, capability, {"partial_ptr": "*fp32"}, **fixed, **size)
-        assert ("wgmma" if capability == 90 else "mma.sync") in ptx
+        assert MATMUL[capability] in ptx
         if capability == 90:
             for fp8 in (False, True):
                 compile_gluon_mlp(backward, fp8)
-    if capability == 90:
-        compile_fp8()
+    if capability >= 89:  # fp8
+        compile_fp8(capability)
     compile_attention(capability)
     compile_decode(capability)
     compile_sampling(capability)
@@ -241,7 +266,7 @@ def compile_sums_and_adamw(capability: int) -> None:
     assert "st.global.v4" in update
 
 
-def compile_fp8() -> None:
+def compile_fp8(capability: int) -> None:
     """Compile the passes that round to fp8. A thread moves 16 bytes of a tensor at once."""
     numbers = dict.fromkeys(("maxima_ptr", "unit_ptr", "scale_ptr", "dy_unit_ptr", "sums_ptr", "shifts_ptr"), "*fp32")
     numbers |= {"targets_ptr": "*i64"}
@@ -262,10 +287,10 @@ def compile_fp8() -> None:
         ),
         ("dlogits to fp8", loss.dlogits_fp8_kernel, e5m2, {}),
     ]
-    maxima = compile_kernel("maxima", quantize._maxima_kernel, 90, numbers, **quantize.MAXIMA_LAUNCH)
+    maxima = compile_kernel("maxima", quantize._maxima_kernel, capability, numbers, **quantize.MAXIMA_LAUNCH)
     assert "ld.global.v4" in maxima
     for name, kernel, types, constants in passes:
-        ptx = compile_kernel(name, kernel, 90, types, **constants, **size)
+        ptx = compile_kernel(name, kernel, capability, types, **constants, **size)
         assert "cvt.rn.satfinite" in ptx
         assert "shr.u16" not in ptx  # a byte of half a word, which ptxas may compile wrongly (kernels/quantize.py)
         assert all(word in ptx for word in ("ld.global.v4", "st.global.v4"))
@@ -273,7 +298,7 @@ def compile_fp8() -> None:
     types = e4m3 | dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32") | {"eps": "fp32"}
     for C in (768, 1600):
         constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, **norm_fp8.default_launch(C)}
-        ptx = compile_kernel(f"norm to fp8 {C}", norm_fp8._norm_fwd_fp8_kernel, 90, types, **constants)
+        ptx = compile_kernel(f"norm to fp8 {C}", norm_fp8._norm_fwd_fp8_kernel, capability, types, **constants)
         assert "cvt.rn.satfinite" in ptx
         assert bool(re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)) == (constants["STAGES"] > 1)
         assert "shr.u16" not in ptx
@@ -297,20 +322,20 @@ def compile_attention(capability: int) -> None:
         if tma and name == "dkdv":
             descriptors |= dict.fromkeys(("lse_ptr", "delta_ptr"), f"tensordesc<fp32[1, {given['BLOCK_M']}]>")
         given = {key: value for key, value in given.items() if key in arguments}
-        given["spilled"] = 24 if (name, D, capability) == ("dkdv", 64, 80) else 0  # outside the loop
+        given["spilled"] = 24 if (name, D, tma) == ("dkdv", 64, False) else 0
         return compile_kernel(f"attention {name} {D}", kernel, capability, types | descriptors, **given)
 
-    tma = capability == 90
-    for D in (64, 128, 256) if tma else (64, 256):
+    tma = has_tma(GPU)
+    for D in (64, 128, 256):
         for name, kernel in (
             ("forward", attention._fwd_kernel),
             ("dq", attention_backward._dq_kernel),
             ("dkdv", attention_backward._dkdv_kernel),
         ):
             ptx = build(name, kernel, D, tma)
-            assert ("wgmma" if tma else "mma.sync") in ptx
+            assert MATMUL[capability] in ptx
             assert ("cp.async.bulk.tensor" in ptx) == tma
-    assert "mma.sync" in build("decode", attention._fwd_kernel, 64, False, SPLITS=4)
+    build("decode", attention._fwd_kernel, 64, False, SPLITS=4)
     numbers = {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
     compile_kernel("attention combine", attention._combine_kernel, capability, numbers, D=64, SPLITS=32, BLOCK_D=64)
     size = {"D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 64, "GROUP": 1, "CAUSAL": True, "PRECISION": "tf32"}
@@ -375,7 +400,7 @@ def compile_decode(capability: int) -> None:
         options = {name: arguments.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
         arguments.pop("launch_pdl", None)
         constants = {name: value for name, value in arguments.items() if name in fixed or value is None}
-        constants |= {"PDL": capability == 90, **options}
+        constants |= {"PDL": can_launch_early(GPU), **options}
         types = {
             name: POINTERS[value.dtype] if isinstance(value, torch.Tensor) else NUMBERS[type(value)]
             for name, value in arguments.items()
@@ -390,7 +415,7 @@ def compile_decode(capability: int) -> None:
         binary = compile_binary(name, kernel, capability, types, spilled=512 if rows == 16 else 64, **constants)
         ptx = binary.asm["ptx"]
         before, _, after = ptx.partition("griddepcontrol.wait")
-        if capability == 90:
+        if can_launch_early(GPU):
             assert "griddepcontrol.launch_dependents" in (after if "TILES" in constants else before)
             assert "st.global" not in before
             assert "st.global" in after
@@ -424,7 +449,7 @@ def compile_sampling(capability: int) -> None:
     for dtype, off in [(torch.bfloat16, off) for off in limits] + [(torch.float32, ())]:
         types = {"logits_ptr": POINTERS[dtype], "summary_ptr": "*fp32", "list_ptr": "*i32", "temperature": "fp32"}
         types |= dict.fromkeys(("seeds_ptr", "positions_ptr", "tokens_ptr", "output_ptr"), "*i64") | {"top_p": "fp32"}
-        fixed = {**dict.fromkeys(off), "BLOCK": block, "STEP": 1, "PDL": capability == 90}
+        fixed = {**dict.fromkeys(off), "BLOCK": block, "STEP": 1, "PDL": can_launch_early(GPU)}
         name = f"{POINTERS[dtype]} without {', '.join(off) or 'nothing'}"
         summary = f"sampling, summary {name}"
         ptx = compile_kernel(summary, sampling._summary_kernel, capability, types, **fixed, SIZE=64)
@@ -435,4 +460,6 @@ def compile_sampling(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    given = int(sys.argv[1])
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(given, 10)):
+        main(given)
