@@ -45,13 +45,12 @@ from kernels.mlp import triton as mlp
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
+from lab.report.compiled_table import GPUS
 from tests.kernels.narrow_products import kernel_names, narrow_products
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NEWER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
-KIB = 1024
-# compute capability -> bytes of shared memory that a program may use
-SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+SHARED = {capability: 1024 * kilobytes for capability, (kilobytes, _) in GPUS.items()}  # bytes, for one program
 MATMUL = dict.fromkeys(SHARED, "mma.sync") | {90: "wgmma", 100: "tcgen05.mma"}  # the instruction of a matmul
 TENSOR_MEMORY = 512  # columns that a program may use on 10.0; other GPUs have none
 GPU = torch.device("cuda", 0)  # not here: torch.cuda.get_device_capability is replaced
@@ -348,10 +347,11 @@ POINTERS |= {torch.int8: "*i8", FP8: "*fp8e4nv"}
 NUMBERS = {int: "i32", float: "fp32", bool: "i1"}
 
 
-def recorded_launches(*steps: tuple) -> list[tuple]:
+def recorded_launches(capability: int, *steps: tuple) -> list[tuple]:
     """Return (kernel, arguments) of every launch in these steps. A step is (backend, keyword arguments of inputs()).
 
-    The tensors are fake. The launches are for an H200.
+    The tensors are fake. The launches are for a GPU with this compute capability, and as many multiprocessors as an
+    H200.
     """
     launches = []
 
@@ -363,6 +363,7 @@ def recorded_launches(*steps: tuple) -> list[tuple]:
         stack.enter_context(mock.patch.object(decode_step, "can_launch_early", return_value=True))
         for module in (decode, decode_many, decode_step):
             stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=132))
+        stack.enter_context(mock.patch.object(decode_many, "shared_bytes", return_value=SHARED[capability]))
         stack.enter_context(FakeTensorMode())
         for backend, sizes in steps:
             weights, tokens, cache = decode_contract.inputs(**sizes, dtype=torch.bfloat16).values()
@@ -379,7 +380,7 @@ def compile_decode(capability: int) -> None:
     rows load W before they wait. Their reductions have the same layouts for any number of rows, so the sums have the
     same order. With 16 rows LayerNorm has 128 numbers a thread, so 512 bytes of stack are allowed; otherwise 64.
 
-    For compute capability 8.0 there are fewer sizes, because all sizes would take half a minute more.
+    For compute capabilities other than 9.0 there are fewer sizes, because all sizes would take half a minute more.
     """
     sizes = {"n_layer": 2, "vocab": 50304, "rows": 1024, "lengths": [1000]}
     small, large = {"width": 768, "heads": 12, **sizes}, {"width": 1600, "heads": 25, **sizes}
@@ -395,7 +396,7 @@ def compile_decode(capability: int) -> None:
         steps += [(decode, {"batch": 1, **small, "lengths": [8000], "rows": 8192})]  # too many keys for registers
         steps += [(decode, {"batch": 1, **small, "kv_dtype": FP8})]
     done, orders = set(), {}
-    for kernel, arguments in recorded_launches(*steps):
+    for kernel, arguments in recorded_launches(capability, *steps):
         fixed = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
         options = {name: arguments.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
         arguments.pop("launch_pdl", None)

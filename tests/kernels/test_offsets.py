@@ -22,6 +22,7 @@ from kernels.attention import _gluon_backward, _triton_backward, _triton_tiles
 from kernels.check import outputs_and_gradients
 from kernels.decode import _many, _sampling, persistent
 from kernels.decode import triton as decode
+from kernels.gpu import SHARED_BYTES
 from kernels.mlp import triton as mlp
 from kernels.norm import _triton_backward as norm_backward
 from kernels.registry import Unavailable, contract, cpp_compiler, load
@@ -278,7 +279,7 @@ def test_a_vocabulary_beyond_the_grid_is_refused():
     """_matmul_kernel has its tiles of rows of W along y."""
     weights, tokens, cache = decode_contract.inputs(batch=20, lengths=[5], dtype=DTYPE, device=DEVICE).values()
     step = decode.Step(weights, tokens, cache)
-    most = 65_535 * _many.matmul_launch("head", 20, 10**6, 64, DTYPE, 132)["BLOCK_N"]
+    most = 65_535 * _many.matmul_launch("head", 20, 10**6, 64, DTYPE, 132, SHARED_BYTES)["BLOCK_N"]
     head = torch.empty(1, 1, dtype=DTYPE, device=DEVICE).expand(most + 1, 64)
     message = f"head has {most + 1:,} rows, and with more than .* take at most {most:,}: choose kernels.decode=blocks"
     with pytest.raises(Unavailable, match=message):
