@@ -1,7 +1,7 @@
 """The tables of what our Triton kernels need on each compute capability, from results/compiled.json.
 
-The kernels are compiled, not run: ptxas compiles for GPUs that are not here. `python -m tests.kernels.compiled` writes
-the file, and the tests compare it with what the compiler says.
+The kernels are compiled, not run: ptxas compiles for GPUs that are not here. `make compiled` writes the file, and the
+tests compare it with what the compiler says.
 """
 
 import json

@@ -47,6 +47,7 @@ from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
 from lab.report.compiled_table import GPUS
 from tests.kernels.narrow_products import kernel_names, narrow_products
+from tests.kernels.spills import spills_in_loops
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 NEWER_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
@@ -103,16 +104,6 @@ def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0,
 
 def cuobjdump(*arguments: str) -> str:
     return subprocess.run([CUOBJDUMP, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def spills_in_loops(sass: str) -> list[str]:
-    """Return the loads and stores of spilled registers in the innermost loops of a kernel's machine code."""
-    lines = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", sass)]
-    branches = [(int(target, 16), address) for address, text in lines for target in re.findall(r"BRA.*?0x(\w+)", text)]
-    loops = [(start, end) for start, end in branches if start < end]
-    innermost = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    spills = [(address, text) for address, text in lines if re.search(r"\b(LDL|STL)\b", text)]
-    return [text for address, text in spills if any(start <= address <= end for start, end in innermost)]
 
 
 def main(capability: int) -> None:

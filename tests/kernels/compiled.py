@@ -1,6 +1,4 @@
-"""Compile our Triton kernels for every compute capability, and write results/compiled.json:
-
-    python -m tests.kernels.compiled && python -m scripts.report    # two minutes on two cores
+"""Compile our Triton kernels for every compute capability, and write results/compiled.json: `make compiled`.
 
 compile_triton.py compiles, and lab/report/compiled_table.py makes the tables of the READMEs from the file.
 """
