@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: smoke lint test test-all mutants format lock clean
+.PHONY: smoke lint test test-all compiled mutants format lock clean
 
 smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 	$(BIN)/python train.py +experiment=smoke
@@ -19,6 +19,10 @@ test: lint  ## lint, and the tests to run after a change
 
 test-all: lint  ## lint, and every test
 	$(BIN)/python -m pytest
+
+compiled: .venv/installed  ## compile our Triton kernels for each kind of GPU, and write the tables of what they need
+	$(BIN)/python -m tests.kernels.compiled
+	$(BIN)/python -m scripts.report
 
 mutants: .venv/installed  ## change one line of the program at a time: a test must fail
 	$(BIN)/python -m tests.mutants

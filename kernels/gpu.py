@@ -109,6 +109,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.lru_cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may use: 227 KB on an H200. Return the same for a CPU."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.lru_cache
 def has_tma(device: torch.device) -> bool:
     """Return whether `device` has TMA, the copy engine for tiles, and 227 KB of shared memory for the tiles.
 

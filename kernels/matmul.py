@@ -144,7 +144,7 @@ def round_both(x, y, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
-def _matmul_kernel(
+def _tiled_matmul_kernel(
     x,  # (N, C)
     w,  # (F, C) if W_BY_ROWS, and otherwise (C, F)
     bias_ptr,  # (F,), or None
@@ -178,7 +178,7 @@ def _matmul_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "steps", "splits"])
-def _matmul_of_rows_kernel(
+def _split_matmul_kernel(
     a,  # (N, F)
     b,  # (N, C)
     out,  # (splits, F, C)
@@ -290,7 +290,7 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
     programs = launch.pop("programs") * multiprocessors(x.device)
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     make_context_current()
-    _matmul_kernel[(min(triton.cdiv(N, n) * triton.cdiv(F, f), programs),)](
+    _tiled_matmul_kernel[(min(triton.cdiv(N, n) * triton.cdiv(F, f), programs),)](
         x=kernel_argument(x, n, c, tma=tma),
         w=kernel_argument(w, *((f, c) if w_by_rows else (c, f)), tma=tma),
         bias_ptr=bias,
@@ -318,7 +318,7 @@ def matmul_of_rows(kernel: str, a: Tensor, b: Tensor) -> Tensor:
     splits, steps = split_sum(triton.cdiv(N, n), tiles, programs)
     out = torch.empty(splits, F, C, dtype=a.dtype if splits == 1 else torch.float32, device=a.device)
     make_context_current()
-    _matmul_of_rows_kernel[(min(tiles * splits, programs),)](
+    _split_matmul_kernel[(min(tiles * splits, programs),)](
         a=kernel_argument(a, n, f, tma=tma),
         b=kernel_argument(b, n, c, tma=tma),
         out=kernel_argument(out, 1, f, c // launch["PARTS"], tma=tma),

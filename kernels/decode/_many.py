@@ -24,7 +24,7 @@ from kernels.decode._tiles import (
     weight_rows,
     zero_counts,
 )
-from kernels.gpu import SHARED_BYTES, multiprocessors
+from kernels.gpu import multiprocessors, shared_bytes
 from kernels.registry import Unavailable
 
 GRID_Y = 65_535  # CUDA's limit
@@ -130,8 +130,10 @@ def _matmul_kernel(
     )
 
 
-def matmul_launch(name: str, N: int, OUT: int, K: int, dtype: torch.dtype, processors: int) -> dict:
-    """Return the default launch parameters of _matmul_kernel for a GPU with `processors` multiprocessors.
+def matmul_launch(name: str, N: int, OUT: int, K: int, dtype: torch.dtype, processors: int, shared: int) -> dict:
+    """Return the default launch parameters of _matmul_kernel.
+
+    The GPU has `processors` multiprocessors with `shared` bytes of shared memory each.
 
     They are close to the fastest of 250 to 420 choices for all kernels together, for 124M on an H200: 417 us for a step
     of 64 rows, and 901 us for 256. With the former tiles, mostly 64 x 128 and 3 stages, it was 467 and 933 us. Small
@@ -153,7 +155,7 @@ def matmul_launch(name: str, N: int, OUT: int, K: int, dtype: torch.dtype, proce
     if name in BRANCHES:
         programs = triton.cdiv(N, blocks["BLOCK_M"]) * triton.cdiv(OUT, blocks["BLOCK_N"])
         tile = (blocks["BLOCK_M"] + blocks["BLOCK_N"]) * blocks["BLOCK_K"] * dtype.itemsize
-        fitting = processors * (2 if 2 * tile * blocks["num_stages"] <= SHARED_BYTES else 1)
+        fitting = processors * (2 if 2 * tile * blocks["num_stages"] <= shared else 1)
         parts = max(1, min(fitting // programs, MAX_PARTS, K // (2 * blocks["BLOCK_K"])))
     return {**blocks, "PARTS": 2 ** (parts.bit_length() - 1)}
 
@@ -174,7 +176,8 @@ def matmul(step: Step, name: str, x: Tensor, weight, bias: Tensor | None, width:
     """
     W, scale = matrix(weight)
     OUT, K = W.shape
-    default = matmul_launch(name, step.N, OUT, K, step.dtype, multiprocessors(step.device))
+    processors, shared = multiprocessors(step.device), shared_bytes(step.device)
+    default = matmul_launch(name, step.N, OUT, K, step.dtype, processors, shared)
     launch = step.parameters(f"{name}_{default['BLOCK_M']}_rows", f"{OUT} {K} {W.dtype}", default)
     grid = triton.cdiv(step.N, launch["BLOCK_M"]), triton.cdiv(OUT, launch["BLOCK_N"]), launch["PARTS"]
     if grid[1] > GRID_Y:

@@ -30,9 +30,9 @@ from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
 from kernels.sums import sum_rows
 
-RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("^_matmul_kernel|::linear_fwd",)}
+RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("^_tiled_matmul_kernel|::linear_fwd",)}
 INPUT_IN_FP8 = True
-FAMILY = "^_matmul_|^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # also of the MLP and the loss
+FAMILY = "^_(tiled|split)_matmul|^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # also of the MLP and the loss
 
 
 def detail(x, fp8=False, **rest) -> str:

@@ -84,27 +84,21 @@ def candidates() -> list[dict]:
     return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 8}, {"GROUP": 16}]
 
 
-def unnormalised_gradient(
-    x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
-
-    The scale of a row is 1 / total. All tensors are contiguous.
-    """
+def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:
+    """Write p (n, V) into `out`, and return the sums of its rows in each tile, (tiles along V, n) in fp32."""
     (N, C), V = x.shape, len(weight)
     tma = can_use_tma(x, weight, out)
     key = f"{C} {V} {x.dtype}{' tma' if tma else ''}"
     launch = launch_parameters("cross_entropy_exp", key, default_launch(x.dtype, tma), x.device)
     n, v, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     tiles_n, tiles_v = triton.cdiv(N, n), triton.cdiv(V, v)
-    logits_of_targets = target_logits(x, weight, targets, ignore_index)
     sums = torch.empty(tiles_v, N, dtype=torch.float32, device=x.device)
     make_context_current()
     _cross_entropy_exp_kernel[(min(tiles_n * tiles_v, launch.pop("programs") * multiprocessors(x.device)),)](
         x=kernel_argument(x, n, c, tma=tma),
         w=kernel_argument(weight, v, c, tma=tma),
         p=kernel_argument(out, n, v // launch["PARTS"], tma=tma),
-        target_logits_ptr=logits_of_targets,
+        target_logits_ptr=target_logits,
         sums_ptr=sums,
         N=N,
         V=V,
@@ -114,4 +108,16 @@ def unnormalised_gradient(
         PRECISION=precision(x.dtype),
         **launch,
     )
+    return sums
+
+
+def unnormalised_gradient(
+    x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
+
+    The scale of a row is 1 / total. All tensors are contiguous.
+    """
+    logits_of_targets = target_logits(x, weight, targets, ignore_index)
+    sums = exponentials(x, weight, logits_of_targets, out)
     return finish(x, weight, out, targets, logits_of_targets, sums, losses, ignore_index)

@@ -12,7 +12,7 @@ SIGMOID = tl.constexpr("ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; r
 
 
 @triton.jit
-def gelu_over_h(h, FAST: tl.constexpr):
+def gelu_over_h(h, FAST: tl.constexpr = False):
     """Return gelu(h) / h in fp32.
 
     If FAST, it uses two approximate instructions, each with an error of about 2^-22, which is enough for 16 bits. One

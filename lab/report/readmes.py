@@ -1,6 +1,6 @@
 """Write the generated sections of the READMEs, and draw the figures in results/.
 
-A section stands between `<!-- NAME: DEVICE -->` and `<!-- end -->`.
+A section stands between `<!-- NAME: DEVICE -->` and `<!-- end -->`. For `compiled`, DEVICE is a word of compiled().
 """
 
 import re
@@ -11,6 +11,7 @@ from files import read_text, write_atomically
 from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables
+from lab.report.compiled_table import compiled
 from lab.report.figures import attention_plot, curves_plot, headline_plot, roofline
 from lab.report.generation_table import generation
 from lab.report.headline import headline
@@ -19,13 +20,14 @@ from lab.report.max_context_table import max_context
 from lab.report.source import read_source
 
 ROOT = Path(__file__).resolve().parents[2]
-# NAME -> the function that makes the section from DEVICE, the name of a folder in results/
+# NAME -> the function that makes the section from DEVICE, which mostly is the name of a folder in results/
 SECTIONS: dict[str, Callable[[str], str]] = {
     "headline": headline,
     "throughput": tables.throughput,
     "scaling": tables.scaling,
     "generation": generation,
     "kernels": tables.kernel_benchmarks,
+    "compiled": compiled,
     "context": tables.attention_benchmarks,
     "max_context": max_context,
     "support": tables.support_tables,

@@ -7,17 +7,18 @@ last program computes.
 
 import importlib
 from functools import partial, wraps
+from unittest import mock
 
 import pytest
 import torch
 
-from kernels import quantize, sums
+from kernels import matmul, quantize, sums
 from kernels.adamw import BLOCK, adamw
 from kernels.attention import _gluon_backward, _triton_backward
 from kernels.decode import _many
 from kernels.decode import triton as decode
 from kernels.fp8 import E4M3, E5M2
-from kernels.loss import _softmax, _unnormalised
+from kernels.loss import _exponentials, _softmax, _unnormalised
 from kernels.mlp import _triton_fp8 as mlp_fp8
 from kernels.mlp import triton as mlp
 from kernels.norm import _fp8 as norm_fp8
@@ -107,18 +108,42 @@ def norm_in_fp8(before):
     return [*(tensor[-32:] for tensor in (*vectors, rows)), columns[:, -32:]]
 
 
+def matmul_by_rows(before):
+    x, w = after(before(64), half(70, 64)), half(40, 64, seed=1)
+    return [matmul.matmul("linear_fwd", x, w, half(1, 40)[0])[-6:]]
+
+
+def matmul_to_many_columns(before):
+    x, w = half(70, 64), after_columns(before(64), half(64, 128, seed=1))
+    return [matmul.matmul("linear_dx", x, w, w_by_rows=False)[-6:, -128:]]
+
+
+def split_matmul(before):
+    """Each part of the sum has 128 rows, and run_one_program returns the last part."""
+    a, b = after(before(64), half(256, 64)), after(before(64), half(256, 40, seed=1))
+    with mock.patch.object(matmul, "split_sum", lambda steps, *_: (steps // 4, 4)):
+        return [matmul.matmul_of_rows("linear_dw", a, b)]
+
+
 def mlp_forward(before):
     x, w, b = half(70, 64), after(before(64), half(128, 64, seed=1)), after(before(64), half(128, seed=2))
     h, a = (torch.empty(70, len(w), dtype=DTYPE) for _ in range(2))
-    mlp.launch_kernel(x, w, b, h, a)
+    mlp.fc_and_gelu(x, w, b, h, a)
     return h[-8:, -128:], a[-8:, -128:]
 
 
 def mlp_backward(before):
     dy, w, h = half(70, 64), after_columns(before(64), half(64, 64, seed=1)), after_columns(before(64), half(70, 64))
-    a, dh, partial_sums = torch.empty_like(h), torch.empty_like(h), torch.empty(1, h.shape[1])
-    mlp.launch_kernel(dy, w, None, h, a, dh, partial_sums)
+    a, dh = (torch.empty(70, w.shape[1], dtype=DTYPE) for _ in range(2))
+    partial_sums = mlp.proj_and_gelu_backward(dy, w, h, a, dh, sums=True)
     return a[:, -64:], dh[:, -64:], partial_sums[:, -64:]
+
+
+def loss_exponentials(before):
+    x, w, shifts = after(before(64), 0.25 * half(70, 64)), half(72, 64, seed=1), after(before(64), randn(70))
+    p = torch.empty(len(x), len(w), dtype=DTYPE)
+    sums = _exponentials.exponentials(x, w, shifts - 32, p)  # so that the numbers fit into fp16
+    return p[-6:, -8:], sums[-1:, -6:]
 
 
 def gelu_in_fp8(before, backward):
@@ -290,13 +315,17 @@ CASES = {
     "_norm_fwd_kernel": norm_forward,
     "_norm_bwd_kernel": norm_backward_,
     "_norm_fwd_fp8_kernel": norm_in_fp8,
-    "_mlp_kernel forward": mlp_forward,
-    "_mlp_kernel backward": mlp_backward,
+    "_tiled_matmul_kernel by rows": matmul_by_rows,
+    "_tiled_matmul_kernel to many columns": matmul_to_many_columns,
+    "_split_matmul_kernel": split_matmul,
+    "_mlp_fwd_kernel": mlp_forward,
+    "_mlp_bwd_kernel": mlp_backward,
     "_gelu_fp8_kernel forward": partial(gelu_in_fp8, backward=False),
     "_gelu_fp8_kernel backward": partial(gelu_in_fp8, backward=True),
     "cross_entropy_kernel": cross_entropy,
     "dlogits_fp8_kernel": dlogits_in_fp8,
     "scale_kernel": scale,
+    "_cross_entropy_exp_kernel": loss_exponentials,
     "_cross_entropy_shift_kernel": loss_shift,
     "_cross_entropy_finish_kernel": loss_finish,
     "_quantize_kernel": quantize_,

@@ -19,10 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime import interpreter
 
 from kernels import decode as decode_contract
+from kernels import matmul
 from kernels.attention import _triton_backward, _triton_tiles, gluon
 from kernels.check import outputs_and_gradients
 from kernels.decode import _many, _sampling, persistent
 from kernels.decode import triton as decode
+from kernels.gpu import SHARED_BYTES
+from kernels.loss import _exponentials
 from kernels.mlp import triton as mlp
 from kernels.norm import _triton_backward as norm_backward
 from kernels.registry import Unavailable, contract, cpp_compiler, load
@@ -78,9 +81,10 @@ def run_one_program(monkeypatch):
             original(self, *arguments, **named)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", call)
-    for module in (mlp, norm_backward):
+    for module in (matmul, mlp, _exponentials, norm_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: LIMIT)  # a program for each tile
-    monkeypatch.setattr(norm_backward, "add_partial_sums", lambda partial, dtype: partial[-1])
+    for module in (matmul, norm_backward):
+        monkeypatch.setattr(module, "add_partial_sums", lambda partial, dtype: partial[-1])
     return numbers
 
 
@@ -280,7 +284,7 @@ def test_a_vocabulary_beyond_the_grid_is_refused():
     """_matmul_kernel has its tiles of rows of W along y."""
     weights, tokens, cache = decode_contract.inputs(batch=20, lengths=[5], dtype=DTYPE, device=DEVICE).values()
     step = decode.Step(weights, tokens, cache)
-    most = 65_535 * _many.matmul_launch("head", 20, 10**6, 64, DTYPE, 132)["BLOCK_N"]
+    most = 65_535 * _many.matmul_launch("head", 20, 10**6, 64, DTYPE, 132, SHARED_BYTES)["BLOCK_N"]
     head = torch.empty(1, 1, dtype=DTYPE, device=DEVICE).expand(most + 1, 64)
     message = f"head has {most + 1:,} rows, and with more than .* take at most {most:,}: choose kernels.decode=blocks"
     with pytest.raises(Unavailable, match=message):
