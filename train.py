@@ -88,8 +88,8 @@ def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Check
     t, run, ranks, device = job.train, job.run, job.ranks, job.device
     saved = restore(job, resume_from) if resume_from else {"step": 0, "elapsed": 0.0}
     run.truncate_metrics(saved["step"], saved.get("metrics_lines", 0), resume.logged_figures(saved))
-    kernels = job.recipe.executed_kernels((t.batch_size, t.block_size), device)
-    facts = {"kernels": kernels, "peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
+    facts = job.recipe.kernel_facts((t.batch_size, t.block_size), device)
+    facts |= {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     facts |= {"resumed_from": str(resume_from) if resume_from else None}
     if ended:
         facts = resume.saved_row(ended, job.config)

@@ -28,6 +28,8 @@ from files import add_sha256, read_json, write_atomically
 from kernels.names import OPS, KernelError
 
 TABLES = Path(__file__).parent / "tables"
+# The field that each entry of a table has -> (what the table holds, the command that makes it)
+CONTENTS = {"parameters": ("launch parameters", "scripts.tune"), "times": ("speeds", "scripts.doctor speed=true")}
 # (changes, requests) of override_tables() inside its with block, otherwise None. It is a variable of the module and not
 # of the thread, because autograd launches kernels from another thread
 _override: tuple[dict, dict] | None = None
@@ -110,28 +112,35 @@ def tables_in_use(device: torch.device) -> tuple[Path, Path]:
     return user_table, same_architecture[0] if same_architecture and not repo_table.exists() else repo_table
 
 
-def read_table(path: Path) -> dict[str, dict]:
-    """Return the entries of a table, or {} if there is no file. Raises KernelError if it cannot be read or used."""
+def read_table(path: Path, field: str = "parameters") -> dict[str, dict]:
+    """Return the entries of a table, each with this field, or {} if there is no file.
+
+    Raises KernelError if the table cannot be read or used.
+    """
     try:
         entries = read_json(path)
-        if all(isinstance(entry["parameters"], dict) for entry in entries.values()):
+        if all(isinstance(entry[field], dict) for entry in entries.values()):
             return entries
-        why = '"parameters" must map names to values'
+        why = f'"{field}" must map names to values'
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:  # it may be intact, so the message does not say to delete it
         raise KernelError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{type(error).__name__}: {error}"
-    raise KernelError(f"{path} is not a table of launch parameters ({why}); delete it, and run python -m scripts.tune")
+    holds, command = CONTENTS[field]
+    raise KernelError(f"{path} is not a table of {holds} ({why}); delete it, and run python -m {command}")
 
 
-def write_table(path: Path, entries: dict[str, dict]) -> None:
+def write_table(path: Path, entries: dict[str, dict], field: str = "parameters") -> None:
     """Add entries to a table or replace them, one line an entry. Another process never reads a half-written file.
 
     Raises KernelError if the file cannot be written.
     """
-    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in sorted((read_table(path) | entries).items()))
+    lines = (
+        f"{json.dumps(name)}: {json.dumps(entry)}"
+        for name, entry in sorted((read_table(path, field) | entries).items())
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, add_sha256("{\n" + ",\n".join(lines) + "\n}"))

@@ -6,7 +6,7 @@ import torch
 
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.bench.new_backends import check_new_backends
-from model.executed import executed_kernels
+from model.executed import executed_kernels, slower_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT, GPTConfig
 from model.optim import OptimConfig
@@ -51,3 +51,8 @@ class Recipe:
     def executed_kernels(self, shape: tuple[int, int], device: torch.device) -> dict[str, str | bool]:
         """Return op -> backend and version, for tokens of shape (B, T)."""
         return executed_kernels(*self.groups, shape, device, documents=self.documents)
+
+    def kernel_facts(self, shape: tuple[int, int], device: torch.device) -> dict[str, dict]:
+        """Return the keys of the row about the kernels of a training step: what ran, and what is slower than eager."""
+        slower = slower_kernels(*self.groups, shape, device, documents=self.documents, trains=True)
+        return {"kernels": self.executed_kernels(shape, device), "slower": slower}

@@ -2,8 +2,12 @@
 
 import torch
 
+from kernels.compat import FakeTensorMode
+from kernels.names import KernelError
 from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
+from kernels.speeds import find_slower
 from model.gpt import PRECISIONS, GPTConfig
+from terminal import warn
 
 
 def call_shapes(
@@ -64,3 +68,36 @@ def executed_kernels(
         descriptions.pop("loss", None)
         descriptions["decode"] = describe("decode", kernels.decode)
     return {**descriptions, "compile": kernels.compile}
+
+
+def slower_kernels(
+    config: GPTConfig,
+    kernels: KernelsConfig,
+    attn: AttnConfig,
+    precision: str,
+    shape: tuple[int, int],
+    device: torch.device,
+    keys: int | None = None,
+    documents: bool = False,
+    trains: bool = False,
+) -> dict[str, dict]:
+    """Return op -> what is known (kernels.speeds.find_slower()), for the ops whose backend is slower than eager here.
+
+    The arguments are as in executed_kernels(). With `trains`, the times are of forward and backward. A table that
+    cannot be used is a warning, because the run computes the same without it.
+    """
+    impls, dtype, slower = impl_by_op(kernels, attn), PRECISIONS[precision][1], {}
+    keys = keys if kernels.decode == "blocks" else None
+    for op, arguments in call_shapes(config, kernels, precision, shape, keys, documents).items():
+        if op == "attention" and attn.version:  # the times are of the version that the backend chooses
+            continue
+        with FakeTensorMode():
+            inputs = contract(op).inputs(**arguments, dtype=dtype, device=device)
+        try:
+            found = find_slower(op, impls[op], inputs, device, "both" if trains else "forward", kernels.compile)
+        except KernelError as error:
+            warn(error)
+            break
+        if found:
+            slower[op] = found
+    return slower

@@ -24,7 +24,7 @@ def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
     """
     config, processes = row["config"], row["world_size"]
     train, peak, measured_peak = config["train"], row["peak_flops"], row["measured_peak_flops"]
-    kernels = [f"{op} {description}" for op, description in row["kernels"].items() if op != "compile"]
+    kernels = kernel_texts(row)
     if config["kernels"]["compile"]:
         kernels.append("torch.compile")
     data_sheet = f"{peak / 1e12:.1f} by data sheet" if peak else "no data sheet is known"
@@ -52,11 +52,25 @@ def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.comp
 
     `compiled` is what the line of the kernels says about torch.compile.
     """
-    kernels = [f"{op} {description}" for op, description in row["kernels"].items() if op != "compile"]
+    kernels = kernel_texts(row)
     if row["kernels"]["compile"]:
         kernels.append(compiled)
     device = f"device   {row['env']['device']}, torch {torch.__version__}, precision {row['config']['precision']}"
     return printable("\n".join([device, f"model    {model}", *lines, f"kernels  {' | '.join(kernels)}"]))
+
+
+def kernel_texts(row: dict) -> list[str]:
+    """Return what computes each op, such as "mlp triton (...), slower than eager here: 7.29 ms beside 3.42"."""
+    texts = []
+    for op, description in row.get("kernels", {}).items():
+        if op == "compile":
+            continue
+        texts.append(f"{op} {description}")
+        if known := row.get("slower", {}).get(op):
+            baseline = "compiled eager" if known["baseline"] == "compile" else "eager"
+            texts[-1] += f", slower than {baseline} here: {known['ms']:.3g} ms beside {known['baseline_ms']:.3g}"
+            texts[-1] += f" at {known['at']}" if known["at"] else ""
+    return texts
 
 
 def progress_bar(total: int | None, initial: int, unit: str = "step") -> tqdm:

@@ -16,7 +16,7 @@ from lab import evaluation
 from lab.bench.new_backends import check_new_backends
 from lab.commands import command
 from model import cost, pretrained
-from model.executed import executed_kernels
+from model.executed import executed_kernels, slower_kernels
 from model.gpt import PRECISIONS
 from model.step import build
 from runtime.config import check
@@ -76,8 +76,9 @@ def main(cfg: Config) -> None:
         model = build(*groups, device, weights=source, needs=["starts"] if documents else []).eval()
         if cfg.kernels.compile:
             model.compile(fullgraph=True)
-        kernels = executed_kernels(*groups, shape, device, documents=documents)
-        run.begin(kernels=kernels, env=environment(device), source=source.name)
+        call = {"shape": shape, "device": device, "documents": documents}
+        facts = {"kernels": executed_kernels(*groups, **call), "slower": slower_kernels(*groups, **call)}
+        run.begin(**facts, env=environment(device), source=source.name)
         model_text = f"{source.name}: {cost.parameters(config) / 1e6:.1f}M"
         data_line = f"data     {text.dataset.name}, {text.dataset.tokenizer.name}: {text.summary}"
         print(model_header(run.row, model_text, data_line))

@@ -121,10 +121,10 @@ def generate(
     bandwidth = measured_bandwidth(device)
     reset_peak_memory(device)
     decoder = recipe.build_decoder(len(idx), idx.shape[1] + new_tokens, device)
-    kernels = recipe.executed_kernels(decoder, tuple(idx.shape), device)
-    facts = {"measured_bandwidth": bandwidth, "source": recipe.source.name}
+    facts = recipe.kernel_facts(decoder, tuple(idx.shape), device)
+    facts |= {"measured_bandwidth": bandwidth, "source": recipe.source.name}
     facts["parameters"] = cost.parameters(recipe.source.config)
-    run.begin(kernels=kernels, env=environment(device), **facts)
+    run.begin(env=environment(device), **facts)
     print(f"{model_header(run.row, recipe.model_text, compiled='torch.compile around a step')}\n", flush=True)
     figures, first_token = measure.warm_up(decoder, idx, lengths, new_tokens)
     steps = stream(decoder, idx, new_tokens, lengths)

@@ -24,10 +24,11 @@ from torch.nn import functional as F
 import train
 from data import open_dataset
 from data.loader import Loader, Windows, prefetch
-from kernels import registry
+from kernels import registry, speeds
 from lab.proof import memory
 from lab.recipe import Recipe
 from model import capture
+from model.executed import call_shapes, slower_kernels
 from model.step import evaluate, make_optimizer, train_step
 from model.vocabulary import take_vocabulary
 from runtime.config import UserError, parse
@@ -634,3 +635,58 @@ def test_a_gpu_out_of_memory_is_a_line(hotswap):
     assert err.startswith("error: out of GPU memory with train.batch_size=4096 x 1024 tokens, eager-sdpa-amp: ")
     assert err.count("\n") == 1
     assert row()["status"] == "oom"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backend_that_is_known_to_be_slower_is_named_in_header_and_row(hotswap, tables, compiled):
+    """In a compiled model it stands beside compiled eager. A broken table is a warning, and the run goes on."""
+    cfg = config(*QUICK)
+    step = cfg.train.batch_size, cfg.train.block_size
+    arguments = call_shapes(cfg.model, cfg.kernels, "fp32", step)["attention"]
+    times = {"eager": 3.42, "sdpa": 7.29, "compile": 3.1}
+    rows = [
+        {"impl": impl, "both/ms": ms, "both/ms/p20": ms - 0.01, "both/ms/p80": ms + 0.01} for impl, ms in times.items()
+    ]
+    inputs = registry.contract("attention").inputs(**arguments, dtype=torch.float32)
+    speeds.store_speeds("attention", inputs, rows, CPU)
+    words = "device=cpu", "precision=fp32", "attn=sdpa", f"kernels.compile={compiled}".lower(), "train.max_steps=1"
+    code, out, err = hotswap(*QUICK, *words)
+    assert (code, err) == (0, "")
+    baseline, beside = ("compiled eager", "3.1") if compiled else ("eager", "3.42")
+    kernels = re.search("^kernels  (.*)$", out, re.MULTILINE)[1].split(" | ")
+    assert [text.endswith(f"), slower than {baseline} here: 7.29 ms beside {beside}") for text in kernels[:5]] == [
+        text.startswith("attention sdpa (") for text in kernels[:5]
+    ]
+    row = json.loads(Path("run/result.json").read_text())
+    assert list(row["slower"]) == ["attention"]
+    assert row["slower"]["attention"]["ms"] == 7.29
+    assert row["slower"]["attention"]["baseline"] == ("compile" if compiled else "eager")
+    if compiled:
+        return
+    speeds.table_paths(CPU)[0].write_text("{")
+    code, out, err = hotswap(*QUICK, *words, "out_dir=other")
+    assert (code, err.count("\n"), "slower than" in out) == (0, 1, False)
+    assert err.startswith("warning: ")
+    assert "is not a table of speeds" in err
+    assert json.loads(Path("other/result.json").read_text())["slower"] == {}
+
+
+def test_a_run_says_nothing_about_a_call_that_was_not_measured(tables):
+    """Neither about another version of attention, whose times are not those of the version that the backend chooses."""
+    cfg = config(*QUICK)
+    arguments = call_shapes(cfg.model, cfg.kernels, "fp32", (4, 128))["attention"]
+    inputs = registry.contract("attention").inputs(**arguments, dtype=torch.float32)
+    rows = [
+        {"impl": impl, "both/ms": ms, "both/ms/p20": ms, "both/ms/p80": ms} for impl, ms in (("eager", 1), ("flash", 2))
+    ]
+    speeds.store_speeds("attention", inputs, rows, CPU)
+
+    def slower(version=None, **changes):
+        attn = registry.AttnConfig("flash", version)
+        settings = {"precision": "fp32", "shape": (4, 128), "trains": True} | changes
+        return list(slower_kernels(cfg.model, cfg.kernels, attn, **settings, device=CPU))
+
+    assert slower() == slower(shape=(16, 128)) == ["attention"]
+    others = {"shape": (17, 128)}, {"precision": "bf16"}, {"trains": False}, {"documents": True}, {"keys": 128}
+    assert [slower(**changes) for changes in others] == [[]] * 5
+    assert slower(version="fa2") == []

@@ -7,8 +7,10 @@ import torch
 
 from kernels.attention.auto import attention_kind, entry_name
 from kernels.check import rounding_error
+from kernels.compat import FakeTensorMode
 from kernels.fastest import record_fastest
 from kernels.registry import KernelError, Unavailable, contract, describe, load, missing_argument
+from kernels.speeds import store_speeds
 from lab.bench.op import (
     DTYPES,
     ERROR_QUERIES,
@@ -175,7 +177,13 @@ def measure(
 
 
 def record_fastest_at_length(rows: list[dict], shape: AttentionShape, device: torch.device) -> Iterator[str]:
-    """Write the fastest backend at one T into this user's table of attn=auto. Yield a line for each entry."""
+    """Write the fastest backend at one T into this user's table of attn=auto. Yield a line for each entry.
+
+    The times of all backends go into the table of kernels/speeds.py.
+    """
+    with FakeTensorMode():
+        inputs = contract("attention").inputs(**shape.arguments_at(rows[0]["T"]), dtype=DTYPES[shape.dtype])
+    store_speeds("attention", inputs, rows, device)
     for decoding, key in ((None, "both/ms"), (True, "decode/ms")):
         group = shape.heads // (shape.kv_heads or shape.heads)
         kind = attention_kind(decoding, shape.window, shape.documents)

@@ -8,6 +8,7 @@ import torch
 from kernels.compat import FakeTensorMode
 from kernels.fastest import entry_name, record_fastest
 from kernels.registry import contract, impls, load
+from kernels.speeds import store_speeds
 from lab.bench import attention
 from lab.bench.op import DTYPES, available_backends, measure
 from lab.bench.probe import ERRORS, Probe, first_word, run_probes
@@ -38,25 +39,30 @@ def fill_op(op: str, shapes: list[str], dtype_name: str, rounds: int, device: to
         if not right:
             yield f"without  {op} at {shape_name}: no backend gives correct results"
             continue
-        rows = time_backends(
+        rows, timed = time_backends(
             op, shape_name, shape if device.type == "cuda" else small, right, dtype_name, rounds, device
         )
         with FakeTensorMode():
-            entry = entry_name(op, module.inputs(**shape, dtype=dtype).values(), shape.get("fp8", False))
+            inputs = module.inputs(**timed, dtype=dtype, device=device)
+        store_speeds(op, inputs, rows, device)
+        entry = entry_name(op, inputs.values(), shape.get("fp8", False))
         yield record_fastest(entry, width, *choose_fastest(rows), device)
 
 
 def time_backends(
     op: str, shape_name: str, shape: dict, names: list[str], dtype_name: str, rounds: int, device: torch.device
-) -> list[dict]:
-    """Return the benchmark's rows. While a backend does not fit into the memory, halve the number of rows of x."""
+) -> tuple[list[dict], dict]:
+    """Return (the benchmark's rows, the shape that was timed).
+
+    While a backend does not fit into the memory, halve the number of rows of x.
+    """
     *_, width = shape["shape"]
     count = torch.Size(shape["shape"]).numel() // width
     while True:
         try:
             with explain_out_of_memory(f"op={op} shape={shape_name}", "the size: choose a smaller shape"):
                 fewer = shape | {"shape": (count, width)}
-                return measure(op, shape_name, fewer, names, dtype_name, rounds, device)[0]
+                return measure(op, shape_name, fewer, names, dtype_name, rounds, device)[0], fewer
         except OutOfMemory:
             if count <= PROBE_ROWS[device.type]:
                 raise

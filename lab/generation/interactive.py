@@ -36,7 +36,7 @@ def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device:
     capacity = ROPE_PROMPT + most if is_rope else recipe.source.model["block_size"]
     check_new_backends(recipe.kernels, recipe.attn, device, generates=True)
     decoder = recipe.build_decoder(1, capacity, device)
-    row = {"kernels": recipe.executed_kernels(decoder, (1, 1), device), "env": environment(device)}
+    row = {**recipe.kernel_facts(decoder, (1, 1), device), "env": environment(device)}
     row["config"] = {"precision": recipe.precision}
     print(model_header(row, recipe.model_text, compiled="torch.compile around a step"))
     print(f"start    {warm_up(decoder):.1f} s of warm-up, for prompt and answer of up to {capacity:,} tokens")

@@ -12,7 +12,7 @@ from kernels.registry import AttnConfig, KernelsConfig, label
 from kernels.sampling import Sampling
 from model import cost, pretrained
 from model.decoder import Decoder
-from model.executed import executed_kernels
+from model.executed import executed_kernels, slower_kernels
 from model.generate import check_sampling
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
@@ -67,6 +67,14 @@ class GenerationRecipe:
     def executed_kernels(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict:
         """Return op -> backend and version, for the first decoding step after a prompt of `shape`, (B, T)."""
         return executed_kernels(*self.groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens))
+
+    def kernel_facts(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict[str, dict]:
+        """Return the keys of the row about the kernels: what executed_kernels() returns, and what is slower than eager.
+
+        If the decoder is not blocks, the times are of the prefill.
+        """
+        slower = slower_kernels(*self.groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens))
+        return {"kernels": self.executed_kernels(decoder, shape, device), "slower": slower}
 
     def make_texts(self, count: int) -> list[Text]:
         return [Text(self.tokenizer, self.stops) for _ in range(count)]

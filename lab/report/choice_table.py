@@ -10,7 +10,7 @@ from lab.report.max_context_table import max_context_table
 from lab.report.source import ReportSource
 from lab.report.tables import markdown_table, markdown_text
 from lab.rerun import rerun_command
-from lab.sweep.table import POWER, Cell, figure_columns, speed
+from lab.sweep.table import POWER, SLOWER, Cell, figure_columns, slower_cell, speed
 
 SPEED_COLUMNS = ["choice", "tokens/s", "of the baseline"]
 TRAINING_COLUMNS = [*SPEED_COLUMNS, "GiB", "first step", "parity", "most time in"]
@@ -47,21 +47,22 @@ def choice_tables(source: ReportSource) -> list[Table]:
     """Return the tables of training and of generation; a table without lines is left out."""
     figures = figure_columns(choice.row for choice in source.measured_generations)
     columns = [*SPEED_COLUMNS, *figures, "proof", "most time in"]
-    power = {name: cell for name, cell in POWER.items() if any(cell(choice.row) for choice in source.measured_choices)}
-    training = [(choice, training_cells(choice, power)) for choice in source.measured_choices]
+    rows = [choice.row for choice in source.measured_choices]
+    optional = {name: cell for name, cell in {**SLOWER, **POWER}.items() if any(map(cell, rows))}
+    training = [(choice, training_cells(choice, optional)) for choice in source.measured_choices]
     generation = [(choice, generation_cells(choice, figures)) for choice in source.measured_generations]
     tables = [
-        Table("choices", "Every choice", [*TRAINING_COLUMNS, *power], training),
+        Table("choices", "Every choice", [*TRAINING_COLUMNS, *optional], training),
         Table("generations", "Every choice of generation", columns, generation),
     ]
     return [table for table in tables if table.lines]
 
 
-def training_cells(choice: Choice, power: dict[str, Cell]) -> list[str]:
-    """Return the cells of a choice of training under TRAINING_COLUMNS and `power`. The choice must have a speed."""
+def training_cells(choice: Choice, optional: dict[str, Cell]) -> list[str]:
+    """Return the cells of a choice of training under TRAINING_COLUMNS and `optional`. The choice must have a speed."""
     row, memory = choice.row, f"{choice.memory:.1f}" if choice.memory else ""
     cells = [memory, first_step_cell(row), parity_cell(row), longest_families(row, "{:.1f} ms")]
-    return [*speed_cells(choice), *cells, *(cell(row) for cell in power.values())]
+    return [*speed_cells(choice), *cells, *(cell(row) for cell in optional.values())]
 
 
 def generation_cells(choice: Choice, figures: dict[str, Cell]) -> list[str]:
@@ -136,6 +137,11 @@ def notes(source: ReportSource) -> list[str]:
         sentences.append(
             f"Each choice is compared with the baseline of its settings: {first}compile · sdpa, else eager, else the "
             "choice that ran first. A tie means that the 95% interval contains 1."
+        )
+    if any(slower_cell(choice.row) for choice in measured):
+        sentences.append(
+            "Slower than eager: an op whose backend took longer than eager when both were timed alone on this GPU "
+            "(scripts.doctor speed=true), and how many times as long. `of compile`: beside eager under torch.compile."
         )
     if source.left_out:
         sentences.append(f"Left out, because they are damaged or lack values: {'; '.join(source.left_out)}.")

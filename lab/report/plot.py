@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import dataclass
 
 from lab.report.choices import Choice
+from runtime.console import kernel_texts
 
 HOVER, HOVER_LINE = "%{customdata[1]}<extra></extra>", "%{meta[1]}<extra></extra>"
 PREDICTION_ERROR = "error of the predicted peak {:+.1%}"
@@ -93,8 +94,7 @@ def choice_hover(choice: Choice) -> str:
     lines.append(", ".join(format_values({template: row.get(key) for template, key in keys.items()})))
     peak = "peak {:.2f} GiB" if choice.generates else "peak {:.1f} GiB"
     lines += format_values({peak: choice.memory})
-    backends = [f"{op} {backend}" for op, backend in row.get("kernels", {}).items() if op != "compile"]
-    return hover_text([*lines, parity_text(row), proof_text(row), ", ".join(backends)], choice.command)
+    return hover_text([*lines, parity_text(row), proof_text(row), " | ".join(kernel_texts(row))], choice.command)
 
 
 def parity_text(row: dict) -> str:

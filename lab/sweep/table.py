@@ -54,7 +54,21 @@ def number_cell(template: str, *keys: str) -> Cell:
     return cell
 
 
+def slower_cell(row: dict) -> str:
+    """Return the ops whose backend is known to be slower than eager there, and by how much: "mlp 2.13x".
+
+    In a compiled model the comparison may be with eager under torch.compile: "mlp 2.40x of compile". Older rows have no
+    such key.
+    """
+    texts = []
+    for op, known in (row.get("slower") or {}).items():
+        of = " of compile" if known["baseline"] == "compile" else ""
+        texts.append(f"{op} {known['ms'] / known['baseline_ms']:.2f}x{of}")
+    return ", ".join(texts)
+
+
 PEAK = "mem/peak_allocated_gib", "mem/peak_rss_gib"  # of a GPU, of a CPU
+SLOWER: dict[str, Cell] = {"slower than eager": slower_cell}
 POWER: dict[str, Cell] = {
     "tokens/J": tokens_per_joule_cell,
     "at power limit": number_cell("{:.0%}", "power/at_limit"),
@@ -65,6 +79,7 @@ TRAINING: dict[str, Cell] = {
     "peak GiB": number_cell("{:.1f}", *PEAK),
     "first step": number_cell("{:.1f} s", "perf/first_step_s"),
     "loss": number_cell("{:.3f}", "train/loss"),
+    **SLOWER,
     **POWER,
 }
 GENERATION: dict[str, Cell] = {
@@ -74,9 +89,10 @@ GENERATION: dict[str, Cell] = {
     "peak GiB": number_cell("{:.2f}", *PEAK),
     "start": number_cell("{:.1f} s", "gen/warmup_s"),
     "accepted": accepted_cell,
+    **SLOWER,
     **POWER,
 }
-OPTIONAL = {"accepted", *POWER}  # columns that a table leaves out if they are empty
+OPTIONAL = {"accepted", *SLOWER, *POWER}  # columns that a table leaves out if they are empty
 
 
 def figure_columns(rows: Iterable[dict]) -> dict[str, Cell]:

@@ -123,7 +123,7 @@ def test_the_table_of_a_readme_equals_the_printed_one_when_the_matrix_is_kept(ca
         (["impl=eager"], "impl=eager needs one op: add op=NAME"),
         (["op=norm", "impl=fast"], f"impl=fast: no file kernels/norm/fast.py; there are {', '.join(impls('norm'))}"),
         (["limit=0"], "limit=0: it must be more than 0 seconds"),
-        (["keep=true"], "keep=true stores the rows of a matrix: add matrix=true"),
+        (["keep=true"], "keep=true stores the rows of a matrix, or speeds: add matrix=true or speed=true"),
         (["out_dir=out/a"], "out_dir=out/a is for the rows of a matrix: add matrix=true"),
         (["device=tpu"], "device=tpu: choose auto, cpu, cuda or cuda:N"),
     ],

@@ -12,15 +12,20 @@ import pytest
 import torch
 
 from data.tokenizer import Bytes
+from kernels import speeds
 from kernels.decode import blocks
+from kernels.registry import KernelsConfig, contract
 from lab.bench.new_backends import WrongKernel
 from model import cost
+from model.executed import call_shapes
+from model.gpt import GPTConfig
 from scripts import generate as script
 from tests.model.test_generate import DECODING, greedy, varied_gpt
 from tests.model.test_gpt import SMALL
 
 CONFIG = replace(SMALL, vocab_size=264, block_size=80)
 ARGUMENTS = "checkpoint=ckpt.pt", "device=cpu", "precision=fp32"
+WAY = "forward/ms", "forward/ms/p20", "forward/ms/p80"
 RANDOM = "checkpoint=random", "model=tiny", "model.n_layer=1", "model.n_embd=16", "model.n_head=2"
 
 
@@ -232,6 +237,25 @@ def test_a_wrong_decoder_has_no_speed(command, monkeypatch):
     assert row()["status"].startswith("wrong: ")
     assert row()["proof"]["ok"] is False
     assert "tok/s" not in out
+
+
+def test_a_backend_that_is_slower_in_a_decoding_step_is_named(command, tables):
+    """The times of a training step do not count."""
+    config = GPTConfig(1, 2, 16, 128, 320, "learned", True, 0.0)
+    for keys, ms in ((128, 7.29), (None, 9.0)):
+        arguments = call_shapes(config, KernelsConfig(), "fp32", (1, 128), keys)["attention"]
+        inputs = contract("attention").inputs(**arguments, dtype=torch.float32)
+        times = {"eager": 3.42, "sdpa": ms}
+        rows = [{"impl": impl, **dict.fromkeys(WAY, value)} for impl, value in times.items()]
+        speeds.store_speeds("attention", inputs, rows, torch.device("cpu"))
+    arguments = *RANDOM, "prompt_tokens=100", "max_new_tokens=20", "attn=sdpa", "out_dir=run"
+    code, out, err = command(*arguments)
+    assert (code, err) == (0, "")
+    kernels = re.search("^kernels  (.*)$", out, re.MULTILINE)[1].split(" | ")
+    [slower] = [text for text in kernels if "slower" in text]
+    assert slower.startswith("attention sdpa (")
+    assert re.search(r"\), slower than eager here: 7\.29 ms beside 3\.42( at rows=1 Tq=1 Tk=128)?$", slower)
+    assert row()["slower"]["attention"]["ms"] == 7.29
 
 
 def test_random_weights_of_a_shape(command):

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 from triton.runtime.errors import OutOfResources
 
+from kernels import speeds
 from kernels.mlp import triton as mlp
 from kernels.norm import triton as norm
 from kernels.registry import OPS, backend, contract
@@ -180,6 +181,9 @@ def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
     assert "without  loss=triton at one_row: wrong: out0: error 1\n" in out
     assert "auto     loss float32 64: torch_chunked (torch_chunked 1000.000 ms, eager 2000.000 ms)\n" in out
     assert read_table(tables[0])["loss float32"]["parameters"] == {"64": "torch_chunked"}
+    [(name, entry)] = read_table(speeds.table_paths(DEVICE)[0], "times").items()
+    assert re.fullmatch(r"loss=torch_chunked float32 C=64 V=257 targets at rows=\d+", name)
+    assert entry["times"]["both"] == {"ms": 1000.0, "eager": [2000.0] * 3}
     seconds["eager"] = 1.0
     assert "auto     loss float32 64: eager (" in command(*words)[1]
 
@@ -201,5 +205,6 @@ def test_auto_times_fewer_rows_if_a_backend_does_not_fit(monkeypatch):
 
     monkeypatch.setattr("lab.bench.choose.measure", measure)
     cpu = torch.device("cpu")
-    assert time_backends("norm", "wide", {"shape": (4, 100, 8)}, ["eager"], "float32", 1, cpu) == [{"impl": "eager"}]
+    rows, timed = time_backends("norm", "wide", {"shape": (4, 100, 8)}, ["eager"], "float32", 1, cpu)
+    assert (rows, timed) == ([{"impl": "eager"}], {"shape": (100, 8)})
     assert tried == [(400, 8), (200, 8), (100, 8)]

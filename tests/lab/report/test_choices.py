@@ -11,7 +11,7 @@ import pytest
 from kernels.registry import OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
 from lab.report.bench_panels import MARK_OF_OP
-from lab.report.choice_table import choice_tables
+from lab.report.choice_table import choice_tables, notes
 from lab.report.choices import Choice
 from lab.report.colours import choice_colours, choice_symbols, part_colours
 from lab.report.figures import short_titles
@@ -261,3 +261,32 @@ def test_a_generation_is_not_compared_with_a_training(called, tmp_path):
     code, _, err = called("report.py", report.main, tmp_path / "old", tmp_path / "new")
     assert code == 1
     assert "have no measured choice in common" in err
+
+
+def test_a_backend_that_is_slower_than_eager_has_a_column(tmp_path, results):
+    """In the page, in report.md and in the README. Older rows have no key `slower`."""
+    known = {"ms": 7.29, "baseline": "eager", "baseline_ms": 3.42, "at": None, "date": "2026-11-27"}
+    rows = [make_row(), make_row("compile") | {"slower": {}}, make_row("triton") | {"slower": {"attention": known}}]
+    for number, row in enumerate([*rows, make_generation_row() | {"slower": {"mlp": known}}]):
+        write_row(tmp_path / "sweep" / str(number), row)
+    source = read_source(tmp_path / "sweep")
+    training, generation = choice_tables(source)
+    cells = {choice.name: dict(zip(training.columns, line, strict=True)) for choice, line in training.lines}
+    marks = {name: cell["slower than eager"] for name, cell in cells.items()}
+    assert marks == {"eager · sdpa": "", "compile · sdpa": "", "triton · sdpa": "attention 2.13x"}
+    [(_, line)] = generation.lines
+    assert dict(zip(generation.columns, line, strict=True))["slower than eager"] == "mlp 2.13x"
+    assert any(sentence.startswith("Slower than eager: ") for sentence in notes(source))
+    slow = next(choice for choice in source.measured_choices if choice.row.get("slower"))
+    assert "slower than eager here: 7.29 ms beside 3.42" in choice_hover(slow)
+    append_rows(results / "h200/train.jsonl", rows)
+    head, _, *lines = ([cell.strip() for cell in line.split("|")] for line in throughput("h200").splitlines())
+    assert sorted(line[head.index("slower than eager")] for line in lines) == ["", "", "attention 2.13x"]
+
+
+def test_rows_without_a_slower_backend_have_no_such_column(tmp_path):
+    for number, row in enumerate([make_row(), make_row("compile") | {"slower": {}}]):
+        write_row(tmp_path / str(number), row)
+    [table] = choice_tables(read_source(tmp_path))
+    assert "slower than eager" not in table.columns
+    assert not any(sentence.startswith("Slower than eager: ") for sentence in notes(read_source(tmp_path)))

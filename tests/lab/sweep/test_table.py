@@ -89,3 +89,14 @@ def test_the_rest_of_a_line_is_the_median_run():
     runs = [make_run(tokens_per_sec=speed, **{"gen/ttft_ms": speed / 1000}) for speed in (5000.0, 2000.0, 3000.0)]
     [line] = cells(sweep_table({"1": runs}))[1:]
     assert (line[1], line[2], line[5]) == ("3,000", "2,995 to 3,005", "3.0 ms")
+
+
+def test_a_backend_that_is_slower_than_eager_is_marked():
+    """The column appears if a row has such a backend. Older rows have no key `slower`."""
+    known = {"ms": 7.29, "baseline": "eager", "baseline_ms": 3.42, "at": None, "date": "2026-11-27"}
+    compiled = known | {"ms": 3.42, "baseline": "compile", "baseline_ms": 3.1}
+    marked = make_run("triton", 1000.0, slower={"mlp": known, "norm": compiled})
+    table = cells(sweep_table({"1-old": [make_run()], "2-fast": [make_run(slower={})], "3-slow": [marked]}))
+    assert table[0] == [*HEAD, "slower than eager"]
+    assert [line[-1] for line in table[1:]] == ["21.2 s", "21.2 s", "mlp 2.13x, norm 1.10x of compile"]
+    assert cells(sweep_table({"1-old": [make_run()], "2-fast": [make_run(slower={})]}))[0] == HEAD
