@@ -197,17 +197,19 @@ linear_cross_entropy.register_fake(empty_outputs)
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_forward.setup_context)
 
 
-def check_inputs(x: Tensor, weight: Tensor, impl: str) -> None:
-    """Raise Unavailable if loss=`impl` does not support the dtypes or the widths. In fp16 p would overflow."""
-    remedy = f"choose kernels.loss={impl.replace('gluon', 'triton')}"
+def refusal(x: Tensor, weight: Tensor, *rest, fp8: bool = False) -> str | None:
+    """Return what the kernel takes instead of these dtypes or widths, or None if it takes them.
+
+    In fp16 p would overflow.
+    """
     for dtype in (x.dtype, weight.dtype):
         if dtype != torch.bfloat16:
-            raise Unavailable(f"loss={impl} takes bfloat16, not {dtype}: {remedy}")
+            return f"bfloat16, not {dtype}"
     (V, C), multiple = weight.shape, 8  # TMA needs rows of a multiple of 16 bytes
-    if V % multiple or C % multiple:
-        raise Unavailable(f"loss={impl} takes C and V that are multiples of {multiple}, not {C} and {V}: {remedy}")
+    return f"C and V that are multiples of {multiple}, not {C} and {V}" if V % multiple or C % multiple else None
 
 
 def loss(x, weight, targets, ignore_index=-1):
-    check_inputs(x, weight, "gluon")
+    if reason := refusal(x, weight):
+        raise Unavailable(f"loss=gluon takes {reason}: choose kernels.loss=triton")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks

@@ -60,18 +60,19 @@ unquantized_mlp = _op.define("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
 mlp_in_fp8 = _fp8.define("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
 
 
-def check_inputs(x: Tensor, w_fc: Tensor, impl: str, fp8: bool = False) -> None:
-    """Raise Unavailable if mlp=`impl` does not support the dtypes or the widths."""
+def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
+    """Return what the kernel takes instead of these dtypes or widths, or None if it takes them."""
     (F, C), multiple = w_fc.shape, 16 if fp8 else 8  # TMA needs rows of a multiple of 16 bytes
-    remedy = f"choose kernels.mlp={impl.replace('gluon', 'triton')}"
     if x.dtype not in DTYPES or w_fc.dtype != x.dtype:
-        raise Unavailable(f"mlp={impl} takes bfloat16 or float16, not {x.dtype}: {remedy}")
+        return f"bfloat16 or float16, not {x.dtype}"
     if C % multiple or F % multiple:
-        raise Unavailable(f"mlp={impl} takes widths that are multiples of {multiple}, not {C} and {F}: {remedy}")
+        return f"widths that are multiples of {multiple}, not {C} and {F}"
+    return None
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
-    check_inputs(x, w_fc, "gluon", fp8)
+    if reason := refusal(x, w_fc, fp8=fp8):
+        raise Unavailable(f"mlp=gluon takes {reason}: choose kernels.mlp=triton")
     if fp8:
         return mlp_in_fp8(x, w_fc, b_fc, w_proj, b_proj)
     return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=True)
