@@ -50,13 +50,18 @@ folder   {folder}""")
 def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.compile") -> str:
     """Return the lines that a script prints at its start: the device, the model, `lines`, and the kernels.
 
-    `compiled` is what the line of the kernels says about torch.compile.
+    `compiled` is what the line of the kernels says about torch.compile. A decoder other than blocks runs none of the
+    other kernels in its steps, so the prefill's have a line of their own.
     """
-    kernels = [f"{op} {description}" for op, description in row["kernels"].items() if op != "compile"]
-    if row["kernels"]["compile"]:
-        kernels.append(compiled)
+    kernels = {op: f"{op} {description}" for op, description in row["kernels"].items() if op != "compile"}
     device = f"device   {row['env']['device']}, torch {torch.__version__}, precision {row['config']['precision']}"
-    return printable("\n".join([device, f"model    {model}", *lines, f"kernels  {' | '.join(kernels)}"]))
+    text = [device, f"model    {model}", *lines]
+    if not kernels.get("decode", "decode blocks").startswith("decode blocks"):
+        decoder = kernels.pop("decode")
+        text.append(f"prefill  {' | '.join(kernels.values())}")
+        kernels = {"decode": decoder}
+    steps = [*kernels.values(), *([compiled] if row["kernels"]["compile"] else [])]
+    return printable("\n".join([*text, f"kernels  {' | '.join(steps)}"]))
 
 
 def progress_bar(total: int | None, initial: int, unit: str = "step") -> tqdm:

@@ -12,8 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.attention import _gluon_backward, _gluon_forward
-from kernels.attention._triton_tiles import can_use_tma
-from kernels.attention.triton import empty_outputs
+from kernels.attention._triton_tiles import can_use_tma, empty_outputs
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import hopper_unavailable
 from kernels.gpu import triton_detail as detail  # noqa: F401

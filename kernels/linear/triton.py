@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher, refuse_second_derivative
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
-from kernels.gpu import check_dtypes, triton_detail
+from kernels.gpu import check_dtypes
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
 from kernels.quantize import candidates as quantize_candidates
@@ -29,12 +30,6 @@ from kernels.sums import sum_rows
 RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("_sum_rows_kernel|::sum_rows",)}
 INPUT_IN_FP8 = True
 FAMILY = "^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # also when the MLP or the loss rounds, or the MLP sums
-
-
-def detail(x, bias=None, fp8=False, **rest) -> str:
-    if fp8:
-        return f"{triton_detail(x=x)}, fp8"
-    return f"torch {torch.__version__}" if bias is None else triton_detail(x=x)
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:

@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors, triton_detail
+from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.hopper import (
     align,
     barrier,
@@ -59,10 +60,6 @@ STAGES = gl.constexpr(6)  # k-steps in shared memory; the kernel takes 224 of th
 GROUP = gl.constexpr(32)  # tiles of rows that share a tile of W in the L2: 716 TFLOP/s, and 654 with 8
 RUNS = ("^_cross_entropy_gluon_kernel",)
 unavailable = partial(hopper_unavailable, "loss")
-
-
-def detail(x: Tensor, **rest) -> str:
-    return f"{triton_detail(x=x)}, cuBLAS matmuls"
 
 
 @gluon.jit

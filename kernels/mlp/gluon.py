@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import E4M3, E5M2, X_SCALE
-from kernels.gpu import hopper_unavailable, triton_detail
+from kernels.gpu import hopper_unavailable
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.mlp import _fp8, _op
 from kernels.mlp._gluon_kernel import empty_partial_sums, launch_kernel
 from kernels.quantize import dy_scale, empty_fp8
@@ -21,10 +22,6 @@ DTYPES = torch.bfloat16, torch.float16
 INPUT_IN_FP8 = True
 RUNS = ("^_mlp_gluon_kernel",)
 unavailable = partial(hopper_unavailable, "mlp")
-
-
-def detail(x: Tensor, fp8: bool = False, **rest) -> str:
-    return f"{triton_detail(x=x)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
 
 
 def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:

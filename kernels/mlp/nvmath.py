@@ -33,7 +33,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def detail(**inputs) -> str:
-    return f"nvmath-python {version('nvmath-python')}, CUDA {torch.version.cuda}"
+    return f"nvmath-python {version('nvmath-python')}, cuBLAS matmuls of CUDA {torch.version.cuda}"
 
 
 def product(a: Tensor, b: Tensor, epilog: str, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
