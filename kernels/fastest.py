@@ -26,6 +26,8 @@ FILL_COMMAND = "python -m scripts.tune auto=true"
 # {(op, device type): {entry name: its ranges()}}. unavailable() fills it before any call of the op, because
 # torch.compile cannot trace code that reads a file
 _choices: dict[tuple[str, str], dict[str, list]] = {}
+_refusals: dict[Callable, Callable] = {}  # {function of a backend in _choices: its refusal()}
+_eager: dict[str, Callable] = {}  # {op: the function of eager, which refuses nothing}
 
 
 def unavailable(op: str, device: torch.device) -> str | None:
@@ -41,7 +43,9 @@ def unavailable(op: str, device: torch.device) -> str | None:
                 return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
         if existing:
             choices[name] = ranges(op, existing)
-    _choices[op, device.type] = choices
+        modules = [backend(op, impl) for impl in existing.values()]
+        _refusals.update({getattr(module, op): module.refusal for module in modules if hasattr(module, "refusal")})
+    _choices[op, device.type], _eager[op] = choices, getattr(backend(op, "eager"), op)
     return None if choices else f"nothing was measured on this device yet: run {FILL_COMMAND}"
 
 
@@ -74,14 +78,22 @@ def entry_name(op: str, inputs: Iterable, fp8: bool = False) -> str:
 def choose_backend(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple[str, Callable]:
     """Return the name and the function of the backend for these arguments of an op other than attention.
 
-    Raises Unavailable if the tables have no entry for these dtypes.
+    It is eager if the fastest backend refuses these widths: an entry has only the width of x. Raises Unavailable if the
+    tables have no entry for these dtypes.
     """
     x = tensors[0]
     entry = entry_name(op, tensors, fp8)
     if chosen := find(op, entry, x.shape[-1], x.device):
-        return chosen
+        impl, function = chosen
+        return ("eager", _eager[op]) if refuses(function, *tensors, fp8=fp8) else (impl, function)
     dtype = entry.split()[1]  # bfloat16 comes before float32, the dtype of a wider residual stream
     raise Unavailable(f"{op}=auto: nothing was measured for `{entry}` on this device: run {FILL_COMMAND} dtype={dtype}")
+
+
+def refuses(function: Callable, *arguments, **options) -> bool:
+    """Return whether the backend with this function refuses these arguments of it (`refusal` in registry.py)."""
+    refusal = _refusals.get(function)
+    return refusal is not None and refusal(*arguments, **options) is not None
 
 
 def choose_function(op: str, *tensors: Tensor | None, fp8: bool = False) -> Callable:

@@ -76,6 +76,11 @@ def triton_detail(**inputs) -> str:
     return ", ".join(notes)
 
 
+def triton_and_cublas_detail(fp8: bool = False, **inputs) -> str:
+    """Return triton_detail() of a backend whose other matmuls are cuBLAS's: "triton 3.6.0, fp8, cuBLAS matmuls"."""
+    return f"{triton_detail(**inputs)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
+
+
 def make_context_current() -> None:
     """Make the GPU's context current in this thread, because creating a TMA descriptor needs a current context.
 

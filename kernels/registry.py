@@ -43,6 +43,8 @@ A backend is a file with the op's function. It may also define
     FP8_KEYS = True        attention only: k and v may be float8_e4m3fn, the dtype of a cache with generate.kv=fp8
     norm_in_fp8            norm only: like norm(), with y as InFp8 of kernels/fp8.py
     INPUT_IN_FP8 = True    linear and mlp only: with fp8=True, x may be InFp8
+    refusal(*tensors, ...)    takes the arguments of the op's function. It returns None, or in a few words what the
+                           backend takes instead: the function then raises Unavailable, and auto takes another backend
     choose(*tensors)       auto only: the function of the backend that it calls for these arguments of the op
     OWN_SCALES = True      in fp8 its scales differ from those in kernels/fp8.py: see check.py
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums

@@ -24,9 +24,7 @@ def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
     """
     config, processes = row["config"], row["world_size"]
     train, peak, measured_peak = config["train"], row["peak_flops"], row["measured_peak_flops"]
-    kernels = kernel_texts(row)
-    if config["kernels"]["compile"]:
-        kernels.append("torch.compile")
+    kernels = [*kernel_texts(row).values(), *(["torch.compile"] if config["kernels"]["compile"] else [])]
     data_sheet = f"{peak / 1e12:.1f} by data sheet" if peak else "no data sheet is known"
     step_ms = 1e3 * row["flops_per_token"] * train["tokens_per_step"] / processes / measured_peak
     batch_ranks = count_batch_ranks(config["parallel"], processes)
@@ -50,26 +48,27 @@ folder   {folder}""")
 def model_header(row: dict, model: str, *lines: str, compiled: str = "torch.compile") -> str:
     """Return the lines that a script prints at its start: the device, the model, `lines`, and the kernels.
 
-    `compiled` is what the line of the kernels says about torch.compile.
+    `compiled` is what the line of the kernels says about torch.compile. A decoder other than blocks runs none of the
+    other kernels in its steps, so the prefill's have a line of their own.
     """
     kernels = kernel_texts(row)
-    if row["kernels"]["compile"]:
-        kernels.append(compiled)
     device = f"device   {row['env']['device']}, torch {torch.__version__}, precision {row['config']['precision']}"
-    return printable("\n".join([device, f"model    {model}", *lines, f"kernels  {' | '.join(kernels)}"]))
+    text = [device, f"model    {model}", *lines]
+    if not kernels.get("decode", "decode blocks").startswith("decode blocks"):
+        decoder = kernels.pop("decode")
+        text.append(f"prefill  {' | '.join(kernels.values())}")
+        kernels = {"decode": decoder}
+    steps = [*kernels.values(), *([compiled] if row["kernels"]["compile"] else [])]
+    return printable("\n".join([*text, f"kernels  {' | '.join(steps)}"]))
 
 
-def kernel_texts(row: dict) -> list[str]:
-    """Return what computes each op, such as "mlp triton (...), slower than eager here: 7.29 ms beside 3.42"."""
-    texts = []
-    for op, description in row.get("kernels", {}).items():
-        if op == "compile":
-            continue
-        texts.append(f"{op} {description}")
-        if known := row.get("slower", {}).get(op):
-            baseline = "compiled eager" if known["baseline"] == "compile" else "eager"
-            texts[-1] += f", slower than {baseline} here: {known['ms']:.3g} ms beside {known['baseline_ms']:.3g}"
-            texts[-1] += f" at {known['at']}" if known["at"] else ""
+def kernel_texts(row: dict) -> dict[str, str]:
+    """Return what computes each op: {"mlp": "mlp triton (...), slower than eager here: 7.29 ms beside 3.42"}."""
+    texts = {op: f"{op} {description}" for op, description in row.get("kernels", {}).items() if op != "compile"}
+    for op, known in row.get("slower", {}).items():
+        baseline = "compiled eager" if known["baseline"] == "compile" else "eager"
+        texts[op] += f", slower than {baseline} here: {known['ms']:.3g} ms beside {known['baseline_ms']:.3g}"
+        texts[op] += f" at {known['at']}" if known["at"] else ""
     return texts
 
 

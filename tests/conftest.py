@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -276,9 +277,12 @@ def fp8_on_a_cpu(monkeypatch):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The folder of a copy of the repo without results, to which a test may add files."""
+    """The folder of a copy of the repo without results, to which a test may add files. git tracks its kernels."""
     ignore = shutil.ignore_patterns(".*", "out", "results")
-    return Path(shutil.copytree(Path(__file__).parents[1], tmp_path / "repo", ignore=ignore))
+    folder = Path(shutil.copytree(Path(__file__).parents[1], tmp_path / "repo", ignore=ignore))
+    for words in (["init", "-q"], ["add", "kernels"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
 
 
 @pytest.fixture

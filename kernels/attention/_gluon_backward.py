@@ -519,7 +519,7 @@ LAUNCH = {
 def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     """Compute the gradients and write them to dq (B, T, H, D), dk and dv (B, T, Hkv, D).
 
-    check_inputs() of gluon.py has passed, and can_use_tma() is true for q, k, v, dout, dq, dk and dv. dout and out are
+    refusal() of gluon.py is None, and can_use_tma() is true for q, k, v, dout, dq, dk and dv. dout and out are
     contiguous.
     """
     (B, T, H, D), Hkv, size = q.shape, k.shape[2], TILE.value

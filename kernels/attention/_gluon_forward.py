@@ -301,7 +301,7 @@ def plan_on(device: torch.device, *arguments) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
     """Write out (B, T, H, D), and lse (B, H, T or more) as attention_fwd() in triton.py describes it.
 
-    check_inputs() of gluon.py has passed, and can_use_tma() is true for q, k, v and out.
+    refusal() of gluon.py is None, and can_use_tma() is true for q, k, v and out.
     """
     (B, T, H, D), rows = q.shape, ROWS.value
     consumers = 3 if D == 64 and T >= LONG else 2

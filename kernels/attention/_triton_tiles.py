@@ -163,6 +163,12 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     return [as_parameters(*size) for size in sizes]
 
 
+def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate out (B, Tq, H, D) and lse (B, H, Tq rounded up to a multiple of 4) fp32 of an attention's forward."""
+    B, Tq, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, H, (Tq + 3) // 4 * 4, dtype=torch.float32)
+
+
 def heads_in_l2(k: Tensor) -> int:
     """Return the number of heads whose keys and values fit together in L2_BYTES, at least 1. k is (B, T, H, D)."""
     return max(1, L2_BYTES // (2 * k.shape[1] * k.shape[3] * k.element_size()))

@@ -38,15 +38,20 @@ def attention_kind(lengths=None, window=None, starts=None) -> str:
     return " ".join(words)
 
 
-def choose_backend(q, k, lengths=None, window=None, starts=None) -> tuple[str, Callable]:
+def choose_backend(q, k, causal=True, lengths=None, window=None, starts=None) -> tuple[str, Callable]:
     """Return the name and the function of the backend for these inputs.
 
-    Raises Unavailable if the tables have no entry for this kind of attention, dtype, head dim and number of query heads
-    per key head.
+    If the fastest one refuses them, for example because a cache has more keys than there are queries, it is the backend
+    of a decoding step, which takes any. Raises Unavailable if the tables have no entry for this kind of attention,
+    dtype, head dim and number of query heads per key head.
     """
     group = q.shape[2] // k.shape[2]
     name = entry_name(attention_kind(lengths, window, starts), q.dtype, q.shape[3], group)
-    if chosen := fastest.find("attention", name, k.shape[1], q.device):
+    chosen = fastest.find("attention", name, k.shape[1], q.device)
+    if chosen and fastest.refuses(chosen[1], q, k, causal=causal):
+        name = entry_name(attention_kind(True, window, starts), q.dtype, q.shape[3], group)
+        chosen = fastest.find("attention", name, k.shape[1], q.device)
+    if chosen:
         return chosen
     options = ""
     if window is not None:
@@ -68,12 +73,12 @@ def omit_none(**limits) -> dict:
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
     limits = omit_none(lengths=lengths, window=window, starts=starts)
-    _, function = choose_backend(q, k, **limits)
+    _, function = choose_backend(q, k, causal, **limits)
     return function(q, k, v, causal=causal, scale=scale, **limits)
 
 
-def detail(q, k, lengths=None, window=None, starts=None, **rest) -> str:
+def detail(q, k, causal=True, lengths=None, window=None, starts=None, **rest) -> str:
     """Return the backend's name and, if it has one, its own detail()."""
     limits = omit_none(lengths=lengths, window=window, starts=starts)
-    name, _ = choose_backend(q, k, **limits)
-    return fastest.describe_choice("attention", name, q=q, k=k, **limits, **rest)
+    name, _ = choose_backend(q, k, causal, **limits)
+    return fastest.describe_choice("attention", name, q=q, k=k, causal=causal, **limits, **rest)

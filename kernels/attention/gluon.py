@@ -12,8 +12,7 @@ import triton
 from torch import Tensor
 
 from kernels.attention import _gluon_backward, _gluon_forward
-from kernels.attention._triton_tiles import can_use_tma
-from kernels.attention.triton import empty_outputs
+from kernels.attention._triton_tiles import can_use_tma, empty_outputs
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import hopper_unavailable
 from kernels.gpu import triton_detail as detail  # noqa: F401
@@ -74,25 +73,24 @@ attention_bwd = bypass_dispatcher(attention_bwd)
 attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
 
 
-def check_inputs(q: Tensor, k: Tensor, causal: bool) -> None:
-    """Raise Unavailable if the kernels do not support these inputs.
+def refusal(q: Tensor, k: Tensor, causal: bool = True) -> str | None:
+    """Return what the kernels take instead of these inputs, or None if they take them.
 
     The backward reads lse and delta by TMA, whose coordinates are int32.
     """
     (B, T, H, D), size = q.shape, _gluon_backward.BLOCK.value
-    reason = None
     if q.dtype not in DTYPES:
-        reason = f"bfloat16 or float16, not {q.dtype}"
-    elif D not in HEAD_DIMS:
-        reason = f"heads of {' or '.join(map(str, HEAD_DIMS))} channels, not {D}"
-    elif not causal or k.shape[1] != T:
-        reason = "whole sequences with a causal mask, and no others"
-    elif 2 * B * H * triton.cdiv(T, size) * size >= 2**31:
-        reason = f"fewer than 2^30 queries in all heads, not {B * H * T:,}"
-    if reason:
-        raise Unavailable(f"attention=gluon takes {reason}: choose attn=triton")
+        return f"bfloat16 or float16, not {q.dtype}"
+    if D not in HEAD_DIMS:
+        return f"heads of {' or '.join(map(str, HEAD_DIMS))} channels, not {D}"
+    if not causal or k.shape[1] != T:
+        return "whole sequences with a causal mask, and no others"
+    if 2 * B * H * triton.cdiv(T, size) * size >= 2**31:
+        return f"fewer than 2^30 queries in all heads, not {B * H * T:,}"
+    return None
 
 
 def attention(q, k, v, *, causal=True, scale=None):
-    check_inputs(q, k, causal)
+    if reason := refusal(q, k, causal):
+        raise Unavailable(f"attention=gluon takes {reason}: choose attn=triton")
     return attention_fwd(q, k, v, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)[0]

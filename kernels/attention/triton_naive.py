@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.attention._triton_tiles import LOG2E, check_inputs, load_tile
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import triton_detail as detail  # noqa: F401
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 
 RUNS = ("probabilities",)

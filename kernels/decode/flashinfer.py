@@ -39,7 +39,7 @@ def unavailable(device: torch.device) -> str | None:
 def detail() -> str:
     import flashinfer
 
-    return f"flashinfer {flashinfer.__version__}"
+    return f"flashinfer {flashinfer.__version__} attention, torch {torch.__version__}"
 
 
 def pack(model: Model, cache: Cache) -> Packed:

@@ -32,7 +32,7 @@ def unavailable(device: torch.device) -> str | None:
 def detail() -> str:
     import transformers
 
-    return f"transformers {transformers.__version__}"
+    return f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 
 def pack(model: Model, cache: Cache):

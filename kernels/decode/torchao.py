@@ -23,7 +23,7 @@ def unavailable(device: torch.device) -> str | None:
 def detail() -> str:
     import torchao
 
-    return f"int8 weights, torchao {torchao.__version__}"
+    return f"int8 weights, torchao {torchao.__version__}, torch {torch.__version__}"
 
 
 def quantize(weight: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def detail(fp8=False, **rest) -> str:
         return f"torch {torch.__version__}"
     import torchao
 
-    return f"torchao {torchao.__version__}, fp8"
+    return f"torchao {torchao.__version__}, fp8, cuBLAS matmuls"
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
-from kernels.gpu import check_dtypes, triton_detail
+from kernels.gpu import check_dtypes, triton_and_cublas_detail, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
 from kernels.matmul import candidates as matmul_candidates
@@ -36,7 +36,7 @@ FAMILY = "^_(tiled|split)_matmul|^_quantize_kernel|^_maxima_kernel|_sum_rows_ker
 
 
 def detail(x, fp8=False, **rest) -> str:
-    return f"{triton_detail(x=x)}{', fp8, cuBLAS matmuls' if fp8 else ''}"
+    return triton_and_cublas_detail(x=x, fp8=True) if fp8 else triton_detail(x=x)
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:

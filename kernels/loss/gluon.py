@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors, triton_detail
+from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.hopper import (
     align,
     barrier,
@@ -59,10 +60,6 @@ STAGES = gl.constexpr(6)  # k-steps in shared memory; the kernel takes 224 of th
 GROUP = gl.constexpr(32)  # tiles of rows that share a tile of W in the L2: 716 TFLOP/s, and 654 with 8
 RUNS = ("^_cross_entropy_gluon_kernel",)
 unavailable = partial(hopper_unavailable, "loss")
-
-
-def detail(x: Tensor, **rest) -> str:
-    return f"{triton_detail(x=x)}, cuBLAS matmuls"
 
 
 @gluon.jit
@@ -197,17 +194,19 @@ linear_cross_entropy.register_fake(empty_outputs)
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_forward.setup_context)
 
 
-def check_inputs(x: Tensor, weight: Tensor, impl: str) -> None:
-    """Raise Unavailable if loss=`impl` does not support the dtypes or the widths. In fp16 p would overflow."""
-    remedy = f"choose kernels.loss={impl.replace('gluon', 'triton')}"
+def refusal(x: Tensor, weight: Tensor, *rest, fp8: bool = False) -> str | None:
+    """Return what the kernel takes instead of these dtypes or widths, or None if it takes them.
+
+    In fp16 p would overflow.
+    """
     for dtype in (x.dtype, weight.dtype):
         if dtype != torch.bfloat16:
-            raise Unavailable(f"loss={impl} takes bfloat16, not {dtype}: {remedy}")
+            return f"bfloat16, not {dtype}"
     (V, C), multiple = weight.shape, 8  # TMA needs rows of a multiple of 16 bytes
-    if V % multiple or C % multiple:
-        raise Unavailable(f"loss={impl} takes C and V that are multiples of {multiple}, not {C} and {V}: {remedy}")
+    return f"C and V that are multiples of {multiple}, not {C} and {V}" if V % multiple or C % multiple else None
 
 
 def loss(x, weight, targets, ignore_index=-1):
-    check_inputs(x, weight, "gluon")
+    if reason := refusal(x, weight):
+        raise Unavailable(f"loss=gluon takes {reason}: choose kernels.loss=triton")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks

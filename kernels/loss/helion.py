@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import check_dtypes, gpu_unavailable, package_unavailable, triton_detail
+from kernels.gpu import check_dtypes, gpu_unavailable, package_unavailable, triton_and_cublas_detail
 from kernels.loss._in_forward import setup_context
 from kernels.loss.triton import (
     LOGITS_BYTES,
@@ -35,7 +35,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def detail(weight: Tensor, **inputs) -> str:
-    return f"helion {version('helion')}, {triton_detail(weight=weight)}"
+    return f"helion {version('helion')}, {triton_and_cublas_detail(weight=weight)}"
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, write: bool) -> None:

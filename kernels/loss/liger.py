@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
+from kernels.gpu import gpu_unavailable, package_unavailable, triton_and_cublas_detail
 from kernels.loss._in_forward import setup_context
 from kernels.loss.triton import apply_to_rows, backward, empty_outputs
 
@@ -25,7 +25,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def detail(**inputs) -> str:
-    return f"liger-kernel {version('liger-kernel')}, {triton_detail(**inputs)}"
+    return f"liger-kernel {version('liger-kernel')}, {triton_and_cublas_detail(**inputs)}"
 
 
 @torch.library.custom_op("hotswap::liger_linear_cross_entropy", mutates_args=())

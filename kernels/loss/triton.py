@@ -34,7 +34,8 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E5M2, X_SCALE, gradient_scale, product
-from kernels.gpu import check_dtypes, triton_detail
+from kernels.gpu import check_dtypes
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.loss import LOGITS_SCALE, _exponentials, _in_forward
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel, scale_kernel
@@ -269,7 +270,3 @@ def apply_to_rows(op, x, weight, targets, ignore_index, *options):
     x, targets = x.reshape(-1, x.shape[-1]).contiguous(), targets.reshape(-1)
     loss_sum, _, _ = op(x, weight, targets, ignore_index, gradients, *options)
     return loss_sum / (targets != ignore_index).sum().clamp(min=1)
-
-
-def detail(weight, fp8=False, **rest) -> str:
-    return f"{triton_detail(weight=weight)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"

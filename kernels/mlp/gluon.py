@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import E4M3, E5M2, X_SCALE
-from kernels.gpu import hopper_unavailable, triton_detail
+from kernels.gpu import hopper_unavailable
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.mlp import _fp8, _op
 from kernels.mlp._gluon_kernel import empty_partial_sums, launch_kernel
 from kernels.quantize import dy_scale, empty_fp8
@@ -21,10 +22,6 @@ DTYPES = torch.bfloat16, torch.float16
 INPUT_IN_FP8 = True
 RUNS = ("^_mlp_gluon_kernel",)
 unavailable = partial(hopper_unavailable, "mlp")
-
-
-def detail(x: Tensor, fp8: bool = False, **rest) -> str:
-    return f"{triton_detail(x=x)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
 
 
 def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
@@ -60,18 +57,19 @@ unquantized_mlp = _op.define("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
 mlp_in_fp8 = _fp8.define("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
 
 
-def check_inputs(x: Tensor, w_fc: Tensor, impl: str, fp8: bool = False) -> None:
-    """Raise Unavailable if mlp=`impl` does not support the dtypes or the widths."""
+def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
+    """Return what the kernel takes instead of these dtypes or widths, or None if it takes them."""
     (F, C), multiple = w_fc.shape, 16 if fp8 else 8  # TMA needs rows of a multiple of 16 bytes
-    remedy = f"choose kernels.mlp={impl.replace('gluon', 'triton')}"
     if x.dtype not in DTYPES or w_fc.dtype != x.dtype:
-        raise Unavailable(f"mlp={impl} takes bfloat16 or float16, not {x.dtype}: {remedy}")
+        return f"bfloat16 or float16, not {x.dtype}"
     if C % multiple or F % multiple:
-        raise Unavailable(f"mlp={impl} takes widths that are multiples of {multiple}, not {C} and {F}: {remedy}")
+        return f"widths that are multiples of {multiple}, not {C} and {F}"
+    return None
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
-    check_inputs(x, w_fc, "gluon", fp8)
+    if reason := refusal(x, w_fc, fp8=fp8):
+        raise Unavailable(f"mlp=gluon takes {reason}: choose kernels.mlp=triton")
     if fp8:
         return mlp_in_fp8(x, w_fc, b_fc, w_proj, b_proj)
     return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=True)

@@ -3,11 +3,13 @@
 from functools import partial
 
 from kernels.gpu import hopper_unavailable
-from kernels.mlp.gluon import RUNS, check_inputs, detail, unquantized_mlp  # noqa: F401
+from kernels.mlp.gluon import RUNS, detail, refusal, unquantized_mlp  # noqa: F401
+from kernels.registry import Unavailable
 
 unavailable = partial(hopper_unavailable, "mlp", impl="triton_recompute")
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj):
-    check_inputs(x, w_fc, "gluon_recompute")
+    if reason := refusal(x, w_fc):
+        raise Unavailable(f"mlp=gluon_recompute takes {reason}: choose kernels.mlp=triton_recompute")
     return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=False)

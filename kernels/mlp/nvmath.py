@@ -33,7 +33,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def detail(**inputs) -> str:
-    return f"nvmath-python {version('nvmath-python')}, CUDA {torch.version.cuda}"
+    return f"nvmath-python {version('nvmath-python')}, cuBLAS matmuls of CUDA {torch.version.cuda}"
 
 
 def product(a: Tensor, b: Tensor, epilog: str, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -112,13 +112,18 @@ mlp_bwd = bypass_dispatcher(mlp_bwd)
 mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj):
+def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
+    """Return what cuBLASLt takes instead of these widths or this dtype, or None if it takes them."""
     if any(width % 8 for width in w_fc.shape):  # cuBLASLt stores h in rows of a multiple of 8
         F, C = w_fc.shape
-        raise Unavailable(f"mlp=nvmath needs widths that are multiples of 8, not {C} and {F}: choose kernels.mlp=eager")
+        return f"widths that are multiples of 8, not {C} and {F}"
     if x.is_cuda and x.dtype == torch.float32:  # on an H100 dx was wrong by 1e-5, ten times as much as eager's
-        raise Unavailable(
-            "mlp=nvmath in float32: cuBLASLt's GELU is too inexact; choose bfloat16, or kernels.mlp=eager"
-        )
+        return "bfloat16 or float16, because cuBLASLt's GELU is too inexact for float32"
+    return None
+
+
+def mlp(x, w_fc, b_fc, w_proj, b_proj):
+    if reason := refusal(x, w_fc):
+        raise Unavailable(f"mlp=nvmath takes {reason}: choose kernels.mlp=eager")
     x_rows = x.reshape(-1, x.shape[-1]).contiguous()
     return mlp_fwd(x_rows, w_fc, b_fc, w_proj, b_proj)[0].view(x.shape)

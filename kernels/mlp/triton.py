@@ -34,7 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import check_dtypes, make_context_current, multiprocessors, triton_detail
+from kernels.gpu import check_dtypes, make_context_current, multiprocessors
+from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import (
     LAUNCH,
@@ -56,10 +57,6 @@ from kernels.tuned import launch_parameters
 
 INPUT_IN_FP8 = True
 RUNS = {"fp8": ("^_gelu_fp8_kernel|::mlp_fp8",), "triton": ("^_mlp_fwd_kernel|::mlp_fwd",)}
-
-
-def detail(x: Tensor, fp8: bool = False, **rest) -> str:
-    return f"{triton_detail(x=x)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile

@@ -13,41 +13,9 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, X_SCALE
+from kernels.norm._add_and_centre import add_and_centre, empty_stream
 from kernels.norm._triton_backward import backward, setup_context
 from kernels.quantize import empty_fp8, scaled, store_columns, store_rows
-
-
-@triton.jit
-def add_and_centre(
-    x_ptr,
-    residual_ptr,
-    out_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows,
-    columns,
-    N,
-    x_stride,
-    residual_stride,
-    eps,
-    C: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):
-    """Write the new stream, mean and rstd of some rows. Return the rows less their mean, and rstd."""
-    in_row = columns < C
-    mask = (rows < N)[:, None] & in_row[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + rows[:, None] * residual_stride + columns[None, :], mask, other=0.0).to(tl.float32)
-        stream = x.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + rows[:, None] * C + columns[None, :], stream, mask)
-        x = stream.to(tl.float32)  # normalise the rounded sum, because the backward starts from the rounded sum
-    mean = tl.sum(x, 1) / C
-    centred = tl.where(in_row[None, :], x - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-    tl.store(mean_ptr + rows, mean, rows < N)
-    tl.store(rstd_ptr + rows, rstd, rows < N)
-    return centred, rstd
 
 
 @triton.jit
@@ -157,13 +125,6 @@ def empty_fp8_outputs(x, residual, weight, bias, eps) -> tuple[Tensor, Tensor, T
     y = torch.empty_strided((N, C), (0, 0), dtype=weight.dtype, device=device)
     layouts = (empty_fp8(*size, E4M3, device) for size in ((N, C), (C, N)))
     return y, *empty_stream(x, residual), *layouts
-
-
-def empty_stream(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the new stream, mean and rstd."""
-    stream = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
-    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
-    return stream, mean, rstd
 
 
 norm_fwd_fp8 = torch.library.custom_op("hotswap::norm_fwd_fp8", forward, mutates_args=())

@@ -28,7 +28,8 @@ from kernels.fp8 import InFp8
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.norm._fp8 import add_and_centre, empty_stream, norm_fwd_fp8
+from kernels.norm._add_and_centre import add_and_centre, empty_stream
+from kernels.norm._fp8 import norm_fwd_fp8
 from kernels.norm._triton_backward import backward, backward_launch, contiguous_rows, setup_context
 from kernels.registry import Unavailable
 from kernels.tuned import launch_parameters

@@ -4,31 +4,27 @@ It runs forward and backward at a small shape, in a process of its own, and must
 a kernel with a wrong eps or a missing gradient stops the run before its first step, and one that crashes becomes an
 error in one line. The status is stored in .cache/checks. Its key is a hash of the files in kernels/, in the op's folder
 and in the backend's folder, of the device and of PyTorch's version. A failure is not stored, because a time limit or a
-full memory may pass. The backends in SHIPPED are not checked, because tests/kernels tests them.
+full memory may pass. The backends of this repo are not checked, because tests/kernels tests them: the files that git
+tracks. Without git every backend is checked.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import torch
 
 from files import read_bytes, read_json, write_json
-from kernels.lookup import ROOT, source, source_file
+from kernels.lookup import ROOT, files, source, source_file
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
 from terminal import override, shell_command
 
-SHIPPED = {
-    "norm": "auto eager helion liger quack triton triton_recompute",
-    "linear": "auto eager torchao triton",
-    "attention": "auto cudnn eager flash flex gluon math mem_efficient sdpa triton triton_naive",
-    "mlp": "auto eager gluon gluon_recompute nvmath torchao triton triton_recompute",
-    "loss": "auto eager gluon gluon_whole helion liger liger_cute liger_large torch_chunked triton triton_whole",
-    "decode": "blocks flashinfer huggingface int8 persistent persistent_int8 torchao triton",
-}
 CACHE = Path(".cache/checks")
 LIMIT = 120.0  # seconds of one check
 
@@ -39,10 +35,26 @@ class WrongKernel(KernelError):
     status = "wrong"
 
 
+@functools.cache
+def tracked_files() -> frozenset[str]:
+    """Return the paths of the files in kernels/ that git tracks; empty if this is no checkout, or without git."""
+    command = ["git", "-c", f"safe.directory={ROOT.parent}", "ls-files", "-z", "--", ROOT.name]
+    try:
+        listed = subprocess.run(command, cwd=ROOT.parent, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return frozenset()
+    return frozenset(map(os.fsdecode, listed.split(b"\0")))
+
+
+def shipped(op: str) -> list[str]:
+    """Return the names of the op's backends that are part of this repo."""
+    return [impl for impl in files(op) if f"{ROOT.name}/{op}/{impl}.py" in tracked_files()]
+
+
 def check_new_backends(
     kernels: KernelsConfig, attn: AttnConfig, device: torch.device, generates: bool = False
 ) -> dict[str, str]:
-    """Return {op: the doctor's status} of each chosen backend that is not in SHIPPED: "ok: ...", or "unavailable: ...".
+    """Return {op: the doctor's status} of each chosen backend that is new: "ok: ...", or "unavailable: ...".
 
     The backend of decode counts only if the run `generates`. With kernels.check=false it checks nothing, and returns
     {}. Raises WrongKernel, which names the file, if such a backend is wrong, and KernelError if a check has no answer.
@@ -50,7 +62,7 @@ def check_new_backends(
     if not kernels.check:
         return {}
     chosen = impl_by_op(kernels, attn) | ({"decode": kernels.decode} if generates else {})
-    chosen = {op: impl for op, impl in chosen.items() if impl not in SHIPPED.get(op, "").split()}
+    chosen = {op: impl for op, impl in chosen.items() if impl not in shipped(op)}
     paths = {op: CACHE / f"{cache_key(op, impl, device)}.json" for op, impl in chosen.items()}
     statuses = {}
     for op, path in paths.items():

@@ -60,7 +60,8 @@ class GenerationRecipe:
     def build_decoder(self, batch: int, capacity: int, device: torch.device) -> Decoder:
         """Build the model, and its decoder of `batch` sequences. Raises Unavailable or UserError as Decoder does."""
         weights = self.source if self.source.weights else None
-        model = build(*self.groups, device, seed=self.seed, weights=weights).eval()
+        needs = ["lengths"] if self.kernels.decode == "blocks" else []  # its steps read a cache with attention
+        model = build(*self.groups, device, seed=self.seed, weights=weights, needs=needs).eval()
         stops = stop_ids(self.tokenizer, self.stops)
         return Decoder(model, batch, capacity, self.sampling, self.seed, stops=stops, **self.decoder_options)
 

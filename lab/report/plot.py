@@ -94,7 +94,9 @@ def choice_hover(choice: Choice) -> str:
     lines.append(", ".join(format_values({template: row.get(key) for template, key in keys.items()})))
     peak = "peak {:.2f} GiB" if choice.generates else "peak {:.1f} GiB"
     lines += format_values({peak: choice.memory})
-    return hover_text([*lines, parity_text(row), proof_text(row), " | ".join(kernel_texts(row))], choice.command)
+    return hover_text(
+        [*lines, parity_text(row), proof_text(row), " | ".join(kernel_texts(row).values())], choice.command
+    )
 
 
 def parity_text(row: dict) -> str:

@@ -9,7 +9,8 @@ import re
 from functools import cached_property
 from pathlib import Path
 
-from lab.bench.new_backends import SHIPPED
+from kernels.names import ALL_OPS
+from lab.bench.new_backends import shipped
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 LIMIT = 2**31
@@ -174,7 +175,6 @@ def kernel_names() -> set[str]:
     """Return the names of our kernels in Triton and Gluon, but not those of a user's own backend."""
     names = set()
     for path in KERNELS.rglob("*.py"):
-        shipped = SHIPPED.get(path.parent.name, path.stem).split()
-        if path.stem.startswith("_") or path.stem in shipped:
+        if path.stem.startswith("_") or path.parent.name not in ALL_OPS or path.stem in shipped(path.parent.name):
             names |= set(re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE))
     return names - {"launch_next_kernel"}  # a function that kernels call

@@ -80,6 +80,26 @@ def test_bench_attention_fills_the_table(filled, called, monkeypatch, tmp_path):
     assert describe("attention", "auto", shape=(1, 20, 4, 8), kv_heads=2, **FLOAT).startswith("auto (")
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_takes_another_backend_where_the_fastest_refuses(filled, compiled, monkeypatch):
+    """gluon takes no cache, and its loss no odd vocabulary. The row then names what runs instead."""
+    entries = {
+        "attention causal float32 64 x1": {"parameters": {"64": "gluon"}},
+        "loss float32": {"parameters": {"64": "gluon"}},
+    }
+    entries["attention causal decode float32 64 x1"] = {"parameters": {"64": "sdpa"}}
+    write_table(table_paths(CPU)[0], entries)
+    for op in ("attention", "loss"):
+        monkeypatch.setattr(backend(op, "gluon"), "unavailable", lambda device: None)
+        function = load(op, "auto", CPU)
+        function = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+        shapes = {"attention": {"shape": (1, 8, 2, 64), "keys": 20}, "loss": {"shape": (3, 64), "vocab": 50}}
+        inputs, impl = contract(op).inputs(**shapes[op], **FLOAT), {"attention": "sdpa", "loss": "eager"}[op]
+        expected = getattr(backend(op, impl), op)(**inputs)
+        torch.testing.assert_close(function(**inputs), expected, rtol=1e-6, atol=1e-6)
+        assert describe(op, "auto", **shapes[op], **FLOAT).startswith(f"auto ({impl}")
+
+
 def test_a_window_inside_documents_is_measured_separately(filled):
     """The fastest backend for windows may not support documents, so entries for each alone do not count."""
     entries = {f"attention {kind} float32 64 x1": {"parameters": {"64": "eager"}} for kind in ("window", "documents")}

@@ -245,7 +245,7 @@ def test_nvmath_plans_each_shape_once(packages):
     assert all(plan.a is None and plan.inputs is None for plan in nvmath.plans.values())
     for case in ("769", "odd"):
         with pytest.raises(
-            Unavailable, match=r"^mlp=nvmath needs widths that are multiples of 8, not \d+ and \d+: choose"
+            Unavailable, match=r"^mlp=nvmath takes widths that are multiples of 8, not \d+ and \d+: choose"
         ):
             nvmath.mlp(**case_inputs("mlp", case, torch.float32, CPU))
 

@@ -14,7 +14,7 @@ import torch
 from data.tokenizer import Bytes
 from kernels import speeds
 from kernels.decode import blocks
-from kernels.registry import KernelsConfig, contract
+from kernels.registry import KernelsConfig, backend, contract
 from lab.bench.new_backends import WrongKernel
 from model import cost
 from model.executed import call_shapes
@@ -225,6 +225,16 @@ def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):
     code, out, err = command("prompt=a", "attn=math", "out_dir=run")
     assert (code, out, err) == (1, "", "error: mine.py is wrong\n")
     assert row()["status"] == "wrong: mine.py is wrong"
+
+
+def test_an_attention_that_reads_no_cache_is_refused_before_a_model_is_built(command, monkeypatch):
+    """attn=gluon takes no `lengths`, so the model's blocks cannot decode with it. The line names what can."""
+    monkeypatch.setattr(backend("attention", "gluon"), "unavailable", lambda device: None)
+    monkeypatch.setattr("model.step.GPT", None)
+    code, _, err = command("prompt=a", "attn=gluon", "kernels.check=false")
+    what = "attention=gluon cannot run this: kernels.attention.gluon takes no lengths (kernels/attention/__init__.py)"
+    assert code == 1
+    assert re.fullmatch(rf"error: {re.escape(what)}: choose attn=.*\btriton\b.*\n", err)
 
 
 def test_a_wrong_decoder_has_no_speed(command, monkeypatch):

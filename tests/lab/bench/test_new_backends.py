@@ -8,7 +8,7 @@ import torch
 
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls
 from lab.bench import new_backends
-from lab.bench.new_backends import SHIPPED, WrongKernel, check_new_backends
+from lab.bench.new_backends import WrongKernel, check_new_backends
 
 CPU = torch.device("cpu")
 GOOD = """
@@ -37,9 +37,20 @@ ERRORS = {
 }
 
 
-def test_shipped_backends_exist():
-    for op, names in SHIPPED.items():
-        assert {*names.split()} <= {*impls(op)}
+def test_the_backends_that_git_tracks_are_this_repos(monkeypatch, tmp_path):
+    """A file that git does not know is new. Without git every file is."""
+    (tmp_path / "kernels/norm").mkdir(parents=True)
+    for name in ("triton", "mine", "_part"):
+        (tmp_path / f"kernels/norm/{name}.py").touch()
+    for module in ("lab.bench.new_backends", "kernels.lookup"):
+        monkeypatch.setattr(f"{module}.ROOT", tmp_path / "kernels")
+    monkeypatch.setattr(new_backends, "tracked_files", new_backends.tracked_files.__wrapped__)
+    assert new_backends.shipped("norm") == []
+    for words in (["init", "-q"], ["add", "kernels/norm/triton.py"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    assert new_backends.shipped("norm") == ["triton"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert new_backends.shipped("norm") == []
 
 
 def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_path):
@@ -54,7 +65,7 @@ def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
     choice = KernelsConfig(mlp="triton_recompute"), AttnConfig("sdpa"), CPU
     assert check_new_backends(*choice) == {}
-    monkeypatch.setitem(SHIPPED, "mlp", "eager triton")
+    monkeypatch.setattr(new_backends, "shipped", lambda op: {"eager", "triton", "sdpa"})
     assert check_new_backends(KernelsConfig(mlp="triton_recompute", check=False), *choice[1:]) == {}
     assert check_new_backends(*choice) == check_new_backends(*choice) == {"mlp": "ok: torch"}
     assert probed == [("mlp", "triton_recompute")]
@@ -66,7 +77,7 @@ def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_
 def test_a_wrong_answer_is_an_error_each_time(monkeypatch, tmp_path):
     monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [["wrong: out0"] for _ in groups])
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
-    monkeypatch.setitem(SHIPPED, "norm", "")
+    monkeypatch.setattr(new_backends, "shipped", lambda op: [] if op == "norm" else impls(op))
     for _ in range(2):
         with pytest.raises(WrongKernel) as error:
             check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
@@ -80,7 +91,7 @@ def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(monkeypatch, t
     late = "undecided: no answer within 120 s"
     monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [[late] for _ in groups])
     monkeypatch.setattr(new_backends, "CACHE", tmp_path / "cache")
-    monkeypatch.setitem(SHIPPED, "norm", "")
+    monkeypatch.setattr(new_backends, "shipped", lambda op: [] if op == "norm" else impls(op))
     with pytest.raises(KernelError, match=rf"^kernels/norm/eager.py could not be checked \({late}\): ") as error:
         check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
     assert not isinstance(error.value, WrongKernel)
@@ -96,7 +107,7 @@ def test_a_new_decoder_is_checked_before_a_generation_only(monkeypatch, tmp_path
 
     monkeypatch.setattr(new_backends, "run_probes", answer)
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
-    monkeypatch.setitem(SHIPPED, "decode", "blocks")
+    monkeypatch.setattr(new_backends, "shipped", lambda op: ["blocks"] if op == "decode" else impls(op))
     choice = KernelsConfig(decode="triton"), AttnConfig("sdpa"), CPU
     assert check_new_backends(*choice) == {}
     assert probed == []
