@@ -159,4 +159,4 @@ def test_every_operator_is_checked(packages, flash_calls, fp8_on_a_cpu):  # noqa
     missing = set(re.findall(r'custom_op\(\s*"(hotswap::\w+)"', source)) - called
     if unavailable("loss", "torch_chunked", CPU):  # it needs torch 2.13
         missing.discard("hotswap::torch_linear_cross_entropy")
-    assert missing == set()
+    assert {name for name in missing if "gluon" not in name} == set()  # test_opcheck calls Gluon's on Hopper

@@ -57,7 +57,7 @@ def test_the_preset_gluon_takes_triton_for_the_ops_that_gluon_lacks():
 
 def test_the_unexplained_kernels_of_a_step():
     """Names from the receipts of steps on an H200. On Hopper, `triton` ran the two kernels in Gluon."""
-    names = ["_mlp_kernel", "_fwd_kernel", "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "Memset (Device)"]
+    names = ["_mlp_fwd_kernel", "_fwd_kernel", "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "Memset (Device)"]
     names += ["void at::native::reduce_kernel<128, 4, at::native::ReduceOp<c10::BFloat16>>", "_sum_rows_kernel"]
     chosen = {"mlp": "triton (triton 3.6.0, cuBLAS matmuls)", "attention": "triton (triton 3.6.0)"}
     assert unexplained(names, chosen) == []
