@@ -49,7 +49,10 @@ def add_partial_sums(partial: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sum_rows(x: Tensor) -> Tensor:
-    """Return the sum of the rows of x (N, C), contiguous: (C,) in x's dtype. Sums in fp32. For custom operators only."""
+    """Return the sum of the rows of x (N, C), contiguous: (C,) in x's dtype, summed in fp32.
+
+    It is for custom operators: it has no gradient.
+    """
     N, C = x.shape
     blocks = triton.cdiv(C, ROWS["BLOCK_C"])
     programs = max(1, min(triton.cdiv(N, ROWS["BLOCK_N"]), PROGRAMS * multiprocessors(x.device) // blocks))
