@@ -6,7 +6,7 @@ but stays fixed in a run: widths and dtypes, never B or T. An entry of the user'
 the repo's table. If the repo has no table of this GPU, the table of another GPU of the same architecture is used. A
 kernel without an entry gets its default, a heuristic in the kernel's own file.
 
-    ~/.cache/hotswap/tuned/h200.json    the user's table; `python -m scripts.tune op=norm` writes it
+    ~/.cache/hotswap/tuned/h200.json    the user's table; `python -m scripts.tune` writes it
     kernels/tables/sm90/h200.json       the repo's table; the same command with keep=true writes it
 
 Both are JSON: "KERNEL KEY" -> {"parameters": {...}, ...}. The other fields record how the parameters were measured. The

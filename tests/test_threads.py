@@ -140,6 +140,19 @@ def record_the_end(monkeypatch):
         assert ended.wait(60)
 
 
+@case("lab.bench.compile_ahead: launches_only_compile")
+def compile_a_kernel(monkeypatch):
+    """The launch after the block raises the error again."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    from triton.runtime._async_compile import active_mode
+
+    from lab.bench.compile_ahead import launches_only_compile
+
+    with launches_only_compile():
+        kernel = active_mode.get().submit("a key", fail, lambda kernel: None)
+    return raised(kernel.result)
+
+
 @case("data.loader: prefetch")
 def read_batches():
     return raised(next, loader.prefetch(fail, 1, CPU))

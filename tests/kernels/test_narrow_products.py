@@ -3,6 +3,7 @@
 import pytest
 
 from tests.kernels.narrow_products import narrow_products
+from tests.kernels.spills import spills_in_loops
 
 BEGIN = "%row = tt.get_program_id x : i32\n%t = tt.make_range {end = 128 : i32, start = 0 : i32} : tensor<128xi32>\n"
 WRAPS = {
@@ -89,18 +90,7 @@ def test_a_product_that_fits(ir):
 
 def test_a_spill_counts_only_in_an_innermost_loop():
     """The loop from 0x20 to 0x40 is in the loop from 0x10 to 0x60."""
-    from tests.kernels.compile_triton import spills_in_loops
-
-    lines = [
-        "STL [R1], R2",
-        "MOV R1, R2",
-        "{}",
-        "MOV R1, R2",
-        "@P0 BRA 0x20",
-        "LDL R3, [R1]",
-        "@P0 BRA 0x10",
-        "LDL R2, [R1]",
-    ]
+    lines = ["STL [R1], R2", "NOP", "{}", "NOP", "@P0 BRA 0x20", "LDL R3, [R1]", "@P0 BRA 0x10", "LDL R2, [R1]"]
     for text, spills in (("MOV R3, R4", []), ("LDL.LU R9, [R1+0x4]", ["LDL.LU R9, [R1+0x4]"])):
         sass = [f"/*{16 * number:04x}*/    {line.format(text)} ;" for number, line in enumerate(lines)]
         assert [line.strip() for line in spills_in_loops("\n".join(sass))] == spills

@@ -2,12 +2,15 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux")
+from triton.runtime._async_compile import active_mode
 from triton.runtime.errors import OutOfResources
+from triton.runtime.jit import JITFunction
 
 from kernels import speeds
 from kernels.mlp import triton as mlp
@@ -16,6 +19,7 @@ from kernels.registry import OPS, backend, contract
 from kernels.tuned import launch_parameters, read_table, write_table
 from lab.bench import tune as tuning
 from lab.bench.choose import time_backends
+from lab.bench.compile_ahead import launches_only_compile
 from scripts import tune
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,6 +31,10 @@ NARROW = "op=norm", "shape=narrow", "dtype=float32", "rounds=1"
 def command(called, tables):
     """Run the command in this process: command("op=norm", ...) -> (exit code, stdout, stderr)."""
     return lambda *arguments: called("tune.py", tune.main, *arguments)
+
+
+def empty_kernel():
+    pass
 
 
 def fake_times(seconds):
@@ -53,7 +61,7 @@ def test_every_candidate_gives_the_right_answer(tables, monkeypatch):
     monkeypatch.setattr(tuning, "time_in_turns", fake_times(lambda parameters: 1.0))
     dtype = "bfloat16" if DEVICE.type == "cuda" else "float32"
     for op, shape in (("norm", "narrow"), ("mlp", "one_row"), ("loss", "one_row")):
-        for row in tuning.tune_shape(op, shape, dtype, 1, DEVICE):
+        for row in tuning.tune_shape(op, shape, dtype, 1, DEVICE, tuning.Budget()):
             assert (row["is wrong"], row["tried"] > 2) == (0, True), row
 
 
@@ -89,7 +97,7 @@ def test_the_default_stays_unless_a_median_is_below_its_p20(tables, monkeypatch,
 
     monkeypatch.setattr(norm, "candidates", lambda kernel, default: [{"ROWS": 1024}])
     monkeypatch.setattr(tuning, "time_in_turns", times)
-    row = next(tuning.tune_shape("norm", "narrow", "float32", 1, DEVICE))
+    row = next(tuning.tune_shape("norm", "narrow", "float32", 1, DEVICE, tuning.Budget()))
     assert row["parameters"]["ROWS"] == best_rows
 
 
@@ -123,7 +131,7 @@ def test_the_table_keeps_the_finished_kernels_when_the_search_is_interrupted(com
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["op=null"], "op is missing: name one, as in op=norm, or pass auto=true"),
+        (["minutes=0"], "minutes=0.0: it must be more than 0"),
         (["op=null", "auto=true", "shape=124m"], "shape=124m: it needs op=NAME"),
         (["auto=true", "keep=true"], "auto=true with keep=true: "),
         (["op=attention", "auto=true", "shape=124m"], "op=attention auto=true takes no shape: "),
@@ -149,8 +157,79 @@ def test_an_op_whose_kernels_look_up_no_parameters_is_an_error(command, monkeypa
     """On Hopper, mlp in bf16 is such an op: its kernels in Gluon have constants."""
     for module in ("triton", "_triton_backward"):
         monkeypatch.setattr(f"kernels.norm.{module}.launch_parameters", lambda kernel, key, default, device: default)
-    message = "error: op=norm float32: nothing to tune here at narrow: choose another op, dtype or shape\n"
+    message = "error: op=norm float32: nothing to tune here at narrow: choose another op, dtype, shape or minutes\n"
     assert command(*NARROW)[2] == message
+
+
+def test_without_an_op_all_ops_have_their_turn_in_five_minutes(command, tables, monkeypatch):
+    """Here an hour passes during the third kernel. A line names an op that cannot run."""
+    clock, seconds = [0.0], iter([10.0, 10.0, 3600.0])
+
+    def times(works, device, rounds):
+        clock[0] += next(seconds)
+        default, *candidates = works
+        return {default: [2e-3], **{text: [1e-3] for text in candidates}}
+
+    def config(op, shape, *rest):
+        shapes = {"norm": ["narrow", "one_row"], "loss": ["one_row"], "attention": ["one_head"]}
+        return SimpleNamespace(op=op, shape=shapes[op], dtype="float32", rounds=1)
+
+    monkeypatch.setattr(tuning, "time_in_turns", times)
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(tune, "OPS", ["norm", "attention", "loss"])
+    monkeypatch.setattr(tune, "OpConfig", config)
+    monkeypatch.setattr(backend("attention", "triton"), "unavailable", lambda device: "it needs a rocket")
+    code, out, err = command("dtype=float32", "rounds=1")
+    assert (code, err) == (0, "")
+    assert "without  attention at one_head: attention=triton cannot run here: it needs a rocket\n" in out
+    assert set(read_table(tables[0])) == {"cross_entropy 257 float32", "linear_cross_entropy 64 257 float32", NAME}
+    assert f"\n{NAME}: 2.000 -> 1.000 ms (2.00x), forward\n" in out
+    assert "\ntotal of 3 kernels: 6.000 -> 3.000 ms (2.00x), 3 faster\n" in out
+    assert "\nnot tried in 5 minutes: norm_bwd at narrow, norm at one_row\n" in out
+
+
+def test_a_kernel_starts_only_if_the_longest_one_would_end_in_time(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: clock[0])
+    budget = tuning.Budget(minutes=1)
+    assert budget.allows("a")
+    clock[0] += 35
+    budget.spent_since(100.0)
+    assert not budget.allows("b")
+    assert budget.not_tried == ["b"]
+    assert tuning.Budget().allows("c")
+
+
+def test_the_first_shape_of_every_op_comes_before_the_second():
+    order = tuning.search_order({"norm": ["124m", "wide"], "mlp": ["124m"], "loss": ["124m", "1558m"]})
+    assert order == [("mlp", "124m"), ("loss", "124m"), ("norm", "124m"), ("loss", "1558m"), ("norm", "wide")]
+
+
+def test_launches_only_compile_inside_the_block(monkeypatch):
+    """A launch with the mode of Triton's that compiles in threads, which must also hold in the backward."""
+    launches = []
+
+    def run(self, *arguments, grid, warmup):
+        launches.append((warmup, active_mode.get() is not None))
+
+    class Launch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            kernel[(1,)]()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            kernel[(1,)]()
+            return dx
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    kernel, x = JITFunction(empty_kernel), torch.ones(1, device=DEVICE, requires_grad=True)
+    with launches_only_compile():
+        Launch.apply(x).backward()
+    Launch.apply(x).backward()
+    assert launches == [(True, True), (True, True), (False, False), (False, False)]
+    assert JITFunction.run is run
 
 
 def test_a_broken_table_is_an_error_before_the_search(command, tables):
@@ -189,9 +268,9 @@ def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
 
 
 def test_auto_chooses_for_the_shapes_of_gpt2_on_a_cpu():
-    config = tune.Config(None, True, None, None, "cpu", 1, False, None)
+    config = tune.Config(None, True, None, None, "cpu", 1, None, False, None)
     assert {each.op: each.shape for each in config.configs} == {op: list(contract(op).SHAPES) for op in OPS}
-    assert tune.Config("norm", False, None, None, "cpu", 1, False, None).configs[0].shape == ["768"]
+    assert tune.Config("norm", False, None, None, "cpu", 1, None, False, None).configs[0].shape == ["768"]
 
 
 def test_auto_times_fewer_rows_if_a_backend_does_not_fit(monkeypatch):
