@@ -299,15 +299,18 @@ def expected_kernels(op: str, impl: str, description: str) -> tuple[str, ...]:
 
     `description` is what describe() returns for the backend. For `auto`, the patterns are of the backend that it calls.
     """
-    if impl == "auto":  # "auto (triton: triton 3.6.0)", "auto (eager)"
-        impl = re.match(r"auto \((\w+)", description)[1]
-    runs = getattr(backend(op, impl), "RUNS", ())
+    runs = getattr(backend(op, called_backend(impl, description)), "RUNS", ())
     if not isinstance(runs, dict):
         return runs
     for word, patterns in runs.items():
         if word in description:
             return patterns
     return ()
+
+
+def called_backend(impl: str, description: str) -> str:
+    """Return the backend that `auto` calls, from describe(): "auto (triton: triton 3.6.0)"; any other one as it is."""
+    return re.match(r"auto \((\w+)", description)[1] if impl == "auto" else impl
 
 
 def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:

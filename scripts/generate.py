@@ -117,6 +117,9 @@ def generate(
     Raises Wrong if the proof fails.
     """
     idx, lengths = (tensor.to(device) for tensor in prompts.make_batch(chosen))
+    # the row of a decoder that cannot run here needs these two
+    run.row["kernels"] = recipe.chosen_kernels
+    run.row["env"] = environment(device)
     run.row["checks"] = check_new_backends(recipe.kernels, recipe.attn, device, generates=True)
     bandwidth = measured_bandwidth(device)
     reset_peak_memory(device)
@@ -124,7 +127,7 @@ def generate(
     facts = recipe.kernel_facts(decoder, tuple(idx.shape), device)
     facts |= {"measured_bandwidth": bandwidth, "source": recipe.source.name}
     facts["parameters"] = cost.parameters(recipe.source.config)
-    run.begin(env=environment(device), **facts)
+    run.begin(**facts)
     print(f"{model_header(run.row, recipe.model_text, compiled='torch.compile around a step')}\n", flush=True)
     figures, first_token = measure.warm_up(decoder, idx, lengths, new_tokens)
     steps = stream(decoder, idx, new_tokens, lengths)

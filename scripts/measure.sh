@@ -30,6 +30,18 @@ longest() { # NAME WORDS ...
         out_dir="out/longest-$1"
 }
 
+# The tables of rungs in README.md, on one GPU in about eight minutes, with the text of Python's standard library.
+# repeats=3 gives the gains intervals. On an H200 set beside=h200-rungs
+rungs() {
+    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
+    python train.py +sweep=rungs sweep.repeats=${repeats:-1} out_dir=out/rungs
+    [ $? = 75 ] && return 75
+    python -m scripts.generate +sweep=decoding_rungs checkpoint=random sweep.repeats=${repeats:-1} \
+        out_dir=out/decoding-rungs
+    [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h100-rungs}" out/{rungs,decoding-rungs}/*/
+}
+
 # GPT-2 124M in bf16 with intervals, then in amp, then every other attention, then sequences of 16,384
 presets() { sweep presets $short kernels=eager,triton kernels.compile=true,false attn=sdpa,flash,triton sweep.repeats=3; }
 amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton kernels.compile=true,false; }

@@ -8,11 +8,12 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from kernels.registry import AttnConfig, KernelsConfig, expected_kernels, family_patterns, impl_by_op
+from kernels.registry import AttnConfig, KernelsConfig, called_backend, expected_kernels, family_patterns, impl_by_op
 from kernels.sampling import Sampling
 from lab.generation.writing import Arrival
 from lab.proof.memory import in_gib, simulate, tensor_bytes
 from lab.proof.receipt import missing_kernel, profile_step
+from lab.proof.source_lines import kernel_lines
 from model import cost
 from model.decoder import Decoder
 from model.generate import stream
@@ -177,7 +178,8 @@ def predict_memory(
 def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: AttnConfig) -> dict:
     """Profile one more Decoder.step(), and return the kernels that ran, for one token or one draft.
 
-    `wrong` names an op whose kernels did not run. `unchecked` lists the ops whose backends name no kernels.
+    `wrong` names an op whose kernels did not run. `unchecked` lists the ops whose backends name no kernels. `lines` is
+    op -> its lines of kernel code, by kernel_lines().
     """
     impls = {"decode": kernels.decode}
     if kernels.decode == "blocks":
@@ -196,7 +198,8 @@ def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: Attn
     wrong = missing_kernel(step, claims)
     unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
     step["kernels"] = step["kernels"][:RECEIPT_KERNELS]
-    return {"step_ms": row.get("gen/step_ms"), **step, "wrong": wrong, "unchecked": unchecked}
+    lines = kernel_lines({op: called_backend(impl, row["kernels"][op]) for op, impl in impls.items()})
+    return {"step_ms": row.get("gen/step_ms"), **step, "wrong": wrong, "unchecked": unchecked, "lines": lines}
 
 
 def summary(figures: dict, least: int, bandwidth: float) -> str:

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from data.tokenizer import Tokenizer
 from kernels.lookup import short_name
-from kernels.registry import AttnConfig, KernelsConfig, label
+from kernels.registry import AttnConfig, KernelsConfig, impl_by_op, label
 from kernels.sampling import Sampling
 from model import cost, pretrained
 from model.decoder import Decoder
@@ -52,6 +52,12 @@ class GenerationRecipe:
     @property
     def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
         return self.source.config, self.kernels, self.attn, self.precision
+
+    @property
+    def chosen_kernels(self) -> dict[str, str | bool]:
+        """op -> the backend that the config chooses."""
+        chosen = impl_by_op(self.kernels, self.attn)
+        return chosen | {"decode": self.kernels.decode, "compile": self.kernels.compile}
 
     @property
     def decoder_options(self) -> dict:

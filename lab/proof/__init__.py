@@ -1,11 +1,12 @@
 """The proof that the row of a run has with proof=true: parity, a receipt, and the parts of the memory."""
 
 from data.loader import Batch
-from kernels.registry import expected_kernels, family_patterns, impl_by_op
+from kernels.registry import called_backend, expected_kernels, family_patterns, impl_by_op
 from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
 from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong
 from lab.proof.receipt import missing_kernel, profile_step
 from lab.proof.references import make_references  # noqa: F401
+from lab.proof.source_lines import kernel_lines
 from lab.proof.trace import write_memory_snapshot, write_trace  # noqa: F401
 from lab.recipe import Recipe
 from model.capture import StepRunner
@@ -57,6 +58,7 @@ def make_receipt(row: dict, recipe: Recipe, step: StepRunner, batches: list[Batc
     """Profile one more step, and return its kernels.
 
     `wrong` names an op that did not run as the row says. `unchecked` lists the ops whose backends name no kernels.
+    `lines` is op -> its lines of kernel code, by kernel_lines().
     """
     if step.graph is None:
         step.release()  # a capture cannot be profiled
@@ -66,7 +68,8 @@ def make_receipt(row: dict, recipe: Recipe, step: StepRunner, batches: list[Batc
     wrong = missing_kernel(receipt, claims)
     unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
     receipt["kernels"] = receipt["kernels"][:RECEIPT_KERNELS]
-    return {"step_ms": row.get("perf/step_ms"), **receipt, "wrong": wrong, "unchecked": unchecked}
+    lines = kernel_lines({op: called_backend(impl, row["kernels"][op]) for op, impl in impls.items()})
+    return {"step_ms": row.get("perf/step_ms"), **receipt, "wrong": wrong, "unchecked": unchecked, "lines": lines}
 
 
 def proof_lines(row: dict) -> str:

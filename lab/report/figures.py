@@ -5,8 +5,8 @@ from pathlib import Path
 
 from files import write_atomically
 from lab.report.choices import Choice
-from lab.report.colours import CHOICE_COLOURS, GREY, choice_colours, text_colour
-from lab.report.describe import batch_cell, newest_attention, newest_kernels
+from lab.report.colours import CHOICE_COLOURS, GREY
+from lab.report.describe import newest_attention, newest_kernels
 from lab.report.loss_curves import Curve, with_reference
 from terminal import printable
 
@@ -136,47 +136,7 @@ def short_titles(choices: list[Choice]) -> tuple[list[str], str]:
     return short, ", ".join(shared)
 
 
-def headline_plot(choices: list[Choice], path: Path) -> Path:
-    """Draw tokens/s and peak memory: a group of bars for each choice of kernels, with a bar for each attention.
-
-    The choices differ in their kernels and attention only. A group has one bar of memory, the largest of its choices.
-    """
-    kernels, attentions = (list(dict.fromkeys(part)) for part in zip(*map(name_parts, choices), strict=True))
-    figure, (left, right) = subplots(1, 2, figsize=(10, 3.6), sharey=True, width_ratios=[3, 1])
-    height, colours = 0.8 / len(attentions), choice_colours(choice.name for choice in choices)
-    for number, attention in enumerate(attentions):
-        group = [choice for choice in choices if name_parts(choice)[1] == attention]
-        centres = [kernels.index(name_parts(choice)[0]) - 0.4 + (number + 0.5) * height for choice in group]
-        speeds = [choice.speed for choice in group]
-        below = [choice.speed - choice.spread[0] for choice in group]
-        above = [choice.spread[1] - choice.speed for choice in group]
-        fills = [colours[choice.name] for choice in group]
-        left.barh(centres, speeds, height=0.9 * height, xerr=[below, above], color=fills)
-        for centre, speed, fill in zip(centres, speeds, fills, strict=True):
-            text = f"{speed:,.0f}  attn={plain(attention)}"
-            left.text(5000, centre, text, color=text_colour(fill), fontsize=8, va="center")
-    for group, name in enumerate(kernels):
-        memory = max(choice.memory for choice in choices if name_parts(choice)[0] == name)
-        right.barh(group, memory, color=GREY)
-        right.text(1, group, f"{memory:.1f}", va="center")
-    left.set_yticks(range(len(kernels)), map(plain, kernels))
-    left.invert_yaxis()
-    left.set_title(plain(settings_title(choices[0])), loc="left", fontsize=11)
-    left.set_xlabel("tokens/s (more is better)")
-    left.xaxis.set_major_formatter("{x:,.0f}")
-    right.set_xlabel("peak GiB (less is better)")
-    for panel in (left, right):
-        panel.spines[["top", "right"]].set_visible(False)
-    return save(figure, path)
-
-
 def name_parts(choice: Choice) -> tuple[str, str]:
     """Return (kernels, attention)."""
     kernels, _, attention = choice.name.partition(" · ")
     return kernels, attention
-
-
-def settings_title(choice: Choice) -> str:
-    """Return "GPT-2 124M, bf16, 64 x 1024 tokens, H200"."""
-    device = choice.row["env"]["device"].removeprefix("NVIDIA ")
-    return f"GPT-2 {choice.model}, {choice.precision}, {batch_cell(choice.row)} tokens, {device}"

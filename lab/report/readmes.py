@@ -12,17 +12,18 @@ from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables
 from lab.report.compiled_table import compiled
-from lab.report.figures import attention_plot, curves_plot, headline_plot, roofline
+from lab.report.figures import attention_plot, curves_plot, roofline
 from lab.report.generation_table import generation
-from lab.report.headline import headline
 from lab.report.loss_curves import agreement, curves, long_runs
 from lab.report.max_context_table import max_context
-from lab.report.source import read_source
+from lab.report.peers import peers
+from lab.report.rungs import rungs
 
 ROOT = Path(__file__).resolve().parents[2]
 # NAME -> the function that makes the section from DEVICE, which mostly is the name of a folder in results/
 SECTIONS: dict[str, Callable[[str], str]] = {
-    "headline": headline,
+    "rungs": rungs,
+    "peers": peers,
     "throughput": tables.throughput,
     "scaling": tables.scaling,
     "generation": generation,
@@ -60,13 +61,7 @@ def write_readmes() -> Iterator[Path]:
 
 
 def draw_results() -> Iterator[Path]:
-    """Draw headline.png, roofline.png, attention.png and curves.png of each device that has such rows; yield each file.
-
-    headline.png is for a device with rows of other systems. It shows the choices that were measured several times.
-    """
-    for file in sorted(rows.RESULTS.glob("*/peers.jsonl")):
-        repeated = [choice for choice in read_source(file.parent).largest_group if len(choice.speeds) > 1]
-        yield headline_plot(repeated, file.with_name("headline.png"))
+    """Draw roofline.png, attention.png and curves.png of each device that has such rows; yield each file."""
     for file in sorted(rows.RESULTS.glob("*/kernels.jsonl")):
         yield roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
     for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):

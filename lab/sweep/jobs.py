@@ -189,28 +189,26 @@ def plan_jobs(
     flags: list[str],
     gpus: list[str | None],
     repeats: int = 1,
-    own_caches: bool = False,
+    own_caches: bool | None = False,
 ) -> list[SweepJob]:
     """Return the jobs in the order in which they run, in folders named after what varies.
 
     Each job has its own overrides, followed by `added`. Every second repeat runs in reverse order (A B B A). A repeat
-    of all jobs takes one GPU, because two GPUs may differ by more than two kernels do. With repeats and `own_caches`, a
-    job has compile caches of its own on each GPU, which are empty in its first run.
+    of all jobs takes one GPU, because two GPUs may differ by more than two kernels do. With `own_caches`, a
+    job has compile caches of its own on each GPU, which are empty in its first run. None means True with repeats.
     """
     for key in sorted(SWEEP_KEYS):
         values = {word for words in jobs for word in words if word.lstrip("+").startswith(f"{key}=")}
         check(len(values) < 2, f"{key} cannot vary in a sweep, because all of its jobs share it")
     jobs = [[word for word in words if word.lstrip("+").partition("=")[0] not in SWEEP_KEYS] for words in jobs]
     names = job_names(jobs)
+    own_caches = repeats > 1 if own_caches is None else own_caches
     planned = []
     for repeat in range(repeats):
-        repeat_jobs = []
+        repeat_jobs, gpu_number = [], repeat % len(gpus)
+        job_gpus = [gpus[gpu_number]] if repeats > 1 else gpus
         for name, words in zip(names, jobs, strict=True):
-            job_gpus, caches = gpus, None
-            if repeats > 1:
-                gpu_number = repeat % len(gpus)
-                job_gpus = [gpus[gpu_number]]
-                caches = folder / name / "caches" / str(gpu_number) if own_caches else None
+            caches = folder / name / "caches" / str(gpu_number) if own_caches else None
             job_folder = folder / (f"{name}.{repeat + 1}" if repeat else name)
             repeat_jobs.append(SweepJob(job_folder, words + added, flags, job_gpus, caches))
         if repeat % 2:

@@ -35,7 +35,7 @@ from terminal import override, printable, shell_command
 class SweepConfig:
     timeout: float | None  # minutes that a job may take; null: no limit
     repeats: int  # runs of each job
-    own_caches: bool  # with repeats, each job has compile caches of its own
+    own_caches: bool | None  # each job has compile caches of its own; null: with repeats
 
     def __post_init__(self):
         limit = self.timeout

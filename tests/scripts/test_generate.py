@@ -16,9 +16,11 @@ from kernels import speeds
 from kernels.decode import blocks
 from kernels.registry import KernelsConfig, backend, contract
 from lab.bench.new_backends import WrongKernel
+from lab.report.generation_table import generation
 from model import cost
 from model.executed import call_shapes
 from model.gpt import GPTConfig
+from scripts import collect
 from scripts import generate as script
 from tests.model.test_generate import DECODING, greedy, varied_gpt
 from tests.model.test_gpt import SMALL
@@ -211,8 +213,21 @@ def test_a_proof_compares_with_full_forwards_before_the_speed_is_printed(command
     assert result["proof"]["ok"] is (None if "generate.kv=fp8" in options else True)
     assert result["proof"]["tokens"] == 78
     assert result["receipt"]["families"]
+    assert set(result["receipt"]["lines"].values()) == {0}  # PyTorch's kernels
     assert result["memory"]["predicted"]["kv_cache"] * 2**30 == pytest.approx(result["mem/kv_cache_gib"] * 2**30)
     assert result["memory"]["measured"] is None  # on a CPU
+
+
+def test_the_row_of_a_decoder_that_cannot_run_here_can_be_collected(command, monkeypatch, tmp_path):
+    monkeypatch.setattr("lab.rows.RESULTS", tmp_path / "results")
+    Path("run").mkdir()  # as a sweep does
+    code, _, err = command("prompt=ab", "max_new_tokens=8", "kernels.decode=flashinfer", "out_dir=run")
+    assert (code, err.count("\n")) == (1, 1)
+    assert row()["status"].startswith("unavailable: decode=flashinfer cannot run here: ")
+    assert collect.why_skipped(row()) is None
+    path = collect.collect(Path("run"), row(), curves=False)
+    cells = generation(path.parent.name).splitlines()[-1].split("|")
+    assert [cells[5].strip(), cells[8].strip()] == ["flashinfer", row()["status"]]
 
 
 def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):

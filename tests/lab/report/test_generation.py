@@ -1,4 +1,4 @@
-"""Rows of generation: their choices and figures in a report, their table in results/, their line in README.md."""
+"""Rows of generation: their choices and figures in a report, their table in results/."""
 
 import pytest
 
@@ -8,7 +8,6 @@ from lab.report.colours import choice_colours
 from lab.report.describe import choice_name, prefill_name
 from lab.report.generation_panels import generation_panels
 from lab.report.generation_table import generation
-from lab.report.headline import generation_line
 from lab.report.page import headline_groups, headline_tiles, render_page
 from lab.report.source import read_source
 from scripts import collect
@@ -201,34 +200,3 @@ def test_a_generation_is_collected_into_its_file(results, tmp_path):
     row = make_generation_row()
     assert collect.collect(tmp_path, row, curves=False) == results / "h200/generate.jsonl"
     assert read_source(results / "h200").generations[0].row == row
-
-
-@pytest.fixture
-def peers(results):
-    """nanoGPT's speed, to which the README compares a generation."""
-    other = {"measure": "generation", "system": "nanoGPT"}
-    lab_rows.append_rows(results / "h200/peers.jsonl", [other | {"how": "no cache", "tokens_per_sec": 20}])
-
-
-def test_the_readme_has_the_fastest_beside_torch_compile(results, peers):
-    """The line ignores other batches, another precision, a decoder that rounds, and a row with no other beside it."""
-    add_rows(results, *(old_row("compile", attn, speed) for attn, speed in (("sdpa", 1977.0), ("triton", 2131.4))))
-    ratios = ["1.078x", "110x"]
-    assert generation_line("h200") == ["generation, one sequence", "**2,131** tokens/s (compile, triton)", *ratios]
-    alone = make_generation_row(ms=0.01, prompt=1)
-    other_precision = make_generation_row("triton", "eager", ms=0.01)
-    other_precision["config"] = other_precision["config"] | {"precision": "fp32"}
-    add_rows(results, alone, make_generation_row(batch=8, ms=0.01), other_precision)
-    assert generation_line("h200")[1] == "**2,131** tokens/s (compile, triton)"
-    rounds = make_generation_row("int8", "eager", ms=0.1)
-    rounds.pop("proof")  # a row without a proof rounds, too
-    decoded = make_generation_row("triton", "eager", ms=0.25)
-    add_rows(results, rounds, decoded, make_generation_row(ms=0.5), make_generation_row(kernels="triton", ms=0.6))
-    speed = f"{decoded['gen/decode_tokens_per_sec']:,.0f}"
-    _, cell, ratio, _ = generation_line("h200")
-    assert cell == f"**{speed}** tokens/s (decode triton)"
-    assert float(ratio[:-1]) == pytest.approx(2, rel=0.02)  # of compile, 0.5 ms
-    slower = make_generation_row("triton", "eager", ms=0.3, prompt=64), make_generation_row(prompt=64)
-    without_compile = (make_generation_row(kernels=kernels, ms=0.1, prompt=32) for kernels in ("eager", "triton"))
-    add_rows(results, *slower, *without_compile)
-    assert generation_line("h200")[1] == cell

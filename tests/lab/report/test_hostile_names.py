@@ -90,9 +90,7 @@ def test_the_page_and_the_markdown_have_no_markup_of_a_row(folder, report):
     assert max(map(len, markdown.splitlines())) < 20_000
 
 
-@pytest.mark.parametrize(
-    "name", ["attention_plot", "roofline", "curves_plot", "speed_plot", "headline_plot", "speed_figure"]
-)
+@pytest.mark.parametrize("name", ["attention_plot", "roofline", "curves_plot", "speed_plot", "speed_figure"])
 @pytest.mark.filterwarnings("ignore:.*Glyph")
 def test_a_figure_of_matplotlib_shows_a_name_as_text(report, folder, name, tmp_path, monkeypatch):
     """Two $ would begin a formula, and `_` would hide the label. A long name is cut."""
@@ -105,7 +103,6 @@ def test_a_figure_of_matplotlib_shows_a_name_as_text(report, folder, name, tmp_p
             [Curve(make_row(), each, {1: 5.0, 2: 4.0}, {}) for each in NAMES], path
         ),
         "speed_plot": lambda path: figures.speed_plot(choices, choice_colours(c.name for c in choices), path),
-        "headline_plot": lambda path: figures.headline_plot(choices, path),
         "speed_figure": lambda path: [speed_figure(row, path) for row in verdicts][-1],
     }
     plots = {key for key, value in vars(figures).items() if "path" in getattr(value, "__annotations__", ())}

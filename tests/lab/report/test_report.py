@@ -8,10 +8,8 @@ from kernels import tuned
 from lab import rows
 from lab.report import figures, loss_curves, readmes, tables
 from lab.report.readmes import fill
-from lab.report.source import read_source
 from runtime.row import read_row
 from scripts import collect, report
-from tests.lab.report.sample_rows import write_sweep
 
 
 def write_run(folder, tokens_per_sec=500_000.0, losses=(5.0, 4.0), status="ok", impl="eager", compile=False, seed=1):
@@ -243,31 +241,6 @@ def test_the_command_fills_every_readme_that_has_sections(called, monkeypatch, r
     assert out.splitlines() == list(map(str, written))
     assert "NVIDIA H200, driver 1" in (tmp_path / "b/README.md").read_text()
     assert (tmp_path / "c/README.md").read_text() == "no section\n"
-
-
-def test_the_picture_of_the_root_readme_has_each_speed_and_the_memory_of_each_kernel(monkeypatch, tmp_path):
-    from matplotlib.axes import Axes
-
-    widths, barh = [], Axes.barh
-
-    def record_barh(axes, y, width, **options):
-        widths.extend(width if isinstance(width, list) else [width])
-        return barh(axes, y, width, **options)
-
-    monkeypatch.setattr(Axes, "barh", record_barh)
-    choices = [
-        choice for choice in read_source(write_sweep(tmp_path / "sweep")).largest_group if len(choice.speeds) > 1
-    ]
-    path = figures.headline_plot(choices, tmp_path / "headline.png")
-    memory = {
-        "eager": 53.1,
-        "compile": 28.5,
-        "triton": 20.4,
-        "triton + compile": 19.4,
-    }  # the largest of a kernel's rows
-    assert len(choices) == 5
-    assert sorted(widths) == sorted([choice.speed for choice in choices] + list(memory.values()))
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("device", "slug"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")])

@@ -180,6 +180,18 @@ def test_repeats_run_in_the_order_abba(sweep):
     ]
 
 
+def test_single_runs_have_caches_of_their_own_if_asked(sweep):
+    assert sweep("seed=4,3", "sweep.own_caches=true")[0] == 0
+    folders = [Path(row["caches"][1]) for row in read_rows().values()]
+    assert folders == [Path("sweep", name, "caches/0/triton").resolve() for name in ("1-seed.4", "2-seed.3")]
+
+
+def test_single_runs_share_the_users_caches(sweep, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    assert sweep("seed=4,3")[0] == 0
+    assert [row["caches"][1] for row in read_rows().values()] == ["mine", "mine"]
+
+
 def test_repeats_share_the_users_caches_if_asked(sweep, monkeypatch):
     """A key of the sweep is no argument of its jobs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")

@@ -1,0 +1,221 @@
+"""The first tables of README.md: one line a rung, from PyTorch to our fastest kernels, in training and in decoding.
+
+The sweeps configs/sweep/rungs.yaml and decoding_rungs.yaml measure the rungs. All rows must be of one sitting: one GPU,
+one commit without changes, the same versions and settings, and all within SITTING_HOURS.
+"""
+
+import re
+import shlex
+from datetime import datetime
+from typing import NamedTuple
+
+from lab.report.describe import commit, model_size, prompt_tokens
+from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
+from lab.rows import read_rows
+from lab.sweep.compare import MACHINE, differences, is_generation, sequences, value_differences
+from lab.sweep.table import PEAK, Cell, number_cell, speed
+from runtime.config import check
+
+MEASURE = "scripts/measure.sh rungs"
+SITTING_HOURS = 6
+# The words that distinguish the commands of the rungs -> the rung that it is compared with; None: the rung before
+TRAINING: dict[str, str | None] = {
+    "kernels=eager attn=sdpa": None,
+    "kernels=compile attn=sdpa": None,
+    "kernels=triton attn=triton": None,
+    "kernels=gluon attn=gluon": None,
+    "kernels=gluon attn=flash": None,
+    "kernels=gluon attn=gluon precision=fp8": "kernels=gluon attn=gluon",  # which differs in nothing but fp8
+}
+DECODING: dict[str, str | None] = {
+    "kernels=eager kernels.decode=blocks": None,
+    "kernels=compile kernels.decode=blocks": None,
+    "kernels=eager kernels.decode=triton": None,
+    "kernels=eager kernels.decode=persistent": None,
+    "kernels=eager kernels.decode=persistent_int8": None,
+}
+CHOICE = re.compile(r"(kernels|attn|precision)[\w.]*=")
+COMMON = {"precision=bf16"}, {"precision=bf16", "attn=sdpa"}  # words of all rungs of training, of decoding
+VERSION = re.compile(r"(torch|triton|cudnn|cuda) [\d.]+\S*")
+HEAD = ["rung", "what computes", "kernel lines", "tokens/s", "gain"]
+TRAINING_COLUMNS: dict[str, Cell] = {
+    "GiB": number_cell("{:.1f}", *PEAK),
+    "first step": number_cell("{:.1f} s", "perf/first_step_s"),
+    "loss": number_cell("{:.3f}", "train/loss"),
+}
+DECODING_COLUMNS: dict[str, Cell] = {
+    "GiB": number_cell("{:.2f}", *PEAK),
+    "first step": number_cell("{:.1f} s", "gen/warmup_s"),
+}
+
+
+class Rung(NamedTuple):
+    """A rung of the sitting: its words, its runs, and the runs that it is compared with."""
+
+    words: str
+    runs: list[dict]
+    bases: list[dict]  # empty for the first rung
+    base: str  # the words of `bases` if they are not the rung before; otherwise ""
+
+
+def rungs(device: str) -> str:
+    """Return both tables and a note. Raises UserError if the newest rows of the rungs are not of one sitting."""
+    training = newest_runs(read_rows(device), TRAINING)
+    decoding = newest_runs(read_rows(device, "generate"), DECODING)
+    if not any(speed(row) for runs in [*training.values(), *decoding.values()] for row in runs):
+        return f"Not measured yet: `{MEASURE}`."
+    check_sitting(device, training, decoding)
+    parts = []
+    for ladder, runs, columns in ((TRAINING, training, TRAINING_COLUMNS), (DECODING, decoding, DECODING_COLUMNS)):
+        if rungs := measured_rungs(ladder, runs):
+            lines = [rung_cells(rung, columns) for rung in rungs]
+            parts += [title(rungs[0].runs[0]), markdown_table([*HEAD, *columns], lines)]
+    return "\n\n".join([*parts, note(device, training | decoding)])
+
+
+def title(row: dict) -> str:
+    """Return what all rungs of a table compute: "Training 124M, 64 sequences of 1,024 tokens a step:"."""
+    model, config = model_size(row), row["config"]
+    if is_generation(row):
+        count = sequences(row)
+        work = f"{config['max_new_tokens']:,} tokens after a prompt of {prompt_tokens(row):,}"
+        return f"Decoding {model}, {count:,} {'sequence' if count == 1 else 'sequences'}, {work}:"
+    train = config["train"]
+    count = train["tokens_per_step"] // train["block_size"]
+    return f"Training {model}, {count:,} sequences of {train['block_size']:,} tokens a step:"
+
+
+def newest_runs(rows: list[dict], ladder: dict[str, str | None]) -> dict[str, list[dict]]:
+    """Return rung -> its newest run and the other runs of this run's sitting; [] without a run."""
+    runs: dict[str, list[dict]] = {words: [] for words in ladder}
+    for row in rows:
+        for words in ladder:
+            if choice_words(row) == set(words.split()):
+                runs[words].append(row)
+    return {words: [row for row in each if not sitting_differences(row, each[-1])] for words, each in runs.items()}
+
+
+def choice_words(row: dict) -> set[str]:
+    """Return the words of the row's command that choose kernels and precision, without those of all rungs."""
+    return {word for word in shlex.split(row["command"]) if CHOICE.match(word)} - COMMON[is_generation(row)]
+
+
+def sitting_differences(row: dict, other: dict) -> list[str]:
+    """Return a line for each reason why two rows are not of one sitting, whatever they compute.
+
+    The row of a run that never started names no machine, and matches any machine.
+    """
+    lines = []
+    if "env" in row and "env" in other:
+        for key in ("gpu", *MACHINE):
+            lines += value_differences(key, row["env"].get(key), other["env"].get(key))
+    started, other_started = (datetime.strptime(each["started"], "%Y-%m-%dT%H:%M:%S%z") for each in (row, other))
+    if abs(started - other_started).total_seconds() > 3600 * SITTING_HOURS:
+        lines += value_differences("started", row["started"], other["started"])
+    return lines
+
+
+def check_sitting(device: str, *ladders: dict[str, list[dict]]) -> None:
+    """Raise UserError if the rungs are not of one sitting, of other settings, or of a tree with changes."""
+    newest = [{words: runs[-1] for words, runs in ladder.items() if runs} for ladder in ladders]
+    first, first_row = next(item for rows in newest for item in rows.items())
+    for rows in newest:
+        for words, row in rows.items():
+            settings = differences(row, next(iter(rows.values())))  # of the same ladder; only fp8 may differ
+            lines = dict.fromkeys([*sitting_differences(row, first_row), *settings])
+            reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
+            check(
+                not reasons,
+                f"results/{device}: the rungs are not of one sitting, because {words} has {reasons} ({first}): measure "
+                f"them together: {MEASURE}",
+            )
+            sha = row["env"].get("git_commit") if "env" in row else "of a run that never started"
+            check(
+                sha and not sha.endswith("-dirty"),
+                f"results/{device}: {words} is of the commit {sha}, with changes that no commit has: commit them, and "
+                f"measure the rungs again: {MEASURE}",
+            )
+
+
+def measured_rungs(ladder: dict[str, str | None], runs: dict[str, list[dict]]) -> list[Rung]:
+    """Return the rungs with a speed, in the order of the ladder."""
+    measured = [words for words in ladder if any(map(speed, runs[words]))]
+    rungs = []
+    for before, words in zip([None, *measured], measured, strict=False):
+        base = ladder[words] if ladder[words] in measured else before
+        rungs.append(Rung(words, runs[words], runs[base] if base else [], base if base and base != before else ""))
+    return rungs
+
+
+def rung_cells(rung: Rung, columns: dict[str, Cell]) -> list[str]:
+    """Return the rung's line of the table."""
+    row = shown_run(rung.runs)
+    first = min(filter(speed, rung.runs), key=lambda run: run["started"])  # the others find its kernels compiled
+    gain = ratio_to_baseline(rung.runs, rung.bases) if rung.bases else ""
+    if rung.base:
+        gain += f" of `{rung.base}`"
+    cells = [f"`{rung.words}`", what_computes(row), lines_cell(row), f"**{speed(row):,.0f}**", gain]
+    return [*cells, *(cell(first if name == "first step" else row) for name, cell in columns.items())]
+
+
+def computing_kernels(row: dict) -> dict[str, str]:
+    """Return op -> what computed it, from the row: of a step, or of a decoder with kernels of its own."""
+    kernels = {op: text for op, text in row["kernels"].items() if isinstance(text, str)}
+    if is_generation(row):
+        decode = kernels.pop("decode", "blocks")
+        return kernels if decode.startswith("blocks") else {"decode": decode}
+    return kernels
+
+
+def what_computes(row: dict) -> str:
+    """Return a text such as "torch.compile; eager; attention: sdpa (cudnn)": what most ops run, then the others."""
+    ops: dict[str, list[str]] = {}
+    for op, text in computing_kernels(row).items():
+        ops.setdefault(without_versions(text), []).append(op)
+    [most, *others] = sorted(ops, key=lambda text: -len(ops[text]))
+    parts = ["torch.compile"] if row["kernels"]["compile"] else []
+    parts += [most, *(f"{', '.join(ops[text])}: {text}" for text in others)]
+    if why := (row.get("proof") or {}).get("why"):  # the text of a decoder that rounds the weights is not the model's
+        parts.append(f"not exact: {why}")
+    return "; ".join(parts)
+
+
+def without_versions(text: str) -> str:
+    """Return "sdpa (cudnn)" for "sdpa (cudnn, torch 2.11.0, cudnn 91900)": the note has the versions."""
+    name, _, inside = text.partition(" (")
+    words = [word for word in inside.removesuffix(")").split(", ") if word and not VERSION.fullmatch(word)]
+    return f"{name} ({', '.join(words)})" if words else name
+
+
+def lines_cell(row: dict) -> str:
+    """Return the lines of our kernel code: "2,137", "1,023 and a library" if a library computes an op, or "library"."""
+    lines = (row.get("receipt") or {}).get("lines")
+    if lines is None:
+        return ""
+    kernels, total = computing_kernels(row), sum(lines.values())
+    of_library = any(not count and "torch " not in kernels.get(op, "torch ") for op, count in lines.items())
+    if of_library:
+        return f"{total:,} and a library" if total else "library"
+    return f"{total:,}"
+
+
+def note(device: str, runs: dict[str, list[dict]]) -> str:
+    """Return sentences: where and when the rungs were measured, what the columns mean, and which rungs are missing."""
+    row = next(row for each in runs.values() for row in each if speed(row))
+    versions = markdown_text(", ".join(f"{name} {row['env'][name]}" for name in ("driver", "torch", "triton")))
+    gpu = markdown_text(row["env"]["device"].removeprefix("NVIDIA "))
+    sentences = [
+        f"All lines are of one sitting on one {gpu} ({versions}), commit {commit(row)}, {row['started'][:10]}: "
+        f"`{MEASURE}` ([rows](results/{device})).",
+        "The gain is the median ratio of the same steps to the line above, unless it names another line. The loss is "
+        "of the last step. The first step compiles all kernels; in decoding it is the whole warm-up.",
+        "Kernel lines are the code in kernels/ that the choice needs, without comments; the kernels of PyTorch and of "
+        "torch.compile count as 0.",
+    ]
+    if any(kernel["name"] == "_adamw_kernel" for kernel in (row.get("receipt") or {}).get("kernels", [])):
+        sentences.append("All lines of training update the weights with the same kernel, kernels/adamw.py.")
+    for words, each in runs.items():
+        if not any(map(speed, each)):
+            reason = markdown_text(each[-1]["status"]) if each else "it was not measured"
+            sentences.append(f"`{words}` is left out: {reason}.")
+    return " ".join(sentences)
