@@ -13,7 +13,7 @@ from lab.report.describe import commit, model_size, prompt_tokens
 from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
 from lab.rows import read_rows
 from lab.sweep.compare import MACHINE, differences, is_generation, sequences, value_differences
-from lab.sweep.table import PEAK, Cell, number_cell, speed
+from lab.sweep.table import PEAK, Cell, number_cell, slower_cell, speed
 from runtime.config import check
 
 MEASURE = "scripts/measure.sh rungs"
@@ -25,7 +25,7 @@ TRAINING: dict[str, str | None] = {
     "kernels=triton attn=triton": None,
     "kernels=gluon attn=gluon": None,
     "kernels=gluon attn=flash": None,
-    "kernels=gluon attn=gluon precision=fp8": "kernels=gluon attn=gluon",  # which differs in nothing but fp8
+    "kernels=gluon kernels.loss=triton attn=gluon precision=fp8": "kernels=gluon attn=gluon",  # its bf16
 }
 DECODING: dict[str, str | None] = {
     "kernels=eager kernels.decode=blocks": None,
@@ -175,6 +175,8 @@ def what_computes(row: dict) -> str:
     [most, *others] = sorted(ops, key=lambda text: -len(ops[text]))
     parts = ["torch.compile"] if row["kernels"]["compile"] else []
     parts += [most, *(f"{', '.join(ops[text])}: {text}" for text in others)]
+    if slower := slower_cell(row):
+        parts.append(f"slower than eager: {slower}")
     if why := (row.get("proof") or {}).get("why"):  # the text of a decoder that rounds the weights is not the model's
         parts.append(f"not exact: {why}")
     return "; ".join(parts)
