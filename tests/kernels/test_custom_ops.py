@@ -25,7 +25,7 @@ CASES = {  # small, because opcheck calls an op about ten times; every case of a
     "attention": ["64"],
     "linear": ["one_row", "no_bias", "fp8"],
     "mlp": ["one_row", "no_bias", "fp8"],
-    "loss": ["some_ignored", "fp8"],
+    "loss": ["some_ignored", "768", "fp8"],  # Gluon takes no vocabulary of 257
 }
 WITH_CASES = [(op, impl, case) for op in OPS for impl in impls(op) for case in CASES.get(op, contract(op).CASES)]
 UTILS = "test_faketensor", "test_autograd_registration", "test_schema", "test_aot_dispatch_dynamic"
@@ -156,7 +156,10 @@ def test_every_operator_is_checked(packages, flash_calls, fp8_on_a_cpu):  # noqa
         calls.append((getattr(backend(op, impl), op), inputs))
     called = {func._schema.name for function, inputs in calls for _, func, _, _ in recorded(function, inputs)}
     source = "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py"))
-    missing = set(re.findall(r'custom_op\(\s*"(hotswap::\w+)"', source)) - called
+    names = re.findall(r'custom_op\(\s*"(hotswap::\w+)"', source)
+    names += [f"hotswap::{name}_{way}" for name in re.findall(r'\.define\("(\w+)"', source) for way in ("fwd", "bwd")]
+    assert {"hotswap::mlp_fwd", "hotswap::mlp_gluon_fp8_bwd"} <= {*names}
+    missing = {name for name in names if "gluon" not in name} - called  # Gluon needs a GPU
     if unavailable("loss", "torch_chunked", CPU):  # it needs torch 2.13
         missing.discard("hotswap::torch_linear_cross_entropy")
     assert {name for name in missing if "gluon" not in name} == set()  # test_opcheck calls Gluon's on Hopper

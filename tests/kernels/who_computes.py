@@ -76,9 +76,7 @@ def unexplained(names: list[str], descriptions: dict[str, str], everywhere: bool
     `descriptions` is op -> registry.describe() of its backend: "triton (triton 3.6.0, cuBLAS matmuls)". With
     `everywhere`, the kernels of every step are explained, too.
     """
-    chosen = {op: re.match(r"\w+ \((\w+)[):]|(\w+)", text) for op, text in descriptions.items()}
-    impls = {op: match[1] if text.startswith("auto") else re.match(r"\w+", text)[0]
-             for (op, match), text in zip(chosen.items(), descriptions.values(), strict=True)}  # fmt: skip
+    impls = {op: re.match(r"(?:auto \()?(\w+)", text)[1] for op, text in descriptions.items()}
     ours = {name for op, impl in impls.items() for name in own_kernels(op, impl)}
     words = [
         pattern for word, pattern in LIBRARIES.items() if any(re.search(word, text) for text in descriptions.values())
