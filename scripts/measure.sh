@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measure the rows in results/ again: scripts/measure.sh GROUP ...
 #
+# Rows of before name triton where Gluon ran. The groups below name gluon, for a Hopper GPU.
 # GROUP is the name of a function below, from `presets` on. The training text is sotu.txt in the root of the repo: a few
 # MB of any text. Sweeps use all GPUs, torchrun the first two; the other commands use the first GPU of
 # CUDA_VISIBLE_DEVICES. If a job fails, its row says why, and the next job starts. After Ctrl-C, the same group resumes
@@ -12,9 +13,9 @@ text="data=text data.path=sotu.txt data.tokenizer=gpt2"
 speed="+experiment=throughput $text"
 short="precision=bf16 train.max_steps=25"
 wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
-both="kernels=eager,triton kernels.compile=true"
+both="kernels=eager,triton,gluon kernels.compile=true"
 two="torchrun --standalone --nproc_per_node=2"
-all=sdpa,flash,triton,flex,mem_efficient,triton_naive,eager,math
+all=sdpa,flash,triton,gluon,flex,mem_efficient,triton_naive,eager,math
 
 run() { # NAME WORDS ...; with launch=COMMAND instead of python
     ${launch:-python} train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
@@ -43,8 +44,8 @@ rungs() {
 }
 
 # GPT-2 124M in bf16 with intervals, then in amp, then every other attention, then sequences of 16,384
-presets() { sweep presets $short kernels=eager,triton kernels.compile=true,false attn=sdpa,flash,triton sweep.repeats=3; }
-amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton kernels.compile=true,false; }
+presets() { sweep presets $short kernels=eager,triton,gluon kernels.compile=true,false attn=sdpa,flash,gluon sweep.repeats=3; }
+amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton,gluon kernels.compile=true,false; }
 attentions() { sweep attentions $short attn=sdpa,flex,mem_efficient,triton_naive,eager,math $both; }
 long() { sweep long $short $wide attn=$all $both; }
 
@@ -60,7 +61,8 @@ fp8_1558m() { both_precisions 1558m model=gpt2_1558m train.batch_size=16 train.t
 both_precisions() { # NAME WORDS ...
     local beside=h200-fp8
     sweep "fp8-$1" $short "${@:2}" attn=flash precision=bf16,fp8 kernels=compile,triton
-    sweep "fp8-$1-attention" $short "${@:2}" attn=triton precision=bf16,fp8 kernels=triton
+    sweep "fp8-$1-attention" $short "${@:2}" attn=gluon precision=bf16,fp8 kernels=gluon \
+        kernels.loss=triton # the loss in Gluon has no fp8
     sweep "fp8-$1-torchao" $short "${@:2}" attn=flash precision=fp8 kernels=compile,triton,torchao kernels.compile=true \
         kernels.fp8='[linear,mlp]' # torchao has no loss
 }
@@ -69,14 +71,14 @@ both_precisions() { # NAME WORDS ...
 small_steps() {
     for size in 16 4; do
         sweep "small-$size" $short attn=flash train.batch_size=$size train.tokens_per_step=$((1024 * size)) \
-            kernels=triton,compile train.cuda_graph=true,false
+            kernels=gluon,compile train.cuda_graph=true,false
     done
     sweep small-tiny precision=bf16 train.max_steps=400 model=tiny data.tokenizer=bytes train.block_size=128 \
-        train.batch_size=1 train.tokens_per_step=128 kernels=triton,compile train.cuda_graph=true,false
+        train.batch_size=1 train.tokens_per_step=128 kernels=gluon,compile train.cuda_graph=true,false
 }
 
 # GPT-2 124M and 1558M on one GPU and on two, in about 3 minutes; with torch.compile in about 6
-overlap() { on_two_gpus overlap kernels=triton attn=sdpa; }
+overlap() { on_two_gpus overlap kernels=gluon attn=sdpa; }
 overlap_compile() { on_two_gpus overlap-compile kernels=compile attn=sdpa; }
 on_two_gpus() { # NAME WORDS ...
     local words="$speed precision=bf16 proof=false train.max_steps=50 ${*:2}"
@@ -98,7 +100,7 @@ fp8_curves() {
     mkdir -p out && ln -sfn "${packages[0]}" out/packages
     local corpus=(data=text 'data.path=out/packages/**/*.py' data.tokenizer=gpt2 data.encoding_errors=skip)
     python -m scripts.prepare "${corpus[@]}" || return
-    corpus+=(kernels=triton attn=flash seed=1,2,3 train.max_steps=4600 train.eval_batches=20 train.sample_tokens=0)
+    corpus+=(kernels=gluon kernels.loss=triton attn=flash seed=1,2,3 train.max_steps=4600 train.eval_batches=20 train.sample_tokens=0)
     python train.py -m "${corpus[@]}" precision=bf16,fp8 train.checkpoint_every=0 out_dir=out/fp8-curves
     [ $? = 75 ] && return 75
     python train.py -m "${corpus[@]}" precision=fp8 'kernels.fp8=[linear,mlp]' train.checkpoint_every=0 \
@@ -109,16 +111,16 @@ fp8_curves() {
 # Training with the default batch size; and attn=auto, after measuring its table on this GPU
 typed() {
     local brief="train.max_steps=60 train.eval_every=0 train.checkpoint_every=0 train.sample_tokens=0"
-    run typed kernels=triton attn=flash $brief
+    run typed kernels=gluon attn=flash $brief
 }
 auto() {
     python -m scripts.bench_attention auto=true lengths='[1024,16384]' rounds=3
-    run auto $speed $short kernels=triton attn=auto
+    run auto $speed $short kernels=gluon attn=auto
 }
 
 # The longest contexts. nanoGPT reaches 131,072 tokens (eager), 196,608 (compile), and 1.9 million with Liger's loss and
 # a checkpoint per block; with these two, its step of half a million tokens takes 57 s and 37.5 GiB
-lean="kernels=triton kernels.mlp=triton_recompute attn=flash model.pos=rope"
+lean="kernels=gluon kernels.mlp=gluon_recompute attn=flash model.pos=rope"
 context_checkpoints() { longest checkpoints $lean model.checkpointing=block mode=train; }
 context_host() { minutes=5 longest host $lean model.checkpointing=host mode=train; }
 # these two need a host with 256 GiB, and take seven minutes each
@@ -177,7 +179,8 @@ context_generate_fp8() {
 
 # Verdicts on our kernels against torch.compile, and on FlashAttention against sdpa. Each takes about five minutes
 verdicts() {
-    for claim in "norm impl=triton" "mlp impl=triton" "loss impl=triton" "attention impl=flash against=sdpa"; do
+    for claim in "norm impl=triton" "mlp impl=triton" "mlp impl=gluon" "loss impl=triton" "loss impl=gluon" \
+        "attention impl=flash against=sdpa"; do
         python -m scripts.judge op=$claim keep=true -- $text train.max_steps=25
     done
 }

@@ -31,7 +31,7 @@ LIBRARIES = {
 # Of every step: elementwise work and sums of autograd and of the model, the embedding, the optimizer, copies and fills
 EVERYWHERE = (
     r"at::native::.*(elementwise|reduce|[Ff]ill|[Cc]opy|CatArray|multi_tensor|embedding|index|sort|[Ss]catter|[Gg]ather"
-    r"|distribution|arange|compute_|krn_|sum_and_|split_)|cub::|^Mem(set|cpy)|lpnorm|NormTwoOps|fused_adam|^_adamw_kernel$"
+    r"|distribution|arange|compute_|krn_|sum_and_|split_)|^exp2_kernel_vectorized|cub::|^Mem(set|cpy)|lpnorm|NormTwoOps|fused_adam|^_adamw_kernel$"
 )
 # What the ops compute. Such a kernel is never a part of `EVERYWHERE`
 OF_AN_OP = r"(?i)gelu|softmax|layer_?norm|GammaBeta|nll_loss|cross_entropy|attention|sdpa|flash|fmha"
