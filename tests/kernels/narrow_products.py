@@ -170,10 +170,12 @@ def narrow_products(ir: str) -> list[str]:
     return sorted(value.text for value in found)
 
 
-def kernel_names() -> set[str]:
-    """Return the names of our kernels in Triton and Gluon, but not those of a user's own backend."""
+def kernel_names(gluon: bool = True) -> set[str]:
+    """Return the names of our kernels, but not those of a user's own backend. With `gluon`, also those for Hopper."""
     names = set()
     for path in KERNELS.rglob("*.py"):
+        if "gluon" in path.stem and not gluon:
+            continue
         shipped = SHIPPED.get(path.parent.name, path.stem).split()
         if path.stem.startswith("_") or path.stem in shipped:
             names |= set(re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE))
