@@ -54,10 +54,11 @@ def compiled(what: str) -> str:
 
 
 def capability_table(usage: dict[int, Usage]) -> str:
+    """Return the table of the capabilities. It leaves out fp32, which may spill, because it is not for speed."""
     head = ["compute capability", "GPUs", "kernels", "most registers", "most shared memory", "spilled", "timed on"]
     lines, devices = [], timed_devices()
     for capability, (kilobytes, gpus) in GPUS.items():
-        used = usage[capability]
+        used = {name: numbers for name, numbers in usage[capability].items() if not name.endswith(" in fp32")}
         spills = {name: stack for name, (_, stack, _) in used.items() if stack}
         most = max(shared for _, _, shared in used.values()) / 1024
         lines.append(

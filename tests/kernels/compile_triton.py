@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -68,14 +69,17 @@ def compile_kernel(name, kernel, capability, types, source=ASTSource, spilled=0,
 def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0, small=False, **constants):
     """Compile a kernel and check its stack, its shared memory and its offsets.
 
-    At most `spilled` bytes of stack are allowed. Offsets may be products in int32 only if `small` is true: then no
-    tensor that the kernel gets has more than 2^31 elements.
+    At most `spilled` bytes of stack are allowed, and a loop of a Triton kernel may not use them. None allows any stack.
+    Offsets may be products in int32 only if `small` is true: then no tensor that the kernel gets has more than 2^31
+    elements.
 
     `types` gives the types of the arguments that are not constants, bf16 pointers, strides or 32-bit integers. Pointers
-    and integers count as multiples of 16, except integers that the kernel does not specialise.
+    and integers count as multiples of 16, except integers that the kernel does not specialise. tile_type() is the type
+    of a TMA descriptor. Launch parameters that the kernel does not take, such as `programs`, are ignored.
     """
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in constants}
     names = kernel.arg_names
+    constants = {key: value for key, value in constants.items() if key in names}
     default_types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
     default_types |= {name: ("i32",) * 3 for name in names if name.endswith("_strides")}
     signature = {name: "constexpr" if name in constants else types.get(name, default_types[name]) for name in names}
@@ -95,13 +99,18 @@ def compile_binary(name, kernel, capability, types, source=ASTSource, spilled=0,
         in_loops = stack > 0 and is_ast and spills_in_loops(cuobjdump("-sass", file.name))
     print(f"{name}: {registers} registers, {stack} bytes of stack, {binary.metadata.shared} of shared memory")
     compiled.add(kernel.fn.__name__)
-    assert stack <= spilled
-    assert not in_loops, f"a loop uses the stack: {in_loops}"
+    assert spilled is None or stack <= spilled
+    assert spilled is None or not in_loops, f"a loop uses the stack: {in_loops}"
     products = narrow_products(binary.asm.get("ttir") or binary.asm["ttgir"])
     assert small or not products, f"products in int32: {products}"
     assert binary.metadata.shared <= SHARED[capability]
     assert getattr(binary.metadata, "tmem_size", 0) <= TENSOR_MEMORY
     return binary
+
+
+def tile_type(*block: int, dtype: str = "bf16") -> str:
+    """Return the type of a TMA descriptor of tiles of this shape, in Triton."""
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}]>"
 
 
 def cuobjdump(*arguments: str) -> str:
@@ -120,7 +129,6 @@ def main(capability: int) -> None:
             )
             launch |= norm_backward.backward_launch(C)
             launch |= {"HAS_DSTREAM": True, "HAS_DRESIDUAL": residual == "*fp32", "MAX_RATIO": None}
-            launch.pop("programs")
             backward = compile_kernel(
                 f"norm backward {name}", norm_backward._norm_bwd_kernel, capability, types, **launch
             )
@@ -150,54 +158,58 @@ def main(capability: int) -> None:
     if capability >= 89:  # fp8
         compile_fp8(capability)
     compile_attention(capability)
+    if capability == 86:
+        compile_fp32(capability)
     compile_decode(capability)
     compile_sampling(capability)
     if capability == 90:
         compile_gluon_attention()
-        assert not (missing := kernel_names() - compiled), f"nobody compiles {missing}"
+    missing = kernel_names(gluon=capability == 90) - compiled
+    assert capability < 89 or not missing, f"nobody compiles {missing}"  # before 8.9 there is no fp8
 
 
-def compile_matmuls(capability: int) -> None:
-    """Compile the matmuls of linear, the MLP and the loss, and the kernels around the loss's, with default launches."""
+def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Compile the matmuls of linear, the MLP and the loss with default launches."""
     with mock.patch("torch.cuda.get_device_capability", return_value=divmod(capability, 10)):
-        tma = has_tma.__wrapped__(GPU)
+        tma = has_tma.__wrapped__(GPU) and dtype == torch.bfloat16
+    end = "" if dtype == torch.bfloat16 else " in fp32"
 
     def build(name, kernel, launch, matrices, **constants):
         """`matrices` is {argument: the shape of its tiles}; a shape of three is of fp32."""
         types = {"target_logits_ptr": "*fp32", "sums_ptr": "*fp32", "partial_ptr": "*fp32"}
+        types |= dict.fromkeys(("b_ptr", "bias_ptr"), POINTERS[dtype])
         for matrix, tile in matrices.items():
-            dtype = "fp32" if len(tile) == 3 else "bf16"
-            types[matrix] = f"tensordesc<{dtype}[{', '.join(map(str, tile))}]>" if tma else f"*{dtype}"
-        given = {"TMA": tma, "PRECISION": "tf32", **launch, **constants}
-        given.pop("programs")
-        ptx = compile_kernel(name, kernel, capability, types, **given)
-        assert MATMUL[capability] in ptx
+            element = "fp32" if len(tile) == 3 else POINTERS[dtype][1:]
+            types[matrix] = f"tensordesc<{element}[{', '.join(map(str, tile))}]>" if tma else f"*{element}"
+        fixed = {"TMA": tma, "PRECISION": matmul.precision(dtype), **launch, **constants}
+        spilled = 0 if dtype == torch.bfloat16 else None
+        ptx = compile_kernel(name + end, kernel, capability, types, spilled=spilled, **fixed)
+        assert dtype == torch.float32 or MATMUL[capability] in ptx
         assert ("cp.async.bulk.tensor" in ptx) == tma
 
-    launch = matmul.default_launch(torch.bfloat16, tma)
+    launch = matmul.default_launch(dtype, tma)
     n, f, c, width = tile_sizes(launch)
-    for by_rows in (True, False):
+    for name, by_rows in (("matmul", True), ("matmul, W by columns", False)):
         matrices = {"x": (n, c), "w": (f, c) if by_rows else (c, f), "y": (n, width)}
-        build(
-            f"matmul{'' if by_rows else ', W by columns'}",
-            matmul._tiled_matmul_kernel,
-            launch,
-            matrices,
-            W_BY_ROWS=by_rows,
-        )
-    launch = matmul.default_launch_of_rows(torch.bfloat16, tma)
+        build(name, matmul._tiled_matmul_kernel, launch, matrices, W_BY_ROWS=by_rows)
+    launch = matmul.default_launch_of_rows(dtype, tma)
     n, f, c, _ = tile_sizes(launch)
     matrices = {"a": (n, f), "b": (n, c), "out": (1, f, c // launch["PARTS"])}
     build("matmul of rows", matmul._split_matmul_kernel, launch, matrices)
 
-    launch = mlp.default_launch(torch.bfloat16, tma, backward=False)
+    launch = mlp.default_launch(dtype, tma, backward=False)
     n, f, c, width = tile_sizes(launch)
     build("mlp forward", mlp._mlp_fwd_kernel, launch, {"x": (n, c), "w": (f, c), "h": (n, width), "a": (n, width)})
-    launch = mlp.default_launch(torch.bfloat16, tma, backward=True)
+    launch = mlp.default_launch(dtype, tma, backward=True)
     n, f, c, width = tile_sizes(launch)
     matrices = {"dy": (n, c), "w": (c, f)} | dict.fromkeys(("h", "a", "dh"), (n, width))
-    build("mlp backward", mlp._mlp_bwd_kernel, launch, matrices, SUMS=launch["num_warps"])
+    build("mlp backward", mlp._mlp_bwd_kernel, launch, matrices, SUMS=min(launch["num_warps"], n // 16))
+    if dtype == torch.bfloat16:
+        compile_exponentials(capability, tma, build)
 
+
+def compile_exponentials(capability: int, tma: bool, build: Callable) -> None:
+    """Compile the loss's matmul that exponentiates, and the kernels around it."""
     launch = loss_exponentials.default_launch(torch.bfloat16, tma)
     n, f, c, width = tile_sizes(launch)
     matrices = {"x": (n, c), "w": (f, c), "p": (n, width)}
@@ -353,16 +365,14 @@ def compile_attention(capability: int) -> None:
 
     def build(name, kernel, D, tma, **constants):
         given = {**fixed, **tiles.default_parameters(name, torch.bfloat16, D, tma), "D": D, "TMA": tma, **constants}
-        arguments = (*kernel.arg_names, "num_warps", "num_stages")
         descriptors = {}
         if tma:
             queries, keys = {"forward": ("out", "k v"), "dq": ("dq", "k v"), "dkdv": ("q dout", "dk dv")}[name]
             for rows, tensors in (("BLOCK_M", queries), ("BLOCK_N", keys)):
-                tile = f"tensordesc<bf16[1, 1, {given[rows]}, {given['BLOCK_D']}]>"
+                tile = tile_type(1, 1, given[rows], given["BLOCK_D"])
                 descriptors |= {f"{tensor}_ptr": tile for tensor in tensors.split()}
         if tma and name == "dkdv":
-            descriptors |= dict.fromkeys(("lse_ptr", "delta_ptr"), f"tensordesc<fp32[1, {given['BLOCK_M']}]>")
-        given = {key: value for key, value in given.items() if key in arguments}
+            descriptors |= dict.fromkeys(("lse_ptr", "delta_ptr"), tile_type(1, given["BLOCK_M"], dtype="fp32"))
         given["spilled"] = 24 if (name, D, tma) == ("dkdv", 64, False) else 0
         return compile_kernel(f"attention {name} {D}", kernel, capability, types | descriptors, **given)
 
@@ -382,6 +392,20 @@ def compile_attention(capability: int) -> None:
     size = {"D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 64, "GROUP": 1, "CAUSAL": True, "PRECISION": "tf32"}
     compile_kernel("attention naive", attention_naive._probabilities_kernel, capability, numbers, **size, num_stages=2)
     compile_kernel("softmax backward", attention_naive._softmax_bwd_kernel, capability, numbers, ROWS=16, BLOCK=256)
+
+
+def compile_fp32(capability: int) -> None:
+    """Compile the kernels that need the most shared memory in fp32. They may spill, because fp32 is not for speed."""
+    kernel = attention_backward._dkdv_kernel
+    types = {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr")} | {
+        "ends_ptr": "*i32",
+        "scale": "fp32",
+    }
+    fixed = {"GROUP": 1, "CAUSAL": True, "PRECISION": "ieee", "TMA": False}
+    for D in (64, 128, 256):
+        given = {**fixed, **tiles.default_parameters("dkdv", torch.float32, D, False), "D": D}
+        compile_kernel(f"attention dkdv {D} in fp32", kernel, capability, types, spilled=None, **given)
+    compile_matmuls(capability, torch.float32)
 
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}

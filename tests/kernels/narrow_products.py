@@ -171,10 +171,12 @@ def narrow_products(ir: str) -> list[str]:
     return sorted(value.text for value in found)
 
 
-def kernel_names() -> set[str]:
-    """Return the names of our kernels in Triton and Gluon, but not those of a user's own backend."""
+def kernel_names(gluon: bool = True) -> set[str]:
+    """Return the names of our kernels, but not those of a user's own backend. With `gluon`, also those for Hopper."""
     names = set()
     for path in KERNELS.rglob("*.py"):
+        if "gluon" in path.stem and not gluon:
+            continue
         if path.stem.startswith("_") or path.parent.name not in ALL_OPS or path.stem in shipped(path.parent.name):
             names |= set(re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE))
     return names - {"launch_next_kernel"}  # a function that kernels call

@@ -19,7 +19,7 @@ def test_the_tables_name_what_was_timed_and_what_was_not(monkeypatch, tmp_path):
     used = read_lines(TEXT)
     assert used == {"norm forward": [40, 8, 2048], "matmul OUT 768, K 64": [255, 0, 101376]}
     usage = dict.fromkeys(compiled_table.GPUS, used)
-    usage[90] = {**used, "only here": [1, 0, 0]}
+    usage[90] = {**used, "only here": [1, 0, 0], "only here in fp32": [2, 800, 0]}
     compiled_table.write_usage("3.7.1", usage)
     assert compiled_table.read_usage() == ("3.7.1", usage)
     text = fill("<!-- compiled: capabilities -->\n<!-- end -->\n<!-- compiled: kernels -->\n<!-- end -->")
