@@ -10,9 +10,9 @@ take no longer. Four things decide that:
     pipeline    Triton loads the next tiles while it multiplies. The loop over the tiles and the loop over the sum are
                 one loop (flatten=True), so the loads of the next tile begin before the epilogue of this tile. Without
                 it the matmul above takes 481 us, with it 444, and cuBLAS 422.
-    epilogue    The tensor cores wait for it. An epilogue as short as that of a plain matmul is cheapest with one large
-                tile a multiprocessor, 128 x 256. A longer one, as the MLP's, needs two programs a multiprocessor with
-                tiles of 128 x 128: one stores while the other multiplies.
+    epilogue    The tensor cores wait for it. If it is short beside the sum, one large tile a multiprocessor is best,
+                128 x 256. Otherwise two programs share a multiprocessor, with tiles of 128 x 128: one stores while the
+                other multiplies.
     registers   split_columns() gives the epilogue the tile in parts of a few columns, because the copies that it makes
                 of a whole tile would not fit into registers.
 
@@ -241,13 +241,15 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def default_launch(dtype: torch.dtype, tma: bool) -> dict:
-    """Return the default launch parameters of a plain matmul. `programs` is the number of programs a multiprocessor.
+def default_launch(dtype: torch.dtype, tma: bool, C: int) -> dict:
+    """Return the default launch parameters of a matmul that sums over C. `programs` is for one multiprocessor.
 
-    Without TMA they fit into the 99 KB of shared memory of compute capability 8.6.
+    A short sum takes about as long as its epilogue, so two programs share a multiprocessor. Without TMA they fit into the 99 KB of shared memory of compute capability 8.6.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
         values = 64, 128, 64, 1, 8, 1, 1
+    elif tma and C <= 1024:
+        values = 128, 128, 64, 2, 4, 3, 2
     elif tma:
         values = 128, 256, 64, 4, 8, 3, 1
     else:
@@ -272,7 +274,7 @@ def candidates(kernel: str, default: dict) -> list[dict]:
         choices = [(64, 128, 256, 4, 8, 4, 1), (64, 128, 128, 2, 8, 4, 1), (32, 128, 128, 1, 8, 4, 1)]
         choices += [(32, 128, 128, 1, 4, 4, 2), (32, 128, 64, 1, 4, 4, 2), (32, 64, 128, 1, 4, 4, 2)]
     else:
-        choices = [(128, 256, 64, 4, 8, 4, 1), (128, 128, 64, 2, 4, 3, 2), (128, 128, 32, 1, 8, 4, 2)]
+        choices = [(128, 256, 64, 4, 8, 3, 1), (128, 128, 64, 2, 4, 3, 2), (128, 128, 32, 1, 8, 4, 2)]
         choices += [(128, 128, 32, 1, 4, 4, 2), (128, 64, 32, 1, 4, 4, 2), (64, 128, 32, 1, 4, 4, 2)]
     return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
@@ -286,7 +288,7 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
     y = x.new_empty(N, F)
     tma = can_use_tma(x, w, y)
     key = f"{C} {F} {x.dtype}{' tma' if tma else ''}"
-    launch = launch_parameters(kernel, key, default_launch(x.dtype, tma), x.device)
+    launch = launch_parameters(kernel, key, default_launch(x.dtype, tma, C), x.device)
     programs = launch.pop("programs") * multiprocessors(x.device)
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     make_context_current()

@@ -187,9 +187,9 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
         assert dtype == torch.float32 or MATMUL[capability] in ptx
         assert ("cp.async.bulk.tensor" in ptx) == tma
 
-    launch = matmul.default_launch(dtype, tma)
-    n, f, c, width = tile_sizes(launch)
-    for name, by_rows in (("matmul", True), ("matmul, W by columns", False)):
+    for name, by_rows, C in (("matmul", True, 768), ("matmul, W by columns", False, 2304)):
+        launch = matmul.default_launch(dtype, tma, C)
+        n, f, c, width = tile_sizes(launch)
         matrices = {"x": (n, c), "w": (f, c) if by_rows else (c, f), "y": (n, width)}
         build(name, matmul._tiled_matmul_kernel, launch, matrices, W_BY_ROWS=by_rows)
     launch = matmul.default_launch_of_rows(dtype, tma)
