@@ -244,7 +244,8 @@ def precision(dtype: torch.dtype) -> str:
 def default_launch(dtype: torch.dtype, tma: bool, C: int) -> dict:
     """Return the default launch parameters of a matmul that sums over C. `programs` is for one multiprocessor.
 
-    A short sum takes about as long as its epilogue, so two programs share a multiprocessor. Without TMA they fit into the 99 KB of shared memory of compute capability 8.6.
+    A short sum takes about as long as its epilogue, so two programs share a multiprocessor. Without TMA the parameters
+    fit into the 99 KB of shared memory of compute capability 8.6.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
         values = 64, 128, 64, 1, 8, 1, 1
