@@ -32,7 +32,7 @@ longest() { # NAME WORDS ...
 }
 
 # The tables of rungs in README.md, on one GPU in about eight minutes, with the text of Python's standard library.
-# repeats=3 gives the gains intervals. On an H200 set beside=h200-rungs
+# repeats=3 gives the gains intervals. On an H100 set beside=h100-rungs
 rungs() {
     local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
     CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
@@ -40,7 +40,7 @@ rungs() {
     [ $? = 75 ] && return 75
     python -m scripts.generate +sweep=decoding_rungs checkpoint=random sweep.repeats=${repeats:-1} \
         out_dir=out/decoding-rungs
-    [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h100-rungs}" out/{rungs,decoding-rungs}/*/
+    [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-rungs}" out/{rungs,decoding-rungs}/*/
 }
 
 # GPT-2 124M in bf16 with intervals, then in amp, then every other attention, then sequences of 16,384

@@ -16,8 +16,9 @@ L2_BYTES = 2**24  # for the tensors that concurrent programs read repeatedly: a 
 # {kernel: {D rounded up to a power of two: (sizes with TMA, sizes with pointers)}}; sizes are (BLOCK_M queries, BLOCK_N
 # keys, num_warps, num_stages). These are the largest tiles that do not spill on any GPU from compute capability 8.0 on.
 # At D = 64 two programs fit on a multiprocessor, and dkdv with pointers stores 2 to 6 registers before its loops and
-# loads them after the loops. With TMA the backward at D = 64 has smaller tiles, of which 3 or 4 programs fit: 298 TFLOP/s
-# at (32, 1024, 12, 64) and 448 at (2, 16384, 12, 64) on one H200. Tiles of 128 x 64 reached 247 and 388
+# loads them after the loops. With TMA the backward at D = 64 has smaller tiles, of which 3 or 4 programs fit.
+# On one H200 it reaches 298 TFLOP/s at (32, 1024, 12, 64) and 448 at (2, 16384, 12, 64). With tiles of
+# 128 x 64 it had 247 and 388
 SIZES = {
     "forward": {
         64: ((128, 64, 4, 3), (128, 64, 4, 3)),

@@ -1,7 +1,7 @@
 """The first tables of README.md: one line a rung, from PyTorch to our fastest kernels, in training and in decoding.
 
-The sweeps configs/sweep/rungs.yaml and decoding_rungs.yaml measure the rungs. All rows must be of one sitting: one GPU,
-one commit without changes, the same versions and settings, and all within SITTING_HOURS.
+The sweeps configs/sweep/rungs.yaml and decoding_rungs.yaml measure the rungs. All rows must be of one sitting: one GPU
+for each table, one commit without changes, the same versions and settings, and all within SITTING_HOURS.
 """
 
 import re
@@ -120,9 +120,12 @@ def check_sitting(device: str, *ladders: dict[str, list[dict]]) -> None:
     newest = [{words: runs[-1] for words, runs in ladder.items() if runs} for ladder in ladders]
     first, first_row = next(item for rows in newest for item in rows.items())
     for rows in newest:
+        base = next(iter(rows.values()))  # of the same ladder
         for words, row in rows.items():
-            settings = differences(row, next(iter(rows.values())))  # of the same ladder; only fp8 may differ
-            lines = dict.fromkeys([*sitting_differences(row, first_row), *settings])
+            settings = differences(row, base)  # only fp8 may differ
+            # the other ladder may be of another GPU of this kind, because no line compares the two
+            lines = [line for line in sitting_differences(row, first_row) if not line.startswith("gpu:")]
+            lines = dict.fromkeys([*sitting_differences(row, base), *lines, *settings])
             reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
             check(
                 not reasons,
@@ -207,7 +210,8 @@ def note(device: str, runs: dict[str, list[dict]]) -> str:
     versions = markdown_text(", ".join(f"{name} {row['env'][name]}" for name in ("driver", "torch", "triton")))
     gpu = markdown_text(row["env"]["device"].removeprefix("NVIDIA "))
     sentences = [
-        f"All lines are of one sitting on one {gpu} ({versions}), commit {commit(row)}, {row['started'][:10]}: "
+        f"All lines of a table are of one sitting on one {gpu} ({versions}), commit {commit(row)}, "
+        f"{row['started'][:10]}: "
         f"`{MEASURE}` ([rows](results/{device})).",
         "The gain is the median ratio of the same steps to the line above, unless it names another line. The loss is "
         "of the last step. The first step compiles all kernels; in decoding it is the whole warm-up.",

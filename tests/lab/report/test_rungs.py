@@ -189,6 +189,14 @@ def test_rungs_of_two_machines_or_commits_are_refused(results, env, reason, kind
     assert str(error.value).endswith(": measure them together: scripts/measure.sh rungs")
 
 
+def test_each_table_may_be_of_a_gpu_of_its_own(results):
+    training, decoding = whole_sitting()
+    for row in decoding:
+        row["env"] |= {"gpu": "b"}
+    keep(results, training, decoding)
+    assert len(tables(rungs("h100-rungs"))) == 2
+
+
 def test_rungs_of_another_day_or_other_settings_are_refused(results):
     training, decoding = whole_sitting()
     late = training_row(3) | {"started": "2026-11-27T16:20:00+0000"}
