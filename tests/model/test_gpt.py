@@ -214,7 +214,10 @@ def test_the_calls_of_a_step_are_in_fp8_where_the_step_is():
 
 def test_fp8_is_refused_by_backends_without_it(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    message = r"^mlp=triton_recompute cannot run this: .* takes no fp8 .*: choose kernels.mlp=auto, eager, gluon, torchao, triton$"
+    message = (
+        r"^mlp=triton_recompute cannot run this: .* takes no fp8 .*: choose kernels.mlp=auto, eager, gluon, torchao, "
+    )
+    message += "triton$"
     with pytest.raises(Unavailable, match=message):
         resolve(KernelsConfig(mlp="triton_recompute"), AttnConfig("eager"), torch.device("cpu"), in_fp8=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
