@@ -10,9 +10,9 @@ eager's:
 The tables have the form of those in tuned.py. The name of an entry has the backend, the dtypes and the sizes of a call:
 "mlp=triton bfloat16 C=768 F=3072 at rows=65536". "times" has the milliseconds of the forward and of both ways.
 
-An entry counts only on a GPU of the same name, with the same versions of PyTorch and Triton, the same files in the
-op's folder, and the same launch parameters. It also counts for calls of up to 4 times as many or as few rows, queries
-or keys; the other sizes must be equal.
+An entry counts only on a GPU of the same name, with the same versions of PyTorch and Triton, the same files in kernels/
+and in the op's folder, and the same launch parameters. It also counts for calls of up to 4 times as many or as few
+rows, queries or keys; the other sizes must be equal.
 """
 
 import hashlib
@@ -91,12 +91,13 @@ def conditions(op: str, impl: str, device: torch.device) -> dict[str, str | None
 
 
 def code_digest(op: str, impl: str, device: torch.device) -> str:
-    """Return a digest of the launch parameters and of the op's folder, or of the backend's file if it is elsewhere."""
+    """Return a digest of the launch parameters and of the code: kernels/*.py and the op's folder, or another file."""
     parameters = {name: values for name, values in merged_table(device).items() if not is_choice(name)}
     digest, file = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()), source_file(op, impl)
     paths = [file]
     if file.is_relative_to(ROOT / op):
-        files = (path for path in (ROOT / op).rglob("*") if path.suffix in (".py", ".cu", ".cuh", ".h"))
+        files = [*(ROOT / op).rglob("*"), *ROOT.glob("*.py")]  # matmul.py, tiles.py and others are parts of a backend
+        files = (path for path in files if path.suffix in (".py", ".cu", ".cuh", ".h"))
         paths = sorted(path for path in files if path.is_file())
     for path in paths:
         digest.update(path.name.encode() + read_bytes(path))
@@ -163,7 +164,7 @@ def find_slower(
 def find_entry(
     prefix: str, amounts: dict[str, int], op: str, impl: str, device: torch.device
 ) -> tuple[dict[str, int], dict] | None:
-    """Return (amounts, entry) of the nearest entry that counts, or None. The user's entry wins over the repo's.
+    """Return (amounts, entry) of the nearest entry that counts, or None. If two are equally near, the user's wins.
 
     Raises KernelError if a table cannot be used.
     """

@@ -72,7 +72,8 @@ def rename_in_verdict(row: dict, cases: dict) -> dict:
     }
     command = row.get("command")
     if isinstance(command, str):
-        sides["command"] = command.replace(f" impl={name} ", f" impl={renamed} ")
+        words = command.split(" ")
+        sides["command"] = " ".join(f"impl={renamed}" if word == f"impl={name}" else word for word in words)
     return row | sides | {"impl": renamed}
 
 

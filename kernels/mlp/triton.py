@@ -18,12 +18,13 @@ compute the same bits of a.
 
 kernels/matmul.py explains the matmul. Two programs share a multiprocessor, so that the tensor cores work for one while
 the other runs its epilogue. On one H200 in bf16, at 65,536 x 768 and in one run, the forward's kernel takes 570 us and
-the backward's 755, where cuBLAS takes 430 for either matmul alone. The forward stores h and a, and the backward also
-loads h: 0.8 and 1.2 GB, which take 0.2 and 0.3 ms by themselves. Three things were expensive, and are avoided:
+the backward's 755, where cuBLAS takes 430 for either matmul alone (in longer runs, at the GPU's power limit, 510). The
+forward stores h and a, and the backward also loads h: 0.8 and 1.2 GB, which take 0.2 and 0.3 ms by themselves. Three
+things were expensive, and are avoided:
 
     layouts     Triton computed a in the backward twice, once for each layout of the stores: 120 us (round_both)
     rounding    one number at a time, where the GPU can round two: 12 us in the forward (round_to)
-    sums        a sum over all rows of a tile takes shared memory and barriers: 28 us. Each warp sums its own 32 rows
+    sums        a sum over all rows of a tile takes shared memory and barriers: 28 us. Each of 4 warps sums its 32 rows
 
 On Hopper gluon.py is faster still; the kernels below are easier to read, so read them first. With fp8, _triton_fp8.py
 computes the MLP. The four other matmuls and autograd are in _op.py.
@@ -113,7 +114,7 @@ def _mlp_bwd_kernel(
     BLOCK_C: tl.constexpr,
     PARTS: tl.constexpr,
     GROUP: tl.constexpr,
-    SUMS: tl.constexpr,  # of a tile: as many as warps, because a warp has 16 rows of each 16 x SUMS
+    SUMS: tl.constexpr,  # of a tile: one for each warp, which has 16 rows of every 16 SUMS rows; at most BLOCK_N / 16
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -136,13 +137,15 @@ def _mlp_bwd_kernel(
             if partial_ptr is not None:
                 sums = tl.sum(tl.sum(gradient.reshape(BLOCK_N // (16 * SUMS), SUMS, 16, WIDTH), 0), 1)
                 row, columns = tile_n * SUMS + tl.arange(0, SUMS)[:, None], f + tl.arange(0, WIDTH)[None, :]
-                tl.store(partial_ptr + row.to(tl.int64) * F + columns, sums, (row >= 0) & (columns < F))
+                mask = (row >= 0) & (columns < F)  # the first condition only gives the mask its rows
+                tl.store(partial_ptr + row.to(tl.int64) * F + columns, sums, mask)
 
 
 def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
     """Return the default launch parameters. `programs` is the number of programs a multiprocessor.
 
-    With TMA a program takes 113 KB of shared memory. Without TMA it takes at most 48, and 128 registers a thread.
+    With TMA a program takes 112 KB of shared memory on compute capability 9.0, so two share a multiprocessor. On 10.0
+    the backward takes 120 KB, and only one fits. Without TMA a program takes 40 KB, and 128 registers a thread.
     """
     if dtype == torch.float32:  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
         values = 64, 128, 64, 1, 8, 1, 1

@@ -182,6 +182,8 @@ def prepare(
                 break
         else:
             return call, works, found
+        inputs = works = prepared = work = None  # the smaller call needs their memory
+        reset_peak_memory(device)
         call = call.with_rows(call.rows // 2)
 
 
@@ -200,7 +202,7 @@ def prepare_works(call: Call, name: str, inputs: dict, device: torch.device) -> 
 
 
 def describe_row(row: dict, rows: list[dict]) -> str:
-    """Return the line of a row: "7.290 ms (7.280 to 7.310)  2.13x of eager  slower than eager", or its status."""
+    """Return the line of a row: "7.290 ms (7.280 to 7.310)  2.13x of eager, slower than eager", or its status."""
     way = "both" if row["step"] == "training" else "forward"
     if f"{way}/ms" not in row:
         word, _, text = row["status"].partition(": ")

@@ -35,7 +35,7 @@ DECODING: dict[str, str | None] = {
     "kernels=eager kernels.decode=persistent_int8": None,
 }
 CHOICE = re.compile(r"(kernels|attn|precision)[\w.]*=")
-COMMON = {"precision=bf16"}, {"precision=bf16", "attn=sdpa"}  # words of all rungs of training, of decoding
+COMMON_TRAINING, COMMON_DECODING = {"precision=bf16"}, {"precision=bf16", "attn=sdpa"}  # the words of all rungs
 VERSION = re.compile(r"(torch|triton|cudnn|cuda) [\d.]+\S*")
 HEAD = ["rung", "what computes", "kernel lines", "tokens/s", "gain"]
 TRAINING_COLUMNS: dict[str, Cell] = {
@@ -97,7 +97,8 @@ def newest_runs(rows: list[dict], ladder: dict[str, str | None]) -> dict[str, li
 
 def choice_words(row: dict) -> set[str]:
     """Return the words of the row's command that choose kernels and precision, without those of all rungs."""
-    return {word for word in shlex.split(row["command"]) if CHOICE.match(word)} - COMMON[is_generation(row)]
+    common = COMMON_DECODING if is_generation(row) else COMMON_TRAINING
+    return {word for word in shlex.split(row["command"]) if CHOICE.match(word)} - common
 
 
 def sitting_differences(row: dict, other: dict) -> list[str]:

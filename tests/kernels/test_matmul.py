@@ -65,7 +65,7 @@ def test_a_sum_over_rows_in_parts(N, F, C, splits, dtype, monkeypatch):
 def test_the_parts_of_a_sum(steps, tiles, programs):
     splits, blocks = matmul.split_sum(steps, tiles, programs)
     assert (splits - 1) * blocks < steps <= splits * blocks
-    assert splits <= matmul.LONGEST_SPLIT
+    assert splits <= matmul.MOST_SPLITS
     rounds = -(-tiles * splits // programs)
     assert rounds * blocks <= steps * -(-tiles // programs)  # at most as many blocks in turn as without parts
 
