@@ -121,7 +121,7 @@ def check_sitting(device: str, *ladders: dict[str, list[dict]]) -> None:
     newest = [{words: runs[-1] for words, runs in ladder.items() if runs} for ladder in ladders]
     first, first_row = next(item for rows in newest for item in rows.items())
     for rows in newest:
-        base = next(iter(rows.values()))  # of the same ladder
+        base = next(iter(rows.values()), None)  # of the same ladder
         for words, row in rows.items():
             settings = differences(row, base)  # only fp8 may differ
             # the other ladder may be of another GPU of this kind, because no line compares the two
