@@ -4,6 +4,7 @@ This file does not import torch, because --help needs it and has to be quick.
 """
 
 import ast
+import textwrap
 from typing import Any
 
 from files import read_text
@@ -91,4 +92,5 @@ def config_groups() -> dict[str, dict]:
 def backend_names() -> dict[str, dict[str, str]]:
     """Return what ${backends:OP} stands for in YAML (sweeps, --help). ${backends:table} has a line for each op."""
     names = {op: ", ".join(impls(op)) for op in ALL_OPS}
-    return {"backends": {**names, "table": "\n".join(f"  {op:<10} {names[op]}" for op in ALL_OPS)}}
+    lines = (textwrap.fill(f"  {op:<10} {names[op]}", width=100, subsequent_indent=" " * 13) for op in ALL_OPS)
+    return {"backends": {**names, "table": "\n".join(lines)}}

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from kernels.lookup import ROOT, source_file
 
-OUR_NAME = re.compile(r"^_?[a-z]\w*_kernel$")  # of a kernel in Triton or Gluon; those in C++ have spaces, :: or <
 PYTORCH = r"at::|at_cuda_detail|cunn_|softmax_warp|triton_(poi|per|red|tem)_|^aten::"
 CUBLAS = r"(?i:nvjet|gemm|gemv|cublas|splitK|xmma|cutlass::Kernel2?<cutlass_)|^aten::_?(add|scaled_|b|badd)*b?mm"
 # A pattern of a description -> the names of its library's kernels. Plain PyTorch calls cuBLAS
 LIBRARIES = {
-    r"^(?!mem_efficient)\w+ \((torch|math, torch)|^auto \(eager": f"{PYTORCH}|{CUBLAS}",
+    r"^(?!mem_efficient)\S+ \((torch|math, torch)|^auto \(eager": f"{PYTORCH}|{CUBLAS}",
     r"cuBLAS|nvmath": CUBLAS,
     r"cudnn": r"cudnn",
     r"PyTorch's fa2|\(flash, torch": r"pytorch_flash::",
@@ -76,16 +75,14 @@ def unexplained(names: list[str], descriptions: dict[str, str], everywhere: bool
     `descriptions` is op -> registry.describe() of its backend: "triton (triton 3.6.0, cuBLAS matmuls)". With
     `everywhere`, the kernels of every step are explained, too.
     """
-    impls = {op: re.match(r"(?:auto \()?(\w+)", text)[1] for op, text in descriptions.items()}
+    impls = {op: re.sub(r"^auto \((\w+).*", r"\1", text).partition(" (")[0] for op, text in descriptions.items()}
     ours = {name for op, impl in impls.items() for name in own_kernels(op, impl)}
     words = [
         pattern for word, pattern in LIBRARIES.items() if any(re.search(word, text) for text in descriptions.values())
     ]
 
     def is_explained(name: str) -> bool:
-        if OUR_NAME.match(name) and name in ours:
-            return True
-        if any(re.search(pattern, name) for pattern in words):
+        if name in ours or any(re.search(pattern, name) for pattern in words):
             return True
         return everywhere and bool(re.search(EVERYWHERE, name)) and not re.search(OF_AN_OP, name)
 
