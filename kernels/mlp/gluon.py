@@ -60,8 +60,10 @@ mlp_in_fp8 = _fp8.define("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_back
 def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
     """Return what the kernel takes instead of these dtypes or widths, or None if it takes them."""
     (F, C), multiple = w_fc.shape, 16 if fp8 else 8  # TMA needs rows of a multiple of 16 bytes
-    if x.dtype not in DTYPES or w_fc.dtype != x.dtype:
-        return f"x and w_fc both in bfloat16 or both in float16, not in {x.dtype} and {w_fc.dtype}"
+    if x.dtype not in DTYPES:
+        return f"bfloat16 or float16, not {x.dtype}"
+    if w_fc.dtype != x.dtype:
+        return f"x and w_fc in one dtype, not in {x.dtype} and {w_fc.dtype}"
     if C % multiple or F % multiple:
         return f"widths that are multiples of {multiple}, not {C} and {F}"
     return None

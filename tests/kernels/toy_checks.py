@@ -26,7 +26,7 @@ def test_train_lists_and_runs_the_backends(hotswap):
     code, out, _ = hotswap("--help")
     assert code == 0
     for op in ("toy", "norm", "attention"):
-        assert f"{op:<10} {', '.join(impls(op))}\n" in out
+        assert f" {op} {', '.join(impls(op))} " in " ".join(out.split())  # a long list has several lines
         assert "mine" in impls(op)
     assert f"attn: {', '.join(impls('attention'))}\n" in out
 
