@@ -284,6 +284,19 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
 
+def choose_launch(kernel: str, x: Tensor, F: int, tma: bool, default: dict) -> tuple[tuple[int], dict]:
+    """Return the grid and the launch parameters of a kernel that computes a matrix (N, F) of sums over x's C columns.
+
+    `kernel` is the name of the entries in the tables of launch parameters. It makes the GPU's context current for TMA.
+    """
+    key = f"{x.shape[1]} {F} {x.dtype}{' tma' if tma else ''}"
+    launch = launch_parameters(kernel, key, default, x.device)
+    programs = launch.pop("programs") * multiprocessors(x.device)
+    tiles = triton.cdiv(len(x), launch["BLOCK_N"]) * triton.cdiv(F, launch["BLOCK_F"])
+    make_context_current()
+    return (min(tiles, programs),), launch
+
+
 def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_rows: bool = True) -> Tensor:
     """Return x w^T + bias (N, F) for contiguous x (N, C), w (F, C) and bias (F,) or None; x w + bias for w (C, F).
 
@@ -292,12 +305,9 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
     (N, C), F = x.shape, w.shape[0 if w_by_rows else 1]
     y = x.new_empty(N, F)
     tma = can_use_tma(x, w, y)
-    key = f"{C} {F} {x.dtype}{' tma' if tma else ''}"
-    launch = launch_parameters(kernel, key, default_launch(x.dtype, tma, C), x.device)
-    programs = launch.pop("programs") * multiprocessors(x.device)
+    grid, launch = choose_launch(kernel, x, F, tma, default_launch(x.dtype, tma, C))
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
-    make_context_current()
-    _tiled_matmul_kernel[(min(triton.cdiv(N, n) * triton.cdiv(F, f), programs),)](
+    _tiled_matmul_kernel[grid](
         x=kernel_argument(x, n, c, tma=tma),
         w=kernel_argument(w, *((f, c) if w_by_rows else (c, f)), tma=tma),
         bias_ptr=bias,

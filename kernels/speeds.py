@@ -70,7 +70,8 @@ def describe_call(op: str, inputs: dict) -> tuple[str, dict[str, int]] | None:
     words += [f"{dim}={size}" for dim, size in sizes.items() if dim not in amounts]
     for name, value in inputs.items():
         if isinstance(value, Tensor):
-            words += [] if value.is_floating_point() else [name]
+            if not value.is_floating_point():
+                words.append(name)
         elif value is not None:
             words.append(f"{name}={value}")
     return " ".join(words), amounts

@@ -100,7 +100,8 @@ fp8_curves() {
     mkdir -p out && ln -sfn "${packages[0]}" out/packages
     local corpus=(data=text 'data.path=out/packages/**/*.py' data.tokenizer=gpt2 data.encoding_errors=skip)
     python -m scripts.prepare "${corpus[@]}" || return
-    corpus+=(kernels=gluon kernels.loss=triton attn=flash seed=1,2,3 train.max_steps=4600 train.eval_batches=20 train.sample_tokens=0)
+    corpus+=(kernels=gluon kernels.loss=triton attn=flash seed=1,2,3 train.max_steps=4600 train.eval_batches=20)
+    corpus+=(train.sample_tokens=0)
     python train.py -m "${corpus[@]}" precision=bf16,fp8 train.checkpoint_every=0 out_dir=out/fp8-curves
     [ $? = 75 ] && return 75
     python train.py -m "${corpus[@]}" precision=fp8 'kernels.fp8=[linear,mlp]' train.checkpoint_every=0 \

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import make_context_current, multiprocessors
 from kernels.loss._unnormalised import LOG2E, ROOM, finish, target_logits
 from kernels.matmul import (
     LAUNCH,
     can_use_tma,
+    choose_launch,
     kernel_argument,
     multiply_tile,
     precision,
@@ -22,7 +22,6 @@ from kernels.matmul import (
     store_matrix_tile,
 )
 from kernels.tiles import place
-from kernels.tuned import launch_parameters
 
 
 @triton.jit(do_not_specialize=["N"])  # another batch size must not recompile
@@ -88,13 +87,10 @@ def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) 
     """Write p (n, V) into `out`, and return the sums of its rows in each tile, (tiles along V, n) in fp32."""
     (N, C), V = x.shape, len(weight)
     tma = can_use_tma(x, weight, out)
-    key = f"{C} {V} {x.dtype}{' tma' if tma else ''}"
-    launch = launch_parameters("cross_entropy_exp", key, default_launch(x.dtype, tma), x.device)
+    grid, launch = choose_launch("cross_entropy_exp", x, V, tma, default_launch(x.dtype, tma))
     n, v, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
-    tiles_n, tiles_v = triton.cdiv(N, n), triton.cdiv(V, v)
-    sums = torch.empty(tiles_v, N, dtype=torch.float32, device=x.device)
-    make_context_current()
-    _cross_entropy_exp_kernel[(min(tiles_n * tiles_v, launch.pop("programs") * multiprocessors(x.device)),)](
+    sums = torch.empty(triton.cdiv(V, v), N, dtype=torch.float32, device=x.device)
+    _cross_entropy_exp_kernel[grid](
         x=kernel_argument(x, n, c, tma=tma),
         w=kernel_argument(weight, v, c, tma=tma),
         p=kernel_argument(out, n, v // launch["PARTS"], tma=tma),

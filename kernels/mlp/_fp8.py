@@ -56,9 +56,8 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
     def _(x, x_rows, x_columns, w_fc, b_fc, w_proj, b_proj):
         fc_columns, proj_columns = (empty_fp8(*weight.T.shape, E4M3, x.device) for weight in (w_fc, w_proj))
         fc_unit, proj_unit = (x.new_empty((), dtype=torch.float32) for _ in range(2))
-        h = x.new_empty(
-            x.shape[0], w_fc.shape[0]
-        )  # len(x) would be a number, and torch.compile would compile each length
+        # not len(x): it would be a number, and torch.compile would compile each length
+        h = x.new_empty(x.shape[0], w_fc.shape[0])
         return x.new_empty(x.shape), h, fc_columns, fc_unit, proj_columns, proj_unit
 
     @torch.library.custom_op(f"hotswap::{name}_bwd", mutates_args=())

@@ -35,12 +35,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import check_dtypes, make_context_current, multiprocessors
+from kernels.gpu import check_dtypes
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import (
     LAUNCH,
     can_use_tma,
+    choose_launch,
     kernel_argument,
     load_matrix_tile,
     multiply_tile,
@@ -54,7 +55,6 @@ from kernels.mlp import _op, _triton_fp8
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import candidates as quantize_candidates
 from kernels.tiles import place
-from kernels.tuned import launch_parameters
 
 INPUT_IN_FP8 = True
 RUNS = {"fp8": ("^_gelu_fp8_kernel|::mlp_fp8",), "triton": ("^_mlp_fwd_kernel|::mlp_fwd",)}
@@ -171,26 +171,12 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
 
-def choose_launch(x: Tensor, F: int, tma: bool, backward: bool) -> dict:
-    """Return the launch parameters of a kernel. x is (N, C): the input, or dy."""
-    key = f"{x.shape[1]} {F} {x.dtype}{' tma' if tma else ''}"
-    default = default_launch(x.dtype, tma, backward)
-    return launch_parameters("mlp_bwd" if backward else "mlp_fwd", key, default, x.device)
-
-
-def choose_grid(x: Tensor, F: int, launch: dict) -> tuple[int]:
-    """Take `programs` out of the launch parameters, and return how many programs compute an (N, F) matrix."""
-    tiles = triton.cdiv(len(x), launch["BLOCK_N"]) * triton.cdiv(F, launch["BLOCK_F"])
-    make_context_current()
-    return (min(tiles, launch.pop("programs") * multiprocessors(x.device)),)
-
-
 def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
     F, C = w_fc.shape
     tma = can_use_tma(x, w_fc, h, a)
-    launch = choose_launch(x, F, tma, backward=False)
+    grid, launch = choose_launch("mlp_fwd", x, F, tma, default_launch(x.dtype, tma, backward=False))
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
-    _mlp_fwd_kernel[choose_grid(x, F, launch)](
+    _mlp_fwd_kernel[grid](
         x=kernel_argument(x, n, c, tma=tma),
         w=kernel_argument(w_fc, f, c, tma=tma),
         b_ptr=b_fc,
@@ -208,13 +194,13 @@ def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tens
 def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool) -> Tensor | None:
     (C, F), partial = w_proj.shape, None
     tma = can_use_tma(dy, w_proj, h, a, dh)
-    launch = choose_launch(dy, F, tma, backward=True)
+    grid, launch = choose_launch("mlp_bwd", dy, F, tma, default_launch(dy.dtype, tma, backward=True))
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     sums_of_tile = min(launch["num_warps"], n // 16)
     if sums:
         rows = triton.cdiv(len(dy), n) * sums_of_tile
         partial = torch.empty(rows, F, dtype=torch.float32, device=h.device)
-    _mlp_bwd_kernel[choose_grid(dy, F, launch)](
+    _mlp_bwd_kernel[grid](
         dy=kernel_argument(dy, n, c, tma=tma),
         w=kernel_argument(w_proj, c, f, tma=tma),
         h=kernel_argument(h, n, f // launch["PARTS"], tma=tma),

@@ -5,6 +5,7 @@ tests compare it with what the compiler says.
 """
 
 import json
+import re
 
 from files import add_sha256, read_json, write_atomically
 from lab import rows
@@ -39,11 +40,17 @@ def read_usage() -> tuple[str, dict[int, Usage]]:
     return triton, usage
 
 
-def timed_devices() -> list[str]:
-    """Return the names of the GPUs in results/ on which single kernels or training runs were timed: "H100", "H200"."""
+def timed_devices() -> set[str]:
+    """Return the names of the GPUs in results/ on which single kernels or training runs were timed: "NVIDIA H200"."""
     folders = [folder.name for folder in sorted(rows.RESULTS.iterdir()) if folder.is_dir()]
-    kept = [row for folder in folders for kind in ("kernels", "train") for row in rows.read_rows(folder, kind)]
-    return sorted({row["env"]["device"].removeprefix("NVIDIA ").split()[0] for row in kept})
+    timed = [row for folder in folders for kind in ("kernels", "train") for row in rows.read_rows(folder, kind)]
+    return {row["env"]["device"] for row in timed}
+
+
+def is_of(device: str, gpu: str) -> bool:
+    """Return whether a device's name is of a GPU, or of a series: "NVIDIA GeForce RTX 4090" of "RTX 40"."""
+    end = "" if gpu.startswith("RTX") else r"(?!\d)"  # an L40 is no L4
+    return re.search(rf"\b{re.escape(gpu)}{end}", device) is not None
 
 
 def compiled(what: str) -> str:
@@ -69,7 +76,7 @@ def capability_table(usage: dict[int, Usage]) -> str:
                 f"{max(registers for registers, _, _ in used.values())}",
                 f"{most:.0f} of {kilobytes} KB",
                 f"kernels: {len(spills)}, bytes: {max(spills.values())} or fewer" if spills else "nothing",
-                ", ".join(name for name in devices if name in gpus) or "never timed",
+                ", ".join(gpu for gpu in gpus if any(is_of(device, gpu) for device in devices)) or "never timed",
             ]
         )
     return markdown_table(head, lines)

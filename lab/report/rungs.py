@@ -212,8 +212,7 @@ def note(device: str, runs: dict[str, list[dict]]) -> str:
     gpu = markdown_text(row["env"]["device"].removeprefix("NVIDIA "))
     sentences = [
         f"All lines of a table are of one sitting on one {gpu} ({versions}), commit {commit(row)}, "
-        f"{row['started'][:10]}: "
-        f"`{MEASURE}` ([rows](results/{device})).",
+        f"{row['started'][:10]}: `{MEASURE}` ([rows](results/{device})).",
         "The gain is the median ratio of the same steps to the line above, unless it names another line. The loss is "
         "of the last step. The first step compiles all kernels; in decoding it is the whole warm-up.",
         "Kernel lines are the code in kernels/ that the choice needs, without comments; the kernels of PyTorch and of "

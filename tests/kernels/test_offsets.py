@@ -24,8 +24,6 @@ from kernels.check import outputs_and_gradients
 from kernels.decode import _many, _sampling, persistent
 from kernels.decode import triton as decode
 from kernels.gpu import SHARED_BYTES
-from kernels.loss import _exponentials
-from kernels.mlp import triton as mlp
 from kernels.norm import _triton_backward as norm_backward
 from kernels.registry import Unavailable, contract, cpp_compiler, load
 from kernels.sampling import Sampling, seeds_of
@@ -80,7 +78,7 @@ def run_one_program(monkeypatch):
             original(self, *arguments, **named)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", call)
-    for module in (matmul, mlp, _exponentials, norm_backward):
+    for module in (matmul, norm_backward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: LIMIT)  # a program for each tile
     for module in (matmul, norm_backward):
         monkeypatch.setattr(module, "add_partial_sums", lambda partial, dtype: partial[-1])

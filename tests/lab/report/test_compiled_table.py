@@ -30,3 +30,13 @@ def test_the_tables_name_what_was_timed_and_what_was_not(monkeypatch, tmp_path):
     assert table["norm forward"] == ["40, 2 KB, 8 B spilled"] * 6
     assert "only here" not in table
     assert text.count("Compiled with triton 3.7.1.") == 2
+
+
+def test_a_device_is_of_a_gpu_or_of_a_series():
+    devices = {"NVIDIA GeForce RTX 4090": 89, "NVIDIA A100-SXM4-80GB": 80, "NVIDIA L40": 89, "NVIDIA L4": 89}
+    devices |= {"NVIDIA H100 80GB HBM3": 90, "NVIDIA RTX A6000": 86, "NVIDIA A10": 86, "NVIDIA GeForce RTX 5090": 120}
+    for device, capability in devices.items():
+        table = compiled_table.GPUS.items()
+        found = [key for key, (_, gpus) in table if any(compiled_table.is_of(device, gpu) for gpu in gpus)]
+        assert found == [capability]
+    assert [gpu for gpu in compiled_table.GPUS[89][1] if compiled_table.is_of("NVIDIA L40", gpu)] == ["L40"]
