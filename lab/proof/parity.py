@@ -38,7 +38,7 @@ def sketch(name: str, gradient: Tensor) -> Tensor:
         flat = torch.nn.functional.pad(flat, (0, -len(flat) % BUCKETS))
         signs = torch.randint(0, 2, flat.shape, generator=seed, device=flat.device, dtype=torch.int8)
         flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0)
-    return flat.cpu()
+    return flat.to("cpu", copy=True)  # clipping scales the gradient in place
 
 
 class Recorder:

@@ -35,6 +35,13 @@ def test_signs_of_a_sketch_depend_on_the_name_of_the_parameter():
     assert not torch.equal(parity.sketch("a", gradient), parity.sketch("b", gradient))
 
 
+def test_a_sketch_stays_when_clipping_scales_the_gradient():
+    gradient = torch.ones(3)
+    before = parity.sketch("bias", gradient)
+    gradient.mul_(0.5)
+    assert torch.equal(before, torch.ones(3))
+
+
 def test_the_bound_follows_the_rounding_of_eager_pytorch():
     """A run as far off as eager PyTorch in its precision is ok. A run five times as far off, or with NaN, is not."""
     torch.manual_seed(0)
