@@ -27,6 +27,7 @@ SHIPPED = {
     "attention": "auto cudnn eager flash flex gluon math mem_efficient sdpa triton triton_naive",
     "mlp": "auto eager gluon gluon_recompute nvmath torchao triton triton_recompute",
     "loss": "auto eager gluon gluon_whole helion liger liger_cute liger_large torch_chunked triton triton_whole",
+    "adamw": "auto eager triton",
     "decode": "blocks flashinfer huggingface int8 persistent persistent_int8 torchao triton",
 }
 CACHE = Path(".cache/checks")
