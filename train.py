@@ -23,7 +23,7 @@ from lab.recipe import Recipe
 from lab.sweep import launcher
 from model import capture, cost, optim, parallel, pretrained
 from model.gpt import PRECISIONS, GPTConfig
-from model.step import check_losses, evaluate, make_optimizer
+from model.step import check_losses, evaluate
 from runtime import checkpoint, compiling, console, resume, schedule, trackers
 from runtime import device as machine
 from runtime.config import check
@@ -88,7 +88,7 @@ def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Check
     t, run, ranks, device = job.train, job.run, job.ranks, job.device
     saved = restore(job, resume_from) if resume_from else {"step": 0, "elapsed": 0.0}
     run.truncate_metrics(saved["step"], saved.get("metrics_lines", 0), resume.logged_figures(saved))
-    facts = job.recipe.kernel_facts((t.batch_size, t.block_size), device)
+    facts = job.recipe.kernel_facts((t.batch_size, t.block_size), device, job.step.optimizer)
     facts |= {"peak_flops": job.ceiling.peak, "measured_peak_flops": job.ceiling.measured}
     facts |= {"resumed_from": str(resume_from) if resume_from else None}
     if ended:
@@ -201,8 +201,8 @@ def complete_config(cfg: DictConfig) -> None:
 @commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
 def main(cfg: Config) -> None:
     t, device = cfg.train, machine.select_device(rank_device(cfg.device))
-    choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
         sizes = cost.figures(cfg.model, t.block_size)
@@ -236,7 +236,7 @@ def main(cfg: Config) -> None:
             machine.reset_peak_memory(device)
             weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
             model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
-            optimizer = make_optimizer(model, cfg.optim, ranks, stop=t.on_nonfinite == "stop", history=t.keeps_history)
+            optimizer = recipe.make_optimizer(model, ranks, stop=t.on_nonfinite == "stop", history=t.keeps_history)
             parts = dataset, batches, held_out, ceil, capture.StepRunner(model, optimizer, t.cuda_graph), references
             recorder = proof.Recorder(optimizer) if references else None
             job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)

@@ -125,7 +125,7 @@ def broken_rule(
     largest absolute value of all exact results.
     """
     # the longest sum has one term for each element of a row or of a column
-    terms = max(max(t.shape[-1], t.numel() // t.shape[-1]) for t in float_tensors(inputs.values()))
+    terms = max(max(t.shape[-1], t.numel() // t.shape[-1]) for t in float_tensors(inputs.values()) if t.dim())
     scales = {name: exact.abs().max().item() for name, exact in truth.items()}
     outputs, exact_outputs = (sum(name.startswith("out") for name in tensors) for tensors in (results, truth))
     if outputs != exact_outputs:

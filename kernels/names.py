@@ -28,7 +28,8 @@ def constant(op: str, name: str, default: Any) -> Any:
 
 
 INSTEAD = {"gluon": "triton"}  # preset -> what it takes for an op without a backend of its name, if not eager
-OPS = [op for op in ALL_OPS if constant(op, "TRAINS", True)]  # the ops of a training step
+TRAINING_OPS = [op for op in ALL_OPS if constant(op, "TRAINS", True)]  # the ops of a training step
+OPS = [op for op in TRAINING_OPS if not constant(op, "OPTIMIZER", False)]  # the ones that the model calls
 
 
 def config_key(op: str) -> str:
@@ -47,12 +48,12 @@ def default_impl(op: str) -> str:
 
 
 def ops_with_a_choice() -> list[str]:
-    """Return the ops of a training step, without attention, that have several backends. A run's name lists these."""
+    """Return the model's ops without attention that have several backends. A run's name lists them."""
     return [op for op in OPS if op != "attention" and len(impls(op)) > 1]
 
 
 def preset(name: str) -> dict[str, str]:
-    """Return {op: backend} of kernels=NAME, for the ops of a training step but attention."""
+    """Return {op: backend} of kernels=NAME, for the model's ops in a training step but attention."""
     choices = {op: (name, INSTEAD.get(name), "eager") for op in OPS if op != "attention"}
     return {op: next(impl for impl in names if impl in impls(op)) for op, names in choices.items()}
 
@@ -78,10 +79,10 @@ def config_groups() -> dict[str, dict]:
     configs/sweep/ablation.yaml: a sweep that starts from eager ops and swaps one op at a time.
     """
     per_op = {op: impls(op) for op in OPS if op != "attention"}
-    decoders = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
+    others = {op: default_impl(op) for op in ALL_OPS if op not in OPS}  # a preset does not choose them
     groups = {"kernels": {}, "attn": {name: {"impl": name} for name in [*impls("attention"), "*"]}}
     for name in sorted({name for names in per_op.values() for name in names}):
-        groups["kernels"][name] = {**preset(name), **decoders, "compile": False, "check": True, "fp8": None}
+        groups["kernels"][name] = {**preset(name), **others, "compile": False, "check": True, "fp8": None}
     groups["kernels"]["compile"] = {**groups["kernels"]["eager"], "compile": True}
     swaps = [f"{config_key(op)}={','.join(names)}" for op, names in per_op.items()]
     swaps.append(f"attn={','.join(impls('attention'))}")

@@ -28,8 +28,10 @@ and it may define
     GRADIENTS_IN_FORWARD = True    some backends compute the gradients in the forward, so the report gives only the
                         rate of forward and backward together
     TRAINS = False      the training step does not call the op, and the op has no gradients (decode)
+    OPTIMIZER = True    the optimizer calls the op, and not the model. The op has no gradients, and changes its
+                        arguments; results(function, **arguments) returns what it changes, from copies (adamw)
     DEFAULT             the backend that runs if the config names none; without DEFAULT it is eager (names.py reads
-                        these two, which are literals, without importing the file)
+                        these three, which are literals, without importing the file)
 
 A backend is a file with the op's function. It may also define
 
@@ -74,6 +76,7 @@ from kernels.lookup import backend, check_name, impls, importable_backends, shor
 from kernels.names import (
     ALL_OPS,
     OPS,
+    TRAINING_OPS,
     KernelError,
     config_key,
     default_impl,
@@ -166,7 +169,7 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
 
 def impl_by_op(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
     """Return {op of a training step: the name of the backend that the config chooses}."""
-    return {op: attn.impl if op == "attention" else getattr(kernels, op) for op in OPS}
+    return {op: attn.impl if op == "attention" else getattr(kernels, op) for op in TRAINING_OPS}
 
 
 def missing_argument(function: Callable, argument: str, op: str = "attention") -> str | None:
@@ -230,14 +233,15 @@ def resolve(
         raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
     if kernels.compile:
         compat.shorten_operator_errors()  # imports Inductor, which takes 2 s
+    chosen = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in OPS}
     backends: dict[str, list[str]] = {}  # the reason why they cannot run here -> their names
-    for op, impl in impl_by_op(kernels, attn).items():
+    for op, impl in chosen.items():
         if reason := unavailable(op, impl, device, attn.version if op == "attention" else None):
             backends.setdefault(reason, []).append(f"{op}={impl}")
     if backends:
         raise Unavailable("; ".join(f"{', '.join(names)} cannot run here: {why}" for why, names in backends.items()))
     functions = {}
-    for op, impl in impl_by_op(kernels, attn).items():
+    for op, impl in chosen.items():
         options = {"needs": needs, "version": attn.version} if op == "attention" else {}
         if in_fp8 and runs_in_fp8(op, kernels):
             function = load(op, impl, device, needs=["fp8"])
@@ -329,7 +333,8 @@ def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:
 def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
     """Return a short name of the choice: `eager-sdpa`, `compile-flash.fa4`, `norm.triton+mlp.eager+loss.eager-sdpa`.
 
-    `gluon` is kernels=gluon, which has Triton for the ops that Gluon lacks.
+    `gluon` is kernels=gluon, which has Triton for the ops that Gluon lacks. `+adamw.eager` is the optimizer's backend,
+    unless it is the default.
     """
     backends = {op: short_name(impl) for op, impl in impl_by_op(kernels, attn).items() if op in ops_with_a_choice()}
     name = preset_name(backends) or "+".join(f"{op}.{impl}" for op, impl in backends.items())
@@ -337,5 +342,7 @@ def label(kernels: KernelsConfig, attn: AttnConfig) -> str:
         name = "compile" if name == "eager" else f"{name}+compile"
     if kernels.fp8 is not None:
         name += "+fp8" + "".join(f".{op}" for op in kernels.fp8)
+    if kernels.adamw != default_impl("adamw"):
+        name += f"+adamw.{short_name(kernels.adamw)}"
     attention = short_name(attn.impl)
     return f"{name}-{attention}.{attn.version}" if attn.version else f"{name}-{attention}"

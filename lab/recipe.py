@@ -9,9 +9,10 @@ from lab.bench.new_backends import check_new_backends
 from model.executed import executed_kernels, slower_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT, GPTConfig
-from model.optim import OptimConfig
+from model.optim import OptimConfig, Optimizer, rename_impl
 from model.pretrained import Pretrained
-from model.step import build, load_ops
+from model.step import build, load_ops, make_optimizer
+from runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Recipe:
     seed: int
     documents: bool = False  # attention stays inside documents
     generate: GenerateConfig = field(default_factory=GenerateConfig)  # for a generation with this model
+
+    def __post_init__(self):
+        rename_impl(self.optim, self.kernels)
 
     @property
     def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
@@ -48,11 +52,16 @@ class Recipe:
         """Return the model of this recipe, not compiled."""
         return build(*self.groups, device, seed=self.seed, weights=weights, needs=self.attention_needs)
 
+    def make_optimizer(self, model: GPT, ranks: Ranks | None = None, **options: bool) -> Optimizer:
+        """Return the optimizer of this recipe: see make_optimizer() in model/step.py."""
+        return make_optimizer(model, self.optim, ranks, self.kernels.adamw, **options)
+
     def executed_kernels(self, shape: tuple[int, int], device: torch.device) -> dict[str, str | bool]:
         """Return op -> backend and version, for tokens of shape (B, T)."""
         return executed_kernels(*self.groups, shape, device, documents=self.documents)
 
-    def kernel_facts(self, shape: tuple[int, int], device: torch.device) -> dict[str, dict]:
+    def kernel_facts(self, shape: tuple[int, int], device: torch.device, optimizer: Optimizer) -> dict[str, dict]:
         """Return the keys of the row about the kernels of a training step: what ran, and what is slower than eager."""
+        kernels = self.executed_kernels(shape, device) | {"adamw": optimizer.kernel}
         slower = slower_kernels(*self.groups, shape, device, documents=self.documents, trains=True)
-        return {"kernels": self.executed_kernels(shape, device), "slower": slower}
+        return {"kernels": kernels, "slower": slower}

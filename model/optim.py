@@ -1,6 +1,7 @@
 """AdamW over fp32 weights, whatever dtype the model stores; gradient clipping; a schedule of warm-up and cosine."""
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kernels.registry import KernelsConfig, default_impl
 from model.compat import add_tensors
 from model.parallel import Averaging
 from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
+from terminal import warn
 
 HISTORY = 256  # steps whose loss and gradient norm stay on the device
 
@@ -26,7 +29,7 @@ class OptimConfig:
     beta1: float
     beta2: float
     grad_clip: float  # the largest norm of all gradients together; 0: no limit
-    impl: str | None = None  # torch | triton; None: triton for bf16 weights on a GPU, without FSDP
+    impl: str | None = None  # the name of kernels.adamw before it was an op: torch | triton (rename_impl())
 
     def __post_init__(self):
         for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
@@ -41,6 +44,23 @@ class OptimConfig:
             f"optim.min_lr={self.min_lr} is above optim.learning_rate={self.learning_rate}, and the rate only falls",
         )
         check(self.impl in (None, "torch", "triton"), f"optim.impl={self.impl}: choose torch, triton or null")
+
+
+def rename_impl(config: OptimConfig, kernels: KernelsConfig) -> None:
+    """If optim.impl is set, move its choice to kernels.adamw, and warn that the key will go.
+
+    Raises UserError if kernels.adamw already names another backend.
+    """
+    if config.impl is None:
+        return
+    name = {"torch": "eager"}.get(config.impl, config.impl)
+    both = f"optim.impl={config.impl} is the old name of kernels.adamw={name}"
+    check(
+        kernels.adamw in (default_impl("adamw"), name), f"{both}, but kernels.adamw={kernels.adamw}: remove optim.impl"
+    )
+    if os.environ.get("RANK", "0") == "0":
+        warn(f"{both}, and the next release does not know it: write kernels.adamw={name}")
+    kernels.adamw, config.impl = name, None
 
 
 def learning_rate(config: OptimConfig, step: int, last: float) -> float:
@@ -82,6 +102,7 @@ class Optimizer(ABC):
         self.checked_steps = 0  # the last step that warn_of_spike() has seen
         self.lr = torch.zeros((), device=device)
         self.being_copied: torch.cuda.Event | None = None  # the next update, or the next captured step, waits for it
+        self.kernel = ""  # the backend of the op adamw and its version, for the row; make_optimizer() sets it
         self.observer: Callable[[str, Tensor], None] | None = None  # the next step calls it for each gradient, once
         self.sharded = is_sharded(self.weights[0])
         averaged = [] if self.ranks.single or self.sharded else self.weights

@@ -8,14 +8,15 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from data.loader import Batch, Loader, Windows, count_targets, evaluation_batches
-from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, resolve
+from kernels.adamw import MULTIPLE, auto
+from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, describe, load, resolve
+from model.flat_adamw import FlatAdamW
 from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm, in_eval_mode
 from model.kept import write_kept
 from model.optim import HISTORY, OptimConfig, Optimizer, TorchAdamW
@@ -92,35 +93,40 @@ def draw_from(seed: int, device: torch.device) -> Iterator[None]:
         generator.set_state(state)
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, **options: bool) -> Optimizer:
-    """Return the optimizer that config.impl names. By default it is FusedAdamW for bf16 weights on a GPU.
+def make_optimizer(
+    model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, impl: str = "auto", **options: bool
+) -> Optimizer:
+    """Return the optimizer for the backend `impl` of the op adamw: TorchAdamW for eager, FlatAdamW for all others.
 
-    `options` are Optimizer's. Raises UserError if the named one cannot run here.
+    `auto` is eager for weights that FlatAdamW does not take. `options` are Optimizer's. Raises Unavailable if the
+    backend cannot run here.
     """
     weight = next(model.parameters())
-    reason = fused_unavailable(weight)
-    check(
-        config.impl != "triton" or not reason,
-        f"optim.impl=triton cannot run here: {reason}; choose optim.impl=torch",
-    )
-    if reason or config.impl == "torch" or (config.impl is None and not weight.is_cuda):
-        return TorchAdamW(model, config, ranks, **options)
-    from model.fused_adamw import FusedAdamW  # needs Triton
+    name, reason = impl, flat_unavailable(weight)
+    if impl == "auto":
+        name = "eager" if reason else auto.choose(weight.device)
+    if name == "eager":
+        optimizer = TorchAdamW(model, config, ranks, **options)
+    elif reason:
+        raise Unavailable(f"adamw={name} cannot run here: {reason}")
+    else:
+        optimizer = FlatAdamW(model, config, load("adamw", name, weight.device), ranks, **options)
+    if impl == "auto":
+        optimizer.kernel = f"auto ({auto.describe_choice(name, weight.device)})"
+    else:
+        shape = {"shape": (MULTIPLE,), "dtype": weight.dtype, "device": weight.device}
+        optimizer.kernel = describe("adamw", impl, **shape)
+    return optimizer
 
-    return FusedAdamW(model, config, ranks, **options)
 
-
-def fused_unavailable(weight: Tensor) -> str | None:
-    """Return why FusedAdamW cannot update a model with such weights, or None if it can."""
+def flat_unavailable(weight: Tensor) -> str | None:
+    """Return why FlatAdamW cannot update a model with such weights, or None if it can."""
+    remedy = "choose kernels.adamw=eager"
     if is_sharded(weight):
-        return "it does not support sharded weights (parallel=fsdp or zero2)"
+        return f"it takes no sharded weights (parallel=fsdp or zero2): {remedy}"
     if weight.dtype == torch.float32:
-        return "it rounds fp32 masters to the model's weights, and these are fp32: choose precision=bf16 or fp8"
-    if not find_spec("triton"):
-        return "it needs Triton: pip install triton"
-    from kernels.gpu import triton_unavailable
-
-    return triton_unavailable(weight.device)
+        return f"it rounds fp32 masters to the model's weights, and these are fp32: {remedy}, or precision=bf16"
+    return None
 
 
 def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float | Tensor) -> tuple[Tensor, Tensor]:

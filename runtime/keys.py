@@ -56,7 +56,7 @@ OTHER_NAMES = {
     "batch": "bs batch_size num_samples n_samples num_return_sequences",
 }
 # In other projects model.norm chooses a formula. Here kernels.norm chooses the backend of one formula
-OPS = {"norm", "linear", "mlp", "loss", "decode"}
+OPS = {"norm", "linear", "mlp", "loss", "adamw", "decode"}
 
 
 def key_names(schema: type, prefix: str = "") -> Iterable[str]:

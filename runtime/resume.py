@@ -207,7 +207,10 @@ def schedule_lines(saved: dict, config: dict) -> list[str]:
 
     Both may be on purpose or a mistake.
     """
-    keys = [("optim", key) for key in config["optim"]] + [("train", "max_steps"), ("train", "max_minutes")]
+    keys = [("optim", key) for key in config["optim"] if key != "impl"] + [
+        ("train", "max_steps"),
+        ("train", "max_minutes"),
+    ]
     pairs = [(f"{group}.{key}", config[group][key], saved[group].get(key)) for group, key in keys]
     changes = [f"{key}={now} (checkpoint: {value_text(then)})" for key, now, then in pairs if now != then]
     lines = [f"changed  from here on: {', '.join(changes)}"] if changes else []

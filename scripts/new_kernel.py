@@ -9,7 +9,7 @@ from keyword import iskeyword
 from pathlib import Path
 
 from files import read_text
-from kernels.names import ALL_OPS, OPS, override_key
+from kernels.names import ALL_OPS, OPS, TRAINING_OPS, override_key
 from lab.commands import command
 from runtime.config import UserError, check
 from terminal import override, printable, shell_command
@@ -57,8 +57,9 @@ def commands(op: str, name: str, path: str | None) -> dict[str, str]:
         ("-m", "scripts.doctor", f"op={op}", override("impl", impl)): "does it run here, and is it right?",
         ("-m", "pytest", "tests/kernels", *added, "-k", name): "every test of a backend",
     }
-    if op in OPS:
-        lines["train.py", "+experiment=smoke", choice] = "train with it, on a CPU"
+    if op in TRAINING_OPS:
+        bf16 = () if op in OPS else ("precision=bf16",)  # PyTorch updates fp32 weights: see kernels/adamw/__init__.py
+        lines["train.py", "+experiment=smoke", choice, *bf16] = "train with it, on a CPU"
         bench = "-m", "scripts.bench_kernels", f"op={op}", override("impl", ["eager", impl])
         lines[bench] = "its time beside eager's and the floor, on a GPU"
     if op in ("attention", "decode"):

@@ -46,6 +46,7 @@ class Config:
         if self.dtype is None:
             self.dtype = "bfloat16" if select_device(self.device).type == "cuda" else "float32"
         check(self.minutes is None or self.minutes > 0, f"minutes={self.minutes}: it must be more than 0")
+        check(self.op is None or self.op in OPS, f"op={self.op}: choose {', '.join(OPS)}")
         check(not self.shape or self.op is not None, f"shape={self.shape}: it needs op=NAME")
         check(not (self.auto and self.keep), "auto=true with keep=true: the choices are for your table only")
         if self.auto and self.op == "attention":

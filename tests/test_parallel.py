@@ -199,7 +199,8 @@ sys.path.insert(0, {root!r})
 import torch
 from torch import nn
 from model import optim, parallel
-from model.fused_adamw import FusedAdamW
+from kernels.adamw import triton
+from model.flat_adamw import FlatAdamW
 from runtime.ranks import Ranks, join_ranks
 
 parallel.BUCKET = 1  # a bucket for each matrix
@@ -210,12 +211,12 @@ events = []
 start_average = Ranks.start_average
 Ranks.start_average = lambda ranks, tensor: events.append(tensor.numel()) or start_average(ranks, tensor)
 
-def train(kind, dtype, ranks):
+def train(kind, dtype, backend, ranks):
     "The norms and the weights of three steps, each with four micro-steps over all ranks."
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(dtype)
     net[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
-    optimizer, norms = kind(net, CONFIG, ranks), []
+    optimizer, norms = kind(net, CONFIG, *backend, ranks=ranks), []
     micro_steps = range(4)[ranks.rank :: ranks.world_size]
     for step in range(3):
         events.append("step")
@@ -226,10 +227,10 @@ def train(kind, dtype, ranks):
     return [*norms, *net.parameters()]
 
 with join_ranks(torch.device("cpu")) as ranks:
-    cases = (optim.TorchAdamW, torch.float32), (optim.TorchAdamW, torch.bfloat16), (FusedAdamW, torch.float16)
-    for kind, dtype in cases:
+    cases = [(optim.TorchAdamW, torch.float32), (optim.TorchAdamW, torch.bfloat16)]
+    for kind, dtype, *backend in [*cases, (FlatAdamW, torch.float16, triton.adamw)]:
         events.clear()
-        ours, again, alone = (train(kind, dtype, job) for job in (ranks, ranks, Ranks()))
+        ours, again, alone = (train(kind, dtype, backend, job) for job in (ranks, ranks, Ranks()))
         tolerance = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=2**-6, atol=2**-9)
         for a, b, c in zip(ours, again, alone, strict=True):
             assert torch.equal(a, b)

@@ -23,6 +23,7 @@ from data.loader import Loader, Windows
 from kernels.registry import OPS, impls, unavailable
 from model import capture, generate
 from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
+from runtime.resume import schedule_lines
 from tests.runtime.test_unreadable import break_paths
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
@@ -720,3 +721,10 @@ def test_a_resumed_run_cuts_the_lines_after_its_checkpoint(hotswap):
         file.write(json.dumps({"step": 4, "train/loss": 1.0}) + '\n{"step": 5, "train')
     assert hotswap(*BASE, "train.max_steps=8", RESUME)[0] == 0
     assert [line["step"] for line in metrics()] == list(range(1, 9))
+
+
+def test_the_old_name_of_the_optimizer_is_no_change():
+    """An old checkpoint's config has optim.impl, and no kernels.adamw."""
+    optim = {"learning_rate": 1.0, "warmup_steps": 1}
+    saved, now = ({"optim": optim | {"impl": impl}, "train": {"max_steps": 2}} for impl in ("torch", None))
+    assert schedule_lines(saved, now | {"train": {"max_steps": 2, "max_minutes": None}}) == []

@@ -489,9 +489,43 @@ def test_a_run_that_failed_before_its_first_step_is_overwritten(hotswap):
     assert row()["status"] == "failed: data.path=typo.txt: no such file or folder, and nothing matches it as a glob"
     assert row()["env"]["torch"] == torch.__version__
     eager = dict.fromkeys(("norm", "linear", "mlp", "loss"), "eager")
-    assert row()["kernels"] == eager | {"attention": "sdpa", "compile": False}
+    assert row()["kernels"] == eager | {"attention": "sdpa", "adamw": "auto", "compile": False}
     assert hotswap(*QUICK, "train.max_steps=1")[0] == 0
     assert row()["status"] == "ok"
+
+
+def test_the_row_and_the_header_name_the_backend_of_the_optimizer(hotswap):
+    """The profile of a step has its kernels. The old key optim.impl is renamed in the row's config."""
+    words = *QUICK, "train.max_steps=3", "precision=bf16"
+    code, out, err = hotswap(*words, "proof=true")
+    assert (code, err) == (0, "")
+    assert "| adamw auto (eager)\n" in out
+    assert row()["kernels"]["adamw"] == "auto (eager)"
+    assert "adamw" not in row()["receipt"]["unchecked"]
+    code, out, err = hotswap(*words, "optim.impl=torch", "out_dir=old")
+    assert code == 0
+    [warning] = err.splitlines()
+    assert warning.startswith("warning: optim.impl=torch is the old name of kernels.adamw=eager, and the next release")
+    assert f"| adamw eager (torch {torch.__version__})\n" in out
+    config = row("old")["config"]
+    assert (config["kernels"]["adamw"], config["optim"]["impl"]) == ("eager", None)
+    assert "+adamw.eager-" in row("old")["name"]
+    assert row("old")["train/loss"] == row()["train/loss"]
+    code, _, err = hotswap(*words, "optim.impl=torch", "kernels.adamw=triton", "out_dir=both")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "but kernels.adamw=triton: remove optim.impl" in err
+
+
+def test_a_new_backend_of_the_optimizer_is_checked_and_trains(hotswap):
+    words = *QUICK, "train.max_steps=3", "precision=bf16", "kernels.adamw=mine.py"
+    Path("mine.py").write_text("from kernels.adamw._template import adamw")
+    assert hotswap(*words, "proof=true")[0] == 0
+    assert row()["kernels"]["adamw"].startswith("mine.py (torch")
+    assert row()["checks"]["adamw"].startswith("ok")
+    Path("mine.py").write_text("def adamw(master, *rest, **named):\n    master.mul_(0.9)")
+    code, _, err = hotswap(*words, "out_dir=wrong")
+    assert code == 1
+    assert err.startswith("error: mine.py breaks the contract")
 
 
 def test_a_row_has_the_command_of_its_run(hotswap):

@@ -1,5 +1,6 @@
 """Measure the backends of an op: time, error and memory, beside the op's ceiling on this machine."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -10,7 +11,17 @@ from tabulate import tabulate
 from torch import Tensor
 
 from kernels.fp8 import E4M3, choose_ptxas, product
-from kernels.registry import OPS, KernelError, Unavailable, backend, contract, describe, impls, load, unavailable
+from kernels.registry import (
+    TRAINING_OPS,
+    KernelError,
+    Unavailable,
+    backend,
+    contract,
+    describe,
+    impls,
+    load,
+    unavailable,
+)
 from runtime.config import check
 from runtime.device import GIB, reset_peak_memory
 from runtime.meter import quantiles
@@ -36,7 +47,7 @@ class OpConfig:
     keep: bool
 
     def __post_init__(self):
-        check(self.op in OPS, f"op={self.op}: choose {', '.join(OPS)}")
+        check(self.op in TRAINING_OPS, f"op={self.op}: choose {', '.join(TRAINING_OPS)}")
         check(self.dtype in DTYPES, f"dtype={self.dtype}: choose {', '.join(DTYPES)}")
         check(self.rounds >= 1, f"rounds={self.rounds}: it must be at least 1")
         sizes, cases = contract(self.op).SHAPES, contract(self.op).CASES
@@ -102,15 +113,22 @@ def random_gradients(results: tuple[Tensor, ...], inputs: dict) -> list[Tensor]:
     return [torch.randn_like(out) * mean if mean else torch.ones_like(out) for out, mean in pairs]
 
 
+def without_changes(module: ModuleType, function: Callable) -> Callable:
+    """Return the function. If its op changes its arguments, return a function that returns the changes instead."""
+    return functools.partial(module.results, function) if getattr(module, "OPTIMIZER", False) else function
+
+
 def outputs(function: Callable, inputs: dict) -> tuple[Tensor, ...]:
     result = function(**inputs)
     return result if isinstance(result, tuple) else (result,)
 
 
 def forward_and_backward(function: Callable, inputs: dict, douts: list[Tensor]) -> tuple:
-    """Return (outputs, gradients) of one call."""
+    """Return (outputs, gradients) of one call. An op without gradients runs forward only."""
     out = outputs(function, inputs)
     leaves = [value for value in inputs.values() if isinstance(value, Tensor) and value.requires_grad]
+    if not leaves:
+        return out, ()
     return out, torch.autograd.grad(out, leaves, douts)
 
 
@@ -122,18 +140,19 @@ def errors(
     device: torch.device,
     own_scales: bool = False,
 ) -> dict:
-    """Return the largest error ||result - exact|| / ||exact|| of the outputs, and of the gradients.
+    """Return the largest error ||result - exact|| / ||exact|| of the outputs, and of the gradients (0 without any).
 
     `shape` has the arguments of the contract's inputs(). An attention is compared at the last ERROR_QUERIES queries of
-    one sequence, and another op of shape (rows, width) in at most ERROR_ROWS rows. With `own_scales`, the exact results
-    are those without fp8.
+    one sequence, and an op of shape (rows, width) or (rows,) in at most ERROR_ROWS rows. With `own_scales`, the exact
+    results are those without fp8.
     """
     is_attention = module is contract("attention")
     size = shape["shape"]
     if is_attention:
         size = (1, *size[1:])
-    elif len(size) == 2:  # (rows, width)
-        size = (min(size[0], ERROR_ROWS), size[1])
+    elif len(size) <= 2:  # (rows, width) or (rows,)
+        size = (min(size[0], ERROR_ROWS), *size[1:])
+    function = without_changes(module, function)
     inputs = module.inputs(**shape | {"shape": size}, dtype=dtype, device=device)
     exact_inputs = in_float64(inputs)
     if own_scales:
@@ -155,7 +174,7 @@ def in_float64(inputs: dict) -> dict:
     exact = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            exact[name] = value.detach().double().requires_grad_()
+            exact[name] = value.detach().double().requires_grad_(value.requires_grad)
     return exact
 
 
@@ -168,7 +187,7 @@ def largest_error(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> flo
     scales = [tensor.norm().item() for tensor in exact]
     scales = [scale if scale > 1e-12 else max(*scales, 1e-30) for scale in scales]
     differences = [(a.double() - b).norm().item() for a, b in zip(results, exact, strict=True)]
-    return max(difference / scale for difference, scale in zip(differences, scales, strict=True))
+    return max((difference / scale for difference, scale in zip(differences, scales, strict=True)), default=0.0)
 
 
 def last_queries(function: Callable, reference: Callable, inputs: dict, exact: dict, dout: Tensor) -> tuple:
@@ -195,7 +214,7 @@ def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: 
     reset_peak_memory(device)
     before = torch.cuda.memory_allocated(device)
     results = forward_and_backward(function, inputs, douts)
-    result_bytes = sum(tensor.nbytes for group in results for tensor in group)
+    result_bytes = sum(tensor.nbytes for group in results for tensor in group if tensor is not None)
     return (torch.cuda.max_memory_allocated(device) - before - result_bytes) / GIB
 
 
@@ -206,7 +225,7 @@ def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.de
     whose BOUND is "bytes" has the copy, and an op whose BOUND is "flops" has no floor.
     """
     works, cost = {}, module.cost(**shape, dtype=dtype)
-    for way in ("forward", "backward"):
+    for way in cost:
         if hasattr(module, "products"):
             sizes = module.products(**shape)[way]
             if shape.get("fp8"):
@@ -240,7 +259,7 @@ def prepare_contestants(
             load(op, backend_of(name), device, optional_arguments(inputs))
             if name == "compile" and inputs.get("fp8") and (reason := choose_ptxas(device)):
                 raise Unavailable(f"torch.compile in fp8 cannot run here: {reason}")
-            douts = douts or random_gradients(outputs(function, inputs), inputs)
+            douts = douts or random_gradients(outputs(without_changes(contract(op), function), inputs), inputs)
             own_scales = getattr(backend(op, backend_of(name)), "OWN_SCALES", False)
             row_errors = errors(function, contract(op), shape, dtype, device, own_scales)
         except Unavailable as reason:
@@ -280,12 +299,13 @@ def speeds(name: str, samples: dict[str, tuple[float, float, float]], cost: dict
     """Return milliseconds, rates, and the share of the floor, for the forward, for both ways, and for the backward.
 
     `samples` is work -> (p20, median, p80) in seconds. The time of the backward is the time of both ways minus the time
-    of the forward.
+    of the forward. An op without gradients has a cost of the forward only, and `both` is the forward.
     """
     figures, times = {}, {way: samples[f"{name} {way}"] for way in ("forward", "both")}
-    times["backward"] = tuple(both - forward for both, forward in zip(times["both"], times["forward"], strict=True))
+    if "backward" in cost:
+        times["backward"] = tuple(both - forward for both, forward in zip(times["both"], times["forward"], strict=True))
     for way, (p20, median, p80) in times.items():
-        ways = ("forward", "backward") if way == "both" else (way,)
+        ways = tuple(cost) if way == "both" else (way,)
         flops = sum(cost[part][0] for part in ways)
         moved_bytes = sum(cost[part][1] for part in ways)
         figures |= {f"{way}/ms": 1e3 * median, f"{way}/ms/p20": 1e3 * p20, f"{way}/ms/p80": 1e3 * p80}

@@ -23,7 +23,7 @@ from files import read_bytes
 from kernels.check import broken_rule, exact_results, outputs_and_gradients, poisoned_memory
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
-from lab.bench.op import optional_arguments
+from lab.bench.op import optional_arguments, without_changes
 from runtime.device import is_out_of_memory, select_device
 
 ENDED = "failed", "undecided"  # with these statuses, the process of the probe ends
@@ -83,6 +83,8 @@ def matrix_probes(op: str, impl: str, device: torch.device) -> Columns:
     for feature in module.FEATURES:
         columns[feature] = {dtype_name: probe._replace(shape=module.CASES[feature])}
     ways = {"forward": {"backward": False}, "backward": {}, "compile": {"compiled": True}}
+    if getattr(module, "OPTIMIZER", False):  # without gradients
+        del ways["backward"]
     if not getattr(module, "TRAINS", True):
         return columns
     return columns | {way: {dtype_name: probe._replace(**changes)} for way, changes in ways.items()}
@@ -101,7 +103,7 @@ def probe_status(probe: Probe, device: torch.device) -> str:
         inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
     before = {name: value.detach().clone() for name, value in inputs.items() if isinstance(value, Tensor)}
     try:
-        function = load(op, impl, device, needs=optional_arguments(inputs))
+        function = without_changes(module, load(op, impl, device, needs=optional_arguments(inputs)))
         with poisoned_memory() if probe.strict else nullcontext():
             results = outputs_and_gradients(function, inputs)
     except Unavailable as reason:
@@ -112,8 +114,12 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     if probe.compiled:
         results = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
     truth = exact_results(op, impl, inputs)
-    eager = outputs_and_gradients(load(op, "eager", device), inputs)
+    eager = outputs_and_gradients(without_changes(module, load(op, "eager", device)), inputs)
     reason = broken_rule(results, eager, truth, inputs, probe.dtype)
+    if getattr(module, "OPTIMIZER", False):  # the fp32 states must be right in fp32, whatever the dtype of the weights
+        states = {name: result for name, result in results.items() if result.dtype == torch.float32}
+        exact_states = {name: truth[name] for name in states}
+        reason = reason or broken_rule(states, eager, exact_states, inputs, torch.float32)
     if probe.strict:
         reason = reason or changed_bits(probe, function, inputs, results)
     if impl == "eager":  # eager is compared with itself above, so it must also equal reference() in float64

@@ -26,7 +26,7 @@ from model.generate import stream
 from model.gpt import GPT, PRECISIONS
 from model.optim import Optimizer
 from model.parallel import prepare
-from model.step import make_optimizer, train_step
+from model.step import train_step
 from runtime.config import check
 from runtime.device import GIB, OutOfMemory, explain_out_of_memory, process_peaks, reset_peak_memory
 from runtime.host_memory import free_memory, total_memory
@@ -73,7 +73,7 @@ def build_trainer(
     model = with_positions(recipe, length).build(device)
     prepare(model, "context", recipe.kernels.compile, recipe.seed, ranks)
     batch = torch.randint(recipe.model.vocab_size, (2, 1, length), device=device).unbind()
-    return model, make_optimizer(model, recipe.optim, ranks), batch
+    return model, recipe.make_optimizer(model, ranks), batch
 
 
 def build_decoder(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.registry import OPS, check_name, override_key, runs_in_fp8
+from kernels.registry import OPS, TRAINING_OPS, check_name, override_key, runs_in_fp8
 from lab.bench.op import DTYPES, measure
 from lab.bench.probe import PROBE_DTYPES, PROCESSES, Probe, case_probes, first_word, run_probes
 from lab.recipe import Recipe
@@ -49,6 +49,8 @@ def check_claim(claim: Claim) -> None:
     """Raise UserError or KernelError if there is nothing to compare."""
     op, impl, against = claim
     check(op != "decode", "op=decode: python -m scripts.race compares decoders")
+    others = f"python -m scripts.bench_kernels op={op} compares backends of the optimizer's op"
+    check(op not in TRAINING_OPS or op in OPS, f"op={op}: {others}")
     check(op in OPS, f"op={op}: choose {', '.join(OPS)}")
     check(impl is not None, f"impl is missing: name the backend of {op} to judge")
     for key, name in (("impl", impl), ("against", claim.backends[0])):

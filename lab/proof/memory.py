@@ -32,7 +32,7 @@ from model.chunks import chunk_tokens
 from model.gpt import GPT, PRECISIONS
 from model.optim import Optimizer
 from model.parallel import prepare
-from model.step import make_optimizer, train_step
+from model.step import train_step
 from runtime.device import GIB, OutOfMemory
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
@@ -174,7 +174,7 @@ def predict_step(
         if recipe.documents:
             batch = *batch, torch.zeros(batch_size, length, dtype=torch.int32, device=device)
         # the second batch adds to the gradients of the first
-        return model, make_optimizer(model, recipe.optim), [batch] * min(2, micro_steps)
+        return model, recipe.make_optimizer(model), [batch] * min(2, micro_steps)
 
     return in_gib(predict_parts(recipe, device, start, block_size, recipe_chunk(recipe, batch_size))[0])
 

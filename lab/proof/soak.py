@@ -26,7 +26,7 @@ from runtime.torch_compat import copy_tensors
 SIZES = {"cuda": (GPTConfig(12, 12, 768, 1024, 50304, "learned", True, 0.0), 4)}
 SIZES["cpu"] = GPTConfig(2, 4, 64, 64, 256, "learned", True, 0.0), 2
 LR = 1e-3
-OPTIM = OptimConfig(LR, LR, warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0, impl="torch")
+OPTIM = OptimConfig(LR, LR, warmup_steps=0, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
 PRECISIONS = "fp32", "bf16"  # on a GPU they use different units, so their steps take turns
 PARTS = "loss", "gradient norm", "weights or moments"
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,7 +44,7 @@ class FixedStep:
     def __init__(self, precision: str, device: torch.device):
         config, batch_size = SIZES[device.type]
         self.model = build(config, KernelsConfig(), AttnConfig("eager"), precision, device, seed=0)
-        self.optimizer = make_optimizer(self.model, OPTIM, stop=False)
+        self.optimizer = make_optimizer(self.model, OPTIM, impl="eager", stop=False)
         self.state = [tensor for group in self.optimizer.state().values() for tensor in group.values()]
         self.start = [tensor.clone() for tensor in self.state]
         shape, generator = (batch_size, config.block_size + 1), torch.Generator().manual_seed(0)

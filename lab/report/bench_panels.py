@@ -9,7 +9,7 @@ import re
 import textwrap
 from itertools import cycle
 
-from kernels.registry import OPS
+from kernels.registry import TRAINING_OPS
 from lab.report.colours import CARD, INK, QUIET
 from lab.report.describe import (
     attention_settings,
@@ -30,7 +30,7 @@ MODES = {"train": ("training", "circle", "top"), "generate": ("generation", "cir
 PRECISIONS = {"bfloat16": ["amp", "bf16", "fp8"], "float16": [], "float32": ["fp32"]}  # dtype -> precisions that use it
 SYMBOLS = ["circle", "triangle-up", "square", "diamond", "star", "pentagon", "hexagon", "cross"]  # Plotly's names
 CHARACTERS = "●▲■◆★⬟⬢✚"  # the same symbols in Unicode
-MARK_OF_OP = dict(zip(OPS, cycle(zip(SYMBOLS, CHARACTERS, strict=True)), strict=False))
+MARK_OF_OP = dict(zip(TRAINING_OPS, cycle(zip(SYMBOLS, CHARACTERS, strict=True)), strict=False))
 OTHER_MARK = SYMBOLS[0], CHARACTERS[0]  # of an op that kernels/ no longer has
 SYMBOLS_TEXT = ", ".join(f"{character} {op}" for op, (_, character) in MARK_OF_OP.items())
 TEXT = {

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from kernels.names import ops_with_a_choice, preset_name
+from kernels.names import default_impl, ops_with_a_choice, preset_name
 from lab.sweep.compare import is_generation, sequences
 
 BASELINE = "compile", "sdpa"  # the choice that others are compared with
@@ -50,13 +50,17 @@ def kernels_cell(row: dict) -> str:
     names = preset_name(backends) or "+".join(sorted(set(backends.values())))
     if kernels["compile"]:
         names = "compile" if names == "eager" else f"{names}+compile"
-    return names + fp8_note(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
+    return names + notes(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
 
 
-def fp8_note(kernels: dict) -> str:
-    """Return ", fp8 in mlp and loss" if a row's config.kernels names ops for fp8; otherwise ""."""
-    ops = kernels.get("fp8")
-    return "" if ops is None else f", fp8 in {' and '.join(ops) or 'no op'}"
+def notes(kernels: dict) -> str:
+    """Return ", fp8 in mlp and loss, adamw eager" for such choices in a row's config.kernels.
+
+    It is "" for the default of both, and for an old row, which names neither.
+    """
+    ops, adamw = kernels.get("fp8"), kernels.get("adamw", default_impl("adamw"))
+    fp8 = "" if ops is None else f", fp8 in {' and '.join(ops) or 'no op'}"
+    return fp8 if adamw == default_impl("adamw") else f"{fp8}, adamw {adamw}"
 
 
 def attention_cell(row: dict) -> str:
@@ -115,7 +119,7 @@ def kernels_name(kernels: dict) -> str:
         name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
     if kernels["compile"]:
         name = "compile" if name == "eager" else f"{name} + compile"
-    return name + fp8_note(kernels)
+    return name + notes(kernels)
 
 
 def kernels_family(name: str) -> str:

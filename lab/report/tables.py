@@ -8,7 +8,7 @@ from functools import partial
 from tabulate import tabulate
 
 from kernels.lookup import files
-from kernels.registry import OPS, contract
+from kernels.registry import TRAINING_OPS, contract
 from lab import rows as results
 from lab.bench import support
 from lab.bench.op import UNITS
@@ -259,5 +259,7 @@ def environment(device: str) -> str:
 
 def ops(_: str) -> str:
     """Return the table of ops and their backends, which are the folders and files in kernels/."""
-    lines = [[op, contract(op).__doc__.partition("\n")[0].partition(": ")[2], ", ".join(files(op))] for op in OPS]
+    lines = [
+        [op, contract(op).__doc__.partition("\n")[0].partition(": ")[2], ", ".join(files(op))] for op in TRAINING_OPS
+    ]
     return markdown_table(["op", "what it computes", "backends"], lines)

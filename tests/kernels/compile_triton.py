@@ -22,8 +22,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import KernelInterface
 
-from kernels import adamw, matmul, quantize, sums
 from kernels import decode as decode_contract
+from kernels import matmul, quantize, sums
+from kernels.adamw import triton as adamw
 from kernels.attention import _gluon_backward, _gluon_forward
 from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import matmul, quantize, sums
-from kernels.adamw import BLOCK, adamw
+from kernels.adamw.triton import BLOCK, adamw_update
 from kernels.attention import _gluon_backward, _triton_backward
 from kernels.decode import _many
 from kernels.decode import triton as decode
@@ -230,7 +230,7 @@ def adamw_(before):
     rounded, scalars = torch.empty(len(tensors[0]), dtype=DTYPE), (*torch.full((2,), 0.1), torch.full((2,), 0.5))
     *state, gradient = tensors
     refuse = torch.zeros((), dtype=torch.bool)
-    adamw(*state, rounded, gradient, *scalars, refuse, len(rounded), 0.9, 0.99, 1e-8, 0.1)
+    adamw_update(*state, rounded, gradient, *scalars, refuse, len(rounded), 0.9, 0.99, 1e-8, 0.1)
     return [tensor[-BLOCK:] for tensor in (*state, rounded)]
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.adamw import BLOCK, adamw
+from kernels.adamw import inputs as adamw_inputs
+from kernels.adamw.eager import adamw as eager_adamw
+from kernels.adamw.triton import BLOCK, adamw_update
 from kernels.attention import document_starts, flash
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
@@ -92,7 +94,8 @@ def other_calls(device):
     draw = {"logits": torch.randn(2, 300, device=device), "seeds": seeds, "positions": positions}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return [
-        (lambda **arguments: adamw(*arguments.values()), state | scalars | rest),
+        (lambda **arguments: adamw_update(*arguments.values()), state | scalars | rest),
+        (eager_adamw, adamw_inputs((n,), dtype=dtype, device=device)),
         (flash.document_bounds, {"starts": starts}),
         (functools.partial(_sampling.sample_tokens, sampling=Sampling(300, top_k=7)), draw),
         (lambda **arguments: norm_in_fp8(**arguments)[1], case_inputs("norm", "fp32_residual", dtype, device)),

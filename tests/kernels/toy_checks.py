@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from kernels.names import OPS, config_groups, impls
+from kernels.names import OPS, TRAINING_OPS, config_groups, impls
 from kernels.registry import family_patterns
 from lab.bench import probe
 from lab.proof.receipt import family_of
@@ -45,6 +45,7 @@ def test_a_preset_takes_the_backend_for_each_op_that_has_it():
     assert config_groups()["kernels"]["mine"] == {
         **dict.fromkeys(("linear", "mlp", "loss"), "eager"),
         **dict.fromkeys(("norm", "toy"), "mine"),
+        "adamw": "auto",
         "decode": "blocks",
         "compile": False,
         "check": True,
@@ -92,4 +93,4 @@ def test_kernels_of_the_op_have_a_family_and_the_op_has_a_mark():
     for kernel, op in {"silu_kernel": "toy", "my_toy_kernel": "toy", "my_norm_kernel": "norm"}.items():
         assert family_of(kernel, mine) == op
     assert family_of("my_toy_kernel", family_patterns(eager)) == "other"
-    assert set(MARK_OF_OP) == set(OPS)
+    assert set(MARK_OF_OP) == set(TRAINING_OPS)

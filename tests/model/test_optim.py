@@ -2,13 +2,16 @@
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from model.fused_adamw import FusedAdamW
-from model.optim import OptimConfig, TorchAdamW, learning_rate
+from kernels.adamw import MULTIPLE, triton
+from kernels.registry import KernelsConfig, Unavailable, describe, load
+from model.flat_adamw import FlatAdamW
+from model.optim import OptimConfig, TorchAdamW, learning_rate, rename_impl
 from model.step import make_optimizer
 from runtime.config import UserError
 
@@ -170,7 +173,8 @@ def test_an_optimizer_with_copied_state_makes_the_same_steps(dtype):
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("stop", [True, False])
-def test_fused_adamw_makes_the_steps_of_torch_adamw(micro_steps, stop):
+@pytest.mark.parametrize("impl", ["eager", "triton"])
+def test_flat_adamw_makes_the_steps_of_torch_adamw(impl, micro_steps, stop):
     """Weights, masters, moments, norms and counters of five steps, the third of which is refused.
 
     The weights are in fp16, because Triton's interpreter rounds to bf16 wrongly. The norms are summed in another order,
@@ -178,7 +182,10 @@ def test_fused_adamw_makes_the_steps_of_torch_adamw(micro_steps, stop):
     """
     nets = [model(torch.float16).to(DEVICE) for _ in range(2)]
     config = OptimConfig(**ADAMW)
-    torch_adamw, fused = TorchAdamW(nets[0], config, stop=stop), FusedAdamW(nets[1], config, stop=stop)
+    torch_adamw, fused = (
+        TorchAdamW(nets[0], config, stop=stop),
+        FlatAdamW(nets[1], config, load("adamw", impl, torch.device(DEVICE)), stop=stop),
+    )
     assert all(weight.data_ptr() % 128 == fused.flat_weight.data_ptr() % 128 for weight in nets[1].parameters())
     for step in range(1, 6):
         norms = []
@@ -199,10 +206,10 @@ def test_fused_adamw_makes_the_steps_of_torch_adamw(micro_steps, stop):
         assert int(getattr(fused, name)) == int(getattr(torch_adamw, name)), name
 
 
-def test_fused_adamw_continues_from_the_state_of_torch_adamw():
+def test_flat_adamw_continues_from_the_state_of_torch_adamw():
     """A checkpoint of one is a checkpoint of the other: after loading, both make the same step."""
     nets = [model(torch.float16).to(DEVICE) for _ in range(2)]
-    first, second = TorchAdamW(nets[0], OptimConfig(**ADAMW)), FusedAdamW(nets[1], OptimConfig(**ADAMW))
+    first, second = TorchAdamW(nets[0], OptimConfig(**ADAMW)), FlatAdamW(nets[1], OptimConfig(**ADAMW), triton.adamw)
     for step in range(1, 4):
         nets[0](batch(step).to(DEVICE, torch.float16)).square().sum().backward()
         first.accumulate()
@@ -220,21 +227,44 @@ def test_fused_adamw_continues_from_the_state_of_torch_adamw():
         torch.testing.assert_close(second.state()["model"][name], tensor, rtol=2**-16, atol=2**-24)
 
 
-def test_the_choice_of_the_optimizer(monkeypatch):
-    """On a CPU it is PyTorch's by default. optim.impl=triton says why it cannot run."""
-    config = OptimConfig(**ADAMW)
-    assert isinstance(make_optimizer(model(torch.bfloat16), config), TorchAdamW)
-    config.impl = "triton"
-    assert isinstance(make_optimizer(model(torch.float16).to(DEVICE), config), FusedAdamW)
-    with pytest.raises(
-        UserError, match=r"optim\.impl=triton cannot run here: .* these are fp32: choose precision=bf16"
-    ):
-        make_optimizer(model(), config)
+def test_the_choice_of_the_optimizer(monkeypatch, tmp_path):
+    """On a CPU it is PyTorch's by default. kernels.adamw=triton says why it cannot run."""
+    config, device = OptimConfig(**ADAMW), torch.device("cpu")
+    optimizer = make_optimizer(model(torch.bfloat16), config)
+    assert isinstance(optimizer, TorchAdamW)
+    assert optimizer.kernel == "auto (eager)" == auto_kernel(device)
+    assert make_optimizer(model(), config, impl="eager").kernel == f"eager (torch {torch.__version__})"
+    optimizer = make_optimizer(model(torch.float16).to(DEVICE), config, impl="triton")
+    assert isinstance(optimizer, FlatAdamW)
+    assert optimizer.kernel.startswith("triton (triton 3.")
+    mine = tmp_path / "mine.py"
+    mine.write_text("from kernels.adamw._template import adamw")
+    optimizer = make_optimizer(model(torch.bfloat16), config, impl=str(mine))
+    assert isinstance(optimizer, FlatAdamW)
+    with pytest.raises(Unavailable, match=r"adamw=triton cannot run here: .* choose kernels.adamw=eager, or "):
+        make_optimizer(model(), config, impl="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match="it needs an NVIDIA GPU"):
-        make_optimizer(model(torch.bfloat16), config)
+    with pytest.raises(Unavailable, match="adamw=triton cannot run here: it needs an NVIDIA GPU"):
+        make_optimizer(model(torch.bfloat16), config, impl="triton")
     with pytest.raises(UserError, match=r"optim\.impl=apex: choose torch, triton or null"):
         OptimConfig(**ADAMW, impl="apex")
+
+
+def auto_kernel(device):
+    return describe("adamw", "auto", shape=(MULTIPLE,), dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize(("old", "name"), [("torch", "eager"), ("triton", "triton")])
+def test_optim_impl_is_an_alias_of_kernels_adamw(capsys, old, name):
+    config, kernels = OptimConfig(**ADAMW, impl=old), KernelsConfig()
+    assert kernels.adamw == "auto"
+    for _ in range(2):
+        rename_impl(config, kernels)
+        assert (config.impl, kernels.adamw) == (None, name)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"and the next release does not know it: write kernels.adamw={name}")
+    with pytest.raises(UserError, match=f"old name of kernels.adamw={name}, but kernels.adamw=mine: remove optim.impl"):
+        rename_impl(OptimConfig(**ADAMW, impl=old), SimpleNamespace(adamw="mine"))
 
 
 def test_the_schedule_of_the_learning_rate():

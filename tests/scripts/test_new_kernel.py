@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.registry import ALL_OPS, OPS, backend, contract
+from kernels.registry import ALL_OPS, TRAINING_OPS, backend, contract
 from lab.bench.probe import Probe, probe_status
 from scripts import generate, new_kernel
 
@@ -42,7 +42,7 @@ def test_the_file_is_new_and_the_commands_name_it(called, monkeypatch, tmp_path,
     key = "attn" if op == "attention" else f"kernels.{op}"
     assert ["python", "-m", "scripts.doctor", f"op={op}", 'impl="my kernels/mine.py"'] in commands
     assert any(f'{key}="my kernels/mine.py"' in command for command in commands)
-    assert any("train.py" in command for command in commands) == (op in OPS)
+    assert any("train.py" in command for command in commands) == (op in TRAINING_OPS)
     code, _, err = new(called, f"op={op}", "name=mine", "path=my kernels")
     assert (code, err) == (1, "error: my kernels/mine.py exists: choose another name, or edit it\n")
 

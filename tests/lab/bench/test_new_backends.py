@@ -65,7 +65,7 @@ def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
     choice = KernelsConfig(mlp="triton_recompute"), AttnConfig("sdpa"), CPU
     assert check_new_backends(*choice) == {}
-    monkeypatch.setattr(new_backends, "shipped", lambda op: {"eager", "triton", "sdpa"})
+    monkeypatch.setattr(new_backends, "shipped", lambda op: {"auto", "eager", "triton", "sdpa"})
     assert check_new_backends(KernelsConfig(mlp="triton_recompute", check=False), *choice[1:]) == {}
     assert check_new_backends(*choice) == check_new_backends(*choice) == {"mlp": "ok: torch"}
     assert probed == [("mlp", "triton_recompute")]

@@ -57,6 +57,9 @@ def test_a_decoder_has_a_name_of_its_own_and_blocks_have_the_names_of_their_kern
     assert choice_name(training | {"kernels": training["kernels"] | {"decode": "int8"}}) == "triton · flash"
     in_fp8 = training | {"kernels": training["kernels"] | {"fp8": ["mlp", "loss"]}}
     assert choice_name(in_fp8) == "triton, fp8 in mlp and loss · flash"
+    for adamw, note in (("auto", ""), ("eager", ", adamw eager")):
+        config = training | {"kernels": training["kernels"] | {"adamw": adamw}}
+        assert choice_name(config) == f"triton{note} · flash"
 
 
 def test_generations_are_compared_at_their_batch_and_prompt(tmp_path):

@@ -1,9 +1,8 @@
 """One step of AdamW over all weights in one kernel, which accesses each tensor once.
 
-All tensors are flat and have the same length: the weights of a model one after another. A step reads the gradient, the
-fp32 master weight and two moments, and writes the three, and the weight in its lower dtype. In bf16 these are 28 bytes
-a weight. PyTorch's fused AdamW needs gradients in fp32, and clipping and rounding are passes of their own: together 42
-bytes a weight.
+A step reads the gradient, the fp32 master weight and two moments, and writes the three, and the weight in its lower
+dtype. In bf16 these are 28 bytes a weight. PyTorch's fused AdamW needs gradients in fp32, and clipping and rounding are
+passes of their own: together 42 bytes a weight.
 """
 
 import torch
@@ -11,9 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.adamw import MULTIPLE
 from kernels.direct import bypass_dispatcher
+from kernels.gpu import check_dtypes
+from kernels.gpu import triton_detail as detail  # noqa: F401
+from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 
-BLOCK = 1024  # elements of a program: 8 for each thread
+BLOCK = MULTIPLE  # elements of a program: 8 for each thread
+RUNS = ("^_adamw_kernel|::adamw",)
 
 
 @triton.jit
@@ -53,7 +57,7 @@ def _adamw_kernel(
 
 
 @torch.library.custom_op("hotswap::adamw", mutates_args=("master", "exp_avg", "exp_avg_sq", "weight"))
-def adamw(
+def adamw_update(
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -69,20 +73,38 @@ def adamw(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Update master, exp_avg and exp_avg_sq, (n,) fp32, in place, and store the rounded master in `weight` (n,).
-
-    n must be a multiple of BLOCK. `gradient` (n,) is multiplied by `scale`. `corrections` are 1 - beta1^t and
-    1 - beta2^t. They, lr and scale are fp32. The first `decayed` weights decay. If the bool `refuse` is true, nothing
-    changes.
-    """
+    """Launch the kernel. `corrections` (2,) fp32 are 1 - beta1^t and 1 - beta2^t; the rest is as in the contract."""
     rest = 1 - beta1, 1 - beta2, eps, weight_decay
     tensors = master, exp_avg, exp_avg_sq, weight, gradient, lr, scale, corrections, refuse
     _adamw_kernel[(len(master) // BLOCK,)](*tensors, decayed, beta1, beta2, *rest, BLOCK=BLOCK, num_warps=4)
 
 
-@adamw.register_fake
+@adamw_update.register_fake
 def _(*arguments):
     return None
 
 
-adamw = bypass_dispatcher(adamw)
+adamw_update = bypass_dispatcher(adamw_update)
+
+
+def adamw(
+    master,
+    exp_avg,
+    exp_avg_sq,
+    weight,
+    gradient,
+    lr,
+    scale,
+    updates,
+    refuse,
+    decayed,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+):
+    check_dtypes("adamw", weight, gradient)
+    # From fp64, because 1 - beta^t loses digits in fp32
+    corrections = torch.stack([1 - beta1**updates, 1 - beta2**updates]).float()
+    tensors = master, exp_avg, exp_avg_sq, weight, gradient, lr, scale, corrections, refuse
+    adamw_update(*tensors, decayed, beta1, beta2, eps, weight_decay)

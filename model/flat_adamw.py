@@ -1,9 +1,11 @@
-"""AdamW in one kernel (kernels/adamw.py) over flat buffers, which hold all weights one after another."""
+"""AdamW over flat buffers, which hold all weights one after another, by a backend of the op adamw (kernels/adamw/)."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from kernels.adamw import BLOCK, adamw
+from kernels.adamw import MULTIPLE
 from model.compat import add_tensors
 from model.optim import OptimConfig, Optimizer
 from runtime.ranks import Ranks
@@ -13,16 +15,18 @@ EPS = 1e-8  # torch.optim.AdamW's
 ALIGNMENT = 64  # elements: every bf16 weight begins at a multiple of 128 bytes
 
 
-class FusedAdamW(Optimizer):
+class FlatAdamW(Optimizer):
     """AdamW for bf16 or fp16 weights. The model's weights become views of one flat buffer, and matrices come first.
 
     In a single process, the gradients of the first micro-step keep their dtype. All other sums are in fp32.
-    `options` are Optimizer's.
+    `adamw` is the function of a backend of the op. `options` are Optimizer's.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, **options: bool):
+    def __init__(
+        self, model: nn.Module, config: OptimConfig, adamw: Callable, ranks: Ranks | None = None, **options: bool
+    ):
         super().__init__(model, ranks, **options)
-        self.config = config
+        self.config, self.adamw = config, adamw
         self.offsets, self.gaps, self.decay_end, end = [0] * len(self.weights), [], 0, 0
         for i in sorted(range(len(self.weights)), key=lambda i: self.weights[i].dim() < 2):
             self.offsets[i], last = end, end + self.weights[i].numel()
@@ -30,7 +34,7 @@ class FusedAdamW(Optimizer):
             self.gaps.append((last, end))
             if self.weights[i].dim() >= 2:
                 self.decay_end = end  # only matrices decay
-        self.gaps.append((end, -(-end // BLOCK) * BLOCK))
+        self.gaps.append((end, -(-end // MULTIPLE) * MULTIPLE))
         self.flat_weight = self.empty(self.weights[0].dtype)
         for weight, view in zip(self.weights, self.views(self.flat_weight), strict=True):
             weight.data = view.copy_(weight.detach())
@@ -38,9 +42,7 @@ class FusedAdamW(Optimizer):
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.flat_master), torch.zeros_like(self.flat_master)
         self.flat_gradient: Tensor | None = None
         self.has_sums = False  # whether flat_gradient has the gradients of an earlier micro-step
-        # In fp64, because 1 - beta^t loses digits in fp32
-        self.betas = torch.tensor([config.beta1, config.beta2], dtype=torch.float64, device=self.flat_master.device)
-        self.count = torch.zeros_like(self.betas[0])  # updates
+        self.count = torch.zeros((), dtype=torch.float64, device=self.flat_master.device)  # updates
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return a new flat tensor. The gaps between the weights and behind the last one are 0."""
@@ -91,9 +93,22 @@ class FusedAdamW(Optimizer):
         c = self.config
         scale = (c.grad_clip / (norm + 1e-6)).clamp(max=1) if c.grad_clip else torch.ones_like(norm)
         self.count += ~refuse
-        corrections = (1 - self.betas**self.count).float()
-        buffers = self.flat_master, self.exp_avg, self.exp_avg_sq, self.flat_weight, self.flat_gradient
-        adamw(*buffers, self.lr, scale, corrections, refuse, self.decay_end, c.beta1, c.beta2, EPS, c.weight_decay)
+        self.adamw(
+            master=self.flat_master,
+            exp_avg=self.exp_avg,
+            exp_avg_sq=self.exp_avg_sq,
+            weight=self.flat_weight,
+            gradient=self.flat_gradient,
+            lr=self.lr,
+            scale=scale,
+            updates=self.count,
+            refuse=refuse,
+            decayed=self.decay_end,
+            beta1=c.beta1,
+            beta2=c.beta2,
+            eps=EPS,
+            weight_decay=c.weight_decay,
+        )
 
     def clear_gradients(self) -> None:
         self.flat_gradient, self.has_sums = None, False

@@ -1,0 +1,48 @@
+"""One update of all weights by AdamW, in plain PyTorch. Say here what the kernel does and why it is fast.
+
+    master, exp_avg, exp_avg_sq  (n,) fp32, changed in place: the weights, and the means of gradients and of squares
+    weight      (n,)     changed in place: the model's weights, the rounded master
+    gradient    (n,)     multiplied by `scale` before use
+    lr, scale   () fp32  the learning rate, and the factor of the gradient
+    updates     () fp64  the number of this update, from 1
+    refuse      () bool  true: nothing changes
+    decayed     int      the first `decayed` weights decay
+
+A GPU replays the update from a CUDA graph, so the host must not read a tensor. The contract is
+kernels/adamw/__init__.py.
+"""
+
+import torch
+
+# Your Triton kernel goes here; kernels/adamw/triton.py is an example.
+#   1. the kernel: a function with @triton.jit
+#   2. its launcher: a torch.library.custom_op that names the tensors it changes (mutates_args), with a fake
+#   3. from kernels.gpu import triton_unavailable as unavailable, which says where Triton cannot run
+#   4. RUNS = ("name of a kernel",), which proof=true looks for in the profile of a step
+# Then call the launcher in adamw().
+
+
+def adamw(
+    master,
+    exp_avg,
+    exp_avg_sq,
+    weight,
+    gradient,
+    lr,
+    scale,
+    updates,
+    refuse,
+    decayed,
+    beta1,
+    beta2,
+    eps,
+    weight_decay,
+):
+    gradient = gradient.to(master.dtype) * scale
+    mean = beta1 * exp_avg + (1 - beta1) * gradient
+    mean_of_squares = beta2 * exp_avg_sq + (1 - beta2) * gradient.square()
+    corrected, corrected_squares = mean / (1 - beta1**updates), mean_of_squares / (1 - beta2**updates)
+    decay = weight_decay * (torch.arange(len(master), device=master.device) < decayed)
+    new = master - lr * (decay * master + corrected / (corrected_squares.sqrt() + eps))
+    for state, value in ((master, new), (exp_avg, mean), (exp_avg_sq, mean_of_squares), (weight, new)):
+        state.copy_(torch.where(refuse, state, value.to(state.dtype)))

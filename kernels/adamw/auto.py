@@ -1,0 +1,39 @@
+"""Triton where it runs, and PyTorch elsewhere.
+
+Other ops ask a table of measured times (kernels/fastest.py). Here the bytes decide: Triton moves 28 bytes a weight in
+bf16, and PyTorch 42. Triton's interpreter on a CPU is for tests, and `auto` does not choose it.
+"""
+
+from importlib.util import find_spec
+
+import torch
+
+from kernels.lookup import backend
+
+_functions = {}  # device type -> the function. unavailable() fills it, because torch.compile cannot trace an import
+
+
+def choose(device: torch.device) -> str:
+    """Return the name of the backend for `device`."""
+    if device.type != "cuda" or not find_spec("triton"):
+        return "eager"
+    return "eager" if backend("adamw", "triton").unavailable(device) else "triton"
+
+
+def unavailable(device: torch.device) -> None:
+    _functions[device.type] = backend("adamw", choose(device)).adamw
+
+
+def describe_choice(impl: str, device: torch.device) -> str:
+    """Return the name of a backend that choose() returns, with its version: "triton: triton 3.6.0", "eager"."""
+    if impl == "eager":
+        return impl
+    return f"{impl}: {backend('adamw', impl).detail(master=torch.empty(0, device=device))}"
+
+
+def detail(master, **inputs) -> str:
+    return describe_choice(choose(master.device), master.device)
+
+
+def adamw(master, *arguments, **options):
+    _functions[master.device.type](master, *arguments, **options)
