@@ -34,6 +34,16 @@ def load_vector(source, head, m, Tq, stride, SIZE: tl.constexpr, TMA: tl.constex
     return vector
 
 
+@triton.jit
+def to_registers(tile):
+    """Return the tile times the identity, which is the tile. As the result of a matmul, it stays in registers.
+
+    Triton puts a loaded tile that is the first factor of a matmul in shared memory, where it takes space.
+    """
+    i = tl.arange(0, tile.shape[1])
+    return tl.dot(tile, (i[:, None] == i[None, :]).to(tile.dtype)).to(tile.dtype)
+
+
 @triton.jit(do_not_specialize=["heads", "Tq", "Tk", "lse_stride", "window", "active_heads"])
 def _dq_kernel(
     q_ptr,  # (B, Tq, H, D); out, dout and dq have the same shape
@@ -66,6 +76,7 @@ def _dq_kernel(
     BLOCK_D: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    REGISTERS: tl.constexpr,  # q and dout stay in registers
 ):
     tiles = tl.cdiv(Tq, BLOCK_M)
     rank, head = tile_and_head(tl.program_id(0), tiles, heads, active_heads)
@@ -74,6 +85,8 @@ def _dq_kernel(
     q = load_tile(q_ptr, q_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, False)
     dout = load_tile(dout_ptr, out_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, False)
     out = load_tile(out_ptr, out_strides, b, h, m, Tq, D, BLOCK_M, BLOCK_D, False)
+    if REGISTERS:
+        q, dout = to_registers(q), to_registers(dout)
     query = m + tl.arange(0, BLOCK_M)
     offsets = head.to(tl.int64) * lse_stride + query
     lse = tl.load(lse_ptr + offsets, query < Tq, other=0.0)
@@ -222,6 +235,7 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         *(B * H, H, Tq, Tk, heads_in_l2(k)),
         **constants,
         **parameters,
+        REGISTERS=width == 128 and tma and torch.cuda.get_device_capability(q.device)[0] == 9,
     )
 
     parameters = tile_parameters("dkdv", q.dtype, D, tma, q.device)

@@ -366,6 +366,7 @@ def compile_attention(capability: int) -> None:
 
     def build(name, kernel, D, tma, **constants):
         given = {**fixed, **tiles.default_parameters(name, torch.bfloat16, D, tma), "D": D, "TMA": tma, **constants}
+        given["REGISTERS"] = capability == 90 and D == 128
         descriptors = {}
         if tma:
             queries, keys = {"forward": ("out", "k v"), "dq": ("dq", "k v"), "dkdv": ("q dout", "dk dv")}[name]
