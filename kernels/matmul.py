@@ -16,8 +16,8 @@ kernel 444. Four things decide the time:
     registers   split_columns() gives the epilogue the tile in parts of a few columns, because the copies that it makes
                 of a whole tile would not fit into registers.
 
-dW = dy^T x has few tiles and a long sum, over all tokens. matmul_of_rows() cuts the sum into parts that other programs
-compute, and adds the parts in a fixed order. So two runs give the same bits.
+dW = dy^T x has few tiles and a long sum, over all tokens. matmul_transposed() cuts the sum into parts that other
+programs compute, and adds the parts in a fixed order. So two runs give the same bits.
 
 Microseconds on one H200 in bf16, in one run (2026-11-27), each beside cuBLAS, for linear's QKV at 65,536 tokens of 768
 channels: forward 339 and 322, dx 316 and 307, dW 328 and 328. The order of the tiles is from tiles.py.
@@ -41,7 +41,6 @@ ROUND_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 ROUND_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 ROUND_BOTH_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $3, $2; cvt.rn.bf16x2.f32 $1, $5, $4;")
 ROUND_BOTH_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;")
-LAUNCH = "BLOCK_N", "BLOCK_F", "BLOCK_C", "PARTS", "num_warps", "num_stages", "programs"
 MOST_SPLITS = 64  # parts of a sum
 
 
@@ -245,8 +244,16 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
+def as_parameters(
+    BLOCK_N: int, BLOCK_F: int, BLOCK_C: int, PARTS: int, num_warps: int, num_stages: int, programs: int
+) -> dict:
+    """Return launch parameters. `programs` is the number of programs a multiprocessor, which choose_launch() takes."""
+    tile = {"BLOCK_N": BLOCK_N, "BLOCK_F": BLOCK_F, "BLOCK_C": BLOCK_C, "PARTS": PARTS}
+    return tile | {"num_warps": num_warps, "num_stages": num_stages, "programs": programs}
+
+
 def default_launch(dtype: torch.dtype, tma: bool, C: int) -> dict:
-    """Return the default launch parameters of a matmul that sums over C. `programs` is for one multiprocessor.
+    """Return the default launch parameters of a matmul that sums over C.
 
     A short sum takes about as long as its epilogue, so two programs share a multiprocessor. Without TMA the parameters
     fit into the 99 KB of shared memory of compute capability 8.6.
@@ -259,18 +266,18 @@ def default_launch(dtype: torch.dtype, tma: bool, C: int) -> dict:
         values = 128, 256, 64, 4, 8, 3, 1
     else:
         values = 128, 128, 32, 4, 8, 4, 1
-    return dict(zip(LAUNCH, values, strict=True)) | {"GROUP": 8}
+    return as_parameters(*values) | {"GROUP": 8}
 
 
-def default_launch_of_rows(dtype: torch.dtype, tma: bool) -> dict:
-    """Return the default launch parameters of matmul_of_rows()."""
+def default_launch_transposed(dtype: torch.dtype, tma: bool) -> dict:
+    """Return the default launch parameters of matmul_transposed()."""
     if dtype == torch.float32:
         values = 64, 64, 128, 1, 8, 1, 1
     elif tma:
         values = 64, 128, 256, 4, 8, 3, 1
     else:
         values = 32, 128, 128, 1, 8, 3, 1
-    return dict(zip(LAUNCH, values, strict=True)) | {"GROUP": 8}
+    return as_parameters(*values) | {"GROUP": 8}
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
@@ -281,7 +288,7 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     else:
         choices = [(128, 256, 64, 4, 8, 3, 1), (128, 128, 64, 2, 4, 3, 2), (128, 128, 32, 1, 8, 4, 2)]
         choices += [(128, 128, 32, 1, 4, 4, 2), (128, 64, 32, 1, 4, 4, 2), (64, 128, 32, 1, 4, 4, 2)]
-    return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
+    return [as_parameters(*choice) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
 
 def choose_launch(kernel: str, x: Tensor, F: int, tma: bool, default: dict) -> tuple[tuple[int], dict]:
@@ -323,12 +330,12 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
     return y
 
 
-def matmul_of_rows(kernel: str, a: Tensor, b: Tensor) -> Tensor:
+def matmul_transposed(kernel: str, a: Tensor, b: Tensor) -> Tensor:
     """Return a^T b (F, C) in the dtype of a, for contiguous a (N, F) and b (N, C), N > 0. It sums in fp32."""
     (N, F), C = a.shape, b.shape[1]
     tma = can_use_tma(a, b)
     key = f"{F} {C} {a.dtype}{' tma' if tma else ''}"
-    launch = launch_parameters(kernel, key, default_launch_of_rows(a.dtype, tma), a.device)
+    launch = launch_parameters(kernel, key, default_launch_transposed(a.dtype, tma), a.device)
     programs = launch.pop("programs") * multiprocessors(a.device)
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     tiles = triton.cdiv(F, f) * triton.cdiv(C, c)

@@ -25,7 +25,7 @@ from kernels.gpu import check_dtypes, triton_and_cublas_detail, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.linear import dweight_in_fp8
 from kernels.matmul import candidates as matmul_candidates
-from kernels.matmul import matmul, matmul_of_rows
+from kernels.matmul import matmul, matmul_transposed
 from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
 from kernels.sums import sum_rows
@@ -110,7 +110,7 @@ def _(x, weight, bias):
 @torch.library.custom_op("hotswap::linear_bwd", mutates_args=())
 def linear_bwd(dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx (N, C), dweight (F, C) and dbias (F,). Without a bias, dbias is empty."""
-    dx, dweight = matmul("linear_dx", dy, weight, w_by_rows=False), matmul_of_rows("linear_dw", dy, x)
+    dx, dweight = matmul("linear_dx", dy, weight, w_by_rows=False), matmul_transposed("linear_dw", dy, x)
     return dx, dweight, sum_rows(dy) if has_bias else dy.new_empty(0)
 
 

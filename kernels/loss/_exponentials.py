@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.loss._unnormalised import LOG2E, ROOM, finish, target_logits
 from kernels.matmul import (
-    LAUNCH,
+    as_parameters,
     can_use_tma,
     choose_launch,
     kernel_argument,
@@ -66,21 +66,21 @@ def _cross_entropy_exp_kernel(
 
 
 def default_launch(dtype: torch.dtype, tma: bool) -> dict:
-    """Return the default launch parameters. `programs` is the number of programs a multiprocessor."""
+    """Return the default launch parameters."""
     if dtype == torch.float32:  # for comparisons of results, not for speed: the matmul is fp32, not TF32
         values = 64, 128, 64, 1, 8, 1, 1
     elif tma:
         values = 128, 128, 64, 2, 4, 3, 2
     else:
         values = 128, 64, 32, 2, 8, 3, 2
-    return dict(zip(LAUNCH, values, strict=True)) | {"GROUP": 32}
+    return as_parameters(*values) | {"GROUP": 32}
 
 
 def candidates() -> list[dict]:
     """Return the launch parameters that scripts/tune.py tries."""
     choices = [(128, 256, 64, 4, 8, 3, 1), (128, 128, 64, 4, 8, 3, 2), (128, 128, 32, 1, 8, 4, 1)]
     choices += [(128, 128, 32, 1, 4, 4, 2), (128, 64, 32, 1, 4, 4, 2), (64, 128, 32, 1, 4, 4, 2)]
-    return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 8}, {"GROUP": 16}]
+    return [as_parameters(*choice) for choice in choices] + [{"GROUP": 8}, {"GROUP": 16}]
 
 
 def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:

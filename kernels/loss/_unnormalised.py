@@ -106,8 +106,8 @@ def _cross_entropy_finish_kernel(
         i = start + tl.arange(0, 32)[:, None]
         sums += tl.load(sums_ptr + i.to(tl.int64) * N + n[None, :], (i < tiles) & in_bounds[None, :], other=0.0)
     total, shift = tl.sum(sums, 0), target_logit + ROOM
-    too_large = (total < LARGEST) == 0  # or NaN
-    if tl.sum(too_large.to(tl.int32), 0) > 0:  # compute these rows again, with their maximum as shift
+    large_or_nan = (total < LARGEST) == 0
+    if tl.sum(large_or_nan.to(tl.int32), 0) > 0:  # compute these rows again, with their maximum as shift
         largest = tl.full((ROWS,), -float("inf"), tl.float32)
         for start in range(0, V, BLOCK):
             logits = _logits(x_ptr, w_ptr, n, start + tl.arange(0, BLOCK), N, V, C, BLOCK)
@@ -137,8 +137,18 @@ def _cross_entropy_finish_kernel(
 def target_logits(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """Return the logit of each row's target in base 2, (N,) fp32, infinity if it is ignored. Tensors are contiguous."""
     (N, C), logits = x.shape, torch.empty(len(x), dtype=torch.float32, device=x.device)
-    arguments = x, weight, targets, logits, ignore_index, N, len(weight), C
-    _cross_entropy_shift_kernel[(triton.cdiv(N, 4),)](*arguments, ROWS=4, BLOCK=1024)
+    _cross_entropy_shift_kernel[(triton.cdiv(N, 4),)](
+        x_ptr=x,
+        w_ptr=weight,
+        targets_ptr=targets,
+        target_logits_ptr=logits,
+        ignore_index=ignore_index,
+        N=N,
+        V=len(weight),
+        C=C,
+        ROWS=4,
+        BLOCK=1024,
+    )
     return logits
 
 
@@ -159,7 +169,22 @@ def finish(
     """
     (N, C), scaled_x = x.shape, torch.empty_like(x)
     scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
-    tensors = x, weight, p, targets, target_logits, sums, losses, scales, scaled_x
-    sizes = ignore_index, len(sums), N, len(weight), C
-    _cross_entropy_finish_kernel[(triton.cdiv(N, 16),)](*tensors, *sizes, ROWS=16, BLOCK=64)
+    _cross_entropy_finish_kernel[(triton.cdiv(N, 16),)](
+        x_ptr=x,
+        w_ptr=weight,
+        p_ptr=p,
+        targets_ptr=targets,
+        target_logits_ptr=target_logits,
+        sums_ptr=sums,
+        losses_ptr=losses,
+        scales_ptr=scales,
+        scaled_x_ptr=scaled_x,
+        ignore_index=ignore_index,
+        tiles=len(sums),
+        N=N,
+        V=len(weight),
+        C=C,
+        ROWS=16,
+        BLOCK=64,
+    )
     return scaled_x, scales

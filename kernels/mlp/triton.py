@@ -39,7 +39,7 @@ from kernels.gpu import check_dtypes
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import (
-    LAUNCH,
+    as_parameters,
     can_use_tma,
     choose_launch,
     kernel_argument,
@@ -142,7 +142,7 @@ def _mlp_bwd_kernel(
 
 
 def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
-    """Return the default launch parameters. `programs` is the number of programs a multiprocessor.
+    """Return the default launch parameters.
 
     With TMA a program takes 112 KB of shared memory on compute capability 9.0, so two share a multiprocessor. On 10.0
     the backward takes 120 KB, and only one fits. Without TMA a program takes 40 KB, and 128 registers a thread.
@@ -155,7 +155,7 @@ def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
         values = 128, 64, 32, 2, 8, 3, 2
     else:
         values = 128, 128, 32, 4, 8, 3, 2
-    return dict(zip(LAUNCH, values, strict=True)) | {"GROUP": 8}
+    return as_parameters(*values) | {"GROUP": 8}
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
@@ -168,7 +168,7 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     choices = [(128, 128, 64, 4, 8, 3, 2), (128, 256, 64, 4, 8, 3, 1), (128, 128, 64, 2, 4, 3, 2)]
     choices += [(128, 128, 32, 1, 8, 3, 1), (128, 128, 32, 1, 8, 4, 1), (128, 64, 32, 1, 8, 3, 1)]
     choices += [(128, 64, 32, 1, 4, 4, 2), (64, 128, 32, 1, 4, 3, 2), (64, 64, 32, 1, 4, 3, 4)]
-    return [dict(zip(LAUNCH, choice, strict=True)) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
+    return [as_parameters(*choice) for choice in choices] + [{"GROUP": 4}, {"GROUP": 16}]
 
 
 def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:

@@ -122,7 +122,7 @@ def split_matmul(before):
     """Each part of the sum has 128 rows, and run_one_program returns the last part."""
     a, b = after(before(64), half(256, 64)), after(before(64), half(256, 40, seed=1))
     with mock.patch.object(matmul, "split_sum", lambda steps, *_: (steps // 4, 4)):
-        return [matmul.matmul_of_rows("linear_dw", a, b)]
+        return [matmul.matmul_transposed("linear_dw", a, b)]
 
 
 def mlp_forward(before):

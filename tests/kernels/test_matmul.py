@@ -1,6 +1,6 @@
 """The matmuls of kernels/matmul.py, and the one with exponentials of the loss, against float64.
 
-On a CPU they run in fp32 in Triton's interpreter. On a GPU they also run in bf16, with TMA where there is TMA.
+On a CPU they run in Triton's interpreter. On a GPU they also run in bf16, and with TMA where there is TMA.
 """
 
 import itertools
@@ -13,10 +13,11 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 from kernels import matmul
 from kernels.loss._exponentials import exponentials
 from kernels.loss._unnormalised import ROOM
+from kernels.tuned import override_tables
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32]
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * GPU  # Triton's interpreter rounds to bf16 wrongly
 SIZES = [(70, 40, 72), (129, 131, 65), (1, 16, 8), (257, 264, 200)]  # N, F, C; TMA takes none of the second
 LOG2E = 1.4426950408889634
 
@@ -54,9 +55,26 @@ def test_a_sum_over_rows_in_parts(N, F, C, splits, dtype, monkeypatch):
     """Also if the last parts are empty: with 3 parts, every part has a third of the blocks or none."""
     a, b = randn(N, F, dtype=dtype), randn(N, C, dtype=dtype, seed=1)
     monkeypatch.setattr(matmul, "split_sum", lambda steps, *_: (splits, -(-steps // splits)))
-    result = matmul.matmul_of_rows("linear_dw", a, b)
+    result = matmul.matmul_transposed("linear_dw", a, b)
     assert_close(result, a.T, b, dtype)
-    assert torch.equal(result, matmul.matmul_of_rows("linear_dw", a, b))
+    assert torch.equal(result, matmul.matmul_transposed("linear_dw", a, b))
+
+
+@pytest.mark.parametrize("kernel", ["linear_fwd", "linear_dw"])
+def test_every_candidate_of_the_search_is_right(kernel):
+    a, b = (randn(160, columns, dtype=torch.float16, seed=columns) for columns in (72, 136))
+
+    def product():
+        if kernel == "linear_dw":
+            return matmul.matmul_transposed(kernel, a, b)
+        return matmul.matmul(kernel, a.T.contiguous(), b.T.contiguous())
+
+    with override_tables({}) as requests:
+        product()
+    _, default = requests[kernel]
+    for change in matmul.candidates(kernel, default):
+        with override_tables({kernel: change}):
+            assert_close(product(), a.T, b, torch.float16)
 
 
 @pytest.mark.parametrize("programs", [1, 8, 132])
