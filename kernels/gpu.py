@@ -37,9 +37,13 @@ def triton_unavailable(device: torch.device) -> str | None:
     return f"{gpu_unavailable(device)}; for a trial on a CPU set TRITON_INTERPRET=1"
 
 
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def hopper_unavailable(op: str, device: torch.device, impl: str = "triton") -> str | None:
     """Return why a kernel for Hopper cannot run on `device`, or None if it can. `impl` is what can run elsewhere."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+    if is_hopper(device):
         return None
     return f"it needs a Hopper GPU (compute capability 9.0): choose {override_key(op)}={impl}"
 

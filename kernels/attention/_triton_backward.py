@@ -16,6 +16,7 @@ from kernels.attention._triton_tiles import (
     tile_parameters,
     visible_keys,
 )
+from kernels.gpu import is_hopper
 
 
 @triton.jit
@@ -235,7 +236,7 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         *(B * H, H, Tq, Tk, heads_in_l2(k)),
         **constants,
         **parameters,
-        REGISTERS=width == 128 and tma and torch.cuda.get_device_capability(q.device)[0] == 9,
+        REGISTERS=width == 128 and tma and is_hopper(q.device),
     )
 
     parameters = tile_parameters("dkdv", q.dtype, D, tma, q.device)

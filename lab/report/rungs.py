@@ -9,6 +9,7 @@ import shlex
 from datetime import datetime
 from typing import NamedTuple
 
+from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
 from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
 from lab.rows import read_rows
@@ -130,8 +131,8 @@ def check_sitting(device: str, *ladders: dict[str, list[dict]]) -> None:
             reasons = "; ".join(line for line in lines if not line.startswith("precision:"))
             check(
                 not reasons,
-                f"results/{device}: the rungs are not of one sitting, because {words} has {reasons} ({first}): measure "
-                f"them together: {MEASURE}",
+                f"results/{device}: the rungs are not of one sitting, because {words}, beside {first}, has {reasons}: "
+                f"measure them together: {MEASURE}",
             )
             sha = row["env"].get("git_commit") if "env" in row else "of a run that never started"
             check(
@@ -163,8 +164,9 @@ def rung_cells(rung: Rung, columns: dict[str, Cell]) -> list[str]:
 
 
 def computing_kernels(row: dict) -> dict[str, str]:
-    """Return op -> what computed it, from the row: of a step, or of a decoder with kernels of its own."""
+    """Return op -> what computed it, from the row: of a model's step, or of a decoder with kernels of its own."""
     kernels = {op: text for op, text in row["kernels"].items() if isinstance(text, str)}
+    kernels.pop("adamw", None)  # note() names it
     if is_generation(row):
         decode = kernels.pop("decode", "blocks")
         return kernels if decode.startswith("blocks") else {"decode": decode}
@@ -172,13 +174,14 @@ def computing_kernels(row: dict) -> dict[str, str]:
 
 
 def what_computes(row: dict) -> str:
-    """Return a text such as "torch.compile; eager; attention: sdpa (cudnn)": what most ops run, then the others."""
+    """Return a text such as "torch.compile; attention: sdpa (cudnn); the rest: eager"."""
     ops: dict[str, list[str]] = {}
     for op, text in computing_kernels(row).items():
         ops.setdefault(without_versions(text), []).append(op)
     [most, *others] = sorted(ops, key=lambda text: -len(ops[text]))
     parts = ["torch.compile"] if row["kernels"]["compile"] else []
-    parts += [most, *(f"{', '.join(ops[text])}: {text}" for text in others)]
+    parts += [f"{', '.join(ops[text])}: {text}" for text in others]
+    parts.append(f"the rest: {most}" if others else most)
     if slower := slower_cell(row):
         parts.append(f"slower than eager: {slower}")
     if why := (row.get("proof") or {}).get("why"):  # the text of a decoder that rounds the weights is not the model's
@@ -198,7 +201,9 @@ def lines_cell(row: dict) -> str:
     lines = (row.get("receipt") or {}).get("lines")
     if lines is None:
         return ""
-    kernels, total = computing_kernels(row), sum(lines.values())
+    kernels = computing_kernels(row)
+    lines = {op: count for op, count in lines.items() if op in kernels}
+    total = sum(lines.values())
     of_library = any(not count and "torch " not in kernels.get(op, "torch ") for op, count in lines.items())
     if of_library:
         return f"{total:,} and a library" if total else "library"
@@ -218,8 +223,9 @@ def note(device: str, runs: dict[str, list[dict]]) -> str:
         "Kernel lines are the code in kernels/ that the choice needs, without comments; the kernels of PyTorch and of "
         "torch.compile count as 0.",
     ]
-    if any(kernel["name"] == "_adamw_kernel" for kernel in (row.get("receipt") or {}).get("kernels", [])):
-        sentences.append("All lines of training update the weights with the same kernel, kernels/adamw.py.")
+    optimizers = {row["kernels"].get("adamw") for each in runs.values() for row in each if speed(row)} - {None}
+    if backends := sorted({called_backend(text.split()[0], text) for text in optimizers}):
+        sentences.append(f"In training, the backend of adamw is {' or '.join(backends)}.")
     for words, each in runs.items():
         if not any(map(speed, each)):
             reason = markdown_text(each[-1]["status"]) if each else "it was not measured"

@@ -92,12 +92,12 @@ def test_a_sitting_becomes_two_tables_in_the_order_of_the_ladder(results):
     assert [line[0].strip("`") for line in training] == list(TRAINING)
     assert [line[0].strip("`") for line in decoding] == list(DECODING)
     assert [line[1] for line in training] == [
-        "eager; attention: sdpa (cudnn)",
-        "torch.compile; eager; attention: sdpa (cudnn)",
+        "attention: sdpa (cudnn); the rest: eager",
+        "torch.compile; attention: sdpa (cudnn); the rest: eager",
         "triton",
-        "triton; mlp, loss: gluon (cuBLAS matmuls); attention: gluon",
-        "triton; mlp, loss: gluon (cuBLAS matmuls); attention: flash (fa4, flash-attn-4 4.0.0b36)",
-        "triton; mlp, loss: gluon (cuBLAS matmuls); attention: gluon",
+        "mlp, loss: gluon (cuBLAS matmuls); attention: gluon; the rest: triton",
+        "mlp, loss: gluon (cuBLAS matmuls); attention: flash (fa4, flash-attn-4 4.0.0b36); the rest: triton",
+        "mlp, loss: gluon (cuBLAS matmuls); attention: gluon; the rest: triton",
     ]
     assert [line[2] for line in training] == ["0", "0", "2,555", "2,555", "1,855 and a library", "2,555"]
     speeds = [float(line[3].strip("*").replace(",", "")) for line in training]
@@ -108,7 +108,7 @@ def test_a_sitting_becomes_two_tables_in_the_order_of_the_ladder(results):
     assert [line[5:] for line in training] == [["18.7", "8.3 s", "5.800"]] * 6
     assert [line[2] for line in decoding] == ["0", "0", "1,594", "1,594", "1,594"]
     assert [line[5:] for line in decoding] == [["0.34", "21.2 s"]] * 5
-    assert decoding[1][1].startswith("torch.compile; eager; ")
+    assert decoding[1][1] == "torch.compile; attention: sdpa (cudnn); the rest: eager"
     assert decoding[4][1] == "persistent_int8 (nvrtc); not exact: kernels.decode=persistent_int8 rounds the weights"
 
 
@@ -156,12 +156,16 @@ def test_the_note_has_the_machine_and_the_rungs_that_are_missing(results):
     assert "adamw" not in text
 
 
-def test_the_note_names_the_kernel_that_all_lines_of_training_share(results):
+def test_the_note_names_the_optimizers_backend_and_no_line_counts_it(results):
     rows = [training_row(number) for number in (0, 1)]
     for row in rows:
-        row["receipt"]["kernels"] = [{"name": "_adamw_kernel", "family": "optimizer", "calls": 1, "ms": 1.0}]
+        row["kernels"]["adamw"] = "auto (triton: triton 3.6.0)"
+        row["receipt"]["lines"]["adamw"] = 100
     keep(results, rows)
-    assert "All lines of training update the weights with the same kernel, kernels/adamw.py." in rungs("h100-rungs")
+    text = rungs("h100-rungs")
+    [training] = tables(text)
+    assert training[0][1:3] == ["attention: sdpa (cudnn); the rest: eager", "0"]
+    assert "In training, the backend of adamw is triton." in text
 
 
 @pytest.mark.parametrize(
