@@ -276,7 +276,7 @@ def describe(op: str, impl: str, version: str | None = None, chosen: str | None 
     `chosen` is the backend that `auto` took when the model was built: "auto (triton: triton 3.6.0)".
     """
     detail = getattr(backend(op, impl), "detail", None)
-    if chosen:
+    if chosen and chosen != impl:
         detail = functools.partial(describe_choice, op, chosen)
     if detail is None:
         return f"{impl} (torch {torch.__version__})"

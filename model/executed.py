@@ -85,8 +85,7 @@ def executed_kernels(
     named = impl_by_op(name_backends(config, kernels, precision, device), attn)
     for op, arguments in call_shapes(config, kernels, precision, shape, keys_of_blocks, documents).items():
         version = attn.version if op == "attention" else None
-        chosen = None if named[op] == impls[op] else named[op]
-        descriptions[op] = describe(op, impls[op], version, chosen, **arguments, dtype=dtype, device=device)
+        descriptions[op] = describe(op, impls[op], version, named[op], **arguments, dtype=dtype, device=device)
     if keys:
         descriptions.pop("loss", None)
         descriptions["decode"] = describe("decode", kernels.decode)

@@ -116,7 +116,7 @@ def make_optimizer(
     else:
         optimizer = FlatAdamW(model, config, load("adamw", name, weight.device), ranks, **options)
     shape = {"shape": (MULTIPLE,), "dtype": weight.dtype, "device": weight.device}
-    optimizer.kernel = describe("adamw", impl, chosen=name if impl == "auto" else None, **shape)
+    optimizer.kernel = describe("adamw", impl, chosen=name, **shape)
     return optimizer
 
 
