@@ -1,10 +1,14 @@
-"""Call the backend of an op that was measured to be the fastest on this GPU. Each op's auto.py does this.
+"""Choose the backend of an op that was measured to be the fastest on this GPU, for kernels=auto and attn=auto.
 
 `python -m scripts.tune auto=true` tests the backends that run here. It times the forward and backward of those with
 correct results, and stores the fastest in the user's table (tuned.py). The name of an entry has the op and the dtypes:
-"mlp bfloat16 fp8". An entry has one backend for each measured width of the input, and for attention for each T. A call
-takes the backend of the width that is nearest by ratio. Training does not time any backend. A run prints and records
-the backends that it uses.
+"mlp bfloat16 fp8". An entry has one backend for each measured width of the input, and for attention for each T. The
+backend is that of the width that is nearest by ratio. Training does not time any backend. A run prints and records the
+backends that it uses.
+
+A model's dtypes and widths are known before it is built, so it is built with the functions of the chosen backends
+(name_backends() in model/executed.py). Each op's auto.py chooses at every call, for hotswap.op() and the benchmarks.
+Only attention's does it in a model too, because the number of keys changes from call to call.
 
 Every op is timed alone. So with precision=fp8 the choice ignores that a norm can write fp8 for the next op
 (norm_before() in registry.py). Otherwise each op would be timed together with the norm before it, and linear twice,
@@ -12,22 +16,22 @@ because only one of its two calls follows a norm.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from kernels import registry
-from kernels.registry import Unavailable, backend, impls
+from kernels.registry import Unavailable, backend, describe_choice, impls
 from kernels.tuned import merged_table, read_table, table_paths, write_table
 
 FILL_COMMAND = "python -m scripts.tune auto=true"
 # {(op, device type): {entry name: its ranges()}}. unavailable() fills it before any call of the op, because
 # torch.compile cannot trace code that reads a file
 _choices: dict[tuple[str, str], dict[str, list]] = {}
-_refusals: dict[Callable, Callable] = {}  # {function of a backend in _choices: its refusal()}
-_eager: dict[str, Callable] = {}  # {op: the function of eager, which refuses nothing}
+_eager: dict[str, ModuleType] = {}  # {op: the module of eager, which refuses nothing}
 
 
 def unavailable(op: str, device: torch.device) -> str | None:
@@ -43,28 +47,26 @@ def unavailable(op: str, device: torch.device) -> str | None:
                 return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
         if existing:
             choices[name] = ranges(op, existing)
-        modules = [backend(op, impl) for impl in existing.values()]
-        _refusals.update({getattr(module, op): module.refusal for module in modules if hasattr(module, "refusal")})
-    _choices[op, device.type], _eager[op] = choices, getattr(backend(op, "eager"), op)
+    _choices[op, device.type], _eager[op] = choices, backend(op, "eager")
     return None if choices else f"nothing was measured on this device yet: run {FILL_COMMAND}"
 
 
-def ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, Callable]]:
-    """Return (upper bound of the size, backend's name, its function) for each measured size, smallest size first.
+def ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, ModuleType]]:
+    """Return (upper bound of the size, backend's name, its module) for each measured size, smallest size first.
 
     The bound between two sizes is their geometric mean, because below it the smaller size is nearer by ratio.
     """
     sizes = sorted(map(int, backend_by_size))
     bounds = [math.sqrt(a * b) for a, b in pairwise(sizes)] + [math.inf]
     names = [backend_by_size[str(size)] for size in sizes]
-    return [(bound, name, getattr(backend(op, name), op)) for bound, name in zip(bounds, names, strict=True)]
+    return [(bound, name, backend(op, name)) for bound, name in zip(bounds, names, strict=True)]
 
 
-def find(op: str, entry: str, size: int, device: torch.device) -> tuple[str, Callable] | None:
-    """Return the name and the function of the backend for this size, or None if the tables have no such entry."""
-    for bound, impl, function in _choices[op, device.type].get(entry, ()):
+def find(op: str, entry: str, size: int, device: torch.device) -> tuple[str, ModuleType] | None:
+    """Return the name and the module of the backend for this size, or None if the tables have no such entry."""
+    for bound, impl, module in _choices[op, device.type].get(entry, ()):
         if size <= bound:
-            return impl, function
+            return impl, module
     return None
 
 
@@ -75,8 +77,8 @@ def entry_name(op: str, inputs: Iterable, fp8: bool = False) -> str:
     return " ".join([op, *dtypes, *(["fp8"] if fp8 else [])])
 
 
-def choose_backend(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple[str, Callable]:
-    """Return the name and the function of the backend for these arguments of an op other than attention.
+def choose(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple[str, ModuleType]:
+    """Return the name and the module of the backend for these arguments of an op other than attention.
 
     It is eager if the fastest backend refuses these widths: an entry has only the width of x. Raises Unavailable if the
     tables have no entry for these dtypes.
@@ -84,38 +86,26 @@ def choose_backend(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple
     x = tensors[0]
     entry = entry_name(op, tensors, fp8)
     if chosen := find(op, entry, x.shape[-1], x.device):
-        impl, function = chosen
-        return ("eager", _eager[op]) if refuses(function, *tensors, fp8=fp8) else (impl, function)
+        return ("eager", _eager[op]) if refuses(chosen[1], *tensors, fp8=fp8) else chosen
     dtype = entry.split()[1]  # bfloat16 comes before float32, the dtype of a wider residual stream
     raise Unavailable(f"{op}=auto: nothing was measured for `{entry}` on this device: run {FILL_COMMAND} dtype={dtype}")
 
 
-def refuses(function: Callable, *arguments, **options) -> bool:
-    """Return whether the backend with this function refuses these arguments of it (`refusal` in registry.py)."""
-    refusal = _refusals.get(function)
-    return refusal is not None and refusal(*arguments, **options) is not None
-
-
-def choose_function(op: str, *tensors: Tensor | None, fp8: bool = False) -> Callable:
-    return choose_backend(op, *tensors, fp8=fp8)[1]
+def refuses(module: ModuleType, *arguments, **options) -> bool:
+    """Return whether this backend refuses these arguments of its function (`refusal` in registry.py)."""
+    return hasattr(module, "refusal") and module.refusal(*arguments, **options) is not None
 
 
 def call(op: str, *tensors: Tensor | None, fp8: bool = False, **options):
-    """Call the backend that choose_backend() returns. It may lack the argument fp8, so it gets only fp8=True."""
-    function = choose_function(op, *tensors, fp8=fp8)
+    """Call the backend that choose() returns. It may lack the argument fp8, so it gets only fp8=True."""
+    function = getattr(choose(op, *tensors, fp8=fp8)[1], op)
     return function(*tensors, **options, **({"fp8": True} if fp8 else {}))
 
 
 def detail(op: str, fp8: bool = False, **inputs) -> str:
     """Return what `auto` runs for these inputs of an op other than attention: "triton: triton 3.6.0"."""
-    impl, _ = choose_backend(op, *inputs.values(), fp8=fp8)
+    impl, _ = choose(op, *inputs.values(), fp8=fp8)
     return describe_choice(op, impl, **inputs, **({"fp8": True} if fp8 else {}))
-
-
-def describe_choice(op: str, impl: str, **inputs) -> str:
-    """Return the backend's name and, if it has one, its own detail()."""
-    backend_detail = getattr(backend(op, impl), "detail", None)
-    return f"{impl}: {backend_detail(**inputs)}" if backend_detail else impl
 
 
 def record_fastest(entry: str, size: int, impl: str, ms: dict[str, float], device: torch.device) -> str:

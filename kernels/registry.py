@@ -47,7 +47,6 @@ A backend is a file with the op's function. It may also define
     INPUT_IN_FP8 = True    linear and mlp only: with fp8=True, x may be InFp8
     refusal(*tensors, ...)    takes the arguments of the op's function. It returns None, or in a few words what the
                            backend takes instead: the function then raises Unavailable, and auto takes another backend
-    choose(*tensors)       auto only: the function of the backend that it calls for these arguments of the op
     OWN_SCALES = True      in fp8 its scales differ from those in kernels/fp8.py: see check.py
     deterministic = False  two calls on a GPU may differ in their last bits, because of atomic sums
     candidates(kernel, default)    launch parameters to try, each a dict of changes to `default`: see tuned.py
@@ -184,7 +183,7 @@ def missing_argument(function: Callable, argument: str, op: str = "attention") -
 
 def reads_fp8(attention: Callable) -> bool:
     """Return whether this attention takes keys and values in fp8."""
-    return getattr(sys.modules[attention.__module__], "FP8_KEYS", False)
+    return getattr(module_of(attention), "FP8_KEYS", False)
 
 
 def checkpointed_operators(attention: Callable) -> Sequence[str]:
@@ -192,7 +191,7 @@ def checkpointed_operators(attention: Callable) -> Sequence[str]:
 
     Raises Unavailable if the backend names none (KEEPS).
     """
-    if names := getattr(sys.modules[attention.__module__], "KEEPS", ()):
+    if names := getattr(module_of(attention), "KEEPS", ()):
         return names
     able = [impl for impl, module in importable_backends("attention").items() if hasattr(module, "KEEPS")]
     raise Unavailable(
@@ -254,25 +253,9 @@ def resolve(
 def norm_before(op: str, ops: Ops) -> Callable:
     """Return the norm whose output goes to `op` of `ops`. It writes fp8 if both backends can."""
     next_op = getattr(ops, op)
-    if "fp8" not in getattr(next_op, "keywords", {}):
-        return ops.norm
-    choose_norm, choose_next = (getattr(module_of(function), "choose", None) for function in (ops.norm, next_op.func))
-    if not choose_norm and not choose_next:
-        return fp8_norm(ops.norm, next_op.func)
-
-    def norm(x, residual, weight, bias, eps=1e-5):
-        first = choose_norm(x, residual, weight, bias) if choose_norm else ops.norm
-        # weight stands for next_op's tensors: it has the same C and dtype
-        then = choose_next(weight, fp8=True) if choose_next else next_op.func
-        return fp8_norm(first, then)(x, residual, weight, bias, eps=eps)
-
-    return norm
-
-
-def fp8_norm(norm: Callable, next_op: Callable) -> Callable:
-    """Return the function of norm's backend that writes fp8 if it has one and next_op's backend reads it, else norm."""
-    in_fp8 = getattr(module_of(next_op), "INPUT_IN_FP8", False)
-    return getattr(module_of(norm), "norm_in_fp8", norm) if in_fp8 else norm
+    if "fp8" in getattr(next_op, "keywords", {}) and getattr(module_of(next_op.func), "INPUT_IN_FP8", False):
+        return getattr(module_of(ops.norm), "norm_in_fp8", ops.norm)
+    return ops.norm
 
 
 def module_of(function: Callable) -> ModuleType:
@@ -287,9 +270,14 @@ def cpp_compiler() -> str | None:
     return None
 
 
-def describe(op: str, impl: str, version: str | None = None, **shape) -> str:
-    """Return the backend and what it runs for inputs(**shape): "sdpa (cudnn, torch 2.11.0)". It allocates no memory."""
+def describe(op: str, impl: str, version: str | None = None, chosen: str | None = None, **shape) -> str:
+    """Return the backend and what it runs for inputs(**shape): "sdpa (cudnn, torch 2.11.0)". It allocates no memory.
+
+    `chosen` is the backend that `auto` took when the model was built: "auto (triton: triton 3.6.0)".
+    """
     detail = getattr(backend(op, impl), "detail", None)
+    if chosen and chosen != impl:
+        detail = functools.partial(describe_choice, op, chosen)
     if detail is None:
         return f"{impl} (torch {torch.__version__})"
     if not shape:
@@ -298,12 +286,18 @@ def describe(op: str, impl: str, version: str | None = None, **shape) -> str:
         return f"{impl} ({detail(**contract(op).inputs(**shape), **version_argument(version))})"
 
 
+def describe_choice(op: str, impl: str, **inputs) -> str:
+    """Return the backend's name and, if it has one, its own detail(): "triton: triton 3.6.0", "eager"."""
+    detail = getattr(backend(op, impl), "detail", None)
+    return f"{impl}: {detail(**inputs)}" if detail else impl
+
+
 def expected_kernels(op: str, impl: str, description: str) -> tuple[str, ...]:
     """Return the patterns that the profile of a step must match (RUNS); () if the backend names none.
 
-    `description` is what describe() returns for the backend. For `auto`, the patterns are of the backend that it calls.
+    `description` is what describe() returns for the backend.
     """
-    runs = getattr(backend(op, called_backend(impl, description)), "RUNS", ())
+    runs = getattr(backend(op, impl), "RUNS", ())
     if not isinstance(runs, dict):
         return runs
     for word, patterns in runs.items():
@@ -312,9 +306,14 @@ def expected_kernels(op: str, impl: str, description: str) -> tuple[str, ...]:
     return ()
 
 
-def called_backend(impl: str, description: str) -> str:
-    """Return the backend that `auto` calls, from describe(): "auto (triton: triton 3.6.0)"; any other one as it is."""
-    return re.match(r"auto \((\w+)", description)[1] if impl == "auto" else impl
+def called_backends(kernels: KernelsConfig, attn: AttnConfig, descriptions: dict[str, str]) -> dict[str, str]:
+    """Return {op: the backend that ran}, for the ops with a description by describe().
+
+    For `auto` the description names the backend: "auto (triton: triton 3.6.0)".
+    """
+    called = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in descriptions}
+    autos = [op for op, impl in called.items() if impl == "auto"]
+    return called | {op: re.match(r"auto \((\w+)", descriptions[op])[1] for op in autos}
 
 
 def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:

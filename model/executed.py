@@ -1,7 +1,10 @@
 """Which backend computes each op of a model, at the shapes that the op has in the model."""
 
+from dataclasses import replace
+
 import torch
 
+from kernels import fastest
 from kernels.compat import FakeTensorMode
 from kernels.names import KernelError
 from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
@@ -43,6 +46,25 @@ def call_shapes(
     return calls | {op: {**calls[op], "fp8": True} for op in in_fp8}
 
 
+def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, device: torch.device) -> KernelsConfig:
+    """Return `kernels` with the names of the backends that `auto` chooses for this model: see kernels/fastest.py.
+
+    Call it after resolve(), which has read the tables. Raises Unavailable if they have nothing for the model's dtypes.
+    """
+    names, dtype = {}, PRECISIONS[precision][1]
+    for op, arguments in call_shapes(config, kernels, precision, (1, 1)).items():
+        if getattr(kernels, op, None) != "auto":
+            continue
+        fp8, calls = arguments.pop("fp8", False), [arguments]
+        if op == "linear":  # these are the arguments of the projection to q, k and v; the other one is square
+            calls.append(arguments | {"out": config.n_embd})
+        with FakeTensorMode():
+            inputs = [contract(op).inputs(**call, dtype=dtype, device=device).values() for call in calls]
+        chosen = {fastest.choose(op, *tensors, fp8=fp8)[0] for tensors in inputs}
+        names[op] = chosen.pop() if len(chosen) == 1 else "eager"  # the fastest refuses one of the calls
+    return replace(kernels, **names)
+
+
 def executed_kernels(
     config: GPTConfig,
     kernels: KernelsConfig,
@@ -59,11 +81,11 @@ def executed_kernels(
     blocks, only the prefill runs the ops besides decode. With `documents`, attention stays inside documents.
     """
     keys_of_blocks = keys if kernels.decode == "blocks" else None
-    impls, descriptions = impl_by_op(kernels, attn), {}
+    impls, dtype, descriptions = impl_by_op(kernels, attn), PRECISIONS[precision][1], {}
+    named = impl_by_op(name_backends(config, kernels, precision, device), attn)
     for op, arguments in call_shapes(config, kernels, precision, shape, keys_of_blocks, documents).items():
         version = attn.version if op == "attention" else None
-        dtype = PRECISIONS[precision][1]
-        descriptions[op] = describe(op, impls[op], version, **arguments, dtype=dtype, device=device)
+        descriptions[op] = describe(op, impls[op], version, named[op], **arguments, dtype=dtype, device=device)
     if keys:
         descriptions.pop("loss", None)
         descriptions["decode"] = describe("decode", kernels.decode)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from data.loader import Batch, Loader, Windows, count_targets, evaluation_batches
 from kernels.adamw import MULTIPLE, auto
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, describe, load, resolve
+from model.executed import name_backends
 from model.flat_adamw import FlatAdamW
 from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm, in_eval_mode
 from model.kept import write_kept
@@ -44,7 +45,10 @@ def load_ops(
     if kernels.compile and config.checkpointing in ("host", "chunks"):
         where = f"model.checkpointing={config.checkpointing}"
         raise Unavailable(f"kernels.compile=true cannot run with {where}: choose block, or no compile")
-    return resolve(kernels, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")
+    options = {"needs": [*config.attention_needs, *needs], "in_fp8": precision == "fp8"}
+    ops = resolve(kernels, attn, device, **options)  # its message has every op that cannot run here, with its `auto`
+    named = name_backends(config, kernels, precision, device)
+    return ops if named == kernels else resolve(named, attn, device, **options)
 
 
 def build(
@@ -111,11 +115,8 @@ def make_optimizer(
         raise Unavailable(f"adamw={name} cannot run here: {reason}")
     else:
         optimizer = FlatAdamW(model, config, load("adamw", name, weight.device), ranks, **options)
-    if impl == "auto":
-        optimizer.kernel = f"auto ({auto.describe_choice(name, weight.device)})"
-    else:
-        shape = {"shape": (MULTIPLE,), "dtype": weight.dtype, "device": weight.device}
-        optimizer.kernel = describe("adamw", impl, **shape)
+    shape = {"shape": (MULTIPLE,), "dtype": weight.dtype, "device": weight.device}
+    optimizer.kernel = describe("adamw", impl, chosen=name, **shape)
     return optimizer
 
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 
 from kernels.lookup import backend
+from kernels.registry import describe_choice
 
 _functions = {}  # device type -> the function. unavailable() fills it, because torch.compile cannot trace an import
 
@@ -24,15 +25,8 @@ def unavailable(device: torch.device) -> None:
     _functions[device.type] = backend("adamw", choose(device)).adamw
 
 
-def describe_choice(impl: str, device: torch.device) -> str:
-    """Return the name of a backend that choose() returns, with its version: "triton: triton 3.6.0", "eager"."""
-    if impl == "eager":
-        return impl
-    return f"{impl}: {backend('adamw', impl).detail(master=torch.empty(0, device=device))}"
-
-
 def detail(master, **inputs) -> str:
-    return describe_choice(choose(master.device), master.device)
+    return describe_choice("adamw", choose(master.device), master=master, **inputs)
 
 
 def adamw(master, *arguments, **options):

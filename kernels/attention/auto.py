@@ -6,16 +6,15 @@ head dim and number of query heads per key head. A call takes the backend of the
 number of keys by ratio.
 """
 
-from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 import torch
 
 from kernels import fastest
-from kernels.registry import Unavailable
+from kernels.registry import Unavailable, describe_choice
 
 deterministic = False  # the backend that it calls may be nondeterministic
-FAMILY = "^_(fwd|dq|dkdv|combine|lse_delta)_k|probabilities"  # the kernels of triton.py and triton_naive.py
 unavailable = partial(fastest.unavailable, "attention")
 
 
@@ -38,8 +37,8 @@ def attention_kind(lengths=None, window=None, starts=None) -> str:
     return " ".join(words)
 
 
-def choose_backend(q, k, causal=True, lengths=None, window=None, starts=None) -> tuple[str, Callable]:
-    """Return the name and the function of the backend for these inputs.
+def choose_backend(q, k, causal=True, lengths=None, window=None, starts=None) -> tuple[str, ModuleType]:
+    """Return the name and the module of the backend for these inputs.
 
     If the fastest one refuses them, for example because a cache has more keys than there are queries, it is the backend
     of a decoding step, which takes any. Raises Unavailable if the tables have no entry for this kind of attention,
@@ -73,12 +72,12 @@ def omit_none(**limits) -> dict:
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
     limits = omit_none(lengths=lengths, window=window, starts=starts)
-    _, function = choose_backend(q, k, causal, **limits)
-    return function(q, k, v, causal=causal, scale=scale, **limits)
+    _, module = choose_backend(q, k, causal, **limits)
+    return module.attention(q, k, v, causal=causal, scale=scale, **limits)
 
 
 def detail(q, k, causal=True, lengths=None, window=None, starts=None, **rest) -> str:
     """Return the backend's name and, if it has one, its own detail()."""
     limits = omit_none(lengths=lengths, window=window, starts=starts)
     name, _ = choose_backend(q, k, causal, **limits)
-    return fastest.describe_choice("attention", name, q=q, k=k, causal=causal, **limits, **rest)
+    return describe_choice("attention", name, q=q, k=k, causal=causal, **limits, **rest)

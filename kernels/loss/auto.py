@@ -5,7 +5,6 @@ from functools import partial
 from kernels import fastest
 
 deterministic = False  # the backend that it calls may be nondeterministic
-FAMILY = "dlogits"  # the kernels of the other backends
 unavailable = partial(fastest.unavailable, "loss")
 detail = partial(fastest.detail, "loss")
 

@@ -7,7 +7,6 @@ from kernels import fastest
 deterministic = False  # the backend that it calls may be nondeterministic
 unavailable = partial(fastest.unavailable, "mlp")
 detail = partial(fastest.detail, "mlp")
-choose = partial(fastest.choose_function, "mlp")
 
 
 def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):

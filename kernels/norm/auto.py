@@ -5,10 +5,8 @@ from functools import partial
 from kernels import fastest
 
 deterministic = False  # the backend that it calls may be nondeterministic
-FAMILY = "_norm_|(?i:quack|rmsnorm)"  # the kernels of the other backends
 unavailable = partial(fastest.unavailable, "norm")
 detail = partial(fastest.detail, "norm")
-choose = partial(fastest.choose_function, "norm")
 
 
 def norm(x, residual, weight, bias, eps=1e-5):

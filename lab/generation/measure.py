@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from kernels.registry import AttnConfig, KernelsConfig, called_backend, expected_kernels, family_patterns, impl_by_op
+from kernels.registry import AttnConfig, KernelsConfig, called_backends, expected_kernels, family_patterns
 from kernels.sampling import Sampling
 from lab.generation.writing import Arrival
 from lab.proof.memory import in_gib, simulate, tensor_bytes
@@ -183,7 +183,7 @@ def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: Attn
     """
     impls = {"decode": kernels.decode}
     if kernels.decode == "blocks":
-        impls = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in row["kernels"]}
+        impls = called_backends(kernels, attn, row["kernels"])
 
     def count() -> int:
         return 1 if decoder.step_tokens > 1 else int(decoder.output[0, 0])
@@ -198,8 +198,8 @@ def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: Attn
     wrong = missing_kernel(step, claims)
     unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
     step["kernels"] = step["kernels"][:RECEIPT_KERNELS]
-    lines = kernel_lines({op: called_backend(impl, row["kernels"][op]) for op, impl in impls.items()})
-    return {"step_ms": row.get("gen/step_ms"), **step, "wrong": wrong, "unchecked": unchecked, "lines": lines}
+    more = {"wrong": wrong, "unchecked": unchecked, "lines": kernel_lines(impls)}
+    return {"step_ms": row.get("gen/step_ms"), **step, **more}
 
 
 def summary(figures: dict, least: int, bandwidth: float) -> str:

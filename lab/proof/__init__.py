@@ -1,7 +1,7 @@
 """The proof that the row of a run has with proof=true: parity, a receipt, and the parts of the memory."""
 
 from data.loader import Batch
-from kernels.registry import called_backend, expected_kernels, family_patterns, impl_by_op
+from kernels.registry import called_backends, expected_kernels, family_patterns
 from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
 from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong
 from lab.proof.receipt import missing_kernel, profile_step
@@ -62,14 +62,14 @@ def make_receipt(row: dict, recipe: Recipe, step: StepRunner, batches: list[Batc
     """
     if step.graph is None:
         step.release()  # a capture cannot be profiled
-    impls = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if op in row["kernels"]}
+    impls = called_backends(recipe.kernels, recipe.attn, row["kernels"])
     receipt = profile_step(lambda: step(batches, 0.0), step.device, family_patterns(impls))
     claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}
     wrong = missing_kernel(receipt, claims)
     unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
     receipt["kernels"] = receipt["kernels"][:RECEIPT_KERNELS]
-    lines = kernel_lines({op: called_backend(impl, row["kernels"][op]) for op, impl in impls.items()})
-    return {"step_ms": row.get("perf/step_ms"), **receipt, "wrong": wrong, "unchecked": unchecked, "lines": lines}
+    more = {"wrong": wrong, "unchecked": unchecked, "lines": kernel_lines(impls)}
+    return {"step_ms": row.get("perf/step_ms"), **receipt, **more}
 
 
 def proof_lines(row: dict) -> str:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import hotswap
-from kernels.registry import OPS, AttnConfig, KernelsConfig, Ops, load
+from kernels.registry import OPS, AttnConfig, KernelsConfig, Ops, contract, load
+from kernels.tuned import merged_table, table_paths, write_table
 from model import step
 from model.gpt import GPT, GPTConfig
 
@@ -87,6 +88,16 @@ def test_a_strange_argument_works_or_raises_one_line(calls, function):
                 message = str(error)
             assert len(message.splitlines()) == 1, (name, value)
     call(**right)
+
+
+def test_op_takes_auto_which_chooses_at_each_call(tables, monkeypatch):
+    """The library has its own copy of the rooms, so also its own cache of the tables."""
+    monkeypatch.setattr("hotswap.kernels.fastest.merged_table", merged_table)
+    write_table(table_paths(CPU)[0], {"mlp float32": {"parameters": {"16": "eager"}}})
+    mlp, inputs = hotswap.op("mlp", "auto", "cpu"), contract("mlp").inputs((3, 16), dtype=torch.float32)
+    assert torch.equal(mlp(**inputs), hotswap.op("mlp", "eager", "cpu")(**inputs))
+    with pytest.raises(ValueError, match=r"^mlp=auto: nothing was measured for `mlp float64` on this device: run "):
+        mlp(*(tensor.double() for tensor in inputs.values()))
 
 
 PROMPT = torch.tensor([[1, 2, 3]])

@@ -8,8 +8,11 @@ import torch
 
 from kernels import fastest
 from kernels.attention import auto
-from kernels.registry import Unavailable, backend, contract, describe, expected_kernels, load
+from kernels.registry import AttnConfig, KernelsConfig, Unavailable, backend, called_backends, contract, describe, load
 from kernels.tuned import merged_table, table_paths, write_table
+from model.executed import executed_kernels
+from model.gpt import GPTConfig
+from model.step import build, load_ops
 from scripts import bench_attention
 
 CPU = torch.device("cpu")
@@ -31,7 +34,7 @@ def test_auto_picks_the_backend_of_the_nearest_measured_length(filled):
     load("attention", "auto", CPU)
     for length, name in ((1, "eager"), (90, "eager"), (91, "sdpa"), (4096, "sdpa")):
         inputs = contract("attention").inputs((1, 1, 2, 64), keys=length, **FLOAT)
-        assert auto.choose_backend(inputs["q"], inputs["k"]) == (name, backend("attention", name).attention)
+        assert auto.choose_backend(inputs["q"], inputs["k"]) == (name, backend("attention", name))
     assert describe("attention", "auto", shape=(1, 100, 2, 64), **FLOAT).startswith("auto (sdpa: ")
     assert describe("attention", "auto", shape=(1, 1, 2, 64), keys=64, lengths=(64,), **FLOAT) == "auto (eager)"
 
@@ -163,6 +166,63 @@ def test_an_entry_is_for_the_dtypes_of_all_tensors(filled_ops):
             function(**inputs)
 
 
+TINY = GPTConfig(block_size=8, vocab_size=32, n_layer=1, n_head=2, n_embd=64, pos="learned", bias=True, dropout=0.0)
+AUTO = KernelsConfig(norm="auto", linear="auto", mlp="auto", loss="auto")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp", "fp8"])
+def test_a_model_has_the_functions_of_the_chosen_backends(precision, tables, monkeypatch):
+    """It never calls a function that chooses, so neither does torch.compile."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    monkeypatch.setattr(fastest, "call", None)
+    in_fp8 = " fp8" if precision == "fp8" else ""
+    norm = "norm bfloat16 float32" if precision == "amp" else "norm bfloat16"
+    choices = {norm: "triton", f"linear bfloat16{in_fp8}": "eager", f"mlp bfloat16{in_fp8}": "triton"}
+    choices[f"loss bfloat16{in_fp8}"] = "eager"
+    write_table(table_paths(CPU)[0], {entry: {"parameters": {"64": impl}} for entry, impl in choices.items()})
+    groups = TINY, AUTO, AttnConfig("sdpa"), precision
+    model = build(*groups, CPU, seed=0)
+    [block] = model.h
+    functions = {"linear": block.attn.c_attn.linear, "mlp": block.mlp.mlp, "loss": model.loss}
+    if in_fp8:
+        assert all(function.keywords == {"fp8": True} for function in functions.values())
+        functions = {op: function.func for op, function in functions.items()}
+    functions |= {"norm": model.ln_f.norm}
+    names = {op: function.__module__ for op, function in functions.items()}
+    assert names == {entry.split()[0]: f"kernels.{entry.split()[0]}.{impl}" for entry, impl in choices.items()}
+    assert block.attn.c_proj.linear is block.attn.c_attn.linear
+    assert block.ln_2.norm is (backend("norm", "triton").norm_in_fp8 if in_fp8 else model.ln_f.norm)
+    executed = executed_kernels(*groups, (1, 8), CPU)
+    assert executed["norm"].startswith("auto (triton: triton 3.")
+    assert (executed["linear"], executed["loss"]) == ("auto (eager)", "auto (eager)")
+
+
+def test_linear_is_a_backend_that_takes_both_projections(tables, monkeypatch):
+    """Eager, if the fastest refuses one of them. The row says it. A call of the op alone has no such limit."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    write_table(table_paths(CPU)[0], {"linear float32": {"parameters": {"64": "triton"}}})
+    kernels = KernelsConfig(linear="auto")
+    for refused, impl in ((64, "eager"), (192, "eager"), (65, "triton")):
+
+        def refusal(x, weight, *rest, fp8=False, refused=refused):
+            return "no such weight" if len(weight) == refused else None
+
+        monkeypatch.setattr(backend("linear", "triton"), "refusal", refusal, raising=False)
+        groups = TINY, kernels, AttnConfig("sdpa"), "fp32"
+        assert load_ops(*groups, CPU).linear.__module__ == f"kernels.linear.{impl}"
+        assert executed_kernels(*groups, (1, 8), CPU)["linear"].startswith(f"auto ({impl}")
+    assert describe("linear", "auto", shape=(3, 64), out=64, **FLOAT).startswith("auto (triton: ")
+
+
+def test_a_dtype_without_a_measurement_is_refused_before_the_model_is_built(filled_ops, hotswap, monkeypatch):
+    """The line has the command that measures it. The table has fp32 alone."""
+    monkeypatch.setattr("model.step.GPT", None)
+    monkeypatch.setattr("data.open_dataset", None)
+    code, _, err = hotswap("+experiment=smoke", "kernels=auto", "precision=bf16")
+    measure = f"run {fastest.FILL_COMMAND} dtype=bfloat16"
+    assert (code, err) == (1, f"error: norm=auto: nothing was measured for `norm bfloat16` on this device: {measure}\n")
+
+
 def test_the_row_and_the_header_name_the_backends(filled_ops, hotswap, tmp_path):
     words = (
         "+experiment=smoke",
@@ -188,5 +248,8 @@ def test_without_a_table_one_line_names_the_command_that_fills_it(tables, hotswa
 
 
 def test_a_receipt_expects_the_kernels_of_the_backend_that_auto_calls():
-    assert expected_kernels("norm", "auto", "auto (triton: triton 3.6.0)") == backend("norm", "triton").RUNS
-    assert expected_kernels("norm", "auto", "auto (eager)") == ()
+    row = {"norm": "auto (triton: triton 3.6.0)", "mlp": "auto (eager)", "attention": "auto (sdpa: cudnn)"}
+    kernels, attn = KernelsConfig(norm="auto", mlp="auto", linear="triton"), AttnConfig("auto")
+    row |= {"linear": "triton (triton 3.6.0)"}
+    called = {"norm": "triton", "linear": "triton", "attention": "sdpa", "mlp": "eager"}
+    assert called_backends(kernels, attn, row) == called

@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from kernels import fp8
-from kernels.fp8 import InFp8
 from kernels.linear.triton import linear
 from kernels.norm import CASES, inputs
 from kernels.norm.triton import norm, norm_in_fp8
@@ -14,10 +13,12 @@ from kernels.quantize import quantize, unit_of
 from kernels.registry import AttnConfig, KernelsConfig, norm_before, resolve
 from kernels.tuned import write_table
 from model.gpt import GPT, GPTConfig
+from model.step import load_ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 pytestmark = pytest.mark.usefixtures("fp8_on_a_cpu")
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 128}
 NAMES = "769", "1600", "narrow", "many_rows", "no_residual", "plain", "fp32_residual", "non_contiguous"
 
 
@@ -45,8 +46,7 @@ def test_infinities_become_nan():
 
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 def test_a_model_has_the_same_loss_and_gradients(checkpointing, monkeypatch):
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 64, "block_size": 32, "vocab_size": 128}
-    config = GPTConfig(**sizes, pos="learned", bias=True, dropout=0.0, checkpointing=checkpointing)
+    config = GPTConfig(**SIZES, pos="learned", bias=True, dropout=0.0, checkpointing=checkpointing)
     kernels = KernelsConfig(norm="triton", linear="triton", mlp="triton")
     ops = resolve(kernels, AttnConfig("sdpa"), DEVICE, in_fp8=True)
     assert norm_before("linear", ops) is norm_before("mlp", ops) is norm_in_fp8
@@ -78,26 +78,16 @@ def test_only_ops_that_take_fp8_get_it():
     assert norm_before("mlp", ops) is norm_in_fp8
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("chosen", [("triton", "triton"), ("triton", "eager"), ("eager", "triton")])
-def test_auto_writes_fp8_where_it_chooses_triton_for_both(chosen, compiled, tables):
-    """Of linear and the norm before it. The MLP and its norm are named, so they write fp8 if auto chooses the norm."""
-    dtype, (norm_impl, linear_impl) = str(DTYPE).removeprefix("torch."), chosen
-    entries = {f"norm {dtype}": norm_impl, f"linear {dtype} fp8": linear_impl}
+@pytest.mark.parametrize("mlp", ["triton", "eager"])
+@pytest.mark.parametrize("linear", ["triton", "eager"])
+@pytest.mark.parametrize("norm", ["triton", "eager"])
+def test_auto_writes_fp8_where_the_chosen_backends_can(norm, linear, mlp, tables):
+    """The norm and the op after it must both be Triton."""
+    entries = {"norm bfloat16": norm, "linear bfloat16 fp8": linear, "mlp bfloat16 fp8": mlp}
     write_table(tables[0], {name: {"parameters": {"64": impl}} for name, impl in entries.items()})
-    kernels = KernelsConfig(norm="auto", linear="auto", mlp="triton")
-    ops = resolve(kernels, AttnConfig("sdpa"), DEVICE, in_fp8=True)
-    arguments = inputs((5, 64), dtype=DTYPE, device=DEVICE)
-    weight = torch.randn(192, 64, dtype=DTYPE, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
-
-    def layer():
-        y, _ = norm_before("linear", ops)(**arguments)
-        return isinstance(y, InFp8), ops.linear(y, weight, None)
-
-    in_fp8, out = (torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer)()
-    assert in_fp8 == (chosen == ("triton", "triton"))
-    y, _ = norm_before("mlp", ops)(**arguments)
-    assert isinstance(y, InFp8) == (norm_impl == "triton")
-    expected = resolve(KernelsConfig(norm=norm_impl, linear=linear_impl), AttnConfig("sdpa"), DEVICE, in_fp8=True)
-    y, _ = expected.norm(**arguments)
-    assert torch.equal(out, expected.linear(y, weight, None))
+    config = GPTConfig(**SIZES, pos="learned", bias=True, dropout=0.0)
+    kernels = KernelsConfig(norm="auto", linear="auto", mlp="auto")
+    ops = load_ops(config, kernels, AttnConfig("sdpa"), "fp8", DEVICE)
+    for op, impl in (("linear", linear), ("mlp", mlp)):
+        in_fp8 = norm == impl == "triton"
+        assert norm_before(op, ops) is (norm_in_fp8 if in_fp8 else ops.norm)

@@ -9,7 +9,7 @@ import torch
 from files import write_json
 from kernels.attention import sdpa
 from kernels.norm import eager
-from kernels.registry import OPS
+from kernels.registry import TRAINING_OPS
 from lab import proof
 from lab.proof import memory, references
 from lab.proof.parity import ROUNDING, distance
@@ -44,7 +44,7 @@ def test_the_row_of_a_right_run_has_a_proof_and_wrong_runs_have_no_speed(hotswap
     assert receipt["wrong"] is None
     assert receipt["families"].keys() >= {"gemm", "attention", "norm", "mlp", "loss", "optimizer"}
     assert len(receipt["kernels"]) == proof.RECEIPT_KERNELS
-    assert receipt["lines"] == dict.fromkeys(OPS, 0)  # PyTorch's kernels
+    assert receipt["lines"] == dict.fromkeys(TRAINING_OPS, 0)  # PyTorch's kernels
     parts = memory["predicted"]
     assert parts["peak"] == pytest.approx(sum(gib for name, gib in parts.items() if name != "peak"), rel=0.02)
     assert parts["weights"] * 2 == parts["gradients"]  # bf16 weights, and gradients that add up in fp32
