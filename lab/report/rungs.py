@@ -9,7 +9,6 @@ import shlex
 from datetime import datetime
 from typing import NamedTuple
 
-from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
 from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
 from lab.rows import read_rows
@@ -224,7 +223,7 @@ def note(device: str, runs: dict[str, list[dict]]) -> str:
         "torch.compile count as 0.",
     ]
     optimizers = {row["kernels"].get("adamw") for each in runs.values() for row in each if speed(row)} - {None}
-    if backends := sorted({called_backend(text.split()[0], text) for text in optimizers}):
+    if backends := sorted({re.match(r"(?:auto \()?(\w+)", text)[1] for text in optimizers}):
         sentences.append(f"In training, the backend of adamw is {' or '.join(backends)}.")
     for words, each in runs.items():
         if not any(map(speed, each)):
