@@ -251,9 +251,18 @@ def quantize(
     (N, C), (tiles_n, programs, launch) = x.shape, tiles("quantize", x)
     by_rows, by_columns = empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)
     partial = torch.empty(tiles_n, C, dtype=torch.float32, device=x.device) if sums else None
-    outputs = by_rows, by_columns if columns else None, partial
-    parts = 1 if maxima is None else len(maxima)
-    _quantize_kernel[(programs,)](x, maxima, unit, *outputs, N, C, MAXIMA=parts, **launch)
+    _quantize_kernel[(programs,)](
+        x_ptr=x,
+        maxima_ptr=maxima,
+        unit_ptr=unit,
+        rows_ptr=by_rows,
+        columns_ptr=by_columns if columns else None,
+        sums_ptr=partial,
+        N=N,
+        C=C,
+        MAXIMA=1 if maxima is None else len(maxima),
+        **launch,
+    )
     return by_rows, by_columns, add_partial_sums(partial, x.dtype) if sums else x.new_empty(0)
 
 

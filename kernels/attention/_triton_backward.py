@@ -215,25 +215,28 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         ends = torch.searchsorted(starts, keys, right=True, out_int32=True)
     constants = {"D": D, "GROUP": H // Hkv, "CAUSAL": causal, "TMA": tma}
     constants["PRECISION"] = "ieee" if q.dtype == torch.float32 else "tf32"  # only fp32 matmuls use it
-    strides = [tensor.stride()[:3] for tensor in (q, k, v, out)]  # dout is contiguous too, so it has out's strides
-    lse_stride = lse.stride(1)
+    strides = {f"{name}_strides": tensor.stride()[:3] for name, tensor in (("q", q), ("k", k), ("v", v))}
+    sizes = {"lse_stride": lse.stride(1), "scale": scale, "window": window, "Tq": Tq, "Tk": Tk}
 
     parameters = tile_parameters("dq", q.dtype, D, tma, q.device)
     M, N, width = parameters["BLOCK_M"], parameters["BLOCK_N"], parameters["BLOCK_D"]
     _dq_kernel[(triton.cdiv(Tq, M) * B * H,)](
-        q,
-        kernel_argument(k, N, width, tma),
-        kernel_argument(v, N, width, tma),
-        out,
-        dout,
-        kernel_argument(dq, M, width, tma),
-        lse,
-        delta,
-        starts,
-        *strides,
-        dq.stride()[:3],
-        *(lse_stride, scale, window),
-        *(B * H, H, Tq, Tk, heads_in_l2(k)),
+        q_ptr=q,
+        k_ptr=kernel_argument(k, N, width, tma),
+        v_ptr=kernel_argument(v, N, width, tma),
+        out_ptr=out,
+        dout_ptr=dout,
+        dq_ptr=kernel_argument(dq, M, width, tma),
+        lse_ptr=lse,
+        delta_ptr=delta,
+        starts_ptr=starts,
+        out_strides=out.stride()[:3],  # also those of dout: both are contiguous
+        dq_strides=dq.stride()[:3],
+        heads=B * H,
+        H=H,
+        active_heads=heads_in_l2(k),
+        **strides,
+        **sizes,
         **constants,
         **parameters,
         REGISTERS=width == 128 and tma and is_hopper(q.device),
@@ -242,21 +245,24 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
     parameters = tile_parameters("dkdv", q.dtype, D, tma, q.device)
     M, N = parameters["BLOCK_M"], parameters["BLOCK_N"]
     if tma:
-        lse, delta = (TensorDescriptor(t, [B * H, Tq], [lse_stride, 1], [1, M]) for t in (lse, delta))
+        lse, delta = (TensorDescriptor(t, [B * H, Tq], [sizes["lse_stride"], 1], [1, M]) for t in (lse, delta))
     _dkdv_kernel[(triton.cdiv(Tk, N) * B * Hkv,)](
-        kernel_argument(q, M, width, tma),
-        k,
-        v,
-        kernel_argument(dout, M, width, tma),
-        kernel_argument(dk, N, width, tma),
-        kernel_argument(dv, N, width, tma),
-        lse,
-        delta,
-        ends,
-        *strides,
-        dk.stride()[:3],
-        *(lse_stride, scale, window),
-        *(B * Hkv, Hkv, Tq, Tk, heads_in_l2(q)),
+        q_ptr=kernel_argument(q, M, width, tma),
+        k_ptr=k,
+        v_ptr=v,
+        dout_ptr=kernel_argument(dout, M, width, tma),
+        dk_ptr=kernel_argument(dk, N, width, tma),
+        dv_ptr=kernel_argument(dv, N, width, tma),
+        lse_ptr=lse,
+        delta_ptr=delta,
+        ends_ptr=ends,
+        dout_strides=out.stride()[:3],
+        dk_strides=dk.stride()[:3],  # dv has the same
+        heads=B * Hkv,
+        Hkv=Hkv,
+        active_heads=heads_in_l2(q),
+        **strides,
+        **sizes,
         **constants,
         **parameters,
     )

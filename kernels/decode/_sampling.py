@@ -324,7 +324,8 @@ def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> N
     (N, V), device, block = logits.shape, logits.device, block_size(n_vocab)
     summary = torch.empty(N, 3, block, dtype=torch.float32, device=device)
     listed = torch.empty(N, block, dtype=torch.int32, device=device)
-    common = {"stride": logits.stride(0), "n_vocab": n_vocab, "V": V, "BLOCK": block}
+    common = {"logits_ptr": logits, "summary_ptr": summary, "seeds_ptr": seeds, "positions_ptr": positions}
+    common |= {"stride": logits.stride(0), "n_vocab": n_vocab, "V": V, "BLOCK": block}
     # None switches a part of the kernels off. With at least 1e-30, logits / temperature is finite for logits up to 3e8
     common["temperature"] = max(float(temperature), 1e-30) if temperature else None
     common["top_k"] = top_k if temperature and 0 < top_k < n_vocab else None
@@ -332,10 +333,17 @@ def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> N
     common |= {"STEP": int(output is not None), "PDL": early}
     options = {"launch_pdl": True} if early else {}
     size = min(block, SLICE.value if N <= 16 else MANY_SLICE)
-    _summary_kernel[N, block // size](logits, summary, seeds, positions, SIZE=size, **common, **options)
-    common |= {"output_stride": 0 if output is None else output.stride(0), "SHIFT": SHIFTS[logits.dtype]}
-    tensors = logits, summary, listed, seeds, positions, tokens, output
-    _draw_kernel[(N,)](*tensors, num_warps=draw_warps(block), **common, **options)
+    _summary_kernel[N, block // size](SIZE=size, **common, **options)
+    _draw_kernel[(N,)](
+        list_ptr=listed,
+        tokens_ptr=tokens,
+        output_ptr=output,
+        output_stride=0 if output is None else output.stride(0),
+        SHIFT=SHIFTS[logits.dtype],
+        num_warps=draw_warps(block),
+        **common,
+        **options,
+    )
 
 
 @torch.library.custom_op("hotswap::sample_tokens", mutates_args=())

@@ -13,6 +13,7 @@ from kernels.tuned import launch_parameters
 FEW = 16  # rows of a matmul instruction; up to this many rows, each program normalises all rows itself
 SPLIT_KEYS = 256  # keys of a split of attention; larger if the cache would have more than MAX_SPLITS splits
 MAX_SPLITS = 16
+SIZES = ["N", "T", "wpe_rows", "cache_rows"]  # not specialised, so another batch, model or cache compiles nothing
 
 
 def can_launch_early(device: torch.device) -> bool:
@@ -92,7 +93,7 @@ class Step:
         before, self.stream = self.stream, self.empty(self.N, len(weight), dtype=self.weights.stream_dtype)
         arguments = {"stream_ptr": self.stream, "ln_weight_ptr": weight, "ln_bias_ptr": bias}
         if x is None:
-            arguments |= {"x_ptr": self.weights.wte, "wpe_ptr": self.weights.wpe, "tokens_ptr": self.tokens}
+            arguments |= {"wte_ptr": self.weights.wte, "wpe_ptr": self.weights.wpe, "tokens_ptr": self.tokens}
             return arguments | {"count_ptr": self.counts, "COUNTS": 0 if self.counts is None else len(self.counts)}
         arguments["residual_ptr"] = before
         if isinstance(x, tuple):

@@ -1,6 +1,7 @@
-"""Parts of the decoder's kernels: rows of activations, tiles of weights, and the epilogue of a product.
+"""Parts of the decoder's kernels, in the order in which a kernel calls them.
 
-A product is y = x W^T, where x is (N, K) and W is (OUT, K). Pointers that are None switch a part off.
+A product is y = x W^T, where x is (N, K) and W is (OUT, K). A tuple of tiles has one tile for BLOCK_K columns of K.
+Pointers that are None switch a part off.
 """
 
 import triton
@@ -9,7 +10,6 @@ import triton.language as tl
 from kernels.mlp._gelu import gelu_over_h
 
 EPS = tl.constexpr(1e-5)  # of LayerNorm
-FP8_LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -60,33 +60,6 @@ def zero_counts(count_ptr, COUNTS: tl.constexpr):
 
 
 @triton.jit
-def weight_rows(tile, BLOCK_N: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr):
-    """Return the rows of W in tile number `tile`, (BLOCK_N,).
-
-    PAIRS is for rotary positions: where the first half of the tile has channel i, the second half has i + D/2.
-    """
-    i = tl.arange(0, BLOCK_N)
-    if PAIRS:
-        pair = tile * (BLOCK_N // 2) + i % (BLOCK_N // 2)
-        n = pair // (D // 2) * D + pair % (D // 2) + i // (BLOCK_N // 2) * (D // 2)
-    else:
-        n = tile * BLOCK_N + i
-    return n
-
-
-@triton.jit
-def load_weights(
-    weight_ptr, n, step, OUT, K: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, dtype: tl.constexpr
-):
-    """Return BLOCK_K columns of rows n of W, from step * BLOCK_K on: (SLICES, BLOCK_K / SLICES, BLOCK_N) in `dtype`."""
-    WIDTH: tl.constexpr = BLOCK_K // SLICES
-    k = step * BLOCK_K + tl.arange(0, SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    offsets = n.to(tl.int64)[None, :, None] * K + k
-    tile = tl.load(weight_ptr + offsets, (n < OUT)[None, :, None] & (k < K), other=0)
-    return tl.trans(tile.to(dtype), 0, 2, 1)
-
-
-@triton.jit
 def load_vector(pointer, index, size, missing: tl.constexpr):
     """Return elements of a vector in fp32: 0 from index `size` on, and `missing` if there is no vector."""
     if pointer is None:
@@ -106,14 +79,70 @@ def load_packed(pointer, index, size):
 
 
 @triton.jit
-def embedding_tile(wte_ptr, wpe_ptr, tokens_ptr, positions_ptr, row, k, mask, N, T, wpe_rows, K: tl.constexpr):
-    """Return token + position embeddings in fp32. Row b T + t is token t of sequence b."""
-    token = tl.load(tokens_ptr + row, row < N, other=0)
-    x = tl.load(wte_ptr + token * K + k, mask, other=0.0).to(tl.float32)
-    if wpe_ptr is not None:
-        position = tl.load(positions_ptr + row // T, row < N, other=0) + row % T
-        x += tl.load(wpe_ptr + tl.minimum(position, wpe_rows - 1) * K + k, mask, other=0.0).to(tl.float32)
-    return x
+def load_weights(
+    weight_ptr,  # (OUT, K)
+    ln_weight_ptr,  # (K,), or None for a product without LayerNorm
+    ln_bias_ptr,
+    n,  # (BLOCK_N,)
+    OUT,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Return rows n of W in `dtype`, and LayerNorm's weight and bias: three tuples of tiles.
+
+    Their shapes are (SLICES, BLOCK_K / SLICES, BLOCK_N), (BLOCK_K,) and (BLOCK_K,).
+    """
+    WIDTH: tl.constexpr = BLOCK_K // SLICES
+    weights, gains, shifts = (), (), ()
+    for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        k = step * BLOCK_K + tl.arange(0, SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        offsets = n.to(tl.int64)[None, :, None] * K + k
+        tile = tl.load(weight_ptr + offsets, (n < OUT)[None, :, None] & (k < K), other=0)
+        weights += (tl.trans(tile.to(dtype), 0, 2, 1),)
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        gains += (load_packed(ln_weight_ptr, k, K),)
+        shifts += (load_packed(ln_bias_ptr, k, K),)
+    return weights, gains, shifts
+
+
+@triton.jit
+def store_stream(stream_ptr, x, row, k, mask, is_writer, K: tl.constexpr):
+    """Return a tile of the new stream in the stream's dtype. If `is_writer`, store it."""
+    stream = x.to(stream_ptr.dtype.element_ty)
+    if is_writer:
+        tl.store(stream_ptr + row * K + k, stream, mask)
+    return stream
+
+
+@triton.jit
+def embed(
+    wte_ptr,  # (V, K)
+    wpe_ptr,  # (wpe_rows, K) or None
+    tokens_ptr,  # (N,) int64: row b T + t is token t of sequence b
+    positions_ptr,  # (B,) int64: of token 0 of each sequence
+    stream_ptr,  # (N, K): a program stores it if `is_writer`
+    row,  # (ROWS, 1) int64
+    is_writer,
+    N,
+    T,
+    wpe_rows,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return rows of token + position embeddings, which begin the stream: a tuple of tiles (ROWS, BLOCK_K)."""
+    tiles = ()
+    for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        mask = (row < N) & (k < K)
+        token = tl.load(tokens_ptr + row, row < N, other=0)
+        x = tl.load(wte_ptr + token * K + k, mask, other=0.0).to(tl.float32)
+        if wpe_ptr is not None:
+            position = tl.load(positions_ptr + row // T, row < N, other=0) + row % T
+            x += tl.load(wpe_ptr + tl.minimum(position, wpe_rows - 1) * K + k, mask, other=0.0).to(tl.float32)
+        tiles += (store_stream(stream_ptr, x, row, k, mask, is_writer, K),)
+    return tiles
 
 
 @triton.jit
@@ -128,41 +157,30 @@ def sum_of_parts(x_ptr, bias_ptr, row, k, mask, N, K: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def load_stream(
-    x_ptr,  # (N, K) the output of the last branch; (PARTS, N, K) fp32 if PARTS > 0; wte (V, K) if tokens_ptr is given
-    x_bias_ptr,  # (K,) the bias of the last branch if PARTS > 0
-    residual_ptr,  # (N, K) the stream before that branch; None with tokens_ptr
-    stream_ptr,  # (N, K) the new stream; a program stores it if `is_writer`
-    tokens_ptr,
-    wpe_ptr,
-    positions_ptr,
+def add_branch(
+    x_ptr,  # (N, K) the output of the branch; (PARTS, N, K) fp32 if PARTS > 0
+    residual_ptr,  # (N, K) the stream before the branch
+    stream_ptr,  # (N, K) the new stream: a program stores it if `is_writer`
     row,  # (ROWS, 1) int64
     is_writer,
     N,
-    T,
-    wpe_rows,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    dtype: tl.constexpr,  # of the branch
+    x_bias_ptr=None,  # (K,) the bias of the branch if PARTS > 0
+    PARTS: tl.constexpr = 0,
+    dtype: tl.constexpr = None,  # of the branch if PARTS > 0
 ):
-    """Return the rows `row` of the new residual stream: a tuple of tiles (ROWS, BLOCK_K) in the stream's dtype."""
+    """Return rows of the residual stream plus a branch: a tuple of tiles (ROWS, BLOCK_K) in the stream's dtype."""
     tiles = ()
     for step in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = (row < N) & (k < K)
-        if tokens_ptr is not None:
-            x = embedding_tile(x_ptr, wpe_ptr, tokens_ptr, positions_ptr, row, k, mask, N, T, wpe_rows, K)
+        if PARTS > 0:
+            x = sum_of_parts(x_ptr, x_bias_ptr, row, k, mask, N, K, PARTS).to(dtype)
         else:
-            if PARTS > 0:
-                x = sum_of_parts(x_ptr, x_bias_ptr, row, k, mask, N, K, PARTS).to(dtype)
-            else:
-                x = tl.load(x_ptr + row * K + k, mask, other=0.0)
-            x = tl.load(residual_ptr + row * K + k, mask, other=0.0).to(tl.float32) + x.to(tl.float32)
-        stream = x.to(stream_ptr.dtype.element_ty)
-        if is_writer:
-            tl.store(stream_ptr + row * K + k, stream, mask)
-        tiles += (stream,)
+            x = tl.load(x_ptr + row * K + k, mask, other=0.0)
+        x = tl.load(residual_ptr + row * K + k, mask, other=0.0).to(tl.float32) + x.to(tl.float32)
+        tiles += (store_stream(stream_ptr, x, row, k, mask, is_writer, K),)
     return tiles
 
 
@@ -189,74 +207,52 @@ def normalise(tiles, gains, shifts, K: tl.constexpr, BLOCK_K: tl.constexpr, dtyp
 
 
 @triton.jit
-def cache_places(row, positions_ptr, N, T, cache_rows):
-    """Return where the keys of tokens `row` go, int64: rows of a cache that is viewed as (B cache_rows, Hkv D)."""
-    b = row // T
-    position = tl.load(positions_ptr + b, row < N, other=0) + row % T
-    return b * cache_rows + position % cache_rows
+def multiply_slices(x, weights, sums, PRECISION: tl.constexpr):
+    """Add the product of a tile of x (ROWS, BLOCK_K) and a tile of load_weights() to the sums of each slice of K."""
+    ROWS: tl.constexpr = x.shape[0]
+    SLICES: tl.constexpr = weights.shape[0]
+    x = tl.permute(tl.reshape(x, (ROWS, SLICES, weights.shape[1])), (1, 0, 2))
+    return tl.dot(x, weights, sums, input_precision=PRECISION)
 
 
 @triton.jit
-def rotate_pairs(y, rope_ptr, row, n, N, ROTATED: tl.constexpr, D: tl.constexpr):
-    """Rotate each pair of channels of y (M, BLOCK_N), whose columns are weight_rows(PAIRS=True). See kernels/rope.py.
+def multiply(x, weights, PRECISION: tl.constexpr):
+    """Return x W^T, (ROWS, BLOCK_N) fp32. x is a tuple of tiles (ROWS, BLOCK_K), and weights are of load_weights().
 
-    rope_ptr is (2, N, D/2) fp32. Rows of W from ROTATED on belong to values, which do not rotate.
+    Each warp multiplies its slices of K. Then the slices are added.
     """
-    M: tl.constexpr = y.shape[0]
-    HALF: tl.constexpr = y.shape[1] // 2
-    a, b = tl.split(tl.permute(tl.reshape(y.to(tl.float32), (M, 2, HALF)), (0, 2, 1)))
-    channel, _ = tl.split(tl.permute(tl.reshape(n, (2, HALF)), (1, 0)))
-    offsets = row[:, None] * (D // 2) + (channel % D)[None, :]
-    mask = (row < N)[:, None] & (channel < ROTATED)[None, :]
-    cos = tl.load(rope_ptr + offsets, mask, other=1.0)
-    sin = tl.load(rope_ptr + tl.cast(N, tl.int64) * (D // 2) + offsets, mask, other=0.0)
-    rotated = tl.join(a * cos - b * sin, b * cos + a * sin)  # (M, HALF, 2)
-    return tl.reshape(tl.permute(rotated, (0, 2, 1)), (M, 2 * HALF)).to(y.dtype)
+    sums = tl.zeros((weights[0].shape[0], x[0].shape[0], weights[0].shape[2]), tl.float32)
+    for step in tl.static_range(len(weights)):
+        sums = multiply_slices(x[step], weights[step], sums, PRECISION)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
-def store_to_cache(cache_ptr, y, place, n, mask, KV_WIDTH: tl.constexpr):
-    """Store the columns 0 <= n < KV_WIDTH of y in rows `place` of a cache.
-
-    fp8 clamps, because e4m3 has no infinity. NaN stays NaN.
-    """
-    dtype: tl.constexpr = cache_ptr.dtype.element_ty
-    if dtype == tl.float8e4nv:
-        y = tl.clamp(y.to(tl.float32), -FP8_LARGEST, FP8_LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    inside = (n >= 0) & (n < KV_WIDTH)
-    tl.store(cache_ptr + place[:, None] * KV_WIDTH + n[None, :], y.to(dtype), mask[:, None] & inside[None, :])
+def multiply_rows(x_ptr, row, weights, N, K: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+    """Return multiply() for rows `row` (ROWS,) of x (N, K). A tile is loaded when it is needed, to save registers."""
+    sums = tl.zeros((weights[0].shape[0], row.shape[0], weights[0].shape[2]), tl.float32)
+    for step in tl.static_range(len(weights)):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = (row < N)[:, None] & (k < K)[None, :]
+        x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask, other=0.0)
+        sums = multiply_slices(x, weights[step], sums, PRECISION)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
-def store_result(
-    total,  # (M, BLOCK_N) fp32: rows `row` of x times rows n of W
-    row,  # (M,) int64
-    n,  # (BLOCK_N,)
-    scale,  # (BLOCK_N,) fp32
-    bias,  # (BLOCK_N,) fp32
-    place,  # (M,) cache_places() of these rows
-    out_ptr,
-    rope_ptr,
-    k_ptr,
-    v_ptr,
-    N,
-    OUT: tl.constexpr,
-    GELU: tl.constexpr,
-    Q_WIDTH: tl.constexpr,  # H D
-    KV_WIDTH: tl.constexpr,  # Hkv D
-    D: tl.constexpr,
-):
-    """Store total * scale + bias into out (N, OUT). With k_ptr: queries into out, keys and values into the cache."""
-    y = (total * scale[None, :] + bias[None, :]).to(out_ptr.dtype.element_ty)
-    if GELU:
-        h = y.to(tl.float32)
-        y = (h * gelu_over_h(h)).to(y.dtype)
-    in_rows = row < N
-    if k_ptr is None:
-        tl.store(out_ptr + row[:, None] * OUT + n[None, :], y, in_rows[:, None] & (n < OUT)[None, :])
-    else:
-        if rope_ptr is not None:
-            y = rotate_pairs(y, rope_ptr, row, n, N, Q_WIDTH + KV_WIDTH, D)
-        tl.store(out_ptr + row[:, None] * Q_WIDTH + n[None, :], y, in_rows[:, None] & (n < Q_WIDTH)[None, :])
-        store_to_cache(k_ptr, y, place, n - Q_WIDTH, in_rows, KV_WIDTH)
-        store_to_cache(v_ptr, y, place, n - Q_WIDTH - KV_WIDTH, in_rows, KV_WIDTH)
+def add_bias(total, scale, bias, dtype: tl.constexpr):
+    """Return total * scale + bias, (M, BLOCK_N) in `dtype`. total is in fp32, and scale and bias are (BLOCK_N,)."""
+    return (total * scale[None, :] + bias[None, :]).to(dtype)
+
+
+@triton.jit
+def gelu(y):
+    h = y.to(tl.float32)
+    return (h * gelu_over_h(h)).to(y.dtype)
+
+
+@triton.jit
+def store_rows(out_ptr, y, row, n, N, OUT: tl.constexpr):
+    """Store y (M, BLOCK_N) in rows `row` and columns n of out (N, OUT)."""
+    in_rows = (row < N)[:, None]
+    tl.store(out_ptr + row[:, None] * OUT + n[None, :], y, in_rows & (n < OUT)[None, :])

@@ -42,183 +42,37 @@ multiprocessor's registers, fc_proj took 4.4 us.
 
 Up to FEW rows, the bits of a row's result do not depend on the other rows, so steps of one token and of several tokens
 give the same text. The matmul instruction always has 16 rows. The splits of the keys depend only on the cache. The sums
-of LayerNorm have the same order for any number of rows (product_launch()). _many.py has the kernels for more rows.
+of LayerNorm have the same order for any number of rows (product_launch()).
+
+_few.py has the products for up to FEW rows, _many.py those for more rows, and _attention.py has attention.
 """
 
-import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from kernels.cache import FP8, Cache
-from kernels.decode import Model, Weights, _many
+from kernels.decode import Model, Weights, _few, _many
 from kernels.decode._attention import attend
-from kernels.decode._many import COUNTS
 from kernels.decode._sampling import decode_token, sample_tokens  # noqa: F401
-from kernels.decode._step import FEW, Step, matrix
-from kernels.decode._tiles import (
-    cache_places,
-    launch_next_kernel,
-    load_packed,
-    load_stream,
-    load_vector,
-    load_weights,
-    normalise,
-    store_result,
-    wait_for_earlier_kernels,
-    weight_rows,
-    zero_counts,
-)
-from kernels.gpu import check_dtypes, gpu_unavailable, multiprocessors
+from kernels.decode._step import Step
+from kernels.gpu import check_dtypes, gpu_unavailable
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
 
 RUNS = ("_product_kernel|_matmul_kernel",)
-FAMILY = "^_(product|matmul|attention|vector_attention|norm|summary|draw)_kernel"
+FAMILY = "^_((embed_|matmul_)?qkv|fc|product|matmul|(vector_)?attention|(embed_)?norm|summary|draw)_kernel"
 MAX_HEAD_DIM = 256
 OTHER = "choose kernels.decode=blocks"
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _product_kernel(
-    x_ptr,  # (N, K); with ln_weight_ptr, an argument of load_stream()
-    residual_ptr,
-    stream_ptr,
-    tokens_ptr,
-    wpe_ptr,
-    positions_ptr,
-    ln_weight_ptr,  # (K,) if the rows are LayerNorm of the stream, otherwise None
-    ln_bias_ptr,
-    weight_ptr,  # (OUT, K)
-    scale_ptr,  # (OUT,) fp32 if W is in int8
-    bias_ptr,  # (OUT,)
-    out_ptr,  # an argument of store_result(), like the next three
-    rope_ptr,
-    k_ptr,
-    v_ptr,
-    count_ptr,  # (COUNTS,) int32 or None: see zero_counts()
-    N,
-    T,
-    wpe_rows,
-    cache_rows,
-    COUNTS: tl.constexpr,
-    OUT: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    Q_WIDTH: tl.constexpr,  # H D
-    KV_WIDTH: tl.constexpr,  # Hkv D
-    GELU: tl.constexpr,
-    ROWS: tl.constexpr,  # N or more
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Multiply all rows with BLOCK_N rows of W. Each warp multiplies its slices of K. Then the slices are added."""
-    launch_next_kernel(PDL)
-    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.arange(0, ROWS).to(tl.int64)
-    n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
-    weights, gains, shifts = (), (), ()
-    for step in tl.static_range(STEPS):
-        weights += (load_weights(weight_ptr, n, step, OUT, K, BLOCK_K, SLICES, dtype),)
-        if ln_weight_ptr is not None:
-            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            gains += (load_packed(ln_weight_ptr, k, K),)
-            shifts += (load_packed(ln_bias_ptr, k, K),)
-    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
-    place = row
-    if k_ptr is not None:
-        place = cache_places(row, positions_ptr, N, T, cache_rows)
-    wait_for_earlier_kernels(PDL)
-    zero_counts(count_ptr, COUNTS)
-    if ln_weight_ptr is not None:
-        stream = load_stream(
-            *(x_ptr, None, residual_ptr, stream_ptr, tokens_ptr, wpe_ptr, positions_ptr),
-            *(row[:, None], tl.program_id(0) == 0, N, T, wpe_rows, K, BLOCK_K, 0, dtype),
-        )
-        rows = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
-    acc = tl.zeros((SLICES, ROWS, BLOCK_N), tl.float32)
-    for step in tl.static_range(STEPS):
-        if ln_weight_ptr is not None:
-            x = rows[step]
-        else:
-            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            mask = (row < N)[:, None] & (k < K)[None, :]
-            x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask, other=0.0)
-        x = tl.permute(tl.reshape(x, (ROWS, SLICES, BLOCK_K // SLICES)), (1, 0, 2))
-        acc = tl.dot(x, weights[step], acc, input_precision=PRECISION)
-    store_result(
-        *(tl.sum(acc, 0), row, n, scale, bias, place, out_ptr, rope_ptr, k_ptr, v_ptr),
-        *(N, OUT, GELU, Q_WIDTH, KV_WIDTH, D),
-    )
+def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None = None, **cache):
+    """Return x W^T + bias, (N, OUT). For fc the result is its GELU, and for qkv only the queries, (N, H D).
 
-
-def product_launch(OUT: int, K: int, dtype: torch.dtype, processors: int) -> dict:
-    """Return the default launch parameters of _product_kernel for a GPU with `processors` multiprocessors.
-
-    For a K of up to 1024 a warp takes whole rows of x, 256 columns at a time, 8 a thread. So LayerNorm needs no sum
-    over warps, and K = 768 no padding: a thread holds 48 registers of W for qkv, and 96 for fc. Otherwise several warps
-    share a row, also in proj, which has no LayerNorm. These are the fastest of 46 choices for 124M, one row, on an H200
-    (190 us a step then; 16 rows of W for fc 193, 16 slices and 8 warps for fc_proj 194, 256 columns for proj 193), and
-    among the fastest of 172 for 1558M that leave registers for 16 rows. For any ROWS, the same threads add a row's
-    numbers in the same order; tests/kernels/compile_triton.py compares the layouts. A warp has two slices, except for K
-    from 1025 to 2048, so that two chains of matmul instructions run independently.
-
-    Programs of neighbouring kernels share the 65,536 registers of a multiprocessor. If one kernel takes too many, the
-    next one cannot start early; the module's docstring has an example.
+    x is (N, K), or for qkv and fc the result of add_norm(). weight is W, or (W in int8, scales). `cache` has k_ptr,
+    v_ptr and rope_ptr, for qkv. For many rows, a product of BRANCHES may return (sums over parts of K, bias): see
+    _many.py.
     """
-    if dtype == torch.float32:  # for comparisons of results, not for speed
-        return {"BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "num_warps": 4}
-    rows = 8 if 16 * processors > OUT else 16
-    if K <= 1024:
-        if OUT == K > 512:  # proj
-            return {"BLOCK_N": rows, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
-        return {"BLOCK_N": 32 if 20 * processors < OUT else rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
-    if K <= 2048:
-        return {"BLOCK_N": rows, "BLOCK_K": 2048, "SLICES": 8, "num_warps": 8}
-    if K <= 4096:
-        return {"BLOCK_N": 8, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
-    return {"BLOCK_N": 8, "BLOCK_K": 2048, "SLICES": 16, "num_warps": 8}
-
-
-def padded_rows(N: int, dtype: torch.dtype) -> int:
-    """Return ROWS. In fp32 it is the same for all N, because there no matmul instruction fixes the order of sums.
-
-    It is at least 4, so that each of 4 warps has a row of 256 columns in the same layout for any number of rows.
-    """
-    return FEW if dtype == torch.float32 else max(4, triton.next_power_of_2(N))
-
-
-def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None = None, **result):
-    """Return x W^T + bias, (N, OUT); with k_ptr and v_ptr only the queries, (N, H D).
-
-    x is (N, K), or the result of add_norm(). weight is W, or (W in int8, scales). `result` has more arguments of
-    store_result(). For many rows, a product of BRANCHES may return (sums over parts of K, bias): see _many.py.
-    """
-    W, scale = matrix(weight)
-    OUT, K = W.shape
-    width = step.shared["Q_WIDTH"] if "k_ptr" in result else OUT
-    result = {"GELU": False, **result}
-    if not step.few:
-        rows = _many.norm(step, x) if isinstance(x, dict) else x
-        return _many.matmul(step, name, rows, weight, bias, width, **result)
-    default = product_launch(OUT, K, step.dtype, multiprocessors(step.device))
-    launch = step.parameters(name, f"{OUT} {K} {W.dtype}", default)
-    out = step.empty(step.N, width)
-    step.launch(
-        _product_kernel,
-        (triton.cdiv(OUT, launch["BLOCK_N"]),),
-        **(x if isinstance(x, dict) else {"x_ptr": x}),
-        weight_ptr=W,
-        scale_ptr=scale,
-        bias_ptr=bias,
-        out_ptr=out,
-        **{"OUT": OUT, "K": K, "ROWS": padded_rows(step.N, step.dtype), **result, **launch},
-    )
-    return out
+    return (_few if step.few else _many).product(step, name, x, weight, bias, **cache)
 
 
 def decode(weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:
@@ -230,7 +84,7 @@ def decode(weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:
         q = product(step, "qkv", x, layer.qkv_weight, layer.qkv_bias, k_ptr=k, v_ptr=v, rope_ptr=step.rope)
         x = product(step, "proj", attend(step, q, k, v), layer.proj_weight, layer.proj_bias)
         x = step.add_norm(x, layer.ln_2_weight, layer.ln_2_bias)
-        x = product(step, "fc", x, layer.fc_weight, layer.fc_bias, GELU=True)
+        x = product(step, "fc", x, layer.fc_weight, layer.fc_bias)
         x = product(step, "fc_proj", x, layer.fc_proj_weight, layer.fc_proj_bias)
     # the head has thousands of programs, too many for each to normalise the rows
     x = _many.norm(step, step.add_norm(x, weights.ln_f_weight, weights.ln_f_bias))

@@ -85,8 +85,7 @@ def cross_entropy_(
     """
     V = logits.shape[1]
     launch = launch_parameters("cross_entropy", f"{V} {logits.dtype}", softmax_launch(V), logits.device)
-    arguments = logits, targets, losses, shifts, ignore_index
-    cross_entropy_kernel[(len(logits),)](*arguments, V=V, WRITE=write, **launch)
+    cross_entropy_kernel[(len(logits),)](logits, targets, losses, shifts, ignore_index, V=V, WRITE=write, **launch)
 
 
 def dlogits_in_fp8(
@@ -98,8 +97,19 @@ def dlogits_in_fp8(
     """
     (N, V), (_, programs, launch) = logits.shape, tiles("dlogits_fp8", logits)
     rows = empty_fp8(N, V, E5M2, logits.device)
-    arguments = logits, targets, shifts, scale, rows, columns, ignore_index, N, columns.stride(0), V
-    dlogits_fp8_kernel[(programs,)](*arguments, **launch)
+    dlogits_fp8_kernel[(programs,)](
+        logits_ptr=logits,
+        targets_ptr=targets,
+        shifts_ptr=shifts,
+        scale_ptr=scale,
+        rows_ptr=rows,
+        columns_ptr=columns,
+        ignore_index=ignore_index,
+        N=N,
+        all_rows=columns.stride(0),
+        V=V,
+        **launch,
+    )
     return rows
 
 

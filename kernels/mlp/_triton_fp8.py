@@ -76,7 +76,8 @@ def fc_and_gelu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype
     (N, F), device = (len(x), len(w)), x.device
     h, a = product(x, w, (unit_of(X_SCALE, device), w_unit), dtype, bias), empty_fp8(N, F, E4M3, device)
     _, programs, parameters = tiles("gelu_fp8_fwd", h)
-    _gelu_fp8_kernel[(programs,)](h, None, None, a, None, None, None, N, F, SCALE=X_SCALE, BACKWARD=False, **parameters)
+    unused = dict.fromkeys(("da_ptr", "dy_unit_ptr", "dh_rows_ptr", "dh_columns_ptr", "sums_ptr"))
+    _gelu_fp8_kernel[(programs,)](h_ptr=h, a_ptr=a, N=N, F=F, SCALE=X_SCALE, BACKWARD=False, **unused, **parameters)
     return h, a
 
 
@@ -90,9 +91,21 @@ def proj_and_gelu_backward(
     tiles_n, programs, parameters = tiles("gelu_fp8_bwd", h)
     if sums:
         partial = torch.empty(tiles_n, F, dtype=torch.float32, device=h.device)
-    outputs = a, dh, dh_columns, partial
-    _gelu_fp8_kernel[(programs,)](h, da, unit, *outputs, N, F, SCALE=X_SCALE, BACKWARD=True, **parameters)
-    return outputs
+    _gelu_fp8_kernel[(programs,)](
+        h_ptr=h,
+        da_ptr=da,
+        dy_unit_ptr=unit,
+        a_ptr=a,
+        dh_rows_ptr=dh,
+        dh_columns_ptr=dh_columns,
+        sums_ptr=partial,
+        N=N,
+        F=F,
+        SCALE=X_SCALE,
+        BACKWARD=True,
+        **parameters,
+    )
+    return a, dh, dh_columns, partial
 
 
 mlp = _fp8.define("mlp_fp8", fc_and_gelu, proj_and_gelu_backward)

@@ -32,6 +32,7 @@ from kernels.attention import triton as attention
 from kernels.attention import triton_naive as attention_naive
 from kernels.cache import FP8
 from kernels.compat import FakeTensorMode
+from kernels.decode import _few as decode_few
 from kernels.decode import _many as decode_many
 from kernels.decode import _sampling as sampling
 from kernels.decode import _step as decode_step
@@ -429,7 +430,7 @@ def recorded_launches(capability: int, *steps: tuple) -> list[tuple]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", record))
         stack.enter_context(mock.patch.object(decode_step, "can_launch_early", return_value=True))
-        for module in (decode, decode_many, decode_step):
+        for module in (decode_few, decode_many, decode_step):
             stack.enter_context(mock.patch.object(module, "multiprocessors", return_value=132))
         stack.enter_context(mock.patch.object(decode_many, "shared_bytes", return_value=SHARED[capability]))
         stack.enter_context(FakeTensorMode())

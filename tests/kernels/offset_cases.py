@@ -15,8 +15,7 @@ import torch
 from kernels import matmul, quantize, sums
 from kernels.adamw.triton import BLOCK, adamw_update
 from kernels.attention import _gluon_backward, _triton_backward
-from kernels.decode import _many
-from kernels.decode import triton as decode
+from kernels.decode import _few, _many
 from kernels.fp8 import E4M3, E5M2
 from kernels.loss import _exponentials, _softmax, _unnormalised
 from kernels.mlp import _triton_fp8 as mlp_fp8
@@ -283,32 +282,38 @@ def attention_softmax_backward(before):
     return [naive.softmax_bwd(p, dp, 0.25)[0, 0, -16:]]
 
 
-def decode_norm(before):
+def decode_norm(before, kernel):
     x, residual = (after(before(1024), half(1, 1024, seed=seed)) for seed in range(2))
     tensors = {"x_ptr": x, "residual_ptr": residual, "stream_ptr": torch.empty_like(x), "out_ptr": torch.empty_like(x)}
+    tensors |= {"wte_ptr": x, "tokens_ptr": torch.arange(len(x))}
     sizes = {"N": len(x), "T": 1, "wpe_rows": 0, "COUNTS": 0, "K": 1024, "BLOCK_K": 1024, "PARTS": 0, "PDL": False}
-    launch(_many._norm_kernel, (len(x),), **tensors, ln_weight_ptr=half(1024), **sizes)
+    launch(kernel, (len(x),), **tensors, ln_weight_ptr=half(1024), **sizes)
     return tensors["out_ptr"][-1], tensors["stream_ptr"][-1]
 
 
-def decode_matmul(before):
+def decode_matmul(before, kernel):
     x, w = half(96, 64), after(before(64), half(32, 64, seed=1))
-    sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 1, "LINES": 1, "K": 64}
-    return decode_product(_many._matmul_kernel, (3, len(w) // 32, 1), x, w, sizes)
+    sizes = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_K": 64, "PARTS": 1, "LINES": 1}
+    return decode_product(kernel, (3, len(w) // 32, 1), x, w, sizes)
 
 
-def decode_product_of_few_rows(before):
-    x, w = half(16, 16), after(before(8), half(16, 16, seed=1))
-    sizes = {"ROWS": 16, "BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "K": 16, "COUNTS": 0, "wpe_rows": 0}
-    return decode_product(decode._product_kernel, (len(w) // 16,), x, w, sizes)
+def decode_product_of_few_rows(before, kernel):
+    x, w = half(16, 16), after(before(8), half(32, 16, seed=1))
+    sizes = {"ROWS": 16, "BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8}
+    return decode_product(kernel, (len(w) // 16,), x, w, sizes)
 
 
 def decode_product(kernel, grid, x, w, sizes):
-    out = torch.empty(len(x), len(w), dtype=DTYPE)
-    common = {"N": len(x), "T": 1, "cache_rows": 1, "OUT": len(w), "D": 16, "Q_WIDTH": 16, "KV_WIDTH": 16}
-    common |= {"GELU": False, "PDL": False, "PRECISION": "ieee"}
-    launch(kernel, grid, x_ptr=x, weight_ptr=w, out_ptr=out, **common, **sizes)
-    return [out[-16:, -16:]]
+    """Launch a product. The last 16 rows of W are for values, and the 16 rows before them for keys."""
+    N, K = x.shape
+    out, k, v = (torch.empty(N, width, dtype=DTYPE) for width in (len(w), 16, 16))
+    tensors = {"x_ptr": x, "residual_ptr": x, "stream_ptr": torch.empty_like(x), "ln_weight_ptr": half(K)}
+    tensors |= {"wte_ptr": x, "tokens_ptr": torch.arange(N), "positions_ptr": torch.zeros(N, dtype=torch.int64)}
+    tensors |= {"weight_ptr": w, "out_ptr": out, "k_ptr": k, "v_ptr": v}
+    common = {"N": N, "T": 1, "wpe_rows": 0, "cache_rows": 1, "COUNTS": 0, "OUT": len(w), "K": K, "D": 16}
+    common |= {"Q_WIDTH": len(w) - 32, "KV_WIDTH": 16, "GELU": False, "PDL": False, "PRECISION": "ieee"}
+    launch(kernel, grid, **tensors, **common, **sizes)
+    return [v[-16:] if "v_ptr" in kernel.arg_names else out[-16:, -16:]]
 
 
 CASES = {
@@ -338,7 +343,12 @@ CASES = {
     "_combine_kernel": attention_combine,
     "_probabilities_kernel": attention_probabilities,
     "_softmax_bwd_kernel": attention_softmax_backward,
-    "_norm_kernel": decode_norm,
-    "_matmul_kernel": decode_matmul,
-    "_product_kernel": decode_product_of_few_rows,
+    "_embed_norm_kernel": partial(decode_norm, kernel=_many._embed_norm_kernel),
+    "_norm_kernel": partial(decode_norm, kernel=_many._norm_kernel),
+    "_matmul_qkv_kernel": partial(decode_matmul, kernel=_many._matmul_qkv_kernel),
+    "_matmul_kernel": partial(decode_matmul, kernel=_many._matmul_kernel),
+    "_embed_qkv_kernel": partial(decode_product_of_few_rows, kernel=_few._embed_qkv_kernel),
+    "_qkv_kernel": partial(decode_product_of_few_rows, kernel=_few._qkv_kernel),
+    "_fc_kernel": partial(decode_product_of_few_rows, kernel=_few._fc_kernel),
+    "_product_kernel": partial(decode_product_of_few_rows, kernel=_few._product_kernel),
 }

@@ -14,7 +14,7 @@ import torch
 from kernels import decode as contract
 from kernels.cache import FP8, Cache
 from kernels.check import broken_rule
-from kernels.decode import Layer, Model, _many, _step, int8, to_float64
+from kernels.decode import Layer, Model, _few, _many, _step, int8, to_float64
 from kernels.decode import triton as fused
 from kernels.registry import Unavailable, backend, impls, load
 from kernels.tuned import override_tables
@@ -289,7 +289,7 @@ def test_fewer_padded_rows(N, monkeypatch):
     """In fp32 all steps have 16 padded rows. With fewer padded rows the logits are the same."""
     weights, tokens, cache = case_inputs({"batch": N, "lengths": [9], "n_layer": 1}, torch.float32).values()
     expected = run("triton", weights, tokens, copy_cache(cache))
-    monkeypatch.setattr(fused, "padded_rows", lambda N, dtype: 2 if N == 1 else 4)
+    monkeypatch.setattr(_few, "padded_rows", lambda N, dtype: 2 if N == 1 else 4)
     torch.testing.assert_close(run("triton", weights, tokens, copy_cache(cache)), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -355,6 +355,6 @@ def test_splits_of_the_keys():
 
 def test_candidates_change_parameters_that_exist():
     """The candidates of scripts/tune.py keep BLOCK_K and num_warps, which fix the order of a row's sums."""
-    launch = fused.product_launch(2304, 768, torch.bfloat16, 132)
+    launch = _few.product_launch(2304, 768, torch.bfloat16, 132)
     for change in fused.candidates("decode_qkv", launch):
         assert change.keys() <= {"BLOCK_N", "SLICES"} & launch.keys()

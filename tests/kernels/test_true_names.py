@@ -1,5 +1,7 @@
 """A backend's name and description say who computes: no other language and no other library runs under its name."""
 
+import re
+
 import pytest
 import torch
 
@@ -46,6 +48,16 @@ def test_on_a_cpu_gluon_says_what_it_needs_and_what_can_run(op, impl):
     key = "attn" if op == "attention" else f"kernels.{op}"
     remedy = f"choose {key}={impl.replace('gluon', 'triton')}"
     assert unavailable(op, impl, torch.device("cpu")) == f"it needs a Hopper GPU (compute capability 9.0): {remedy}"
+
+
+@pytest.mark.parametrize("impl", ["triton", "int8"])
+def test_every_kernel_of_a_decoder_is_of_its_family(impl):
+    """So the profile of a step counts all of them as decoding."""
+    texts = [path.read_text() for path in imported_files(source_file("decode", impl)) if path.parent.name == "decode"]
+    names = re.findall(r"^@triton\.jit.*\ndef (_\w+_kernel)\(", "\n".join(texts), re.MULTILINE)
+    family = "|".join(family_patterns({"decode": impl})["decode"])
+    assert "_product_kernel" in names
+    assert [name for name in names if not re.search(family, name)] == []
 
 
 def test_the_preset_gluon_takes_triton_for_the_ops_that_gluon_lacks():

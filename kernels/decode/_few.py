@@ -1,0 +1,256 @@
+"""The products of a step of few rows. Each kernel loads its rows of W, waits for its predecessor, and multiplies.
+
+    _embed_qkv_kernel    qkv of the first layer: the stream begins with the embeddings
+    _qkv_kernel          qkv of the other layers: they add a branch to the stream
+    _fc_kernel           the same prologue, and GELU
+    _product_kernel      proj, fc_proj and the head
+
+triton.py says why, and what they measure.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.decode._qkv import cache_places, store_qkv, weight_rows
+from kernels.decode._step import FEW, SIZES, Step, matrix
+from kernels.decode._tiles import (
+    add_bias,
+    add_branch,
+    embed,
+    gelu,
+    launch_next_kernel,
+    load_vector,
+    load_weights,
+    multiply,
+    multiply_rows,
+    normalise,
+    store_rows,
+    wait_for_earlier_kernels,
+    zero_counts,
+)
+from kernels.gpu import multiprocessors
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _embed_qkv_kernel(
+    wte_ptr,  # arguments of embed(), like the next four
+    wpe_ptr,
+    tokens_ptr,
+    positions_ptr,
+    stream_ptr,
+    ln_weight_ptr,  # (K,)
+    ln_bias_ptr,
+    weight_ptr,  # the rest are arguments of _qkv_kernel
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    k_ptr,
+    v_ptr,
+    rope_ptr,
+    count_ptr,  # (COUNTS,) int32 or None: see zero_counts()
+    N,
+    T,
+    wpe_rows,
+    cache_rows,
+    COUNTS: tl.constexpr,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    KV_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The first kernel of a step. The stream begins with the embeddings: q, k, v = LayerNorm(stream) W^T + bias."""
+    launch_next_kernel(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS).to(tl.int64)
+    n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
+    weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
+    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
+    place = cache_places(row, positions_ptr, N, T, cache_rows)
+    wait_for_earlier_kernels(PDL)
+    zero_counts(count_ptr, COUNTS)
+    is_writer = tl.program_id(0) == 0
+    stream = embed(
+        wte_ptr, wpe_ptr, tokens_ptr, positions_ptr, stream_ptr, row[:, None], is_writer, N, T, wpe_rows, K, BLOCK_K
+    )
+    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
+    store_qkv(y, row, n, place, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _qkv_kernel(
+    x_ptr,  # arguments of add_branch(), like the next two
+    residual_ptr,
+    stream_ptr,
+    ln_weight_ptr,  # (K,)
+    ln_bias_ptr,
+    weight_ptr,  # arguments of _product_kernel, like the next two
+    scale_ptr,
+    bias_ptr,
+    out_ptr,  # (N, H D): the queries
+    k_ptr,  # arguments of store_qkv(), like the next two
+    v_ptr,
+    rope_ptr,
+    positions_ptr,
+    N,
+    T,
+    cache_rows,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    Q_WIDTH: tl.constexpr,  # H D
+    KV_WIDTH: tl.constexpr,  # Hkv D
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """stream = residual + x; q, k, v = LayerNorm(stream) W^T + bias. k and v go into the cache."""
+    launch_next_kernel(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS).to(tl.int64)
+    n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
+    weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
+    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
+    place = cache_places(row, positions_ptr, N, T, cache_rows)
+    wait_for_earlier_kernels(PDL)
+    stream = add_branch(x_ptr, residual_ptr, stream_ptr, row[:, None], tl.program_id(0) == 0, N, K, BLOCK_K)
+    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
+    store_qkv(y, row, n, place, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _fc_kernel(
+    x_ptr,  # arguments of add_branch(), like the next two
+    residual_ptr,
+    stream_ptr,
+    ln_weight_ptr,  # (K,)
+    ln_bias_ptr,
+    weight_ptr,  # the rest are arguments of _product_kernel
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    N,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """stream = residual + x; out = GELU(LayerNorm(stream) W^T + bias)."""
+    launch_next_kernel(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
+    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
+    wait_for_earlier_kernels(PDL)
+    stream = add_branch(x_ptr, residual_ptr, stream_ptr, row[:, None], tl.program_id(0) == 0, N, K, BLOCK_K)
+    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
+    store_rows(out_ptr, gelu(y), row, n, N, OUT)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _product_kernel(
+    x_ptr,  # (N, K)
+    weight_ptr,  # (OUT, K)
+    scale_ptr,  # (OUT,) fp32 if W is in int8, otherwise None
+    bias_ptr,  # (OUT,) or None
+    out_ptr,  # (N, OUT)
+    N,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,  # N or more
+    BLOCK_N: tl.constexpr,  # rows of W of a program
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out = x W^T + bias: proj, fc_proj and the head."""
+    launch_next_kernel(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weights, _, _ = load_weights(weight_ptr, None, None, n, OUT, K, BLOCK_K, SLICES, dtype)
+    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
+    wait_for_earlier_kernels(PDL)
+    y = add_bias(multiply_rows(x_ptr, row, weights, N, K, BLOCK_K, PRECISION), scale, bias, dtype)
+    store_rows(out_ptr, y, row, n, N, OUT)
+
+
+def product_launch(OUT: int, K: int, dtype: torch.dtype, processors: int) -> dict:
+    """Return the default launch parameters of a product for a GPU with `processors` multiprocessors.
+
+    For a K of up to 1024 a warp takes whole rows of x, 256 columns at a time, 8 a thread. So LayerNorm needs no sum
+    over warps, and K = 768 no padding: a thread holds 48 registers of W for qkv, and 96 for fc. Otherwise several warps
+    share a row, also in proj, which has no LayerNorm. These are the fastest of 46 choices for 124M, one row, on an H200
+    (190 us a step then; 16 rows of W for fc 193, 16 slices and 8 warps for fc_proj 194, 256 columns for proj 193), and
+    among the fastest of 172 for 1558M that leave registers for 16 rows. For any ROWS, the same threads add a row's
+    numbers in the same order; tests/kernels/compile_triton.py compares the layouts. A warp has two slices, except for K
+    from 1025 to 2048, so that two chains of matmul instructions run independently.
+
+    Programs of neighbouring kernels share the 65,536 registers of a multiprocessor. If one kernel takes too many, the
+    next one cannot start early; triton.py has an example.
+    """
+    if dtype == torch.float32:  # for comparisons of results, not for speed
+        return {"BLOCK_N": 16, "BLOCK_K": 128, "SLICES": 8, "num_warps": 4}
+    rows = 8 if 16 * processors > OUT else 16
+    if K <= 1024:
+        if OUT == K > 512:  # proj
+            return {"BLOCK_N": rows, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
+        return {"BLOCK_N": 32 if 20 * processors < OUT else rows, "BLOCK_K": 256, "SLICES": 8, "num_warps": 4}
+    if K <= 2048:
+        return {"BLOCK_N": rows, "BLOCK_K": 2048, "SLICES": 8, "num_warps": 8}
+    if K <= 4096:
+        return {"BLOCK_N": 8, "BLOCK_K": 1024, "SLICES": 8, "num_warps": 4}
+    return {"BLOCK_N": 8, "BLOCK_K": 2048, "SLICES": 16, "num_warps": 8}
+
+
+def padded_rows(N: int, dtype: torch.dtype) -> int:
+    """Return ROWS. In fp32 it is the same for all N, because there no matmul instruction fixes the order of sums.
+
+    It is at least 4, so that each of 4 warps has a row of 256 columns in the same layout for any number of rows.
+    """
+    return FEW if dtype == torch.float32 else max(4, triton.next_power_of_2(N))
+
+
+def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None, **cache) -> Tensor:
+    """Return product() of triton.py."""
+    arguments = x if isinstance(x, dict) else {"x_ptr": x}
+    kernel = {"qkv": _qkv_kernel, "fc": _fc_kernel}.get(name, _product_kernel)
+    if "tokens_ptr" in arguments:
+        kernel = _embed_qkv_kernel
+    W, scale = matrix(weight)
+    OUT, K = W.shape
+    default = product_launch(OUT, K, step.dtype, multiprocessors(step.device))
+    launch = step.parameters(name, f"{OUT} {K} {W.dtype}", default)
+    out = step.empty(step.N, step.shared["Q_WIDTH"] if name == "qkv" else OUT)
+    step.launch(
+        kernel,
+        (triton.cdiv(OUT, launch["BLOCK_N"]),),
+        **arguments,
+        **cache,
+        weight_ptr=W,
+        scale_ptr=scale,
+        bias_ptr=bias,
+        out_ptr=out,
+        **{"OUT": OUT, "K": K, "ROWS": padded_rows(step.N, step.dtype), **launch},
+    )
+    return out

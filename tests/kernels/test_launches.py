@@ -1,0 +1,47 @@
+"""Launches of kernels pass keywords: the names of a kernel's arguments stand where it is called."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+MOST_POSITIONAL = 9
+# Files that other work changes now. Delete this list when that work is merged
+WAITING = {"adamw.py", "loss/_unnormalised.py"}
+WAITING |= {"attention/_gluon_backward.py", "attention/_gluon_forward.py", "mlp/_gluon_kernel.py"}
+
+
+def long_launches(source: str) -> list[str]:
+    """Return the launches kernel[grid](...) and launch(...) with many positional arguments, or with *arguments."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    launches = [call for call in calls if isinstance(call.func, ast.Subscript) or name_of(call.func) == "launch"]
+    return [
+        f"line {call.lineno}: {ast.unparse(call.func)}"
+        for call in launches
+        if len(call.args) > MOST_POSITIONAL or any(isinstance(argument, ast.Starred) for argument in call.args)
+    ]
+
+
+def name_of(function: ast.expr) -> str | None:
+    return getattr(function, "attr", getattr(function, "id", None))
+
+
+def test_launches_of_many_arguments_pass_keywords():
+    files = {path.relative_to(KERNELS).as_posix(): path for path in KERNELS.rglob("*.py")}
+    launches = {name: long_launches(path.read_text(encoding="utf-8")) for name, path in files.items()}
+    assert {name: found for name, found in launches.items() if found and name not in WAITING} == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "is_long"),
+    [
+        ("kernel[grid](a, b, c, d, e, f, g, h, i, N=10)", False),
+        ("kernel[grid](a, b, c, d, e, f, g, h, i, j)", True),
+        ("kernel[grid](*tensors, N=10)", True),
+        ("kernel[grid](x_ptr=x, **launch)", False),
+        ("step.launch(kernel, grid, *tensors)", True),
+    ],
+)
+def test_which_launches_are_long(call, is_long):
+    assert bool(long_launches(call)) == is_long
