@@ -74,9 +74,26 @@ def adamw_update(
     weight_decay: float,
 ) -> None:
     """Launch the kernel. `corrections` (2,) fp32 are 1 - beta1^t and 1 - beta2^t; the rest is as in the contract."""
-    rest = 1 - beta1, 1 - beta2, eps, weight_decay
-    tensors = master, exp_avg, exp_avg_sq, weight, gradient, lr, scale, corrections, refuse
-    _adamw_kernel[(len(master) // BLOCK,)](*tensors, decayed, beta1, beta2, *rest, BLOCK=BLOCK, num_warps=4)
+    _adamw_kernel[(len(master) // BLOCK,)](
+        master_ptr=master,
+        exp_avg_ptr=exp_avg,
+        exp_avg_sq_ptr=exp_avg_sq,
+        weight_ptr=weight,
+        gradient_ptr=gradient,
+        lr_ptr=lr,
+        scale_ptr=scale,
+        corrections_ptr=corrections,
+        refuse_ptr=refuse,
+        decayed=decayed,
+        beta1=beta1,
+        beta2=beta2,
+        one_minus_beta1=1 - beta1,
+        one_minus_beta2=1 - beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
 
 
 @adamw_update.register_fake
