@@ -30,4 +30,5 @@ def detail(master, **inputs) -> str:
 
 
 def adamw(master, *arguments, **options):
-    _functions[master.device.type](master, *arguments, **options)
+    function = _functions[master.device.type]
+    function(master, *arguments, **options)
