@@ -504,7 +504,7 @@ LAUNCH = {
 }
 
 
-def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
+def backward(*, dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     """Compute the gradients and write them to dq (B, T, H, D), dk and dv (B, T, Hkv, D).
 
     refusal() of gluon.py is None, and can_use_tma() is true for q, k, v, dout, dq, dk and dv. dout and out are
@@ -514,23 +514,40 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     blocks = triton.cdiv(T, BLOCK.value)  # of keys; each has two tiles of queries
     tiles = 2 * blocks
     lse_delta = torch.empty(B * H * tiles * 2 * size, dtype=torch.float32, device=q.device)
-    _lse_delta_kernel[(B * H * tiles,)](dout, out, lse, lse_delta, lse.stride(1), T, H, tiles, D, size)
+    _lse_delta_kernel[(B * H * tiles,)](
+        dout_ptr=dout,
+        out_ptr=out,
+        lse_ptr=lse,
+        lse_delta_ptr=lse_delta,
+        stride=lse.stride(1),
+        T=T,
+        H=H,
+        tiles=tiles,
+        D=D,
+        TILE=size,
+    )
     programs = min(B * Hkv * blocks, multiprocessors(q.device))
     # While one program computes the longest block of a head, each program computes two blocks of mean length
     heads_in_sums = min(B * Hkv, triton.cdiv(2 * programs, blocks) + 1)
     sums = torch.empty(heads_in_sums * H // Hkv, tiles, size, D, dtype=torch.float32, device=q.device)
     turns = torch.zeros(1 + heads_in_sums * H // Hkv * tiles, dtype=torch.int32, device=q.device)
     _attention_bwd_gluon_kernel[(programs,)](
-        *(head_tiles(tensor, size) for tensor in (q, k, v, dout, dq, dk, dv)),
-        tma_descriptor(lse_delta, 2 * size),
-        sums,
-        turns,
-        scale,
-        scale * LOG2E.value,
-        heads_in_sums,
-        B * Hkv * blocks,
-        Hkv,
-        T,
+        q=head_tiles(q, size),
+        k=head_tiles(k, size),
+        v=head_tiles(v, size),
+        dout=head_tiles(dout, size),
+        dq=head_tiles(dq, size),
+        dk=head_tiles(dk, size),
+        dv=head_tiles(dv, size),
+        lse_delta=tma_descriptor(lse_delta, 2 * size),
+        sums_ptr=sums,
+        turns_ptr=turns,
+        scale=scale,
+        scale_log2=scale * LOG2E.value,
+        heads_in_sums=heads_in_sums,
+        all_blocks=B * Hkv * blocks,
+        Hkv=Hkv,
+        T=T,
         GROUP=H // Hkv,
         num_warps=4,
         maxnreg=128,  # registers per thread when 16 warps start. Then the consumers get more, and the others fewer

@@ -291,16 +291,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
     sizes = T, consumers * rows, B * H, heads_in_l2(k), programs
     make_context_current()
     _attention_fwd_gluon_kernel[(programs,)](
-        head_tiles(q, rows),
-        head_tiles(k, BLOCK_N.value),
-        head_tiles(v, BLOCK_N.value),
-        head_tiles(out, rows),
-        lse,
-        plan_on(q.device, *sizes),
-        lse.stride(1),
-        scale,
-        H,
-        T,
+        q=head_tiles(q, rows),
+        k=head_tiles(k, BLOCK_N.value),
+        v=head_tiles(v, BLOCK_N.value),
+        out=head_tiles(out, rows),
+        lse_ptr=lse,
+        plan_ptr=plan_on(q.device, *sizes),
+        lse_stride=lse.stride(1),
+        scale=scale,
+        H=H,
+        T=T,
         GROUP=H // k.shape[2],
         CONSUMERS=consumers,
         SLOTS=4 if D == 64 else 2,  # at D = 128, 128 keys take 32 KB and their values as much

@@ -258,7 +258,7 @@ def empty_partial_sums(N: int, F: int, device: torch.device) -> Tensor:
 
 
 def launch_kernel(
-    x, w, b, h, a, dh, partial, dh_columns=None, x_scale: float = 1.0, w_unit: Tensor | None = None
+    x, w, h, a, *, bias=None, dh=None, dh_columns=None, partial=None, x_scale: float = 1.0, w_unit: Tensor | None = None
 ) -> None:
     """Run the kernel, backward if dh is given and otherwise forward. See _mlp_gluon_kernel for the arguments.
 
@@ -276,7 +276,7 @@ def launch_kernel(
         a=tma_descriptor(a, *((columns, n) if backward and fp8 else (n, columns))),
         dh=tma_descriptor(dh, n, columns),
         dh_columns=tma_descriptor(dh_columns, columns, n),
-        b_ptr=None if backward else b,
+        b_ptr=bias,
         w_unit_ptr=w_unit,
         partial_ptr=partial,
         x_unit=1 / x_scale,
