@@ -60,7 +60,7 @@ from kernels.hopper.registers import split_columns, to_fp32
 from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
 from kernels.hopper.tma import align, load, reinterpret, show_to_tma, store, tma_descriptor
 from kernels.matmul import round_to
-from kernels.mlp._gelu import K0, K1, gelu_over_h
+from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import to_fp8
 from kernels.tiles import place
 
@@ -160,8 +160,7 @@ def _consume(
                 h_rounded = to_fp32(h_parts[i])
                 s = gelu_over_h(h_rounded, True)
                 gelu = h_rounded * s
-                derivative = s + (gelu - gelu * s) * (h_rounded * h_rounded * (3 * K0 * K1) + K0)
-                value = product * derivative
+                value = product * gelu_derivative(h_rounded, s)
             else:
                 value = product
                 if b_ptr is not None:
