@@ -61,7 +61,7 @@ from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
 from kernels.hopper.tma import align, load, reinterpret, show_to_tma, store, tma_descriptor
 from kernels.matmul import round_to
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
-from kernels.quantize import to_fp8
+from kernels.quantize import scaled, to_fp8
 from kernels.tiles import place
 
 WARPS = gl.constexpr(4)  # of a consumer
@@ -167,18 +167,17 @@ def _consume(
                     columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
                     value += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
             if BACKWARD and FP8:
-                result = to_fp8(value + 0.0 * value, dh.dtype)
+                result = to_fp8(scaled(value, 1.0), dh.dtype)
             elif BACKWARD:
                 result = value.to(h.dtype)
             else:
                 result = round_to(value, h.dtype)
                 h_rounded = to_fp32(result)
                 gelu = h_rounded * gelu_over_h(h_rounded, True)
-            if FP8:
-                scaled = gelu * A_SCALE
-                if not BACKWARD:  # the forward's NaN is enough: the loss is then NaN, and the step is refused
-                    scaled += 0.0 * gelu
-                a_slice = to_fp8(scaled, a.dtype)
+            if FP8 and BACKWARD:  # infinity is NaN in the forward, which is enough: the loss is NaN, the step refused
+                a_slice = to_fp8(gelu * A_SCALE, a.dtype)
+            elif FP8:
+                a_slice = to_fp8(scaled(gelu, A_SCALE), a.dtype)
             else:
                 a_slice = gelu.to(a.dtype)
             buffer = CONSUMER * BUFFERS + i % BUFFERS
