@@ -67,7 +67,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.gpu import multiprocessors
 from kernels.hopper.registers import exp2, to_fp32
 from kernels.hopper.ring import Ring, start_barriers, start_ring
-from kernels.hopper.tma import head_tiles, load, show_to_tma, store, thread_barrier, tma_descriptor
+from kernels.hopper.tma import allocate_tiles, head_tiles, load, show_to_tma, store, thread_barrier, tma_descriptor
 from kernels.matmul import round_to
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -441,16 +441,16 @@ def _attention_bwd_gluon_kernel(
     number of blocks of all heads. scale_log2 is scale * LOG2E, which takes no register as an argument.
     """
     dtype: gl.constexpr = q.dtype
-    q_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    dout_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    lse_delta_slots = gl.allocate_shared_memory(gl.float32, [SLOTS] + lse_delta.block_type.shape, lse_delta.layout)  # noqa: RUF005
-    k_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
-    v_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
+    q_slots = allocate_tiles(q, SLOTS)
+    dout_slots = allocate_tiles(dout, SLOTS)
+    lse_delta_slots = allocate_tiles(lse_delta, SLOTS)
+    k_slots = allocate_tiles(k, 2 * SLOTS_KV)
+    v_slots = allocate_tiles(v, 2 * SLOTS_KV)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype)
     ds_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_DS, TILE, TILE], ds_layout)
     dq_smem = gl.allocate_shared_memory(dtype, q.block_type.shape, q.layout)
     # dv and dk of each consumer, at the same place if D = 128
-    grads_smem = gl.allocate_shared_memory(dtype, [256 // k.block_type.shape[3]] + k.block_type.shape, k.layout)  # noqa: RUF005
+    grads_smem = allocate_tiles(dk, 256 // k.block_type.shape[3])
     ticket_slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = _Queries(q_slots, dout_slots, lse_delta_slots, start_ring(SLOTS, CONSUMERS=2))
     keys = _Keys(k_slots, v_slots, start_ring(SLOTS_KV, CONSUMERS=3))  # the two consumers and the adder

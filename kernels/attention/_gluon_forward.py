@@ -24,9 +24,9 @@ TFLOP/s on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). _
     (2, 16384, 12, 64)            557                 572      448
     (4, 4096, 16, 128)            658                 647      584
 
-The slots for keys and for values are two rings. Each slot has one barrier for "full" (its bytes have arrived) and one
-for "empty" (its readers are done), as in mlp/_gluon_kernel.py. Beyond the last token TMA loads zeros and stores
-nothing, and the causal mask hides these keys from every real query.
+Keys and values come through two rings of slots, and kernels/hopper/ring.py explains them. In the ring of the queries
+each consumer has its own slot. Beyond the last token TMA loads zeros and stores nothing, and the causal mask hides
+these keys from every real query.
 """
 
 import functools
@@ -50,7 +50,7 @@ from kernels.compat import fake_mode
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper.registers import exp2
 from kernels.hopper.ring import Slot, start_ring, start_turns
-from kernels.hopper.tma import head_tiles, load, show_to_tma, store
+from kernels.hopper.tma import allocate_tiles, head_tiles, load, show_to_tma, store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
@@ -221,10 +221,10 @@ def _attention_fwd_gluon_kernel(
     q and out are descriptors of (B, H, T, D) tensors, k and v of (B, Hkv, T, D) tensors. lse_ptr points to (B, H, T)
     in fp32, and lse_stride is the distance from one head to the next. plan_ptr points to what plan() returns.
     """
-    q_slots = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    out_slots = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    k_slots = gl.allocate_shared_memory(k.dtype, [SLOTS] + k.block_type.shape, k.layout)  # noqa: RUF005
-    v_slots = gl.allocate_shared_memory(k.dtype, [SLOTS] + k.block_type.shape, k.layout)  # noqa: RUF005
+    q_slots = allocate_tiles(q, CONSUMERS)
+    out_slots = allocate_tiles(out, CONSUMERS)
+    k_slots = allocate_tiles(k, SLOTS)
+    v_slots = allocate_tiles(v, SLOTS)
     queries, turns = start_ring(CONSUMERS), start_turns(CONSUMERS)  # three consumers take no turns
     keys, values = start_ring(SLOTS, CONSUMERS=CONSUMERS), start_ring(SLOTS, CONSUMERS=CONSUMERS)
     show_to_tma()

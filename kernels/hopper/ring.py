@@ -3,12 +3,12 @@
 Producers fill the slots of a ring in shared memory one after another, and consumers read them in the same order. Each
 slot has two barriers:
 
-    full     its contents have arrived. TMA arrives when it has written the bytes that refill() names; warps arrive()
+    full     its producers have filled it: TMA has written the bytes that refill() names, or warps have arrived
     empty    its consumers have read it
 
-The i-th fill goes to slot i % SLOTS, in round i // SLOTS. A wait names only the parity of the round. So a wait for
-round r would pass at once if the slot had not yet been full in round r - 1, because round r - 2 has the same parity. It
-is right if a warp waits for each fill of a slot, or if other barriers tell it that the fill before has arrived.
+Fill i goes to slot i % SLOTS, in round i // SLOTS, from 0 on. A wait names only the parity of the round. So a wait for
+round r passes at once, wrongly, if the slot has not yet been full in round r - 1, because round r - 2 has the same
+parity. Therefore a warp waits for every fill of a slot, or knows from other barriers that the fill before has arrived.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Slot(NamedTuple):
 
 @aggregate
 class Ring:
-    """The barriers of a ring's slots. The slots themselves are indexed by Slot.index."""
+    """The barriers of a ring's slots. The memory of the slots is beside it: tiles.index(slot.index)."""
 
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -42,12 +42,12 @@ class Ring:
 
     @gluon.jit
     def first(self):
-        """Return the slot of the first fill."""
+        """Return the slot of fill 0."""
         return Slot(gl.to_tensor(0), gl.to_tensor(0))
 
     @gluon.jit
     def slot(self, i):
-        """Return the slot of the i-th fill."""
+        """Return the slot of fill i."""
         SLOTS: gl.constexpr = self.full.shape[0]
         return Slot(i % SLOTS, i // SLOTS & 1)
 
@@ -133,6 +133,12 @@ class Turns:
 
 
 @gluon.jit
+def start_turns(CONSUMERS: gl.constexpr = 2):
+    """Return the turns of two consumers. See start_barriers()."""
+    return Turns(start_barriers(CONSUMERS, (1,))[0])
+
+
+@gluon.jit
 def multiply_in_turn(total, xs, ws, ring, turns, CONSUMER: gl.constexpr, parity, fill, steps, W_BY_ROWS: gl.constexpr):
     """Wait for this consumer's turn, and add the product of a tile to total: x W^T, or x W if W_BY_ROWS is False.
 
@@ -140,7 +146,7 @@ def multiply_in_turn(total, xs, ws, ring, turns, CONSUMER: gl.constexpr, parity,
     after it. The last wgmma is still in flight, its slot is not yet released, and the turn is not yet passed on.
     """
     slot = ring.slot(fill)
-    last = ring.first()  # any slot but `slot`: Triton 3.6 carries no variable that two names have before the loop
+    last = ring.first()  # not `slot`: while two names have one value, Triton misses that a loop changes one of them
     turns.wait(CONSUMER, parity)
     for step in range(steps):
         ring.wait_full(slot)
@@ -151,9 +157,3 @@ def multiply_in_turn(total, xs, ws, ring, turns, CONSUMER: gl.constexpr, parity,
         last = slot
         slot = ring.after(slot)
     return total, last, slot
-
-
-@gluon.jit
-def start_turns(CONSUMERS: gl.constexpr = 2):
-    """Return the turns of two consumers. See start_barriers()."""
-    return Turns(start_barriers(CONSUMERS, (1,))[0])

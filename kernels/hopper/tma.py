@@ -18,6 +18,12 @@ reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterp
 
 
 @gluon.jit
+def allocate_tiles(descriptor, COUNT: gl.constexpr):
+    """Return shared memory for COUNT tiles of a descriptor."""
+    return gl.allocate_shared_memory(descriptor.dtype, [COUNT] + descriptor.block_type.shape, descriptor.layout)  # noqa: RUF005
+
+
+@gluon.jit
 def show_to_tma():
     """Let TMA read what the threads of this warpgroup wrote to shared memory, and count in the barriers there."""
     fence_async_shared()

@@ -22,7 +22,7 @@ from kernels.gpu import hopper_unavailable, make_context_current, multiprocessor
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.hopper.registers import exp2, split_columns
 from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
-from kernels.hopper.tma import align, load, show_to_tma, store, tma_descriptor
+from kernels.hopper.tma import align, allocate_tiles, load, show_to_tma, store, tma_descriptor
 from kernels.loss import _in_forward
 from kernels.loss._unnormalised import LOG2E, ROOM, finish, target_logits
 from kernels.loss.triton import (
@@ -116,9 +116,9 @@ def _cross_entropy_gluon_kernel(
     C,
     PARTIAL: gl.constexpr,  # whether the last tile along V is partial
 ):
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
-    p_out = gl.allocate_shared_memory(p.dtype, [2 * BUFFERS] + p.block_type.shape, p.layout)  # noqa: RUF005
+    xs = allocate_tiles(x, STAGES)
+    ws = allocate_tiles(w, STAGES)
+    p_out = allocate_tiles(p, 2 * BUFFERS)
     ring, turns = start_ring(STAGES), start_turns()
     show_to_tma()
     gl.warp_specialize([

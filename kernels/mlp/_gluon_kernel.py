@@ -12,13 +12,9 @@ One program a multiprocessor walks over the tiles of (N, F). Its warps have thre
 This schedule is called ping-pong. The tensor cores wait for an epilogue only if the epilogue takes longer than the
 matmul of a tile.
 
-Synchronisation. Each slot of the ring has two barriers: `full` (the slot's bytes have arrived) and `empty` (the
-consumer has read the slot). Positions in the ring count the k-steps of all tiles, so each consumer skips the positions
-of the other consumer's tiles. Each consumer has a barrier `turn`: it starts to multiply a tile only when the other
-consumer has issued the last wgmma of the tile before. `turn` also keeps the waits for `full` correct. A wait names only
-the parity of a round of the ring. So if a slot has not yet been full in round r - 1, a wait for round r passes at once,
-because round r - 2 has the same parity. This cannot happen: when a consumer gets its turn, all earlier positions have
-been full.
+Synchronisation. kernels/hopper/ring.py has the ring and the turns. The ring's fills are the k-steps of all tiles, so
+each consumer skips the fills of the other consumer's tiles. A consumer's turn begins when the other one has issued the
+last wgmma of the tile before. So all earlier fills have arrived by then, as the ring demands.
 
 Epilogue. A consumer processes its tile in slices of columns, and stores each slice through shared memory by TMA. TMA
 writes nothing outside the matrix, and its loads read zeros there. In the backward, h also comes through the ring: the
@@ -58,7 +54,7 @@ from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper.registers import split_columns, to_fp32
 from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
-from kernels.hopper.tma import align, load, reinterpret, show_to_tma, store, tma_descriptor
+from kernels.hopper.tma import align, allocate_tiles, load, reinterpret, show_to_tma, store, tma_descriptor
 from kernels.matmul import round_to
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import scaled, to_fp8
@@ -223,13 +219,13 @@ def _mlp_gluon_kernel(
     backward w is w_proj by columns (F, C), and dh_columns and a are (F, N rounded up to a multiple of 16).
     """
     result = dh if BACKWARD else h
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
-    result_out = gl.allocate_shared_memory(result.dtype, [2 * BUFFERS] + result.block_type.shape, result.layout)  # noqa: RUF005
-    a_out = gl.allocate_shared_memory(a.dtype, [2 * BUFFERS] + a.block_type.shape, a.layout)  # noqa: RUF005
+    xs = allocate_tiles(x, STAGES)
+    ws = allocate_tiles(w, STAGES)
+    result_out = allocate_tiles(result, 2 * BUFFERS)
+    a_out = allocate_tiles(a, 2 * BUFFERS)
     columns_out = a_out  # not used, unless dh is stored twice
     if dh_columns is not None:
-        columns_out = gl.allocate_shared_memory(dh_columns.dtype, [2 * BUFFERS] + a.block_type.shape, a.layout)  # noqa: RUF005
+        columns_out = allocate_tiles(dh_columns, 2 * BUFFERS)
     ring, turns = start_ring(STAGES), start_turns()
     show_to_tma()
     # each tuple of arguments is written out, because a sum of two tuples cannot contain None

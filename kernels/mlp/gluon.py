@@ -49,9 +49,7 @@ def proj_and_gelu_backward_in_fp8(
     N, F = h.shape
     a, dh_columns = empty_fp8(F, N, E4M3, h.device), empty_fp8(F, N, E5M2, h.device)
     dh, partial_sums = empty_fp8(N, F, E5M2, h.device), empty_partial_sums(N, F, h.device) if sums else None
-    launch_kernel(
-        dy, w, h, a, dh=dh, dh_columns=dh_columns, partial=partial_sums, x_scale=dy_scale(N), w_unit=w_unit
-    )
+    launch_kernel(dy, w, h, a, dh=dh, dh_columns=dh_columns, partial=partial_sums, x_scale=dy_scale(N), w_unit=w_unit)
     return a, dh, dh_columns, partial_sums
 
 
