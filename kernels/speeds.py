@@ -96,12 +96,12 @@ def conditions(op: str, impl: str, device: torch.device) -> dict[str, str | None
 
 
 def code_digest(op: str, impl: str, device: torch.device) -> str:
-    """Return a digest of the launch parameters and of the code: kernels/*.py and the op's folder, or another file."""
+    """Return a digest of the launch parameters and of the code: another file; or the op's folder and what ops share."""
     parameters = {name: values for name, values in merged_table(device).items() if not is_choice(name)}
     digest, file = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()), source_file(op, impl)
     paths = [file]
     if file.is_relative_to(ROOT / op):
-        files = [*(ROOT / op).rglob("*"), *ROOT.glob("*.py")]  # matmul.py, tiles.py and others are parts of a backend
+        files = [*(ROOT / op).rglob("*"), *ROOT.glob("*.py"), *(ROOT / "hopper").glob("*.py")]  # matmul.py and others
         files = (path for path in files if path.suffix in (".py", ".cu", ".cuh", ".h"))
         paths = sorted(path for path in files if path.is_file())
     for path in paths:

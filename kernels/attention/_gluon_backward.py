@@ -49,6 +49,8 @@ there, but it multiplies only zeros. Beyond the last key, the causal mask hides 
 not store beyond the tensor.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -63,7 +65,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from kernels.gpu import multiprocessors
-from kernels.hopper import barrier, exp2, head_tiles, load, store, tma_descriptor, to_16_bits, to_fp32
+from kernels.hopper.registers import exp2, to_fp32
+from kernels.hopper.ring import Ring, start_barriers, start_ring
+from kernels.hopper.tma import allocate_tiles, head_tiles, load, show_to_tma, store, thread_barrier, tma_descriptor
+from kernels.matmul import round_to
 
 LOG2E = gl.constexpr(1.4426950408889634)
 TILE = gl.constexpr(64)  # queries of a tile, and keys of a consumer
@@ -71,6 +76,38 @@ BLOCK = gl.constexpr(128)  # keys of a program
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # (64, 64): s, dp, and dq
 # dq in memory: four elements of a thread, then four of the next thread
 FLAT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]))
+
+
+class _Queries(NamedTuple):
+    """Tiles of 64 queries. A slot of the ring is an index of q, dout, and lse_delta."""
+
+    q: gl.shared_memory_descriptor
+    dout: gl.shared_memory_descriptor
+    lse_delta: gl.shared_memory_descriptor
+    ring: Ring
+
+
+class _Keys(NamedTuple):
+    """Blocks of 128 keys. Slot i has the consumers' tiles of k and v, 2 i and 2 i + 1."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    ring: Ring
+
+
+class _Products(NamedTuple):
+    """Tiles of ds of 128 keys and 64 queries. Slot i has the consumers' tiles, 2 i and 2 i + 1."""
+
+    ds: gl.shared_memory_descriptor
+    ring: Ring  # full: both consumers have written ds, and dq's turn has come
+    added: gl.shared_memory_descriptor  # a barrier for each slot: the adder has added to dq
+
+
+class _Tickets(NamedTuple):
+    """The numbers of the program's next blocks, for all its warps."""
+
+    numbers: gl.shared_memory_descriptor
+    ring: Ring
 
 
 @gluon.jit
@@ -92,57 +129,48 @@ def _turns_before(head, j, i, heads_in_sums):
 @gluon.jit
 def _take_ticket(tickets, ticket_ptr, block):
     """Take the next ticket of the grid for this program's next block, give it to the other warps, and return it."""
-    slots, full, empty = tickets
-    slot = block % slots.shape[0]
-    mbarrier.wait(empty.index(slot), block // slots.shape[0] & 1 ^ 1)
+    slot = tickets.ring.slot(block)
+    tickets.ring.wait_empty(slot)
     ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
-    slots.index(slot).store(gl.full([1], ticket, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(full.index(slot))
+    tickets.numbers.index(slot.index).store(gl.full([1], ticket, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    tickets.ring.arrive_full(slot)
     return ticket
 
 
 @gluon.jit
 def _read_ticket(tickets, block):
     """Wait for the ticket of this program's next block, and return it."""
-    slots, full, empty = tickets
-    slot = block % slots.shape[0]
-    mbarrier.wait(full.index(slot), block // slots.shape[0] & 1)
-    ticket = gl.max(slots.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-    mbarrier.arrive(empty.index(slot))
+    slot = tickets.ring.slot(block)
+    tickets.ring.wait_full(slot)
+    ticket = gl.max(tickets.numbers.index(slot.index).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    tickets.ring.arrive_empty(slot)
     return ticket
 
 
 @gluon.jit
 def _produce(q, k, v, dout, lse_delta, queries, keys, tickets, ticket_ptr, all_blocks, Hkv, T, GROUP: gl.constexpr):
-    q_slots, dout_slots, lse_delta_slots, full, empty = queries
-    k_slots, v_slots, full_kv, empty_kv = keys
-    SLOTS: gl.constexpr = q_slots.shape[0]
-    SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
-    D: gl.constexpr = q_slots.shape[4]
+    D: gl.constexpr = queries.q.shape[4]
     tiles = gl.cdiv(T, BLOCK) * 2
-    block = 0  # how many blocks were loaded so far
-    tile = 0  # how many tiles were loaded so far: it gives the slot, and the phase of the slot's barriers
+    block, tile = 0, 0  # how many were loaded so far
     ticket = _take_ticket(tickets, ticket_ptr, block)
     while ticket < all_blocks:
         head, j = _head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
-        slot = block % SLOTS_KV
-        mbarrier.wait(empty_kv.index(slot), block // SLOTS_KV & 1 ^ 1)
-        mbarrier.expect(full_kv.index(slot), 2 * BLOCK * D * 2)
+        slot = keys.ring.slot(block)
+        full = keys.ring.refill(slot, 2 * BLOCK * D * 2)
         for consumer in gl.static_range(2):
             n = j * BLOCK + consumer * TILE
-            load(k, [b, h_kv, n, 0], full_kv.index(slot), k_slots.index(slot * 2 + consumer))
-            load(v, [b, h_kv, n, 0], full_kv.index(slot), v_slots.index(slot * 2 + consumer))
+            load(k, [b, h_kv, n, 0], full, keys.k.index(slot.index * 2 + consumer))
+            load(v, [b, h_kv, n, 0], full, keys.v.index(slot.index * 2 + consumer))
         for member in range(GROUP):
             h = h_kv * GROUP + member
             for i in range(2 * j, tiles):
-                slot = tile % SLOTS
-                mbarrier.wait(empty.index(slot), tile // SLOTS & 1 ^ 1)
-                mbarrier.expect(full.index(slot), 2 * TILE * D * 2 + 2 * TILE * 4)
-                load(q, [b, h, i * TILE, 0], full.index(slot), q_slots.index(slot))
+                slot = queries.ring.slot(tile)
+                full = queries.ring.refill(slot, 2 * TILE * D * 2 + 2 * TILE * 4)
+                load(q, [b, h, i * TILE, 0], full, queries.q.index(slot.index))
                 offset = ((b * Hkv * GROUP + h) * tiles + i) * (2 * TILE)
-                load(lse_delta, [offset], full.index(slot), lse_delta_slots.index(slot))
-                load(dout, [b, h, i * TILE, 0], full.index(slot), dout_slots.index(slot))
+                load(lse_delta, [offset], full, queries.lse_delta.index(slot.index))
+                load(dout, [b, h, i * TILE, 0], full, queries.dout.index(slot.index))
                 tile += 1
         block += 1
         ticket = _take_ticket(tickets, ticket_ptr, block)
@@ -158,10 +186,9 @@ def _start_matmul(k_or_v, q_or_dout):
 @gluon.jit
 def _start_scores(k, queries, tile, exists):
     """Wait for a tile's queries and start its s. If the tile does not exist, do not wait: nobody reads the result."""
-    q_slots, _, _, full, _ = queries
-    slot = tile % q_slots.shape[0]
-    mbarrier.wait(full.index(slot), tile // q_slots.shape[0] & 1, pred=exists)
-    return _start_matmul(k, q_slots.index(slot).reshape([TILE, q_slots.shape[4]]))
+    slot = queries.ring.slot(tile)
+    queries.ring.wait_full(slot, pred=exists)
+    return _start_matmul(k, queries.q.index(slot.index).reshape([TILE, queries.q.shape[4]]))
 
 
 @gluon.jit
@@ -174,16 +201,12 @@ def _compute_tile(
     the next s during dk. For D = 128 there are too few registers for that: s and dp are computed just before their use,
     and p is kept in 16 bits.
     """
-    q_slots, dout_slots, lse_delta_slots, _, empty = queries
-    ds_slots, full_ds, empty_ds, _ = products
-    SLOTS: gl.constexpr = q_slots.shape[0]
-    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
-    D: gl.constexpr = q_slots.shape[4]
-    dtype: gl.constexpr = q_slots.dtype
+    D: gl.constexpr = queries.q.shape[4]
+    dtype: gl.constexpr = queries.q.dtype
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    slot, slot_ds = tile % SLOTS, tile % SLOTS_DS
-    q, dout = q_slots.index(slot).reshape([TILE, D]), dout_slots.index(slot).reshape([TILE, D])
+    slot, slot_ds = queries.ring.slot(tile), products.ring.slot(tile)
+    q, dout = queries.q.index(slot.index).reshape([TILE, D]), queries.dout.index(slot.index).reshape([TILE, D])
     if D == 64:
         dp = _start_matmul(v, dout)
     else:
@@ -192,9 +215,9 @@ def _compute_tile(
     if DIAGONAL:
         key, query = gl.arange(0, TILE, gl.SliceLayout(1, SCORES)), gl.arange(0, TILE, QUERIES)
         s = gl.where(key[:, None] <= query[None, :], s, -float("inf"))
-    lse = lse_delta_slots.index(slot).slice(0, TILE).load(QUERIES)
+    lse = queries.lse_delta.index(slot.index).slice(0, TILE).load(QUERIES)
     p = exp2(s * scales[1] - lse[None, :])
-    p_factor = to_16_bits(p, dtype)
+    p_factor = round_to(p, dtype)
     dv_sum = warpgroup_mma(gl.convert_layout(p_factor, FACTOR, assert_trivial=True), dout, dv_sum, is_async=True)
     if D == 64:
         dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -202,21 +225,21 @@ def _compute_tile(
         p = to_fp32(p_factor)
         dp = _start_matmul(v, dout)
         dp, dv_sum = warpgroup_mma_wait(0, deps=(dp, dv_sum))
-    delta = lse_delta_slots.index(slot).slice(TILE, TILE).load(QUERIES)
+    delta = queries.lse_delta.index(slot.index).slice(TILE, TILE).load(QUERIES)
     ds = (p * (dp - delta[None, :])).to(dtype)
-    mbarrier.wait(empty_ds.index(slot_ds), tile // SLOTS_DS & 1 ^ 1)
-    ds_slots.index(slot_ds * 2 + CONSUMER).store(ds)
+    products.ring.wait_empty(slot_ds)
+    products.ds.index(slot_ds.index * 2 + CONSUMER).store(ds)
     fence_async_shared()  # the tensor cores will read ds
     dk_sum = warpgroup_mma(gl.convert_layout(ds, FACTOR, assert_trivial=True), q, dk_sum, is_async=True)
-    mbarrier.arrive(full_ds.index(slot_ds))
+    products.ring.arrive_full(slot_ds)
     if D == 64:
         s = _start_scores(k, queries, tile + 1, more)
         dk_sum, dv_sum = warpgroup_mma_wait(1, deps=(dk_sum, dv_sum))
-        mbarrier.arrive(empty.index(slot))
+        queries.ring.arrive_empty(slot)
         s = warpgroup_mma_wait(0, deps=(s,))
     else:
         dk_sum = warpgroup_mma_wait(0, deps=(dk_sum,))
-        mbarrier.arrive(empty.index(slot))
+        queries.ring.arrive_empty(slot)
     return s, dk_sum, dv_sum, tile + 1
 
 
@@ -225,13 +248,7 @@ def _consume(
     CONSUMER: gl.constexpr, dk, dv, grads_smem, queries, keys, products, tickets, scales, all_blocks, Hkv, T,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    q_slots, _, _, full, empty = queries
-    k_slots, v_slots, full_kv, empty_kv = keys
-    ds_slots, full_ds, empty_ds, _ = products
-    SLOTS: gl.constexpr = q_slots.shape[0]
-    SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
-    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
-    D: gl.constexpr = q_slots.shape[4]
+    D: gl.constexpr = queries.q.shape[4]
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # (64, D): dk and dv
     tiles = gl.cdiv(T, BLOCK) * 2
     block, tile = 0, 0
@@ -239,10 +256,10 @@ def _consume(
     while ticket < all_blocks:
         head, j = _head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
-        slot_kv = block % SLOTS_KV
-        mbarrier.wait(full_kv.index(slot_kv), block // SLOTS_KV & 1)
-        k = k_slots.index(slot_kv * 2 + CONSUMER).reshape([TILE, D])
-        v = v_slots.index(slot_kv * 2 + CONSUMER).reshape([TILE, D])
+        slot_kv = keys.ring.slot(block)
+        keys.ring.wait_full(slot_kv)
+        k = keys.k.index(slot_kv.index * 2 + CONSUMER).reshape([TILE, D])
+        v = keys.v.index(slot_kv.index * 2 + CONSUMER).reshape([TILE, D])
         if D == 64:
             k = k.load(gl.DotOperandLayout(0, SCORES, 2))
             v = v.load(gl.DotOperandLayout(0, SCORES, 2))
@@ -250,10 +267,11 @@ def _consume(
         dv_sum = gl.zeros((TILE, D), gl.float32, SUM)
         for _member in range(GROUP):
             if CONSUMER == 1:  # the first 64 queries of the block do not see its keys
-                mbarrier.wait(full.index(tile % SLOTS), tile // SLOTS & 1)
-                mbarrier.arrive(empty.index(tile % SLOTS))
-                mbarrier.wait(empty_ds.index(tile % SLOTS_DS), tile // SLOTS_DS & 1 ^ 1)
-                mbarrier.arrive(full_ds.index(tile % SLOTS_DS))
+                slot, slot_ds = queries.ring.slot(tile), products.ring.slot(tile)
+                queries.ring.wait_full(slot)
+                queries.ring.arrive_empty(slot)
+                products.ring.wait_empty(slot_ds)
+                products.ring.arrive_full(slot_ds)
                 tile += 1
             s = gl.zeros((TILE, TILE), gl.float32, SCORES)
             if D == 64:
@@ -272,7 +290,7 @@ def _consume(
                     s, k, v, dk_sum, dv_sum, tile, i + 1 < tiles, queries, products, scales, CONSUMER, DIAGONAL=False
                 )
         fence_async_shared()  # TMA will overwrite k and v
-        mbarrier.arrive(empty_kv.index(slot_kv))
+        keys.ring.arrive_empty(slot_kv)
         n = j * BLOCK + CONSUMER * TILE
         OTHERS: gl.constexpr = grads_smem.shape[0] // 2 - 1  # stores that may still read their own shared memory
         _store(dv, [b, h_kv, n, 0], grads_smem.index(CONSUMER), dv_sum, OTHERS)
@@ -286,10 +304,9 @@ def _consume(
 def _store(descriptor, position, smem, x, OTHERS: gl.constexpr):
     """Wait until at most OTHERS stores still read their shared memory, then store x (64, D) by TMA."""
     tma.store_wait(OTHERS)
-    barrier()  # one thread has waited
+    thread_barrier()  # one thread has waited
     smem.reshape([TILE, x.shape[1]]).store(x.to(descriptor.dtype))
-    fence_async_shared()
-    barrier()  # every thread has passed its fence before one thread stores
+    show_to_tma()
     store(descriptor, position, smem)
 
 
@@ -300,20 +317,17 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
     DIAGONAL is 1 for the first tile that sees the block, and 2 for the second one; no block has added to them before.
     The first tile sees only the first consumer's keys. For later tiles DIAGONAL is 0.
     """
-    k_slots, _, _, _ = keys
-    ds_slots, full_ds, empty_ds, added = products
-    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
-    D: gl.constexpr = k_slots.shape[4]
-    slot = tile % SLOTS_DS
+    D: gl.constexpr = keys.k.shape[4]
+    slot = products.ring.slot(tile)
     part = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, FLAT)))
     thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, FLAT)))
     number = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, FLAT)))
     sums_ptr += gl.cast(i, gl.int64) * (TILE * D)
     sums_ptr += part[:, None, None] * 512 + thread[None, :, None] * 4 + number[None, None, :]
-    mbarrier.wait(full_ds.index(slot), tile // SLOTS_DS & 1)
+    products.ring.wait_full(slot)
     if j == 0:
         tma.store_wait(0)  # wait until the previous store has read dq_smem
-        barrier()
+        thread_barrier()
     for start in gl.static_range(0, D, 64):
         sums = gl.zeros((TILE, 64), gl.float32, SCORES)
         if DIAGONAL == 0:
@@ -322,12 +336,12 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
             sums = flat.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(TILE, 64)
             sums = gl.convert_layout(sums, SCORES, assert_trivial=True)
         for consumer in gl.static_range(1 if DIAGONAL == 1 else 2):
-            k = k_slots.index(slot_kv * 2 + consumer).reshape([TILE, D]).slice(start, 64, 1)
-            ds = ds_slots.index(slot * 2 + consumer).permute((1, 0))
+            k = keys.k.index(slot_kv.index * 2 + consumer).reshape([TILE, D]).slice(start, 64, 1)
+            ds = products.ds.index(slot.index * 2 + consumer).permute((1, 0))
             sums = warpgroup_mma(ds, k, sums, use_acc=DIAGONAL == 0 or consumer > 0, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(sums,))
         if start == D - 64:
-            mbarrier.arrive(empty_ds.index(slot))
+            products.ring.arrive_empty(slot)
         if j > 0:
             flat = sums.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(8, 128, 4)
             flat = gl.convert_layout(flat, FLAT, assert_trivial=True)
@@ -339,27 +353,24 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
             dq_smem.reshape([TILE, D]).slice(start, 64, 1).store((sums * scale).to(dq.dtype))
         sums_ptr += TILE * 64
     if j == 0:
-        fence_async_shared()
-        barrier()  # every thread has passed its fence before one thread stores
+        show_to_tma()
         store(dq, [b, h, i * TILE, 0], dq_smem)
-    barrier()  # every thread has added
-    mbarrier.arrive(added.index(slot))
+    thread_barrier()  # every thread has added
+    mbarrier.arrive(products.added.index(slot.index))
     return tile + 1
 
 
 @gluon.jit
 def _add(dq, dq_smem, keys, products, tickets, sums_ptr, scale, heads_in_sums, all_blocks, Hkv, T, GROUP: gl.constexpr):
-    k_slots, _, full_kv, empty_kv = keys
-    SLOTS_KV: gl.constexpr = k_slots.shape[0] // 2
-    D: gl.constexpr = k_slots.shape[4]
+    D: gl.constexpr = keys.k.shape[4]
     tiles = gl.cdiv(T, BLOCK) * 2
     block, tile = 0, 0
     ticket = _read_ticket(tickets, block)
     while ticket < all_blocks:
         head, j = _head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
-        slot = block % SLOTS_KV
-        mbarrier.wait(full_kv.index(slot), block // SLOTS_KV & 1)
+        slot = keys.ring.slot(block)
+        keys.ring.wait_full(slot)
         for member in range(GROUP):
             h = h_kv * GROUP + member
             place = (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles * (TILE * D)
@@ -373,7 +384,7 @@ def _add(dq, dq_smem, keys, products, tickets, sums_ptr, scale, heads_in_sums, a
                 tile = _add_tile(
                     dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, i, j, scale, DIAGONAL=0
                 )
-        mbarrier.arrive(empty_kv.index(slot))
+        keys.ring.arrive_empty(slot)
         block += 1
         ticket = _read_ticket(tickets, block)
     tma.store_wait(0)
@@ -395,8 +406,6 @@ def _wait_until(pointer, least):
 @gluon.jit
 def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl.constexpr, END: gl.constexpr):
     """For each tile of dq, wait for this program's turn. If END, instead pass the turn on when the adder is done."""
-    ds_slots, full_ds, empty_ds, added = products
-    SLOTS_DS: gl.constexpr = ds_slots.shape[0] // 2
     tiles = gl.cdiv(T, BLOCK) * 2
     block, tile = 0, 0
     ticket = _read_ticket(tickets, block)
@@ -405,15 +414,15 @@ def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl
         for member in range(GROUP):
             turn_ptr = turns_ptr + (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles
             for i in range(2 * j, tiles):
-                slot, phase = tile % SLOTS_DS, tile // SLOTS_DS & 1
+                slot = products.ring.slot(tile)
                 if END:
-                    mbarrier.wait(added.index(slot), phase)
-                    mbarrier.arrive(empty_ds.index(slot))
+                    mbarrier.wait(products.added.index(slot.index), slot.parity)
+                    products.ring.arrive_empty(slot)
                     gl.atomic_add(turn_ptr + i, 1, sem="release", scope="gpu")
                 else:
-                    mbarrier.wait(empty_ds.index(slot), phase ^ 1)
+                    products.ring.wait_empty(slot)
                     _wait_until(turn_ptr + i, _turns_before(head, j, i, heads_in_sums))
-                    mbarrier.arrive(full_ds.index(slot))
+                    products.ring.arrive_full(slot)
                 tile += 1
         block += 1
         ticket = _read_ticket(tickets, block)
@@ -432,45 +441,24 @@ def _attention_bwd_gluon_kernel(
     number of blocks of all heads. scale_log2 is scale * LOG2E, which takes no register as an argument.
     """
     dtype: gl.constexpr = q.dtype
-    q_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    dout_slots = gl.allocate_shared_memory(dtype, [SLOTS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    lse_delta_slots = gl.allocate_shared_memory(gl.float32, [SLOTS] + lse_delta.block_type.shape, lse_delta.layout)  # noqa: RUF005
-    k_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
-    v_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_KV] + k.block_type.shape, k.layout)  # noqa: RUF005
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype)
-    ds_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_DS, TILE, TILE], layout)
+    q_slots = allocate_tiles(q, SLOTS)
+    dout_slots = allocate_tiles(dout, SLOTS)
+    lse_delta_slots = allocate_tiles(lse_delta, SLOTS)
+    k_slots = allocate_tiles(k, 2 * SLOTS_KV)
+    v_slots = allocate_tiles(v, 2 * SLOTS_KV)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype)
+    ds_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_DS, TILE, TILE], ds_layout)
     dq_smem = gl.allocate_shared_memory(dtype, q.block_type.shape, q.layout)
     # dv and dk of each consumer, at the same place if D = 128
-    grads_smem = gl.allocate_shared_memory(dtype, [256 // k.block_type.shape[3]] + k.block_type.shape, k.layout)  # noqa: RUF005
+    grads_smem = allocate_tiles(dk, 256 // k.block_type.shape[3])
     ticket_slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    full_kv = gl.allocate_shared_memory(gl.int64, [SLOTS_KV, 1], mbarrier.MBarrierLayout())
-    empty_kv = gl.allocate_shared_memory(gl.int64, [SLOTS_KV, 1], mbarrier.MBarrierLayout())
-    full_ds = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
-    empty_ds = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
-    added = gl.allocate_shared_memory(gl.int64, [SLOTS_DS, 1], mbarrier.MBarrierLayout())
-    full_ticket = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty_ticket = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(SLOTS_KV):
-        mbarrier.init(full_kv.index(i), count=1)
-        mbarrier.init(empty_kv.index(i), count=3)  # the consumers and the adder
-    for i in gl.static_range(SLOTS_DS):
-        mbarrier.init(full_ds.index(i), count=3)  # the consumers, and the warp that waits for the turn
-        mbarrier.init(empty_ds.index(i), count=2)  # the adder, and the warp that passes the turn on
-        mbarrier.init(added.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(full_ticket.index(i), count=1)
-        mbarrier.init(empty_ticket.index(i), count=5)  # all but the producer
-    fence_async_shared()  # TMA will count bytes in the barriers
-    barrier()
-    queries = q_slots, dout_slots, lse_delta_slots, full, empty
-    keys = k_slots, v_slots, full_kv, empty_kv
-    products = ds_slots, full_ds, empty_ds, added
-    tickets = ticket_slots, full_ticket, empty_ticket
+    queries = _Queries(q_slots, dout_slots, lse_delta_slots, start_ring(SLOTS, CONSUMERS=2))
+    keys = _Keys(k_slots, v_slots, start_ring(SLOTS_KV, CONSUMERS=3))  # the two consumers and the adder
+    # the consumers and the warp that waits for the turn fill a slot; the adder and the warp that passes it on empty it
+    full, empty, added = start_barriers(SLOTS_DS, (3, 2, 1))
+    products = _Products(ds_slots, Ring(full, empty), added)
+    tickets = _Tickets(ticket_slots, start_ring(2, CONSUMERS=5))  # all warps but the producer
+    show_to_tma()
     scales = scale, scale_log2
     gl.warp_specialize([
         (_consume, (0, dk, dv, grads_smem, queries, keys, products, tickets, scales, all_blocks, Hkv, T, GROUP)),
@@ -516,7 +504,7 @@ LAUNCH = {
 }
 
 
-def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
+def backward(*, dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     """Compute the gradients and write them to dq (B, T, H, D), dk and dv (B, T, Hkv, D).
 
     refusal() of gluon.py is None, and can_use_tma() is true for q, k, v, dout, dq, dk and dv. dout and out are
@@ -526,23 +514,40 @@ def backward(dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
     blocks = triton.cdiv(T, BLOCK.value)  # of keys; each has two tiles of queries
     tiles = 2 * blocks
     lse_delta = torch.empty(B * H * tiles * 2 * size, dtype=torch.float32, device=q.device)
-    _lse_delta_kernel[(B * H * tiles,)](dout, out, lse, lse_delta, lse.stride(1), T, H, tiles, D, size)
+    _lse_delta_kernel[(B * H * tiles,)](
+        dout_ptr=dout,
+        out_ptr=out,
+        lse_ptr=lse,
+        lse_delta_ptr=lse_delta,
+        stride=lse.stride(1),
+        T=T,
+        H=H,
+        tiles=tiles,
+        D=D,
+        TILE=size,
+    )
     programs = min(B * Hkv * blocks, multiprocessors(q.device))
     # While one program computes the longest block of a head, each program computes two blocks of mean length
     heads_in_sums = min(B * Hkv, triton.cdiv(2 * programs, blocks) + 1)
     sums = torch.empty(heads_in_sums * H // Hkv, tiles, size, D, dtype=torch.float32, device=q.device)
     turns = torch.zeros(1 + heads_in_sums * H // Hkv * tiles, dtype=torch.int32, device=q.device)
     _attention_bwd_gluon_kernel[(programs,)](
-        *(head_tiles(tensor, size) for tensor in (q, k, v, dout, dq, dk, dv)),
-        tma_descriptor(lse_delta, 2 * size),
-        sums,
-        turns,
-        scale,
-        scale * LOG2E.value,
-        heads_in_sums,
-        B * Hkv * blocks,
-        Hkv,
-        T,
+        q=head_tiles(q, size),
+        k=head_tiles(k, size),
+        v=head_tiles(v, size),
+        dout=head_tiles(dout, size),
+        dq=head_tiles(dq, size),
+        dk=head_tiles(dk, size),
+        dv=head_tiles(dv, size),
+        lse_delta=tma_descriptor(lse_delta, 2 * size),
+        sums_ptr=sums,
+        turns_ptr=turns,
+        scale=scale,
+        scale_log2=scale * LOG2E.value,
+        heads_in_sums=heads_in_sums,
+        all_blocks=B * Hkv * blocks,
+        Hkv=Hkv,
+        T=T,
         GROUP=H // Hkv,
         num_warps=4,
         maxnreg=128,  # registers per thread when 16 warps start. Then the consumers get more, and the others fewer

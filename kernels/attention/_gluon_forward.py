@@ -24,9 +24,9 @@ TFLOP/s on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). _
     (2, 16384, 12, 64)            557                 572      448
     (4, 4096, 16, 128)            658                 647      584
 
-The slots for keys and for values are two rings. Each slot has one barrier for "full" (its bytes have arrived) and one
-for "empty" (its readers are done), as in mlp/_gluon_kernel.py. Beyond the last token TMA loads zeros and stores
-nothing, and the causal mask hides these keys from every real query.
+Keys and values come through two rings of slots, and kernels/hopper/ring.py explains them. In the ring of the queries
+each consumer has its own slot. Beyond the last token TMA loads zeros and stores nothing, and the causal mask hides
+these keys from every real query.
 """
 
 import functools
@@ -40,7 +40,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -49,7 +48,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from kernels.attention._triton_tiles import heads_in_l2
 from kernels.compat import fake_mode
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import barrier, exp2, head_tiles, load, store
+from kernels.hopper.registers import exp2
+from kernels.hopper.ring import Slot, start_ring, start_turns
+from kernels.hopper.tma import allocate_tiles, head_tiles, load, show_to_tma, store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
@@ -61,40 +62,36 @@ LONG = 3072  # from this many tokens on, three consumers are faster than two, fo
 
 @gluon.jit
 def _produce(q, k, v, slots, plan_ptr, H, T, GROUP: gl.constexpr):
-    q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v = slots
+    q_slots, k_slots, v_slots, queries, keys, values = slots
     CONSUMERS: gl.constexpr = q_slots.shape[0]
-    SLOTS: gl.constexpr = k_slots.shape[0]
     D: gl.constexpr = k_slots.shape[4]
     tiles = gl.cdiv(T, CONSUMERS * ROWS)
     plan_ptr += gl.program_id(0)
     count = gl.load(plan_ptr)
-    block = 0  # how many were loaded so far: it gives the slot, and the phase of the slot's barriers
+    block = 0  # how many were loaded so far
     for i in range(count):
         plan_ptr += gl.num_programs(0)
         tile = gl.load(plan_ptr)
         m, b, h = tile % tiles * (CONSUMERS * ROWS), tile // tiles // H, tile // tiles % H
         for consumer in gl.static_range(CONSUMERS):
-            mbarrier.wait(empty_q.index(consumer), i & 1 ^ 1)
-            mbarrier.expect(full_q.index(consumer), ROWS * D * 2)
-            load(q, [b, h, m + consumer * ROWS, 0], full_q.index(consumer), q_slots.index(consumer))
+            full = queries.refill(Slot(consumer, i & 1), ROWS * D * 2)
+            load(q, [b, h, m + consumer * ROWS, 0], full, q_slots.index(consumer))
         blocks = gl.cdiv(min(m + CONSUMERS * ROWS, T), BLOCK_N)
         for j in range(blocks):
-            n, slot, phase = (blocks - 1 - j) * BLOCK_N, block % SLOTS, block // SLOTS & 1
-            mbarrier.wait(empty_k.index(slot), phase ^ 1)
-            mbarrier.expect(full_k.index(slot), BLOCK_N * D * 2)
-            load(k, [b, h // GROUP, n, 0], full_k.index(slot), k_slots.index(slot))
-            mbarrier.wait(empty_v.index(slot), phase ^ 1)
-            mbarrier.expect(full_v.index(slot), BLOCK_N * D * 2)
-            load(v, [b, h // GROUP, n, 0], full_v.index(slot), v_slots.index(slot))
+            n, slot = (blocks - 1 - j) * BLOCK_N, keys.slot(block)
+            full = keys.refill(slot, BLOCK_N * D * 2)
+            load(k, [b, h // GROUP, n, 0], full, k_slots.index(slot.index))
+            full = values.refill(slot, BLOCK_N * D * 2)
+            load(v, [b, h // GROUP, n, 0], full, v_slots.index(slot.index))
             block += 1
 
 
 @gluon.jit
-def _start_scores(q, k_slots, turn, block, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+def _start_scores(q, k, turns, block, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Start q k^T of a block on the tensor cores. The caller waits for the result."""
-    k = k_slots.index(block % k_slots.shape[0]).reshape([BLOCK_N, k_slots.shape[4]])
-    if CONSUMERS == 2:  # consumer 0 has the first turn: its first wait is for parity 1, and passes at once
-        mbarrier.wait(turn.index(CONSUMER), block & 1 ^ (1 - CONSUMER))
+    k = k.reshape([BLOCK_N, k.shape[3]])
+    if CONSUMERS == 2:
+        turns.wait(CONSUMER, block & 1)
     unused = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
     return warpgroup_mma(q, k.permute((1, 0)), unused, use_acc=False, is_async=True)
 
@@ -119,10 +116,9 @@ def _softmax(s, largest, scale):
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T):
-    q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v = slots
+def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T):
+    q_slots, k_slots, v_slots, queries, keys, values = slots
     CONSUMERS: gl.constexpr = q_slots.shape[0]
-    SLOTS: gl.constexpr = k_slots.shape[0]
     D: gl.constexpr = k_slots.shape[4]
     dtype: gl.constexpr = k_slots.dtype
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # (ROWS, D)
@@ -143,24 +139,27 @@ def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turn, slots, plan_
         blocks = gl.cdiv(min(m + ROWS, T), BLOCK_N)
         loaded = gl.cdiv(min(tile_m + CONSUMERS * ROWS, T), BLOCK_N)
         for _ in range(loaded - blocks):  # only the last consumers see these blocks
-            mbarrier.wait(full_k.index(block % SLOTS), block // SLOTS & 1)
-            mbarrier.arrive(empty_k.index(block % SLOTS))
-            mbarrier.wait(full_v.index(block % SLOTS), block // SLOTS & 1)
-            mbarrier.arrive(empty_v.index(block % SLOTS))
+            slot = keys.slot(block)
+            keys.wait_full(slot)
+            keys.arrive_empty(slot)
+            values.wait_full(slot)
+            values.arrive_empty(slot)
             block += 1
 
-        mbarrier.wait(full_q.index(CONSUMER), i & 1)
+        query_slot = Slot(CONSUMER, i & 1)
+        queries.wait_full(query_slot)
         q = q_slots.index(CONSUMER).reshape([ROWS, D])
         if Q_IN_REGISTERS:
             q = q.load(gl.DotOperandLayout(0, SCORES, 2))
             fence_async_shared()
-            mbarrier.arrive(empty_q.index(CONSUMER))
-        mbarrier.wait(full_k.index(block % SLOTS), block // SLOTS & 1)
-        s = _start_scores(q, k_slots, turn, block, CONSUMER, CONSUMERS)
+            queries.arrive_empty(query_slot)
+        slot = keys.slot(block)
+        keys.wait_full(slot)
+        s = _start_scores(q, k_slots.index(slot.index), turns, block, CONSUMER, CONSUMERS)
         if CONSUMERS == 2:
-            mbarrier.arrive(turn.index(1 - CONSUMER))
+            turns.pass_on(CONSUMER)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(empty_k.index(block % SLOTS))
+        keys.arrive_empty(slot)
         key = (blocks - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
         s = gl.where(key[None, :] <= _queries(m)[:, None], s, -float("inf"))
         largest = gl.full((ROWS,), LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
@@ -168,48 +167,46 @@ def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turn, slots, plan_
         p = gl.convert_layout(p.to(dtype), P, assert_trivial=True)
         acc = gl.zeros((ROWS, D), gl.float32, OUT)
         if CONSUMERS == 3:
-            mbarrier.wait(full_k.index((block + 1) % SLOTS), (block + 1) // SLOTS & 1, pred=blocks > 1)
+            keys.wait_full(keys.slot(block + 1), pred=blocks > 1)
         for j in range(1, blocks):
-            before, block = block % SLOTS, block + 1
-            slot, phase = block % SLOTS, block // SLOTS & 1
+            before, slot = keys.slot(block), keys.slot(block + 1)
+            block += 1
             if CONSUMERS == 2:
-                mbarrier.wait(full_k.index(slot), phase)
-            s = _start_scores(q, k_slots, turn, block, CONSUMER, CONSUMERS)
-            mbarrier.wait(full_v.index(before), (block - 1) // SLOTS & 1)
-            acc = warpgroup_mma(p, v_slots.index(before).reshape([BLOCK_N, D]), acc, is_async=True)
+                keys.wait_full(slot)
+            s = _start_scores(q, k_slots.index(slot.index), turns, block, CONSUMER, CONSUMERS)
+            values.wait_full(before)
+            acc = warpgroup_mma(p, v_slots.index(before.index).reshape([BLOCK_N, D]), acc, is_async=True)
             if CONSUMERS == 2:
-                mbarrier.arrive(turn.index(1 - CONSUMER))
+                turns.pass_on(CONSUMER)
             s = warpgroup_mma_wait(1, deps=(s,))
-            mbarrier.arrive(empty_k.index(slot))
+            keys.arrive_empty(slot)
             p, largest, shrink, sums = _softmax(s, largest, scale)
             total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None] + sums
             p = gl.convert_layout(p.to(dtype), P, assert_trivial=True)
             if CONSUMERS == 3:
                 # ptxas would move the wait for acc to before the softmax. It does not move it to before this wait for
                 # keys, because that is a loop
-                more = j + 1 < blocks
-                mbarrier.wait(full_k.index((block + 1) % SLOTS), (block + 1) // SLOTS & 1, pred=more)
+                keys.wait_full(keys.slot(block + 1), pred=j + 1 < blocks)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty_v.index(before))
+            values.arrive_empty(before)
             acc *= gl.convert_layout(shrink, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
 
         if not Q_IN_REGISTERS:
-            mbarrier.arrive(empty_q.index(CONSUMER))
-        slot = block % SLOTS
-        mbarrier.wait(full_v.index(slot), block // SLOTS & 1)
-        acc = warpgroup_mma(p, v_slots.index(slot).reshape([BLOCK_N, D]), acc, is_async=True)
+            queries.arrive_empty(query_slot)
+        slot = keys.slot(block)
+        values.wait_full(slot)
+        acc = warpgroup_mma(p, v_slots.index(slot.index).reshape([BLOCK_N, D]), acc, is_async=True)
         block += 1
         row_total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES))
         gl.store(
             lse_ptr + (b * H + h).to(gl.int64) * lse_stride + _queries(m), largest + gl.log2(row_total), _queries(m) < T
         )
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty_v.index(slot))
+        values.arrive_empty(slot)
         acc *= gl.convert_layout(1 / row_total, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         tma.store_wait(0)  # wait until the previous store has read its shared memory
         out_slots.index(CONSUMER).reshape([ROWS, D]).store(acc.to(dtype))
-        fence_async_shared()
-        barrier()  # every thread has passed its fence before one thread stores
+        show_to_tma()
         store(out, [b, h, m, 0], out_slots.index(CONSUMER))
     tma.store_wait(0)  # the program must not end while a store still reads its shared memory
 
@@ -224,40 +221,25 @@ def _attention_fwd_gluon_kernel(
     q and out are descriptors of (B, H, T, D) tensors, k and v of (B, Hkv, T, D) tensors. lse_ptr points to (B, H, T)
     in fp32, and lse_stride is the distance from one head to the next. plan_ptr points to what plan() returns.
     """
-    q_slots = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    out_slots = gl.allocate_shared_memory(q.dtype, [CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    k_slots = gl.allocate_shared_memory(k.dtype, [SLOTS] + k.block_type.shape, k.layout)  # noqa: RUF005
-    v_slots = gl.allocate_shared_memory(k.dtype, [SLOTS] + k.block_type.shape, k.layout)  # noqa: RUF005
-    full_q = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    empty_q = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    full_k = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty_k = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    full_v = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty_v = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(full_q.index(i), count=1)
-        mbarrier.init(empty_q.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full_k.index(i), count=1)
-        mbarrier.init(empty_k.index(i), count=CONSUMERS)
-        mbarrier.init(full_v.index(i), count=1)
-        mbarrier.init(empty_v.index(i), count=CONSUMERS)
-    fence_async_shared()  # TMA will count bytes in the barriers
-    barrier()
-    slots = q_slots, k_slots, v_slots, full_q, empty_q, full_k, empty_k, full_v, empty_v
+    q_slots = allocate_tiles(q, CONSUMERS)
+    out_slots = allocate_tiles(out, CONSUMERS)
+    k_slots = allocate_tiles(k, SLOTS)
+    v_slots = allocate_tiles(v, SLOTS)
+    queries, turns = start_ring(CONSUMERS), start_turns(CONSUMERS)  # three consumers take no turns
+    keys, values = start_ring(SLOTS, CONSUMERS=CONSUMERS), start_ring(SLOTS, CONSUMERS=CONSUMERS)
+    show_to_tma()
+    slots = q_slots, k_slots, v_slots, queries, keys, values
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (0, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
-            (_consume, (1, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (0, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (1, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
             (_produce, (q, k, v, slots, plan_ptr, H, T, GROUP)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
-            (_consume, (1, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
-            (_consume, (2, out, lse_ptr, out_slots, turn, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (0, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (1, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (2, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
             (_produce, (q, k, v, slots, plan_ptr, H, T, GROUP)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 
@@ -309,16 +291,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
     sizes = T, consumers * rows, B * H, heads_in_l2(k), programs
     make_context_current()
     _attention_fwd_gluon_kernel[(programs,)](
-        head_tiles(q, rows),
-        head_tiles(k, BLOCK_N.value),
-        head_tiles(v, BLOCK_N.value),
-        head_tiles(out, rows),
-        lse,
-        plan_on(q.device, *sizes),
-        lse.stride(1),
-        scale,
-        H,
-        T,
+        q=head_tiles(q, rows),
+        k=head_tiles(k, BLOCK_N.value),
+        v=head_tiles(v, BLOCK_N.value),
+        out=head_tiles(out, rows),
+        lse_ptr=lse,
+        plan_ptr=plan_on(q.device, *sizes),
+        lse_stride=lse.stride(1),
+        scale=scale,
+        H=H,
+        T=T,
         GROUP=H // k.shape[2],
         CONSUMERS=consumers,
         SLOTS=4 if D == 64 else 2,  # at D = 128, 128 keys take 32 KB and their values as much

@@ -51,7 +51,7 @@ def attention_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     grads = gradient_buffer(q, k)
     dq, dk, dv = gradient_views(grads, q, k)
     q, k, v, dout = (align(tensor) for tensor in (q, k, v, dout.contiguous()))
-    _gluon_backward.backward(dout, q, k, v, out.contiguous(), lse, scale, dq, dk, dv)
+    _gluon_backward.backward(dout=dout, q=q, k=k, v=v, out=out.contiguous(), lse=lse, scale=scale, dq=dq, dk=dk, dv=dv)
     return grads
 
 

@@ -15,27 +15,14 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
-from kernels.hopper import (
-    align,
-    barrier,
-    exp2,
-    load,
-    multiply_in_turn,
-    split_columns,
-    start_barriers,
-    store,
-    tma_descriptor,
-)
+from kernels.hopper.registers import exp2, split_columns
+from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
+from kernels.hopper.tma import align, allocate_tiles, load, show_to_tma, store, tma_descriptor
 from kernels.loss import _in_forward
 from kernels.loss._unnormalised import LOG2E, ROOM, finish, target_logits
 from kernels.loss.triton import (
@@ -63,46 +50,39 @@ unavailable = partial(hopper_unavailable, "loss")
 
 
 @gluon.jit
-def _produce(x, w, xs, ws, full, empty, N, V, C):
+def _produce(x, w, xs, ws, ring, N, V, C):
     """Load the operands of all tiles of this program, one k-step after another, into a ring of slots."""
     tiles_n, tiles_v = gl.cdiv(N, BLOCK_N), gl.cdiv(V, BLOCK_V)
-    stage, phase = 0, 0
+    slot = ring.first()
     for tile in range(gl.program_id(0), tiles_n * tiles_v, gl.num_programs(0)):
         tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
         for step in range(gl.cdiv(C, BLOCK_C)):
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), (BLOCK_N + BLOCK_V) * BLOCK_C * 2)
-            load(x, [tile_n * BLOCK_N, step * BLOCK_C], full.index(stage), xs.index(stage))
-            load(w, [tile_v * BLOCK_V, step * BLOCK_C], full.index(stage), ws.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            full = ring.refill(slot, (BLOCK_N + BLOCK_V) * BLOCK_C * 2)
+            load(x, [tile_n * BLOCK_N, step * BLOCK_C], full, xs.index(slot.index))
+            load(w, [tile_v * BLOCK_V, step * BLOCK_C], full, ws.index(slot.index))
+            slot = ring.after(slot)
 
 
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
-    xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C,
-    PARTIAL: gl.constexpr,
+    xs, ws, p_out, ring, turns, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
     tiles_n, tiles_v, steps = gl.cdiv(N, BLOCK_N), gl.cdiv(V, BLOCK_V), gl.cdiv(C, BLOCK_C)
     programs = gl.num_programs(0)
-    position = CONSUMER * steps  # of this tile in the ring
-    parity = 0  # 1 if this consumer has computed an odd number of tiles
+    fill = CONSUMER * steps  # the first one of this tile
+    parity = 0  # of this consumer's turns
     for tile in range(gl.program_id(0) + CONSUMER * programs, tiles_n * tiles_v, 2 * programs):
         tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
         n = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
         shifts = gl.load(target_logits_ptr + n, n < N, other=0.0) + ROOM
         logits = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, TILE)
-        logits, last, _, _ = multiply_in_turn(
-            logits, xs, ws, full, empty, turn, position, parity, steps, CONSUMER, W_BY_ROWS=True
-        )
-        mbarrier.arrive(turn.index(1 - CONSUMER))
+        logits, last, _ = multiply_in_turn(logits, xs, ws, ring, turns, CONSUMER, parity, fill, steps, W_BY_ROWS=True)
+        turns.pass_on(CONSUMER)
         logits = warpgroup_mma_wait(0, deps=(logits,))
-        mbarrier.arrive(empty.index(last))
+        ring.arrive_empty(last)
 
         parts = split_columns(logits, BLOCK_V // SLICE, PART)
         sums = gl.zeros((BLOCK_N,), gl.float32, gl.SliceLayout(1, PART))
@@ -116,11 +96,10 @@ def _consume(
             buffer = CONSUMER * BUFFERS + i % BUFFERS
             tma.store_wait(BUFFERS - 1)  # until TMA has read the previous contents of this buffer
             p_out.index(buffer).store(numbers.to(p.dtype))
-            fence_async_shared()
-            barrier()  # every thread has passed its fence before one thread starts the store
+            show_to_tma()
             store(p, [tile_n * BLOCK_N, v], p_out.index(buffer))
         gl.store(sums_ptr + tile_v.to(gl.int64) * N + n, sums, n < N)
-        position += 2 * steps
+        fill += 2 * steps
         parity ^= 1
     tma.store_wait(0)  # shared memory is freed when the program ends, so wait until all stores have read it
 
@@ -137,14 +116,15 @@ def _cross_entropy_gluon_kernel(
     C,
     PARTIAL: gl.constexpr,  # whether the last tile along V is partial
 ):
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
-    p_out = gl.allocate_shared_memory(p.dtype, [2 * BUFFERS] + p.block_type.shape, p.layout)  # noqa: RUF005
-    full, empty, turn = start_barriers(STAGES)
+    xs = allocate_tiles(x, STAGES)
+    ws = allocate_tiles(w, STAGES)
+    p_out = allocate_tiles(p, 2 * BUFFERS)
+    ring, turns = start_ring(STAGES), start_turns()
+    show_to_tma()
     gl.warp_specialize([
-        (_consume, (0, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
-        (_consume, (1, xs, ws, p_out, full, empty, turn, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
-        (_produce, (x, w, xs, ws, full, empty, N, V, C)),
+        (_consume, (0, xs, ws, p_out, ring, turns, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_consume, (1, xs, ws, p_out, ring, turns, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_produce, (x, w, xs, ws, ring, N, V, C)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
@@ -161,14 +141,14 @@ def unnormalised_gradient(
     logits_of_targets = target_logits(x, weight, targets, ignore_index)
     sums = torch.empty(tiles_v, N, dtype=torch.float32, device=x.device)
     _cross_entropy_gluon_kernel[(min(tiles_n * tiles_v, multiprocessors(x.device)),)](
-        tma_descriptor(x, BLOCK_N.value, BLOCK_C.value),
-        tma_descriptor(weight, BLOCK_V.value, BLOCK_C.value),
-        tma_descriptor(out, BLOCK_N.value, SLICE.value),
-        logits_of_targets,
-        sums,
-        N,
-        V,
-        C,
+        x=tma_descriptor(x, BLOCK_N.value, BLOCK_C.value),
+        w=tma_descriptor(weight, BLOCK_V.value, BLOCK_C.value),
+        p=tma_descriptor(out, BLOCK_N.value, SLICE.value),
+        target_logits_ptr=logits_of_targets,
+        sums_ptr=sums,
+        N=N,
+        V=V,
+        C=C,
         PARTIAL=V % BLOCK_V.value != 0,
         num_warps=4,
         maxnreg=168,  # for all 12 warps at the start; then the producer's warpgroup gives most of it to the consumers

@@ -1,4 +1,4 @@
-"""GELU in Triton, for the kernels of triton.py and _triton_fp8.py."""
+"""GELU in Triton, for all kernels, those in Gluon too."""
 
 import triton
 import triton.language as tl
@@ -29,4 +29,5 @@ def gelu_over_h(h, FAST: tl.constexpr = False):
 @triton.jit
 def gelu_derivative(h, s):
     """Return gelu'(h), where s is gelu_over_h(h)."""
-    return s + h * s * (1 - s) * (1 + h * h * (3 * K1)) * K0
+    gelu = h * s
+    return s + (gelu - gelu * s) * (h * h * (3 * K0 * K1) + K0)

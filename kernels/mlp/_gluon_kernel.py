@@ -12,13 +12,9 @@ One program a multiprocessor walks over the tiles of (N, F). Its warps have thre
 This schedule is called ping-pong. The tensor cores wait for an epilogue only if the epilogue takes longer than the
 matmul of a tile.
 
-Synchronisation. Each slot of the ring has two barriers: `full` (the slot's bytes have arrived) and `empty` (the
-consumer has read the slot). Positions in the ring count the k-steps of all tiles, so each consumer skips the positions
-of the other consumer's tiles. Each consumer has a barrier `turn`: it starts to multiply a tile only when the other
-consumer has issued the last wgmma of the tile before. `turn` also keeps the waits for `full` correct. A wait names only
-the parity of a round of the ring. So if a slot has not yet been full in round r - 1, a wait for round r passes at once,
-because round r - 2 has the same parity. This cannot happen: when a consumer gets its turn, all earlier positions have
-been full.
+Synchronisation. kernels/hopper/ring.py has the ring and the turns. The ring's fills are the k-steps of all tiles, so
+each consumer skips the fills of the other consumer's tiles. A consumer's turn begins when the other one has issued the
+last wgmma of the tile before. So all earlier fills have arrived by then, as the ring demands.
 
 Epilogue. A consumer processes its tile in slices of columns, and stores each slice through shared memory by TMA. TMA
 writes nothing outside the matrix, and its loads read zeros there. In the backward, h also comes through the ring: the
@@ -52,34 +48,18 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
-from kernels.hopper import (
-    align,
-    barrier,
-    load,
-    multiply_in_turn,
-    reinterpret,
-    split_columns,
-    start_barriers,
-    store,
-    tma_descriptor,
-    to_16_bits,
-    to_fp32,
-)
-from kernels.quantize import ROUND_E4M3, ROUND_E5M2
+from kernels.hopper.registers import split_columns, to_fp32
+from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
+from kernels.hopper.tma import align, allocate_tiles, load, reinterpret, show_to_tma, store, tma_descriptor
+from kernels.matmul import round_to
+from kernels.mlp._gelu import gelu_derivative, gelu_over_h
+from kernels.quantize import scaled, to_fp8
 from kernels.tiles import place
 
-K0 = gl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi): gelu(h) = h sigmoid(K0 (h + K1 h^3)), the tanh form
-K1 = gl.constexpr(0.044715)
-LOG2E = gl.constexpr(1.4426950408889634)
 WARPS = gl.constexpr(4)  # of a consumer
 A_SCALE = gl.constexpr(X_SCALE)  # of a in fp8
 # The kernel takes up to 224 of the 227 KB of shared memory: slots of 32 KB, which a tile of h must fill, and slices of
@@ -94,71 +74,43 @@ GROUP = gl.constexpr(8)  # tiles of rows that share the weight's tiles in the L2
 
 
 @gluon.jit
-def _gelu_over_h(h):
-    """Return gelu(h) / h in fp32.
-
-    It uses two approximate instructions, each with an error of about 2^-22. One instruction, for tanh, would be enough,
-    but its error is 2^-11, which is too much.
-    """
-    power = h * (h * h * (-K0 * K1 * LOG2E) - K0 * LOG2E)
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0;",
-        "=f,f",
-        [power],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
+def _halves_of_h(xs, ws, slot, h):
+    """Return the shared memory of a slot as the left and the right half of a tile of h."""
+    left = reinterpret(xs.index(slot.index), h.dtype, h.block_type.shape, h.layout)
+    right = reinterpret(ws.index(slot.index), h.dtype, h.block_type.shape, h.layout)
+    return left, right
 
 
 @gluon.jit
-def _to_fp8(x, dtype: gl.constexpr):
-    """Round x from fp32 to fp8.
-
-    Infinity becomes the largest number, unless the caller adds 0 * x, which makes it NaN.
-    """
-    if dtype == gl.float8e4nv:
-        out = gl.inline_asm_elementwise(ROUND_E4M3, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
-    else:
-        out = gl.inline_asm_elementwise(ROUND_E5M2, "=r,f,f,f,f", [x], dtype=gl.float8e5, is_pure=True, pack=4)
-    return out
-
-
-@gluon.jit
-def _produce(x, w, h, xs, ws, full, empty, N, F, C, BACKWARD: gl.constexpr):
+def _produce(x, w, h, xs, ws, ring, N, F, C, BACKWARD: gl.constexpr):
     """Run the producer: load the operands of all tiles of this program into the ring."""
     BITS: gl.constexpr = x.dtype.primitive_bitwidth
     BLOCK_C: gl.constexpr = xs.shape[2]
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_F) * ROW_BYTES
     steps = gl.cdiv(C, BLOCK_C)
-    stage, phase = 0, 0
+    slot = ring.first()
     for tile in range(gl.program_id(0), gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), gl.num_programs(0)):
         tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
         n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         for step in range(steps + BACKWARD):  # in the backward, one more step loads h
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(full.index(stage), BYTES)
+            full = ring.refill(slot, BYTES)
             if step < steps:
-                load(x, [n, step * BLOCK_C], full.index(stage), xs.index(stage))
+                load(x, [n, step * BLOCK_C], full, xs.index(slot.index))
                 if BACKWARD and BITS == 16:
-                    load(w, [step * BLOCK_C, f], full.index(stage), ws.index(stage))
+                    load(w, [step * BLOCK_C, f], full, ws.index(slot.index))
                 else:
-                    load(w, [f, step * BLOCK_C], full.index(stage), ws.index(stage))
+                    load(w, [f, step * BLOCK_C], full, ws.index(slot.index))
             elif BACKWARD:
-                left_half = reinterpret(xs.index(stage), h.dtype, h.block_type.shape, h.layout)
-                right_half = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
-                load(h, [n, f], full.index(stage), left_half)
-                load(h, [n, f + BLOCK_F // 2], full.index(stage), right_half)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+                left, right = _halves_of_h(xs, ws, slot, h)
+                load(h, [n, f], full, left)
+                load(h, [n, f + BLOCK_F // 2], full, right)
+            slot = ring.after(slot)
 
 
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
-    xs, ws, full, empty, turn, result_out, columns_out, a_out, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr,
+    xs, ws, ring, turns, result_out, columns_out, a_out, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr,
     x_unit, N, F, C, BACKWARD: gl.constexpr,
 ):  # fmt: skip
     """Run one consumer: multiply, then run the epilogue, for every second tile of this program."""
@@ -171,61 +123,57 @@ def _consume(
     column_layout: gl.constexpr = gl.SliceLayout(0, slice_layout)
     steps = gl.cdiv(C, xs.shape[2])
     programs = gl.num_programs(0)
-    position = CONSUMER * (steps + BACKWARD)  # of this tile in the ring; in the backward, h takes one more slot
+    fill = CONSUMER * (steps + BACKWARD)  # the first one of this tile; in the backward, h takes one more
     if FP8:
         unit = gl.load(w_unit_ptr)
         if not BACKWARD:
             unit *= x_unit  # in the backward, dh is stored with the scale of dy
-    parity = 0  # 1 if this consumer has computed an odd number of tiles
+    parity = 0  # of this consumer's turns
     first = gl.program_id(0) + CONSUMER * programs
     for tile in range(first, gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), 2 * programs):
         tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
         n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         total = gl.zeros((BLOCK_N, BLOCK_F), gl.float32, tile_layout)
-        total, last, stage, phase = multiply_in_turn(
-            total, xs, ws, full, empty, turn, position, parity, steps, CONSUMER, W_BY_ROWS=FP8 or not BACKWARD
+        total, last, after = multiply_in_turn(
+            total, xs, ws, ring, turns, CONSUMER, parity, fill, steps, W_BY_ROWS=FP8 or not BACKWARD
         )
         if BACKWARD:
-            # wait for h before giving `turn` away, because `turn` promises that all earlier positions have been full
-            mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(turn.index(1 - CONSUMER))
+            ring.wait_full(after)  # before the turn ends, because a turn promises that all earlier fills have arrived
+        turns.pass_on(CONSUMER)
         if BACKWARD:  # read h while the last wgmma is in flight
-            left_half = reinterpret(xs.index(stage), h.dtype, h.block_type.shape, h.layout)
-            right_half = reinterpret(ws.index(stage), h.dtype, h.block_type.shape, h.layout)
-            h_parts = split_columns(left_half.load(half_layout), SLICES // 2, slice_layout)
-            h_parts += split_columns(right_half.load(half_layout), SLICES // 2, slice_layout)
+            left, right = _halves_of_h(xs, ws, after, h)
+            h_parts = split_columns(left.load(half_layout), SLICES // 2, slice_layout)
+            h_parts += split_columns(right.load(half_layout), SLICES // 2, slice_layout)
             fence_async_shared()
-            mbarrier.arrive(empty.index(stage))
+            ring.arrive_empty(after)
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index(last))
+        ring.arrive_empty(last)
 
         parts = split_columns(total, SLICES, slice_layout)
         for i in gl.static_range(SLICES):
             product = parts[i] * unit if FP8 else parts[i]
             if BACKWARD:
                 h_rounded = to_fp32(h_parts[i])
-                s = _gelu_over_h(h_rounded)
+                s = gelu_over_h(h_rounded, True)
                 gelu = h_rounded * s
-                derivative = s + (gelu - gelu * s) * (h_rounded * h_rounded * (3 * K0 * K1) + K0)
-                value = product * derivative
+                value = product * gelu_derivative(h_rounded, s)
             else:
                 value = product
                 if b_ptr is not None:
                     columns = f + i * SLICE + gl.arange(0, SLICE, column_layout)
                     value += gl.load(b_ptr + columns, columns < F, other=0.0).to(gl.float32)[None, :]
             if BACKWARD and FP8:
-                result = _to_fp8(value + 0.0 * value, dh.dtype)
+                result = to_fp8(scaled(value, 1.0), dh.dtype)
             elif BACKWARD:
                 result = value.to(h.dtype)
             else:
-                result = to_16_bits(value, h.dtype)
+                result = round_to(value, h.dtype)
                 h_rounded = to_fp32(result)
-                gelu = h_rounded * _gelu_over_h(h_rounded)
-            if FP8:
-                scaled = gelu * A_SCALE
-                if not BACKWARD:  # the forward's NaN is enough: the loss is then NaN, and the step is refused
-                    scaled += 0.0 * gelu
-                a_slice = _to_fp8(scaled, a.dtype)
+                gelu = h_rounded * gelu_over_h(h_rounded, True)
+            if FP8 and BACKWARD:  # infinity is NaN in the forward, which is enough: the loss is NaN, the step refused
+                a_slice = to_fp8(gelu * A_SCALE, a.dtype)
+            elif FP8:
+                a_slice = to_fp8(scaled(gelu, A_SCALE), a.dtype)
             else:
                 a_slice = gelu.to(a.dtype)
             buffer = CONSUMER * BUFFERS + i % BUFFERS
@@ -236,8 +184,7 @@ def _consume(
                 a_out.index(buffer).permute((1, 0)).store(a_slice)
             else:
                 a_out.index(buffer).store(a_slice)
-            fence_async_shared()
-            barrier()  # all threads must pass their fence before one thread starts the store
+            show_to_tma()
             store(dh if BACKWARD else h, [n, f + i * SLICE], result_out.index(buffer))
             if OUTPUTS == 3:
                 store(dh_columns, [f + i * SLICE, n], columns_out.index(buffer))
@@ -253,7 +200,7 @@ def _consume(
                 column = f + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(0, sums.type.layout))
                 offsets = row.to(gl.int64)[:, None] * F + column[None, :]
                 gl.store(partial_ptr + offsets, sums, (column < F)[None, :])
-        position += 2 * (steps + BACKWARD)
+        fill += 2 * (steps + BACKWARD)
         parity ^= 1
     tma.store_wait(0)  # shared memory is freed when the program ends, so wait until all stores have read it
 
@@ -272,26 +219,27 @@ def _mlp_gluon_kernel(
     backward w is w_proj by columns (F, C), and dh_columns and a are (F, N rounded up to a multiple of 16).
     """
     result = dh if BACKWARD else h
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)  # noqa: RUF005
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES] + w.block_type.shape, w.layout)  # noqa: RUF005
-    result_out = gl.allocate_shared_memory(result.dtype, [2 * BUFFERS] + result.block_type.shape, result.layout)  # noqa: RUF005
-    a_out = gl.allocate_shared_memory(a.dtype, [2 * BUFFERS] + a.block_type.shape, a.layout)  # noqa: RUF005
+    xs = allocate_tiles(x, STAGES)
+    ws = allocate_tiles(w, STAGES)
+    result_out = allocate_tiles(result, 2 * BUFFERS)
+    a_out = allocate_tiles(a, 2 * BUFFERS)
     columns_out = a_out  # not used, unless dh is stored twice
     if dh_columns is not None:
-        columns_out = gl.allocate_shared_memory(dh_columns.dtype, [2 * BUFFERS] + a.block_type.shape, a.layout)  # noqa: RUF005
-    full, empty, turn = start_barriers(STAGES)
+        columns_out = allocate_tiles(dh_columns, 2 * BUFFERS)
+    ring, turns = start_ring(STAGES), start_turns()
+    show_to_tma()
     # each tuple of arguments is written out, because a sum of two tuples cannot contain None
     gl.warp_specialize(
         [
             (_consume, (
-                0, xs, ws, full, empty, turn, result_out, columns_out, a_out, h, a, dh, dh_columns,
+                0, xs, ws, ring, turns, result_out, columns_out, a_out, h, a, dh, dh_columns,
                 b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C, BACKWARD,
             )),
             (_consume, (
-                1, xs, ws, full, empty, turn, result_out, columns_out, a_out, h, a, dh, dh_columns,
+                1, xs, ws, ring, turns, result_out, columns_out, a_out, h, a, dh, dh_columns,
                 b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C, BACKWARD,
             )),
-            (_produce, (x, w, h, xs, ws, full, empty, N, F, C, BACKWARD)),
+            (_produce, (x, w, h, xs, ws, ring, N, F, C, BACKWARD)),
         ],
         [4, 1],
         [240, 24],
@@ -304,7 +252,7 @@ def empty_partial_sums(N: int, F: int, device: torch.device) -> Tensor:
 
 
 def launch_kernel(
-    x, w, b, h, a, dh, partial, dh_columns=None, x_scale: float = 1.0, w_unit: Tensor | None = None
+    x, w, h, a, *, bias=None, dh=None, dh_columns=None, partial=None, x_scale: float = 1.0, w_unit: Tensor | None = None
 ) -> None:
     """Run the kernel, backward if dh is given and otherwise forward. See _mlp_gluon_kernel for the arguments.
 
@@ -316,19 +264,19 @@ def launch_kernel(
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)
     make_context_current()
     _mlp_gluon_kernel[(min(tiles, multiprocessors(x.device)),)](
-        tma_descriptor(x, n, c),
-        tma_descriptor(w, *((c, f) if backward and not fp8 else (f, c))),
-        tma_descriptor(h, n, f // 2 if backward else columns),
-        tma_descriptor(a, *((columns, n) if backward and fp8 else (n, columns))),
-        tma_descriptor(dh, n, columns),
-        tma_descriptor(dh_columns, columns, n),
-        None if backward else b,
-        w_unit,
-        partial,
-        1 / x_scale,
-        N,
-        F,
-        C,
+        x=tma_descriptor(x, n, c),
+        w=tma_descriptor(w, *((c, f) if backward and not fp8 else (f, c))),
+        h=tma_descriptor(h, n, f // 2 if backward else columns),
+        a=tma_descriptor(a, *((columns, n) if backward and fp8 else (n, columns))),
+        dh=tma_descriptor(dh, n, columns),
+        dh_columns=tma_descriptor(dh_columns, columns, n),
+        b_ptr=bias,
+        w_unit_ptr=w_unit,
+        partial_ptr=partial,
+        x_unit=1 / x_scale,
+        N=N,
+        F=F,
+        C=C,
         BACKWARD=backward,
         num_warps=4,
         maxnreg=168,  # for all 12 warps at the start; then the producer's warpgroup gives most of it to the consumers

@@ -25,12 +25,12 @@ unavailable = partial(hopper_unavailable, "mlp")
 
 
 def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tensor) -> None:
-    launch_kernel(x, w_fc, b_fc, h, a, dh=None, partial=None)
+    launch_kernel(x, w_fc, h, a, bias=b_fc)
 
 
 def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool) -> Tensor | None:
     partial_sums = empty_partial_sums(*h.shape, h.device) if sums else None
-    launch_kernel(dy, w_proj, None, h, a, dh=dh, partial=partial_sums)
+    launch_kernel(dy, w_proj, h, a, dh=dh, partial=partial_sums)
     return partial_sums
 
 
@@ -39,7 +39,7 @@ def fc_and_gelu_in_fp8(
 ) -> tuple[Tensor, Tensor]:
     N, F = len(x), len(w)
     h, a = x.new_empty(N, F, dtype=dtype), empty_fp8(N, F, E4M3, x.device)
-    launch_kernel(x, w, bias, h, a, dh=None, partial=None, x_scale=X_SCALE, w_unit=w_unit)
+    launch_kernel(x, w, h, a, bias=bias, x_scale=X_SCALE, w_unit=w_unit)
     return h, a
 
 
@@ -49,7 +49,7 @@ def proj_and_gelu_backward_in_fp8(
     N, F = h.shape
     a, dh_columns = empty_fp8(F, N, E4M3, h.device), empty_fp8(F, N, E5M2, h.device)
     dh, partial_sums = empty_fp8(N, F, E5M2, h.device), empty_partial_sums(N, F, h.device) if sums else None
-    launch_kernel(dy, w, None, h, a, dh, partial_sums, dh_columns, x_scale=dy_scale(N), w_unit=w_unit)
+    launch_kernel(dy, w, h, a, dh=dh, dh_columns=dh_columns, partial=partial_sums, x_scale=dy_scale(N), w_unit=w_unit)
     return a, dh, dh_columns, partial_sums
 
 

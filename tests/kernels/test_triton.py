@@ -517,9 +517,9 @@ def test_loss_without_logits_in_chunks(chunk, monkeypatch):
     """The loss that loss/gluon.py computes follows the rule, with the matmul and its epilogue in PyTorch."""
     kernel = importlib.import_module("kernels.loss.gluon")
 
-    def multiply(x, weight, p, target_logits, sums, *_, **__):
-        p.copy_(torch.exp2(x @ weight.T * math.log2(math.e) - (target_logits[:, None] + kernel.ROOM.value)))
-        sums.copy_(torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)]))
+    def multiply(x, w, p, target_logits_ptr, sums_ptr, **_):
+        p.copy_(torch.exp2(x @ w.T * math.log2(math.e) - (target_logits_ptr[:, None] + kernel.ROOM.value)))
+        sums_ptr.copy_(torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)]))
 
     monkeypatch.setattr(kernel, "refusal", lambda *_: None)
     monkeypatch.setattr(kernel, "make_context_current", lambda: None)
