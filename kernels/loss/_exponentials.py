@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.loss._unnormalised import LOG2E, ROOM, finish, target_logits
+from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E
 from kernels.matmul import (
     as_parameters,
     can_use_tma,
@@ -52,7 +52,7 @@ def _cross_entropy_exp_kernel(
         n, v = tile_n * BLOCK_N, tile_v * BLOCK_F
         logits = multiply_tile(x, w, n, v, N, V, C, True, BLOCK_N, BLOCK_F, BLOCK_C, TMA, PRECISION)
         rows = n + tl.arange(0, BLOCK_N)
-        shifts = tl.load(target_logits_ptr + rows, rows < N, other=0.0) + ROOM
+        shifts = tl.load(target_logits_ptr + rows, rows < N, other=0.0) + HEADROOM_BITS
         sums = tl.zeros((BLOCK_N,), tl.float32)
         parts = split_columns(logits, PARTS)
         for i in tl.static_range(PARTS):
@@ -105,15 +105,3 @@ def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) 
         **launch,
     )
     return sums
-
-
-def unnormalised_gradient(
-    x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
-
-    The scale of a row is 1 / total. All tensors are contiguous.
-    """
-    logits_of_targets = target_logits(x, weight, targets, ignore_index)
-    sums = exponentials(x, weight, logits_of_targets, out)
-    return finish(x, weight, out, targets, logits_of_targets, sums, losses, ignore_index)

@@ -14,14 +14,16 @@ they can read unnormalised exponentials. For dW the sum divides x before the mat
 At C = 768, x and dx have 65 times fewer numbers than p. FlashAttention (Dao et al. 2022, arXiv:2205.14135) also
 divides last.
 
-The shift of a row must be known before the matmul, so it cannot be the row's maximum. It is the target's logit + ROOM
-(in base 2), which is a product of two vectors. Then total is at least 2^-ROOM, and the loss of a row is
-log2(total) + ROOM. p is in bf16, which has the range of fp32, so it overflows only if the loss of a row is above
-128 + ROOM bits, 110 nats. If a loss is above 77 nats, _cross_entropy_finish_kernel computes its row again with the
+The shift of a row must be known before the matmul, so it cannot be the row's maximum. It is the target's logit + 32
+(HEADROOM_BITS, in base 2), and this logit is a product of two vectors. Then total is at least 2^-32, and the loss of a
+row is log2(total) + 32 bits. p is in bf16, which has the range of fp32, so it overflows only if the loss of a row is
+above 128 + 32 bits, 110 nats. If a loss is above 77 nats, _cross_entropy_finish_kernel computes its row again with the
 row's maximum as shift, and the 15 rows beside it.
 
 The matmul is the backend's: _exponentials.py for triton.py, and gluon.py. The kernels here run before and after it.
 """
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -29,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
-ROOM = tl.constexpr(32.0)
+HEADROOM_BITS = tl.constexpr(32.0)
 LARGEST = tl.constexpr(2.0**80)  # of a row's total, so that x / total is far from the smallest number of bf16
 
 
@@ -105,7 +107,7 @@ def _cross_entropy_finish_kernel(
     for start in range(0, tiles, 32):
         i = start + tl.arange(0, 32)[:, None]
         sums += tl.load(sums_ptr + i.to(tl.int64) * N + n[None, :], (i < tiles) & in_bounds[None, :], other=0.0)
-    total, shift = tl.sum(sums, 0), target_logit + ROOM
+    total, shift = tl.sum(sums, 0), target_logit + HEADROOM_BITS
     large_or_nan = (total < LARGEST) == 0
     if tl.sum(large_or_nan.to(tl.int32), 0) > 0:  # compute these rows again, with their maximum as shift
         largest = tl.full((ROWS,), -float("inf"), tl.float32)
@@ -150,6 +152,26 @@ def target_logits(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int)
         BLOCK=1024,
     )
     return logits
+
+
+def unnormalised_gradient(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    ignore_index: int,
+    out: Tensor,
+    *,
+    exponentials: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
+
+    The scale of a row is 1 / total. exponentials(x, weight, target_logits, out) is the backend's matmul: it writes p,
+    and returns the sums of p's rows in each tile, (tiles along V, n) in fp32. All tensors are contiguous.
+    """
+    logits_of_targets = target_logits(x, weight, targets, ignore_index)
+    sums = exponentials(x, weight, logits_of_targets, out)
+    return finish(x, weight, out, targets, logits_of_targets, sums, losses, ignore_index)
 
 
 def finish(

@@ -24,7 +24,7 @@ from kernels.hopper.registers import exp2, split_columns
 from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
 from kernels.hopper.tma import align, allocate_tiles, load, show_to_tma, store, tma_descriptor
 from kernels.loss import _in_forward
-from kernels.loss._unnormalised import LOG2E, ROOM, finish, target_logits
+from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E, unnormalised_gradient
 from kernels.loss.triton import (
     LOGITS_BYTES,
     apply_to_rows,
@@ -77,7 +77,7 @@ def _consume(
     for tile in range(gl.program_id(0) + CONSUMER * programs, tiles_n * tiles_v, 2 * programs):
         tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
         n = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
-        shifts = gl.load(target_logits_ptr + n, n < N, other=0.0) + ROOM
+        shifts = gl.load(target_logits_ptr + n, n < N, other=0.0) + HEADROOM_BITS
         logits = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, TILE)
         logits, last, _ = multiply_in_turn(logits, xs, ws, ring, turns, CONSUMER, parity, fill, steps, W_BY_ROWS=True)
         turns.pass_on(CONSUMER)
@@ -128,23 +128,20 @@ def _cross_entropy_gluon_kernel(
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def unnormalised_gradient(
-    x: Tensor, weight: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write the losses (n,) in fp32, and p (n, V) into `out`. Return scale * x (n, C) and scale (n, 1) in fp32.
+def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:
+    """Write p (n, V) into `out`, and return the sums of its rows in each tile, (tiles along V, n) in fp32.
 
-    The scale of a row is 1 / total. All tensors are contiguous, and x and weight are from align().
+    x and weight are from align().
     """
     (N, C), V = x.shape, len(weight)
     tiles_n, tiles_v = triton.cdiv(N, BLOCK_N.value), triton.cdiv(V, BLOCK_V.value)
     make_context_current()
-    logits_of_targets = target_logits(x, weight, targets, ignore_index)
     sums = torch.empty(tiles_v, N, dtype=torch.float32, device=x.device)
     _cross_entropy_gluon_kernel[(min(tiles_n * tiles_v, multiprocessors(x.device)),)](
         x=tma_descriptor(x, BLOCK_N.value, BLOCK_C.value),
         w=tma_descriptor(weight, BLOCK_V.value, BLOCK_C.value),
         p=tma_descriptor(out, BLOCK_N.value, SLICE.value),
-        target_logits_ptr=logits_of_targets,
+        target_logits_ptr=target_logits,
         sums_ptr=sums,
         N=N,
         V=V,
@@ -153,7 +150,7 @@ def unnormalised_gradient(
         num_warps=4,
         maxnreg=168,  # for all 12 warps at the start; then the producer's warpgroup gives most of it to the consumers
     )
-    return finish(x, weight, out, targets, logits_of_targets, sums, losses, ignore_index)
+    return sums
 
 
 @torch.library.custom_op("hotswap::linear_cross_entropy_gluon", mutates_args=())
@@ -162,7 +159,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fill_dlogits = unnormalised_gradient
+    fill_dlogits = partial(unnormalised_gradient, exponentials=exponentials)
     if not gradients:
         fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=False)
     return linear_cross_entropy_in_chunks(

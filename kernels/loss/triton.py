@@ -39,6 +39,7 @@ from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.loss import LOGITS_SCALE, _exponentials, _in_forward
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel, scale_kernel
+from kernels.loss._unnormalised import unnormalised_gradient
 from kernels.quantize import candidates as quantize_candidates
 from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_of
 from kernels.tuned import launch_parameters
@@ -131,7 +132,7 @@ def linear_cross_entropy(
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
     if gradients and x.dtype == torch.bfloat16:
-        fill_dlogits = _exponentials.unnormalised_gradient
+        fill_dlogits = partial(unnormalised_gradient, exponentials=_exponentials.exponentials)
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
@@ -164,7 +165,7 @@ def linear_cross_entropy_in_chunks(
     """Compute linear_cross_entropy(), `chunk` tokens at a time.
 
     `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
-    unnormalised_gradient() of _exponentials.py. It returns the x for dW, and what multiplies dx, or None.
+    unnormalised_gradient() of _unnormalised.py. It returns the x for dW, and what multiplies dx, or None.
     """
     N, V = len(x), len(weight)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 from kernels import matmul
 from kernels.loss._exponentials import exponentials
-from kernels.loss._unnormalised import ROOM
+from kernels.loss._unnormalised import HEADROOM_BITS
 from kernels.tuned import override_tables
 
 GPU = torch.cuda.is_available()
@@ -101,7 +101,7 @@ def test_exponentials(N, V, C, dtype):
     x, w = randn(N, C, dtype=dtype) / 8, randn(V, C, dtype=dtype, seed=1) / 8
     shifts = randn(N, dtype=torch.float32, seed=2)
     p = torch.full((N, V), torch.nan, dtype=dtype, device=DEVICE)
-    sums = exponentials(x, w, shifts - ROOM.value, p)
+    sums = exponentials(x, w, shifts - HEADROOM_BITS.value, p)
     size = x.double().abs() @ w.double().abs().T + shifts.double().abs()[:, None]
     exact = torch.exp2(x.double() @ w.double().T * LOG2E - shifts.double()[:, None])
     bound = (C + 8) * torch.finfo(torch.float32).eps * (1 + size)

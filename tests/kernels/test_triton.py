@@ -496,13 +496,13 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
     right = torch.arange(N, device=device) != 5
     picked = logits.gather(1, targets.clamp(0, V - 1)[:, None]).squeeze(1) * math.log2(math.e)
     torch.testing.assert_close(target_logits[right], picked.where(targets != -1, math.inf)[right].float())
-    p = torch.exp2(logits.float() * math.log2(math.e) - (target_logits[:, None] + kernel.ROOM.value))
+    p = torch.exp2(logits.float() * math.log2(math.e) - (target_logits[:, None] + kernel.HEADROOM_BITS.value))
     assert bool((p.sum(1) > kernel.LARGEST.value).any()) == (scale > 1)
     sums = torch.stack([part.sum(1) for part in p.split(128, 1)])
     losses = torch.empty(N, device=device)
     scaled_x, scales = kernel.finish(x, weight, p, targets, target_logits, sums, losses, ignore_index=-1)
     exact = torch.nn.functional.cross_entropy(logits[right], targets[right], ignore_index=-1, reduction="none")
-    rounding = 2**-20 * max(kernel.ROOM.value, logits.abs().max().item())  # of sums of 72 products in fp32
+    rounding = 2**-20 * max(kernel.HEADROOM_BITS.value, logits.abs().max().item())  # of sums of 72 products in fp32
     torch.testing.assert_close(losses[right].double(), exact, rtol=0, atol=rounding)
     assert losses[5].isnan()
     onehot = torch.nn.functional.one_hot(targets.clamp(0, V - 1), V)
@@ -518,7 +518,7 @@ def test_loss_without_logits_in_chunks(chunk, monkeypatch):
     kernel = importlib.import_module("kernels.loss.gluon")
 
     def multiply(x, w, p, target_logits_ptr, sums_ptr, **_):
-        p.copy_(torch.exp2(x @ w.T * math.log2(math.e) - (target_logits_ptr[:, None] + kernel.ROOM.value)))
+        p.copy_(torch.exp2(x @ w.T * math.log2(math.e) - (target_logits_ptr[:, None] + kernel.HEADROOM_BITS.value)))
         sums_ptr.copy_(torch.stack([part.sum(1) for part in p.split(kernel.BLOCK_V.value, 1)]))
 
     monkeypatch.setattr(kernel, "refusal", lambda *_: None)
