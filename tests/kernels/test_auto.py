@@ -170,10 +170,17 @@ TINY = GPTConfig(block_size=8, vocab_size=32, n_layer=1, n_head=2, n_embd=64, po
 AUTO = KernelsConfig(norm="auto", linear="auto", mlp="auto", loss="auto")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "amp", "fp8"])
-def test_a_model_has_the_functions_of_the_chosen_backends(precision, tables, monkeypatch):
-    """It never calls a function that chooses, so neither does torch.compile."""
+@pytest.fixture
+def triton_here(monkeypatch):
+    """Triton counts as available on the CPU, also beside a GPU, where its interpreter is off."""
     pytest.importorskip("triton", reason="Triton is for Linux")
+    for op in ("norm", "linear", "mlp"):
+        monkeypatch.setattr(backend(op, "triton"), "unavailable", lambda device: None)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp", "fp8"])
+def test_a_model_has_the_functions_of_the_chosen_backends(precision, tables, triton_here, monkeypatch):
+    """It never calls a function that chooses, so neither does torch.compile."""
     monkeypatch.setattr(fastest, "call", None)
     in_fp8 = " fp8" if precision == "fp8" else ""
     norm = "norm bfloat16 float32" if precision == "amp" else "norm bfloat16"
@@ -197,9 +204,8 @@ def test_a_model_has_the_functions_of_the_chosen_backends(precision, tables, mon
     assert (executed["linear"], executed["loss"]) == ("auto (eager)", "auto (eager)")
 
 
-def test_linear_is_a_backend_that_takes_both_projections(tables, monkeypatch):
+def test_linear_is_a_backend_that_takes_both_projections(tables, triton_here, monkeypatch):
     """Eager, if the fastest refuses one of them. The row says it. A call of the op alone has no such limit."""
-    pytest.importorskip("triton", reason="Triton is for Linux")
     write_table(table_paths(CPU)[0], {"linear float32": {"parameters": {"64": "triton"}}})
     kernels = KernelsConfig(linear="auto")
     for refused, impl in ((64, "eager"), (192, "eager"), (65, "triton")):

@@ -506,9 +506,12 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
     torch.testing.assert_close(losses[right].double(), exact, rtol=0, atol=rounding)
     assert losses[5].isnan()
     onehot = torch.nn.functional.one_hot(targets.clamp(0, V - 1), V)
-    dlogits = (logits.softmax(1) - onehot) * (targets != -1)[:, None]
+    softmax = logits.softmax(1) * (targets != -1)[:, None]
+    dlogits = (
+        softmax - onehot * (targets != -1)[:, None]
+    )  # at the target the difference may be far smaller than softmax
     got = scales.double() * p.double()
-    torch.testing.assert_close(got[right], dlogits[right], rtol=4 * rounding, atol=1e-6)
+    assert ((got - dlogits).abs() <= 4 * rounding * softmax + 1e-6)[right].all()
     torch.testing.assert_close(scaled_x, scales * x)
 
 
