@@ -507,9 +507,7 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
     assert losses[5].isnan()
     onehot = torch.nn.functional.one_hot(targets.clamp(0, V - 1), V)
     softmax = logits.softmax(1) * (targets != -1)[:, None]
-    dlogits = (
-        softmax - onehot * (targets != -1)[:, None]
-    )  # at the target the difference may be far smaller than softmax
+    dlogits = softmax - onehot * (targets != -1)[:, None]  # far smaller than softmax at some targets
     got = scales.double() * p.double()
     assert ((got - dlogits).abs() <= 4 * rounding * softmax + 1e-6)[right].all()
     torch.testing.assert_close(scaled_x, scales * x)
