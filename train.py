@@ -58,6 +58,7 @@ class Config:
     runtime: schedule.RuntimeConfig
 
     def __post_init__(self):
+        optim.rename_impl(self.optim, self.kernels)
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
         parallel.divide_work(self.parallel, self.model, self.train)
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
@@ -201,11 +202,11 @@ def complete_config(cfg: DictConfig) -> None:
 @commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
 def main(cfg: Config) -> None:
     t, device = cfg.train, machine.select_device(rank_device(cfg.device))
-    recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
+    recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
-        sizes = cost.figures(cfg.model, t.block_size)
+        sizes = cost.figures(cfg.model, t.block_size) | {"world_size": ranks.world_size}
         speed = device, PRECISIONS[cfg.precision][1], sizes["flops_per_token"], ranks.world_size
         ranks.run_on_rank0(lambda: machine.check_step(cfg.device, t.tokens_per_step, *speed))
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
@@ -221,8 +222,7 @@ def main(cfg: Config) -> None:
             ranks.share_failure(),
             machine.explain_out_of_memory(f"train.batch_size={t.batch_size} x {t.block_size} tokens, {choice}", LOWER),
         ):
-            run.row["kernels"] = registry.impl_by_op(cfg.kernels, cfg.attn) | {"compile": cfg.kernels.compile}
-            run.row |= {"env": machine.environment(device), "world_size": ranks.world_size, **sizes}
+            run.row |= sizes | {"kernels": recipe.chosen_kernels, "env": machine.environment(device)}
             run.row["checks"] = ranks.run_on_rank0(lambda: recipe.check_kernels(device))
             dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(cfg.data))
             cfg.model.check_vocabulary(cfg.data.tokenizer, dataset.tokenizer.n_vocab)

@@ -139,6 +139,11 @@ def source_file(op: str, impl: str) -> Path:
     return Path(importlib.util.find_spec(module_name(op, impl)).origin)
 
 
+def shared_files() -> list[Path]:
+    """Return the files of Python that several ops use: kernels/*.py and kernels/hopper/*.py."""
+    return [*ROOT.glob("*.py"), *(ROOT / "hopper").glob("*.py")]
+
+
 def backend(op: str, impl: str) -> ModuleType:
     """Return the backend's module. It can be imported on every device, also where the backend cannot run.
 

@@ -29,7 +29,8 @@ def constant(op: str, name: str, default: Any) -> Any:
 
 INSTEAD = {"gluon": "triton"}  # preset -> what it takes for an op without a backend of its name, if not eager
 TRAINING_OPS = [op for op in ALL_OPS if constant(op, "TRAINS", True)]  # the ops of a training step
-OPS = [op for op in TRAINING_OPS if not constant(op, "OPTIMIZER", False)]  # the ones that the model calls
+GENERATION_OPS = [op for op in ALL_OPS if not constant(op, "OPTIMIZER", False)]
+OPS = [op for op in TRAINING_OPS if op in GENERATION_OPS]  # the ones that the model calls in training
 
 
 def config_key(op: str) -> str:

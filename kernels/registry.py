@@ -166,9 +166,9 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
     return check_arguments(op, contract(op), function)
 
 
-def impl_by_op(kernels: KernelsConfig, attn: AttnConfig) -> dict[str, str]:
-    """Return {op of a training step: the name of the backend that the config chooses}."""
-    return {op: attn.impl if op == "attention" else getattr(kernels, op) for op in TRAINING_OPS}
+def impl_by_op(kernels: KernelsConfig, attn: AttnConfig, ops: Sequence[str] = OPS) -> dict[str, str]:
+    """Return {op: the name of the backend that the config chooses}. By default the ops are those that a model calls."""
+    return {op: attn.impl if op == "attention" else getattr(kernels, op) for op in ops}
 
 
 def missing_argument(function: Callable, argument: str, op: str = "attention") -> str | None:
@@ -216,6 +216,16 @@ def rounds_in_inductor(kernels: KernelsConfig, attn: AttnConfig) -> bool:
     return any(not getattr(backend(op, impl), "RUNS", ()) for op, impl in in_fp8.items())
 
 
+def check_available(kernels: KernelsConfig, attn: AttnConfig, device: torch.device) -> None:
+    """Raise Unavailable if backends of the model cannot run on `device`. The message names all of them."""
+    backends: dict[str, list[str]] = {}  # the reason why they cannot run here -> their names
+    for op, impl in impl_by_op(kernels, attn).items():
+        if reason := unavailable(op, impl, device, attn.version if op == "attention" else None):
+            backends.setdefault(reason, []).append(f"{op}={impl}")
+    if backends:
+        raise Unavailable("; ".join(f"{', '.join(names)} cannot run here: {why}" for why, names in backends.items()))
+
+
 def resolve(
     kernels: KernelsConfig, attn: AttnConfig, device: torch.device, needs: Sequence[str] = (), in_fp8: bool = False
 ) -> Ops:
@@ -232,15 +242,9 @@ def resolve(
         raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
     if kernels.compile:
         compat.shorten_operator_errors()  # imports Inductor, which takes 2 s
-    chosen = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in OPS}
-    backends: dict[str, list[str]] = {}  # the reason why they cannot run here -> their names
-    for op, impl in chosen.items():
-        if reason := unavailable(op, impl, device, attn.version if op == "attention" else None):
-            backends.setdefault(reason, []).append(f"{op}={impl}")
-    if backends:
-        raise Unavailable("; ".join(f"{', '.join(names)} cannot run here: {why}" for why, names in backends.items()))
+    check_available(kernels, attn, device)
     functions = {}
-    for op, impl in chosen.items():
+    for op, impl in impl_by_op(kernels, attn).items():
         options = {"needs": needs, "version": attn.version} if op == "attention" else {}
         if in_fp8 and runs_in_fp8(op, kernels):
             function = load(op, impl, device, needs=["fp8"])
@@ -311,7 +315,7 @@ def called_backends(kernels: KernelsConfig, attn: AttnConfig, descriptions: dict
 
     For `auto` the description names the backend: "auto (triton: triton 3.6.0)".
     """
-    called = {op: impl for op, impl in impl_by_op(kernels, attn).items() if op in descriptions}
+    called = {op: impl for op, impl in impl_by_op(kernels, attn, TRAINING_OPS).items() if op in descriptions}
     autos = [op for op, impl in called.items() if impl == "auto"]
     return called | {op: re.match(r"auto \((\w+)", descriptions[op])[1] for op in autos}
 

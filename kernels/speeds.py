@@ -30,7 +30,7 @@ from files import read_bytes
 from kernels import tuned
 from kernels.arguments import match_shape
 from kernels.fastest import entry_name
-from kernels.lookup import ROOT, is_path, source_file
+from kernels.lookup import ROOT, is_path, shared_files, source_file
 from kernels.registry import contract
 from kernels.tuned import is_choice, merged_table, read_table, user_cache, write_table
 
@@ -101,7 +101,7 @@ def code_digest(op: str, impl: str, device: torch.device) -> str:
     digest, file = hashlib.sha256(json.dumps(parameters, sort_keys=True).encode()), source_file(op, impl)
     paths = [file]
     if file.is_relative_to(ROOT / op):
-        files = [*(ROOT / op).rglob("*"), *ROOT.glob("*.py"), *(ROOT / "hopper").glob("*.py")]  # matmul.py and others
+        files = [*(ROOT / op).rglob("*"), *shared_files()]
         files = (path for path in files if path.suffix in (".py", ".cu", ".cuh", ".h"))
         paths = sorted(path for path in files if path.is_file())
     for path in paths:

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.registry import AttnConfig, KernelsConfig
+from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op
 from lab.bench.new_backends import check_new_backends
 from model.executed import executed_kernels, slower_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT, GPTConfig
-from model.optim import OptimConfig, Optimizer, rename_impl
+from model.optim import OptimConfig, Optimizer
 from model.pretrained import Pretrained
 from model.step import build, load_ops, make_optimizer
 from runtime.ranks import Ranks
@@ -28,8 +28,10 @@ class Recipe:
     documents: bool = False  # attention stays inside documents
     generate: GenerateConfig = field(default_factory=GenerateConfig)  # for a generation with this model
 
-    def __post_init__(self):
-        rename_impl(self.optim, self.kernels)
+    @property
+    def chosen_kernels(self) -> dict[str, str | bool]:
+        """op -> the backend that the config chooses."""
+        return impl_by_op(self.kernels, self.attn, TRAINING_OPS) | {"compile": self.kernels.compile}
 
     @property
     def groups(self) -> tuple[GPTConfig, KernelsConfig, AttnConfig, str]:
@@ -46,7 +48,7 @@ class Recipe:
         Raises Unavailable if kernels cannot run on `device`, and WrongKernel if a new one is wrong.
         """
         load_ops(*self.groups, device, self.attention_needs)
-        return check_new_backends(self.kernels, self.attn, device)
+        return check_new_backends(self.kernels, self.attn, device, TRAINING_OPS)
 
     def build(self, device: torch.device, weights: Pretrained | None = None) -> GPT:
         """Return the model of this recipe, not compiled."""

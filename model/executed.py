@@ -49,7 +49,7 @@ def call_shapes(
 def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, device: torch.device) -> KernelsConfig:
     """Return `kernels` with the names of the backends that `auto` chooses for this model: see kernels/fastest.py.
 
-    Call it after resolve(), which has read the tables. Raises Unavailable if they have nothing for the model's dtypes.
+    Call it after check_available(), which reads the tables. Raises Unavailable if these dtypes were not measured.
     """
     names, dtype = {}, PRECISIONS[precision][1]
     for op, arguments in call_shapes(config, kernels, precision, (1, 1)).items():
@@ -61,7 +61,8 @@ def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, dev
         with FakeTensorMode():
             inputs = [contract(op).inputs(**call, dtype=dtype, device=device).values() for call in calls]
         chosen = {fastest.choose(op, *tensors, fp8=fp8)[0] for tensors in inputs}
-        names[op] = chosen.pop() if len(chosen) == 1 else "eager"  # the fastest refuses one of the calls
+        # both calls have the same width of x, so the fastest is the same, and a second name means that it refuses one
+        names[op] = chosen.pop() if len(chosen) == 1 else "eager"
     return replace(kernels, **names)
 
 

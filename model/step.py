@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from data.loader import Batch, Loader, Windows, count_targets, evaluation_batches
 from kernels.adamw import MULTIPLE, auto
-from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, describe, load, resolve
+from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, check_available, describe, load, resolve
 from model.executed import name_backends
 from model.flat_adamw import FlatAdamW
 from model.gpt import GPT, PRECISIONS, GPTConfig, LayerNorm, in_eval_mode
@@ -45,10 +45,9 @@ def load_ops(
     if kernels.compile and config.checkpointing in ("host", "chunks"):
         where = f"model.checkpointing={config.checkpointing}"
         raise Unavailable(f"kernels.compile=true cannot run with {where}: choose block, or no compile")
-    options = {"needs": [*config.attention_needs, *needs], "in_fp8": precision == "fp8"}
-    ops = resolve(kernels, attn, device, **options)  # its message has every op that cannot run here, with its `auto`
+    check_available(kernels, attn, device)  # for `auto`, this reads the tables
     named = name_backends(config, kernels, precision, device)
-    return ops if named == kernels else resolve(named, attn, device, **options)
+    return resolve(named, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")
 
 
 def build(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError
+from kernels.names import GENERATION_OPS
 from lab.bench.new_backends import check_new_backends
 from lab.commands import command
 from lab.generation import measure, prompts, writing
@@ -120,7 +121,7 @@ def generate(
     # the row of a decoder that cannot run here needs these two
     run.row["kernels"] = recipe.chosen_kernels
     run.row["env"] = environment(device)
-    run.row["checks"] = check_new_backends(recipe.kernels, recipe.attn, device, generates=True)
+    run.row["checks"] = check_new_backends(recipe.kernels, recipe.attn, device, GENERATION_OPS)
     bandwidth = measured_bandwidth(device)
     reset_peak_memory(device)
     decoder = recipe.build_decoder(len(idx), idx.shape[1] + new_tokens, device)

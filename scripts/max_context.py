@@ -31,7 +31,7 @@ from lab.rows import keep_rows, read_jsonl
 from model import cost
 from model.generate_config import GenerateConfig
 from model.gpt import PRECISIONS, GPTConfig
-from model.optim import OptimConfig
+from model.optim import OptimConfig, rename_impl
 from model.parallel import check_context_divides
 from model.vocabulary import take_vocabulary
 from runtime.command import arguments, command_line, config_flags
@@ -76,6 +76,7 @@ class Config:
         check(self.probe != "run" or self.length is not None, "probe=run needs length=T")
         check(not self.shortened or self.probe == "run", "shortened=true needs probe=run: a search decides by itself")
         check(self.length is None or 1 <= self.length < 2**30, f"length={self.length}: it must be in [1, 2^30)")
+        rename_impl(self.optim, self.kernels)
         check(self.precision in PRECISIONS, f"precision={self.precision}: choose {', '.join(PRECISIONS)}")
         check(0 <= self.seed < 2**63, f"seed={self.seed}: it must be in [0, 2^63)")
         check(self.parallel in (None, "context"), f"parallel={self.parallel}: choose context, or null")

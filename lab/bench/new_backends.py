@@ -13,14 +13,16 @@ import functools
 import hashlib
 import json
 import os
+import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from files import read_bytes, read_json, write_json
-from kernels.lookup import ROOT, files, source, source_file
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
+from kernels.lookup import ROOT, files, shared_files, source, source_file
+from kernels.registry import OPS, AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
 from terminal import override, shell_command
@@ -52,17 +54,16 @@ def shipped(op: str) -> list[str]:
 
 
 def check_new_backends(
-    kernels: KernelsConfig, attn: AttnConfig, device: torch.device, generates: bool = False
+    kernels: KernelsConfig, attn: AttnConfig, device: torch.device, ops: Sequence[str] = OPS
 ) -> dict[str, str]:
     """Return {op: the doctor's status} of each chosen backend that is new: "ok: ...", or "unavailable: ...".
 
-    The backend of decode counts only if the run `generates`. With kernels.check=false it checks nothing, and returns
+    `ops` are the ops that the run calls. With kernels.check=false it checks nothing, and returns
     {}. Raises WrongKernel, which names the file, if such a backend is wrong, and KernelError if a check has no answer.
     """
     if not kernels.check:
         return {}
-    chosen = impl_by_op(kernels, attn) | ({"decode": kernels.decode} if generates else {})
-    chosen = {op: impl for op, impl in chosen.items() if impl not in shipped(op)}
+    chosen = {op: impl for op, impl in impl_by_op(kernels, attn, ops).items() if impl not in shipped(op)}
     paths = {op: CACHE / f"{cache_key(op, impl, device)}.json" for op, impl in chosen.items()}
     statuses = {}
     for op, path in paths.items():
@@ -89,15 +90,14 @@ def check_new_backends(
 
 
 def signature(op: str) -> str:
-    """Return " norm(x, ...) -> (y, new_residual)" from the contract's docstring; "" if it has no such line."""
-    lines = map(str.strip, (contract(op).__doc__ or "").splitlines())
-    return next((f" {line}" for line in lines if line.startswith(f"{op}(") and " -> " in line), "")
+    """Return " norm(x, ...) -> (y, new_residual)" from the contract's docstring; "" if it has no such text."""
+    found = re.search(rf"^ *({op}\([^)]*\) -> .*)$", contract(op).__doc__ or "", re.MULTILINE)
+    return f" {' '.join(found[1].split())}" if found else ""
 
 
 def cache_key(op: str, impl: str, device: torch.device) -> str:
     """Return a hash of what decides the answer."""
     parts = [op, impl, device_name(device), torch.__version__]
-    files = {path for folder in (ROOT, ROOT / op) for path in folder.glob("*.*") if path.is_file()}
-    files |= {path for path in source_file(op, impl).parent.glob("*.py") if path.is_file()}
-    texts = [path.name.encode() + b"\0" + read_bytes(path) for path in sorted(files)]
+    files = {*shared_files(), *(ROOT / op).glob("*.*"), *source_file(op, impl).parent.glob("*.py")}
+    texts = [path.name.encode() + b"\0" + read_bytes(path) for path in sorted(files) if path.is_file()]
     return hashlib.sha256(b"\0".join([json.dumps(parts).encode(), *texts])).hexdigest()[:32]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernels.names import GENERATION_OPS
 from kernels.sampling import seeds_of
 from lab.bench.new_backends import check_new_backends
 from lab.generation.prompts import NEW_TOKENS, Prompt, check_room, encode_prompt, make_batch
@@ -34,7 +35,7 @@ def answer_prompts(recipe: GenerationRecipe, max_new_tokens: int | None, device:
     most = max_new_tokens or NEW_TOKENS
     is_rope = recipe.source.model["pos"] != "learned"
     capacity = ROPE_PROMPT + most if is_rope else recipe.source.model["block_size"]
-    check_new_backends(recipe.kernels, recipe.attn, device, generates=True)
+    check_new_backends(recipe.kernels, recipe.attn, device, GENERATION_OPS)
     decoder = recipe.build_decoder(1, capacity, device)
     row = {**recipe.kernel_facts(decoder, (1, 1), device), "env": environment(device)}
     row["config"] = {"precision": recipe.precision}

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from data.tokenizer import Tokenizer
 from kernels.lookup import short_name
+from kernels.names import GENERATION_OPS
 from kernels.registry import AttnConfig, KernelsConfig, impl_by_op, label
 from kernels.sampling import Sampling
 from model import cost, pretrained
@@ -56,8 +57,8 @@ class GenerationRecipe:
     @property
     def chosen_kernels(self) -> dict[str, str | bool]:
         """op -> the backend that the config chooses."""
-        chosen = impl_by_op(self.kernels, self.attn)
-        return chosen | {"decode": self.kernels.decode, "compile": self.kernels.compile}
+        chosen = impl_by_op(self.kernels, self.attn, GENERATION_OPS)
+        return chosen | {"compile": self.kernels.compile}
 
     @property
     def decoder_options(self) -> dict:

@@ -95,7 +95,7 @@ def swaps(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Yield (name, recipe): the run's, then one op at a time swapped to eager, then all of them."""
     recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
     yield "as in the run", recipe
-    names = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if op in OPS and impl != "eager"}
+    names = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if impl != "eager"}
     for op in names:
         yield f"{config_key(op)}=eager", with_eager(recipe, op)
     if len(names) > 1:

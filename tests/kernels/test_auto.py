@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,6 +203,21 @@ def test_a_model_has_the_functions_of_the_chosen_backends(precision, tables, tri
     executed = executed_kernels(*groups, (1, 8), CPU)
     assert executed["norm"].startswith("auto (triton: triton 3.")
     assert (executed["linear"], executed["loss"]) == ("auto (eager)", "auto (eager)")
+
+
+def test_torch_compile_with_fp8_needs_ptxas_only_if_a_chosen_backend_does(tables, triton_here, monkeypatch):
+    """Triton's backends round with kernels of their own, and eager's with Inductor's."""
+    monkeypatch.setattr("kernels.fp8.choose_ptxas", lambda device: "it needs ptxas")
+    monkeypatch.setattr(backend("loss", "triton"), "unavailable", lambda device: None)
+    groups = TINY, replace(AUTO, compile=True), AttnConfig("sdpa"), "fp8", CPU
+    for impl in ("triton", "eager"):
+        entries = {f"{op} bfloat16 fp8": impl for op in ("linear", "mlp", "loss")} | {"norm bfloat16": "triton"}
+        write_table(table_paths(CPU)[0], {entry: {"parameters": {"64": name}} for entry, name in entries.items()})
+        if impl == "eager":
+            with pytest.raises(Unavailable, match="with precision=fp8 cannot run here: it needs ptxas"):
+                load_ops(*groups)
+        else:
+            assert load_ops(*groups).mlp.func.__module__ == "kernels.mlp.triton"
 
 
 def test_linear_is_a_backend_that_takes_both_projections(tables, triton_here, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from data.tokenizer import Bytes
 from kernels import speeds
 from kernels.decode import blocks
+from kernels.names import GENERATION_OPS
 from kernels.registry import KernelsConfig, backend, contract
 from lab.bench.new_backends import WrongKernel
 from lab.report.generation_table import generation
@@ -231,8 +232,8 @@ def test_the_row_of_a_decoder_that_cannot_run_here_can_be_collected(command, mon
 
 
 def test_a_new_kernel_is_checked_before_the_generation(command, monkeypatch):
-    def refuse(kernels, attn, device, generates):
-        assert (kernels.norm, attn.impl, generates) == ("eager", "math", True)
+    def refuse(kernels, attn, device, ops):
+        assert (kernels.norm, attn.impl, ops) == ("eager", "math", GENERATION_OPS)
         raise WrongKernel("mine.py is wrong")
 
     monkeypatch.setattr(script, "check_new_backends", refuse)

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from kernels.names import GENERATION_OPS, TRAINING_OPS
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls
 from lab.bench import new_backends
 from lab.bench.new_backends import WrongKernel, check_new_backends
@@ -98,7 +99,11 @@ def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(monkeypatch, t
     assert not (tmp_path / "cache").exists()  # the next run checks again
 
 
-def test_a_new_decoder_is_checked_before_a_generation_only(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("op", "impl", "ops"), [("decode", "triton", GENERATION_OPS), ("adamw", "eager", TRAINING_OPS)]
+)
+def test_a_new_decoder_is_checked_for_generation_and_a_new_optimizer_for_training(monkeypatch, tmp_path, op, impl, ops):
+    """Evaluation calls neither."""
     probed = []
 
     def answer(groups, device, limit):
@@ -107,13 +112,21 @@ def test_a_new_decoder_is_checked_before_a_generation_only(monkeypatch, tmp_path
 
     monkeypatch.setattr(new_backends, "run_probes", answer)
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
-    monkeypatch.setattr(new_backends, "shipped", lambda op: ["blocks"] if op == "decode" else impls(op))
-    choice = KernelsConfig(decode="triton"), AttnConfig("sdpa"), CPU
-    assert check_new_backends(*choice) == {}
+    monkeypatch.setattr(new_backends, "shipped", lambda name: ["blocks"] if name == op else impls(name))
+    choice = KernelsConfig(**{op: impl}), AttnConfig("sdpa"), CPU
+    assert check_new_backends(*choice) == check_new_backends(*choice, {*TRAINING_OPS, *GENERATION_OPS} - {op}) == {}
     assert probed == []
-    with pytest.raises(WrongKernel, match=r"^kernels/decode/triton.py breaks the contract decode\("):
-        check_new_backends(*choice, generates=True)
-    assert probed == [("decode", "triton")]
+    with pytest.raises(WrongKernel, match=rf"^kernels/{op}/{impl}.py breaks the contract {op}\("):
+        check_new_backends(*choice, ops)
+    assert probed == [(op, impl)]
+
+
+@pytest.mark.parametrize("name", ["_gelu.py", "matmul.py", "ring.py"])  # the others are parts of several ops
+def test_a_kept_answer_counts_for_the_same_code_only(monkeypatch, name):
+    key, read = new_backends.cache_key("mlp", "eager", CPU), new_backends.read_bytes
+    assert key == new_backends.cache_key("mlp", "eager", CPU)
+    monkeypatch.setattr(new_backends, "read_bytes", lambda path: read(path) + b"#" * (path.name == name))
+    assert new_backends.cache_key("mlp", "eager", CPU) != key
 
 
 @pytest.mark.exhaustive

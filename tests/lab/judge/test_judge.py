@@ -1,7 +1,6 @@
 """The verdict from rows, and the training that the rows come from."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -240,7 +239,7 @@ def test_the_cases_run_in_equal_groups_and_keep_their_answers(monkeypatch):
 
 def recipe(precision, documents=False):
     model = GPTConfig(n_layer=1, n_head=2, n_embd=64, block_size=64, vocab_size=256, pos="rope", bias=True, dropout=0.0)
-    return Recipe(model, KernelsConfig(), AttnConfig("sdpa"), SimpleNamespace(impl=None), precision, 1, documents)
+    return Recipe(model, KernelsConfig(), AttnConfig("sdpa"), None, precision, 1, documents)
 
 
 @pytest.mark.parametrize(
