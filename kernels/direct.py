@@ -24,9 +24,9 @@ def bypass_dispatcher(
 ) -> Callable:
     """Return a function that does what the torch.library.custom_op `op` does, without the dispatcher where possible.
 
-    `backward` and `setup_context` become the autograd of both the operator and the function, which refuses a second
-    derivative. An op without a backward goes through the dispatcher whenever gradients are on, because the dispatcher
-    raises when a gradient is asked for.
+    `backward` and `setup_context` become the autograd of both the operator and the function, which then refuses a
+    second derivative and takes no keywords. An op without a backward goes through the dispatcher whenever gradients are
+    on, because the dispatcher raises when a gradient is asked for.
     """
     function = compat.python_function(op)
     call_undispatched = function
@@ -43,10 +43,10 @@ def bypass_dispatcher(
         call_undispatched = type(function.__name__, (torch.autograd.Function,), methods).apply
 
     @functools.wraps(function)
-    def call(*arguments):
+    def call(*arguments, **named):
         if compat.is_observed() or (not backward and torch.is_grad_enabled()):
-            return op(*arguments)
-        return call_undispatched(*arguments)
+            return op(*arguments, **named)
+        return call_undispatched(*arguments, **named)
 
     return call
 

@@ -44,7 +44,7 @@ ROUND_E4M3, ROUND_E5M2 = (tl.constexpr(ROUND % (name, name)) for name in ("e4m3"
 
 @triton.jit
 def scaled(x, scale):
-    """Return x times scale. Infinities become NaN, by 0 x, because to_fp8() and to_words() would saturate them."""
+    """Return x times scale. Adding 0 x turns an infinity into NaN, which to_fp8() and to_words() keep."""
     return x * scale + 0.0 * x
 
 

@@ -316,8 +316,12 @@ def called_backends(kernels: KernelsConfig, attn: AttnConfig, descriptions: dict
     For `auto` the description names the backend: "auto (triton: triton 3.6.0)".
     """
     called = {op: impl for op, impl in impl_by_op(kernels, attn, TRAINING_OPS).items() if op in descriptions}
-    autos = [op for op, impl in called.items() if impl == "auto"]
-    return called | {op: re.match(r"auto \((\w+)", descriptions[op])[1] for op in autos}
+    return called | {op: called_backend(descriptions[op]) for op, impl in called.items() if impl == "auto"}
+
+
+def called_backend(description: str) -> str:
+    """Return the name of the backend that ran, from its description by describe()."""
+    return re.match(r"(?:auto \()?(\w+)", description)[1]
 
 
 def family_patterns(impls_by_op: dict[str, str]) -> dict[str, tuple[str, ...]]:

@@ -134,7 +134,7 @@ class Averaging:
 def make_buckets(weights: list[Tensor]) -> list[list[int]]:
     """Return the buckets, roughly in the order in which a backward completes them.
 
-    The vectors are the last bucket, because FusedAdamW's buffers hold them behind the matrices.
+    The vectors are the last bucket, because FlatAdamW's buffers hold them behind the matrices.
     """
     vectors = [i for i, weight in enumerate(weights) if weight.dim() < 2]
     buckets, size = [], BUCKET

@@ -121,11 +121,10 @@ def make_optimizer(
 
 def flat_unavailable(weight: Tensor) -> str | None:
     """Return why FlatAdamW cannot update a model with such weights, or None if it can."""
-    remedy = "choose kernels.adamw=eager"
     if is_sharded(weight):
-        return f"it takes no sharded weights (parallel=fsdp or zero2): {remedy}"
+        return "only kernels.adamw=eager updates sharded weights (parallel=fsdp or zero2)"
     if weight.dtype == torch.float32:
-        return f"it rounds fp32 masters to the model's weights, and these are fp32: {remedy}, or precision=bf16"
+        return "only kernels.adamw=eager updates fp32 weights: choose it, or precision=bf16"
     return None
 
 

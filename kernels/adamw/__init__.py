@@ -20,8 +20,9 @@ The scalars that change from step to step are on the device, so that a CUDA grap
 multiple of MULTIPLE, so a kernel needs no mask.
 
 The optimizer calls the op, and not the model (OPTIMIZER). The op has no gradients. Its bytes limit its speed.
-kernels.adamw=eager trains with PyTorch's fused AdamW over lists of tensors (TorchAdamW in model/optim.py), which is
-also what updates fp32 weights and sharded weights. All other backends run in FlatAdamW (model/flat_adamw.py).
+kernels.adamw=eager trains with TorchAdamW (model/optim.py): PyTorch's fused AdamW over lists of tensors, which need not
+be copied into a flat one. TorchAdamW also updates fp32 weights and sharded weights. All other backends run in FlatAdamW
+(model/flat_adamw.py).
 """
 
 from collections.abc import Callable
@@ -33,13 +34,14 @@ OPTIMIZER = True  # the optimizer calls it, and it changes its arguments
 DEFAULT = "auto"
 MULTIPLE = 1024
 TENSORS = dict.fromkeys(("master", "exp_avg", "exp_avg_sq", "weight", "gradient"), "n")
-ANY_STRIDES = tuple(TENSORS)  # conflict() refuses strides: a copy of a tensor would get the update
+ANY_STRIDES = tuple(TENSORS)  # never made contiguous, because the copy would get the update: conflict() refuses them
 
 SHAPES = {
     "124m": {"shape": (121_560 * MULTIPLE,), "decayed": 121_440 * MULTIPLE},
     "350m": {"shape": (346_800 * MULTIPLE,), "decayed": 346_400 * MULTIPLE},
 }
 
+# In 3008 and 1088 elements, the last block of 1024 has weights that decay and weights that do not
 CASES = {
     "third_update": {"shape": (3 * MULTIPLE,), "decayed": 3008},
     "first_update": {"shape": (2 * MULTIPLE,), "decayed": 1088, "updates": 1},

@@ -8,8 +8,8 @@
     refuse      () bool  true: nothing changes
     decayed     int      the first `decayed` weights decay
 
-A GPU replays the update from a CUDA graph, so the host must not read a tensor. The contract is
-kernels/adamw/__init__.py.
+A GPU replays the update from a CUDA graph, so the host must not read a tensor. PyTorch updates fp32 weights, so a run
+needs precision=bf16 to call this file. The contract is kernels/adamw/__init__.py.
 """
 
 import torch

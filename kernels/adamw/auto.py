@@ -1,7 +1,7 @@
 """Triton where it runs, and PyTorch elsewhere.
 
-Other ops ask a table of measured times (kernels/fastest.py). Here the bytes decide: Triton moves 28 bytes a weight in
-bf16, and PyTorch 42. Triton's interpreter on a CPU is for tests, and `auto` does not choose it.
+Other ops ask a table of measured times (kernels/fastest.py). Here no table is needed, because Triton's kernel moves
+fewer bytes (triton.py). Triton's interpreter on a CPU is for tests, and `auto` does not choose it.
 """
 
 from importlib.util import find_spec

@@ -12,7 +12,7 @@ RUNS = ("(?i)fused_?(adam|optimizer)",)
 
 
 # An operator, because torch.compile cannot trace PyTorch's function
-@torch.library.custom_op("hotswap::fused_adamw", mutates_args=("master", "exp_avg", "exp_avg_sq", "weight"))
+@torch.library.custom_op("hotswap::adamw_eager", mutates_args=("master", "exp_avg", "exp_avg_sq", "weight"))
 def adamw(
     master: Tensor,
     exp_avg: Tensor,

@@ -1,8 +1,8 @@
 """One step of AdamW over all weights in one kernel, which accesses each tensor once.
 
-A step reads the gradient, the fp32 master weight and two moments, and writes the three, and the weight in its lower
-dtype. In bf16 these are 28 bytes a weight. PyTorch's fused AdamW needs gradients in fp32, and clipping and rounding are
-passes of their own: together 42 bytes a weight.
+It reads the gradient, the fp32 master and both moments, and writes the master, both moments and the rounded weight. In
+bf16 these are 28 bytes a weight. PyTorch's fused AdamW needs gradients in fp32, and clipping and rounding are passes of
+their own: together 42 bytes a weight. On one H200, the 124M weights take 0.85 ms, and eager.py 2.64.
 """
 
 import torch
@@ -97,7 +97,7 @@ def adamw_update(
 
 
 @adamw_update.register_fake
-def _(*arguments):
+def _(*arguments, **named):
     return None
 
 
@@ -123,5 +123,19 @@ def adamw(
     check_dtypes("adamw", weight, gradient)
     # From fp64, because 1 - beta^t loses digits in fp32
     corrections = torch.stack([1 - beta1**updates, 1 - beta2**updates]).float()
-    tensors = master, exp_avg, exp_avg_sq, weight, gradient, lr, scale, corrections, refuse
-    adamw_update(*tensors, decayed, beta1, beta2, eps, weight_decay)
+    adamw_update(
+        master=master,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        weight=weight,
+        gradient=gradient,
+        lr=lr,
+        scale=scale,
+        corrections=corrections,
+        refuse=refuse,
+        decayed=decayed,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+    )

@@ -113,8 +113,8 @@ def random_gradients(results: tuple[Tensor, ...], inputs: dict) -> list[Tensor]:
     return [torch.randn_like(out) * mean if mean else torch.ones_like(out) for out, mean in pairs]
 
 
-def without_changes(module: ModuleType, function: Callable) -> Callable:
-    """Return the function. If its op changes its arguments, return a function that returns the changes instead."""
+def out_of_place(module: ModuleType, function: Callable) -> Callable:
+    """Return a function that changes none of its arguments: an optimizer's returns the new tensors instead."""
     return functools.partial(module.results, function) if getattr(module, "OPTIMIZER", False) else function
 
 
@@ -152,7 +152,7 @@ def errors(
         size = (1, *size[1:])
     elif len(size) <= 2:  # (rows, width) or (rows,)
         size = (min(size[0], ERROR_ROWS), *size[1:])
-    function = without_changes(module, function)
+    function = out_of_place(module, function)
     inputs = module.inputs(**shape | {"shape": size}, dtype=dtype, device=device)
     exact_inputs = in_float64(inputs)
     if own_scales:
@@ -259,7 +259,7 @@ def prepare_contestants(
             load(op, backend_of(name), device, optional_arguments(inputs))
             if name == "compile" and inputs.get("fp8") and (reason := choose_ptxas(device)):
                 raise Unavailable(f"torch.compile in fp8 cannot run here: {reason}")
-            douts = douts or random_gradients(outputs(without_changes(contract(op), function), inputs), inputs)
+            douts = douts or random_gradients(outputs(out_of_place(contract(op), function), inputs), inputs)
             own_scales = getattr(backend(op, backend_of(name)), "OWN_SCALES", False)
             row_errors = errors(function, contract(op), shape, dtype, device, own_scales)
         except Unavailable as reason:

@@ -23,7 +23,7 @@ from files import read_bytes
 from kernels.check import broken_rule, exact_results, outputs_and_gradients, poisoned_memory
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
-from lab.bench.op import optional_arguments, without_changes
+from lab.bench.op import optional_arguments, out_of_place
 from runtime.device import is_out_of_memory, select_device
 
 ENDED = "failed", "undecided"  # with these statuses, the process of the probe ends
@@ -103,7 +103,7 @@ def probe_status(probe: Probe, device: torch.device) -> str:
         inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
     before = {name: value.detach().clone() for name, value in inputs.items() if isinstance(value, Tensor)}
     try:
-        function = without_changes(module, load(op, impl, device, needs=optional_arguments(inputs)))
+        function = out_of_place(module, load(op, impl, device, needs=optional_arguments(inputs)))
         with poisoned_memory() if probe.strict else nullcontext():
             results = outputs_and_gradients(function, inputs)
     except Unavailable as reason:
@@ -114,7 +114,7 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     if probe.compiled:
         results = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
     truth = exact_results(op, impl, inputs)
-    eager = outputs_and_gradients(without_changes(module, load(op, "eager", device)), inputs)
+    eager = outputs_and_gradients(out_of_place(module, load(op, "eager", device)), inputs)
     reason = broken_rule(results, eager, truth, inputs, probe.dtype)
     if getattr(module, "OPTIMIZER", False):  # the fp32 states must be right in fp32, whatever the dtype of the weights
         states = {name: result for name, result in results.items() if result.dtype == torch.float32}

@@ -50,13 +50,13 @@ def kernels_cell(row: dict) -> str:
     names = preset_name(backends) or "+".join(sorted(set(backends.values())))
     if kernels["compile"]:
         names = "compile" if names == "eager" else f"{names}+compile"
-    return names + notes(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
+    return names + fp8_and_adamw(kernels) + (", no CUDA graph" if train.get("cuda_graph") is False else "")
 
 
-def notes(kernels: dict) -> str:
-    """Return ", fp8 in mlp and loss, adamw eager" for such choices in a row's config.kernels.
+def fp8_and_adamw(kernels: dict) -> str:
+    """Return the choices of kernels.fp8 and kernels.adamw that are not the default: ", fp8 in mlp, adamw eager", or "".
 
-    It is "" for the default of both, and for an old row, which names neither.
+    `kernels` is a row's config.kernels. An old row has neither key.
     """
     ops, adamw = kernels.get("fp8"), kernels.get("adamw", default_impl("adamw"))
     fp8 = "" if ops is None else f", fp8 in {' and '.join(ops) or 'no op'}"
@@ -119,7 +119,7 @@ def kernels_name(kernels: dict) -> str:
         name = ", ".join([usual, *(f"{op} {impl}" for op, impl in backends.items() if impl != usual)])
     if kernels["compile"]:
         name = "compile" if name == "eager" else f"{name} + compile"
-    return name + notes(kernels)
+    return name + fp8_and_adamw(kernels)
 
 
 def kernels_family(name: str) -> str:

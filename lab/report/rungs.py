@@ -9,6 +9,7 @@ import shlex
 from datetime import datetime
 from typing import NamedTuple
 
+from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
 from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
 from lab.rows import read_rows
@@ -219,12 +220,12 @@ def note(device: str, runs: dict[str, list[dict]]) -> str:
         f"{row['started'][:10]}: `{MEASURE}` ([rows](results/{device})).",
         "The gain is the median ratio of the same steps to the line above, unless it names another line. The loss is "
         "of the last step. The first step compiles all kernels; in decoding it is the whole warm-up.",
-        "Kernel lines are the code in kernels/ that the choice needs, without comments; the kernels of PyTorch and of "
-        "torch.compile count as 0.",
+        "Kernel lines are the code in kernels/ that the model's ops need, without comments; the kernels of PyTorch and "
+        "of torch.compile count as 0.",
     ]
     optimizers = {row["kernels"].get("adamw") for each in runs.values() for row in each if speed(row)} - {None}
-    if backends := sorted({re.match(r"(?:auto \()?(\w+)", text)[1] for text in optimizers}):
-        sentences.append(f"In training, the backend of adamw is {' or '.join(backends)}.")
+    if backends := sorted({called_backend(text) for text in optimizers}):
+        sentences.append(f"All lines of training update the weights with adamw={' or '.join(backends)}.")
     for words, each in runs.items():
         if not any(map(speed, each)):
             reason = markdown_text(each[-1]["status"]) if each else "it was not measured"

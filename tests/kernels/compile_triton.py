@@ -197,7 +197,7 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
     launch = matmul.default_launch_transposed(dtype, tma)
     n, f, c, _ = tile_sizes(launch)
     matrices = {"a": (n, f), "b": (n, c), "out": (1, f, c // launch["PARTS"])}
-    build("matmul of rows", matmul._split_matmul_kernel, launch, matrices)
+    build("matmul transposed", matmul._split_matmul_kernel, launch, matrices)
 
     launch = mlp.default_launch(dtype, tma, backward=False)
     n, f, c, width = tile_sizes(launch)
@@ -367,7 +367,7 @@ def compile_attention(capability: int) -> None:
 
     def build(name, kernel, D, tma, **constants):
         given = {**fixed, **tiles.default_parameters(name, torch.bfloat16, D, tma), "D": D, "TMA": tma, **constants}
-        given["REGISTERS"] = capability == 90 and D == 128
+        given["REGISTERS"] = capability == 90 and tma and given["BLOCK_D"] == 128
         descriptors = {}
         if tma:
             queries, keys = {"forward": ("out", "k v"), "dq": ("dq", "k v"), "dkdv": ("q dout", "dk dv")}[name]

@@ -165,7 +165,7 @@ def test_the_note_names_the_optimizers_backend_and_no_line_counts_it(results):
     text = rungs("h100-rungs")
     [training] = tables(text)
     assert training[0][1:3] == ["attention: sdpa (cudnn); the rest: eager", "0"]
-    assert "In training, the backend of adamw is triton." in text
+    assert "All lines of training update the weights with adamw=triton." in text
 
 
 @pytest.mark.parametrize(
