@@ -181,7 +181,8 @@ def what_computes(row: dict) -> str:
     [most, *others] = sorted(ops, key=lambda text: -len(ops[text]))
     parts = ["torch.compile"] if row["kernels"]["compile"] else []
     parts += [f"{', '.join(ops[text])}: {text}" for text in others]
-    parts.append(f"the rest: {most}" if others else most)
+    which = "the rest" if 2 * len(ops[most]) > sum(map(len, ops.values())) else ", ".join(ops[most])
+    parts.append(f"{which}: {most}" if others else most)
     if slower := slower_cell(row):
         parts.append(f"slower than eager: {slower}")
     if why := (row.get("proof") or {}).get("why"):  # the text of a decoder that rounds the weights is not the model's
