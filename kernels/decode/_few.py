@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode._qkv import cache_places, store_qkv, weight_rows
-from kernels.decode._step import FEW, SIZES, Step, matrix
+from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
+from kernels.decode._step import FEW, NOT_SPECIALISED, Step, matrix
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
@@ -33,7 +33,7 @@ from kernels.decode._tiles import (
 from kernels.gpu import multiprocessors
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _embed_qkv_kernel(
     wte_ptr,  # arguments of embed(), like the next four
     wpe_ptr,
@@ -74,7 +74,7 @@ def _embed_qkv_kernel(
     n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
     weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
     scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
-    place = cache_places(row, positions_ptr, N, T, cache_rows)
+    cache_row = rows_in_cache(row, positions_ptr, N, T, cache_rows)
     wait_for_earlier_kernels(PDL)
     zero_counts(count_ptr, COUNTS)
     is_writer = tl.program_id(0) == 0
@@ -83,10 +83,10 @@ def _embed_qkv_kernel(
     )
     x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
     y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
-    store_qkv(y, row, n, place, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
+    store_qkv(y, row, n, cache_row, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _qkv_kernel(
     x_ptr,  # arguments of add_branch(), like the next two
     residual_ptr,
@@ -123,15 +123,15 @@ def _qkv_kernel(
     n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
     weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
     scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
-    place = cache_places(row, positions_ptr, N, T, cache_rows)
+    cache_row = rows_in_cache(row, positions_ptr, N, T, cache_rows)
     wait_for_earlier_kernels(PDL)
     stream = add_branch(x_ptr, residual_ptr, stream_ptr, row[:, None], tl.program_id(0) == 0, N, K, BLOCK_K)
     x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
     y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
-    store_qkv(y, row, n, place, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
+    store_qkv(y, row, n, cache_row, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _fc_kernel(
     x_ptr,  # arguments of add_branch(), like the next two
     residual_ptr,
@@ -166,7 +166,7 @@ def _fc_kernel(
     store_rows(out_ptr, gelu(y), row, n, N, OUT)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _product_kernel(
     x_ptr,  # (N, K)
     weight_ptr,  # (OUT, K)
@@ -232,7 +232,7 @@ def padded_rows(N: int, dtype: torch.dtype) -> int:
 
 
 def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None, **cache) -> Tensor:
-    """Return product() of triton.py."""
+    """Compute triton.product() for up to FEW rows."""
     arguments = x if isinstance(x, dict) else {"x_ptr": x}
     kernel = {"qkv": _qkv_kernel, "fc": _fc_kernel}.get(name, _product_kernel)
     if "tokens_ptr" in arguments:
