@@ -11,7 +11,7 @@ dq cannot: every block of keys adds to it. The warps of a program have different
     consumers    two warpgroups. Each computes s, p, dp, ds, dk and dv for 64 of the 128 keys, and writes ds to shared
                  memory
     adder        one warpgroup. It multiplies ds^T k for all 128 keys, and adds the result to dq
-    turns        two warps, described below
+    turns        two warps. wait_for_turns() waits for the program's turn at a tile of dq, and pass_turns_on() ends it
 
 So no warpgroup waits for another one in the middle of a tile. While one computes exponentials, the tensor cores work
 for the other two. The consumers' matmuls read p and ds from registers, and for D = 64 also k and v.
@@ -19,19 +19,19 @@ for the other two. The consumers' matmuls read p and ds from registers, and for 
 dq is summed in fp32 in memory. A thread adds four numbers with one red.add of 16 bytes. The sums lie in memory in the
 order of the threads' registers, so no layout is converted.
 
-The bits of a sum depend on its order, so the programs take turns at each tile of dq. The block of keys on the diagonal
-comes first and stores its product. The blocks before it follow one by one and add theirs. The first block of the head
-comes last: it loads the sum, adds its product and writes dq. A counter for each tile says whose turn it is. One warp
-waits for the turn and another warp counts up. Each of them waits about 1 us for the L2, and meanwhile the adder
-computes the next tile.
+The bits of a sum depend on its order, so the programs take turns at each tile of dq. _gluon_turns.py explains the
+turns, and the tickets by which a program takes its next block.
 
-The blocks of a head start in the order of the turns, short ones first. If all programs are equally fast, block j
-reaches a tile of dq one step after block j + 1, and no program waits. A program takes the next block by a ticket: it
-adds 1 to a counter in memory. A block waits only for blocks with earlier tickets, and the programs that took those are
-running. So the turns cannot deadlock, even if other kernels leave no room for some of the programs.
-
-The sums have room for R heads, as many as are computed at the same time. Head h reuses the memory of head h - R, after
-the last turn of head h - R.
+    barrier           arrivals    who arrives                                       who waits
+    queries.full             1    TMA, with q, dout, lse and delta                  consumers
+    queries.empty            2    consumers                                         producer
+    keys.full                1    TMA, with k and v                                 consumers, adder
+    keys.empty               3    consumers, adder                                  producer
+    products.full            3    consumers, with ds; wait_for_turns()              adder
+    products.empty           2    adder, when it has read ds; pass_turns_on()       consumers, wait_for_turns()
+    products.added           1    adder, when it has added to dq                    pass_turns_on()
+    tickets.full             1    producer                                          all other warps
+    tickets.empty            5    all other warps                                   producer
 
 TFLOP/s of the backward on one H200 for (B, T, heads, D) in bf16, in one run (commit b7fb276). "before" is of an older
 run (6245ceb). At T = 1024 it is a kernel whose programs computed whole heads, and elsewhere _triton_backward.py.
@@ -64,15 +64,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from kernels.attention._gluon_turns import (
+    BLOCK,
+    Tickets,
+    head_and_block,
+    pass_turns_on,
+    read_ticket,
+    take_ticket,
+    wait_for_turns,
+)
 from kernels.gpu import multiprocessors
 from kernels.hopper.registers import exp2, to_fp32
 from kernels.hopper.ring import Ring, start_barriers, start_ring
-from kernels.hopper.tma import allocate_tiles, head_tiles, load, show_to_tma, store, thread_barrier, tma_descriptor
+from kernels.hopper.tma import allocate_tiles, fence_and_sync, head_tiles, load, store, thread_barrier, tma_descriptor
 from kernels.matmul import round_to
 
 LOG2E = gl.constexpr(1.4426950408889634)
 TILE = gl.constexpr(64)  # queries of a tile, and keys of a consumer
-BLOCK = gl.constexpr(128)  # keys of a program
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # (64, 64): s, dp, and dq
 # dq in memory: four elements of a thread, then four of the next thread
 FLAT = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0]))
@@ -103,61 +111,17 @@ class _Products(NamedTuple):
     added: gl.shared_memory_descriptor  # a barrier for each slot: the adder has added to dq
 
 
-class _Tickets(NamedTuple):
-    """The numbers of the program's next blocks, for all its warps."""
-
-    numbers: gl.shared_memory_descriptor
-    ring: Ring
-
-
-@gluon.jit
-def _head_and_block(ticket, T):
-    """Return the number of a key head, and the number j of a block of its keys. All but the first j blocks see it."""
-    blocks = (T + BLOCK - 1) // BLOCK
-    return ticket // blocks, blocks - 1 - ticket % blocks
-
-
-@gluon.jit
-def _turns_before(head, j, i, heads_in_sums):
-    """Return how many blocks add to the memory of tile i of dq before block j of this head.
-
-    First come the earlier heads in this memory, each with i // 2 + 1 blocks. Then come i // 2 - j blocks of this head.
-    """
-    return head // heads_in_sums * (i // 2 + 1) + i // 2 - j
-
-
-@gluon.jit
-def _take_ticket(tickets, ticket_ptr, block):
-    """Take the next ticket of the grid for this program's next block, give it to the other warps, and return it."""
-    slot = tickets.ring.slot(block)
-    tickets.ring.wait_empty(slot)
-    ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
-    tickets.numbers.index(slot.index).store(gl.full([1], ticket, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    tickets.ring.arrive_full(slot)
-    return ticket
-
-
-@gluon.jit
-def _read_ticket(tickets, block):
-    """Wait for the ticket of this program's next block, and return it."""
-    slot = tickets.ring.slot(block)
-    tickets.ring.wait_full(slot)
-    ticket = gl.max(tickets.numbers.index(slot.index).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-    tickets.ring.arrive_empty(slot)
-    return ticket
-
-
 @gluon.jit
 def _produce(q, k, v, dout, lse_delta, queries, keys, tickets, ticket_ptr, all_blocks, Hkv, T, GROUP: gl.constexpr):
     D: gl.constexpr = queries.q.shape[4]
     tiles = gl.cdiv(T, BLOCK) * 2
     block, tile = 0, 0  # how many were loaded so far
-    ticket = _take_ticket(tickets, ticket_ptr, block)
+    ticket = take_ticket(tickets, ticket_ptr, block)
     while ticket < all_blocks:
-        head, j = _head_and_block(ticket, T)
+        head, j = head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
         slot = keys.ring.slot(block)
-        full = keys.ring.refill(slot, 2 * BLOCK * D * 2)
+        full = keys.ring.acquire(slot, 2 * BLOCK * D * 2)
         for consumer in gl.static_range(2):
             n = j * BLOCK + consumer * TILE
             load(k, [b, h_kv, n, 0], full, keys.k.index(slot.index * 2 + consumer))
@@ -166,14 +130,14 @@ def _produce(q, k, v, dout, lse_delta, queries, keys, tickets, ticket_ptr, all_b
             h = h_kv * GROUP + member
             for i in range(2 * j, tiles):
                 slot = queries.ring.slot(tile)
-                full = queries.ring.refill(slot, 2 * TILE * D * 2 + 2 * TILE * 4)
+                full = queries.ring.acquire(slot, 2 * TILE * D * 2 + 2 * TILE * 4)
                 load(q, [b, h, i * TILE, 0], full, queries.q.index(slot.index))
                 offset = ((b * Hkv * GROUP + h) * tiles + i) * (2 * TILE)
                 load(lse_delta, [offset], full, queries.lse_delta.index(slot.index))
                 load(dout, [b, h, i * TILE, 0], full, queries.dout.index(slot.index))
                 tile += 1
         block += 1
-        ticket = _take_ticket(tickets, ticket_ptr, block)
+        ticket = take_ticket(tickets, ticket_ptr, block)
 
 
 @gluon.jit
@@ -252,9 +216,9 @@ def _consume(
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])  # (64, D): dk and dv
     tiles = gl.cdiv(T, BLOCK) * 2
     block, tile = 0, 0
-    ticket = _read_ticket(tickets, block)
+    ticket = read_ticket(tickets, block)
     while ticket < all_blocks:
-        head, j = _head_and_block(ticket, T)
+        head, j = head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
         slot_kv = keys.ring.slot(block)
         keys.ring.wait_full(slot_kv)
@@ -296,7 +260,7 @@ def _consume(
         _store(dv, [b, h_kv, n, 0], grads_smem.index(CONSUMER), dv_sum, OTHERS)
         _store(dk, [b, h_kv, n, 0], grads_smem.index(OTHERS * 2 + CONSUMER), dk_sum * scales[0], OTHERS)
         block += 1
-        ticket = _read_ticket(tickets, block)
+        ticket = read_ticket(tickets, block)
     tma.store_wait(0)  # the program must not end while a store still reads its shared memory
 
 
@@ -306,17 +270,17 @@ def _store(descriptor, position, smem, x, OTHERS: gl.constexpr):
     tma.store_wait(OTHERS)
     thread_barrier()  # one thread has waited
     smem.reshape([TILE, x.shape[1]]).store(x.to(descriptor.dtype))
-    show_to_tma()
+    fence_and_sync()
     store(descriptor, position, smem)
 
 
 @gluon.jit
-def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, scale, DIAGONAL: gl.constexpr):
-    """Add the product of block j to tile i of dq. Return tile + 1.
-
-    DIAGONAL is 1 for the first tile that sees the block, and 2 for the second one; no block has added to them before.
-    The first tile sees only the first consumer's keys. For later tiles DIAGONAL is 0.
-    """
+def _add_tile(
+    dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, scale,
+    IS_FIRST: gl.constexpr,  # whether no block has added to this tile before
+    CONSUMERS: gl.constexpr,  # 1 if the tile sees only the first consumer's keys, otherwise 2
+):  # fmt: skip
+    """Add the product of block j to tile i of dq. Return tile + 1."""
     D: gl.constexpr = keys.k.shape[4]
     slot = products.ring.slot(tile)
     part = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, FLAT)))
@@ -330,22 +294,22 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
         thread_barrier()
     for start in gl.static_range(0, D, 64):
         sums = gl.zeros((TILE, 64), gl.float32, SCORES)
-        if DIAGONAL == 0:
+        if not IS_FIRST:
             # not from the L1, because the sums come from other multiprocessors
             flat = gl.load(sums_ptr, mask=j == 0, other=0.0, cache_modifier=".cg")
             sums = flat.reshape(8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(TILE, 64)
             sums = gl.convert_layout(sums, SCORES, assert_trivial=True)
-        for consumer in gl.static_range(1 if DIAGONAL == 1 else 2):
+        for consumer in gl.static_range(CONSUMERS):
             k = keys.k.index(slot_kv.index * 2 + consumer).reshape([TILE, D]).slice(start, 64, 1)
             ds = products.ds.index(slot.index * 2 + consumer).permute((1, 0))
-            sums = warpgroup_mma(ds, k, sums, use_acc=DIAGONAL == 0 or consumer > 0, is_async=True)
+            sums = warpgroup_mma(ds, k, sums, use_acc=not IS_FIRST or consumer > 0, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(sums,))
         if start == D - 64:
             products.ring.arrive_empty(slot)
         if j > 0:
             flat = sums.reshape(4, 2, 8, 8, 4, 2).permute(3, 0, 2, 4, 1, 5).reshape(8, 128, 4)
             flat = gl.convert_layout(flat, FLAT, assert_trivial=True)
-            if DIAGONAL > 0:
+            if IS_FIRST:
                 gl.store(sums_ptr, flat)
             else:
                 gl.atomic_add(sums_ptr, flat, sem="relaxed", scope="gpu")
@@ -353,7 +317,7 @@ def _add_tile(dq_smem, keys, slot_kv, tile, products, sums_ptr, dq, b, h, i, j, 
             dq_smem.reshape([TILE, D]).slice(start, 64, 1).store((sums * scale).to(dq.dtype))
         sums_ptr += TILE * 64
     if j == 0:
-        show_to_tma()
+        fence_and_sync()
         store(dq, [b, h, i * TILE, 0], dq_smem)
     thread_barrier()  # every thread has added
     mbarrier.arrive(products.added.index(slot.index))
@@ -365,67 +329,32 @@ def _add(dq, dq_smem, keys, products, tickets, sums_ptr, scale, heads_in_sums, a
     D: gl.constexpr = keys.k.shape[4]
     tiles = gl.cdiv(T, BLOCK) * 2
     block, tile = 0, 0
-    ticket = _read_ticket(tickets, block)
+    ticket = read_ticket(tickets, block)
     while ticket < all_blocks:
-        head, j = _head_and_block(ticket, T)
+        head, j = head_and_block(ticket, T)
         b, h_kv = head // Hkv, head % Hkv
         slot = keys.ring.slot(block)
         keys.ring.wait_full(slot)
         for member in range(GROUP):
             h = h_kv * GROUP + member
-            place = (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles * (TILE * D)
+            sums_offset = (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles * (TILE * D)
             tile = _add_tile(
-                dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, 2 * j, j, scale, DIAGONAL=1
-            )
+                dq_smem, keys, slot, tile, products, sums_ptr + sums_offset, dq, b, h, 2 * j, j, scale,
+                IS_FIRST=True, CONSUMERS=1,
+            )  # fmt: skip
             tile = _add_tile(
-                dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, 2 * j + 1, j, scale, DIAGONAL=2
-            )
+                dq_smem, keys, slot, tile, products, sums_ptr + sums_offset, dq, b, h, 2 * j + 1, j, scale,
+                IS_FIRST=True, CONSUMERS=2,
+            )  # fmt: skip
             for i in range(2 * j + 2, tiles):
                 tile = _add_tile(
-                    dq_smem, keys, slot, tile, products, sums_ptr + place, dq, b, h, i, j, scale, DIAGONAL=0
-                )
+                    dq_smem, keys, slot, tile, products, sums_ptr + sums_offset, dq, b, h, i, j, scale,
+                    IS_FIRST=False, CONSUMERS=2,
+                )  # fmt: skip
         keys.ring.arrive_empty(slot)
         block += 1
-        ticket = _read_ticket(tickets, block)
+        ticket = read_ticket(tickets, block)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _wait_until(pointer, least):
-    """Wait until the number in memory is at least `least`. The caller then sees what was written before the count."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred less; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 less, $0, $2; @less bra again; }",
-        "=&r,l,r",  # & because the loop writes the output before it reads the inputs again
-        [pointer, least],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _turns(products, tickets, turns_ptr, heads_in_sums, all_blocks, T, GROUP: gl.constexpr, END: gl.constexpr):
-    """For each tile of dq, wait for this program's turn. If END, instead pass the turn on when the adder is done."""
-    tiles = gl.cdiv(T, BLOCK) * 2
-    block, tile = 0, 0
-    ticket = _read_ticket(tickets, block)
-    while ticket < all_blocks:
-        head, j = _head_and_block(ticket, T)
-        for member in range(GROUP):
-            turn_ptr = turns_ptr + (head % heads_in_sums * GROUP + member).to(gl.int64) * tiles
-            for i in range(2 * j, tiles):
-                slot = products.ring.slot(tile)
-                if END:
-                    mbarrier.wait(products.added.index(slot.index), slot.parity)
-                    products.ring.arrive_empty(slot)
-                    gl.atomic_add(turn_ptr + i, 1, sem="release", scope="gpu")
-                else:
-                    products.ring.wait_empty(slot)
-                    _wait_until(turn_ptr + i, _turns_before(head, j, i, heads_in_sums))
-                    products.ring.arrive_full(slot)
-                tile += 1
-        block += 1
-        ticket = _read_ticket(tickets, block)
 
 
 @gluon.jit(do_not_specialize=["heads_in_sums", "all_blocks", "Hkv", "T"])
@@ -449,24 +378,24 @@ def _attention_bwd_gluon_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], dtype)
     ds_slots = gl.allocate_shared_memory(dtype, [2 * SLOTS_DS, TILE, TILE], ds_layout)
     dq_smem = gl.allocate_shared_memory(dtype, q.block_type.shape, q.layout)
-    # dv and dk of each consumer, at the same place if D = 128
+    # dv and dk of each consumer, in the same memory if D = 128
     grads_smem = allocate_tiles(dk, 256 // k.block_type.shape[3])
     ticket_slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # the arrivals are those of the table above
     queries = _Queries(q_slots, dout_slots, lse_delta_slots, start_ring(SLOTS, CONSUMERS=2))
-    keys = _Keys(k_slots, v_slots, start_ring(SLOTS_KV, CONSUMERS=3))  # the two consumers and the adder
-    # the consumers and the warp that waits for the turn fill a slot; the adder and the warp that passes it on empty it
+    keys = _Keys(k_slots, v_slots, start_ring(SLOTS_KV, CONSUMERS=3))
     full, empty, added = start_barriers(SLOTS_DS, (3, 2, 1))
     products = _Products(ds_slots, Ring(full, empty), added)
-    tickets = _Tickets(ticket_slots, start_ring(2, CONSUMERS=5))  # all warps but the producer
-    show_to_tma()
+    tickets = Tickets(ticket_slots, start_ring(2, CONSUMERS=5))
+    fence_and_sync()
     scales = scale, scale_log2
     gl.warp_specialize([
         (_consume, (0, dk, dv, grads_smem, queries, keys, products, tickets, scales, all_blocks, Hkv, T, GROUP)),
         (_consume, (1, dk, dv, grads_smem, queries, keys, products, tickets, scales, all_blocks, Hkv, T, GROUP)),
         (_add, (dq, dq_smem, keys, products, tickets, sums_ptr, scale, heads_in_sums, all_blocks, Hkv, T, GROUP)),
         (_produce, (q, k, v, dout, lse_delta, queries, keys, tickets, turns_ptr, all_blocks, Hkv, T, GROUP)),
-        (_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP, False)),
-        (_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP, True)),
+        (wait_for_turns, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP)),
+        (pass_turns_on, (products, tickets, turns_ptr + 1, heads_in_sums, all_blocks, T, GROUP)),
     ], [4, 4, 1, 1, 1], [208, 72, 24, 24, 24])  # fmt: skip
 
 

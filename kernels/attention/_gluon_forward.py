@@ -49,8 +49,8 @@ from kernels.attention._triton_tiles import heads_in_l2
 from kernels.compat import fake_mode
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper.registers import exp2
-from kernels.hopper.ring import Slot, start_ring, start_turns
-from kernels.hopper.tma import allocate_tiles, head_tiles, load, show_to_tma, store
+from kernels.hopper.ring import Slot, start_ping_pong, start_ring
+from kernels.hopper.tma import allocate_tiles, fence_and_sync, head_tiles, load, store
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LOWEST = gl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
@@ -74,24 +74,24 @@ def _produce(q, k, v, slots, plan_ptr, H, T, GROUP: gl.constexpr):
         tile = gl.load(plan_ptr)
         m, b, h = tile % tiles * (CONSUMERS * ROWS), tile // tiles // H, tile // tiles % H
         for consumer in gl.static_range(CONSUMERS):
-            full = queries.refill(Slot(consumer, i & 1), ROWS * D * 2)
+            full = queries.acquire(Slot(consumer, i & 1), ROWS * D * 2)
             load(q, [b, h, m + consumer * ROWS, 0], full, q_slots.index(consumer))
         blocks = gl.cdiv(min(m + CONSUMERS * ROWS, T), BLOCK_N)
         for j in range(blocks):
             n, slot = (blocks - 1 - j) * BLOCK_N, keys.slot(block)
-            full = keys.refill(slot, BLOCK_N * D * 2)
+            full = keys.acquire(slot, BLOCK_N * D * 2)
             load(k, [b, h // GROUP, n, 0], full, k_slots.index(slot.index))
-            full = values.refill(slot, BLOCK_N * D * 2)
+            full = values.acquire(slot, BLOCK_N * D * 2)
             load(v, [b, h // GROUP, n, 0], full, v_slots.index(slot.index))
             block += 1
 
 
 @gluon.jit
-def _start_scores(q, k, turns, block, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
+def _start_scores(q, k, ping_pong, block, CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
     """Start q k^T of a block on the tensor cores. The caller waits for the result."""
     k = k.reshape([BLOCK_N, k.shape[3]])
     if CONSUMERS == 2:
-        turns.wait(CONSUMER, block & 1)
+        ping_pong.wait(CONSUMER, block & 1)
     unused = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
     return warpgroup_mma(q, k.permute((1, 0)), unused, use_acc=False, is_async=True)
 
@@ -116,7 +116,7 @@ def _softmax(s, largest, scale):
 
 
 @gluon.jit
-def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T):
+def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, ping_pong, slots, plan_ptr, lse_stride, scale, H, T):
     q_slots, k_slots, v_slots, queries, keys, values = slots
     CONSUMERS: gl.constexpr = q_slots.shape[0]
     D: gl.constexpr = k_slots.shape[4]
@@ -155,9 +155,9 @@ def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turns, slots, plan
             queries.arrive_empty(query_slot)
         slot = keys.slot(block)
         keys.wait_full(slot)
-        s = _start_scores(q, k_slots.index(slot.index), turns, block, CONSUMER, CONSUMERS)
+        s = _start_scores(q, k_slots.index(slot.index), ping_pong, block, CONSUMER, CONSUMERS)
         if CONSUMERS == 2:
-            turns.pass_on(CONSUMER)
+            ping_pong.pass_on(CONSUMER)
         s = warpgroup_mma_wait(0, deps=(s,))
         keys.arrive_empty(slot)
         key = (blocks - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
@@ -173,11 +173,11 @@ def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turns, slots, plan
             block += 1
             if CONSUMERS == 2:
                 keys.wait_full(slot)
-            s = _start_scores(q, k_slots.index(slot.index), turns, block, CONSUMER, CONSUMERS)
+            s = _start_scores(q, k_slots.index(slot.index), ping_pong, block, CONSUMER, CONSUMERS)
             values.wait_full(before)
             acc = warpgroup_mma(p, v_slots.index(before.index).reshape([BLOCK_N, D]), acc, is_async=True)
             if CONSUMERS == 2:
-                turns.pass_on(CONSUMER)
+                ping_pong.pass_on(CONSUMER)
             s = warpgroup_mma_wait(1, deps=(s,))
             keys.arrive_empty(slot)
             p, largest, shrink, sums = _softmax(s, largest, scale)
@@ -206,7 +206,7 @@ def _consume(CONSUMER: gl.constexpr, out, lse_ptr, out_slots, turns, slots, plan
         acc *= gl.convert_layout(1 / row_total, gl.SliceLayout(1, OUT), assert_trivial=True)[:, None]
         tma.store_wait(0)  # wait until the previous store has read its shared memory
         out_slots.index(CONSUMER).reshape([ROWS, D]).store(acc.to(dtype))
-        show_to_tma()
+        fence_and_sync()
         store(out, [b, h, m, 0], out_slots.index(CONSUMER))
     tma.store_wait(0)  # the program must not end while a store still reads its shared memory
 
@@ -225,21 +225,22 @@ def _attention_fwd_gluon_kernel(
     out_slots = allocate_tiles(out, CONSUMERS)
     k_slots = allocate_tiles(k, SLOTS)
     v_slots = allocate_tiles(v, SLOTS)
-    queries, turns = start_ring(CONSUMERS), start_turns(CONSUMERS)  # three consumers take no turns
+    # three consumers take no turns; without their third barrier the kernel compiles differently, which nobody has timed
+    queries, ping_pong = start_ring(CONSUMERS), start_ping_pong(CONSUMERS)
     keys, values = start_ring(SLOTS, CONSUMERS=CONSUMERS), start_ring(SLOTS, CONSUMERS=CONSUMERS)
-    show_to_tma()
+    fence_and_sync()
     slots = q_slots, k_slots, v_slots, queries, keys, values
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (0, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
-            (_consume, (1, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (0, out, lse_ptr, out_slots, ping_pong, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (1, out, lse_ptr, out_slots, ping_pong, slots, plan_ptr, lse_stride, scale, H, T)),
             (_produce, (q, k, v, slots, plan_ptr, H, T, GROUP)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
-            (_consume, (1, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
-            (_consume, (2, out, lse_ptr, out_slots, turns, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (0, out, lse_ptr, out_slots, ping_pong, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (1, out, lse_ptr, out_slots, ping_pong, slots, plan_ptr, lse_stride, scale, H, T)),
+            (_consume, (2, out, lse_ptr, out_slots, ping_pong, slots, plan_ptr, lse_stride, scale, H, T)),
             (_produce, (q, k, v, slots, plan_ptr, H, T, GROUP)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip
 

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode._splits import LOWEST, SIZES, combine_splits, is_last_split
-from kernels.decode._step import Step
+from kernels.decode._splits import LOWEST, combine_splits, is_last_split
+from kernels.decode._step import NOT_SPECIALISED, Step
 from kernels.decode._tiles import launch_next_kernel, prefetch_keys, wait_for_earlier_kernels
 from kernels.decode._vector_attention import _vector_attention_kernel
 
@@ -32,7 +32,7 @@ PREFETCHED = 64
 IN_REGISTERS = 256 * 64  # most keys * channels of a split that _vector_attention_kernel keeps in registers
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _attention_kernel(
     q_ptr,  # (N, H, D)
     k_ptr,  # (B, cache_rows, Hkv, D)

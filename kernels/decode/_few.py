@@ -1,11 +1,30 @@
 """The products of a step of few rows. Each kernel loads its rows of W, waits for its predecessor, and multiplies.
 
-    _embed_qkv_kernel    qkv of the first layer: the stream begins with the embeddings
-    _qkv_kernel          qkv of the other layers: they add a branch to the stream
-    _fc_kernel           the same prologue, and GELU
     _product_kernel      proj, fc_proj and the head
+    _fc_kernel           it adds a branch to the stream and normalises before the product, and ends with GELU
+    _qkv_kernel          qkv of all layers but the first: the same prologue, and k and v go into the cache
+    _embed_qkv_kernel    qkv of the first layer: the stream begins with the embeddings
 
-triton.py says why, and what they measure.
+triton.py says why, and what they measure. The arguments of the kernels:
+
+    x_ptr                       (N, K): the operand, or the output of the branch that is added to the stream
+    residual_ptr                (N, K): the stream before that branch
+    stream_ptr                  (N, K): the new stream
+    ln_weight_ptr, ln_bias_ptr  (K,), and (K,) or None
+    weight_ptr                  (OUT, K)
+    scale_ptr                   (OUT,) fp32 if W is in int8, otherwise None
+    bias_ptr                    (OUT,) or None
+    out_ptr                     (N, OUT); for qkv the queries, (N, H D)
+    k_ptr, v_ptr                (B, cache_rows, Hkv, D)
+    rope_ptr                    (2, N, D/2) fp32, or None without rotary positions
+    positions_ptr               (B,) int64: of token 0 of each sequence
+    wte_ptr, wpe_ptr            (V, K), and (wpe_rows, K) or None with rotary positions
+    tokens_ptr                  (N,) int64: row b T + t is token t of sequence b
+    count_ptr                   (COUNTS,) int32 or None: see zero_counts()
+    Q_WIDTH, KV_WIDTH           H D and Hkv D
+    ROWS                        N or more
+    BLOCK_N                     rows of W of a program
+    BLOCK_K, SLICES             columns of a tile of W, and the parts of them that are summed separately
 """
 
 import torch
@@ -13,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode._qkv import cache_places, store_qkv, weight_rows
-from kernels.decode._step import FEW, SIZES, Step, matrix
+from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
+from kernels.decode._step import FEW, NOT_SPECIALISED, Step, matrix
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
@@ -33,33 +52,16 @@ from kernels.decode._tiles import (
 from kernels.gpu import multiprocessors
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _embed_qkv_kernel(
-    wte_ptr,  # arguments of embed(), like the next four
-    wpe_ptr,
-    tokens_ptr,
-    positions_ptr,
-    stream_ptr,
-    ln_weight_ptr,  # (K,)
-    ln_bias_ptr,
-    weight_ptr,  # the rest are arguments of _qkv_kernel
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
+def _product_kernel(
+    x_ptr,
+    weight_ptr,
     scale_ptr,
     bias_ptr,
     out_ptr,
-    k_ptr,
-    v_ptr,
-    rope_ptr,
-    count_ptr,  # (COUNTS,) int32 or None: see zero_counts()
     N,
-    T,
-    wpe_rows,
-    cache_rows,
-    COUNTS: tl.constexpr,
     OUT: tl.constexpr,
     K: tl.constexpr,
-    D: tl.constexpr,
-    Q_WIDTH: tl.constexpr,
-    KV_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -67,78 +69,26 @@ def _embed_qkv_kernel(
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The first kernel of a step. The stream begins with the embeddings: q, k, v = LayerNorm(stream) W^T + bias."""
+    """out = x W^T + bias: proj, fc_proj and the head."""
     launch_next_kernel(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.arange(0, ROWS).to(tl.int64)
-    n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
-    weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weights, _, _ = load_weights(weight_ptr, None, None, n, OUT, K, BLOCK_K, SLICES, dtype)
     scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
-    place = cache_places(row, positions_ptr, N, T, cache_rows)
     wait_for_earlier_kernels(PDL)
-    zero_counts(count_ptr, COUNTS)
-    is_writer = tl.program_id(0) == 0
-    stream = embed(
-        wte_ptr, wpe_ptr, tokens_ptr, positions_ptr, stream_ptr, row[:, None], is_writer, N, T, wpe_rows, K, BLOCK_K
-    )
-    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
-    y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
-    store_qkv(y, row, n, place, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
+    y = add_bias(multiply_rows(x_ptr, row, weights, N, K, BLOCK_K, PRECISION), scale, bias, dtype)
+    store_rows(out_ptr, y, row, n, N, OUT)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _qkv_kernel(
-    x_ptr,  # arguments of add_branch(), like the next two
-    residual_ptr,
-    stream_ptr,
-    ln_weight_ptr,  # (K,)
-    ln_bias_ptr,
-    weight_ptr,  # arguments of _product_kernel, like the next two
-    scale_ptr,
-    bias_ptr,
-    out_ptr,  # (N, H D): the queries
-    k_ptr,  # arguments of store_qkv(), like the next two
-    v_ptr,
-    rope_ptr,
-    positions_ptr,
-    N,
-    T,
-    cache_rows,
-    OUT: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    Q_WIDTH: tl.constexpr,  # H D
-    KV_WIDTH: tl.constexpr,  # Hkv D
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    PDL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """stream = residual + x; q, k, v = LayerNorm(stream) W^T + bias. k and v go into the cache."""
-    launch_next_kernel(PDL)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.arange(0, ROWS).to(tl.int64)
-    n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
-    weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
-    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
-    place = cache_places(row, positions_ptr, N, T, cache_rows)
-    wait_for_earlier_kernels(PDL)
-    stream = add_branch(x_ptr, residual_ptr, stream_ptr, row[:, None], tl.program_id(0) == 0, N, K, BLOCK_K)
-    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
-    y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
-    store_qkv(y, row, n, place, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
-
-
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _fc_kernel(
-    x_ptr,  # arguments of add_branch(), like the next two
+    x_ptr,
     residual_ptr,
     stream_ptr,
-    ln_weight_ptr,  # (K,)
+    ln_weight_ptr,
     ln_bias_ptr,
-    weight_ptr,  # the rest are arguments of _product_kernel
+    weight_ptr,
     scale_ptr,
     bias_ptr,
     out_ptr,
@@ -166,33 +116,102 @@ def _fc_kernel(
     store_rows(out_ptr, gelu(y), row, n, N, OUT)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _product_kernel(
-    x_ptr,  # (N, K)
-    weight_ptr,  # (OUT, K)
-    scale_ptr,  # (OUT,) fp32 if W is in int8, otherwise None
-    bias_ptr,  # (OUT,) or None
-    out_ptr,  # (N, OUT)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
+def _qkv_kernel(
+    x_ptr,
+    residual_ptr,
+    stream_ptr,
+    ln_weight_ptr,
+    ln_bias_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    k_ptr,
+    v_ptr,
+    rope_ptr,
+    positions_ptr,
     N,
+    T,
+    cache_rows,
     OUT: tl.constexpr,
     K: tl.constexpr,
-    ROWS: tl.constexpr,  # N or more
-    BLOCK_N: tl.constexpr,  # rows of W of a program
+    D: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    KV_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
     PDL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out = x W^T + bias: proj, fc_proj and the head."""
+    """stream = residual + x; q, k, v = LayerNorm(stream) W^T + bias. k and v go into the cache."""
     launch_next_kernel(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.arange(0, ROWS).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    weights, _, _ = load_weights(weight_ptr, None, None, n, OUT, K, BLOCK_K, SLICES, dtype)
+    n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
+    weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
     scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
+    cache_row = rows_in_cache(row, positions_ptr, N, T, cache_rows)
     wait_for_earlier_kernels(PDL)
-    y = add_bias(multiply_rows(x_ptr, row, weights, N, K, BLOCK_K, PRECISION), scale, bias, dtype)
-    store_rows(out_ptr, y, row, n, N, OUT)
+    stream = add_branch(x_ptr, residual_ptr, stream_ptr, row[:, None], tl.program_id(0) == 0, N, K, BLOCK_K)
+    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
+    store_qkv(y, row, n, cache_row, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
+def _embed_qkv_kernel(
+    wte_ptr,
+    wpe_ptr,
+    tokens_ptr,
+    positions_ptr,
+    stream_ptr,
+    ln_weight_ptr,
+    ln_bias_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    k_ptr,
+    v_ptr,
+    rope_ptr,
+    count_ptr,
+    N,
+    T,
+    wpe_rows,
+    cache_rows,
+    COUNTS: tl.constexpr,
+    OUT: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    KV_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The first kernel of a step. The stream begins with the embeddings: q, k, v = LayerNorm(stream) W^T + bias."""
+    launch_next_kernel(PDL)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    row = tl.arange(0, ROWS).to(tl.int64)
+    n = weight_rows(tl.program_id(0), BLOCK_N, D, rope_ptr is not None)
+    weights, gains, shifts = load_weights(weight_ptr, ln_weight_ptr, ln_bias_ptr, n, OUT, K, BLOCK_K, SLICES, dtype)
+    scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
+    cache_row = rows_in_cache(row, positions_ptr, N, T, cache_rows)
+    wait_for_earlier_kernels(PDL)
+    zero_counts(count_ptr, COUNTS)
+    is_writer = tl.program_id(0) == 0
+    stream = embed(
+        wte_ptr, wpe_ptr, tokens_ptr, positions_ptr, stream_ptr, row[:, None], is_writer, N, T, wpe_rows, K, BLOCK_K
+    )
+    x = normalise(stream, gains, shifts, K, BLOCK_K, dtype)
+    y = add_bias(multiply(x, weights, PRECISION), scale, bias, dtype)
+    store_qkv(y, row, n, cache_row, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
 
 
 def product_launch(OUT: int, K: int, dtype: torch.dtype, processors: int) -> dict:
@@ -232,7 +251,7 @@ def padded_rows(N: int, dtype: torch.dtype) -> int:
 
 
 def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None, **cache) -> Tensor:
-    """Return product() of triton.py."""
+    """Compute triton.product() for up to FEW rows."""
     arguments = x if isinstance(x, dict) else {"x_ptr": x}
     kernel = {"qkv": _qkv_kernel, "fc": _fc_kernel}.get(name, _product_kernel)
     if "tokens_ptr" in arguments:

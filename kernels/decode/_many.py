@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode._qkv import cache_places, store_qkv, weight_rows
-from kernels.decode._step import FEW, SIZES, Step, matrix
+from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
+from kernels.decode._step import FEW, NOT_SPECIALISED, Step, matrix
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
@@ -34,7 +34,7 @@ BRANCHES = "proj", "fc_proj"  # the products whose result is added to the residu
 MAX_PARTS = 8
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _embed_norm_kernel(
     wte_ptr,  # arguments of embed(), like the next four
     wpe_ptr,
@@ -65,7 +65,7 @@ def _embed_norm_kernel(
     _store_row(out_ptr, normalise(stream, gains, shifts, K, BLOCK_K, dtype), row, K, BLOCK_K)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _norm_kernel(
     x_ptr,  # arguments of add_branch(), like the next three
     x_bias_ptr,
@@ -128,7 +128,7 @@ def _multiply_columns(
     return total
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _matmul_qkv_kernel(
     x_ptr,  # arguments of _matmul_kernel, like the next three
     weight_ptr,
@@ -163,14 +163,14 @@ def _matmul_qkv_kernel(
     if PDL and tl.program_id(0) == 0:  # once, as in _matmul_kernel
         _prefetch_weights(weight_ptr, n, 0, K, OUT, K, LINES)
     scale, bias = load_vector(scale_ptr, n, OUT, 1.0), load_vector(bias_ptr, n, OUT, 0.0)
-    place = cache_places(row, positions_ptr, N, T, cache_rows)
+    cache_row = rows_in_cache(row, positions_ptr, N, T, cache_rows)
     wait_for_earlier_kernels(PDL)
     total = _multiply_columns(x_ptr, w_ptr, row, in_rows, in_out, 0, K, K, BLOCK_K, PRECISION)
     y = add_bias(total, scale, bias, out_ptr.dtype.element_ty)
-    store_qkv(y, row, n, place, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
+    store_qkv(y, row, n, cache_row, out_ptr, k_ptr, v_ptr, rope_ptr, N, Q_WIDTH, KV_WIDTH, D)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _matmul_kernel(
     x_ptr,  # (N, K)
     weight_ptr,  # (OUT, K)
@@ -256,7 +256,7 @@ def norm(step: Step, arguments: dict) -> Tensor:
 
 
 def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None, **cache):
-    """Return product() of triton.py. If K is split, that is (sums over parts of K (PARTS, N, OUT) fp32, bias).
+    """Compute triton.product() for many rows. If K is split, return (sums over parts of K (PARTS, N, OUT) fp32, bias).
 
     Raises Unavailable if W has more tiles of rows than a grid can have.
     """

@@ -1,4 +1,4 @@
-"""What qkv does more than other products: pairs of rows of W, rotary positions, and keys and values in the cache."""
+"""The parts of the kernels that only qkv needs: pairs of rows of W, rotary positions, and rows of the cache."""
 
 import triton
 import triton.language as tl
@@ -24,8 +24,8 @@ def weight_rows(tile, BLOCK_N: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexp
 
 
 @triton.jit
-def cache_places(row, positions_ptr, N, T, cache_rows):
-    """Return where the keys of tokens `row` go, int64: rows of a cache that is viewed as (B cache_rows, Hkv D)."""
+def rows_in_cache(row, positions_ptr, N, T, cache_rows):
+    """Return the rows in which the keys of tokens `row` are stored, int64. The cache is (B cache_rows, Hkv D)."""
     b = row // T
     position = tl.load(positions_ptr + b, row < N, other=0) + row % T
     return b * cache_rows + position % cache_rows
@@ -50,8 +50,8 @@ def rotate_pairs(y, rope_ptr, row, n, N, ROTATED: tl.constexpr, D: tl.constexpr)
 
 
 @triton.jit
-def store_to_cache(cache_ptr, y, place, n, mask, KV_WIDTH: tl.constexpr):
-    """Store the columns 0 <= n < KV_WIDTH of y in rows `place` of a cache.
+def store_to_cache(cache_ptr, y, cache_row, n, mask, KV_WIDTH: tl.constexpr):
+    """Store the columns 0 <= n < KV_WIDTH of y in rows `cache_row` (M,) of a cache.
 
     fp8 clamps, because e4m3 has no infinity. NaN stays NaN.
     """
@@ -59,7 +59,7 @@ def store_to_cache(cache_ptr, y, place, n, mask, KV_WIDTH: tl.constexpr):
     if dtype == tl.float8e4nv:
         y = tl.clamp(y.to(tl.float32), -FP8_LARGEST, FP8_LARGEST, propagate_nan=tl.PropagateNan.ALL)
     inside = (n >= 0) & (n < KV_WIDTH)
-    tl.store(cache_ptr + place[:, None] * KV_WIDTH + n[None, :], y.to(dtype), mask[:, None] & inside[None, :])
+    tl.store(cache_ptr + cache_row[:, None] * KV_WIDTH + n[None, :], y.to(dtype), mask[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def store_qkv(
     y,  # (M, BLOCK_N): columns n of the result of qkv, weight_rows(PAIRS=True) with rope_ptr
     row,  # (M,) int64
     n,  # (BLOCK_N,)
-    place,  # (M,) cache_places() of these rows
+    cache_row,  # (M,) rows_in_cache() of these rows
     q_ptr,  # (N, H D)
     k_ptr,
     v_ptr,
@@ -82,5 +82,5 @@ def store_qkv(
         y = rotate_pairs(y, rope_ptr, row, n, N, Q_WIDTH + KV_WIDTH, D)
     in_rows = row < N
     store_rows(q_ptr, y, row, n, N, Q_WIDTH)
-    store_to_cache(k_ptr, y, place, n - Q_WIDTH, in_rows, KV_WIDTH)
-    store_to_cache(v_ptr, y, place, n - Q_WIDTH - KV_WIDTH, in_rows, KV_WIDTH)
+    store_to_cache(k_ptr, y, cache_row, n - Q_WIDTH, in_rows, KV_WIDTH)
+    store_to_cache(v_ptr, y, cache_row, n - Q_WIDTH - KV_WIDTH, in_rows, KV_WIDTH)

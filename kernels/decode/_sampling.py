@@ -120,10 +120,10 @@ def number_of_key(key):
 
 @triton.jit
 def load_chunk(start, row, listed, top, draw):
-    """Return CHUNK listed groups from place `start` on: their logits (-inf beyond the list), ids and scores."""
+    """Return CHUNK listed groups from index `start` on: their logits (-inf beyond the list), ids and scores."""
     list_ptr, length = listed
-    places = start + tl.arange(0, CHUNK)
-    logits, ids = load_groups(row, tl.load(list_ptr + places, places < length, other=0), places < length)
+    index = start + tl.arange(0, CHUNK)
+    logits, ids = load_groups(row, tl.load(list_ptr + index, index < length, other=0), index < length)
     logits = tl.minimum(logits, FLT_MAX)
     return logits, ids, score(logits - top, ids, draw)
 

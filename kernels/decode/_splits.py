@@ -4,8 +4,6 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
-# Not specialised, so that another batch or cache compiles nothing
-SIZES = ["N", "T", "cache_rows", "split_keys", "most_prefetched"]
 
 
 @triton.jit

@@ -13,7 +13,8 @@ from kernels.tuned import launch_parameters
 FEW = 16  # rows of a matmul instruction; up to this many rows, each program normalises all rows itself
 SPLIT_KEYS = 256  # keys of a split of attention; larger if the cache would have more than MAX_SPLITS splits
 MAX_SPLITS = 16
-SIZES = ["N", "T", "wpe_rows", "cache_rows"]  # not specialised, so another batch, model or cache compiles nothing
+# arguments of the kernels that are not specialised, so that another batch, model or cache compiles nothing
+NOT_SPECIALISED = ["N", "T", "wpe_rows", "cache_rows", "split_keys", "most_prefetched"]
 
 
 def can_launch_early(device: torch.device) -> bool:
@@ -72,7 +73,6 @@ class Step:
         """
         given = dict.fromkeys(name for name in kernel.arg_names if name.endswith("_ptr"))
         given |= {name: value for name, value in self.shared.items() if name in kernel.arg_names}
-        given |= {"COUNTS": 0} if "COUNTS" in kernel.arg_names else {}
         options = {"launch_pdl": True} if self.early else {}
         kernel[grid](**given | arguments, **options)
         self.early = self.shared["PDL"]

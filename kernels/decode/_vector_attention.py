@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from kernels.decode._splits import LOWEST, SIZES, combine_splits_of_row, is_last_split
+from kernels.decode._splits import LOWEST, combine_splits_of_row, is_last_split
+from kernels.decode._step import NOT_SPECIALISED
 from kernels.decode._tiles import launch_next_kernel, prefetch_keys, wait_for_earlier_kernels
 
 
@@ -11,7 +12,7 @@ from kernels.decode._tiles import launch_next_kernel, prefetch_keys, wait_for_ea
 def _load_old_tiles(
     k_ptr,  # the first key of a head, like v_ptr
     v_ptr,
-    places,  # tl.arange(0, BLOCK_KEYS)
+    lanes,  # tl.arange(0, BLOCK_KEYS)
     tile,  # (BLOCK_KEYS, BLOCK_D) offsets
     in_head,  # (1, BLOCK_D)
     first,
@@ -26,13 +27,13 @@ def _load_old_tiles(
 
     This step writes the keys of age 0 <= age < T. In the tiles they are zero.
     """
-    BLOCK_KEYS: tl.constexpr = places.shape[0]
+    BLOCK_KEYS: tl.constexpr = lanes.shape[0]
     ks, vs, ages = (), (), ()
     for i in tl.static_range(TILES):
         n = first + i * BLOCK_KEYS
-        age = n + places - (position % cache_rows).to(tl.int32)
+        age = n + lanes - (position % cache_rows).to(tl.int32)
         age = tl.where(age < 0, age + cache_rows, age)
-        old = ((n + places < last) & (age >= T))[:, None] & in_head
+        old = ((n + lanes < last) & (age >= T))[:, None] & in_head
         ks += (tl.load(k_ptr + n.to(tl.int64) * Q_WIDTH + tile, old, other=0.0),)
         vs += (tl.load(v_ptr + n.to(tl.int64) * Q_WIDTH + tile, old, other=0.0),)
         ages += (age,)
@@ -40,13 +41,13 @@ def _load_old_tiles(
 
 
 @triton.jit
-def _attend_to_tiles(q, ks, vs, ages, new_k, new_v, t, places, first, end):
+def _attend_to_tiles(q, ks, vs, ages, new_k, new_v, t, lanes, first, end):
     """Attend to the keys before `end` in _load_old_tiles(), after inserting the key and value of age t.
 
     Return the tiles of keys, those of values, the largest score, the sum of weights and the weighted sum of values
     (BLOCK_D,).
     """
-    BLOCK_KEYS: tl.constexpr = places.shape[0]
+    BLOCK_KEYS: tl.constexpr = lanes.shape[0]
     all_k, all_v, scores = (), (), ()
     most = tl.full((BLOCK_KEYS,), LOWEST, tl.float32)
     for i in tl.static_range(len(ages)):
@@ -54,7 +55,7 @@ def _attend_to_tiles(q, ks, vs, ages, new_k, new_v, t, places, first, end):
         all_k += (tl.where(is_new, new_k[None, :], ks[i]),)
         all_v += (tl.where(is_new, new_v[None, :], vs[i]),)
         s = tl.sum(all_k[i].to(tl.float32) * q[None, :], 1)
-        s = tl.where(first + i * BLOCK_KEYS + places < end, s, -float("inf"))
+        s = tl.where(first + i * BLOCK_KEYS + lanes < end, s, -float("inf"))
         most = tl.maximum(most, s)
         scores += (s,)
     largest = tl.max(most, 0)
@@ -68,22 +69,22 @@ def _attend_to_tiles(q, ks, vs, ages, new_k, new_v, t, places, first, end):
 
 
 @triton.jit
-def _attend_in_loop(q, k_ptr, v_ptr, places, tile, in_head, first, last, end, Q_WIDTH: tl.constexpr):
+def _attend_in_loop(q, k_ptr, v_ptr, lanes, tile, in_head, first, last, end, Q_WIDTH: tl.constexpr):
     """Return the last three results of _attend_to_tiles(). The next tile arrives while this one is multiplied."""
-    BLOCK_KEYS: tl.constexpr = places.shape[0]
+    BLOCK_KEYS: tl.constexpr = lanes.shape[0]
     most = tl.full((BLOCK_KEYS,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK_KEYS,), tl.float32)
     outs = tl.zeros(tile.shape, tl.float32)
-    mask = (first + places < last)[:, None] & in_head
+    mask = (first + lanes < last)[:, None] & in_head
     k_tile, v_tile = k_ptr + first.to(tl.int64) * Q_WIDTH, v_ptr + first.to(tl.int64) * Q_WIDTH
     next_k, next_v = tl.load(k_tile + tile, mask, other=0.0), tl.load(v_tile + tile, mask, other=0.0)
     for n in range(first, last, BLOCK_KEYS):
         k, v = next_k.to(tl.float32), next_v.to(tl.float32)
-        mask = (n + BLOCK_KEYS + places < last)[:, None] & in_head
+        mask = (n + BLOCK_KEYS + lanes < last)[:, None] & in_head
         k_tile += BLOCK_KEYS * Q_WIDTH
         v_tile += BLOCK_KEYS * Q_WIDTH
         next_k, next_v = tl.load(k_tile + tile, mask, other=0.0), tl.load(v_tile + tile, mask, other=0.0)
-        s = tl.where(n + places < end, tl.sum(k * q[None, :], 1), -float("inf"))
+        s = tl.where(n + lanes < end, tl.sum(k * q[None, :], 1), -float("inf"))
         before = most
         most = tl.maximum(before, s)
         shrink, p = tl.exp2(before - most), tl.exp2(s - most)
@@ -94,7 +95,7 @@ def _attend_in_loop(q, k_ptr, v_ptr, places, tile, in_head, first, last, end, Q_
     return largest, tl.sum(sums * weights, 0), tl.sum(outs * weights[:, None], 0)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALISED)
 def _vector_attention_kernel(
     q_ptr,  # the arguments of _attention_kernel, with Hkv = H
     k_ptr,
@@ -119,14 +120,14 @@ def _vector_attention_kernel(
 ):
     """Attention of the T queries of a head, one after the other. Each thread multiplies its keys with the query.
 
-    With TILES, all keys and values of a split are in registers. Query t adds its own key, so its later keys are zero.
-    Otherwise a loop reads the tiles. A place of a tile is an element of tl.arange(0, BLOCK_KEYS). Each place has its
-    own online softmax, so no thread waits for another one before all tiles are done.
+    With TILES, all keys and values of a split are in registers. Query t inserts the key of token t. Keys of later
+    tokens are still zero, and masked. Otherwise a loop reads the tiles. A tile has BLOCK_KEYS lanes, one for each of
+    its keys. Each lane has its own online softmax, so no thread waits for another one before all tiles are done.
     """
     HEADS: tl.constexpr = Q_WIDTH // D
     b, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     split = tl.program_id(1)
-    places, d = tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_D)
+    lanes, d = tl.arange(0, BLOCK_KEYS), tl.arange(0, BLOCK_D)
     position = tl.load(positions_ptr + b)
     length = tl.minimum(position + T, cache_rows).to(tl.int32)
     active = tl.cdiv(length, split_keys)
@@ -134,12 +135,12 @@ def _vector_attention_kernel(
     last = tl.minimum(first + split_keys, length)
     k_ptr += b * cache_rows * Q_WIDTH + head * D
     v_ptr += b * cache_rows * Q_WIDTH + head * D
-    tile = places[:, None] * Q_WIDTH + d[None, :]
+    tile = lanes[:, None] * Q_WIDTH + d[None, :]
     in_head = (d < D)[None, :]
     ks, vs, ages = (), (), ()
     if TILES > 0:
         ks, vs, ages = _load_old_tiles(
-            k_ptr, v_ptr, places, tile, in_head, first, last, position, T, cache_rows, Q_WIDTH, TILES
+            k_ptr, v_ptr, lanes, tile, in_head, first, last, position, T, cache_rows, Q_WIDTH, TILES
         )
     elif PDL:
         prefetch_keys(k_ptr, v_ptr, first, last, D, Q_WIDTH, BLOCK_KEYS)
@@ -156,9 +157,9 @@ def _vector_attention_kernel(
         if TILES > 0:
             new = (position + t) % cache_rows * Q_WIDTH + d
             new_k, new_v = tl.load(k_ptr + new, d < D, other=0.0), tl.load(v_ptr + new, d < D, other=0.0)
-            ks, vs, largest, total, acc = _attend_to_tiles(q, ks, vs, ages, new_k, new_v, t, places, first, end)
+            ks, vs, largest, total, acc = _attend_to_tiles(q, ks, vs, ages, new_k, new_v, t, lanes, first, end)
         else:
-            largest, total, acc = _attend_in_loop(q, k_ptr, v_ptr, places, tile, in_head, first, last, end, Q_WIDTH)
+            largest, total, acc = _attend_in_loop(q, k_ptr, v_ptr, lanes, tile, in_head, first, last, end, Q_WIDTH)
         total = tl.where(total > 0, total, 1.0)
         out = acc / total
         if SPLITS == 1 or active == 1:

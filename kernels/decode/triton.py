@@ -24,7 +24,8 @@ next kernel takes 0.7 us. Three measures shorten the step:
 3.  A program multiplies 8 to 32 whole rows of W, so each product of a layer has 96 to 144 programs. In the matmul its
     warps take different columns and add their results at the end, so the chains of dependent instructions are short.
 
-Measured for batch 1 at contexts 128 to 255 (bf16, H200). A kernel's time is from its predecessor's end to its own:
+Measured for batch 1 at contexts 128 to 255 (bf16, H200, commit 2b1cb41, in which one kernel computed all products). A
+kernel's time is from its predecessor's end to its own:
 
     kernel        programs    weights          at 4.2 TB/s    measured
     qkv                144    3.5 MB                0.8 us      2.6 us
@@ -44,7 +45,15 @@ Up to FEW rows, the bits of a row's result do not depend on the other rows, so s
 give the same text. The matmul instruction always has 16 rows. The splits of the keys depend only on the cache. The sums
 of LayerNorm have the same order for any number of rows (product_launch()).
 
-_few.py has the products for up to FEW rows, _many.py those for more rows, and _attention.py has attention.
+    _step.py                sizes, scratch memory and launches of a step
+    _few.py                 the products for up to FEW rows
+    _many.py                norms and products for more rows
+    _tiles.py               the parts of these kernels, and those of programmatic dependent launch
+    _qkv.py                 the parts that only qkv needs
+    _attention.py           the choice of attention's kernel, and the kernel on tensor cores
+    _vector_attention.py    the kernel without tensor cores
+    _splits.py              the results of several splits of the keys, combined
+    _sampling.py            the draw of the next tokens
 """
 
 import triton

@@ -1,14 +1,31 @@
-"""How the warps of a Gluon kernel hand tiles to each other: a Ring of slots, and the Turns of two consumers.
+"""How the warps of a Gluon kernel hand tiles to each other: a Ring of slots, and the PingPong of two consumers.
 
-Producers fill the slots of a ring in shared memory one after another, and consumers read them in the same order. Each
-slot has two barriers:
+Producers fill the slots of a ring in shared memory one after another, and consumers read them in the same order:
 
-    full     its producers have filled it: TMA has written the bytes that refill() names, or warps have arrived
+    producer                                                 consumer
+    slot = ring.slot(0)                                      slot = ring.slot(0)
+    for i in range(fills):                                   for i in range(fills):
+        full = ring.acquire(slot, BYTES)                         ring.wait_full(slot)
+        load(x, [i * ROWS, 0], full, xs.index(slot.index))       total += xs.index(slot.index).load(LAYOUT)
+        slot = ring.next(slot)                                   fence_async_shared()  # TMA will overwrite the slot
+                                                                 ring.arrive_empty(slot)
+                                                                 slot = ring.next(slot)
+
+In a loop over all fills, next(slot) saves a division. slot(i) is for a warp that skips fills or counts them anyway.
+
+Each slot has two barriers:
+
+    full     its producers have filled it: TMA has written the bytes that acquire() names, or warps have arrived
     empty    its consumers have read it
 
-Fill i goes to slot i % SLOTS, in round i // SLOTS, from 0 on. A wait names only the parity of the round. So a wait for
-round r passes at once, wrongly, if the slot has not yet been full in round r - 1, because round r - 2 has the same
-parity. Therefore a warp waits for every fill of a slot, or knows from other barriers that the fill before has arrived.
+Fill i goes to slot i % SLOTS, in round i // SLOTS, from 0 on. A wait names only the parity of the round. For two slots:
+
+    fill      0    1    2    3    4    5
+    slot      0    1    0    1    0    1
+    parity    0    0    1    1    0    0
+
+So a wait for fill 4 passes at once, wrongly, if fill 2 has not yet arrived: fill 0 of the same slot has the parity of
+fill 4. Therefore a warp waits for every fill of a slot, or knows from other barriers that the fill before has arrived.
 """
 
 from typing import NamedTuple
@@ -41,18 +58,14 @@ class Ring:
         self.full, self.empty = full, empty
 
     @gluon.jit
-    def first(self):
-        """Return the slot of fill 0."""
-        return Slot(gl.to_tensor(0), gl.to_tensor(0))
-
-    @gluon.jit
     def slot(self, i):
         """Return the slot of fill i."""
         SLOTS: gl.constexpr = self.full.shape[0]
+        i = gl.to_tensor(i)
         return Slot(i % SLOTS, i // SLOTS & 1)
 
     @gluon.jit
-    def after(self, slot):
+    def next(self, slot):
         """Return the slot of the next fill."""
         index, parity = slot.index + 1, slot.parity
         if index == self.full.shape[0]:
@@ -78,7 +91,7 @@ class Ring:
         mbarrier.arrive(self.empty.index(slot.index), pred=pred)
 
     @gluon.jit
-    def refill(self, slot, BYTES: gl.constexpr):
+    def acquire(self, slot, BYTES: gl.constexpr):
         """Wait until the slot is empty, and return the barrier at which TMA must arrive with this many bytes."""
         self.wait_empty(slot)
         full = self.full.index(slot.index)
@@ -90,7 +103,7 @@ class Ring:
 def start_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return len(ARRIVALS) arrays of COUNT barriers. A barrier of array i waits for ARRIVALS[i] arrivals in a round.
 
-    Call show_to_tma() before other warps use them.
+    Call fence_and_sync() before other warps use them.
     """
     arrays = ()
     for _ in gl.static_range(len(ARRIVALS)):
@@ -109,7 +122,7 @@ def start_ring(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr = 1, CONSUMERS: gl.c
 
 
 @aggregate
-class Turns:
+class PingPong:
     """Two consumers that take turns: while one has its turn, the other does other work."""
 
     barriers: gl.shared_memory_descriptor
@@ -133,21 +146,23 @@ class Turns:
 
 
 @gluon.jit
-def start_turns(CONSUMERS: gl.constexpr = 2):
-    """Return the turns of two consumers. See start_barriers()."""
-    return Turns(start_barriers(CONSUMERS, (1,))[0])
+def start_ping_pong(BARRIERS: gl.constexpr = 2):
+    """Return the ping-pong of two consumers. It does not use a third barrier. See start_barriers()."""
+    return PingPong(start_barriers(BARRIERS, (1,))[0])
 
 
 @gluon.jit
-def multiply_in_turn(total, xs, ws, ring, turns, CONSUMER: gl.constexpr, parity, fill, steps, W_BY_ROWS: gl.constexpr):
+def multiply_in_turn(
+    total, xs, ws, ring, ping_pong, CONSUMER: gl.constexpr, parity, fill, steps, W_BY_ROWS: gl.constexpr
+):
     """Wait for this consumer's turn, and add the product of a tile to total: x W^T, or x W if W_BY_ROWS is False.
 
     The tile's operands are `steps` fills of xs and ws, from number `fill` on. Return total, the last slot, and the slot
     after it. The last wgmma is still in flight, its slot is not yet released, and the turn is not yet passed on.
     """
     slot = ring.slot(fill)
-    last = ring.first()  # not `slot`: while two names have one value, Triton misses that a loop changes one of them
-    turns.wait(CONSUMER, parity)
+    last = ring.slot(0)  # not `slot`: while two names have one value, Triton misses that a loop changes one of them
+    ping_pong.wait(CONSUMER, parity)
     for step in range(steps):
         ring.wait_full(slot)
         w_tile = ws.index(slot.index).permute((1, 0)) if W_BY_ROWS else ws.index(slot.index)
@@ -155,5 +170,5 @@ def multiply_in_turn(total, xs, ws, ring, turns, CONSUMER: gl.constexpr, parity,
         total = warpgroup_mma_wait(1, deps=(total,))  # one wgmma stays in flight; the wgmma of slot `last` is done
         ring.arrive_empty(last, pred=step > 0)
         last = slot
-        slot = ring.after(slot)
+        slot = ring.next(slot)
     return total, last, slot

@@ -24,8 +24,8 @@ def allocate_tiles(descriptor, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def show_to_tma():
-    """Let TMA read what the threads of this warpgroup wrote to shared memory, and count in the barriers there."""
+def fence_and_sync():
+    """Make this warpgroup's writes to shared memory, barriers included, visible to TMA."""
     fence_async_shared()
     thread_barrier()  # every thread has passed its fence before one thread starts a copy
 

@@ -21,8 +21,8 @@ from kernels.direct import bypass_dispatcher
 from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.hopper.registers import exp2, split_columns
-from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
-from kernels.hopper.tma import align, allocate_tiles, load, show_to_tma, store, tma_descriptor
+from kernels.hopper.ring import multiply_in_turn, start_ping_pong, start_ring
+from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, store, tma_descriptor
 from kernels.loss import _in_forward
 from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E, unnormalised_gradient
 from kernels.loss.triton import (
@@ -53,20 +53,20 @@ unavailable = partial(hopper_unavailable, "loss")
 def _produce(x, w, xs, ws, ring, N, V, C):
     """Load the operands of all tiles of this program, one k-step after another, into a ring of slots."""
     tiles_n, tiles_v = gl.cdiv(N, BLOCK_N), gl.cdiv(V, BLOCK_V)
-    slot = ring.first()
+    slot = ring.slot(0)
     for tile in range(gl.program_id(0), tiles_n * tiles_v, gl.num_programs(0)):
         tile_n, tile_v = place(tile, tiles_n, tiles_v, GROUP)
         for step in range(gl.cdiv(C, BLOCK_C)):
-            full = ring.refill(slot, (BLOCK_N + BLOCK_V) * BLOCK_C * 2)
+            full = ring.acquire(slot, (BLOCK_N + BLOCK_V) * BLOCK_C * 2)
             load(x, [tile_n * BLOCK_N, step * BLOCK_C], full, xs.index(slot.index))
             load(w, [tile_v * BLOCK_V, step * BLOCK_C], full, ws.index(slot.index))
-            slot = ring.after(slot)
+            slot = ring.next(slot)
 
 
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
-    xs, ws, p_out, ring, turns, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL: gl.constexpr,
+    xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLICE, 16])
@@ -79,8 +79,10 @@ def _consume(
         n = tile_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(1, PART))
         shifts = gl.load(target_logits_ptr + n, n < N, other=0.0) + HEADROOM_BITS
         logits = gl.zeros((BLOCK_N, BLOCK_V), gl.float32, TILE)
-        logits, last, _ = multiply_in_turn(logits, xs, ws, ring, turns, CONSUMER, parity, fill, steps, W_BY_ROWS=True)
-        turns.pass_on(CONSUMER)
+        logits, last, _ = multiply_in_turn(
+            logits, xs, ws, ring, ping_pong, CONSUMER, parity, fill, steps, W_BY_ROWS=True
+        )
+        ping_pong.pass_on(CONSUMER)
         logits = warpgroup_mma_wait(0, deps=(logits,))
         ring.arrive_empty(last)
 
@@ -96,7 +98,7 @@ def _consume(
             buffer = CONSUMER * BUFFERS + i % BUFFERS
             tma.store_wait(BUFFERS - 1)  # until TMA has read the previous contents of this buffer
             p_out.index(buffer).store(numbers.to(p.dtype))
-            show_to_tma()
+            fence_and_sync()
             store(p, [tile_n * BLOCK_N, v], p_out.index(buffer))
         gl.store(sums_ptr + tile_v.to(gl.int64) * N + n, sums, n < N)
         fill += 2 * steps
@@ -119,11 +121,11 @@ def _cross_entropy_gluon_kernel(
     xs = allocate_tiles(x, STAGES)
     ws = allocate_tiles(w, STAGES)
     p_out = allocate_tiles(p, 2 * BUFFERS)
-    ring, turns = start_ring(STAGES), start_turns()
-    show_to_tma()
+    ring, ping_pong = start_ring(STAGES), start_ping_pong()
+    fence_and_sync()
     gl.warp_specialize([
-        (_consume, (0, xs, ws, p_out, ring, turns, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
-        (_consume, (1, xs, ws, p_out, ring, turns, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_consume, (0, xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
+        (_consume, (1, xs, ws, p_out, ring, ping_pong, p, target_logits_ptr, sums_ptr, N, V, C, PARTIAL)),
         (_produce, (x, w, xs, ws, ring, N, V, C)),
     ], [4, 1], [240, 24])  # fmt: skip
 

@@ -12,9 +12,9 @@ One program a multiprocessor walks over the tiles of (N, F). Its warps have thre
 This schedule is called ping-pong. The tensor cores wait for an epilogue only if the epilogue takes longer than the
 matmul of a tile.
 
-Synchronisation. kernels/hopper/ring.py has the ring and the turns. The ring's fills are the k-steps of all tiles, so
-each consumer skips the fills of the other consumer's tiles. A consumer's turn begins when the other one has issued the
-last wgmma of the tile before. So all earlier fills have arrived by then, as the ring demands.
+Synchronisation. kernels/hopper/ring.py has the ring and the ping-pong. The ring's fills are the k-steps of all tiles,
+so each consumer skips the fills of the other consumer's tiles. A consumer's turn begins when the other one has issued
+the last wgmma of the tile before. So all earlier fills have arrived by then, as the ring demands.
 
 Epilogue. A consumer processes its tile in slices of columns, and stores each slice through shared memory by TMA. TMA
 writes nothing outside the matrix, and its loads read zeros there. In the backward, h also comes through the ring: the
@@ -53,8 +53,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kernels.fp8 import X_SCALE
 from kernels.gpu import make_context_current, multiprocessors
 from kernels.hopper.registers import split_columns, to_fp32
-from kernels.hopper.ring import multiply_in_turn, start_ring, start_turns
-from kernels.hopper.tma import align, allocate_tiles, load, reinterpret, show_to_tma, store, tma_descriptor
+from kernels.hopper.ring import multiply_in_turn, start_ping_pong, start_ring
+from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, reinterpret, store, tma_descriptor
 from kernels.matmul import round_to
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import scaled, to_fp8
@@ -88,12 +88,12 @@ def _produce(x, w, h, xs, ws, ring, N, F, C, BACKWARD: gl.constexpr):
     BLOCK_C: gl.constexpr = xs.shape[2]
     BYTES: gl.constexpr = (BLOCK_N + BLOCK_F) * ROW_BYTES
     steps = gl.cdiv(C, BLOCK_C)
-    slot = ring.first()
+    slot = ring.slot(0)
     for tile in range(gl.program_id(0), gl.cdiv(N, BLOCK_N) * gl.cdiv(F, BLOCK_F), gl.num_programs(0)):
         tile_n, tile_f = place(tile, gl.cdiv(N, BLOCK_N), gl.cdiv(F, BLOCK_F), GROUP)
         n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         for step in range(steps + BACKWARD):  # in the backward, one more step loads h
-            full = ring.refill(slot, BYTES)
+            full = ring.acquire(slot, BYTES)
             if step < steps:
                 load(x, [n, step * BLOCK_C], full, xs.index(slot.index))
                 if BACKWARD and BITS == 16:
@@ -104,13 +104,13 @@ def _produce(x, w, h, xs, ws, ring, N, F, C, BACKWARD: gl.constexpr):
                 left, right = _halves_of_h(xs, ws, slot, h)
                 load(h, [n, f], full, left)
                 load(h, [n, f + BLOCK_F // 2], full, right)
-            slot = ring.after(slot)
+            slot = ring.next(slot)
 
 
 @gluon.jit
 def _consume(
     CONSUMER: gl.constexpr,  # 0 takes the first, third ... tile of the program, 1 takes the others
-    xs, ws, ring, turns, result_out, columns_out, a_out, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr,
+    xs, ws, ring, ping_pong, result_out, columns_out, a_out, h, a, dh, dh_columns, b_ptr, w_unit_ptr, partial_ptr,
     x_unit, N, F, C, BACKWARD: gl.constexpr,
 ):  # fmt: skip
     """Run one consumer: multiply, then run the epilogue, for every second tile of this program."""
@@ -135,11 +135,11 @@ def _consume(
         n, f = tile_n * BLOCK_N, tile_f * BLOCK_F
         total = gl.zeros((BLOCK_N, BLOCK_F), gl.float32, tile_layout)
         total, last, after = multiply_in_turn(
-            total, xs, ws, ring, turns, CONSUMER, parity, fill, steps, W_BY_ROWS=FP8 or not BACKWARD
+            total, xs, ws, ring, ping_pong, CONSUMER, parity, fill, steps, W_BY_ROWS=FP8 or not BACKWARD
         )
         if BACKWARD:
             ring.wait_full(after)  # before the turn ends, because a turn promises that all earlier fills have arrived
-        turns.pass_on(CONSUMER)
+        ping_pong.pass_on(CONSUMER)
         if BACKWARD:  # read h while the last wgmma is in flight
             left, right = _halves_of_h(xs, ws, after, h)
             h_parts = split_columns(left.load(half_layout), SLICES // 2, slice_layout)
@@ -184,7 +184,7 @@ def _consume(
                 a_out.index(buffer).permute((1, 0)).store(a_slice)
             else:
                 a_out.index(buffer).store(a_slice)
-            show_to_tma()
+            fence_and_sync()
             store(dh if BACKWARD else h, [n, f + i * SLICE], result_out.index(buffer))
             if OUTPUTS == 3:
                 store(dh_columns, [f + i * SLICE, n], columns_out.index(buffer))
@@ -226,17 +226,17 @@ def _mlp_gluon_kernel(
     columns_out = a_out  # not used, unless dh is stored twice
     if dh_columns is not None:
         columns_out = allocate_tiles(dh_columns, 2 * BUFFERS)
-    ring, turns = start_ring(STAGES), start_turns()
-    show_to_tma()
+    ring, ping_pong = start_ring(STAGES), start_ping_pong()
+    fence_and_sync()
     # each tuple of arguments is written out, because a sum of two tuples cannot contain None
     gl.warp_specialize(
         [
             (_consume, (
-                0, xs, ws, ring, turns, result_out, columns_out, a_out, h, a, dh, dh_columns,
+                0, xs, ws, ring, ping_pong, result_out, columns_out, a_out, h, a, dh, dh_columns,
                 b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C, BACKWARD,
             )),
             (_consume, (
-                1, xs, ws, ring, turns, result_out, columns_out, a_out, h, a, dh, dh_columns,
+                1, xs, ws, ring, ping_pong, result_out, columns_out, a_out, h, a, dh, dh_columns,
                 b_ptr, w_unit_ptr, partial_ptr, x_unit, N, F, C, BACKWARD,
             )),
             (_produce, (x, w, h, xs, ws, ring, N, F, C, BACKWARD)),

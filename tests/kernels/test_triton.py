@@ -366,8 +366,8 @@ def test_programs_that_take_turns_never_deadlock():
     A program takes blocks by tickets. A block waits for the blocks that add to the same tile before it, and for the
     earlier heads in the same memory. Programs advance in random order, and some start late.
     """
-    kernel, choices = importlib.import_module("kernels.attention._gluon_backward"), random.Random(0)
-    head_and_block, turns_before = kernel._head_and_block.fn, kernel._turns_before.fn
+    module, choices = importlib.import_module("kernels.attention._gluon_turns"), random.Random(0)
+    head_and_block, turns_before = module.head_and_block.fn, module.turns_before.fn
     for T, heads, programs, heads_in_sums in ((1024, 20, 7, 2), (300, 9, 2, 1), (128, 5, 3, 4), (2000, 3, 40, 3)):
         blocks = -(-T // 128)
         tickets = iter(range(heads * blocks))
