@@ -95,9 +95,9 @@ def test_a_sitting_becomes_two_tables_in_the_order_of_the_ladder(results):
         "attention: sdpa (cudnn); the rest: eager",
         "torch.compile; attention: sdpa (cudnn); the rest: eager",
         "triton",
-        "mlp, loss: gluon (cuBLAS matmuls); attention: gluon; the rest: triton",
-        "mlp, loss: gluon (cuBLAS matmuls); attention: flash (fa4, flash-attn-4 4.0.0b36); the rest: triton",
-        "mlp, loss: gluon (cuBLAS matmuls); attention: gluon; the rest: triton",
+        "mlp, loss: gluon (cuBLAS matmuls); attention: gluon; norm, linear: triton",
+        "mlp, loss: gluon (cuBLAS matmuls); attention: flash (fa4, flash-attn-4 4.0.0b36); norm, linear: triton",
+        "mlp, loss: gluon (cuBLAS matmuls); attention: gluon; norm, linear: triton",
     ]
     assert [line[2] for line in training] == ["0", "0", "2,555", "2,555", "1,855 and a library", "2,555"]
     speeds = [float(line[3].strip("*").replace(",", "")) for line in training]
