@@ -90,17 +90,27 @@ def names_bound(path: Path, number: int) -> frozenset[str]:
 
 @functools.cache
 def names_used(path: Path, number: int) -> frozenset[tuple[Path, str]]:
-    """Return (file, name) of each name that a statement at the top of a file uses: of this file, and of kernels/."""
+    """Return (file, name) of each name that a statement at the top of a file uses: of this file, and of kernels/.
+
+    Of a module that it uses as a value, as in `(_few if step.few else _many).product()`, these are all names.
+    """
     modules = imported_modules(path)
     statement = read_source(path).body[number]
     if isinstance(statement, ast.ImportFrom):
         return frozenset()  # another statement uses some of these names
-    names = {(path, node.id) for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    for node in ast.walk(statement):
+    nodes = list(ast.walk(statement))
+    names = {(path, node.id) for node in nodes if isinstance(node, ast.Name)}
+    owners = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         names |= names_imported(node)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            names.add((modules[node.value.id], node.attr))
+        if isinstance(node, ast.Name) and node.id in modules:
+            module = modules[node.id]
+            names |= {(module, name) for name in ([owners[id(node)]] if id(node) in owners else all_names(module))}
     return frozenset(names)
+
+
+def all_names(path: Path) -> set[str]:
+    return {name for number in range(len(read_source(path).body)) for name in names_bound(path, number)}
 
 
 def names_imported(node: ast.AST) -> set[tuple[Path, str]]:

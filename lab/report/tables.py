@@ -181,14 +181,14 @@ def kernel_benchmarks(device: str) -> str:
 def rates(row: dict) -> str:
     """Return TB/s or TFLOP/s, such as "2.00 (1.50, 2.25)": of both directions, of the forward, of the backward.
 
-    An op whose forward may compute gradients has only the first number: the other two would mislead.
+    An op without a backward, or whose forward may compute gradients, has only the first number.
     """
     module = contract(row["op"])
     unit, digits = UNITS[module.BOUND]
-    both, forward, backward = (f"{row[f'{way}/{unit}']:.{digits}f}" for way in ("both", "forward", "backward"))
-    if getattr(module, "GRADIENTS_IN_FORWARD", False):
-        return both
-    return f"{both} ({forward}, {backward})"
+    both, *ways = (
+        f"{row[way]:.{digits}f}" for way in (f"both/{unit}", f"forward/{unit}", f"backward/{unit}") if way in row
+    )
+    return both if len(ways) < 2 or getattr(module, "GRADIENTS_IN_FORWARD", False) else f"{both} ({', '.join(ways)})"
 
 
 def same_norm_sweep(device: str) -> str:

@@ -92,6 +92,8 @@ int a; // code
     "norm/part.cuh": "int b;\n\nint c; /* comment */\n",
     "norm/emulator.h": "int d;\n",
     "mlp/mine.py": "from kernels import sums\nmlp = sums.add\n",
+    # a module as a value: all 6 lines of sums.py
+    "mlp/either.py": "from kernels import gpu, sums\nmlp = (sums if gpu.count('a') else gpu).add\n",
 }
 
 
@@ -128,6 +130,10 @@ def test_a_backend_without_a_kernel_has_no_lines(small_kernels):
 def test_what_two_ops_share_is_counted_once(small_kernels):
     assert kernel_lines({"norm": "mine", "mlp": "mine"}) == {"norm": 30, "mlp": 2}
     assert kernel_lines({"mlp": "mine"}) == {"mlp": 2 + 4}
+
+
+def test_a_module_that_is_used_as_a_value_counts_whole(small_kernels):
+    assert kernel_lines({"mlp": "either"}) == {"mlp": 2 + 6}
 
 
 @pytest.mark.parametrize("op", ALL_OPS)
