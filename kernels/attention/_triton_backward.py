@@ -39,7 +39,9 @@ def load_vector(source, head, m, Tq, stride, SIZE: tl.constexpr, TMA: tl.constex
 def to_registers(tile):
     """Return the tile times the identity, which is the tile. As the result of a matmul, it stays in registers.
 
-    Triton puts a loaded tile that is the first factor of a matmul in shared memory, where it takes space.
+    Triton puts a loaded tile that is the first factor of a matmul in shared memory. Without q and dout there, two
+    programs with three stages of k and v share a multiprocessor, 96 KB each. The dq kernel then takes 0.649 ms instead
+    of 0.754 at (4, 4096, 16, 128) on an H200. At D = 64 it gains nothing.
     """
     i = tl.arange(0, tile.shape[1])
     return tl.dot(tile, (i[:, None] == i[None, :]).to(tile.dtype)).to(tile.dtype)
@@ -239,7 +241,7 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
         **sizes,
         **constants,
         **parameters,
-        REGISTERS=width == 128 and tma and is_hopper(q.device),
+        REGISTERS=width == 128 and tma and is_hopper(q.device),  # not timed on another GPU with TMA
     )
 
     parameters = tile_parameters("dkdv", q.dtype, D, tma, q.device)
