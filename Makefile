@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: smoke lint test test-all compiled mutants format lock clean
+.PHONY: smoke course lint test test-all compiled mutants format lock clean
 
 smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 	$(BIN)/python train.py +experiment=smoke
@@ -9,6 +9,9 @@ smoke: .venv/installed  ## train a tiny GPT on the CPU: under a minute
 		'  python -m scripts.doctor                               # which kernels run here and give right results' \
 		'  python train.py -m +experiment=smoke attn=eager,sdpa   # swap a kernel, and compare' \
 		'  python train.py kernels=triton attn=triton             # GPT-2 124M, on an NVIDIA GPU'
+
+course: .venv/installed  ## run every rung of course/: on a CPU in Triton's interpreter
+	$(BIN)/python -m scripts.course
 
 lint: .venv/installed
 	$(BIN)/ruff check .

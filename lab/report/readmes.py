@@ -12,6 +12,7 @@ from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables
 from lab.report.compiled_table import compiled
+from lab.report.course import course
 from lab.report.figures import attention_plot, curves_plot, roofline
 from lab.report.generation_table import generation
 from lab.report.loss_curves import agreement, curves, long_runs
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # NAME -> the function that makes the section from DEVICE, which mostly is the name of a folder in results/
 SECTIONS: dict[str, Callable[[str], str]] = {
     "rungs": rungs,
+    "course": course,
     "peers": peers,
     "throughput": tables.throughput,
     "scaling": tables.scaling,

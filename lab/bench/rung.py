@@ -1,0 +1,177 @@
+"""Measure a rung of course/: compare it with float64, and time it beside PyTorch, torch.compile and the floor.
+
+A rung is a file with these names. An op's contract has the same ones: kernels/norm/__init__.py explains them.
+
+    KERNELS        name -> function(**inputs), in the order in which the rung explains them; the last is the result
+    SHAPES         "gpu" and "cpu" -> the arguments of inputs() and cost()
+    inputs()       (**shape, dtype, device) -> {name: tensor}; if one requires a gradient, the backward is compared, too
+    reference()    the formula in plain PyTorch; in float64 it is the exact result
+    cost()         (**shape, dtype) -> {"forward": (FLOPs, bytes)}, and "backward" if there is one
+    exercise()     the formula of the exercise, in plain PyTorch
+    OTHERS         name -> function(**inputs): what else stands in the table, such as F.gelu; may be left out
+    FORWARD_ONLY   True if the kernels have no backward, although the op has one
+    DTYPE          of the inputs; by default bf16 on a GPU, and fp32 in Triton's interpreter
+
+    show(device)   prints something before the table; may be left out
+
+A rung that computes an op has OP = "norm" instead of inputs(), reference() and cost(): the contract has them. A rung
+may have unavailable(device), which returns why none of its kernels can run there, or None.
+"""
+
+import importlib.util
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+
+from kernels.check import broken_rule, outputs_and_gradients
+from kernels.lookup import module_name
+from kernels.registry import contract, load
+from lab.bench.op import forward_and_backward, largest_error, outputs, random_gradients
+from runtime.config import UserError
+from runtime.device import environment, select_device
+from runtime.meter import quantiles
+from runtime.timing import measured_flops, time_in_turns
+
+COURSE = Path(__file__).resolve().parents[2] / "course"
+ROUNDS = 20
+
+
+def rungs() -> list[Path]:
+    """Return the files of the rungs, in order."""
+    return sorted(COURSE.glob("[0-9]*.py"))
+
+
+def load_file(path: str | Path) -> ModuleType:
+    """Import a file by its path. The names of the rungs begin with a digit, so `import` cannot name them."""
+    spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", f"course_{Path(path).stem}"), path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure_main(path: str, *solutions: str) -> None:
+    """Measure the rung `path`, which is the main program, or the file of a solution of its exercise.
+
+    The last line that it prints has the rows as JSON. The program exits with 1 if a result is wrong.
+    """
+    rung, device = sys.modules["__main__"], select_device("auto")
+    line = {"rung": Path(path).stem, "rows": [], "env": environment(device)}
+    if why := unavailable(rung, device):
+        print(f"{Path(path).name} cannot run here: {why}")
+        print(json.dumps(line | {"unavailable": why}))
+        return
+    if hasattr(rung, "OP"):  # the registry imports backends by their path; this file must not be imported twice
+        sys.modules[module_name(rung.OP, path)] = rung
+    if hasattr(rung, "show") and not solutions:
+        rung.show(device)
+    try:
+        line["rows"] = run(rung, device, *map(load_solution, solutions))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(table(line["rows"]))
+    print(json.dumps(line))
+    sys.exit(any(row["wrong"] for row in line["rows"]))
+
+
+def load_solution(path: str) -> Callable:
+    """Return the function `solution` of a file. Raises UserError if there is none."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file; the argument is the file with your solution of the exercise")
+    solution = getattr(load_file(path), "solution", None)
+    if not callable(solution):
+        raise UserError(f"{path} defines no function solution(...): its arguments are those of exercise() in the rung")
+    return solution
+
+
+def unavailable(rung: ModuleType, device: torch.device) -> str | None:
+    return rung.unavailable(device) if hasattr(rung, "unavailable") else None
+
+
+def run(rung: ModuleType, device: torch.device, solution: Callable | None = None) -> list[dict]:
+    """Return a row for each kernel of the rung and for PyTorch; on a GPU also for torch.compile, with times.
+
+    With a solution of the exercise, the solution is the only kernel, and the exercise is the formula.
+    """
+    source = contract(rung.OP) if hasattr(rung, "OP") else rung
+    on_gpu = device.type == "cuda"
+    shape = rung.SHAPES["gpu" if on_gpu else "cpu"]
+    dtype = getattr(rung, "DTYPE", torch.bfloat16 if on_gpu else torch.float32)
+    inputs, cost = source.inputs(**shape, dtype=dtype, device=device), source.cost(**shape, dtype=dtype)
+    if getattr(rung, "FORWARD_ONLY", False):
+        inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        cost.pop("backward")
+    if solution:
+        kernels, others, exact, pytorch = {"yours": solution}, {}, rung.exercise, rung.exercise
+    else:
+        kernels, others, exact = rung.KERNELS, getattr(rung, "OTHERS", {}), source.reference
+        pytorch = load(rung.OP, "eager", device) if hasattr(rung, "OP") else rung.reference
+    functions = {**kernels, **others, "PyTorch": pytorch}
+    if on_gpu:
+        functions["torch.compile"] = torch.compile(pytorch, fullgraph=True, dynamic=False)
+    elif needs_gpu := [name for name in kernels if name.startswith("cuda")]:
+        print(f"without a GPU this leaves out {', '.join(needs_gpu)}")
+        functions = {name: function for name, function in functions.items() if name not in needs_gpu}
+    rows = [row | {"own": row["kernel"] in kernels} for row in compare(functions, exact, inputs, dtype)]
+    if on_gpu:
+        bound, samples = time_with_floor(functions, inputs, cost, dtype, device)
+        for row in rows:
+            p20, median, p80 = (1e3 * value for value in quantiles(samples[row["kernel"]]))
+            floor = 1e3 * statistics.median(samples["floor"])
+            row |= {"ms": median, "ms/p20": p20, "ms/p80": p80, "bound": bound, "of_floor": floor / median}
+    return rows
+
+
+def compare(functions: dict[str, Callable], exact: Callable, inputs: dict, dtype: torch.dtype) -> list[dict]:
+    """Return for each function its error, the largest ||result - exact|| / ||exact||, and why it is wrong, or None.
+
+    `exact` in float64 gives the exact results. The rule is that of every backend: see kernels/check.py.
+    """
+    truth = outputs_and_gradients(exact, inputs, dtype=torch.float64)
+    eager, rows = outputs_and_gradients(functions["PyTorch"], inputs), []
+    for name, function in functions.items():
+        results = outputs_and_gradients(function, inputs)
+        wrong = broken_rule(results, eager, truth, inputs, dtype)
+        error = None if wrong else largest_error(tuple(results[key] for key in truth), tuple(truth.values()))
+        rows.append({"kernel": name, "error": error, "wrong": wrong})
+    return rows
+
+
+def time_with_floor(
+    functions: dict[str, Callable], inputs: dict, cost: dict, dtype: torch.dtype, device: torch.device
+) -> tuple[str, dict[str, list[float]]]:
+    """Return what bounds the time, "bytes" or "FLOPs", and {name: seconds, one for each round}, forward and backward.
+
+    The last name is "floor": a copy of as many bytes, or a matmul of as many FLOPs, whichever takes longer here.
+    """
+    works, douts = {}, random_gradients(outputs(functions["PyTorch"], inputs), inputs)
+    for name, function in functions.items():
+        works[name] = lambda function=function: forward_and_backward(function, inputs, douts)
+    flops, moved = (sum(numbers) for numbers in zip(*cost.values(), strict=True))
+    bytes_copied = torch.ones(moved // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(bytes_copied)
+    samples = time_in_turns({**works, "floor": lambda: target.copy_(bytes_copied)}, device, ROUNDS)
+    matmuls = flops / measured_flops(device, dtype)
+    if matmuls < statistics.median(samples["floor"]):
+        return "bytes", samples
+    return "FLOPs", samples | {"floor": [matmuls]}
+
+
+def table(rows: list[dict]) -> str:
+    """Return the rows as text, for the terminal."""
+    head, lines = ["kernel", "error"], []
+    if "ms" in rows[0]:
+        head += ["ms", "of the floor"]
+    for row in rows:
+        line = [row["kernel"], f"WRONG: {row['wrong']}" if row["wrong"] else f"{row['error']:.1e}"]
+        if "ms" in row:
+            line += [f"{row['ms']:.4f} ({row['ms/p20']:.4f} to {row['ms/p80']:.4f})", f"{100 * row['of_floor']:.0f}%"]
+        lines.append(line)
+    return tabulate(lines, head, tablefmt="plain", disable_numparse=True)
