@@ -1,0 +1,90 @@
+"""Every rung of the course is right, explains itself in one short file, and has an exercise with a right solution."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.check import broken_rule, exact_results, outputs_and_gradients
+from kernels.registry import backend, contract, load
+from lab.bench.op import OPTIONAL
+from lab.bench.rung import load_file, load_solution, run, rungs, unavailable
+from tests.kernels.test_backends import LARGE
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+RUNGS = [pytest.param(path, id=path.stem) for path in rungs()]
+CPU = torch.device("cpu")
+IMPORTS = {"torch", "triton", "math", "functools", "importlib", "os", "re", "climb", "jax"}
+
+
+def op_of(path):
+    op = re.search(r'^OP = "(\w+)"', path.read_text(), re.MULTILINE)
+    return op and op[1]
+
+
+def load_rung(path):
+    op = op_of(path)
+    rung = backend(op, str(path)) if op else load_file(path)  # a file with custom operators is imported only once
+    if why := unavailable(rung, CPU):
+        pytest.skip(why)
+    return rung
+
+
+@pytest.mark.parametrize("path", RUNGS)
+def test_a_rung_is_right(path):
+    rows = run(load_rung(path), CPU)
+    assert {row["kernel"] for row in rows if not row["own"]} >= {"PyTorch"}
+    assert [row["wrong"] for row in rows] == [None] * len(rows)
+
+
+@pytest.mark.parametrize("path", RUNGS)
+def test_a_solution_is_right_and_the_rung_itself_is_none(path):
+    rung = load_rung(path)
+    solution = load_solution(SOLUTIONS / path.name)
+    assert [row["wrong"] for row in run(rung, CPU, solution)] == [None, None]
+    try:
+        [own, _] = run(rung, CPU, list(rung.KERNELS.values())[-1])
+    except (RuntimeError, TypeError, ValueError):
+        return
+    assert own["wrong"]
+
+
+@pytest.mark.parametrize("path", RUNGS)
+def test_a_rung_explains_itself(path):
+    text = path.read_text()
+    doc = ast.get_docstring(ast.parse(text))
+    assert doc.startswith(f"Rung {int(path.stem[:2])}: ")
+    assert "\nExercise: " in doc
+    assert f"python course/{path.name} mine.py" in doc
+    assert len(text.splitlines()) <= 130
+    assert (SOLUTIONS / path.name).is_file()
+
+
+@pytest.mark.parametrize("path", RUNGS)
+def test_a_rung_stands_alone(path):
+    tree = ast.parse(path.read_text())
+    modules = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module.partition(".")[0] for module in modules} <= IMPORTS
+
+
+def op_cases():
+    """Yield the cases of the contract for every rung that computes an op, without the arguments that no rung has."""
+    for path in rungs():
+        op = op_of(path)
+        for name, case in contract(op).CASES.items() if op else ():
+            if not {*OPTIONAL, "documents"} & case.keys():
+                marks = [pytest.mark.exhaustive] if max(case["shape"]) > LARGE else []
+                yield pytest.param(op, path, case, id=f"{path.stem}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("op", "path", "case"), op_cases())
+def test_a_rung_that_computes_an_op_keeps_its_contract(op, path, case):
+    function, module = load(op, str(path), CPU), contract(op)
+    inputs = module.inputs(**case, dtype=torch.float32)
+    if getattr(load_rung(path), "FORWARD_ONLY", False):
+        inputs = {name: value.detach() if torch.is_tensor(value) else value for name, value in inputs.items()}
+    results, eager = (outputs_and_gradients(f, inputs) for f in (function, load(op, "eager", CPU)))
+    assert broken_rule(results, eager, exact_results(op, "eager", inputs), inputs, torch.float32) is None
