@@ -1,6 +1,7 @@
 """Train a GPT in which every hot operation is a choice: `python train.py kernels=compile attn=sdpa`.
 
-Read it from the top: the config, the parts of a run, the training loop, checkpoints, and main(), which connects them.
+Read it from the top: the config, the start of a run, the training loop, the end, and main(), which connects them.
+lab/job.py prepares the parts of a run.
 """
 
 if __name__ == "__main__":  # before the other imports, which take 3 s: for Ctrl-C and --help
@@ -11,7 +12,6 @@ if __name__ == "__main__":  # before the other imports, which take 3 s: for Ctrl
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
 import data
@@ -19,21 +19,25 @@ from data import loader
 from kernels import registry
 from lab import commands, proof
 from lab.generation.sample import write_sample
+from lab.job import Job, prepare_job, restore, save
 from lab.recipe import Recipe
 from lab.sweep import launcher
-from model import capture, cost, optim, parallel, pretrained
-from model.gpt import PRECISIONS, GPTConfig
-from model.step import check_losses, evaluate
-from runtime import checkpoint, compiling, console, resume, schedule, trackers
+from model import cost, optim, parallel, pretrained
+from model.config import PRECISIONS, GPTConfig
+from model.divergence import check_losses
+from model.step import evaluate
+from runtime import compiling, console, resume, schedule, trackers
 from runtime import device as machine
 from runtime.config import check
 from runtime.meter import Meter
-from runtime.ranks import Ranks, join_ranks, rank_device
-from runtime.run import Run, open_run
+from runtime.ranks import join_ranks, rank_device
+from runtime.run import open_run
 from runtime.saver import Checkpoints
 from runtime.signals import Signals
 
-LOWER = "train.batch_size (train.tokens_per_step stays), or choose a leaner kernel, a smaller model or precision=bf16"
+OOM_REMEDY = (
+    "train.batch_size (train.tokens_per_step stays), or choose a leaner kernel, a smaller model or precision=bf16"
+)
 launcher.register_sweeps()  # for Hydra's -m and +sweep=NAME: see lab/sweep/launcher.py
 
 
@@ -65,25 +69,6 @@ class Config:
         self.model.check_length(self.train.block_size, key="train.block_size: ")
 
 
-@dataclass
-class Job:
-    """The parts of a run."""
-
-    config: dict  # the whole config; a checkpoint records it
-    recipe: Recipe
-    train: schedule.TrainConfig
-    device: torch.device
-    ranks: Ranks
-    run: Run
-    dataset: data.Dataset
-    batches: loader.Loader  # step -> its micro-batches
-    held_out: loader.Windows | None  # for evaluation
-    ceiling: machine.Ceiling  # the peak FLOP/s of the device
-    step: capture.StepRunner  # with the model and the optimizer
-    references: list[proof.FirstSteps]  # empty: without parity
-    recorder: proof.Recorder | None  # of the first steps, for parity
-
-
 def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Checkpoints, Meter]:
     """Load the checkpoint, if any; complete the row; print the header. `ended` is resume.find_end()'s manifest."""
     t, run, ranks, device = job.train, job.run, job.ranks, job.device
@@ -94,8 +79,15 @@ def begin(job: Job, resume_from: Path | None, ended: dict | None) -> tuple[Check
     facts |= {"resumed_from": str(resume_from) if resume_from else None}
     if ended:
         facts = resume.saved_row(ended, job.config)
-    folder, kept, copied_to = run.folder / "checkpoints", t.keep_checkpoints, t.replicate_to
-    checkpoints = Checkpoints(folder, kept, t.sharded_checkpoints, ranks, device, saved["step"], copied_to)
+    checkpoints = Checkpoints(
+        run.folder / "checkpoints",
+        keep=t.keep_checkpoints,
+        sharded=t.sharded_checkpoints,
+        ranks=ranks,
+        device=device,
+        steps_before=saved["step"],
+        replicate_to=t.replicate_to,
+    )
     run.begin(**facts)
     if t.checkpoint_every and not ended:
         checkpoints.allocate_host_copies({name: weight.shape for name, weight in job.step.model.named_parameters()})
@@ -149,25 +141,6 @@ def train(job: Job, checkpoints: Checkpoints, meter: Meter, signals: Signals) ->
     return due
 
 
-def save(job: Job, checkpoints: Checkpoints, step: int, facts: dict) -> float:
-    """Start to save a checkpoint with all that restore() needs. Returns the seconds that the loop had to wait."""
-    facts = facts | {"config": job.config, "data": job.dataset.fingerprint}
-    rest = {"updates": job.step.optimizer.updates, "random": job.ranks.gather(checkpoint.random_state(job.device))}
-    pause, job.step.optimizer.being_copied = checkpoints.save(step, job.step.optimizer.state(), rest, facts)
-    return pause
-
-
-def restore(job: Job, path: Path) -> dict:
-    """Load a checkpoint, and return its manifest. Raises UserError if it is of another run."""
-    saved = checkpoint.read_manifest(path)
-    resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, may_differ=pretrained.TRAINING)
-    rest = checkpoint.load_state(path, job.step.optimizer.state())
-    job.step.optimizer.load(saved["step"], rest["updates"])
-    if job.ranks.rank < len(rest["random"]):  # a rank that the saved job did not have keeps its own random state
-        checkpoint.restore_random_state(rest["random"][job.ranks.rank], job.device)
-    return saved
-
-
 def finish(job: Job, due: schedule.Due, signals: Signals) -> None:
     """After the loop: print the summary and how to resume, write a sample of text, and add the proof to the row."""
     row, run, t = job.run.row, job.run, job.train
@@ -202,13 +175,14 @@ def complete_config(cfg: DictConfig) -> None:
 @commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
 def main(cfg: Config) -> None:
     t, device = cfg.train, machine.select_device(rank_device(cfg.device))
-    choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:
         sizes = cost.figures(cfg.model, t.block_size) | {"world_size": ranks.world_size}
-        speed = device, PRECISIONS[cfg.precision][1], sizes["flops_per_token"], ranks.world_size
-        ranks.run_on_rank0(lambda: machine.check_step(cfg.device, t.tokens_per_step, *speed))
+        speed = {"dtype": PRECISIONS[cfg.precision][1], "flops_per_token": sizes["flops_per_token"]}
+        speed |= {"device": device, "devices": ranks.world_size}
+        ranks.run_on_rank0(lambda: machine.check_step(cfg.device, t.tokens_per_step, **speed))
         processes = "" if ranks.single else f"-{cfg.parallel}{ranks.world_size}"
         name = f"{sizes['parameters'] / 1e6:.0f}M-{choice}{processes}"
         folder, resume_from = ranks.run_on_rank0(lambda: resume.choose_folder(cfg.out_dir, t.resume, name))
@@ -216,30 +190,26 @@ def main(cfg: Config) -> None:
         if line:
             print(line)
             return
+        tried = f"train.batch_size={t.batch_size} x {t.block_size} tokens, {choice}"
         with (
             proof.suggest_batch_size(recipe, t, device, ranks),
             open_run(folder, name, cfg, cfg.logger, t.resume is not None, ranks) as run,
             ranks.share_failure(),
-            machine.explain_out_of_memory(f"train.batch_size={t.batch_size} x {t.block_size} tokens, {choice}", LOWER),
+            machine.explain_out_of_memory(tried, OOM_REMEDY),
         ):
             run.row |= sizes | {"kernels": recipe.chosen_kernels, "env": machine.environment(device)}
             run.row["checks"] = ranks.run_on_rank0(lambda: recipe.check_kernels(device))
-            dataset = ranks.run_on_rank0_first(lambda: data.open_dataset(cfg.data))
-            cfg.model.check_vocabulary(cfg.data.tokenizer, dataset.tokenizer.n_vocab)
-            windows, held_out = loader.open_splits(dataset, t.block_size, recipe.documents, t.eval_every > 0)
-            order = cfg.seed, ranks.batch_rank, ranks.batch_ranks, t.overfit
-            batches = loader.Loader(windows, t.batch_size, t.tokens_per_step, *order)
-            references, sources = [], (cfg.data, cfg.init_from, cfg.parallel, resume_from)
-            if cfg.proof:
-                references, run.row["parity"] = proof.make_references(recipe, t, *sources, dataset, device, ranks)
-            ceil = machine.Ceiling(*speed)
-            machine.reset_peak_memory(device)
-            weights = pretrained.read_pretrained(cfg.init_from) if cfg.init_from and not resume_from else None
-            model = parallel.prepare(recipe.build(device, weights), cfg.parallel, cfg.kernels.compile, cfg.seed, ranks)
-            optimizer = recipe.make_optimizer(model, ranks, stop=t.on_nonfinite == "stop", history=t.keeps_history)
-            parts = dataset, batches, held_out, ceil, capture.StepRunner(model, optimizer, t.cuda_graph), references
-            recorder = proof.Recorder(optimizer) if references else None
-            job = Job(asdict(cfg), recipe, t, device, ranks, run, *parts, recorder)
+            job = prepare_job(
+                recipe,
+                t,
+                cfg.data,
+                config=asdict(cfg),
+                resume_from=resume_from,
+                device=device,
+                ranks=ranks,
+                run=run,
+                ceiling=machine.Ceiling(**speed),
+            )
             checkpoints, meter = begin(job, resume_from, ended)
             due = resume.end_run(run, ended, checkpoints, signals) if ended else train(job, checkpoints, meter, signals)
             finish(job, due, signals)

@@ -33,13 +33,13 @@ class Cache(NamedTuple):
     lengths: Tensor | None = None  # decoding, after locate(): (B,) int32, each sequence's keys, new ones too
     keeps_fp8: bool = False  # append() returns fp8 rows as they are, because attention reads them
 
-    def locate(self, T: int) -> "Cache":
-        """Return the cache with the `slots` and `lengths` of a call of T tokens. All layers share them."""
+    def locate(self, positions: Tensor) -> "Cache":
+        """Return the cache with the `slots` and `lengths` of the tokens at token_positions(). All layers share them."""
         if self.positions is None:
             return self
-        lengths = (self.positions + T).clamp(max=self.rows).to(torch.int32)
+        lengths = (self.positions + positions.shape[1]).clamp(max=self.rows).to(torch.int32)
         sequences = torch.arange(len(lengths), device=lengths.device)[:, None]
-        return self._replace(slots=(sequences, self.token_positions(T) % self.rows), lengths=lengths)
+        return self._replace(slots=(sequences, positions % self.rows), lengths=lengths)
 
     def layer(self, i: int) -> "Cache":
         """Return the cache of layer i."""

@@ -6,9 +6,10 @@ import torch
 
 from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op
 from lab.bench.new_backends import check_new_backends
+from model.config import GPTConfig
 from model.executed import executed_kernels, slower_kernels
 from model.generate_config import GenerateConfig
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from model.optim import OptimConfig, Optimizer
 from model.pretrained import Pretrained
 from model.step import build, load_ops, make_optimizer

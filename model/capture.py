@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from data.loader import Batch
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.optim import Optimizer
 from model.step import train_step
 from runtime.config import UserError, check

@@ -24,15 +24,15 @@ def run_in_chunks(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tens
     """Return the stream after the block. x (B, T, C) is the stream before it."""
     if not torch.is_grad_enabled():
         return forward(block, x, rope, starts)
-    weights = block.weights_before_attention() + block.weights_after_attention()
+    weights = weights_before_attention(block) + weights_after_attention(block)
     return ChunkedBlock.apply(block, rope, starts, x, *trained(weights))
 
 
 def forward(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tensor | None) -> Tensor:
-    q, k, v = join((block.qkv(x[:, chunk], part_of(rope, chunk)) for chunk in chunks(x)), x.shape[1])
+    q, k, v = join((qkv(block, x[:, chunk], part_of(rope, chunk)) for chunk in chunks(x)), x.shape[1])
     out = block.attn.attend(q, k, v, starts)
     del q, k, v
-    [y] = join(([block.after_attention(out[:, chunk], x[:, chunk])] for chunk in chunks(x)), x.shape[1])
+    [y] = join(([after_attention(block, out[:, chunk], x[:, chunk])] for chunk in chunks(x)), x.shape[1])
     return y
 
 
@@ -50,7 +50,7 @@ class ChunkedBlock(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, rope, starts, parts = ctx.block, ctx.rope, ctx.starts, ctx.parts
         ctx.rope = ctx.starts = ctx.parts = None  # the loss, which may live on, holds ctx
-        before, after = trained(block.weights_before_attention()), trained(block.weights_after_attention())
+        before, after = trained(weights_before_attention(block)), trained(weights_after_attention(block))
         sums = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in (*before, *after)}
 
         def inputs() -> Iterator[tuple[slice, Tensor]]:
@@ -58,7 +58,7 @@ class ChunkedBlock(torch.autograd.Function):
             for chunk, part in zip(chunks(dy), parts, strict=True):
                 yield chunk, part.to(dy.device, non_blocking=True).requires_grad_()
 
-        q, k, v = join((block.qkv(x, part_of(rope, chunk)) for chunk, x in inputs()), dy.shape[1])
+        q, k, v = join((qkv(block, x, part_of(rope, chunk)) for chunk, x in inputs()), dy.shape[1])
         q, k, v = (tensor.requires_grad_() for tensor in (q, k, v))
         with torch.enable_grad():
             out = block.attn.attend(q, k, v, starts)
@@ -67,7 +67,7 @@ class ChunkedBlock(torch.autograd.Function):
         for chunk, x in inputs():
             part = out[:, chunk].detach().requires_grad_()
             with torch.enable_grad():
-                y = block.after_attention(part, x)
+                y = after_attention(block, part, x)
             dx_part, dout[:, chunk] = add_gradients(y, (x, part), dy[:, chunk], after, sums)
             first_dx.append(to_host(dx_part))
             del x, part, y, dx_part
@@ -76,11 +76,30 @@ class ChunkedBlock(torch.autograd.Function):
         dx = torch.empty_like(dy)
         for (chunk, x), on_host in zip(inputs(), first_dx, strict=True):
             with torch.enable_grad():
-                y = block.qkv(x, part_of(rope, chunk))
+                y = qkv(block, x, part_of(rope, chunk))
             [dx_part] = add_gradients(y, (x,), [d[:, chunk] for d in (dq, dk, dv)], before, sums)
             dx[:, chunk] = dx_part + on_host.to(dy.device, non_blocking=True)
             del x, y, dx_part
         return None, None, None, dx, *(total.to(weight.dtype) for weight, total in sums.items())
+
+
+def qkv(block: nn.Module, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the q, k and v of the block's attention for the stream x."""
+    return block.attn.qkv(block.ln_1(x, None)[0], rope)
+
+
+def after_attention(block: nn.Module, out: Tensor, x: Tensor) -> Tensor:
+    """Return the stream after the block. `out` (B, T, H, D) is attention's output, and x the stream before."""
+    h, residual = block.ln_2(block.attn.c_proj(out.flatten(2)), x)
+    return residual + block.mlp(h)
+
+
+def weights_before_attention(block: nn.Module) -> list[nn.Parameter]:
+    return [*block.ln_1.parameters(), *block.attn.c_attn.parameters()]
+
+
+def weights_after_attention(block: nn.Module) -> list[nn.Parameter]:
+    return [*block.attn.c_proj.parameters(), *block.ln_2.parameters(), *block.mlp.parameters()]
 
 
 def trained(weights: list[nn.Parameter]) -> list[nn.Parameter]:

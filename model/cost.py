@@ -2,7 +2,7 @@
 
 import torch
 
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 
 
 def parameters(config: GPTConfig) -> int:

@@ -266,6 +266,7 @@ class Decoder:
 
     def _prefill(self, idx: Tensor, lengths: Tensor, kept: int = 0) -> None:
         B, T = idx.shape
+        self.model.config.check_length(T)
         chunk = min(CHUNK, max(SHORT_CHUNK, 4 * CHUNK // B))
         logits = None
         for start in range(kept, T, chunk):

@@ -9,7 +9,7 @@ from kernels.compat import FakeTensorMode
 from kernels.names import KernelError
 from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
 from kernels.speeds import find_slower
-from model.gpt import PRECISIONS, GPTConfig
+from model.config import PRECISIONS, GPTConfig
 from terminal import warn
 
 

@@ -83,7 +83,7 @@ def has_digest(file: IO) -> bool:
 
 
 def has_form(content: object) -> bool:
-    """Return whether this is what model.step.keep_batch() writes, but for the values of the ids."""
+    """Return whether this is what model.divergence.keep_batch() writes, but for the values of the ids."""
     if not (isinstance(content, dict) and isinstance(content.get("step"), int)):
         return False
     batches, weights = content.get("batches"), content.get("weights", {})

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from model.config import GPTConfig
 from model.context import split_sequences
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT
 from runtime.config import check
 from runtime.ranks import Ranks, world_size
 from runtime.schedule import TrainConfig

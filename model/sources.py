@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from files import check_regular, open_regular
+from model.config import PRECISIONS, GPTConfig
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
-from model.gpt import PRECISIONS, GPTConfig
 from model.vocabulary import guess_tokenizer
 from runtime import checkpoint
 from runtime.config import UserError, check, value_text

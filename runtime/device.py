@@ -144,14 +144,14 @@ class Ceiling:
         }
 
 
-def check_step(asked: str, tokens: int, device: torch.device, *speed) -> None:
+def check_step(asked: str, tokens: int, device: torch.device, **speed) -> None:
     """Raise UserError if `asked` is auto, it chose the CPU, and a step's matmuls take more than LONGEST_STEP.
 
     `device` and `speed` are the arguments of Ceiling.
     """
     if asked != "auto" or device.type != "cpu":
         return
-    ceiling = Ceiling(device, *speed)
+    ceiling = Ceiling(device, **speed)
     seconds = ceiling.flops_per_token * tokens / ceiling.devices / ceiling.measured
     check(
         seconds <= LONGEST_STEP,

@@ -30,7 +30,7 @@ from lab.bench.support import tables
 from lab.commands import command
 from lab.proof.soak import soak
 from lab.rows import track_rows, write_rows
-from model.gpt import PRECISIONS, GPTConfig
+from model.config import PRECISIONS, GPTConfig
 from model.vocabulary import take_vocabulary
 from runtime.config import check
 from runtime.device import environment, select_device

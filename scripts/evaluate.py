@@ -16,8 +16,8 @@ from lab import evaluation
 from lab.bench.new_backends import check_new_backends
 from lab.commands import command
 from model import cost, pretrained
+from model.config import PRECISIONS
 from model.executed import executed_kernels, slower_kernels
-from model.gpt import PRECISIONS
 from model.step import build
 from runtime.config import check
 from runtime.console import model_header

@@ -29,8 +29,8 @@ from lab.recipe import Recipe
 from lab.report.max_context_table import max_context_table
 from lab.rows import keep_rows, read_jsonl
 from model import cost
+from model.config import PRECISIONS, GPTConfig
 from model.generate_config import GenerateConfig
-from model.gpt import PRECISIONS, GPTConfig
 from model.optim import OptimConfig, rename_impl
 from model.parallel import check_context_divides
 from model.vocabulary import take_vocabulary

@@ -258,7 +258,8 @@ import torch
 from kernels.attention import document_starts
 from kernels.registry import AttnConfig, KernelsConfig, resolve
 from model import parallel
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.optim import OptimConfig, TorchAdamW
 from model.step import train_step
 from runtime.ranks import Ranks, join_ranks

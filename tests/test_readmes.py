@@ -27,6 +27,12 @@ COMMANDS = [
     for name, text in READMES.items()
     for command in dict.fromkeys(COMMAND.findall(text.replace("\\\n", " ")))
 ]
+DEFINED = {
+    node.name
+    for path in ROOT.glob("[!.]*/**/*.py")
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.FunctionDef | ast.ClassDef)
+}
 # Backends that are not in the repo
 NEW = "kernels.norm=mine", "attn=mine", "kernels.norm=same", "kernels.norm=slow", "impl=mine"
 NEW += (
@@ -171,6 +177,12 @@ def test_every_command_is_in_a_readme_and_the_root_readme_links_every_room():
 def test_links_lead_somewhere(name):
     for link in re.findall(r"\]\(([^)#:, ]+)(?:#[^)]*)?\)", READMES[name]):
         assert (ROOT / name).parent.joinpath(link).exists(), link
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_functions_that_a_readme_names_exist(name):
+    named = set(re.findall(r"`(?:[\w.]+\.)?(\w+)\(\)`", READMES[name]))
+    assert named - DEFINED == set()
 
 
 @pytest.mark.parametrize("name", READMES)

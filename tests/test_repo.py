@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ("files", "terminal"), ("kernels", "data", "runtime"), ("model",), ("lab",), ("train",), ("scripts",)
+FLOORS = ("files", "terminal"), ("kernels", "data", "runtime"), ("model",), ("lab",), ("train",), ("course", "scripts")
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
@@ -178,6 +178,13 @@ def test_the_first_files_stay_short():
     assert len((ROOT / "train.py").read_text().splitlines()) <= 250
     assert len(imports) <= 40
     assert max(lengths) <= 50
+
+
+def test_the_path_of_a_newcomer_stays_short():
+    """At most 2,500 lines lead from README.md through the course to the model and its training."""
+    path = ["README.md", "course/README.md", "train.py", "model/gpt.py", "model/step.py"]
+    files = [*(ROOT / name for name in path), *ROOT.glob("course/*.py")]
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 2500
 
 
 def parse_repo(**files: str) -> dict[str, ast.Module]:

@@ -555,7 +555,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(hotswap, monkeypatch):
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_a_norm_that_knows_why_a_gradient_is_nan_stops_the_run(hotswap, monkeypatch, on_nonfinite):
     poison(monkeypatch, 5)
-    monkeypatch.setattr("model.step.why_nan", lambda model: "in ln_f, a weight is 0")
+    monkeypatch.setattr("model.divergence.why_nan", lambda model: "in ln_f, a weight is 0")
     assert hotswap(*BASE, f"train.on_nonfinite={on_nonfinite}")[2] == (
         "error: loss or gradient norm of step 5 is not finite, and its update was not made "
         "(batch in run/nonfinite-step-000005.pt): in ln_f, a weight is 0\n"

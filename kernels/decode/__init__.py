@@ -141,7 +141,8 @@ def reference(weights: Weights, tokens: Tensor, cache: Cache, attend: Callable =
     """
     B, T = tokens.shape
     H, Hkv, D = weights.heads, weights.kv_heads, weights.head_dim
-    cache, positions = cache.locate(T), cache.token_positions(T)
+    positions = cache.token_positions(T)
+    cache = cache.locate(positions)
     x = weights.wte[tokens].to(weights.stream_dtype)
     if weights.wpe is not None:
         x = x + weights.wpe[positions.clamp(max=len(weights.wpe) - 1)]

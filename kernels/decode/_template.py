@@ -32,7 +32,8 @@ def norm(x, weight, bias):
 def decode(packed, tokens, cache):
     weights, (B, T) = packed, tokens.shape
     heads = weights.heads, weights.kv_heads, weights.kv_heads
-    cache, positions = cache.locate(T), cache.token_positions(T)
+    positions = cache.token_positions(T)
+    cache = cache.locate(positions)
     x = weights.wte[tokens].to(weights.stream_dtype)  # the residual stream (B, T, C)
     if weights.wpe is not None:
         x = x + weights.wpe[positions.clamp(max=len(weights.wpe) - 1)]

@@ -95,8 +95,9 @@ class CacheOfTransformers:
 
 def decode(packed, tokens: Tensor, cache: Cache) -> Tensor:
     T = tokens.shape[1]
-    cache = cache.locate(T)
+    positions = cache.token_positions(T)
+    cache = cache.locate(positions)
     mask = attention_mask(T, cache.keys, tokens.device, lengths=cache.lengths)
-    positions = cache.token_positions(T).clamp(max=packed.config.n_positions - 1)
+    positions = positions.clamp(max=packed.config.n_positions - 1)
     # The cache is the second argument, whose name is past_key_values before transformers 5.24, and cache from then on
     return packed(tokens, CacheOfTransformers(cache), attention_mask=mask, position_ids=positions).logits

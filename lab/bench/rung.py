@@ -49,7 +49,7 @@ def rungs() -> list[Path]:
     return sorted(COURSE.glob("[0-9]*.py"))
 
 
-def load_file(path: str | Path) -> ModuleType:
+def import_file(path: str | Path) -> ModuleType:
     """Import a file by its path. The names of the rungs begin with a digit, so `import` cannot name them."""
     spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", f"course_{Path(path).stem}"), path)
     module = importlib.util.module_from_spec(spec)
@@ -85,7 +85,7 @@ def load_solution(path: str) -> Callable:
     """Return the function `solution` of a file. Raises UserError if there is none."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; the argument is the file with your solution of the exercise")
-    solution = getattr(load_file(path), "solution", None)
+    solution = getattr(import_file(path), "solution", None)
     if not callable(solution):
         raise UserError(f"{path} defines no function solution(...): its arguments are those of exercise() in the rung")
     return solution

@@ -16,9 +16,9 @@ from kernels.registry import KernelsConfig, Unavailable, contract, cpp_compiler,
 from kernels.speeds import compare, store_speeds
 from lab.bench.op import backend_of, forward_and_backward, optional_arguments, outputs, random_gradients
 from lab.bench.probe import Probe, first_word, run_probes
+from model.config import PRECISIONS, GPTConfig
 from model.cost import parameters
 from model.executed import call_shapes
-from model.gpt import PRECISIONS, GPTConfig
 from runtime.config import check
 from runtime.device import is_out_of_memory, reset_peak_memory
 from runtime.meter import quantiles

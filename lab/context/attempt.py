@@ -21,9 +21,10 @@ from kernels.registry import KernelError
 from kernels.sampling import Sampling
 from lab.proof.memory import predict_parts, recipe_chunk, simulate, tensor_bytes
 from lab.recipe import Recipe
+from model.config import PRECISIONS
 from model.decoder import CHUNK, Decoder
 from model.generate import stream
-from model.gpt import GPT, PRECISIONS
+from model.gpt import GPT
 from model.optim import Optimizer
 from model.parallel import prepare
 from model.step import train_step

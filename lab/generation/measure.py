@@ -15,10 +15,10 @@ from lab.proof.memory import in_gib, simulate, tensor_bytes
 from lab.proof.receipt import missing_kernel, profile_step
 from lab.proof.source_lines import kernel_lines
 from model import cost
+from model.config import PRECISIONS, GPTConfig
 from model.decoder import Decoder
 from model.generate import stream
 from model.generate_config import GenerateConfig
-from model.gpt import PRECISIONS, GPTConfig
 from model.step import build
 from model.weights import copied_bytes
 from runtime.device import GIB, peak_flops, peak_memory

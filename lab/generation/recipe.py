@@ -12,11 +12,11 @@ from kernels.names import GENERATION_OPS
 from kernels.registry import AttnConfig, KernelsConfig, impl_by_op, label
 from kernels.sampling import Sampling
 from model import cost, pretrained
+from model.config import PRECISIONS, GPTConfig
 from model.decoder import Decoder
 from model.executed import executed_kernels, slower_kernels
 from model.generate import check_sampling
 from model.generate_config import GenerateConfig
-from model.gpt import PRECISIONS, GPTConfig
 from model.sources import Pretrained, random_source
 from model.step import build
 from model.text import Text, stop_ids

@@ -15,8 +15,8 @@ from lab.bench.op import DTYPES, measure
 from lab.bench.probe import PROBE_DTYPES, PROCESSES, Probe, case_probes, first_word, run_probes
 from lab.recipe import Recipe
 from lab.rows import read_run
+from model.config import PRECISIONS
 from model.executed import call_shapes
-from model.gpt import PRECISIONS
 from runtime.config import check
 from terminal import quote_override
 

@@ -24,7 +24,7 @@ from kernels.registry import OPS, AttnConfig, KernelError, config_key, impl_by_o
 from lab.proof.soak import checksum
 from lab.recipe import Recipe
 from model import kept as kept_file
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from runtime.checkpoint import checkpoint_folders, read_weights, step_number
 from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory

@@ -29,7 +29,8 @@ from lab import compat
 from lab.proof.compiled import simulate_code
 from lab.recipe import Recipe
 from model.chunks import chunk_tokens
-from model.gpt import GPT, PRECISIONS
+from model.config import PRECISIONS
+from model.gpt import GPT
 from model.optim import Optimizer
 from model.parallel import prepare
 from model.step import train_step

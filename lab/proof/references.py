@@ -23,8 +23,8 @@ from files import read_bytes, read_json, write_json
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe
+from model.config import PRECISIONS
 from model.download import CONFIG, hub_folder, weight_files
-from model.gpt import PRECISIONS
 from model.optim import TorchAdamW, learning_rate
 from model.parallel import SHARDED
 from model.pretrained import read_pretrained

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.registry import AttnConfig, KernelsConfig
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from model.optim import OptimConfig
 from model.step import build, make_optimizer, train_step
 from runtime.config import UserError

@@ -14,7 +14,8 @@ import hotswap
 from kernels.registry import OPS, AttnConfig, KernelsConfig, Ops, contract, load
 from kernels.tuned import merged_table, table_paths, write_table
 from model import step
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 
 CPU = torch.device("cpu")
 SHAPE = {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 16, "vocab_size": 64}

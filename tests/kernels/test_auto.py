@@ -11,8 +11,8 @@ from kernels import fastest
 from kernels.attention import auto
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, backend, called_backends, contract, describe, load
 from kernels.tuned import merged_table, table_paths, write_table
+from model.config import GPTConfig
 from model.executed import executed_kernels
-from model.gpt import GPTConfig
 from model.step import build, load_ops
 from scripts import bench_attention
 

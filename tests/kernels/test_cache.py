@@ -24,6 +24,10 @@ def empty(batch, rows):
     return [(torch.full((batch, rows, 2, 1), -1.0), torch.full((batch, rows, 2, 1), -1.0))]
 
 
+def locate(cache, T):
+    return cache.locate(cache.token_positions(T))
+
+
 def assert_holds(stored, lengths):
     """Row p % rows of each sequence holds the key of position p, for the last `rows` positions."""
     rows = stored.shape[1]
@@ -50,7 +54,7 @@ def test_a_prefill_in_parts_and_steps_keep_the_last_rows(lengths, parts, rows):
     assert_holds(kv[0][0], lengths)
     positions = ends.clone()
     for step in range(7):
-        cache = Cache(kv, rows, positions).locate(1)
+        cache = locate(Cache(kv, rows, positions), 1)
         assert cache.lengths.tolist() == [min(length + step + 1, rows) for length in lengths]
         new = torch.stack([key_of(positions[b : b + 1], b) for b in range(len(lengths))])
         cache.append(new, new)
@@ -61,7 +65,7 @@ def test_a_prefill_in_parts_and_steps_keep_the_last_rows(lengths, parts, rows):
 def test_a_step_of_several_tokens():
     kv = empty(2, 16)
     positions = torch.tensor([3, 9])
-    cache = Cache(kv, 16, positions).locate(4)
+    cache = locate(Cache(kv, 16, positions), 4)
     assert cache.token_positions(4).tolist() == [[3, 4, 5, 6], [9, 10, 11, 12]]
     assert cache.lengths.tolist() == [7, 13]
     new = torch.stack([key_of(torch.arange(p, p + 4), b) for b, p in enumerate(positions.tolist())])
@@ -90,7 +94,7 @@ def test_an_fp8_cache_returns_the_dtype_of_the_keys(rows):
     k = torch.randn(1, 3, 2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
     got, _ = Cache(kv, 3, last=torch.tensor([2])).append(k, k)
     assert torch.equal(got, k)  # the first part of a prefill reads its own keys, not the rounded ones
-    got, _ = Cache(kv, 5, torch.tensor([3])).locate(1).append(k[:, :1], k[:, :1])
+    got, _ = locate(Cache(kv, 5, torch.tensor([3])), 1).append(k[:, :1], k[:, :1])
     assert got.dtype == torch.bfloat16
     assert torch.equal(got[:, :3], convert(k, FP8).bfloat16())
     assert torch.equal(got[:, 3], convert(k[:, 0], FP8).bfloat16())

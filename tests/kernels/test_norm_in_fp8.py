@@ -12,7 +12,8 @@ from kernels.norm.triton import norm, norm_in_fp8
 from kernels.quantize import quantize, unit_of
 from kernels.registry import AttnConfig, KernelsConfig, norm_before, resolve
 from kernels.tuned import write_table
-from model.gpt import GPT, GPTConfig
+from model.config import GPTConfig
+from model.gpt import GPT
 from model.step import load_ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,8 +21,9 @@ from kernels.check import exact_results
 from kernels.registry import AttnConfig, KernelsConfig, Unavailable, contract, load, missing_argument
 from kernels.tuned import override_tables
 from lab.report import compiled_table
-from model.gpt import GPTConfig
-from model.step import build, why_nan
+from model.config import GPTConfig
+from model.divergence import why_nan
+from model.step import build
 from tests.kernels import compiled
 from tests.kernels.test_backends import assert_as_good_as_eager, load_or_skip, outputs_and_gradients
 

@@ -9,8 +9,8 @@ from kernels.names import preset
 from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, family_patterns, impls, unavailable
 from lab.bench.op import forward_and_backward, outputs, random_gradients
 from lab.proof.receipt import profile_step
+from model.config import GPTConfig
 from model.executed import call_shapes, executed_kernels
-from model.gpt import GPTConfig
 from model.optim import OptimConfig
 from model.step import build, make_optimizer, train_step
 from runtime.console import model_header

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.compat import tree_leaves
 from model import capture
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from model.optim import OptimConfig
 from model.step import build, make_optimizer, train_step
 from runtime.config import UserError

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import train
 from files import read_json, write_json
 from model import export
-from model.gpt import LARGEST, GPTConfig
+from model.config import LARGEST, GPTConfig
 from model.pretrained import read_pretrained
 from runtime.config import UserError
 from scripts import evaluate, generate

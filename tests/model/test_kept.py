@@ -80,7 +80,7 @@ def test_an_odd_file_is_one_line(tmp_path, make):
 
 @pytest.mark.parametrize("moment", ["write", "fsync"])
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch, moment):
-    """A RuntimeError or an OSError, which model.step.keep_batch() expects; neither half a file nor a temporary one."""
+    """It raises the errors that model.divergence.keep_batch() expects; no half a file stays, and no temporary one."""
 
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

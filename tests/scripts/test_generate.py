@@ -19,8 +19,8 @@ from kernels.registry import KernelsConfig, backend, contract
 from lab.bench.new_backends import WrongKernel
 from lab.report.generation_table import generation
 from model import cost
+from model.config import GPTConfig
 from model.executed import call_shapes
-from model.gpt import GPTConfig
 from scripts import collect
 from scripts import generate as script
 from tests.model.test_generate import DECODING, greedy, varied_gpt

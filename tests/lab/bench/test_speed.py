@@ -8,7 +8,7 @@ import torch
 from files import read_json
 from kernels import speeds
 from lab.bench import speed
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from runtime.schedule import DEFAULT_TOKENS
 from scripts import doctor
 

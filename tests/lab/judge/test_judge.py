@@ -21,7 +21,7 @@ from lab.judge.verdict import judge_claim, page, speed_figure, verdict_table
 from lab.recipe import Recipe
 from lab.report.page import write_report
 from lab.rows import append_rows
-from model.gpt import GPTConfig
+from model.config import GPTConfig
 from runtime.config import UserError
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from lab.context.prober import ROOT
 from lab.proof import memory
 from lab.proof.memory import predict_step, simulate
 from model import chunks, decoder
-from model.gpt import PRECISIONS
+from model.config import PRECISIONS
 from model.step import train_step
 from model.vocabulary import take_vocabulary
 from runtime.config import parse

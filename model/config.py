@@ -1,0 +1,107 @@
+"""The shape and the precisions of the model."""
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from model.vocabulary import padded
+from runtime.config import UserError, check, value_text
+
+# name -> (dtype of the stored weights and the residual stream, compute dtype)
+PRECISIONS = {
+    "fp32": (torch.float32, torch.float32),
+    "amp": (torch.float32, torch.bfloat16),  # like nanoGPT's autocast
+    "bf16": (torch.bfloat16, torch.bfloat16),  # like llm.c; the optimizer holds fp32 masters
+    "fp8": (torch.bfloat16, torch.bfloat16),  # bf16, with the products of linear, mlp and loss in fp8 (kernels/fp8.py)
+}
+
+# No known model is larger: DeepNet (Wang et al. 2022) has 1,000 layers, PaLM an n_embd of 18,432, and Gemma 262,144
+# tokens. Building 10^6 layers takes minutes and fills the memory. With pos=rope, block_size allocates nothing
+LARGEST = {"n_layer": 1000, "n_head": 2**16, "n_embd": 2**16, "block_size": 2**31 - 1, "vocab_size": 2**20}
+
+
+@dataclass
+class GPTConfig:
+    n_layer: int
+    n_head: int
+    n_embd: int
+    block_size: int  # positions in the table wpe
+    vocab_size: int  # GPT-2's 50257, padded to a multiple of 64
+    pos: str  # learned: GPT-2's table | rope: rotary, no table
+    bias: bool
+    dropout: float
+    n_kv_head: int | None = None  # heads of keys and values, each shared by n_head / n_kv_head queries; null: n_head
+    window: int | None = None  # a token attends to the last `window` tokens, itself included; null: to all
+    checkpointing: str = "none"  # none | block | host: see model/recompute.py; chunks: model/chunks.py
+    keep_attention: bool = False  # checkpoints also save the output of attention
+
+    def __post_init__(self):
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), (field.type, int) if field.type is float else field.type
+            is_right = field.type is bool if isinstance(value, bool) else isinstance(value, kinds)
+            kind = getattr(field.type, "__name__", field.type)
+            check(is_right, f"model.{field.name}={value_text(value)}: its type must be {kind}")
+        for key, largest in LARGEST.items():
+            value = getattr(self, key)
+            check(1 <= value <= largest, f"model.{key}={value_text(value)}: it must be from 1 to {largest:,}")
+        check(
+            self.n_embd % self.n_head == 0,
+            f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts",
+        )
+        check(
+            self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
+            f"model.n_kv_head={value_text(self.n_kv_head)}: model.n_head={self.n_head} must be a multiple of it",
+        )
+        check(
+            self.window is None or 1 <= self.window < 2**31,
+            f"model.window={value_text(self.window)}: it must be in [1, 2^31), or null",
+        )
+        check(self.pos in ("learned", "rope"), f"model.pos={value_text(self.pos)}: choose learned or rope")
+        check(
+            self.pos == "learned" or self.head_dim % 2 == 0,
+            f"model.pos=rope rotates pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
+        )
+        check(
+            self.checkpointing in ("none", "block", "host", "chunks"),
+            f"model.checkpointing={value_text(self.checkpointing)}: choose none, block, host or chunks",
+        )
+        check(
+            self.checkpointing in ("block", "host") or not self.keep_attention,
+            "model.keep_attention=true works only with model.checkpointing=block or host",
+        )
+        check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
+        check(
+            self.checkpointing != "chunks" or not self.dropout,
+            f"model.checkpointing=chunks does not support dropout: model.dropout={self.dropout} must be 0, or choose "
+            "model.checkpointing=host",
+        )
+
+    def check_length(self, length: int, key: str = "") -> None:
+        """Raise UserError if a sequence of this length is longer than the table of learned positions."""
+        # torch.compile would make a graph for each length that it formats, so only the raise does
+        if self.pos == "learned" and length > self.block_size:
+            raise UserError(
+                f"{key}a sequence of {length} is beyond the model's position table of "
+                f"model.block_size={self.block_size}: shorten it, raise model.block_size, or choose model.pos=rope"
+            )
+
+    def check_vocabulary(self, tokenizer: str, ids: int) -> None:
+        """Raise UserError if the tokenizer has more ids than the model has embeddings."""
+        check(
+            ids <= self.vocab_size,
+            f"data.tokenizer={tokenizer} has {ids} ids, and model.vocab_size={self.vocab_size} is less: "
+            f"pass model.vocab_size={padded(ids)}",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def attention_needs(self) -> list[str]:
+        """The optional arguments that this model passes to its attention."""
+        return [] if self.window is None else ["window"]
