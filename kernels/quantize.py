@@ -9,9 +9,11 @@ a linear layer sum along different dimensions, so each operand is needed in two 
 
 By rows is the matrix (N, C); by columns is its transpose (C, N), contiguous. A separate transpose would read and write
 the tensor again. The kernel below holds a tile in registers, and rounds it twice: four neighbours of a row to one word,
-and then four neighbours of a column. So it never moves single bytes, which would take twice as many instructions. It
-also sums the rows of its tile, because the sum of dy's rows is the gradient of the bias. As in kernels/fp8.py,
-infinities become NaN, and other numbers beyond the range become the largest one.
+and then four neighbours of a column. So it never moves single bytes, which would take twice as many instructions. A
+version that rounded once and transposed took 255 registers a thread instead of 109, and 6.8 ms for the gradient of the
+logits in a step of 124M (H200). This one takes 3.5, and a copy of these bytes 3.2. It also sums the rows of its tile,
+because the sum of dy's rows is the gradient of the bias. As in kernels/fp8.py, infinities become NaN, and other numbers
+beyond the range become the largest one.
 """
 
 import os

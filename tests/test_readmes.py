@@ -72,6 +72,8 @@ def check(words):
             check([*module, options.training_script, *options.training_script_args])
     elif words[0] == "train.py":
         check_train(words[1:])
+    elif words[0].startswith("course/"):
+        assert (ROOT / words[0]).is_file()
     elif words[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[2:] if "/" in word and "path/to/" not in word)
     else:

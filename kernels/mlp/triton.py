@@ -26,6 +26,10 @@ things were expensive, and are avoided:
     rounding    one number at a time, where the GPU can round two: 12 us in the forward (round_to)
     sums        a sum over all rows of a tile takes shared memory and barriers: 28 us. Each of 4 warps sums its 32 rows
 
+One kernel for the whole MLP would be slower. A program would keep y of its tokens in registers, in fp32, and read all
+9.4 MB of weights. A multiprocessor has registers for 64 tokens of 768 channels, but not for 128, and 64 tokens do 64
+FLOP a byte: to keep the tensor cores busy, the L2 cache would have to deliver 12 TB/s.
+
 On Hopper gluon.py is faster still; the kernels below are easier to read, so read them first. With fp8, _triton_fp8.py
 computes the MLP. The four other matmuls and autograd are in _op.py.
 """
