@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch.utils.cpp_extension import CUDA_HOME, load_inline
 
 SOURCE = r"""
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 __global__ void add_kernel(const float* x, const float* y, float* out, int64_t n) {

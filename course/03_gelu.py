@@ -4,18 +4,17 @@ GPT-2's MLP applies GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415) to each n
 
     gelu(x) = 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
 
-Each operator of this formula is a kernel that reads its operands from memory and writes its result to memory. One such
-read or write of the whole tensor is a pass. `reference` below has eight operators: x^3, three products with a number,
-two sums, tanh and the last product. Six of them make two passes each, and two of them make three: 18 passes. A kernel
-for the whole formula makes two passes, because all intermediate results stay in registers. Such a kernel is fused.
+Each operator of this formula is a kernel that reads its operands from memory and writes its result to memory. A read
+or a write of the whole tensor is a pass. `reference` below has eight operators: the power, three products with a
+number, two sums, tanh, and the last product. Six of them make two passes, and two make three: 18 passes. One kernel for
+the whole formula makes two passes, because all intermediate results stay in registers. Such a kernel is fused.
 
-An element takes 8 bytes in fp32 and about 10 FLOP. Eight or eighty FLOP would take the same time: the ridge of an H200,
-where arithmetic takes as long as memory, is at 186 FLOP a byte for a matmul in bf16. So only the passes count. The
-floor of the fused kernel is a ninth of the floor of the eight kernels.
+An element takes 8 bytes in fp32 and about 10 FLOP, far below the ridge of 186 FLOP a byte, so only the passes count.
+The floor of the fused kernel is a ninth of the floor of the eight kernels.
 
 The kernels compute tanh from an exponential, which the hardware has: 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2 u)), the
-sigmoid of 2 u. A `__device__` function of CUDA is a function that a kernel calls. `F.gelu` is PyTorch's own fused kernel,
-and torch.compile writes a fused kernel in Triton from the formula.
+sigmoid of 2 u. In CUDA, a kernel can call a `__device__` function. `F.gelu` is PyTorch's own fused kernel, and
+torch.compile generates a fused kernel in Triton from the formula.
 
 Exercise: the backward needs the derivative gelu'(x). `exercise` below has its formula, with 17 operators. Write it as
 one kernel, in either language, behind a function `solution(x)`. Express the derivative by the sigmoid s of 2 u, so that
@@ -34,7 +33,6 @@ import triton.language as tl
 from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 __device__ float gelu(float x) {
@@ -67,10 +65,6 @@ def library():
     return load_inline("course_gelu", cpp_sources=declaration, cuda_sources=SOURCE, functions=["gelu"])
 
 
-def cuda_gelu(x):
-    return library().gelu(x)
-
-
 @triton.jit
 def gelu_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -86,12 +80,8 @@ def triton_gelu(x):
     return out
 
 
-def pytorch_gelu(x):
-    return F.gelu(x, approximate="tanh")
-
-
-KERNELS = {"cuda": cuda_gelu, "triton": triton_gelu}
-OTHERS = {"F.gelu": pytorch_gelu}
+KERNELS = {"cuda": lambda x: library().gelu(x), "triton": triton_gelu}
+OTHERS = {"F.gelu": lambda x: F.gelu(x, approximate="tanh")}
 DTYPE = torch.float32
 SHAPES = {"gpu": {"shape": (65536, 3072)}, "cpu": {"shape": (5, 1031)}}  # 65,536 tokens in GPT-2 124M's MLP
 

@@ -5,7 +5,6 @@ import functools
 from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 __global__ void average_kernel(const float* x, const float* y, float* out, int64_t n) {
