@@ -4,25 +4,19 @@ A block of GPT-2 adds a branch x to the residual stream and normalises the sum s
 
     s = residual + x    rstd = 1 / sqrt(variance(s) + eps)    xhat = (s - mean(s)) rstd    y = xhat weight + bias
 
-As in the softmax, a program holds a row in registers. It reads x and residual and writes s and y, 4 passes. Eager needs
-5, because its addition and its LayerNorm are two kernels. The backward gets dy, and ds from the later layers. With
-g = dy weight it computes
+A program holds a row in registers. It reads x and residual and writes s and y: 4 passes. (Eager makes 5, because its
+addition and its LayerNorm are two kernels.) With g = dy weight, the backward is
 
     dx = ds + rstd (g - mean(g) - xhat mean(g xhat))    dweight = sum of dy xhat over the rows    dbias = sum of dy
 
-dx is also the gradient of residual, so the backward reads dy, ds and s and writes dx: 4 passes. Forward and backward do
-8 and 14 FLOP an element for 8 bytes each, a hundredth of the ridge: memory-bound.
+dx is also the gradient of residual, so the backward reads dy, ds and s and writes dx: 4 passes. With 8 and 14 FLOP an
+element for 8 bytes each, both are memory-bound. dweight and dbias sum over the rows of all programs. Atomic additions
+would come in a different order in each run, and rounding would give different bits. So each program sums its rows in
+registers and writes a partial sum. A second kernel, torch.sum, adds the partial sums in a fixed order.
 
-dweight and dbias sum over the rows of all programs. Atomic additions in memory would come in a different order in each
-run, and rounding would give different bits. So each program sums its rows in registers and writes one partial sum, and
-a second kernel, torch.sum, adds the partial sums in a fixed order.
-
-`custom_op` makes a function an operator of PyTorch, and torch.compile does not look into it. `register_fake` gives the
-shapes of its results. norm_bwd has no autograd, so PyTorch refuses a second derivative.
-
-Exercise: write RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) with the addition, forward and backward, behind a
-function `solution(x, residual, weight, bias, eps=1e-5)`. It has no mean and ignores bias: `exercise` has the formula.
-First derive dx. A torch.autograd.Function is enough. Run
+Exercise: `exercise` is RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) after the addition, without mean and bias.
+Write its forward and backward, behind a function `solution(x, residual, weight, bias, eps=1e-5)`. First derive dx. A
+torch.autograd.Function is enough. Run
 
     python course/05_norm.py mine.py
 """
@@ -62,8 +56,7 @@ def norm_bwd_kernel(
     program, programs, c = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)
     weight = tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
     dweight, dbias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    stages: tl.constexpr = 3 if BLOCK <= 1024 else 1  # 3: while a row is computed, the next two are on their way
-    for row in tl.range(program, N, programs, num_stages=stages):
+    for row in tl.range(program, N, programs, num_stages=3 if BLOCK <= 1024 else 1):  # 3: the next 2 rows are loading
         dy = tl.load(dy_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
         ds = tl.load(ds_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
         s = tl.load(s_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
@@ -78,19 +71,18 @@ def norm_bwd_kernel(
     tl.store(sums_ptr + (programs + program) * C + c, dbias, c < C)
 
 
-def launch(C):
-    block = triton.next_power_of_2(C)
-    return {"C": C, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}  # a thread holds 16 elements of a row
+def launch(C):  # a thread holds 8 or 16 elements of a row
+    return {"C": C, "BLOCK": triton.next_power_of_2(C), "num_warps": 4 if C <= 2048 else 16}
 
 
-@torch.library.custom_op("course::norm", mutates_args=())
+@torch.library.custom_op("course::norm", mutates_args=())  # torch.compile does not look into an operator
 def norm_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> list[Tensor]:
-    y, s, statistics = outputs = empty_outputs(x, residual, weight, bias, eps)
+    y, s, statistics = empty_outputs(x, residual, weight, bias, eps)
     norm_fwd_kernel[(len(x),)](x, residual, weight, bias, y, s, statistics, eps, **launch(x.shape[1]))
-    return outputs
+    return [y, s, statistics]
 
 
-@norm_fwd.register_fake
+@norm_fwd.register_fake  # torch.compile calls it for the shapes and dtypes of the results
 def empty_outputs(x, residual, weight, bias, eps):
     s = torch.empty_like(x if residual is None else residual)
     return [torch.empty_like(x, dtype=weight.dtype), s, x.new_empty(len(x), 2, dtype=torch.float32)]
@@ -99,28 +91,21 @@ def empty_outputs(x, residual, weight, bias, eps):
 @torch.library.custom_op("course::norm_bwd", mutates_args=())
 def norm_bwd(dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, statistics: Tensor) -> list[Tensor]:
     (N, C), dx = s.shape, torch.empty_like(s)
-    programs = min(N, 1056)  # 8 for each of an H200's 132 multiprocessors
-    sums = torch.empty(2, programs, C, device=s.device)
-    norm_bwd_kernel[(programs,)](dy, ds, s, weight, statistics, dx, sums, N, **launch(C))
+    sums = torch.empty(2, min(N, 1056), C, device=s.device)  # 8 programs for each of an H200's 132 multiprocessors
+    norm_bwd_kernel[(sums.shape[1],)](dy, ds, s, weight, statistics, dx, sums, N, **launch(C))
     return [dx, sums.sum(1).to(weight.dtype)]
 
 
-@norm_bwd.register_fake
-def _(dy, ds, s, weight, statistics):
-    return [torch.empty_like(s), weight.new_empty(2, len(weight))]
-
-
-def setup_context(ctx, inputs, output):
-    ctx.save_for_backward(output[1], inputs[2], output[2])
-
-
-def backward(ctx, grads):
+def backward(ctx, grads):  # norm_bwd has no autograd: PyTorch refuses a second derivative
     dx, (dweight, dbias) = norm_bwd(*(grad.contiguous() for grad in grads[:2]), *ctx.saved_tensors)
     _, has_residual, _, has_bias, _ = ctx.needs_input_grad
     return dx, dx if has_residual else None, dweight, dbias if has_bias else None, None
 
 
-norm_fwd.register_autograd(backward, setup_context=setup_context)
+norm_bwd.register_fake(lambda dy, ds, s, weight, statistics: [torch.empty_like(s), weight.new_empty(2, len(weight))])
+norm_fwd.register_autograd(
+    backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1], inputs[2], output[2])
+)
 
 
 def norm(x, residual, weight, bias, eps=1e-5):
