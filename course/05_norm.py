@@ -29,56 +29,65 @@ from torch import Tensor
 
 @triton.jit
 def norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, statistics_ptr, eps, C: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, statistics_ptr, N, eps, C: tl.constexpr, ROWS: tl.constexpr
 ):
-    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
-    if residual_ptr is not None:  # Triton compiles another kernel for None
-        x += tl.load(residual_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
+    BLOCK: tl.constexpr = triton.next_power_of_2(C)
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    c = tl.arange(0, BLOCK)[None, :]
+    at, mask = row * C + c, (row < N) & (c < C)
+    x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
     s = x.to(s_ptr.dtype.element_ty)
-    tl.store(s_ptr + row * C + c, s, c < C)
+    tl.store(s_ptr + at, s, mask)
     s = s.to(tl.float32)  # the rounded sum, because the backward starts from it
-    mean = tl.sum(s, 0) / C
-    centred = tl.where(c < C, s - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / C + eps)
-    y = centred * rstd * tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + c, c < C, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * C + c, y, c < C)
-    tl.store(statistics_ptr + 2 * row, mean)
-    tl.store(statistics_ptr + 2 * row + 1, rstd)
+    mean = tl.sum(s, 1, keep_dims=True) / C
+    centred = tl.where(mask, s - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
+    weight = tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + c, c < C, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, centred * rstd * weight + bias, mask)
+    tl.store(statistics_ptr + 2 * row, mean, row < N)
+    tl.store(statistics_ptr + 2 * row + 1, rstd, row < N)
 
 
 @triton.jit
 def norm_bwd_kernel(
-    dy_ptr, ds_ptr, s_ptr, weight_ptr, statistics_ptr, dx_ptr, sums_ptr, N, C: tl.constexpr, BLOCK: tl.constexpr
+    dy_ptr, ds_ptr, s_ptr, weight_ptr, statistics_ptr, dx_ptr, sums_ptr, N, C: tl.constexpr, ROWS: tl.constexpr
 ):
-    program, programs, c = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)
+    BLOCK: tl.constexpr = triton.next_power_of_2(C)
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    c = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
-    dweight, dbias = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(program, N, programs, num_stages=3 if BLOCK <= 1024 else 1):  # 3: the next 2 rows are loading
-        dy = tl.load(dy_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
-        ds = tl.load(ds_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
-        s = tl.load(s_ptr + row * C + c, c < C, other=0.0).to(tl.float32)
-        mean, rstd = tl.load(statistics_ptr + 2 * row), tl.load(statistics_ptr + 2 * row + 1)
-        xhat = tl.where(c < C, (s - mean) * rstd, 0.0)
-        dweight += dy * xhat
-        dbias += dy
+    dweight, dbias = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
+    for start in tl.range(program * ROWS, N, programs * ROWS, num_stages=3 if BLOCK <= 1024 else 1):
+        row = (start + tl.arange(0, ROWS))[:, None]
+        at, mask = row * C + c, (row < N) & (c < C)
+        dy = tl.load(dy_ptr + at, mask, other=0.0).to(tl.float32)
+        ds = tl.load(ds_ptr + at, mask, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + at, mask, other=0.0).to(tl.float32)
+        mean = tl.load(statistics_ptr + 2 * row, row < N, other=0.0)
+        rstd = tl.load(statistics_ptr + 2 * row + 1, row < N, other=0.0)
+        xhat = tl.where(mask, (s - mean) * rstd, 0.0)
+        dweight += tl.sum(dy * xhat, 0, keep_dims=True)
+        dbias += tl.sum(dy, 0, keep_dims=True)
         g = dy * weight
-        dx = ds + rstd * (g - tl.sum(g, 0) / C - xhat * (tl.sum(g * xhat, 0) / C))
-        tl.store(dx_ptr + row * C + c, dx, c < C)
+        mean_g, mean_gx = tl.sum(g, 1, keep_dims=True) / C, tl.sum(g * xhat, 1, keep_dims=True) / C
+        tl.store(dx_ptr + at, ds + rstd * (g - mean_g - xhat * mean_gx), mask)
     tl.store(sums_ptr + program * C + c, dweight, c < C)
     tl.store(sums_ptr + (programs + program) * C + c, dbias, c < C)
 
 
-def launch(C):  # a thread holds 8 or 16 elements of a row
-    return {"C": C, "BLOCK": triton.next_power_of_2(C), "num_warps": 4 if C <= 2048 else 16}
+def launch(C):
+    return {"C": C, "ROWS": max(1, 2048 // triton.next_power_of_2(C)), "num_warps": 4 if C <= 2048 else 16}
 
 
 @torch.library.custom_op("course::norm", mutates_args=())  # torch.compile does not look into an operator
-def norm_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> list[Tensor]:
+def norm_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> list[Tensor]:
     y, s, statistics = empty_outputs(x, residual, weight, bias, eps)
-    norm_fwd_kernel[(len(x),)](x, residual, weight, bias, y, s, statistics, eps, **launch(x.shape[1]))
+    config = launch(x.shape[1])
+    programs = triton.cdiv(len(x), config["ROWS"])
+    norm_fwd_kernel[(programs,)](x, residual, weight, bias, y, s, statistics, len(x), eps, **config)
     return [y, s, statistics]
 
 
@@ -91,15 +100,14 @@ def empty_outputs(x, residual, weight, bias, eps):
 @torch.library.custom_op("course::norm_bwd", mutates_args=())
 def norm_bwd(dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, statistics: Tensor) -> list[Tensor]:
     (N, C), dx = s.shape, torch.empty_like(s)
-    sums = torch.empty(2, min(N, 1056), C, device=s.device)  # 8 programs for each of an H200's 132 multiprocessors
+    sums = torch.empty(2, min(N, 528), C, device=s.device)  # 4 programs for each of an H200's 132 multiprocessors
     norm_bwd_kernel[(sums.shape[1],)](dy, ds, s, weight, statistics, dx, sums, N, **launch(C))
     return [dx, sums.sum(1).to(weight.dtype)]
 
 
 def backward(ctx, grads):  # norm_bwd has no autograd: PyTorch refuses a second derivative
     dx, (dweight, dbias) = norm_bwd(*(grad.contiguous() for grad in grads[:2]), *ctx.saved_tensors)
-    _, has_residual, _, has_bias, _ = ctx.needs_input_grad
-    return dx, dx if has_residual else None, dweight, dbias if has_bias else None, None
+    return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 
 norm_bwd.register_fake(lambda dy, ds, s, weight, statistics: [torch.empty_like(s), weight.new_empty(2, len(weight))])
@@ -110,6 +118,7 @@ norm_fwd.register_autograd(
 
 def norm(x, residual, weight, bias, eps=1e-5):
     rows = None if residual is None else residual.reshape(-1, x.shape[-1]).contiguous()
+    bias = torch.zeros_like(weight) if bias is None else bias
     y, s, _ = norm_fwd(x.reshape(-1, x.shape[-1]).contiguous(), rows, weight, bias, eps)
     return y.view(x.shape), s.view(x.shape)
 
