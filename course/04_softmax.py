@@ -2,8 +2,8 @@
 
     softmax(x)[c] = exp(x[c] - m) / sum, with the maximum m of the row, and the sum of exp(x[c] - m) over the row
 
-exp(x) overflows in fp32 at x = 89, so the maximum is subtracted first. Maximum and sum are reductions: they need
-the whole row before the first result is known. An element takes 8 bytes and about 5 FLOP: memory-bound.
+exp(89) overflows in fp32, so the maximum is subtracted first. Maximum and sum are reductions: they need the whole row
+before the first result is known. An element takes 8 bytes and about 5 FLOP: memory-bound.
 
 - cuda: a block of 1024 threads computes a row, and each thread takes every 1024th element. The threads of a warp can
   read each other's registers (`__shfl_xor_sync`): after five steps all of them have the sum of the warp. The warps
@@ -12,8 +12,7 @@ the whole row before the first result is known. An element takes 8 bytes and abo
 - triton: a program holds the row in registers, and reads it once. `tl.max` and `tl.sum` do all of the above.
 - online: a wider row does not fit, so a program reads it in blocks. It keeps the maximum m of the blocks so far and the
   sum of exp(x - m). If m grows to m', it multiplies the sum by exp(m - m'). Then it reads the row again, and writes
-  (Milakov and Gimelshein 2018, arXiv:1805.02867). The second read comes from the L2 cache, which all multiprocessors
-  share, or from memory, if the row has left the cache.
+  (Milakov and Gimelshein 2018, arXiv:1805.02867). Part of that read finds the row in L2, the multiprocessors' cache.
 
 Exercise: write the entropy of each row's softmax, m + log(sum exp(x - m)) - sum(p x) with the probabilities p. Read the
 row once, in blocks, with a second running sum, of exp(x - m) x. Rescale both sums. Beyond the end of the row exp(x - m)
@@ -57,7 +56,7 @@ __global__ void softmax_kernel(const float* x, float* out, int columns) {
 
 torch::Tensor softmax(torch::Tensor x) {
   torch::Tensor out = torch::empty_like(x);
-  auto stream = c10::cuda::getCurrentCUDAStream();
+  cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   softmax_kernel<<<x.size(0), 1024, 0, stream>>>(x.data_ptr<float>(), out.data_ptr<float>(), x.size(1));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;

@@ -4,8 +4,7 @@ A block of GPT-2 adds a branch x to the residual stream and normalises the sum s
 
     s = residual + x    rstd = 1 / sqrt(variance(s) + eps)    xhat = (s - mean(s)) rstd    y = xhat weight + bias
 
-A program holds a row in registers. It reads x and residual and writes s and y: 4 passes. (Eager makes 5, because its
-addition and its LayerNorm are two kernels.) With g = dy weight, the backward is
+The forward reads x and residual and writes s and y: 4 passes, where eager makes 5. With g = dy weight, the backward is
 
     dx = ds + rstd (g - mean(g) - xhat mean(g xhat))    dweight = sum of dy xhat over the rows    dbias = sum of dy
 
@@ -14,9 +13,8 @@ element for 8 bytes each, both are memory-bound. dweight and dbias sum over the 
 would come in a different order in each run, and rounding would give different bits. So each program sums its rows in
 registers and writes a partial sum. A second kernel, torch.sum, adds the partial sums in a fixed order.
 
-Exercise: `exercise` is RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) after the addition, without mean and bias.
-Write its forward and backward, behind a function `solution(x, residual, weight, bias, eps=1e-5)`. First derive dx. A
-torch.autograd.Function is enough. Run
+Exercise: `exercise` is RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). Write its forward and backward behind a
+function `solution(x, residual, weight, bias, eps=1e-5)`. First derive dx. A torch.autograd.Function is enough. Run
 
     python course/05_norm.py mine.py
 """
@@ -29,35 +27,29 @@ from torch import Tensor
 
 @triton.jit
 def norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, statistics_ptr, N, eps, C: tl.constexpr, ROWS: tl.constexpr
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, s_ptr, stats_ptr, N, eps, C: tl.constexpr, ROWS: tl.constexpr
 ):
     BLOCK: tl.constexpr = triton.next_power_of_2(C)
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    c = tl.arange(0, BLOCK)[None, :]
+    row, c = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, BLOCK)[None, :]
     at, mask = row * C + c, (row < N) & (c < C)
-    x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+    s = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
-        x += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
-    s = x.to(s_ptr.dtype.element_ty)
+        s += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
     tl.store(s_ptr + at, s, mask)
-    s = s.to(tl.float32)  # the rounded sum, because the backward starts from it
     mean = tl.sum(s, 1, keep_dims=True) / C
     centred = tl.where(mask, s - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
-    weight = tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + c, c < C, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, centred * rstd * weight + bias, mask)
-    tl.store(statistics_ptr + 2 * row, mean, row < N)
-    tl.store(statistics_ptr + 2 * row + 1, rstd, row < N)
+    tl.store(y_ptr + at, centred * rstd * tl.load(weight_ptr + c, c < C) + tl.load(bias_ptr + c, c < C), mask)
+    tl.store(stats_ptr + 2 * row, mean, row < N)
+    tl.store(stats_ptr + 2 * row + 1, rstd, row < N)
 
 
 @triton.jit
 def norm_bwd_kernel(
-    dy_ptr, ds_ptr, s_ptr, weight_ptr, statistics_ptr, dx_ptr, sums_ptr, N, C: tl.constexpr, ROWS: tl.constexpr
+    dy_ptr, ds_ptr, s_ptr, weight_ptr, stats_ptr, dx_ptr, sums_ptr, N, C: tl.constexpr, ROWS: tl.constexpr
 ):
     BLOCK: tl.constexpr = triton.next_power_of_2(C)
-    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    c = tl.arange(0, BLOCK)[None, :]
+    program, programs, c = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
     dweight, dbias = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
     for start in tl.range(program * ROWS, N, programs * ROWS, num_stages=3 if BLOCK <= 1024 else 1):
@@ -66,8 +58,8 @@ def norm_bwd_kernel(
         dy = tl.load(dy_ptr + at, mask, other=0.0).to(tl.float32)
         ds = tl.load(ds_ptr + at, mask, other=0.0).to(tl.float32)
         s = tl.load(s_ptr + at, mask, other=0.0).to(tl.float32)
-        mean = tl.load(statistics_ptr + 2 * row, row < N, other=0.0)
-        rstd = tl.load(statistics_ptr + 2 * row + 1, row < N, other=0.0)
+        mean = tl.load(stats_ptr + 2 * row, row < N, other=0.0)
+        rstd = tl.load(stats_ptr + 2 * row + 1, row < N, other=0.0)
         xhat = tl.where(mask, (s - mean) * rstd, 0.0)
         dweight += tl.sum(dy * xhat, 0, keep_dims=True)
         dbias += tl.sum(dy, 0, keep_dims=True)
@@ -84,11 +76,10 @@ def launch(C):
 
 @torch.library.custom_op("course::norm", mutates_args=())  # torch.compile does not look into an operator
 def norm_fwd(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> list[Tensor]:
-    y, s, statistics = empty_outputs(x, residual, weight, bias, eps)
-    config = launch(x.shape[1])
-    programs = triton.cdiv(len(x), config["ROWS"])
-    norm_fwd_kernel[(programs,)](x, residual, weight, bias, y, s, statistics, len(x), eps, **config)
-    return [y, s, statistics]
+    y, s, stats = empty_outputs(x, residual, weight, bias, eps)
+    config, N = launch(x.shape[1]), len(x)
+    norm_fwd_kernel[(triton.cdiv(N, config["ROWS"]),)](x, residual, weight, bias, y, s, stats, N, eps, **config)
+    return [y, s, stats]
 
 
 @norm_fwd.register_fake  # torch.compile calls it for the shapes and dtypes of the results
@@ -98,10 +89,10 @@ def empty_outputs(x, residual, weight, bias, eps):
 
 
 @torch.library.custom_op("course::norm_bwd", mutates_args=())
-def norm_bwd(dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, statistics: Tensor) -> list[Tensor]:
+def norm_bwd(dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, stats: Tensor) -> list[Tensor]:
     (N, C), dx = s.shape, torch.empty_like(s)
     sums = torch.empty(2, min(N, 528), C, device=s.device)  # 4 programs for each of an H200's 132 multiprocessors
-    norm_bwd_kernel[(sums.shape[1],)](dy, ds, s, weight, statistics, dx, sums, N, **launch(C))
+    norm_bwd_kernel[(sums.shape[1],)](dy, ds, s, weight, stats, dx, sums, N, **launch(C))
     return [dx, sums.sum(1).to(weight.dtype)]
 
 
@@ -110,7 +101,7 @@ def backward(ctx, grads):  # norm_bwd has no autograd: PyTorch refuses a second 
     return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
 
 
-norm_bwd.register_fake(lambda dy, ds, s, weight, statistics: [torch.empty_like(s), weight.new_empty(2, len(weight))])
+norm_bwd.register_fake(lambda dy, ds, s, weight, stats: [torch.empty_like(s), weight.new_empty(2, len(weight))])
 norm_fwd.register_autograd(
     backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1], inputs[2], output[2])
 )
