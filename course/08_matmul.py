@@ -8,8 +8,8 @@ next steps to shared memory while the tensor cores multiply those of this step.
 A step loads 2 x 128 x 64 numbers, 33 KB in bf16, and does 2 x 128 x 128 x 64 FLOP: 64 FLOP a byte. A tile of 32 x 32
 does 16. An H200's ridge is at 186, so most of these bytes must come from the L2 cache. The order of the tiles decides
 how many do, because programs with close numbers run at the same time. "naive" goes down a whole column of tiles. x has
-100 MB, too much for the L2, so memory sends x again for each of the 18 columns of QKV: 1.8 GB. "grouped" is the order of
-Triton's tutorial, 8 tiles down and then one to the right: 8 tiles of x stay in the L2 until they have met all of W.
+100 MB, too much for the L2, so memory sends x again for each of the 18 columns of QKV: 1.8 GB. "grouped" has the order
+of Triton's tutorial: 8 tiles down, then one to the right. So 8 tiles of x stay in the L2 until they have met all of W.
 
 In both, another kernel adds the bias and reads and writes y, 2 x 302 MB. "epilogue" adds it while the tile is in
 registers. The epilogue of a matmul is a program's work between the last product and the store.
