@@ -26,6 +26,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -85,7 +86,9 @@ def bwd_kernel(
         q, dout = tl.load(q_ptr + at_q, in_q, other=0.0), tl.load(dout_ptr + at_q, in_q, other=0.0)
         lse = tl.load(lse_ptr + head * Tq + i, i < Tq, other=0.0)
         delta = tl.load(delta_ptr + head * Tq + i, i < Tq, other=0.0)
-        s = tl.dot(k, q.T, input_precision="ieee") * (scale * LOG2E)  # transposed: p and ds are first factors
+        # s is transposed, so p and ds are first factors, which may stay in registers. fp32 rounds as in the forward
+        s = tl.dot(q, k.T, input_precision="ieee").T if q.dtype == tl.float32 else tl.dot(k, q.T)
+        s *= scale * LOG2E
         if own + BLOCK > end_of(start, Tq, Tk, CAUSAL):
             s = tl.where(j[:, None] < end_of(i, Tq, Tk, CAUSAL)[None, :], s, -float("inf"))
         p = tl.exp2(s - lse[None, :])
@@ -113,15 +116,32 @@ def bwd_kernel(
     tl.store(dq_ptr + at_q, (dq * scale).to(q.dtype), in_q)
 
 
+# torch.compile does not look inside an operator. These two return nothing, and fill the tensors in mutates_args
+@torch.library.custom_op("course::flash_fwd", mutates_args=("out", "lse"))
+def flash_fwd(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> None:
+    grid, sizes = grid_and_sizes(q, k)
+    fwd_kernel[grid](q, k, v, out, lse, scale, CAUSAL=causal, **sizes)
+
+
+@torch.library.custom_op("course::flash_bwd", mutates_args=("grads",))
+def flash_bwd(inputs: list[Tensor], grads: list[Tensor], causal: bool, scale: float) -> None:
+    grid, sizes = grid_and_sizes(*inputs[:2])
+    bwd_kernel[grid](*inputs, *grads, scale=scale, CAUSAL=causal, **sizes)
+
+
+def grid_and_sizes(q, k):
+    (B, Tq, H, D), Tk, BLOCK = q.shape, k.shape[1], 64 if q.shape[-1] * q.element_size() <= 256 else 32
+    sizes = {"H": H, "Tq": Tq, "Tk": Tk, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D)), "BLOCK": BLOCK}
+    return (triton.cdiv(max(Tq, Tk), BLOCK), B * H), sizes | {"num_warps": 4 if D <= 64 else 8, "num_stages": 2}
+
+
 class Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, scale):
-        (B, Tq, H, D), Tk, BLOCK = q.shape, k.shape[1], 64 if q.shape[-1] * q.element_size() <= 256 else 32
-        ctx.launch = {"scale": scale, "H": H, "Tq": Tq, "Tk": Tk, "CAUSAL": causal, "D": D, "BLOCK": BLOCK}
-        ctx.launch |= {"BLOCK_D": max(16, triton.next_power_of_2(D)), "num_warps": 4 if D <= 64 else 8, "num_stages": 2}
-        out, lse = torch.empty_like(q), q.new_empty(B, H, Tq, dtype=torch.float32)
-        fwd_kernel[triton.cdiv(Tq, BLOCK), B * H](q, k, v, out, lse, **ctx.launch)
+        out, lse = torch.empty_like(q), q.new_empty(q[..., 0].mT.shape, dtype=torch.float32)  # lse is (B, H, Tq)
+        flash_fwd(q, k, v, out, lse, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = causal, scale
         return out
 
     @staticmethod
@@ -129,11 +149,10 @@ class Flash(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("this attention has no second derivative")
         q, k, v, out, lse = ctx.saved_tensors
-        dout, delta = dout.contiguous(), (out.float() * dout.float()).sum(-1).transpose(1, 2).contiguous()
-        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-        grid = triton.cdiv(max(q.shape[1], k.shape[1]), ctx.launch["BLOCK"]), len(q) * q.shape[2]
-        bwd_kernel[grid](q, k, v, lse, dout, delta, dq, dk, dv, **ctx.launch)
-        return dq, dk, dv, None, None
+        delta = (out.float() * dout.float()).sum(-1).mT.contiguous()
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+        flash_bwd([q, k, v, lse, dout.contiguous(), delta], grads, *ctx.options)
+        return *grads, None, None
 
 
 def attention(q, k, v, *, causal=True, scale=None):
