@@ -87,7 +87,7 @@ class Loss(torch.autograd.Function):
     def backward(ctx, dout):
         if torch.is_grad_enabled():
             raise RuntimeError("this loss has no second derivative")
-        dx, dweight = ctx.saved_tensors
+        (dx, dweight), dout = ctx.saved_tensors, dout.reshape(1)  # a tensor without dimensions is rounded to bf16 first
         return (dx * dout).to(dx.dtype), (dweight * dout).to(dx.dtype), None, None
 
 
