@@ -50,8 +50,8 @@ def multiply(GROUP: gl.constexpr, GROUPS: gl.constexpr, y, out, turns, work):
     for tile in range(gl.program_id(0) + GROUP * programs, tiles if GROUP < GROUPS else 0, GROUPS * programs):
         total = gl.zeros((BLOCK, BLOCK), gl.float32, layout)
         first = tile // programs * steps  # the number of the tile's first load
-        turn = tile // programs // GROUPS
-        hopper.mbarrier.wait(turns.index(GROUP), (turn + 1 - GROUP) % 2)  # the first turn of group 0 begins at once
+        # tile // programs // GROUPS is the number of the turn; the first turn of group 0 begins at once
+        hopper.mbarrier.wait(turns.index(GROUP), (tile // programs // GROUPS + 1 - GROUP) % 2)
         for i in range(first, first + steps):
             slot, phase = i % SLOTS, i // SLOTS % 2
             hopper.mbarrier.wait(full.index(slot), phase)
@@ -83,7 +83,7 @@ def mlp_kernel(x, w, y, tiles, tiles_n, steps, GROUPS: gl.constexpr):
         hopper.mbarrier.init(empty.index(i), count=1)
         hopper.mbarrier.init(turns.index(i), count=1)
     hopper.fence_async_shared()
-    work = xs, ws, full, empty, tiles, tiles_n, steps  # what all roles use
+    work = xs, ws, full, empty, tiles, tiles_n, steps
     group_0, group_1 = (0, GROUPS, y, out, turns, work), (1, GROUPS, y, out, turns, work)
     gl.warp_specialize([(multiply, group_0), (multiply, group_1), (load, (x, w, work))], [4, 1], [240, 24])
 
