@@ -31,11 +31,11 @@ def norm_fwd_kernel(
 ):
     BLOCK: tl.constexpr = triton.next_power_of_2(C)
     row, c = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, BLOCK)[None, :]
-    at, mask = row * C + c, (row < N) & (c < C)
+    at, mask = row * C + c, (row < N) & (c < C)  # (ROWS, 1) and (1, BLOCK) broadcast to (ROWS, BLOCK)
     s = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
+    if residual_ptr is not None:  # Triton compiles one kernel for None and one for a tensor
         s += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
-    tl.store(s_ptr + at, s, mask)
+    tl.store(s_ptr + at, s, mask)  # a store rounds to the dtype of the pointer
     mean = tl.sum(s, 1, keep_dims=True) / C
     centred = tl.where(mask, s - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
@@ -70,7 +70,7 @@ def norm_bwd_kernel(
     tl.store(sums_ptr + (programs + program) * C + c, dbias, c < C)
 
 
-def launch(C):
+def launch(C):  # a thread gets 8 or 16 elements of a row
     return {"C": C, "ROWS": max(1, 2048 // triton.next_power_of_2(C)), "num_warps": 4 if C <= 2048 else 16}
 
 
@@ -98,7 +98,7 @@ def norm_bwd(dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, stats: Tensor) -
 
 def backward(ctx, grads):  # norm_bwd has no autograd: PyTorch refuses a second derivative
     dx, (dweight, dbias) = norm_bwd(*(grad.contiguous() for grad in grads[:2]), *ctx.saved_tensors)
-    return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None
+    return dx, dx if ctx.needs_input_grad[1] else None, dweight, dbias, None  # autograd casts dx to the dtype of x
 
 
 norm_bwd.register_fake(lambda dy, ds, s, weight, stats: [torch.empty_like(s), weight.new_empty(2, len(weight))])

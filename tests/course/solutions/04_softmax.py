@@ -1,4 +1,4 @@
-"""A running maximum and two running sums, of exp(x - m) and of exp(x - m) x. Rung 10 does this with a matmul."""
+"""A running maximum and two running sums, of exp(x - m) and of exp(x - m) x."""
 
 import triton
 import triton.language as tl
