@@ -50,8 +50,7 @@ def multiply(GROUP: gl.constexpr, GROUPS: gl.constexpr, y, out, turns, work):
     for tile in range(gl.program_id(0) + GROUP * programs, tiles if GROUP < GROUPS else 0, GROUPS * programs):
         total = gl.zeros((BLOCK, BLOCK), gl.float32, layout)
         first = tile // programs * steps  # the number of the tile's first load
-        # tile // programs // GROUPS is the number of the turn; the first turn of group 0 begins at once
-        hopper.mbarrier.wait(turns.index(GROUP), (tile // programs // GROUPS + 1 - GROUP) % 2)
+        hopper.mbarrier.wait(turns.index(GROUP), (tile // programs // GROUPS + 1 - GROUP) % 2)  # 0 begins at once
         for i in range(first, first + steps):
             slot, phase = i % SLOTS, i // SLOTS % 2
             hopper.mbarrier.wait(full.index(slot), phase)
