@@ -9,13 +9,11 @@ needs the sum of a whole row before it can write any of it, so the program goes 
 row's running maximum and sum, as in rung 4. Then it recomputes the scores and writes p, the probabilities. One matmul
 more saves six of the eight passes. PyTorch multiplies p by v, and computes the backward.
 
-With a causal mask, query i sees the keys before i + Tk - Tq + 1, so the last query sees all. With grouped queries
-(Ainslie et al. 2023, arXiv:2305.13245) GROUP query heads read one key head. In generation a cache has room for more
-tokens than it holds, and `lengths` counts the keys of each sequence.
+With a causal mask, query i sees the keys before i + Tk - Tq + 1. With grouped queries (Ainslie et al. 2023,
+arXiv:2305.13245) GROUP query heads read one key head. In generation `lengths` counts the keys of each sequence.
 
-Exercise: with ALiBi (Press et al. 2021, arXiv:2108.12409) a score loses slope (i - j), where i - j is the distance from
-query to key and slope = 2^(-8 (h + 1) / H) for head h. Write `solution(q, k, v, causal, scale)`. No tensor may hold
-distances.
+Exercise: with ALiBi (Press et al. 2021, arXiv:2108.12409) the score of query i and key j loses slope (i - j), where
+slope is 2^(-8 (h + 1) / H) for head h. Write `solution(q, k, v, causal, scale)`. No tensor may hold any i - j.
 
     python course/09_attention_naive.py mine.py
 """
@@ -61,10 +59,10 @@ def probabilities_kernel(
 def probabilities(q: Tensor, k: Tensor, lengths: Tensor | None, causal: bool, scale: float) -> Tensor:
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     (B, Tq, H, D), (Tk, Hkv) = q.shape, k.shape[1:3]
-    p = q.new_empty(B, H, Tq, Tk)
     sizes = {"H": H, "Tq": Tq, "Tk": Tk, "GROUP": H // Hkv, "D": D, "BLOCK_D": max(16, triton.next_power_of_2(D))}
-    sizes |= {"q_strides": q.stride(), "k_strides": k.stride(), "BLOCK": 64}
-    probabilities_kernel[(triton.cdiv(Tq, 64) * B * H,)](q, k, p, lengths, scale=scale, CAUSAL=causal, **sizes)
+    options = {"q_strides": q.stride(), "k_strides": k.stride(), "scale": scale, "CAUSAL": causal, "BLOCK": 64}
+    p = q.new_empty(B, H, Tq, Tk)
+    probabilities_kernel[(triton.cdiv(Tq, 64) * B * H,)](q, k, p, lengths, **options, **sizes)
     return p
 
 
@@ -72,7 +70,7 @@ probabilities.register_fake(lambda q, k, *_: q.new_empty(q.shape[0], q.shape[2],
 
 
 def by_key_head(t, k):  # (B, H, T, X) -> (B, Hkv, GROUP T, X): the query heads of a key head become one long head
-    return t.reshape(t.shape[0], k.shape[2], -1, t.shape[-1])
+    return t.reshape(len(t), k.shape[2], -1, t.shape[-1])
 
 
 class Attention(torch.autograd.Function):

@@ -13,8 +13,8 @@ other work must be short. The GPU has an instruction for 2^x, so the host multip
 multiply-add comes before each `exp2`. Only tiles that the diagonal crosses have a mask, and the loop ends there. The
 longest programs start first.
 
-This rung has no backward. `python -m scripts.generate checkpoint=out/RUN attn=course/10_flash_forward.py` runs it on a
-trained model.
+This rung has no backward. `python -m scripts.generate checkpoint=out/RUN attn=course/10_flash_forward.py
+kernels.check=false` runs it in a trained model.
 
 Exercise: in a sliding window (Beltagy et al. 2020, arXiv:2004.05150) a query sees the last WINDOW keys up to its own.
 Write `solution(q, k, v, causal, scale)`, which skips the tiles before the window. A query may see no key of its first

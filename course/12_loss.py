@@ -54,19 +54,17 @@ def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, ignore_index, V, B
 @torch.library.custom_op("course::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> list[Tensor]:
     """x (N, C), weight (V, C), targets (N,) -> the sum of the losses, and its gradients dx and dweight (in fp32)."""
-    (N, C), V = x.shape, len(weight)
-    losses, dx = x.new_empty(N, dtype=torch.float32), torch.empty_like(x)
-    dweight = weight.new_zeros(V, C, dtype=torch.float32)
-    rows = max(1, CHUNK_BYTES // (V * x.element_size()))
+    (N, C), V, fp32 = x.shape, len(weight), torch.float32
+    dx, losses, dweight = torch.empty_like(x), x.new_empty(N, dtype=fp32), x.new_zeros(V, C, dtype=fp32)
+    rows = min(N, max(1, CHUNK_BYTES // (V * x.element_size())))
+    buffer = x.new_empty(rows, V)
     for start in range(0, N, rows):
         chunk = slice(start, start + rows)
-        logits = x[chunk] @ weight.T
-        cross_entropy_kernel[(len(logits),)](
-            logits, targets[chunk], losses[chunk], ignore_index, V, BLOCK=4096, num_warps=8
-        )
+        logits = torch.mm(x[chunk], weight.T, out=buffer[: N - start])
+        cross_entropy_kernel[(len(logits),)](logits, targets[chunk], losses[chunk], ignore_index, V, BLOCK=4096)
         torch.mm(logits, weight, out=dx[chunk])
         if x.is_cuda and x.itemsize == 2:
-            torch.addmm(dweight, logits.T, x[chunk], out_dtype=torch.float32, out=dweight)
+            torch.addmm(dweight, logits.T, x[chunk], out_dtype=fp32, out=dweight)
         else:
             dweight += logits.T.float() @ x[chunk].float()
     return [losses.sum(), dx, dweight]
