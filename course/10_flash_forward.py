@@ -1,26 +1,24 @@
-"""Rung 10: the forward of FlashAttention, where no score leaves the registers.
+"""Rung 10: the forward of FlashAttention. No score leaves the registers.
 
 Rung 9 writes p because a softmax needs its whole row. FlashAttention (Dao et al. 2022, arXiv:2205.14135) multiplies by
-v before the row is complete. A program keeps for each of its 128 queries a running maximum m and two running sums over
-the keys: `total` of exp(s - m), and `acc` of exp(s - m) v. When the maximum grows, both sums shrink by the same factor,
-exp(m_before - m), as the sum in rung 4 does. At the end out = acc / total.
+v before the row is complete. For each of its 128 queries a program keeps a running maximum m and two running sums over
+the keys: `total` of exp(s - m), and `acc` of exp(s - m) v. When the maximum grows, both sums shrink by exp(m_before -
+m), as the sum of rung 4 does. At the end out = acc / total.
 
-The kernel reads q, k and v and writes out. A head with a causal mask does 2 T^2 D FLOP for 8 T D bytes, T / 4 FLOP a
-byte: 256 at T = 1024. The ridge is at 186, so attention is compute-bound now, and two units may limit it. A score takes
-4 D FLOP on the tensor cores, and one exponential. In a clock a multiprocessor does 4096 FLOP and 16 exponentials. At D
-= 64 both take the same time, so everything else must be short:
+The kernel reads q, k and v and writes out. With a causal mask a head does 2 T^2 D FLOP for 8 T D bytes: T / 4 FLOP a
+byte, 256 at T = 1024. The ridge is at 186, so attention is now compute-bound, and two units may limit it. A score takes
+4 D FLOP on the tensor cores, and one exponential. In a clock a multiprocessor does 4096 FLOP and 16 exponentials, so at
+D = 64 both take the same time. Two programs share a multiprocessor: one multiplies while the other exponentiates. All
+other work must be short. The GPU has an instruction for 2^x, so the host multiplies the scale by log2(e), and one
+multiply-add comes before each `exp2`. Only tiles that the diagonal crosses have a mask, and the loop ends there. The
+longest programs start first.
 
-- The GPU has an instruction for 2^x. So the host multiplies the scale by log2(e), and scale and maximum are one
-multiply-add before `exp2`. - Only the tiles that the diagonal or the last key crosses need a mask, and tiles above the
-diagonal are skipped. - The programs with the most keys start first, so that the last ones are short. - Two programs
-share a multiprocessor: one multiplies while the other computes exponentials.
+This rung has no backward. `python -m scripts.generate checkpoint=out/RUN attn=course/10_flash_forward.py
+kernels.check=false` runs it in a trained model.
 
-This rung has no backward. `python -m scripts.generate checkpoint=out/RUN attn=course/10_flash_forward.py` generates
-text from a trained model.
-
-Exercise: in Mistral's sliding window (Beltagy et al. 2020, arXiv:2004.05150) a query sees only the last WINDOW keys up
-to its own position. Write `solution(q, k, v, causal, scale)`, which skips the tiles before the window. Now a query may
-see no key of its first tile: what is exp2(-inf - -inf)?
+Exercise: in a sliding window (Beltagy et al. 2020, arXiv:2004.05150) a query sees the last WINDOW keys up to its own.
+Write `solution(q, k, v, causal, scale)`, which skips the tiles before the window. A query may see no key of its first
+tile: what is exp2(-inf - -inf)?
 
     python course/10_flash_forward.py mine.py
 """
@@ -30,6 +28,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # queries, keys and warps of a program, the largest that fit into registers, by D rounded up to a power of two
 TILES = {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)}
@@ -75,20 +74,15 @@ def flash_kernel(
 
 
 @torch.library.custom_op("course::flash", mutates_args=())
-def flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor | None, causal: bool, scale: float
-) -> torch.Tensor:
+def flash(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, causal: bool, scale: float) -> Tensor:
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    (B, Tq, H, D), (Tk, Hkv), width = q.shape, k.shape[1:3], max(16, triton.next_power_of_2(q.shape[-1]))
-    out = q.new_empty(B, Tq, H, D)
-    M, N, num_warps, num_stages = TILES[max(64, width)]
-    launch = {"BLOCK_D": width, "BLOCK_M": M, "BLOCK_N": N, "num_warps": num_warps, "num_stages": num_stages}
-    sizes = {"H": H, "Tq": Tq, "Tk": Tk, "GROUP": H // Hkv, "D": D}
-    strides = {"q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride()}
-    grid = (triton.cdiv(Tq, M) * B * H,)
-    flash_kernel[grid](
-        q, k, v, out, lengths, scale=scale * math.log2(math.e), CAUSAL=causal, **strides, **sizes, **launch
-    )
+    (B, Tq, H, D), (Tk, Hkv), out = q.shape, k.shape[1:3], q.new_empty(q.shape)
+    width = max(16, triton.next_power_of_2(D))
+    tile = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), TILES[max(64, width)], strict=True))
+    sizes = {"H": H, "Tq": Tq, "Tk": Tk, "GROUP": H // Hkv, "D": D, "BLOCK_D": width, **tile}
+    sizes |= {"q_strides": q.stride(), "k_strides": k.stride(), "v_strides": v.stride()}
+    grid, log2_scale = (triton.cdiv(Tq, tile["BLOCK_M"]) * B * H,), scale * math.log2(math.e)
+    flash_kernel[grid](q, k, v, out, lengths, scale=log2_scale, CAUSAL=causal, **sizes)
     return out
 
 

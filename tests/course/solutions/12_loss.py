@@ -36,7 +36,7 @@ class LossWithZ(torch.autograd.Function):
         for start in range(0, N, 4096):
             chunk = slice(start, start + 4096)
             logits = x[chunk] @ weight.T
-            kernel[(len(logits),)](logits, targets[chunk], losses[chunk], V, BLOCK=4096, num_warps=8)
+            kernel[(len(logits),)](logits, targets[chunk], losses[chunk], V, BLOCK=4096)
             torch.mm(logits, weight, out=dx[chunk])
             dweight += logits.T @ x[chunk]
         ctx.save_for_backward(dx, dweight)
