@@ -30,8 +30,10 @@ from types import ModuleType
 import torch
 from tabulate import tabulate
 from torch import Tensor
+from torch.utils.cpp_extension import CUDA_HOME
 
 from kernels.check import broken_rule, outputs_and_gradients
+from kernels.fp8 import E4M3, E5M2, choose_ptxas
 from kernels.lookup import module_name
 from kernels.registry import contract, load
 from lab.bench.op import forward_and_backward, largest_error, outputs, random_gradients
@@ -42,6 +44,7 @@ from runtime.timing import measured_flops, time_in_turns
 
 COURSE = Path(__file__).resolve().parents[2] / "course"
 ROUNDS = 20
+FP8_DTYPES = E4M3, E5M2  # torch.compile needs another ptxas for them: see kernels/fp8.py
 
 
 def rungs() -> list[Path]:
@@ -60,7 +63,7 @@ def import_file(path: str | Path) -> ModuleType:
 def measure_main(path: str, *solutions: str) -> None:
     """Measure the rung `path`, which is the main program, or the file of a solution of its exercise.
 
-    The last line that it prints has the rows as JSON. The program exits with 1 if a result is wrong.
+    The last line that it prints has the rows as JSON. The program exits with 1 if a result of the rung is wrong.
     """
     rung, device = sys.modules["__main__"], select_device("auto")
     line = {"rung": Path(path).stem, "rows": [], "env": environment(device)}
@@ -78,7 +81,7 @@ def measure_main(path: str, *solutions: str) -> None:
         sys.exit(f"error: {error}")
     print(table(line["rows"]))
     print(json.dumps(line))
-    sys.exit(any(row["wrong"] for row in line["rows"]))
+    sys.exit(any(row["wrong"] for row in line["rows"] if row["own"]))
 
 
 def load_solution(path: str) -> Callable:
@@ -116,9 +119,12 @@ def run(rung: ModuleType, device: torch.device, solution: Callable | None = None
     functions = {**kernels, **others, "PyTorch": pytorch}
     if on_gpu:
         functions["torch.compile"] = torch.compile(pytorch, fullgraph=True, dynamic=False)
-    elif needs_gpu := [name for name in kernels if name.startswith("cuda")]:
-        print(f"without a GPU this leaves out {', '.join(needs_gpu)}")
-        functions = {name: function for name, function in functions.items() if name not in needs_gpu}
+        if any(out.dtype in FP8_DTYPES for out in outputs(pytorch, inputs)):
+            choose_ptxas(device)
+    lacking = None if on_gpu and CUDA_HOME else "nvcc" if on_gpu else "a GPU"
+    if lacking and (left_out := [name for name in kernels if name.startswith("cuda")]):
+        print(f"without {lacking} this leaves out {', '.join(left_out)}")
+        functions = {name: function for name, function in functions.items() if name not in left_out}
     rows = [row | {"own": row["kernel"] in kernels} for row in compare(functions, exact, inputs, dtype)]
     if on_gpu:
         bound, samples = time_with_floor(functions, inputs, cost, dtype, device)
@@ -151,7 +157,9 @@ def time_with_floor(
 
     The last name is "floor": a copy of as many bytes, or a matmul of as many FLOPs, whichever takes longer here.
     """
-    works, douts = {}, random_gradients(outputs(functions["PyTorch"], inputs), inputs)
+    works, douts = {}, []
+    if any(isinstance(value, Tensor) and value.requires_grad for value in inputs.values()):
+        douts = random_gradients(outputs(functions["PyTorch"], inputs), inputs)
     for name, function in functions.items():
         works[name] = lambda function=function: forward_and_backward(function, inputs, douts)
     flops, moved = (sum(numbers) for numbers in zip(*cost.values(), strict=True))

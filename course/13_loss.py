@@ -1,4 +1,4 @@
-"""Rung 12: the head and the cross-entropy in chunks of tokens.
+"""Rung 13: the head and the cross-entropy in chunks of tokens.
 
 The head multiplies N tokens by V = 50,304 words. At N = 65,536 the logits have 6.6 GB in bf16, and the softmax, its
 gradient and two more matmuls read and write them. Here they never exist as a whole. For a chunk of tokens one matmul
@@ -18,7 +18,7 @@ Exercise: the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311) adds 1e-4
 token, so that logits do not drift from 0. Write `solution(x, weight, targets)`. The gradient of the new term must come
 from the same two passes over the logits.
 
-    python course/12_loss.py mine.py
+    python course/13_loss.py mine.py
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Rung 8: a matmul in tiles, y = x W^T + b.
+"""Rung 9: a matmul in tiles, y = x W^T + b.
 
 A program computes one tile of y, 128 x 128. It walks along K, the dimension that is summed, 64 columns at a time: it
 loads a tile of x and a tile of W^T, and `tl.dot` multiplies them and adds the product to `acc`. `tl.dot` runs on the
@@ -21,7 +21,7 @@ Exercise: y = relu(x W^T + b)^2, the activation of Primer (So et al. 2021, arXiv
 bias)`, whose forward is one kernel that stores only y. The backward needs relu(h) of h = x W^T + b, and nothing may
 store h: what does y tell you? The matmuls of the backward may be PyTorch's.
 
-    python course/08_matmul.py mine.py
+    python course/09_matmul.py mine.py
 """
 
 import torch

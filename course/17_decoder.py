@@ -1,4 +1,4 @@
-"""Rung 16: a persistent decoder: all layers in one launch, with a barrier across the GPU after each matrix.
+"""Rung 17: a persistent decoder: all layers in one launch, with a barrier across the GPU after each matrix.
 
 A decoding step multiplies one token with every weight. Here it is a stack of 12 MLP blocks, x = x + W2 gelu(W1 x), and
 each of 24 products needs the one before it. The first load of a kernel takes 0.7 us, in which an H200 reads 3 MB. So
@@ -13,7 +13,7 @@ decoder is memory-bound, 27 us at 4.2 TB/s. A weight does not depend on a barrie
 between arriving and waiting.
 
 Exercise: RMSNorm before each W1, as in `exercise`. Each block has x, so the norm needs no grid barrier: add the squares
-of the block's warps through shared memory. Run `python course/16_decoder.py mine.py`.
+of the block's warps through shared memory. Run `python course/17_decoder.py mine.py`.
 """
 
 import functools

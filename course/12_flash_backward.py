@@ -1,6 +1,6 @@
-"""Rung 11: FlashAttention, forward and backward. The forward is rung 10's, and also stores lse.
+"""Rung 12: FlashAttention, forward and backward. The forward is rung 11's, and also stores lse.
 
-Rung 10 does not store p, so the backward recomputes it (Dao et al. 2022, arXiv:2205.14135; in this form Dao 2023,
+Rung 11 does not store p, so the backward recomputes it (Dao et al. 2022, arXiv:2205.14135; in this form Dao 2023,
 arXiv:2307.08691). The forward stores lse = m + log(total), 4 bytes a query. Then p = exp(s - lse) takes one matmul and
 no running maximum. With s = scale q k^T and out = p v:
 
@@ -18,7 +18,7 @@ of dq would differ from run to run.
 Exercise: Gemma 2 (arXiv:2408.00118) caps the scores: s becomes CAP tanh(s / CAP). Write `solution(q, k, v, causal,
 scale)`. Its backward is in Triton; PyTorch may compute the forward and lse. tanh(x) is 2 sigmoid(2 x) - 1.
 
-    python course/11_flash_backward.py mine.py
+    python course/12_flash_backward.py mine.py
 """
 
 import math

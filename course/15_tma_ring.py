@@ -1,4 +1,4 @@
-"""Rung 14: a matmul in Gluon for Hopper: one warp loads tiles into a ring, four warps multiply them.
+"""Rung 15: a matmul in Gluon for Hopper: one warp loads tiles into a ring, four warps multiply them.
 
 Two units of Hopper work while the threads do something else. TMA copies a tile from memory to shared memory; one thread
 starts it with a descriptor, which has the tensor's address, shape and strides. wgmma multiplies two tiles of shared
@@ -14,7 +14,7 @@ the matmul is compute-bound. A program multiplies nothing while it loads its fir
 programs share a multiprocessor, with slots of 96 KB each.
 
 Exercise: a gated linear unit, as in `exercise`. A slot gets three tiles, and the threads hold two sums, of
-128 x 64 each to keep the bytes of a slot and the registers. Run `python course/14_tma_ring.py mine.py`.
+128 x 64 each to keep the bytes of a slot and the registers. Run `python course/15_tma_ring.py mine.py`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Rung 15: two warpgroups take turns: one multiplies while the other computes GELU. In Gluon, on Hopper.
+"""Rung 16: two warpgroups take turns: one multiplies while the other computes GELU. In Gluon, on Hopper.
 
 The first half of an MLP is gelu(x W^T). GELU, rounding and store of a tile are its epilogue, and a warpgroup in its
 epilogue starts no wgmma. So this program has two warpgroups, and each has its own tile:
@@ -15,7 +15,7 @@ the next tile. A group skips the loads of the other group. The turns make that s
 passes too early on a slot two rounds behind, but a turn begins after all loads of the tile before have arrived.
 
 Exercise: return h = x W^T and gelu(h), as in `exercise`. Four slots and two outputs of two groups exceed the 227 KB of
-shared memory, so let h and gelu(h) pass through one buffer. Run `python course/15_ping_pong.py mine.py`.
+shared memory, so let h and gelu(h) pass through one buffer. Run `python course/16_ping_pong.py mine.py`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Rung 9: attention, with a matmul, the scale, the mask and the softmax in one kernel.
+"""Rung 10: attention, with a matmul, the scale, the mask and the softmax in one kernel.
 
 Attention is softmax(q k^T scale) v for each head (Vaswani et al. 2017, arXiv:1706.03762). Eager PyTorch makes eight
 passes over the T x T scores of each head. One writes them, scale, mask and softmax take two each, and the matmul with v
@@ -15,7 +15,7 @@ arXiv:2305.13245) GROUP query heads read one key head. In generation `lengths` c
 Exercise: with ALiBi (Press et al. 2021, arXiv:2108.12409) the score of query i and key j loses slope (i - j), where
 slope is 2^(-8 (h + 1) / H) for head h. Write `solution(q, k, v, causal, scale)`. No tensor may hold any i - j.
 
-    python course/09_attention_naive.py mine.py
+    python course/10_attention_naive.py mine.py
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Rung 17: what a compiler does for you.
+"""Rung 18: what a compiler does for you.
 
 `reference` below is eight operators of PyTorch, and each one reads and writes memory. A compiler sees the whole
 function before it runs. It fuses the operators, so that the values between them stay in registers. This file prints
@@ -14,15 +14,15 @@ XLA, the compiler of JAX, prints its own language, HLO. Look for:
     the reduction ends where the next one begins.
 
 Both compilers fuse elementwise operators with each other, and torch.compile fuses them with a reduction, too. The table
-shows that a kernel of your own gains nothing here. But a compiler does not invent an algorithm. It does not turn rung 9
-into rung 10, because the online softmax is another sum. It does not run an epilogue beside the matmul of another tile,
-as rung 15 does, nor start the next layer's loads before this layer ends. There a kernel of your own is worth its lines.
+shows that a kernel of your own gains nothing here. But a compiler does not invent an algorithm. It does not turn rung 10
+into rung 11, because the online softmax is another sum. It does not run an epilogue beside the matmul of another tile,
+as rung 16 does, nor start the next layer's loads before this layer ends. There a kernel of your own is worth its lines.
 
 Exercise: `exercise` also returns the sum of each column of the result. torch.compile runs a second kernel that reads
 the result again, because this sum goes along the other dimension. Write a kernel that stores the result and, for the
 rows of each program, one partial sum a column, as in rung 5. A small sum then adds the partial sums.
 
-    python course/17_compiler.py mine.py
+    python course/18_compiler.py mine.py
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Rung 13: round a matrix to fp8 once, and write it in two layouts.
+"""Rung 14: round a matrix to fp8 once, and write it in two layouts.
 
 fp8 has 8 bits: e4m3 keeps 3 bits of mantissa and reaches 448. A tensor core multiplies fp8 at up to twice the rate of
 bf16, but it needs both operands contiguous along the dimension that is summed. A linear layer sums along different
@@ -22,7 +22,7 @@ have such scales: dW sums over the rows, so the scale of a row cannot leave the 
 needs the largest element of a row before it rounds the first one. The largest power of two in a number is the number
 without its mantissa: (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True).
 
-    python course/13_fp8.py mine.py
+    python course/14_fp8.py mine.py
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""Rung 10: the forward of FlashAttention. No score leaves the registers.
+"""Rung 11: the forward of FlashAttention. No score leaves the registers.
 
-Rung 9 writes p because a softmax needs its whole row. FlashAttention (Dao et al. 2022, arXiv:2205.14135) multiplies by
+Rung 10 writes p because a softmax needs its whole row. FlashAttention (Dao et al. 2022, arXiv:2205.14135) multiplies by
 v before the row is complete. For each of its 128 queries a program keeps a running maximum m and two running sums over
 the keys: `total` of exp(s - m), and `acc` of exp(s - m) v. When the maximum grows, both sums shrink by exp(m_before -
 m), as the sum of rung 4 does. At the end out = acc / total.
@@ -13,14 +13,14 @@ other work must be short. The GPU has an instruction for 2^x, so the host multip
 multiply-add comes before each `exp2`. Only tiles that the diagonal crosses have a mask, and the loop ends there. The
 longest programs start first.
 
-This rung has no backward. `python -m scripts.generate checkpoint=out/RUN attn=course/10_flash_forward.py
+This rung has no backward. `python -m scripts.generate checkpoint=out/RUN attn=course/11_flash_forward.py
 kernels.check=false` runs it in a trained model.
 
 Exercise: in a sliding window (Beltagy et al. 2020, arXiv:2004.05150) a query sees the last WINDOW keys up to its own.
 Write `solution(q, k, v, causal, scale)`, which skips the tiles before the window. A query may see no key of its first
 tile: what is exp2(-inf - -inf)?
 
-    python course/10_flash_forward.py mine.py
+    python course/11_flash_forward.py mine.py
 """
 
 import math
@@ -91,7 +91,7 @@ flash.register_fake(lambda q, *_: q.new_empty(q.shape))
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None):
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        raise RuntimeError("rung 10 has no backward: train with attn=course/11_flash_backward.py")
+        raise RuntimeError("rung 11 has no backward: train with attn=course/12_flash_backward.py")
     return flash(q, k, v, lengths, causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
 
 
