@@ -11,6 +11,7 @@ compiled training step computes them once for all layers.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,17 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     if q.stride(-1) != 1:  # PyTorch 2.11's kernel then gives wrong numbers in bf16: off by 0.7 of the largest
         q = q.contiguous()
     shape = (q.shape[1], k.shape[1], q.device, causal, window)
@@ -80,7 +91,7 @@ def block_mask(
     """
     offset = 0 if keys == queries else keys - queries  # the constant 0 lets one compiled kernel serve all lengths
 
-    def visible_range(b, q):
+    def visible_range(b: Tensor, q: Tensor) -> tuple[Tensor | int, Tensor | int]:
         if lengths is None:
             last = q + offset if causal else keys - 1
         else:
@@ -90,7 +101,7 @@ def block_mask(
             first = starts[b, q] if window is None else torch.maximum(first, starts[b, q])
         return first, last
 
-    def is_visible(b, h, q, k):
+    def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         first, last = visible_range(b, q)
         return (k >= first) & (k <= last)
 
@@ -124,7 +135,7 @@ def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache  # without a limit: a captured CUDA graph reads its mask in every replay, so no mask may be freed
-def cached_block_mask(*shape) -> BlockMask:
+def cached_block_mask(*shape: Any) -> BlockMask:
     """Return block_mask(*shape), the same one for equal arguments. It takes 17 KB at T = 4096, and 4 MB at T = 65,536.
 
     A mask that is first used in inference must not be an inference tensor, because autograd could not save it later.

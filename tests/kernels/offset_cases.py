@@ -248,9 +248,10 @@ def attention_backward(before):
     q, k, v = heads_of_1m_tokens(before, 3)
     dout, out = (after(before(2048), half(384, 33, 64, seed=seed))[None] for seed in (4, 5))
     lse = after_columns(before(2048), 8 + randn(33, 384))[None]
-    grads = gradient_views(gradient_buffer(q, k), q, k)
-    _triton_backward.backward(dout, q, k, v, out, lse, None, True, 0.125, 100, *grads)
-    return [grad[0, -64:, 32] for grad in grads]
+    dq, dk, dv = gradient_views(gradient_buffer(q, k), q, k)
+    options = {"starts": None, "causal": True, "scale": 0.125, "window": 100}
+    _triton_backward.backward(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, **options)
+    return [grad[0, -64:, 32] for grad in (dq, dk, dv)]
 
 
 def lse_and_delta(before):

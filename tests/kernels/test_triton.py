@@ -397,18 +397,18 @@ def test_programs_that_take_turns_never_deadlock():
             assert turn == len(range(memory, heads, heads_in_sums)) * (i // 2 + 1)
 
 
-def test_attentions_gluon_forward_makes_a_plan_once():
+def test_attentions_gluon_forward_makes_a_plan_tensorce():
     """A profile and a dispatch mode make no other one, and it stays: a captured CUDA graph may read it."""
-    plan_on, cpu = importlib.import_module("kernels.attention._gluon_forward").plan_on, torch.device("cpu")
+    plan_tensor, cpu = importlib.import_module("kernels.attention._gluon_forward").plan_tensor, torch.device("cpu")
     plans = []
     for context in (nullcontext(), torch.profiler.profile(), FlopCounterMode(display=False)):
         with context:
-            plans.append(plan_on(cpu, 200, 128, 4, 1, 4))
+            plans.append(plan_tensor(cpu, 200, 128, 4, 1, 4))
     for T in range(17, 187):
-        plan_on(cpu, T, 128, 4, 1, 4)
-    assert all(plan is plans[0] for plan in (*plans, plan_on(cpu, 200, 128, 4, 1, 4)))
+        plan_tensor(cpu, T, 128, 4, 1, 4)
+    assert all(plan is plans[0] for plan in (*plans, plan_tensor(cpu, 200, 128, 4, 1, 4)))
     with FakeTensorMode():
-        assert isinstance(plan_on(cpu, 200, 128, 4, 1, 4), FakeTensor)
+        assert isinstance(plan_tensor(cpu, 200, 128, 4, 1, 4), FakeTensor)
 
 
 @pytest.mark.gpu
