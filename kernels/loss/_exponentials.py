@@ -85,7 +85,8 @@ def candidates() -> list[dict]:
 
 def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:
     """Write p (n, V) into `out`, and return the sums of its rows in each tile, (tiles along V, n) in fp32."""
-    (N, C), V = x.shape, len(weight)
+    N, C = x.shape
+    V = len(weight)
     tma = can_use_tma(x, weight, out)
     grid, launch = choose_launch("cross_entropy_exp", x, V, tma, default_launch(x.dtype, tma))
     n, v, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))

@@ -8,6 +8,7 @@ triton.py's before tuning; norm/helion.py says how to tune it.
 
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def unavailable(device: torch.device) -> str | None:
     return missing or gpu_unavailable(device)  # Triton's interpreter has no libdevice, where Helion's exp comes from
 
 
-def detail(weight: Tensor, **inputs) -> str:
+def detail(weight: Tensor, **inputs: Any) -> str:
     return f"helion {version('helion')}, {triton_and_cublas_detail(weight=weight)}"
 
 
@@ -61,6 +62,6 @@ linear_cross_entropy.register_fake(empty_outputs)
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     check_dtypes("loss", x, weight, impl="helion")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index)

@@ -27,6 +27,7 @@ dx of a chunk of 5,632 tokens has 44 x 3 tiles of 128 x 256: one for each multip
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -96,7 +97,8 @@ def dlogits_in_fp8(
 
     `columns` is a slice of a contiguous matrix. `scale` is the scale of the gradient, a scalar in fp32.
     """
-    (N, V), (_, programs, launch) = logits.shape, tiles("dlogits_fp8", logits)
+    N, V = logits.shape
+    _, programs, launch = tiles("dlogits_fp8", logits)
     rows = empty_fp8(N, V, E5M2, logits.device)
     dlogits_fp8_kernel[(programs,)](
         logits_ptr=logits,
@@ -197,7 +199,9 @@ def add_product(a: Tensor, b: Tensor, total: Tensor, first: bool) -> None:
 
 
 @linear_cross_entropy.register_fake
-def empty_outputs(x, weight, targets, ignore_index, gradients, whole=False):
+def empty_outputs(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what linear_cross_entropy() returns: the operator's fake implementation, here and in liger.py."""
     dx = x.new_empty(x.shape if gradients else 0)
     dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
@@ -253,7 +257,7 @@ def scale_in_one_pass(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> T
 
 
 @scale_in_one_pass.register_fake
-def _(gradient, factor, dtype):
+def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype)
 
 
@@ -265,14 +269,14 @@ linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_for
 linear_cross_entropy_fp8 = bypass_dispatcher(linear_cross_entropy_fp8, backward, _in_forward.setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1, fp8=False):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
     check_dtypes("loss", x, weight, fp8=fp8)
     if fp8:
         return apply_to_rows(linear_cross_entropy_fp8, x, weight, targets, ignore_index)
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks
 
 
-def apply_to_rows(op, x, weight, targets, ignore_index, *options):
+def apply_to_rows(op: Callable, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, *options: Any) -> Tensor:
     """Call `op` with x as (N, C) and return the mean loss. `op` computes gradients only if autograd will need them.
 
     `options` are further arguments of `op`: `whole` for linear_cross_entropy(), none for other operators.
