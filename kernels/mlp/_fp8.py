@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
@@ -53,7 +54,15 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
         return y, h, fc_columns, fc_unit, proj_columns, proj_unit
 
     @mlp_fwd.register_fake
-    def _(x, x_rows, x_columns, w_fc, b_fc, w_proj, b_proj):
+    def _(
+        x: Tensor,
+        x_rows: Tensor,
+        x_columns: Tensor,
+        w_fc: Tensor,
+        b_fc: Tensor | None,
+        w_proj: Tensor,
+        b_proj: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         fc_columns, proj_columns = (empty_fp8(*weight.T.shape, E4M3, x.device) for weight in (w_fc, w_proj))
         fc_unit, proj_unit = (x.new_empty((), dtype=torch.float32) for _ in range(2))
         # not len(x): it would be a number, and torch.compile would compile each length
@@ -84,21 +93,34 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
         return dx, dw_fc, db_fc, dw_proj, db_proj
 
     @mlp_bwd.register_fake
-    def _(dy, h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit, has_b_fc, has_b_proj):
-        (N, C), F = dy.shape, h.shape[1]
-        sizes = (N, C), (F, C), (F if has_b_fc else 0,), (C, F), (C if has_b_proj else 0,)
-        return tuple(dy.new_empty(size) for size in sizes)
+    def _(
+        dy: Tensor,
+        h: Tensor,
+        x_columns: Tensor,
+        fc_columns: Tensor,
+        fc_unit: Tensor,
+        proj_columns: Tensor,
+        proj_unit: Tensor,
+        has_b_fc: bool,
+        has_b_proj: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        C, F = dy.shape[1], h.shape[1]
+        db_fc, db_proj = dy.new_empty(F if has_b_fc else 0), dy.new_empty(C if has_b_proj else 0)
+        return torch.empty_like(dy), dy.new_empty(F, C), db_fc, dy.new_empty(C, F), db_proj
 
-    def setup_context(ctx, inputs, output):
-        (_, h, *weights), (_, _, x_columns, _, b_fc, _, b_proj) = output, inputs
+    def setup_context(
+        ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    ) -> None:
+        _, _, x_columns, _, b_fc, _, b_proj = inputs
+        _, h, *weights = output
         ctx.save_for_backward(h, x_columns, *weights)
-        ctx.biases = b_fc is not None, b_proj is not None
+        ctx.has_b_fc, ctx.has_b_proj = b_fc is not None, b_proj is not None
         ctx.set_materialize_grads(False)  # only y has a gradient
 
-    def backward(ctx, dy, *_):
-        has_b_fc, has_b_proj = ctx.biases
-        dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.biases)
-        return dx, None, None, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None
+    def backward(ctx: FunctionCtx, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        biases = {"has_b_fc": ctx.has_b_fc, "has_b_proj": ctx.has_b_proj}
+        dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, **biases)
+        return dx, None, None, dw_fc, db_fc if ctx.has_b_fc else None, dw_proj, db_proj if ctx.has_b_proj else None
 
     mlp_bwd = bypass_dispatcher(mlp_bwd)
     mlp_fwd = bypass_dispatcher(mlp_fwd, backward, setup_context)
