@@ -4,6 +4,8 @@ A training run calls the same kernel for lists of tensors, which need not be cop
 model/optim.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
@@ -54,5 +56,5 @@ def adamw(
 
 
 @adamw.register_fake
-def _(*arguments):
+def _(*arguments: Any) -> None:
     return None

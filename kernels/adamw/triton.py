@@ -5,6 +5,8 @@ bf16 these are 28 bytes a weight. PyTorch's fused AdamW needs gradients in fp32,
 their own: together 42 bytes a weight. On one H200, the 124M weights take 0.85 ms, and eager.py 2.64.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -97,7 +99,7 @@ def adamw_update(
 
 
 @adamw_update.register_fake
-def _(*arguments, **named):
+def _(*arguments: Any, **named: Any) -> None:
     return None
 
 
@@ -105,21 +107,21 @@ adamw_update = bypass_dispatcher(adamw_update)
 
 
 def adamw(
-    master,
-    exp_avg,
-    exp_avg_sq,
-    weight,
-    gradient,
-    lr,
-    scale,
-    updates,
-    refuse,
-    decayed,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-):
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    updates: Tensor,
+    refuse: Tensor,
+    decayed: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     check_dtypes("adamw", weight, gradient)
     # From fp64, because 1 - beta^t loses digits in fp32
     corrections = torch.stack([1 - beta1**updates, 1 - beta2**updates]).float()
