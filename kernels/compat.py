@@ -5,7 +5,7 @@ versions.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 from files import read_text
 
 
-def python_function(op) -> object:
+def python_function(op: Callable) -> object:
     """Return the Python function behind a torch.library.custom_op, to call it without the dispatcher (direct.py).
 
     The decorator replaces the function by the operator, which has no public attribute for the function. The public

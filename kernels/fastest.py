@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,18 +92,18 @@ def choose(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple[str, Mo
     raise Unavailable(f"{op}=auto: nothing was measured for `{entry}` on this device: run {FILL_COMMAND} dtype={dtype}")
 
 
-def refuses(module: ModuleType, *arguments, **options) -> bool:
+def refuses(module: ModuleType, *arguments: Any, **options: Any) -> bool:
     """Return whether this backend refuses these arguments of its function (`refusal` in registry.py)."""
     return hasattr(module, "refusal") and module.refusal(*arguments, **options) is not None
 
 
-def call(op: str, *tensors: Tensor | None, fp8: bool = False, **options):
+def call(op: str, *tensors: Tensor | None, fp8: bool = False, **options: Any) -> Any:
     """Call the backend that choose() returns. It may lack the argument fp8, so it gets only fp8=True."""
     function = getattr(choose(op, *tensors, fp8=fp8)[1], op)
     return function(*tensors, **options, **({"fp8": True} if fp8 else {}))
 
 
-def detail(op: str, fp8: bool = False, **inputs) -> str:
+def detail(op: str, fp8: bool = False, **inputs: Any) -> str:
     """Return what `auto` runs for these inputs of an op other than attention: "triton: triton 3.6.0"."""
     impl, _ = choose(op, *inputs.values(), fp8=fp8)
     return describe_choice(op, impl, **inputs, **({"fp8": True} if fp8 else {}))

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from kernels.compat import known_true
@@ -165,7 +166,15 @@ class Linear(torch.autograd.Function):
     """Map x (N, C), weight (F, C) and bias (F,) or None to x weight^T + bias (N, F) in x's dtype."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, dy_scale, dweight_in_fp8, fast):
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dy_scale: Tensor,
+        dweight_in_fp8: bool,
+        fast: bool,
+    ) -> Tensor:
         scale = weight_scale(weight)
         x8, weight8 = quantize(x, E4M3, X_SCALE), quantize(weight, E4M3, scale)
         x_unit, weight_unit = torch.full_like(scale, 1 / X_SCALE), 1 / scale
@@ -175,7 +184,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     @refuse_second_derivative
-    def backward(ctx, dy):
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, x_unit, weight8, weight_unit, dy_scale = ctx.saved_tensors
         dy8, dy_unit = quantize(dy, E5M2, dy_scale), 1 / dy_scale
         dx = product(dy8, weight8.T, (dy_unit, weight_unit), ctx.dtype)

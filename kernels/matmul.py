@@ -309,7 +309,8 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
 
     `kernel` is the name of the entries in the tables of launch parameters.
     """
-    (N, C), F = x.shape, w.shape[0 if w_by_rows else 1]
+    N, C = x.shape
+    F = w.shape[0] if w_by_rows else w.shape[1]
     y = x.new_empty(N, F)
     tma = can_use_tma(x, w, y)
     grid, launch = choose_launch(kernel, x, F, tma, default_launch(x.dtype, tma, C))
@@ -332,7 +333,8 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
 
 def matmul_transposed(kernel: str, a: Tensor, b: Tensor) -> Tensor:
     """Return a^T b (F, C) in the dtype of a, for contiguous a (N, F) and b (N, C), N > 0. It sums in fp32."""
-    (N, F), C = a.shape, b.shape[1]
+    N, F = a.shape
+    C = b.shape[1]
     tma = can_use_tma(a, b)
     key = f"{F} {C} {a.dtype}{' tma' if tma else ''}"
     launch = launch_parameters(kernel, key, default_launch_transposed(a.dtype, tma), a.device)

@@ -250,7 +250,8 @@ def quantize(
     `unit` is 1 / scale, a scalar in fp32 on the device. `maxima` are the largest absolute values of a weight's parts,
     in fp32. If they are given, the kernel writes `unit`. Without `columns` or `sums`, that output is empty.
     """
-    (N, C), (tiles_n, programs, launch) = x.shape, tiles("quantize", x)
+    N, C = x.shape
+    tiles_n, programs, launch = tiles("quantize", x)
     by_rows, by_columns = empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)
     partial = torch.empty(tiles_n, C, dtype=torch.float32, device=x.device) if sums else None
     _quantize_kernel[(programs,)](
@@ -276,7 +277,7 @@ def round_input(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
 
 
 @round_input.register_fake
-def _(x, columns):
+def _(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
     N, C = x.shape
     return empty_fp8(N, C, E4M3, x.device), empty_fp8(C, N if columns else 0, E4M3, x.device)
 
