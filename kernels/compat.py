@@ -40,7 +40,7 @@ def is_observed() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled
 
 
-def known_true(condition: bool) -> bool:
+def is_statically_true(condition: bool) -> bool:
     """Return `condition`, which is about the size of a tensor; False for a size that torch.compile leaves open.
 
     `if condition` would make torch.compile add a graph for the other sizes. The import costs 0.25 s.

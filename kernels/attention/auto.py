@@ -57,10 +57,10 @@ def choose_backend(
     """
     group = q.shape[2] // k.shape[2]
     name = entry_name(attention_kind(lengths, window, starts), q.dtype, q.shape[3], group)
-    chosen = fastest.find("attention", name, k.shape[1], q.device)
+    chosen = fastest.find_backend("attention", name, k.shape[1], q.device)
     if chosen and fastest.refuses(chosen[1], q, k, causal=causal):
         name = entry_name(attention_kind(True, window, starts), q.dtype, q.shape[3], group)
-        chosen = fastest.find("attention", name, k.shape[1], q.device)
+        chosen = fastest.find_backend("attention", name, k.shape[1], q.device)
     if chosen:
         return chosen
     options = ""

@@ -91,7 +91,7 @@ def block_mask(
     """
     offset = 0 if keys == queries else keys - queries  # the constant 0 lets one compiled kernel serve all lengths
 
-    def visible_range(b: Tensor, q: Tensor) -> tuple[Tensor | int, Tensor | int]:
+    def visible_range(b: Tensor, q: Tensor) -> tuple:
         if lengths is None:
             last = q + offset if causal else keys - 1
         else:

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
-from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, matrix
+from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, split_scales
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
@@ -258,7 +258,7 @@ def product(
     kernel = {"qkv": _qkv_kernel, "fc": _fc_kernel}.get(name, _product_kernel)
     if "tokens_ptr" in arguments:
         kernel = _embed_qkv_kernel
-    W, scale = matrix(weight)
+    W, scale = split_scales(weight)
     OUT, K = W.shape
     default = product_launch(OUT, K, step.dtype, multiprocessors(step.device))
     launch = step.parameters(name, f"{OUT} {K} {W.dtype}", default)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
-from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, matrix
+from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, split_scales
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
@@ -263,7 +263,7 @@ def product(
     Raises Unavailable if W has more tiles of rows than a grid can have.
     """
     x = norm(step, x) if isinstance(x, dict) else x
-    W, scale = matrix(weight)
+    W, scale = split_scales(weight)
     OUT, K = W.shape
     processors, shared = multiprocessors(step.device), shared_bytes(step.device)
     default = matmul_launch(name, step.N, OUT, K, step.dtype, processors, shared)

@@ -106,6 +106,6 @@ class Step:
         return arguments | {"x_ptr": x}
 
 
-def matrix(weight: Matrix) -> tuple[Tensor, Tensor | None]:
+def split_scales(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     """Return W (OUT, K) and its scales: (OUT,) fp32 if W is in int8, otherwise None."""
     return weight if isinstance(weight, tuple) else (weight, None)

@@ -113,7 +113,7 @@ def arguments_type(layers: int) -> type[ctypes.Structure]:
 
 
 @functools.lru_cache
-def ids_on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
+def ids_tensor(device: torch.device, ids: tuple[int, ...]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
@@ -224,6 +224,6 @@ def generate_tokens(
     `stops`.
     """
     drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
-    ids = ids_on(tokens.device, stops)
+    ids = ids_tensor(tokens.device, stops)
     failed = packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids, drawn=drawn)
     return drawn.masked_fill_(failed, FAILED_LAUNCH)

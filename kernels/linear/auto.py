@@ -12,4 +12,4 @@ detail = partial(fastest.detail, "linear")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:
-    return fastest.call("linear", x, weight, bias, fp8=fp8)
+    return fastest.call_fastest("linear", x, weight, bias, fp8=fp8)

@@ -28,7 +28,7 @@ from kernels.linear import dweight_in_fp8
 from kernels.matmul import candidates as matmul_candidates
 from kernels.matmul import matmul, matmul_transposed
 from kernels.quantize import candidates as quantize_candidates
-from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
+from kernels.quantize import dy_scale, empty_fp8, matrix_and_layouts, quantize, quantize_weight, unit_tensor
 from kernels.sums import sum_rows
 
 RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("^_tiled_matmul_kernel|::linear_fwd",)}
@@ -49,9 +49,12 @@ def candidates(kernel: str, default: dict) -> list[dict]:
 def linear_fp8_fwd(
     x: Tensor, x_rows: Tensor, x_columns: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y (N, F), and for the backward the weight by columns, (C, F), and its unit. See with_layouts() for x."""
+    """Return y (N, F), and for the backward the weight by columns, (C, F), and its unit.
+
+    See matrix_and_layouts() for x.
+    """
     weight_rows, weight_columns, weight_unit = quantize_weight(weight)
-    y = product(x_rows, weight_rows, (unit_of(X_SCALE, x.device), weight_unit), x.dtype, bias)
+    y = product(x_rows, weight_rows, (unit_tensor(X_SCALE, x.device), weight_unit), x.dtype, bias)
     return y, weight_columns, weight_unit
 
 
@@ -71,7 +74,7 @@ def linear_fp8_bwd(
 
     If x (N, C) is given, dweight is not in fp8.
     """
-    unit, x_unit = (unit_of(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
+    unit, x_unit = (unit_tensor(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
     dy_rows, dy_columns, dbias = quantize(dy, unit, E5M2, columns=x is None, sums=has_bias)
     dx = product(dy_rows, weight_columns, (unit, weight_unit), dy.dtype)
     dweight = product(dy_columns, x_columns, (unit, x_unit), dy.dtype) if x is None else dy.T @ x
@@ -147,5 +150,5 @@ def linear(x: Tensor | InFp8, weight: Tensor, bias: Tensor | None, fp8: bool = F
         return y.view(*x.shape[:-1], len(weight))
     if isinstance(x, InFp8) and not dweight_in_fp8(weight):
         raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
-    y, *_ = linear_fp8_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight, bias)
+    y, *_ = linear_fp8_fwd(*matrix_and_layouts(x, columns=dweight_in_fp8(weight)), weight, bias)
     return y.view(*x.shape[:-1], len(weight))

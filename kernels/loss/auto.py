@@ -12,4 +12,4 @@ detail = partial(fastest.detail, "loss")
 
 
 def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
-    return fastest.call("loss", x, weight, targets, ignore_index=ignore_index, fp8=fp8)
+    return fastest.call_fastest("loss", x, weight, targets, ignore_index=ignore_index, fp8=fp8)

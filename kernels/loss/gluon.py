@@ -32,8 +32,8 @@ from kernels.loss.triton import (
     chunk_tokens,
     cross_entropy_,
     empty_outputs,
-    from_logits,
     linear_cross_entropy_in_chunks,
+    write_logits_and_losses,
 )
 from kernels.registry import Unavailable
 from kernels.tiles import place
@@ -164,7 +164,7 @@ def linear_cross_entropy(
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(unnormalised_gradient, exponentials=exponentials)
     if not gradients:
-        fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=False)
+        fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=False)
     return linear_cross_entropy_in_chunks(
         align(x), align(weight), targets, ignore_index, gradients, chunk, fill_dlogits
     )

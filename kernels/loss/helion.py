@@ -22,9 +22,9 @@ from kernels.loss.triton import (
     backward,
     chunk_tokens,
     empty_outputs,
-    from_logits,
     linear_cross_entropy_in_chunks,
     softmax_launch,
+    write_logits_and_losses,
 )
 
 RUNS = ("helion_cross_entropy",)
@@ -54,7 +54,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
     chunk = chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 

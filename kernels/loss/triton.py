@@ -42,7 +42,7 @@ from kernels.loss import LOGITS_SCALE, _exponentials, _in_forward
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel, scale_kernel
 from kernels.loss._unnormalised import unnormalised_gradient
 from kernels.quantize import candidates as quantize_candidates
-from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_of
+from kernels.quantize import choose_tile_launch, empty_fp8, quantize, quantize_weight, unit_tensor
 from kernels.tuned import launch_parameters
 
 LOGITS_BYTES = 400 * 2**20  # the size of one chunk's logits: 4,096 tokens at V = 50,304 in bf16
@@ -98,7 +98,7 @@ def dlogits_in_fp8(
     `columns` is a slice of a contiguous matrix. `scale` is the scale of the gradient, a scalar in fp32.
     """
     N, V = logits.shape
-    _, programs, launch = tiles("dlogits_fp8", logits)
+    _, programs, launch = choose_tile_launch("dlogits_fp8", logits)
     rows = empty_fp8(N, V, E5M2, logits.device)
     dlogits_fp8_kernel[(programs,)](
         logits_ptr=logits,
@@ -132,13 +132,13 @@ def linear_cross_entropy(
     are one chunk.
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
     if gradients and x.dtype == torch.bfloat16:
         fill_dlogits = partial(unnormalised_gradient, exponentials=_exponentials.exponentials)
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
-def from_logits(
+def write_logits_and_losses(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -166,8 +166,8 @@ def linear_cross_entropy_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute linear_cross_entropy(), `chunk` tokens at a time.
 
-    `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
-    unnormalised_gradient() of _unnormalised.py. It returns the x for dW, and what multiplies dx, or None.
+    `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: write_logits_and_losses()
+    or unnormalised_gradient() of _unnormalised.py. It returns the x for dW, and what multiplies dx, or None.
     """
     N, V = len(x), len(weight)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
@@ -219,7 +219,7 @@ def linear_cross_entropy_fp8(
     group = max(1, FP8_COLUMNS_BYTES // (V * chunk)) * chunk
     count = (targets != ignore_index).sum().clamp(min=1)
     losses, shifts = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
-    x_unit, scale = unit_of(X_SCALE, x.device), gradient_scale(count, LOGITS_SCALE) / count
+    x_unit, scale = unit_tensor(X_SCALE, x.device), gradient_scale(count, LOGITS_SCALE) / count
     unit = 1 / scale
     x_rows, x_columns, _ = quantize(x, x_unit)
     weight_rows, weight_columns, weight_unit = quantize_weight(weight)

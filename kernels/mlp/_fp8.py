@@ -26,11 +26,11 @@ from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
-from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
+from kernels.quantize import dy_scale, empty_fp8, matrix_and_layouts, quantize, quantize_weight, unit_tensor
 from kernels.sums import add_partial_sums
 
 
-def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
+def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
     """Define the operators hotswap::NAME_fwd and hotswap::NAME_bwd, and return mlp() in fp8."""
 
     @torch.library.custom_op(f"hotswap::{name}_fwd", mutates_args=())
@@ -45,12 +45,12 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return y (N, C), and for the backward h (N, F), and each weight by columns with its unit.
 
-        See with_layouts() for x.
+        See matrix_and_layouts() for x.
         """
         fc_rows, fc_columns, fc_unit = quantize_weight(w_fc)
         proj_rows, proj_columns, proj_unit = quantize_weight(w_proj)
         h, a = fc_and_gelu(x_rows, fc_rows, fc_unit, b_fc, x.dtype)
-        y = product(a, proj_rows, (unit_of(X_SCALE, x.device), proj_unit), x.dtype, b_proj)
+        y = product(a, proj_rows, (unit_tensor(X_SCALE, x.device), proj_unit), x.dtype, b_proj)
         return y, h, fc_columns, fc_unit, proj_columns, proj_unit
 
     @mlp_fwd.register_fake
@@ -82,7 +82,7 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
         has_b_proj: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty."""
-        unit, x_unit = (unit_of(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
+        unit, x_unit = (unit_tensor(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
         dy_rows, dy_columns, db_proj = quantize(dy, unit, E5M2, sums=has_b_proj)
         a_columns, dh_rows, dh_columns, partial = proj_and_gelu_backward(dy_rows, proj_columns, proj_unit, h, has_b_fc)
         del dy_rows
@@ -126,7 +126,7 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
     mlp_fwd = bypass_dispatcher(mlp_fwd, backward, setup_context)
 
     def mlp(x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
-        y, *_ = mlp_fwd(*with_layouts(x), w_fc, b_fc, w_proj, b_proj)
+        y, *_ = mlp_fwd(*matrix_and_layouts(x), w_fc, b_fc, w_proj, b_proj)
         return y.view(x.shape)
 
     return mlp

@@ -20,7 +20,7 @@ from kernels.direct import bypass_dispatcher
 from kernels.sums import add_partial_sums, sum_rows
 
 
-def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
+def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
     """Define the operators hotswap::NAME_fwd and hotswap::NAME_bwd.
 
     Return a function of x (..., C), w_fc, b_fc, w_proj, b_proj and save_h, which returns y (..., C). Without save_h,

@@ -14,4 +14,4 @@ detail = partial(fastest.detail, "mlp")
 def mlp(
     x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
 ) -> Tensor:
-    return fastest.call("mlp", x, w_fc, b_fc, w_proj, b_proj, fp8=fp8)
+    return fastest.call_fastest("mlp", x, w_fc, b_fc, w_proj, b_proj, fp8=fp8)

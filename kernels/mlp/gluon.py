@@ -53,8 +53,8 @@ def proj_and_gelu_backward_in_fp8(
     return a, dh, dh_columns, partial_sums
 
 
-unquantized_mlp = _op.define("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
-mlp_in_fp8 = _fp8.define("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
+unquantized_mlp = _op.define_mlp("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
+mlp_in_fp8 = _fp8.define_mlp("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
 
 
 def refusal(x: Tensor, w_fc: Tensor, *rest: object, fp8: bool = False) -> str | None:

@@ -224,7 +224,7 @@ def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh:
     return partial
 
 
-unquantized_mlp = _op.define("mlp", fc_and_gelu, proj_and_gelu_backward)
+unquantized_mlp = _op.define_mlp("mlp", fc_and_gelu, proj_and_gelu_backward)
 
 
 def mlp(

@@ -14,4 +14,4 @@ detail = partial(fastest.detail, "norm")
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    return fastest.call("norm", x, residual, weight, bias, eps=eps)
+    return fastest.call_fastest("norm", x, residual, weight, bias, eps=eps)

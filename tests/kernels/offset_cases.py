@@ -148,7 +148,7 @@ def loss_exponentials(before):
 def gelu_in_fp8(before, backward):
     h, da = (after(before(1024), half(128, 1024, seed=seed)) for seed in range(2))
     (N, F), unit = h.shape, torch.full((), 0.25)
-    tiles, programs, sizes = quantize.tiles("gelu_fp8", h)
+    tiles, programs, sizes = quantize.choose_tile_launch("gelu_fp8", h)
     rows, columns = quantize.empty_fp8(N, F, E5M2, DEVICE), quantize.empty_fp8(F, N, E5M2, DEVICE)
     a = quantize.empty_fp8(*((F, N) if backward else (N, F)), E4M3, DEVICE)
     arguments = (h, da, unit, a, rows, columns, torch.empty(tiles, F), N, F)
@@ -168,7 +168,7 @@ def cross_entropy(before):
 
 def dlogits_in_fp8(before):
     logits = after(before(1024), half(128, 1024))
-    (N, V), (_, programs, sizes) = logits.shape, quantize.tiles("dlogits_fp8", logits)
+    (N, V), (_, programs, sizes) = logits.shape, quantize.choose_tile_launch("dlogits_fp8", logits)
     rows, columns = quantize.empty_fp8(N, V, E5M2, DEVICE), quantize.empty_fp8(V, N, E5M2, DEVICE)
     targets, shifts = after(before(1024), torch.arange(128) + 900), after(before(1024), randn(128, seed=1))
     tensors = {"logits_ptr": logits, "targets_ptr": targets, "shifts_ptr": shifts, "rows_ptr": rows}

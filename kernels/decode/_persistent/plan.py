@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cache import Cache
 from kernels.decode import Weights
-from kernels.decode._step import Matrix, matrix
+from kernels.decode._step import Matrix, split_scales
 
 # Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200, before
 # FLYING, a token of 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
 def elements(weight: Matrix) -> Tensor:
     """Return W (N, K) without its scales."""
-    return matrix(weight)[0]
+    return split_scales(weight)[0]
 
 
 def tile_columns(weights: Weights) -> int:
@@ -153,8 +153,8 @@ def arrange_biases(weights: Weights, plans: dict[str, Plan], blocks: int) -> Ten
 
 def arrange_scales(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
     """Return the scales of the integers as (blocks, elements) fp32, in the order of arrange_weights()."""
-    scales = [(plans[name], matrix(weight)[1]) for name, weight, _ in products(weights)]
-    return arrange_rows(scales, blocks, matrix(weights.head)[1])
+    scales = [(plans[name], split_scales(weight)[1]) for name, weight, _ in products(weights)]
+    return arrange_rows(scales, blocks, split_scales(weights.head)[1])
 
 
 def stack_norms(weights: Weights) -> Tensor:
