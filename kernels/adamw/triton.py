@@ -5,8 +5,6 @@ bf16 these are 28 bytes a weight. PyTorch's fused AdamW needs gradients in fp32,
 their own: together 42 bytes a weight. On one H200, the 124M weights take 0.85 ms, and eager.py 2.64.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -98,11 +96,7 @@ def adamw_update(
     )
 
 
-@adamw_update.register_fake
-def _(*arguments: Any, **named: Any) -> None:
-    return None
-
-
+adamw_update.register_fake(lambda *arguments, **named: None)
 adamw_update = bypass_dispatcher(adamw_update)
 
 

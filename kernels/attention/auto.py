@@ -97,16 +97,8 @@ def attention(
     return module.attention(q, k, v, causal=causal, scale=scale, **limits)
 
 
-def detail(
-    q: Tensor,
-    k: Tensor,
-    causal: bool = True,
-    lengths: Tensor | None = None,
-    window: int | None = None,
-    starts: Tensor | None = None,
-    **rest: object,
-) -> str:
+def detail(**inputs: Any) -> str:
     """Return the backend's name and, if it has one, its own detail()."""
-    limits = omit_none(lengths=lengths, window=window, starts=starts)
-    name, _ = choose_backend(q, k, causal, **limits)
-    return describe_choice("attention", name, q=q, k=k, causal=causal, **limits, **rest)
+    limits = {name: inputs.get(name) for name in ("lengths", "window", "starts")}
+    name, _ = choose_backend(inputs["q"], inputs["k"], inputs.get("causal", True), **limits)
+    return describe_choice("attention", name, **omit_none(**inputs))

@@ -247,4 +247,5 @@ def attention(
         # torch.compile itself merges equal calls of an operator; an inference tensor has no version
         cacheable = not torch.compiler.is_compiling() and not starts.is_inference()
         bounds, sizes = cached_bounds(starts, starts._version) if cacheable else document_bounds(starts)
+    # bypass_dispatcher() takes no keywords
     return flash_fwd(q, k, v, causal, scale, window, lengths, bounds, sizes, version)[0]

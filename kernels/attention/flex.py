@@ -118,10 +118,16 @@ def block_mask(
     nonempty = (k + BLOCK > lowest_first) & (k <= highest_last)
     full = (k >= highest_first) & (k + BLOCK - 1 <= lowest_last) & (q + BLOCK <= queries)
     size = batch, 1, len(q), len(k)
-    partial_blocks = list_blocks((nonempty & ~full).expand(size))
-    full_blocks = list_blocks(full.expand(size))
+    partial_counts, partial_indices = list_blocks((nonempty & ~full).expand(size))
+    full_counts, full_indices = list_blocks(full.expand(size))
     return BlockMask.from_kv_blocks(
-        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(queries, keys)
+        kv_num_blocks=partial_counts,
+        kv_indices=partial_indices,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(queries, keys),
     )
 
 

@@ -111,9 +111,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return matmul("linear_fwd", x, weight, bias)
 
 
-@linear_fwd.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+linear_fwd.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
 
 
 @torch.library.custom_op("hotswap::linear_bwd", mutates_args=())
@@ -150,5 +148,6 @@ def linear(x: Tensor | InFp8, weight: Tensor, bias: Tensor | None, fp8: bool = F
         return y.view(*x.shape[:-1], len(weight))
     if isinstance(x, InFp8) and not dweight_in_fp8(weight):
         raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
-    y, *_ = linear_fp8_fwd(*matrix_and_layouts(x, columns=dweight_in_fp8(weight)), weight, bias)
+    matrix, rows, columns = matrix_and_layouts(x, columns=dweight_in_fp8(weight))
+    y, *_ = linear_fp8_fwd(matrix, rows, columns, weight, bias)
     return y.view(*x.shape[:-1], len(weight))

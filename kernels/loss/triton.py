@@ -256,11 +256,7 @@ def scale_in_one_pass(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> T
     return out
 
 
-@scale_in_one_pass.register_fake
-def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(gradient, dtype=dtype)
-
-
+scale_in_one_pass.register_fake(lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype))
 scale_in_one_pass = bypass_dispatcher(scale_in_one_pass)
 
 

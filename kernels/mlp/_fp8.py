@@ -55,13 +55,7 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
 
     @mlp_fwd.register_fake
     def _(
-        x: Tensor,
-        x_rows: Tensor,
-        x_columns: Tensor,
-        w_fc: Tensor,
-        b_fc: Tensor | None,
-        w_proj: Tensor,
-        b_proj: Tensor | None,
+        x: Tensor, x_rows: Tensor, x_columns: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         fc_columns, proj_columns = (empty_fp8(*weight.T.shape, E4M3, x.device) for weight in (w_fc, w_proj))
         fc_unit, proj_unit = (x.new_empty((), dtype=torch.float32) for _ in range(2))
@@ -126,7 +120,8 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
     mlp_fwd = bypass_dispatcher(mlp_fwd, backward, setup_context)
 
     def mlp(x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
-        y, *_ = mlp_fwd(*matrix_and_layouts(x), w_fc, b_fc, w_proj, b_proj)
+        matrix, rows, columns = matrix_and_layouts(x)
+        y, *_ = mlp_fwd(matrix, rows, columns, w_fc, b_fc, w_proj, b_proj)
         return y.view(x.shape)
 
     return mlp

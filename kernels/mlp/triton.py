@@ -44,6 +44,7 @@ from kernels.gpu import check_dtypes
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import (
+    FP32_LAUNCH,
     as_parameters,
     can_use_tma,
     choose_launch,
@@ -152,8 +153,8 @@ def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
     With TMA a program takes 112 KB of shared memory on compute capability 9.0, so two share a multiprocessor. On 10.0
     the backward takes 120 KB, and only one fits. Without TMA a program takes 40 KB, and 128 registers a thread.
     """
-    if dtype == torch.float32:  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
-        values = 64, 128, 64, 1, 8, 1, 1
+    if dtype == torch.float32:
+        values = FP32_LAUNCH
     elif tma:
         values = 128, 128, 64, 4 if backward else 2, 4, 3, 2
     elif backward:
