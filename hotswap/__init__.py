@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from hotswap import rooms  # first: it lets Python find the rooms
 from hotswap.kernels import names, registry
 from hotswap.model import pretrained, step
+from hotswap.model.config import PRECISIONS, GPTConfig
 from hotswap.model.generate import generate
-from hotswap.model.gpt import GPT, PRECISIONS, GPTConfig
+from hotswap.model.gpt import GPT
 from hotswap.model.vocabulary import take_vocabulary
 from hotswap.runtime.config import check, expand_home, parse, value_text
 from hotswap.runtime.device import find_device

@@ -101,6 +101,7 @@ def test_every_folder_of_a_command_without_keys_takes_the_home_folder(called, tm
 MAKE_A_FOLDER = {
     "bench_attention": ("make_folder", "lengths=[8]", "device=cpu"),
     "bench_kernels": ("make_folder", "op=norm", "shape=narrow", "device=cpu"),
+    "course": ("make_folder",),
     "crashtest": ("make_folder",),
     "doctor": ("make_folder", "matrix=true", "device=cpu"),
     "evaluate": (

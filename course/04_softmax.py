@@ -1,0 +1,130 @@
+"""Rung 4: a softmax over rows, in CUDA C++ and in Triton, and for rows that do not fit into registers.
+
+    softmax(x)[c] = exp(x[c] - m) / sum, with the maximum m of the row, and the sum of exp(x[c] - m) over the row
+
+exp(89) overflows in fp32, so the maximum is subtracted first. Maximum and sum are reductions: they need the whole row
+before the first result is known. An element takes 8 bytes and about 5 FLOP: memory-bound.
+
+- cuda: a block of 1024 threads computes a row, and each thread takes every 1024th element. The threads of a warp can
+  read each other's registers (`__shfl_xor_sync`): after five steps all of them have the sum of the warp. The warps
+  exchange their sums through shared memory, a small memory in each multiprocessor. At `__syncthreads()`, a barrier, a
+  thread waits for all threads of its block. Without it a warp could read a sum that is not written yet.
+- triton: a program holds the row in registers, and reads it once. `tl.max` and `tl.sum` do all of the above.
+- online: a wider row does not fit, so a program reads it in blocks. It keeps the maximum m of the blocks so far and the
+  sum of exp(x - m). If m grows to m', it multiplies the sum by exp(m - m'). Then it reads the row again, and writes
+  (Milakov and Gimelshein 2018, arXiv:1805.02867). Part of that read finds the row in L2, the multiprocessors' cache.
+
+Exercise: write the entropy of each row's softmax, m + log(sum exp(x - m)) - sum(p x) with the probabilities p. Read the
+row once, in blocks, with a second running sum, of exp(x - m) x. Rescale both sums. Beyond the end of the row exp(x - m)
+is 0 and x is -inf, and their product is NaN. Put the kernel behind a function `solution(x)`, and run
+
+    python course/04_softmax.py mine.py
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch.utils.cpp_extension import load_inline
+
+SOURCE = r"""
+#include <c10/cuda/CUDAStream.h>
+
+template <typename Op>
+__device__ float reduce(float value, Op op) {  // over the 32 warps of the block; each thread gets the result
+  __shared__ float of_warp[32];
+  for (int d = 16; d > 0; d /= 2) value = op(value, __shfl_xor_sync(~0u, value, d));  // with the thread d away
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = of_warp[threadIdx.x % 32];
+  for (int d = 16; d > 0; d /= 2) value = op(value, __shfl_xor_sync(~0u, value, d));
+  __syncthreads();  // before the next call writes of_warp
+  return value;
+}
+
+__global__ void softmax_kernel(const float* x, float* out, int columns) {
+  x += int64_t(blockIdx.x) * columns, out += int64_t(blockIdx.x) * columns;
+  float m = -INFINITY, sum = 0;
+  for (int c = threadIdx.x; c < columns; c += 1024) m = fmaxf(m, x[c]);
+  m = reduce(m, [](float a, float b) { return fmaxf(a, b); });
+  for (int c = threadIdx.x; c < columns; c += 1024) sum += expf(x[c] - m);  // this read finds the row in a cache
+  float inverse = 1 / reduce(sum, [](float a, float b) { return a + b; });
+  for (int c = threadIdx.x; c < columns; c += 1024) out[c] = expf(x[c] - m) * inverse;
+}
+
+torch::Tensor softmax(torch::Tensor x) {
+  torch::Tensor out = torch::empty_like(x);
+  cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  softmax_kernel<<<x.size(0), 1024, 0, stream>>>(x.data_ptr<float>(), out.data_ptr<float>(), x.size(1));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
+}
+"""
+
+
+@functools.cache
+def library():
+    return load_inline("course_softmax", "torch::Tensor softmax(torch::Tensor x);", SOURCE, functions=["softmax"])
+
+
+@triton.jit
+def softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)  # rows times columns may pass 2^31
+    c = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * columns + c, c < columns, other=-float("inf"))
+    e = tl.exp(x - tl.max(x, 0))
+    tl.store(out_ptr + row * columns + c, e / tl.sum(e, 0), c < columns)
+
+
+@triton.jit
+def online_softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
+    row, m, total = tl.program_id(0).to(tl.int64), -float("inf"), 0.0
+    for start in range(0, columns, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * columns + c, c < columns, other=-float("inf"))
+        larger = tl.maximum(m, tl.max(x, 0))
+        total = total * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), 0)
+        m = larger
+    for start in range(0, columns, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * columns + c, c < columns, other=-float("inf"))
+        tl.store(out_ptr + row * columns + c, tl.exp(x - m) / total, c < columns)
+
+
+def launch(kernel, x, block, warps):
+    kernel[(len(x),)](x, out := torch.empty_like(x), x.shape[1], BLOCK=block, num_warps=warps)
+    return out
+
+
+KERNELS = {
+    "cuda": lambda x: library().softmax(x),
+    "triton": lambda x: launch(softmax_kernel, x, block=triton.next_power_of_2(x.shape[1]), warps=16),
+    "online": lambda x: launch(online_softmax_kernel, x, block=4096, warps=8),
+}
+DTYPE = torch.float32
+SHAPES = {"gpu": {"shape": (32768, 16384)}, "cpu": {"shape": (3, 9001)}}  # the scores of two heads over 16,384 tokens
+
+
+def inputs(shape, dtype, device):
+    return {"x": torch.randn(shape, device=device).to(dtype)}
+
+
+def reference(x):
+    return torch.softmax(x, -1)
+
+
+def cost(shape, dtype):
+    n = math.prod(shape)
+    return {"forward": (5 * n, 2 * n * dtype.itemsize)}
+
+
+def exercise(x):
+    return -(torch.softmax(x, -1) * torch.log_softmax(x, -1)).sum(-1)
+
+
+if __name__ == "__main__":
+    from climb import climb
+
+    climb(__file__)
