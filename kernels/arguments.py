@@ -16,6 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def check_arguments(op: str, contract: ModuleType, function: Callable) -> Callab
     has_matmuls = contract.BOUND == "flops"
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         sizes = {}  # of each dimension
         changed = empty = False

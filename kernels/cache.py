@@ -78,7 +78,8 @@ class Cache(NamedTuple):
 
     def _write_prefill(self, stored: Tensor, new: Tensor) -> Tensor:
         """Write the new keys. Return the earlier keys, of which a ring has the last `rows`, and then the new keys."""
-        (B, T), end, rows = new.shape[:2], self.keys, self.rows
+        B, T = new.shape[:2]
+        end, rows = self.keys, self.rows
         start = end - T
         if end <= rows:
             stored[:, start:end] = convert(new, stored.dtype)

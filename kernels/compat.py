@@ -5,7 +5,7 @@ versions.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
 from files import read_text
 
 
-def python_function(op) -> object:
+def python_function(op: Callable) -> object:
     """Return the Python function behind a torch.library.custom_op, to call it without the dispatcher (direct.py).
 
     The decorator replaces the function by the operator, which has no public attribute for the function. The public
@@ -40,7 +40,7 @@ def is_observed() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or profiler._is_profiler_enabled
 
 
-def known_true(condition: bool) -> bool:
+def is_statically_true(condition: bool) -> bool:
     """Return `condition`, which is about the size of a tensor; False for a size that torch.compile leaves open.
 
     `if condition` would make torch.compile add a graph for the other sizes. The import costs 0.25 s.

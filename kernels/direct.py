@@ -13,8 +13,11 @@ this step take 115 ms with 64 sequences but 29 ms with 16, so with 16 sequences 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels import compat
 
@@ -34,7 +37,7 @@ def bypass_dispatcher(
         backward = refuse_second_derivative(backward, function.__module__)
         op.register_autograd(backward, setup_context=setup_context)
 
-        def forward(ctx, *arguments):
+        def forward(ctx: FunctionCtx, *arguments: Any) -> Any:
             outputs = function(*arguments)
             setup_context(ctx, arguments, outputs)
             return outputs
@@ -43,7 +46,7 @@ def bypass_dispatcher(
         call_undispatched = type(function.__name__, (torch.autograd.Function,), methods).apply
 
     @functools.wraps(function)
-    def call(*arguments, **named):
+    def call(*arguments: Any, **named: Any) -> Any:
         if compat.is_observed() or (not backward and torch.is_grad_enabled()):
             return op(*arguments, **named)
         return call_undispatched(*arguments, **named)
@@ -59,7 +62,7 @@ def refuse_second_derivative(backward: Callable, module: str | None = None) -> C
     """
 
     @functools.wraps(backward)
-    def call(ctx, *douts):
+    def call(ctx: FunctionCtx, *douts: Tensor | None) -> Any:
         if torch.compiler.is_compiling():  # PyTorch itself refuses second derivatives of a compiled function
             return backward(ctx, *douts)
         if torch.is_grad_enabled():

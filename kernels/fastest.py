@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from kernels.registry import Unavailable, backend, describe_choice, impls
 from kernels.tuned import merged_table, read_table, table_paths, write_table
 
 FILL_COMMAND = "python -m scripts.tune auto=true"
-# {(op, device type): {entry name: its ranges()}}. unavailable() fills it before any call of the op, because
+# {(op, device type): {entry name: its size_ranges()}}. unavailable() fills it before any call of the op, because
 # torch.compile cannot trace code that reads a file
 _choices: dict[tuple[str, str], dict[str, list]] = {}
 _eager: dict[str, ModuleType] = {}  # {op: the module of eager, which refuses nothing}
@@ -46,12 +47,12 @@ def unavailable(op: str, device: torch.device) -> str | None:
             if reason := registry.unavailable(op, impl, device):
                 return f"{op}={impl} was the fastest, but cannot run now: {reason}; run {FILL_COMMAND} again"
         if existing:
-            choices[name] = ranges(op, existing)
+            choices[name] = size_ranges(op, existing)
     _choices[op, device.type], _eager[op] = choices, backend(op, "eager")
     return None if choices else f"nothing was measured on this device yet: run {FILL_COMMAND}"
 
 
-def ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, ModuleType]]:
+def size_ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, ModuleType]]:
     """Return (upper bound of the size, backend's name, its module) for each measured size, smallest size first.
 
     The bound between two sizes is their geometric mean, because below it the smaller size is nearer by ratio.
@@ -62,7 +63,7 @@ def ranges(op: str, backend_by_size: dict[str, str]) -> list[tuple[float, str, M
     return [(bound, name, backend(op, name)) for bound, name in zip(bounds, names, strict=True)]
 
 
-def find(op: str, entry: str, size: int, device: torch.device) -> tuple[str, ModuleType] | None:
+def find_backend(op: str, entry: str, size: int, device: torch.device) -> tuple[str, ModuleType] | None:
     """Return the name and the module of the backend for this size, or None if the tables have no such entry."""
     for bound, impl, module in _choices[op, device.type].get(entry, ()):
         if size <= bound:
@@ -85,24 +86,24 @@ def choose(op: str, *tensors: Tensor | None, fp8: bool = False) -> tuple[str, Mo
     """
     x = tensors[0]
     entry = entry_name(op, tensors, fp8)
-    if chosen := find(op, entry, x.shape[-1], x.device):
+    if chosen := find_backend(op, entry, x.shape[-1], x.device):
         return ("eager", _eager[op]) if refuses(chosen[1], *tensors, fp8=fp8) else chosen
     dtype = entry.split()[1]  # bfloat16 comes before float32, the dtype of a wider residual stream
     raise Unavailable(f"{op}=auto: nothing was measured for `{entry}` on this device: run {FILL_COMMAND} dtype={dtype}")
 
 
-def refuses(module: ModuleType, *arguments, **options) -> bool:
+def refuses(module: ModuleType, *arguments: Any, **options: Any) -> bool:
     """Return whether this backend refuses these arguments of its function (`refusal` in registry.py)."""
     return hasattr(module, "refusal") and module.refusal(*arguments, **options) is not None
 
 
-def call(op: str, *tensors: Tensor | None, fp8: bool = False, **options):
+def call_fastest(op: str, *tensors: Tensor | None, fp8: bool = False, **options: Any) -> Any:
     """Call the backend that choose() returns. It may lack the argument fp8, so it gets only fp8=True."""
     function = getattr(choose(op, *tensors, fp8=fp8)[1], op)
     return function(*tensors, **options, **({"fp8": True} if fp8 else {}))
 
 
-def detail(op: str, fp8: bool = False, **inputs) -> str:
+def detail(op: str, fp8: bool = False, **inputs: Any) -> str:
     """Return what `auto` runs for these inputs of an op other than attention: "triton: triton 3.6.0"."""
     impl, _ = choose(op, *inputs.values(), fp8=fp8)
     return describe_choice(op, impl, **inputs, **({"fp8": True} if fp8 else {}))

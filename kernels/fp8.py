@@ -34,9 +34,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from kernels.compat import known_true
+from kernels.compat import is_statically_true
 from kernels.direct import refuse_second_derivative
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -144,7 +145,7 @@ def product(
     if a.is_cuda and dtype != torch.float64:
         columns, a, b = len(b), pad(a, rows=1), pad(b)
         bias = F.pad(bias, (0, len(b) - columns)) if bias is not None and len(b) > columns else bias
-        fast = fast and known_true(a.shape[1] <= LONGEST_FAST_SUM)
+        fast = fast and is_statically_true(a.shape[1] <= LONGEST_FAST_SUM)
         out = torch._scaled_mm(a, b.T, *units, bias=bias, out_dtype=dtype, use_fast_accum=fast)
         return out[:, :columns].contiguous() if columns < len(b) else out
     sums = torch.promote_types(dtype, torch.float32)
@@ -156,7 +157,7 @@ def product(
 def pad(x: Tensor, rows: int = 16) -> Tensor:
     """Return x (N, K) in fp8, contiguous, with zeros up to multiples of `rows` and of 16, which a GPU needs."""
     x, missing = x.contiguous(), (0, -x.shape[1] % 16, 0, -len(x) % rows)
-    if all(known_true(number == 0) for number in missing):
+    if all(is_statically_true(number == 0) for number in missing):
         return x  # F.pad() would copy it
     return F.pad(x.view(torch.uint8), missing).view(x.dtype)
 
@@ -165,7 +166,15 @@ class Linear(torch.autograd.Function):
     """Map x (N, C), weight (F, C) and bias (F,) or None to x weight^T + bias (N, F) in x's dtype."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, dy_scale, dweight_in_fp8, fast):
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dy_scale: Tensor,
+        dweight_in_fp8: bool,
+        fast: bool,
+    ) -> Tensor:
         scale = weight_scale(weight)
         x8, weight8 = quantize(x, E4M3, X_SCALE), quantize(weight, E4M3, scale)
         x_unit, weight_unit = torch.full_like(scale, 1 / X_SCALE), 1 / scale
@@ -175,7 +184,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     @refuse_second_derivative
-    def backward(ctx, dy):
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, x_unit, weight8, weight_unit, dy_scale = ctx.saved_tensors
         dy8, dy_unit = quantize(dy, E5M2, dy_scale), 1 / dy_scale
         dx = product(dy8, weight8.T, (dy_unit, weight_unit), ctx.dtype)

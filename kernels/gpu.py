@@ -3,6 +3,7 @@
 import functools
 import importlib
 import os
+from typing import Any
 
 import torch
 import triton
@@ -61,7 +62,7 @@ def package_unavailable(package: str, symbol: str) -> str | None:
     return None
 
 
-def triton_detail(**inputs) -> str:
+def triton_detail(**inputs: Any) -> str:
     """Return Triton's version and notes about the run, in one line: "triton 3.6.0, tuned here".
 
     The notes are "interpreted" for Triton's interpreter, "tuned here" if the user's own table has launch parameters,
@@ -80,7 +81,7 @@ def triton_detail(**inputs) -> str:
     return ", ".join(notes)
 
 
-def triton_and_cublas_detail(fp8: bool = False, **inputs) -> str:
+def triton_and_cublas_detail(fp8: bool = False, **inputs: Any) -> str:
     """Return triton_detail() of a backend whose other matmuls are cuBLAS's: "triton 3.6.0, fp8, cuBLAS matmuls"."""
     return f"{triton_detail(**inputs)}, {'fp8, ' if fp8 else ''}cuBLAS matmuls"
 

@@ -42,6 +42,7 @@ ROUND_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 ROUND_BOTH_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $3, $2; cvt.rn.bf16x2.f32 $1, $5, $4;")
 ROUND_BOTH_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $3, $2; cvt.rn.f16x2.f32 $1, $5, $4;")
 MOST_SPLITS = 64  # parts of a sum
+FP32_LAUNCH = 64, 128, 64, 1, 8, 1, 1  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
 
 
 @triton.jit
@@ -258,8 +259,8 @@ def default_launch(dtype: torch.dtype, tma: bool, C: int) -> dict:
     A short sum takes about as long as its epilogue, so two programs share a multiprocessor. Without TMA the parameters
     fit into the 99 KB of shared memory of compute capability 8.6.
     """
-    if dtype == torch.float32:  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
-        values = 64, 128, 64, 1, 8, 1, 1
+    if dtype == torch.float32:
+        values = FP32_LAUNCH
     elif tma and C <= 1024:
         values = 128, 128, 64, 2, 4, 3, 2
     elif tma:
@@ -309,7 +310,8 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
 
     `kernel` is the name of the entries in the tables of launch parameters.
     """
-    (N, C), F = x.shape, w.shape[0 if w_by_rows else 1]
+    N, C = x.shape
+    F = w.shape[0] if w_by_rows else w.shape[1]
     y = x.new_empty(N, F)
     tma = can_use_tma(x, w, y)
     grid, launch = choose_launch(kernel, x, F, tma, default_launch(x.dtype, tma, C))
@@ -332,7 +334,8 @@ def matmul(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None, w_by_r
 
 def matmul_transposed(kernel: str, a: Tensor, b: Tensor) -> Tensor:
     """Return a^T b (F, C) in the dtype of a, for contiguous a (N, F) and b (N, C), N > 0. It sums in fp32."""
-    (N, F), C = a.shape, b.shape[1]
+    N, F = a.shape
+    C = b.shape[1]
     tma = can_use_tma(a, b)
     key = f"{F} {C} {a.dtype}{' tma' if tma else ''}"
     launch = launch_parameters(kernel, key, default_launch_transposed(a.dtype, tma), a.device)

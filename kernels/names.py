@@ -15,7 +15,7 @@ ALL_OPS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 ALL_OPS.sort(key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
 
 
-def constant(op: str, name: str, default: Any) -> Any:
+def read_constant(op: str, name: str, default: Any) -> Any:
     """Return the value of `name` at the top level of the op's contract. Its file is read and not imported."""
     for node in ast.parse(read_text(ROOT / op / "__init__.py")).body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
@@ -28,8 +28,8 @@ def constant(op: str, name: str, default: Any) -> Any:
 
 
 INSTEAD = {"gluon": "triton"}  # preset -> what it takes for an op without a backend of its name, if not eager
-TRAINING_OPS = [op for op in ALL_OPS if constant(op, "TRAINS", True)]  # the ops of a training step
-GENERATION_OPS = [op for op in ALL_OPS if not constant(op, "OPTIMIZER", False)]
+TRAINING_OPS = [op for op in ALL_OPS if read_constant(op, "TRAINS", True)]  # the ops of a training step
+GENERATION_OPS = [op for op in ALL_OPS if not read_constant(op, "OPTIMIZER", False)]
 OPS = [op for op in TRAINING_OPS if op in GENERATION_OPS]  # the ones that the model calls in training
 
 
@@ -45,7 +45,7 @@ def override_key(op: str) -> str:
 
 def default_impl(op: str) -> str:
     """Return the backend that runs if the config names none."""
-    return constant(op, "DEFAULT", "eager")
+    return read_constant(op, "DEFAULT", "eager")
 
 
 def ops_with_a_choice() -> list[str]:

@@ -9,6 +9,7 @@ split.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.compat import storage_id
 
@@ -22,11 +23,11 @@ class Split(torch.autograd.Function):
     """packed.split(heads, dim=2), with a backward that copies nothing if the gradients are side by side in memory."""
 
     @staticmethod
-    def forward(ctx, packed, heads):
+    def forward(ctx: FunctionCtx, packed: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, ...]:
         return packed.split(heads, dim=2)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():  # create_graph=True: a second derivative needs the concatenation
             return torch.cat(gradients, 2), None
         first = gradients[0]

@@ -204,7 +204,7 @@ def candidates() -> list[dict]:
     return [dict(zip(NAMES, choice, strict=True)) for choice in choices]
 
 
-def tiles(kernel: str, x: Tensor) -> tuple[int, int, dict]:
+def choose_tile_launch(kernel: str, x: Tensor) -> tuple[int, int, dict]:
     """Return how many tiles x (N, C) has along N and in all, and the launch parameters of a kernel on such tiles."""
     N, C = x.shape
     launch = launch_parameters(kernel, f"{C} {x.dtype}", default_launch(), x.device)
@@ -212,7 +212,7 @@ def tiles(kernel: str, x: Tensor) -> tuple[int, int, dict]:
     return tiles_n, tiles_n * triton.cdiv(C, launch["BLOCK_C"]), launch
 
 
-def unit_of(scale: float, device: torch.device) -> Tensor:
+def unit_tensor(scale: float, device: torch.device) -> Tensor:
     """Return 1 / scale, a scalar in fp32 on the device. Do not write to it: later calls return the same tensor.
 
     Filling a new tensor takes 2 us, and a step of 1558M asks for it 600 times.
@@ -250,7 +250,8 @@ def quantize(
     `unit` is 1 / scale, a scalar in fp32 on the device. `maxima` are the largest absolute values of a weight's parts,
     in fp32. If they are given, the kernel writes `unit`. Without `columns` or `sums`, that output is empty.
     """
-    (N, C), (tiles_n, programs, launch) = x.shape, tiles("quantize", x)
+    N, C = x.shape
+    tiles_n, programs, launch = choose_tile_launch("quantize", x)
     by_rows, by_columns = empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)
     partial = torch.empty(tiles_n, C, dtype=torch.float32, device=x.device) if sums else None
     _quantize_kernel[(programs,)](
@@ -271,12 +272,12 @@ def quantize(
 @torch.library.custom_op("hotswap::round_input", mutates_args=())
 def round_input(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
     """Return x (N, C) in e4m3, times X_SCALE, by rows and by columns. Without `columns`, the second is empty."""
-    rows, by_columns, _ = quantize(x, unit_of(X_SCALE, x.device), columns=columns)
+    rows, by_columns, _ = quantize(x, unit_tensor(X_SCALE, x.device), columns=columns)
     return rows, by_columns
 
 
 @round_input.register_fake
-def _(x, columns):
+def _(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
     N, C = x.shape
     return empty_fp8(N, C, E4M3, x.device), empty_fp8(C, N if columns else 0, E4M3, x.device)
 
@@ -284,7 +285,7 @@ def _(x, columns):
 round_input = bypass_dispatcher(round_input)
 
 
-def with_layouts(x: Tensor | InFp8, columns: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def matrix_and_layouts(x: Tensor | InFp8, columns: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Return x (..., C) as a contiguous (N, C) matrix, and in fp8 by rows and by columns. A norm may have rounded it.
 
     Without `columns`, the last is empty.

@@ -106,7 +106,7 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
     check: bool = True  # before training, check backends that are not of this repo (lab/bench/new_backends.py)
     fp8: Any = None  # with precision=fp8, a list of the ops whose products are in fp8; None: every op that can
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for op in ALL_OPS:
             if op != "attention":
                 check_name(op, getattr(self, op), config_key(op))
@@ -124,7 +124,7 @@ class AttnConfig:
     impl: str
     version: str | None = None  # an implementation in the backend's VERSIONS; None: the backend chooses
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_name("attention", self.impl, config_key("attention"))
         if self.version is None:
             return
@@ -274,7 +274,7 @@ def cpp_compiler() -> str | None:
     return None
 
 
-def describe(op: str, impl: str, version: str | None = None, chosen: str | None = None, **shape) -> str:
+def describe(op: str, impl: str, version: str | None = None, chosen: str | None = None, **shape: Any) -> str:
     """Return the backend and what it runs for inputs(**shape): "sdpa (cudnn, torch 2.11.0)". It allocates no memory.
 
     `chosen` is the backend that `auto` took when the model was built: "auto (triton: triton 3.6.0)".
@@ -290,7 +290,7 @@ def describe(op: str, impl: str, version: str | None = None, chosen: str | None 
         return f"{impl} ({detail(**contract(op).inputs(**shape), **version_argument(version))})"
 
 
-def describe_choice(op: str, impl: str, **inputs) -> str:
+def describe_choice(op: str, impl: str, **inputs: Any) -> str:
     """Return the backend's name and, if it has one, its own detail(): "triton: triton 3.6.0", "eager"."""
     detail = getattr(backend(op, impl), "detail", None)
     return f"{impl}: {detail(**inputs)}" if detail else impl

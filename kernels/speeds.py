@@ -125,7 +125,8 @@ def store_speeds(op: str, inputs: dict, rows: Iterable[dict], device: torch.devi
     baselines = {name: times[name] for name in ("eager", "compile") if name in times}
     if call is None or "eager" not in times:
         return
-    entries, (words, amounts) = {}, call
+    words, amounts = call
+    entries = {}
     for impl in times.keys() - {"eager", "compile", "auto"}:
         ways = {}
         for way in times[impl].keys() & times["eager"].keys():

@@ -25,7 +25,8 @@ be copied into a flat one. TorchAdamW also updates fp32 weights and sharded weig
 (model/flat_adamw.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,9 @@ FEATURES = ["refused", "fp32_gradient"]
 BOUND = "bytes"
 
 
-def conflict(*, master, exp_avg, exp_avg_sq, weight, gradient, **_) -> str | None:
+def conflict(
+    *, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weight: Tensor, gradient: Tensor, **_: object
+) -> str | None:
     """Return why these tensors cannot be updated in place, or None."""
     if master.shape[0] % MULTIPLE:
         return f"n = {master.shape[0]} is no multiple of {MULTIPLE}"
@@ -68,21 +71,21 @@ def conflict(*, master, exp_avg, exp_avg_sq, weight, gradient, **_) -> str | Non
 
 
 def reference(
-    master,
-    exp_avg,
-    exp_avg_sq,
-    weight,
-    gradient,
-    lr,
-    scale,
-    updates,
-    refuse,
-    decayed,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-):
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    updates: Tensor,
+    refuse: Tensor,
+    decayed: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the new (master, exp_avg, exp_avg_sq, weight). Unlike a backend, it changes none of its arguments."""
     gradient = gradient.to(master.dtype) * scale
     new_exp_avg = beta1 * exp_avg + (1 - beta1) * gradient
@@ -96,14 +99,24 @@ def reference(
     return *states, torch.where(refuse, weight, states[0].to(weight.dtype))
 
 
-def results(function: Callable, /, **arguments) -> tuple[Tensor, ...]:
+def results(function: Callable, /, **arguments: Any) -> tuple[Tensor, ...]:
     """Return the four tensors that a backend's function changes, from copies of the arguments."""
     copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     function(**copies)
     return tuple(copies[name] for name in ("master", "exp_avg", "exp_avg_sq", "weight"))
 
 
-def inputs(shape, *, decayed=0, updates=3, refuse=False, gradient_dtype=None, dtype, device="cpu", seed=0):
+def inputs(
+    shape: Sequence[int],
+    *,
+    decayed: int = 0,
+    updates: int = 3,
+    refuse: bool = False,
+    gradient_dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """Return random arguments of adamw(), as a dict. `dtype` is the weight's. gradient_dtype=None is the same."""
     generator = torch.Generator(device).manual_seed(seed)
     master, exp_avg, exp_avg_sq, gradient = (torch.randn(shape, generator=generator, device=device) for _ in range(4))
@@ -125,7 +138,9 @@ def inputs(shape, *, decayed=0, updates=3, refuse=False, gradient_dtype=None, dt
     }
 
 
-def cost(shape, *, gradient_dtype=None, dtype=torch.bfloat16, **_):
+def cost(
+    shape: Sequence[int], *, gradient_dtype: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16, **_: object
+) -> dict[str, tuple[int, int]]:
     """Return {"forward": (FLOPs, bytes)}. It reads and writes three fp32 tensors, reads the gradient, writes weight."""
     [n] = shape
     return {"forward": (18 * n, n * (6 * 4 + (gradient_dtype or dtype).itemsize + dtype.itemsize))}

@@ -13,6 +13,7 @@ needs precision=bf16 to call this file. The contract is kernels/adamw/__init__.p
 """
 
 import torch
+from torch import Tensor
 
 # Your Triton kernel goes here; kernels/adamw/triton.py is an example.
 #   1. the kernel: a function with @triton.jit
@@ -23,21 +24,21 @@ import torch
 
 
 def adamw(
-    master,
-    exp_avg,
-    exp_avg_sq,
-    weight,
-    gradient,
-    lr,
-    scale,
-    updates,
-    refuse,
-    decayed,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-):
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    updates: Tensor,
+    refuse: Tensor,
+    decayed: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     gradient = gradient.to(master.dtype) * scale
     mean = beta1 * exp_avg + (1 - beta1) * gradient
     mean_of_squares = beta2 * exp_avg_sq + (1 - beta2) * gradient.square()

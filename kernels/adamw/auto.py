@@ -5,8 +5,10 @@ fewer bytes (triton.py). Triton's interpreter on a CPU is for tests, and `auto` 
 """
 
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels.lookup import backend
 from kernels.registry import describe_choice
@@ -25,10 +27,10 @@ def unavailable(device: torch.device) -> None:
     _functions[device.type] = backend("adamw", choose(device)).adamw
 
 
-def detail(master, **inputs) -> str:
+def detail(master: Tensor, **inputs: Any) -> str:
     return describe_choice("adamw", choose(master.device), master=master, **inputs)
 
 
-def adamw(master, *arguments, **options):
+def adamw(master: Tensor, *arguments: Any, **options: Any) -> None:
     function = _functions[master.device.type]
     function(master, *arguments, **options)

@@ -96,30 +96,26 @@ def adamw_update(
     )
 
 
-@adamw_update.register_fake
-def _(*arguments, **named):
-    return None
-
-
+adamw_update.register_fake(lambda *arguments, **named: None)
 adamw_update = bypass_dispatcher(adamw_update)
 
 
 def adamw(
-    master,
-    exp_avg,
-    exp_avg_sq,
-    weight,
-    gradient,
-    lr,
-    scale,
-    updates,
-    refuse,
-    decayed,
-    beta1,
-    beta2,
-    eps,
-    weight_decay,
-):
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    updates: Tensor,
+    refuse: Tensor,
+    decayed: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
     check_dtypes("adamw", weight, gradient)
     # From fp64, because 1 - beta^t loses digits in fp32
     corrections = torch.stack([1 - beta1**updates, 1 - beta2**updates]).float()

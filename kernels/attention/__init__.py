@@ -25,8 +25,10 @@ Unavailable for a model that needs this argument.
 
 from collections.abc import Sequence
 from math import sqrt  # not `import math`: importing the backend math.py sets kernels.attention.math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 TENSORS = {"q": "B Tq H D", "k": "B Tk Hkv D", "v": "B Tk Hkv D", "lengths": "B", "starts": "B Tq"}
 ANY_STRIDES = ("q", "k", "v")
@@ -80,7 +82,19 @@ BOUND = "flops"
 FAMILY = r"(?i)flash|fmha|sdpa|attention|softmax|cudnn::fusion"
 
 
-def in_model(*, batch, length, n_head, kv_heads, head_dim, window, learned_positions, documents, keys=None, **_):
+def in_model(
+    *,
+    batch: int,
+    length: int,
+    n_head: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    learned_positions: bool,
+    documents: bool,
+    keys: int | None = None,
+    **_: object,
+) -> dict[str, Any]:
     """Return the arguments of inputs() for a model's call.
 
     `keys` is the number of keys in the cache of a decoding step, and None for other calls. `documents` is true if
@@ -93,9 +107,10 @@ def in_model(*, batch, length, n_head, kv_heads, head_dim, window, learned_posit
     return {"shape": (batch, length, n_head, head_dim), "kv_heads": kv_heads, "window": window, **options}
 
 
-def conflict(q, k, causal=True, starts=None, **_) -> str | None:
+def conflict(q: Tensor, k: Tensor, causal: bool = True, starts: Tensor | None = None, **_: object) -> str | None:
     """Return, in one line, why the sizes of the tensors do not fit together, or None."""
-    (_, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
+    queries, heads = q.shape[1:3]
+    keys, kv_heads = k.shape[1:3]
     if heads and (not kv_heads or heads % kv_heads):
         return f"q has {heads} heads, which is no multiple of the {kv_heads} heads of k and v"
     if starts is not None and queries != keys:
@@ -105,7 +120,17 @@ def conflict(q, k, causal=True, starts=None, **_) -> str | None:
     return None
 
 
-def reference(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     """Compute attention in plain PyTorch, in any dtype; the tests take its float64 result as exact."""
     heads, queries, keys = q.shape[2], q.shape[1], k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
@@ -116,7 +141,16 @@ def reference(q, k, v, *, causal=True, scale=None, lengths=None, window=None, st
     return (scores.softmax(-1) @ v).transpose(1, 2)
 
 
-def attention_mask(queries, keys, device, *, causal=True, lengths=None, window=None, starts=None):
+def attention_mask(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor | None:
     """Return a bool mask (B or 1, 1, Tq, Tk), True where the query sees the key; None if every query sees every key."""
     end = keys if lengths is None else lengths.view(-1, 1, 1, 1)  # each query sees keys before `end`
     if causal and queries > 1:  # with one query (a decoding step) the shift is 0, and skipping it saves kernel launches
@@ -133,22 +167,22 @@ def attention_mask(queries, keys, device, *, causal=True, lengths=None, window=N
 
 
 def inputs(
-    shape,
+    shape: Sequence[int],
     *,
-    keys=None,
-    kv_heads=None,
-    causal=True,
-    scale=None,
-    lengths=None,
-    window=None,
-    documents=None,
-    magnitude=1.0,
-    packed=False,
-    contiguous=True,
-    dtype,
-    device="cpu",
-    seed=0,
-):
+    keys: int | None = None,
+    kv_heads: int | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+    magnitude: float = 1.0,
+    packed: bool = False,
+    contiguous: bool = True,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """Return random arguments for attention(); `shape` is q's (B, Tq, H, D).
 
     keys        Tk; None for Tq
@@ -162,7 +196,7 @@ def inputs(
     batch, queries, heads, width = shape
     keys, kv_heads = keys or queries, kv_heads or heads
 
-    def randn(*size, std=1.0):
+    def randn(*size: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
 
     if packed:
@@ -192,17 +226,17 @@ def document_starts(documents: Sequence[int]) -> list[int]:
 
 
 def cost(
-    shape,
+    shape: Sequence[int],
     *,
-    keys=None,
-    kv_heads=None,
-    causal=True,
-    lengths=None,
-    window=None,
-    documents=None,
-    dtype=torch.bfloat16,
-    **_,
-):
+    keys: int | None = None,
+    kv_heads: int | None = None,
+    causal: bool = True,
+    lengths: Sequence[int] | None = None,
+    window: int | None = None,
+    documents: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **_: object,
+) -> dict[str, tuple[int, int]]:
     """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}. The arguments are as in inputs().
 
     The forward has two matmuls; the backward has five, because it recomputes the scores. FLOPs count only the

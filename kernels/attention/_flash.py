@@ -24,14 +24,41 @@ from torch import Tensor
 
 from kernels.tuned import user_cache
 
-Kernels = tuple[Callable, Callable]
-
 
 class Documents(NamedTuple):
     """The documents in packed tensors (N, H, D)."""
 
     bounds: Tensor  # (documents + 1,) int32: the first row of each document, then N
     longest: int  # the number of rows of the longest document
+
+
+class Options(NamedTuple):
+    """The arguments of attention() besides q, k and v."""
+
+    causal: bool
+    scale: float
+    window: int | None
+    documents: Documents | None
+    lengths: Tensor | None = None  # no backward has lengths
+
+
+class BackwardTensors(NamedTuple):
+    """What a backward reads, and dq, dk and dv, to which it writes."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Kernels(NamedTuple):
+    forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]  # q, k, v -> out, lse
+    backward: Callable[[BackwardTensors, Options], None]
 
 
 def varlen_options(documents: Documents | None) -> dict:
@@ -42,11 +69,11 @@ def varlen_options(documents: Documents | None) -> dict:
     return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
-def fa4() -> Kernels:
+def load_fa4() -> Kernels:
     """Import FlashAttention-4: kernels in the CuTe DSL, which compiles them on first use.
 
     On Hopper a single multiprocessor reads all keys of a (sequence, head) pair, so few multiprocessors read a long
-    cache. torch.compile cannot trace the package's autograd.Function, so fa4() calls the two functions that the
+    cache. torch.compile cannot trace the package's autograd.Function, so this calls the two functions that the
     autograd.Function wraps.
     """
     keep_compiled_kernels()
@@ -54,18 +81,18 @@ def fa4() -> Kernels:
 
     warnings.filterwarnings("ignore", "Argument aux_data")  # FA4's own compiler warns about an argument that FA4 passes
 
-    def mask_options(causal, window):
-        return {"causal": causal, "window_size_left": None if window is None else window - 1}
+    def keywords(options: Options) -> dict:
+        left = None if options.window is None else options.window - 1
+        mask = {"causal": options.causal, "window_size_left": left}
+        return {"softmax_scale": options.scale, **mask, **varlen_options(options.documents)}
 
-    def forward(q, k, v, causal, scale, window, lengths, documents):
-        options = {"softmax_scale": scale, "seqused_k": lengths, "return_lse": True, **varlen_options(documents)}
-        return _flash_attn_fwd(q, k, v, **options, **mask_options(causal, window))[:2]
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        return _flash_attn_fwd(q, k, v, seqused_k=options.lengths, return_lse=True, **keywords(options))[:2]
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
-        options = {"softmax_scale": scale, "dq": dq, "dk": dk, "dv": dv, **varlen_options(documents)}
-        _flash_attn_bwd(q, k, v, out, dout, lse, **options, **mask_options(causal, window))
+    def backward(t: BackwardTensors, options: Options) -> None:
+        _flash_attn_bwd(t.q, t.k, t.v, t.out, t.dout, t.lse, dq=t.dq, dk=t.dk, dv=t.dv, **keywords(options))
 
-    return forward, backward
+    return Kernels(forward, backward)
 
 
 def kernel_folder() -> Path:
@@ -87,7 +114,7 @@ def keep_compiled_kernels() -> None:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
-def fa3() -> Kernels:
+def load_fa3() -> Kernels:
     """Import FlashAttention-3: written in CUDA for Hopper (Shah et al. 2024, arXiv:2407.08608)."""
     import flash_attn_interface  # noqa: F401  # registers the operators
 
@@ -95,23 +122,22 @@ def fa3() -> Kernels:
     if not (hasattr(ops, "fwd") and hasattr(ops, "bwd")):
         raise ImportError("flash_attn_interface does not register flash_attn_3::fwd and flash_attn_3::bwd")
 
-    def mask_options(causal, window):
-        return {"is_causal": causal, "window_size_left": window_left(window)}
+    def keywords(options: Options) -> dict:
+        mask = {"is_causal": options.causal, "window_size_left": window_left(options.window)}
+        return {"softmax_scale": options.scale, **mask, **varlen_options(options.documents)}
 
-    def forward(q, k, v, causal, scale, window, lengths, documents):
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         # num_splits = 0 lets FA3 distribute the keys of one query over all multiprocessors
-        splits = 1 if lengths is None else 0
-        options = {"softmax_scale": scale, "seqused_k": lengths, "num_splits": splits, **varlen_options(documents)}
-        return ops.fwd(q, k, v, **options, **mask_options(causal, window))[:2]
+        splits = 1 if options.lengths is None else 0
+        return ops.fwd(q, k, v, seqused_k=options.lengths, num_splits=splits, **keywords(options))[:2]
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
-        options = {"softmax_scale": scale, **mask_options(causal, window), **varlen_options(documents)}
-        ops.bwd(dout, q, k, v, out, lse, dq, dk, dv, **options)
+    def backward(t: BackwardTensors, options: Options) -> None:
+        ops.bwd(t.dout, t.q, t.k, t.v, t.out, t.lse, t.dq, t.dk, t.dv, **keywords(options))
 
-    return forward, backward
+    return Kernels(forward, backward)
 
 
-def fa2() -> Kernels:
+def load_fa2() -> Kernels:
     """Import FlashAttention-2: written in CUDA for Ampere (Dao 2023, arXiv:2307.08691).
 
     Raises ImportError for versions before 2.7, which pass the window in one argument instead of two.
@@ -128,65 +154,85 @@ def fa2() -> Kernels:
     if [int(part) for part in __version__.split(".")[:2]] < [2, 7]:
         raise ImportError(f"flash_attn is {__version__}, older than 2.7")
 
-    def kernel_options(causal, scale, window):
-        mask_options = {"causal": causal, "window_size_left": window_left(window), "window_size_right": -1}
-        return {"dropout_p": 0.0, "softmax_scale": scale, "softcap": 0.0, "alibi_slopes": None, **mask_options}
+    def keywords(options: Options) -> dict:
+        window = {"window_size_left": window_left(options.window), "window_size_right": -1}
+        mask = {"causal": options.causal, **window, **varlen_options(options.documents)}
+        return {"dropout_p": 0.0, "softmax_scale": options.scale, "softcap": 0.0, "alibi_slopes": None, **mask}
 
-    def forward(q, k, v, causal, scale, window, lengths, documents):
-        options = kernel_options(causal, scale, window)
-        if documents:
-            return _flash_attn_varlen_forward(q, k, v, **varlen_options(documents), **options)[:2]
-        if lengths is None:
-            return _flash_attn_forward(q, k, v, **options, return_softmax=False)[:2]
-        mask_options = {"causal": causal, "window_size": (window_left(window), -1), "cache_seqlens": lengths}
-        return flash_attn_with_kvcache(q, k, v, softmax_scale=scale, return_softmax_lse=True, **mask_options)
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        if options.documents:
+            return _flash_attn_varlen_forward(q, k, v, **keywords(options))[:2]
+        if options.lengths is None:
+            return _flash_attn_forward(q, k, v, **keywords(options), return_softmax=False)[:2]
+        return flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            cache_seqlens=options.lengths,
+            softmax_scale=options.scale,
+            causal=options.causal,
+            window_size=(window_left(options.window), -1),
+            return_softmax_lse=True,
+        )
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
-        options = {**kernel_options(causal, scale, window), "deterministic": False, **varlen_options(documents)}
-        backward_kernel = _flash_attn_varlen_backward if documents else _flash_attn_backward
-        backward_kernel(dout, q, k, v, out, lse, dq, dk, dv, **options)
+    def backward(t: BackwardTensors, options: Options) -> None:
+        backward_kernel = _flash_attn_varlen_backward if options.documents else _flash_attn_backward
+        tensors = t.dout, t.q, t.k, t.v, t.out, t.lse, t.dq, t.dk, t.dv
+        backward_kernel(*tensors, **keywords(options), deterministic=False)
 
-    return forward, backward
+    return Kernels(forward, backward)
 
 
-def pytorch_built_in() -> Kernels:
+def load_built_in() -> Kernels:
     """Return the FlashAttention-2 that PyTorch contains, through the operators below scaled_dot_product_attention."""
     if not torch.backends.cuda.is_flash_attention_available():
         raise ImportError("this PyTorch was built without FlashAttention")
     aten = torch.ops.aten
 
-    def forward(q, k, v, causal, scale, window, lengths, documents):
-        options = {"scale": scale, "window_size_left": window_left(window), "window_size_right": -1}
-        if documents:
-            bounds, longest = documents
-            sizes_and_mask = longest, longest, 0.0, causal, False
-            return aten._flash_attention_forward(q, k, v, bounds, bounds, *sizes_and_mask, **options)[:2]
-        (B, queries, H, D), keys = q.shape, k.shape[1]
-        sizes_and_mask = queries, keys, 0.0, causal, False  # 0.0: no dropout; False: no debug mask
-        if lengths is None:
-            return aten._flash_attention_forward(q, k, v, None, None, *sizes_and_mask, **options)[:2]
+    def keywords(options: Options) -> dict:
+        window = {"window_size_left": window_left(options.window), "window_size_right": -1}
+        return {"dropout_p": 0.0, "is_causal": options.causal, "scale": options.scale, **window}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        arguments = {"return_debug_mask": False, **keywords(options)}
+        if options.documents or options.lengths is None:
+            sequences = sequence_arguments(q, k, options.documents)
+            return aten._flash_attention_forward(q, k, v, **sequences, **arguments)[:2]
         # The operator supports lengths only for packed sequences. A cache can be read as packed sequences: each
         # sequence occupies Tk rows and uses only the first of them
-        k, v, k_starts = pack_cache(k, v)
-        q_starts = torch.arange(0, (B + 1) * queries, queries, dtype=torch.int32, device=q.device)
-        options["seqused_k"] = lengths
-        q = q.reshape(B * queries, H, D)
-        out, lse, *_ = aten._flash_attention_forward(q, k, v, q_starts, k_starts, *sizes_and_mask, **options)
+        B, queries, H, D = q.shape
+        arguments |= {"max_q": queries, "max_k": k.shape[1], "seqused_k": options.lengths}
+        arguments["cum_seq_q"] = torch.arange(0, (B + 1) * queries, queries, dtype=torch.int32, device=q.device)
+        k, v, arguments["cum_seq_k"] = pack_cache(k, v)
+        out, lse, *_ = aten._flash_attention_forward(q.reshape(B * queries, H, D), k, v, **arguments)
         return out.view(B, queries, H, D), lse.view(H, B, queries).transpose(0, 1).contiguous()
 
-    def backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents):
-        random_state = lse.new_empty(0)  # for dropout; the operator does not read it
-        if documents:
-            sizes = documents.bounds, documents.bounds, documents.longest, documents.longest
-        else:
-            sizes = None, None, q.shape[1], k.shape[1]
-        positional = *sizes, 0.0, causal, random_state, random_state  # 0.0: no dropout
-        options = {"scale": scale, "window_size_left": window_left(window), "window_size_right": -1}
-        gradients = aten._flash_attention_backward(dout, q, k, v, out, lse, *positional, **options)
-        for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+    def backward(t: BackwardTensors, options: Options) -> None:
+        random_state = t.lse.new_empty(0)  # for dropout; the operator does not read it
+        gradients = aten._flash_attention_backward(
+            t.dout,
+            t.q,
+            t.k,
+            t.v,
+            t.out,
+            t.lse,
+            rng_state=random_state,
+            unused=random_state,
+            **sequence_arguments(t.q, t.k, options.documents),
+            **keywords(options),
+        )
+        for target, gradient in zip((t.dq, t.dk, t.dv), gradients, strict=True):
             target.copy_(gradient)
 
-    return forward, backward
+    return Kernels(forward, backward)
+
+
+def sequence_arguments(q: Tensor, k: Tensor, documents: Documents | None) -> dict:
+    """Return how PyTorch's operators learn where sequences begin, and how long they are."""
+    if documents is None:
+        return {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[1], "max_k": k.shape[1]}
+    bounds, longest = documents
+    return {"cum_seq_q": bounds, "cum_seq_k": bounds, "max_q": longest, "max_k": longest}
 
 
 def window_left(window: int | None) -> int:
@@ -226,7 +272,7 @@ class Version(NamedTuple):
 # are newer still (#2553), so max_major excludes them
 VERSIONS = {
     "fa4": Version(
-        fa4,
+        load_fa4,
         "flash-attn-4",
         'pip install "flash-attn-4[cu13]>=4.0.0b36"',
         min_major=9,
@@ -235,14 +281,14 @@ VERSIONS = {
         max_head_dim=128,
     ),
     "fa3": Version(
-        fa3,
+        load_fa3,
         "flash-attn-3",
         'pip install --no-build-isolation "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
         min_major=9,
         max_major=9,
     ),
-    "fa2": Version(fa2, "flash-attn", 'pip install --no-build-isolation "flash-attn>=2.7"'),
-    "torch": Version(pytorch_built_in, "torch", "pip install torch"),
+    "fa2": Version(load_fa2, "flash-attn", 'pip install --no-build-isolation "flash-attn>=2.7"'),
+    "torch": Version(load_built_in, "torch", "pip install torch"),
 }
 
 

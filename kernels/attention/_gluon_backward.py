@@ -54,6 +54,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -433,13 +434,26 @@ LAUNCH = {
 }
 
 
-def backward(*, dout, q, k, v, out, lse, scale, dq, dk, dv) -> None:
+def backward(
+    *,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     """Compute the gradients and write them to dq (B, T, H, D), dk and dv (B, T, Hkv, D).
 
     refusal() of gluon.py is None, and can_use_tma() is true for q, k, v, dout, dq, dk and dv. dout and out are
     contiguous.
     """
-    (B, T, H, D), Hkv, size = q.shape, k.shape[2], TILE.value
+    B, T, H, D = q.shape
+    Hkv, size = k.shape[2], TILE.value
     blocks = triton.cdiv(T, BLOCK.value)  # of keys; each has two tiles of queries
     tiles = 2 * blocks
     lse_delta = torch.empty(B * H * tiles * 2 * size, dtype=torch.float32, device=q.device)

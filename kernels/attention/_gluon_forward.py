@@ -271,14 +271,15 @@ def plan(T: int, M: int, heads: int, heads_at_once: int, programs: int) -> np.nd
 
 
 @functools.cache  # without a limit: a captured CUDA graph reads its plan in every replay, so no plan may be freed
-def _plan_on(device: torch.device, *arguments) -> Tensor:
+def _plan_tensor(device: torch.device, *arguments: int) -> Tensor:
     return torch.tensor(plan(*arguments)).to(device)
 
 
-def plan_on(device: torch.device, *arguments) -> Tensor:
+def plan_tensor(device: torch.device, *arguments: int) -> Tensor:
     """Return plan(*arguments) on the device. Each plan is made once."""
-    # a fake tensor serves only its FakeTensorMode
-    return (_plan_on.__wrapped__ if fake_mode() else _plan_on)(device, *arguments)
+    if fake_mode():  # a fake tensor serves only its FakeTensorMode
+        return _plan_tensor.__wrapped__(device, *arguments)
+    return _plan_tensor(device, *arguments)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
@@ -286,10 +287,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
 
     refusal() of gluon.py is None, and can_use_tma() is true for q, k, v and out.
     """
-    (B, T, H, D), rows = q.shape, ROWS.value
+    B, T, H, D = q.shape
+    rows = ROWS.value
     consumers = 3 if D == 64 and T >= LONG else 2
     programs = min(triton.cdiv(T, consumers * rows) * B * H, multiprocessors(q.device))
-    sizes = T, consumers * rows, B * H, heads_in_l2(k), programs
     make_context_current()
     _attention_fwd_gluon_kernel[(programs,)](
         q=head_tiles(q, rows),
@@ -297,7 +298,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: fl
         v=head_tiles(v, BLOCK_N.value),
         out=head_tiles(out, rows),
         lse_ptr=lse,
-        plan_ptr=plan_on(q.device, *sizes),
+        plan_ptr=plan_tensor(q.device, T, consumers * rows, B * H, heads_in_l2(k), programs),
         lse_stride=lse.stride(1),
         scale=scale,
         H=H,

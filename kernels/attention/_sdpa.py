@@ -5,9 +5,11 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -15,7 +17,16 @@ from kernels.attention.sdpa import sdpa_arguments
 from kernels.registry import Unavailable
 
 
-def attention_with_backend(backend: SDPBackend, can_use: Callable, q, k, v, *, scale=None, **limits):
+def attention_with_backend(
+    backend: SDPBackend,
+    can_use: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    **limits: Any,
+) -> Tensor:
     """Compute attention() with `backend`. q is (B, Tq, H, D), k and v are (B, Tk, Hkv, D).
 
     `can_use` is the function in torch.backends.cuda that returns whether the backend accepts the tensors. `limits` are

@@ -18,6 +18,7 @@ still trains; what needs the argument is then refused, with the reason: without 
 import math
 
 import torch
+from torch import Tensor
 
 # Your Triton kernel goes here; kernels/attention/triton_naive.py is an example.
 #   1. the kernels: functions with @triton.jit
@@ -28,8 +29,19 @@ import torch
 # Then call the launcher in attention().
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
-    (_, queries, heads, width), keys = q.shape, k.shape[1]
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    _, queries, heads, width = q.shape
+    keys = k.shape[1]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(width) if scale is None else scale)  # (B, H, Tq, Tk)

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention._triton_tiles import (
@@ -199,7 +200,22 @@ def _dkdv_kernel(
     store_tile(dv_ptr, dk_strides, dv, b, head % Hkv, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
 
 
-def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv) -> None:
+def backward(
+    *,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     """Compute the gradients and write them to dq (B, Tq, H, D), dk and dv (B, Tk, Hkv, D).
 
     dout and out are (B, Tq, H, D), and lse (B, H, Tq rounded up to a multiple of 4) is as attention_fwd() returns it.
@@ -209,7 +225,8 @@ def backward(dout, q, k, v, out, lse, starts, causal, scale, window, dq, dk, dv)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     dout, out = dout.contiguous(), out.contiguous()
     tma = can_use_tma(q, k, v, dout, dq, dk, dv)
-    (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
+    B, Tq, H, D = q.shape
+    Tk, Hkv = k.shape[1:3]
     window = None if window is None else min(window, Tk)  # as in the forward
     delta, ends = torch.empty_like(lse), None
     if starts is not None:  # query t sees key j only if starts[t] <= j; starts never decreases

@@ -8,8 +8,10 @@ number of keys by ratio.
 
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels import fastest
 from kernels.registry import Unavailable, describe_choice
@@ -23,7 +25,9 @@ def entry_name(kind: str, dtype: torch.dtype, head_dim: int, group: int) -> str:
     return f"attention {kind} {str(dtype).removeprefix('torch.')} {head_dim} x{group}"
 
 
-def attention_kind(lengths=None, window=None, starts=None) -> str:
+def attention_kind(
+    lengths: Tensor | bool | None = None, window: int | None = None, starts: Tensor | None = None
+) -> str:
     """Return the kind of attention that an entry is for: "causal", "window documents", "causal decode", ..."""
     words = []
     if window is not None:
@@ -37,7 +41,14 @@ def attention_kind(lengths=None, window=None, starts=None) -> str:
     return " ".join(words)
 
 
-def choose_backend(q, k, causal=True, lengths=None, window=None, starts=None) -> tuple[str, ModuleType]:
+def choose_backend(
+    q: Tensor,
+    k: Tensor,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> tuple[str, ModuleType]:
     """Return the name and the module of the backend for these inputs.
 
     If the fastest one refuses them, for example because a cache has more keys than there are queries, it is the backend
@@ -46,10 +57,10 @@ def choose_backend(q, k, causal=True, lengths=None, window=None, starts=None) ->
     """
     group = q.shape[2] // k.shape[2]
     name = entry_name(attention_kind(lengths, window, starts), q.dtype, q.shape[3], group)
-    chosen = fastest.find("attention", name, k.shape[1], q.device)
+    chosen = fastest.find_backend("attention", name, k.shape[1], q.device)
     if chosen and fastest.refuses(chosen[1], q, k, causal=causal):
         name = entry_name(attention_kind(True, window, starts), q.dtype, q.shape[3], group)
-        chosen = fastest.find("attention", name, k.shape[1], q.device)
+        chosen = fastest.find_backend("attention", name, k.shape[1], q.device)
     if chosen:
         return chosen
     options = ""
@@ -65,19 +76,29 @@ def choose_backend(q, k, causal=True, lengths=None, window=None, starts=None) ->
     )
 
 
-def omit_none(**limits) -> dict:
+def omit_none(**limits: Any) -> dict:
     """Return the limits that are not None; a backend may lack the arguments for the others."""
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     limits = omit_none(lengths=lengths, window=window, starts=starts)
     _, module = choose_backend(q, k, causal, **limits)
     return module.attention(q, k, v, causal=causal, scale=scale, **limits)
 
 
-def detail(q, k, causal=True, lengths=None, window=None, starts=None, **rest) -> str:
+def detail(**inputs: Any) -> str:
     """Return the backend's name and, if it has one, its own detail()."""
-    limits = omit_none(lengths=lengths, window=window, starts=starts)
-    name, _ = choose_backend(q, k, causal, **limits)
-    return describe_choice("attention", name, q=q, k=k, causal=causal, **limits, **rest)
+    limits = {name: inputs.get(name) for name in ("lengths", "window", "starts")}
+    name, _ = choose_backend(inputs["q"], inputs["k"], inputs.get("causal", True), **limits)
+    return describe_choice("attention", name, **omit_none(**inputs))

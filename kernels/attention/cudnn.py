@@ -5,7 +5,10 @@ scaled_dot_product_attention has no arguments for a window, lengths or documents
 memory for them.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.backends.cuda import can_use_cudnn_attention
 from torch.nn.attention import SDPBackend
 
@@ -22,12 +25,22 @@ def unavailable(device: torch.device) -> str | None:
     return None if torch.backends.cudnn.is_available() else "this PyTorch was built without cuDNN: choose attn=sdpa"
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
     backend = SDPBackend.CUDNN_ATTENTION
     return attention_with_backend(backend, can_use_cudnn_attention, q, k, v, scale=scale, **limits)
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     attention(**inputs)  # raises Unavailable here, before a model runs
     return f"cudnn {torch.backends.cudnn.version()}, torch {torch.__version__}"

@@ -6,10 +6,22 @@ heads, bf16 the scores of one layer take 1.5 GiB, and autograd saves them for ev
 
 import math
 
+from torch import Tensor
+
 from kernels.attention import attention_mask
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     heads = q.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     if k.shape[1] != heads:

@@ -18,11 +18,21 @@ torch.compile, a table of fixed size holds the documents, so that no shape depen
 import functools
 from importlib import metadata
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from kernels.attention._flash import VERSIONS, Documents, Kernels, newest_version, version_unavailable
+from kernels.attention._flash import (
+    VERSIONS,
+    BackwardTensors,
+    Documents,
+    Kernels,
+    Options,
+    newest_version,
+    version_unavailable,
+)
 from kernels.direct import bypass_dispatcher
 from kernels.packed import align_rows, gradient_buffer, gradient_views
 from kernels.registry import Unavailable
@@ -42,7 +52,7 @@ def unavailable(device: torch.device, version: str | None = None) -> str | None:
     return version_unavailable(version or newest_version(device), device)
 
 
-def detail(q, k, v, *, version=None, **limits) -> str:
+def detail(q: Tensor, k: Tensor, v: Tensor, *, version: str | None = None, **limits: Any) -> str:
     name = choose_version(version, q)
     if name == "torch":
         return f"PyTorch's fa2, torch {torch.__version__}"
@@ -84,7 +94,7 @@ def document_bounds(starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @document_bounds.register_fake
-def _(starts):
+def _(starts: Tensor) -> tuple[Tensor, Tensor]:
     size = (starts.numel() + 1,)
     return starts.new_empty(size, dtype=torch.int32), torch.empty(2, dtype=torch.int64, device="cpu")
 
@@ -112,15 +122,26 @@ def flash_fwd(
 
     bounds and sizes are the results of document_bounds(), or None. With them, lse is (H, B Tq).
     """
-    forward, _ = load_kernels(choose_version(version, q))
+    forward = load_kernels(choose_version(version, q)).forward
     documents = select_documents(bounds, sizes)
-    tensors = pack(documents, *map(align_rows, (q, k, v)))
-    out, lse = forward(*tensors, causal, scale, window, lengths, documents)
+    packed_q, packed_k, packed_v = pack(documents, *map(align_rows, (q, k, v)))
+    out, lse = forward(packed_q, packed_k, packed_v, Options(causal, scale, window, documents, lengths))
     return out.view(q.shape) if documents else out.contiguous(), lse
 
 
 @flash_fwd.register_fake
-def _(q, k, v, causal, scale, window, lengths, bounds, sizes, version):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    lengths: Tensor | None,
+    bounds: Tensor | None,
+    sizes: Tensor | None,
+    version: str | None,
+) -> tuple[Tensor, Tensor]:
     B, Tq, H, _ = q.shape
     lse_shape = (B, H, Tq) if bounds is None else (H, B * Tq)
     return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
@@ -154,16 +175,18 @@ def flash_bwd(
     version: str | None,
 ) -> Tensor:
     """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
-    _, backward = load_kernels(choose_version(version, q))
+    backward = load_kernels(choose_version(version, q)).backward
     grads, documents = gradient_buffer(q, k), select_documents(bounds, sizes)
-    tensors = pack(documents, dout.contiguous(), *map(align_rows, (q, k, v)), out)
-    gradients = pack(documents, *gradient_views(grads, q, k))  # views of grads
-    backward(*tensors, lse, causal, scale, window, *gradients, documents)
+    dq, dk, dv = pack(documents, *gradient_views(grads, q, k))  # views of grads
+    q, k, v = pack(documents, *map(align_rows, (q, k, v)))
+    dout, out = pack(documents, dout.contiguous(), out)
+    tensors = BackwardTensors(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv)
+    backward(tensors, Options(causal, scale, window, documents))
     return grads
 
 
 @flash_bwd.register_fake
-def _(dout, q, k, *_):
+def _(dout: Tensor, q: Tensor, k: Tensor, *_: object) -> Tensor:
     """Also allocate what the kernels allocate in fp32, so that lab/proof/memory.py counts it.
 
     All versions allocate sums of dq, and two numbers per query. If query heads share a key head, versions 3 and 4 also
@@ -177,26 +200,52 @@ def _(dout, q, k, *_):
     return grads
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, ctx.causal, ctx.scale, ctx.window, _, bounds, sizes, ctx.version = inputs
     ctx.save_for_backward(q, k, v, *output, bounds, sizes)
 
 
-def _backward(ctx, dout, _dlse):
-    *tensors, bounds, sizes = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = flash_bwd(dout, *tensors, ctx.causal, ctx.scale, ctx.window, bounds, sizes, ctx.version)
-    return *gradient_views(grads, *tensors[:2]), *[None] * 7
+def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, bounds, sizes = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
+    grads = flash_bwd(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        causal=ctx.causal,
+        scale=ctx.scale,
+        window=ctx.window,
+        bounds=bounds,
+        sizes=sizes,
+        version=ctx.version,
+    )
+    no_gradients = [None] * 7
+    return *gradient_views(grads, q, k), *no_gradients
 
 
 flash_bwd = bypass_dispatcher(flash_bwd)
 flash_fwd = bypass_dispatcher(flash_fwd, _backward, _setup_context)
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None, version=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+    version: str | None = None,
+) -> Tensor:
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     bounds = sizes = None
     if starts is not None:
         # torch.compile itself merges equal calls of an operator; an inference tensor has no version
         cacheable = not torch.compiler.is_compiling() and not starts.is_inference()
         bounds, sizes = cached_bounds(starts, starts._version) if cacheable else document_bounds(starts)
+    # bypass_dispatcher() takes no keywords
     return flash_fwd(q, k, v, causal, scale, window, lengths, bounds, sizes, version)[0]

@@ -11,6 +11,7 @@ compiled training step computes them once for all layers.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,17 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     if q.stride(-1) != 1:  # PyTorch 2.11's kernel then gives wrong numbers in bf16: off by 0.7 of the largest
         q = q.contiguous()
     shape = (q.shape[1], k.shape[1], q.device, causal, window)
@@ -80,7 +91,7 @@ def block_mask(
     """
     offset = 0 if keys == queries else keys - queries  # the constant 0 lets one compiled kernel serve all lengths
 
-    def visible_range(b, q):
+    def visible_range(b: Tensor, q: Tensor) -> tuple:
         if lengths is None:
             last = q + offset if causal else keys - 1
         else:
@@ -90,7 +101,7 @@ def block_mask(
             first = starts[b, q] if window is None else torch.maximum(first, starts[b, q])
         return first, last
 
-    def is_visible(b, h, q, k):
+    def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         first, last = visible_range(b, q)
         return (k >= first) & (k <= last)
 
@@ -107,10 +118,16 @@ def block_mask(
     nonempty = (k + BLOCK > lowest_first) & (k <= highest_last)
     full = (k >= highest_first) & (k + BLOCK - 1 <= lowest_last) & (q + BLOCK <= queries)
     size = batch, 1, len(q), len(k)
-    partial_blocks = list_blocks((nonempty & ~full).expand(size))
-    full_blocks = list_blocks(full.expand(size))
+    partial_counts, partial_indices = list_blocks((nonempty & ~full).expand(size))
+    full_counts, full_indices = list_blocks(full.expand(size))
     return BlockMask.from_kv_blocks(
-        *partial_blocks, *full_blocks, BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(queries, keys)
+        kv_num_blocks=partial_counts,
+        kv_indices=partial_indices,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(queries, keys),
     )
 
 
@@ -124,7 +141,7 @@ def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache  # without a limit: a captured CUDA graph reads its mask in every replay, so no mask may be freed
-def cached_block_mask(*shape) -> BlockMask:
+def cached_block_mask(*shape: Any) -> BlockMask:
     """Return block_mask(*shape), the same one for equal arguments. It takes 17 KB at T = 4096, and 4 MB at T = 65,536.
 
     A mask that is first used in inference must not be an inference tensor, because autograd could not save it later.

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.attention import _gluon_backward, _gluon_forward
 from kernels.attention._triton_tiles import can_use_tma, empty_outputs
@@ -58,14 +59,14 @@ def attention_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
 
 
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
 
 
-def _backward(ctx, dout, _dlse):
-    q, k, *rest = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = attention_bwd(dout, q, k, *rest, ctx.scale)
+def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
+    grads = attention_bwd(dout, q, k, v, out, lse, ctx.scale)
     return *gradient_views(grads, q, k), None
 
 
@@ -78,7 +79,8 @@ def refusal(q: Tensor, k: Tensor, causal: bool = True) -> str | None:
 
     The backward reads lse and delta by TMA, whose coordinates are int32.
     """
-    (B, T, H, D), size = q.shape, _gluon_backward.BLOCK.value
+    B, T, H, D = q.shape
+    size = _gluon_backward.BLOCK.value
     if q.dtype not in DTYPES:
         return f"bfloat16 or float16, not {q.dtype}"
     if D not in HEAD_DIMS:
@@ -90,7 +92,7 @@ def refusal(q: Tensor, k: Tensor, causal: bool = True) -> str | None:
     return None
 
 
-def attention(q, k, v, *, causal=True, scale=None):
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
     if reason := refusal(q, k, causal):
         raise Unavailable(f"attention=gluon takes {reason}: choose attn=triton")
     return attention_fwd(q, k, v, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)[0]

@@ -6,12 +6,23 @@ in fp32, which takes twice the bytes.
 
 from math import sqrt
 
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.attention import sdpa
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
     scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     with sdpa_kernel(SDPBackend.MATH):

@@ -5,7 +5,10 @@ call fails with PyTorch's reason; `attn=sdpa` would continue with another backen
 a (Tq, Tk) mask in memory.
 """
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.backends.cuda import can_use_efficient_attention
 from torch.nn.attention import SDPBackend
 
@@ -20,12 +23,22 @@ def unavailable(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "it needs an NVIDIA GPU; on a CPU choose attn=sdpa"
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
     backend = SDPBackend.EFFICIENT_ATTENTION
     return attention_with_backend(backend, can_use_efficient_attention, q, k, v, scale=scale, **limits)
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     attention(**inputs)  # raises Unavailable here, before a model runs
     return f"torch {torch.__version__}"

@@ -5,9 +5,12 @@ registry passes fake tensors, so the call allocates no memory and computes nothi
 """
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels.attention import attention_mask
 from kernels.compat import TorchDispatchMode
@@ -29,12 +32,31 @@ RUNS = {
 deterministic = False  # PyTorch warns that the backward of flash, cudnn and efficient is nondeterministic
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     arguments = sdpa_arguments(q, k, v, causal=causal, lengths=lengths, window=window, starts=starts)
     return F.scaled_dot_product_attention(**arguments, scale=scale).transpose(1, 2)
 
 
-def sdpa_arguments(q, k, v, *, causal=True, lengths=None, window=None, starts=None):
+def sdpa_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> dict[str, Any]:
     """Translate the contract's arguments to PyTorch's names and its layout (B, H, T, D)."""
     shared_keys = q.shape[2] != k.shape[2]
     if causal and q.shape[1] == k.shape[1] and lengths is None and window is None and starts is None:
@@ -52,16 +74,16 @@ def sdpa_arguments(q, k, v, *, causal=True, lengths=None, window=None, starts=No
 class OperatorRecorder(TorchDispatchMode):
     """Collect the names of the operators that PyTorch's dispatcher runs."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.names = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> Any:
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def detail(**inputs):
+def detail(**inputs: Any) -> str:
     """Return PyTorch's backend for these tensors (cudnn, flash, efficient, flash_for_cpu or math) and its version."""
     with OperatorRecorder() as recorder:
         attention(**inputs)

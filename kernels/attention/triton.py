@@ -46,6 +46,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.attention._triton_backward import backward
 from kernels.attention._triton_tiles import (
@@ -248,7 +249,18 @@ def attention_fwd(
     )
     if splits > 1:
         _combine_kernel[(B * Tq * H,)](
-            part_out, part_lse, out, lse, lse.stride(1), B * H, H, Tq, D=D, SPLITS=splits, BLOCK_D=width, num_warps=1
+            part_out_ptr=part_out,
+            part_lse_ptr=part_lse,
+            out_ptr=out,
+            lse_ptr=lse,
+            lse_stride=lse.stride(1),
+            heads=B * H,
+            H=H,
+            Tq=Tq,
+            D=D,
+            SPLITS=splits,
+            BLOCK_D=width,
+            num_warps=1,
         )
     return out, lse
 
@@ -271,21 +283,24 @@ def attention_bwd(
 ) -> Tensor:
     """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
     grads = gradient_buffer(q, k)
-    backward(dout, q, k, v, out, lse, starts, causal, scale, window, *gradient_views(grads, q, k))
+    dq, dk, dv = gradient_views(grads, q, k)
+    options = {"starts": starts, "causal": causal, "scale": scale, "window": window}
+    backward(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, **options)
     return grads
 
 
 attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, starts, _, *ctx.options = inputs
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, starts, _, ctx.causal, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
 
 
-def _backward(ctx, dout, _dlse):
-    q, k, *rest = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = attention_bwd(dout, q, k, *rest, *ctx.options)
+def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, starts = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
+    options = {"causal": ctx.causal, "scale": ctx.scale, "window": ctx.window}
+    grads = attention_bwd(dout, q, k, v, out=out, lse=lse, starts=starts, **options)
     return *gradient_views(grads, q, k), None, None, None, None, None
 
 
@@ -293,7 +308,17 @@ attention_bwd = bypass_dispatcher(attention_bwd)
 attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
 
 
-def attention(q, k, v, *, causal=True, scale=None, lengths=None, window=None, starts=None):
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    lengths: Tensor | None = None,
+    window: int | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
     check_inputs(q, "triton")
     if not causal and (window is not None or starts is not None):
         raise Unavailable("attention=triton supports windows and documents only in causal attention: choose attn=eager")

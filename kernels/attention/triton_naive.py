@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.attention._triton_tiles import LOG2E, check_inputs, load_tile
 from kernels.direct import bypass_dispatcher
@@ -118,19 +119,20 @@ def _softmax_bwd_kernel(p_ptr, dp_ptr, ds_ptr, scale, N, Tk, ROWS: tl.constexpr,
 def probabilities(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     """q (B, Tq, H, D), k (B, Tk, Hkv, D) -> p = softmax(q k^T scale) (B, H, Tq, Tk), in q's dtype."""
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
-    (B, Tq, H, D), (_, Tk, Hkv, _) = q.shape, k.shape
+    B, Tq, H, D = q.shape
+    Tk, Hkv = k.shape[1:3]
     p = empty_probabilities(q, k)
     width = max(16, triton.next_power_of_2(D))
     _probabilities_kernel[(triton.cdiv(Tq, 64) * B * H,)](
-        q,
-        k,
-        p,
-        q.stride()[:3],
-        k.stride()[:3],
-        scale,
-        H,
-        Tq,
-        Tk,
+        q_ptr=q,
+        k_ptr=k,
+        p_ptr=p,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        scale=scale,
+        H=H,
+        Tq=Tq,
+        Tk=Tk,
         D=D,
         GROUP=H // Hkv,
         CAUSAL=causal,
@@ -144,7 +146,7 @@ def probabilities(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 @probabilities.register_fake
-def empty_probabilities(q, k, *_):
+def empty_probabilities(q: Tensor, k: Tensor, *_: object) -> Tensor:
     """Allocate the result of probabilities(); also its fake implementation."""
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
 
@@ -166,12 +168,12 @@ def join_heads(t: Tensor, kv_heads: int) -> Tensor:
     return t.reshape(t.shape[0], kv_heads, -1, t.shape[-1])
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
     q, k, _, ctx.scale = inputs
     ctx.save_for_backward(q, k, output)
 
 
-def _backward(ctx, dp):
+def _backward(ctx: FunctionCtx, dp: Tensor) -> tuple[Tensor | None, ...]:
     q, k, p = ctx.saved_tensors
     ds = join_heads(softmax_bwd(p, dp, ctx.scale), k.shape[2])
     dq = (ds @ k.transpose(1, 2)).view(*p.shape[:3], q.shape[-1])
@@ -183,7 +185,7 @@ softmax_bwd = bypass_dispatcher(softmax_bwd)
 probabilities = bypass_dispatcher(probabilities, _backward, _setup_context)
 
 
-def attention(q, k, v, *, causal=True, scale=None):
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
     check_inputs(q, "triton_naive")
     B, Tq, H, D = q.shape
     p = probabilities(q, k, causal, 1 / math.sqrt(D) if scale is None else scale)

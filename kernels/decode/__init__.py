@@ -33,9 +33,9 @@ The op has no gradients, and the training step does not call it (TRAINS). A step
 bytes limit its speed. The default, kernels.decode=blocks, runs the model's own blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,24 +166,24 @@ def reference(weights: Weights, tokens: Tensor, cache: Cache, attend: Callable =
 
 
 def inputs(
-    batch,
-    lengths,
+    batch: int,
+    lengths: Sequence[int],
     *,
-    tokens=1,
-    width=64,
-    heads=2,
-    kv_heads=None,
-    n_layer=1,
-    vocab=97,
-    rows=64,
-    rope=False,
-    bias=True,
-    kv_dtype=None,
-    stream_dtype=None,
-    dtype,
-    device="cpu",
-    seed=0,
-):
+    tokens: int = 1,
+    width: int = 64,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    n_layer: int = 1,
+    vocab: int = 97,
+    rows: int = 64,
+    rope: bool = False,
+    bias: bool = True,
+    kv_dtype: torch.dtype | None = None,
+    stream_dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """Return random arguments of reference(), as a dict.
 
     lengths       cached tokens of each sequence; a list of one number is for all sequences
@@ -196,19 +196,28 @@ def inputs(
     lengths = list(lengths) * (batch if len(lengths) == 1 else 1)
     head_dim, hidden = width // heads, 4 * width
 
-    def randn(*size, std=1.0, mean=0.0):
+    def randn(*size: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         return (mean + std * torch.randn(*size, generator=generator, device=device)).to(dtype)
 
-    def optional(size):
+    def optional(size: int) -> Tensor | None:
         return randn(size, std=0.1) if bias else None
 
-    def layer():
-        ln_1 = randn(width, std=0.1, mean=1.0), optional(width)
+    def layer() -> Layer:
         qkv = (heads + 2 * kv_heads) * head_dim
-        attn = randn(qkv, width, std=width**-0.5), optional(qkv), randn(width, width, std=width**-0.5), optional(width)
-        ln_2 = randn(width, std=0.1, mean=1.0), optional(width)
-        fc = randn(hidden, width, std=width**-0.5), optional(hidden)
-        return Layer(*ln_1, *attn, *ln_2, *fc, randn(width, hidden, std=hidden**-0.5), optional(width))
+        return Layer(
+            ln_1_weight=randn(width, std=0.1, mean=1.0),
+            ln_1_bias=optional(width),
+            qkv_weight=randn(qkv, width, std=width**-0.5),
+            qkv_bias=optional(qkv),
+            proj_weight=randn(width, width, std=width**-0.5),
+            proj_bias=optional(width),
+            ln_2_weight=randn(width, std=0.1, mean=1.0),
+            ln_2_bias=optional(width),
+            fc_weight=randn(hidden, width, std=width**-0.5),
+            fc_bias=optional(hidden),
+            fc_proj_weight=randn(width, hidden, std=hidden**-0.5),
+            fc_proj_bias=optional(width),
+        )
 
     wte = randn(vocab, width)
     weights = Weights(
@@ -235,7 +244,7 @@ def to_float64(arguments: dict) -> dict:
     """Return a copy of the arguments of reference() in float64. A cache in fp8 stays in fp8."""
     weights, cache = arguments["weights"], arguments["cache"]
 
-    def convert(value):
+    def convert(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.double()
         if isinstance(value, Layer):
@@ -252,7 +261,19 @@ def to_float64(arguments: dict) -> dict:
     }
 
 
-def cost(batch, lengths, *, tokens=1, width=64, heads=2, kv_heads=None, n_layer=2, vocab=97, dtype=torch.bfloat16, **_):
+def cost(
+    batch: int,
+    lengths: Sequence[int],
+    *,
+    tokens: int = 1,
+    width: int = 64,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    n_layer: int = 2,
+    vocab: int = 97,
+    dtype: torch.dtype = torch.bfloat16,
+    **_: object,
+) -> dict[str, tuple[int, int]]:
     """Return {"forward": (FLOPs, bytes)}. The bytes: each matrix, each key and value, and the logits, once each."""
     lengths = list(lengths) * (batch if len(lengths) == 1 else 1)
     kv_width = (kv_heads or heads) * (width // heads)

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
-from kernels.decode._step import FEW, NOT_SPECIALISED, Step, matrix
+from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, split_scales
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
@@ -250,13 +250,15 @@ def padded_rows(N: int, dtype: torch.dtype) -> int:
     return FEW if dtype == torch.float32 else max(4, triton.next_power_of_2(N))
 
 
-def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None, **cache) -> Tensor:
+def product(
+    step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None, **cache: Tensor | None
+) -> Tensor:
     """Compute triton.product() for up to FEW rows."""
     arguments = x if isinstance(x, dict) else {"x_ptr": x}
     kernel = {"qkv": _qkv_kernel, "fc": _fc_kernel}.get(name, _product_kernel)
     if "tokens_ptr" in arguments:
         kernel = _embed_qkv_kernel
-    W, scale = matrix(weight)
+    W, scale = split_scales(weight)
     OUT, K = W.shape
     default = product_launch(OUT, K, step.dtype, multiprocessors(step.device))
     launch = step.parameters(name, f"{OUT} {K} {W.dtype}", default)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode._qkv import rows_in_cache, store_qkv, weight_rows
-from kernels.decode._step import FEW, NOT_SPECIALISED, Step, matrix
+from kernels.decode._step import FEW, NOT_SPECIALISED, Matrix, Step, split_scales
 from kernels.decode._tiles import (
     add_bias,
     add_branch,
@@ -255,13 +255,15 @@ def norm(step: Step, arguments: dict) -> Tensor:
     return y
 
 
-def product(step: Step, name: str, x: Tensor | dict, weight, bias: Tensor | None, **cache):
+def product(
+    step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None, **cache: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor | None]:
     """Compute triton.product() for many rows. If K is split, return (sums over parts of K (PARTS, N, OUT) fp32, bias).
 
     Raises Unavailable if W has more tiles of rows than a grid can have.
     """
     x = norm(step, x) if isinstance(x, dict) else x
-    W, scale = matrix(weight)
+    W, scale = split_scales(weight)
     OUT, K = W.shape
     processors, shared = multiprocessors(step.device), shared_bytes(step.device)
     default = matmul_launch(name, step.N, OUT, K, step.dtype, processors, shared)

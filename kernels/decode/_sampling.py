@@ -314,14 +314,23 @@ def block_size(n_vocab: int) -> int:
     return max(SLICE.value, triton.next_power_of_2(triton.cdiv(n_vocab, GROUP.value)))
 
 
-def draw_warps(block: int) -> int:
+def count_draw_warps(block: int) -> int:
     return min(32, max(4, block // 512))  # 16 maxima a thread
 
 
-def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> None:
+def launch(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    sampling: Sampling,
+    tokens: Tensor,
+    output: Tensor | None,
+    early: bool,
+) -> None:
     """Launch both kernels. With `output` (N,) they do the work of decode_token()."""
     n_vocab, temperature, top_k, top_p = sampling
-    (N, V), device, block = logits.shape, logits.device, block_size(n_vocab)
+    N, V = logits.shape
+    device, block = logits.device, block_size(n_vocab)
     summary = torch.empty(N, 3, block, dtype=torch.float32, device=device)
     listed = torch.empty(N, block, dtype=torch.int32, device=device)
     common = {"logits_ptr": logits, "summary_ptr": summary, "seeds_ptr": seeds, "positions_ptr": positions}
@@ -340,7 +349,7 @@ def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> N
         output_ptr=output,
         output_stride=0 if output is None else output.stride(0),
         SHIFT=SHIFTS[logits.dtype],
-        num_warps=draw_warps(block),
+        num_warps=count_draw_warps(block),
         **common,
         **options,
     )
@@ -350,13 +359,14 @@ def launch(logits, seeds, positions, tokens, output, sampling, early: bool) -> N
 def draw_tokens(
     logits: Tensor, seeds: Tensor, positions: Tensor, n_vocab: int, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
-    tokens, sampling = empty_tokens(logits), (n_vocab, temperature, top_k, top_p)
-    launch(logits, seeds.contiguous(), positions.contiguous(), tokens, None, sampling, early=False)
+    tokens = empty_tokens(logits)
+    sampling = Sampling(n_vocab, temperature, top_k, top_p)
+    launch(logits, seeds.contiguous(), positions.contiguous(), sampling, tokens, output=None, early=False)
     return tokens
 
 
 @draw_tokens.register_fake
-def empty_tokens(logits, *_):
+def empty_tokens(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
@@ -377,4 +387,4 @@ def decode_token(
     NO_TOKEN, because the next step reads their embeddings. In PyTorch this takes six more kernels: 9 us a step of one
     sequence, measured on an H200.
     """
-    launch(logits, seeds, positions, tokens, output, sampling, early=can_launch_early(logits.device))
+    launch(logits, seeds, positions, sampling, tokens, output, early=can_launch_early(logits.device))

@@ -1,5 +1,7 @@
 """The sizes, the scratch memory and the launches of the kernels of one decoding step."""
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
@@ -16,13 +18,15 @@ MAX_SPLITS = 16
 # arguments of the kernels that are not specialised, so that another batch, model or cache compiles nothing
 NOT_SPECIALISED = ["N", "T", "wpe_rows", "cache_rows", "split_keys", "most_prefetched"]
 
+Matrix = Tensor | tuple[Tensor, Tensor]  # W (OUT, K), or (W in int8, scales (OUT,) fp32)
+
 
 def can_launch_early(device: torch.device) -> bool:
     """Return whether the GPU has programmatic dependent launch."""
     return device.type == "cuda" and gpu_unavailable(device, (9, 0)) is None
 
 
-def split(keys: int) -> tuple[int, int]:
+def plan_splits(keys: int) -> tuple[int, int]:
     """Return (the number of splits, the keys of a split) for a bucket of `keys` keys.
 
     Several programs must store, count and combine their results, which takes about 1 us (estimated). One program reads
@@ -36,14 +40,15 @@ def split(keys: int) -> tuple[int, int]:
 class Step:
     """A decoding step. Its constructor launches all of PyTorch's kernels, before the first of our own."""
 
-    def __init__(self, weights: Weights, tokens: Tensor, cache: Cache):
-        (B, T), D = tokens.shape, weights.head_dim
+    def __init__(self, weights: Weights, tokens: Tensor, cache: Cache) -> None:
+        B, T = tokens.shape
+        D = weights.head_dim
         self.N, self.T, self.dtype, self.device = B * T, T, weights.wte.dtype, tokens.device
         self.few = self.N <= FEW
         self.weights, self.tokens, self.cache = weights, tokens.contiguous(), cache
         self.stream: Tensor | None = None  # the residual stream, (N, C)
         self.rope = rope_table(cache.token_positions(T), D) if weights.wpe is None else None
-        self.splits, self.split_keys = split(cache.keys)
+        self.splits, self.split_keys = plan_splits(cache.keys)
         # Many heads need no splits. With few rows, neither the splits nor the bits of a row may depend on B
         if not self.few and B * weights.kv_heads >= multiprocessors(self.device):
             self.splits, self.split_keys = 1, cache.keys
@@ -65,7 +70,7 @@ class Step:
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",  # only fp32 matmuls use it
         }
 
-    def launch(self, kernel, grid: tuple[int, ...], **arguments) -> None:
+    def launch(self, kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: Any) -> None:
         """Launch a kernel with `arguments` and the shared arguments that it takes. Its other pointers are None.
 
         The first kernel of a step starts when all earlier work is complete. So before its wait, a kernel may read
@@ -84,7 +89,7 @@ class Step:
     def empty(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(size, dtype=dtype or self.dtype, device=self.device)
 
-    def add_norm(self, x, weight: Tensor, bias: Tensor | None) -> dict:
+    def add_norm(self, x: Tensor | tuple[Tensor, Tensor | None] | None, weight: Tensor, bias: Tensor | None) -> dict:
         """Return the arguments of a kernel that adds x to the residual stream and normalises the sum.
 
         x is the output of the last branch, (N, C), or (partial sums (PARTS, N, C) fp32, their bias). With None, the
@@ -101,6 +106,6 @@ class Step:
         return arguments | {"x_ptr": x}
 
 
-def matrix(weight) -> tuple[Tensor, Tensor | None]:
+def split_scales(weight: Matrix) -> tuple[Tensor, Tensor | None]:
     """Return W (OUT, K) and its scales: (OUT,) fp32 if W is in int8, otherwise None."""
     return weight if isinstance(weight, tuple) else (weight, None)

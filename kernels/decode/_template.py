@@ -10,9 +10,12 @@ must not change, and the host must not wait for the GPU. The contract, kernels/d
 file may define, such as pack().
 """
 
+from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
 from kernels.attention import reference as attention
+from kernels.cache import Cache
+from kernels.decode import Weights
 from kernels.rope import rope_table, rotate
 
 COMPILES = True  # kernels.compile=true may compile decode(), because it is plain PyTorch. Remove it with your kernel
@@ -24,13 +27,13 @@ COMPILES = True  # kernels.compile=true may compile decode(), because it is plai
 # Then launch the kernels in decode().
 
 
-def norm(x, weight, bias):
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     bias = None if bias is None else bias.to(x.dtype)
     return layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias).to(weight.dtype)
 
 
-def decode(packed, tokens, cache):
-    weights, (B, T) = packed, tokens.shape
+def decode(weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:
+    B, T = tokens.shape
     heads = weights.heads, weights.kv_heads, weights.kv_heads
     positions = cache.token_positions(T)
     cache = cache.locate(positions)

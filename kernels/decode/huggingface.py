@@ -5,7 +5,7 @@ torch.compile reaches 434 tokens/s at batch 1 on an H200. Here our Decoder repla
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.attention import attention_mask
 from kernels.cache import Cache
@@ -35,7 +35,7 @@ def detail() -> str:
     return f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 
-def pack(model: Model, cache: Cache):
+def pack(model: Model, cache: Cache) -> nn.Module:
     """Return transformers' GPT-2 with the model's weights. Raises Unavailable if the model is not a GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -82,18 +82,18 @@ class CacheOfTransformers:
 
     is_compileable = True
 
-    def __init__(self, cache: Cache):
+    def __init__(self, cache: Cache) -> None:
         self.cache = cache
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_, **__) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.layer(layer).append(keys.transpose(1, 2), values.transpose(1, 2))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
-    def get_seq_length(self, *_) -> int:
+    def get_seq_length(self, *_: object) -> int:
         return self.cache.keys
 
 
-def decode(packed, tokens: Tensor, cache: Cache) -> Tensor:
+def decode(packed: nn.Module, tokens: Tensor, cache: Cache) -> Tensor:
     T = tokens.shape[1]
     positions = cache.token_positions(T)
     cache = cache.locate(positions)

@@ -17,13 +17,14 @@ deviation, and the error of a result 0.75% of the results'. 124M has 49 products
 mean square error of the logits is at most about 0.75% sqrt(49) = 5% of their spread.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.cache import Cache
-from kernels.decode import Model, Weights
+from kernels.decode import Layer, Model, Weights
 from kernels.decode.triton import (  # noqa: F401
     FAMILY,
     RUNS,
@@ -62,10 +63,10 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
     return (matrix.values.float() * matrix.scale[:, None]).to(dtype)
 
 
-def map_matrices(function, weights: Weights) -> Weights:
+def map_matrices(function: Callable, weights: Weights) -> Weights:
     """Return the weights with each matrix of the layers, and the head, replaced by function(matrix)."""
 
-    def map_layer(layer):
+    def map_layer(layer: Layer) -> Layer:
         return layer._replace(**{name: function(getattr(layer, name)) for name in MATRICES})
 
     return weights._replace(head=function(weights.head), layers=tuple(map(map_layer, weights.layers)))

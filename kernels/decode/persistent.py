@@ -113,14 +113,14 @@ def arguments_type(layers: int) -> type[ctypes.Structure]:
 
 
 @functools.lru_cache
-def ids_on(device: torch.device, ids: tuple[int, ...]) -> Tensor:
+def ids_tensor(device: torch.device, ids: tuple[int, ...]) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 class Packed:
     """The kernel for a model and a batch, its weights, and the global memory for the words of the blocks."""
 
-    def __init__(self, weights: Weights, cache: Cache):
+    def __init__(self, weights: Weights, cache: Cache) -> None:
         check_sizes(weights, cache)
         self.batch = len(cache.kv[0][0])
         self.wpe_rows = 0 if weights.wpe is None else len(weights.wpe)
@@ -130,7 +130,9 @@ class Packed:
         plans = make_plans(weights, self.blocks, warps)
         constants = {name: globals()[name] for name in CONSTANTS}
         defined = sizes(weights, cache, self.blocks, warps, plans) | constants
-        options = tuple(f"-D{name}={value}" for name, value in defined.items()) + ("-DTIMING",) * TIMING
+        options = tuple(f"-D{name}={value}" for name, value in defined.items())
+        if TIMING:
+            options += ("-DTIMING",)
         try:
             if device.type == "cpu":
                 self.run = emulator.compile_for_cpu(options)
@@ -222,6 +224,6 @@ def generate_tokens(
     `stops`.
     """
     drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
-    ids = ids_on(tokens.device, stops)
+    ids = ids_tensor(tokens.device, stops)
     failed = packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids, drawn=drawn)
     return drawn.masked_fill_(failed, FAILED_LAUNCH)

@@ -13,7 +13,11 @@ All tensors are in the compute dtype. With fp8=True, a backend and reference() c
 does. For a square weight, dweight is then computed in the compute dtype. A backend may lack this argument.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from kernels import fp8 as products_in_fp8
 
@@ -47,28 +51,41 @@ FEATURES = ["no_bias", "fp8"]
 BOUND = "flops"
 
 
-def in_model(*, batch, length, n_embd, n_head, kv_heads, head_dim, **_):
+def in_model(
+    *, batch: int, length: int, n_embd: int, n_head: int, kv_heads: int, head_dim: int, **_: object
+) -> dict[str, Any]:
     return {"shape": (batch, length, n_embd), "out": (n_head + 2 * kv_heads) * head_dim}
 
 
-def dweight_in_fp8(weight) -> bool:
+def dweight_in_fp8(weight: Tensor) -> bool:
     """Return whether dweight is in fp8. A square weight is the projection of attention: see kernels/fp8.py."""
     return weight.shape[0] != weight.shape[1]
 
 
-def reference(x, weight, bias, fp8=False):
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:
     if fp8:
         return products_in_fp8.linear(x, weight, bias, dweight_in_fp8=dweight_in_fp8(weight))
     y = x @ weight.T
     return y if bias is None else y + bias
 
 
-def inputs(shape, *, out, bias=True, scale=1.0, contiguous=True, fp8=False, dtype, device="cpu", seed=0):
+def inputs(
+    shape: Sequence[int],
+    *,
+    out: int,
+    bias: bool = True,
+    scale: float = 1.0,
+    contiguous: bool = True,
+    fp8: bool = False,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """Return random arguments of linear(), as a dict. x has a standard deviation of `scale`."""
     generator = torch.Generator(device).manual_seed(seed)
     width = shape[-1]
 
-    def randn(*size, std=1.0):
+    def randn(*size: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
 
     x = randn(*shape, std=scale) if contiguous else randn(*shape[:-1], width + 8, std=scale)[..., :width]
@@ -77,7 +94,9 @@ def inputs(shape, *, out, bias=True, scale=1.0, contiguous=True, fp8=False, dtyp
     return arguments | ({"fp8": True} if fp8 else {})
 
 
-def cost(shape, *, out, bias=True, dtype=torch.bfloat16, **_):
+def cost(
+    shape: Sequence[int], *, out: int, bias: bool = True, dtype: torch.dtype = torch.bfloat16, **_: object
+) -> dict[str, tuple[int, int]]:
     """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}: one matmul forward, and two backward."""
     width = shape[-1]
     rows = torch.Size(shape).numel() // width
@@ -86,7 +105,7 @@ def cost(shape, *, out, bias=True, dtype=torch.bfloat16, **_):
     return {"forward": (product, forward * dtype.itemsize), "backward": (2 * product, backward * dtype.itemsize)}
 
 
-def products(shape, *, out, **_):
+def products(shape: Sequence[int], *, out: int, **_: object) -> dict[str, list[tuple[int, int, int]]]:
     """Return (rows, inner, columns) of the plain matmuls, forward and backward: the floor of the op's time."""
     width = shape[-1]
     rows = torch.Size(shape).numel() // width

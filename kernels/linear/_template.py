@@ -8,6 +8,8 @@ All are in the compute dtype, and so is y (..., F). The contract, kernels/linear
 fp8; without it the kernel is refused for precision=fp8.
 """
 
+from torch import Tensor
+
 # Your Triton kernel goes here; kernels/linear/triton.py is an example.
 #   1. the kernels: functions with @triton.jit
 #   2. a launcher for the forward and one for the backward: each a torch.library.custom_op with a fake, which
@@ -17,6 +19,6 @@ fp8; without it the kernel is refused for precision=fp8.
 # Then call the launcher in linear().
 
 
-def linear(x, weight, bias):
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = x @ weight.T
     return y if bias is None else y + bias

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from torch import Tensor
+
 from kernels import fastest
 
 deterministic = False  # the backend that it calls may be nondeterministic
@@ -9,5 +11,5 @@ unavailable = partial(fastest.unavailable, "linear")
 detail = partial(fastest.detail, "linear")
 
 
-def linear(x, weight, bias, fp8=False):
-    return fastest.call("linear", x, weight, bias, fp8=fp8)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:
+    return fastest.call_fastest("linear", x, weight, bias, fp8=fp8)

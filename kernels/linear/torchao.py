@@ -10,6 +10,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import refuse_second_derivative
 from kernels.gpu import package_unavailable
@@ -23,7 +25,7 @@ def unavailable(device: torch.device) -> str | None:
     return package_unavailable("torchao", "torchao.float8.float8_linear.matmul_with_hp_or_float8_args")
 
 
-def detail(fp8=False, **rest) -> str:
+def detail(fp8: bool = False, **rest: object) -> str:
     if not fp8:
         return f"torch {torch.__version__}"
     import torchao
@@ -48,7 +50,7 @@ def settings(emulate: bool, dweight: bool) -> tuple:
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot trace settings(), so only AOTAutograd traces this function
-def matmul_in_fp8(x, weight, dweight):
+def matmul_in_fp8(x: Tensor, weight: Tensor, dweight: bool) -> Tensor:
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     y = matmul_with_hp_or_float8_args.apply(x, weight.T, *settings(x.device.type == "cpu", dweight))
@@ -59,16 +61,16 @@ class DifferentiableOnce(torch.autograd.Function):
     """Return y. In a second derivative, torchao itself would fail with an AssertionError."""
 
     @staticmethod
-    def forward(ctx, y):
+    def forward(ctx: FunctionCtx, y: Tensor) -> Tensor:
         return y.view_as(y)
 
     @staticmethod
     @refuse_second_derivative
-    def backward(ctx, dy):
+    def backward(ctx: FunctionCtx, dy: Tensor) -> Tensor:
         return dy
 
 
-def linear(x, weight, bias, fp8=False):
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:
     if not fp8:
         return F.linear(x, weight, bias)
     if any(size % 16 for size in weight.shape):  # torchao pads only the summed dimension

@@ -18,6 +18,7 @@ In eager PyTorch each operand is rounded by rows, and transposed in a pass of it
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
@@ -27,7 +28,7 @@ from kernels.linear import dweight_in_fp8
 from kernels.matmul import candidates as matmul_candidates
 from kernels.matmul import matmul, matmul_transposed
 from kernels.quantize import candidates as quantize_candidates
-from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
+from kernels.quantize import dy_scale, empty_fp8, matrix_and_layouts, quantize, quantize_weight, unit_tensor
 from kernels.sums import sum_rows
 
 RUNS = {"fp8": ("^_quantize_kernel|::linear_fp8",), "triton": ("^_tiled_matmul_kernel|::linear_fwd",)}
@@ -35,7 +36,7 @@ INPUT_IN_FP8 = True
 FAMILY = "^_(tiled|split)_matmul|^_quantize_kernel|^_maxima_kernel|_sum_rows_kernel"  # also of the MLP and the loss
 
 
-def detail(x, fp8=False, **rest) -> str:
+def detail(x: Tensor, fp8: bool = False, **rest: object) -> str:
     return triton_and_cublas_detail(x=x, fp8=True) if fp8 else triton_detail(x=x)
 
 
@@ -48,16 +49,21 @@ def candidates(kernel: str, default: dict) -> list[dict]:
 def linear_fp8_fwd(
     x: Tensor, x_rows: Tensor, x_columns: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y (N, F), and for the backward the weight by columns, (C, F), and its unit. See with_layouts() for x."""
+    """Return y (N, F), and for the backward the weight by columns, (C, F), and its unit.
+
+    See matrix_and_layouts() for x.
+    """
     weight_rows, weight_columns, weight_unit = quantize_weight(weight)
-    y = product(x_rows, weight_rows, (unit_of(X_SCALE, x.device), weight_unit), x.dtype, bias)
+    y = product(x_rows, weight_rows, (unit_tensor(X_SCALE, x.device), weight_unit), x.dtype, bias)
     return y, weight_columns, weight_unit
 
 
 @linear_fp8_fwd.register_fake
-def _(x, x_rows, x_columns, weight, bias):
-    (N, C), F = x.shape, weight.shape[0]
-    return x.new_empty(N, F), empty_fp8(C, F, E4M3, x.device), x.new_empty((), dtype=torch.float32)
+def _(
+    x: Tensor, x_rows: Tensor, x_columns: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    F, C = weight.shape
+    return x.new_empty(x.shape[0], F), empty_fp8(C, F, E4M3, x.device), x.new_empty((), dtype=torch.float32)
 
 
 @torch.library.custom_op("hotswap::linear_fp8_bwd", mutates_args=())
@@ -68,7 +74,7 @@ def linear_fp8_bwd(
 
     If x (N, C) is given, dweight is not in fp8.
     """
-    unit, x_unit = (unit_of(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
+    unit, x_unit = (unit_tensor(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
     dy_rows, dy_columns, dbias = quantize(dy, unit, E5M2, columns=x is None, sums=has_bias)
     dx = product(dy_rows, weight_columns, (unit, weight_unit), dy.dtype)
     dweight = product(dy_columns, x_columns, (unit, x_unit), dy.dtype) if x is None else dy.T @ x
@@ -76,19 +82,22 @@ def linear_fp8_bwd(
 
 
 @linear_fp8_bwd.register_fake
-def _(dy, x_columns, weight_columns, weight_unit, x, has_bias):
-    (N, F), C = dy.shape, x_columns.shape[0]
+def _(
+    dy: Tensor, x_columns: Tensor, weight_columns: Tensor, weight_unit: Tensor, x: Tensor | None, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    N, F = dy.shape
+    C = x_columns.shape[0]
     return dy.new_empty(N, C), dy.new_empty(F, C), dy.new_empty(F if has_bias else 0)
 
 
-def _setup_fp8_context(ctx, inputs, output):
+def _setup_fp8_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, _, x_columns, weight, bias = inputs
     ctx.save_for_backward(x_columns, *output[1:], None if dweight_in_fp8(weight) else x)
     ctx.has_bias = bias is not None
     ctx.set_materialize_grads(False)  # only y has a gradient
 
 
-def _fp8_backward(ctx, dy, *_):
+def _fp8_backward(ctx: FunctionCtx, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     dx, dweight, dbias = linear_fp8_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
     return dx, None, None, dweight, dbias if ctx.has_bias else None
 
@@ -102,9 +111,7 @@ def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return matmul("linear_fwd", x, weight, bias)
 
 
-@linear_fwd.register_fake
-def _(x, weight, bias):
-    return x.new_empty(x.shape[0], weight.shape[0])
+linear_fwd.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
 
 
 @torch.library.custom_op("hotswap::linear_bwd", mutates_args=())
@@ -115,17 +122,17 @@ def linear_bwd(dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> tuple[T
 
 
 @linear_bwd.register_fake
-def _(dy, x, weight, has_bias):
+def _(dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight), dy.new_empty(dy.shape[1] if has_bias else 0)
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
     x, weight, bias = inputs
     ctx.save_for_backward(x, weight)
     ctx.has_bias = bias is not None
 
 
-def _backward(ctx, dy):
+def _backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx, dweight, dbias = linear_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
     return dx, dweight, dbias if ctx.has_bias else None
 
@@ -134,12 +141,13 @@ linear_bwd = bypass_dispatcher(linear_bwd)
 linear_fwd = bypass_dispatcher(linear_fwd, _backward, _setup_context)
 
 
-def linear(x, weight, bias, fp8=False):
+def linear(x: Tensor | InFp8, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:
     check_dtypes("linear", x, weight, fp8=fp8)
     if not fp8:
         y = linear_fwd(x.reshape(-1, x.shape[-1]).contiguous(), weight, bias)
         return y.view(*x.shape[:-1], len(weight))
     if isinstance(x, InFp8) and not dweight_in_fp8(weight):
         raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
-    y, *_ = linear_fp8_fwd(*with_layouts(x, columns=dweight_in_fp8(weight)), weight, bias)
+    matrix, rows, columns = matrix_and_layouts(x, columns=dweight_in_fp8(weight))
+    y, *_ = linear_fp8_fwd(matrix, rows, columns, weight, bias)
     return y.view(*x.shape[:-1], len(weight))

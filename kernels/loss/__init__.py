@@ -14,6 +14,9 @@ If a target other than ignore_index is outside [0, V), a backend raises an error
 With fp8=True, a backend and reference() compute the products as logits_in_fp8() does. A backend may lack this argument.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,11 +58,13 @@ GRADIENTS_IN_FORWARD = True  # some backends compute gradients in the forward, s
 FAMILY = r"log_softmax|cross_entropy|nll_loss|cunn_SoftMax"
 
 
-def in_model(*, batch, length, n_embd, vocab_size, keys=None, **_):
+def in_model(
+    *, batch: int, length: int, n_embd: int, vocab_size: int, keys: int | None = None, **_: object
+) -> dict[str, Any] | None:
     return {"shape": (batch, length, n_embd), "vocab": vocab_size} if keys is None else None  # decoding has no loss
 
 
-def logits_in_fp8(x, weight, targets, ignore_index):
+def logits_in_fp8(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """Return the logits (..., V). A gradient of one is at most 1 / targets that count, which gives its scale."""
     count = (targets != ignore_index).sum().clamp(min=1)
     dy_scale = products_in_fp8.gradient_scale(count, LOGITS_SCALE)
@@ -76,7 +81,7 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tens
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def reference(x, weight, targets, ignore_index=-1, fp8=False):
+def reference(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
     logits = logits_in_fp8(x, weight, targets, ignore_index) if fp8 else x @ weight.T
     logits = logits.to(torch.promote_types(x.dtype, torch.float32))
     not_ignored = targets != ignore_index
@@ -85,7 +90,18 @@ def reference(x, weight, targets, ignore_index=-1, fp8=False):
     return losses.where(not_ignored, 0).sum() / not_ignored.sum().clamp(min=1)
 
 
-def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, fp8=False, dtype, device="cpu", seed=0):
+def inputs(
+    shape: Sequence[int],
+    *,
+    vocab: int,
+    ignored: float = 0.0,
+    scale: float = 1.0,
+    contiguous: bool = True,
+    fp8: bool = False,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """Return random arguments of loss(), as a dict.
 
     The logits have a standard deviation of about `scale`. A target is -1 with probability `ignored`.
@@ -93,7 +109,7 @@ def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, fp8=False, 
     generator = torch.Generator(device).manual_seed(seed)
     width = shape[-1]
 
-    def randn(*size, std=1.0):
+    def randn(*size: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
 
     x = randn(*shape) if contiguous else randn(*shape[:-1], width + 8)[..., :width]
@@ -107,7 +123,9 @@ def inputs(shape, *, vocab, ignored=0.0, scale=1.0, contiguous=True, fp8=False, 
     }
 
 
-def cost(shape, *, vocab, dtype=torch.bfloat16, **_):
+def cost(
+    shape: Sequence[int], *, vocab: int, dtype: torch.dtype = torch.bfloat16, **_: object
+) -> dict[str, tuple[int, int]]:
     """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}.
 
     There are three matmuls: the logits in the forward, dx and dweight in the backward. The bytes do not include the
@@ -120,7 +138,7 @@ def cost(shape, *, vocab, dtype=torch.bfloat16, **_):
     return {"forward": (product, tensors + 8 * rows), "backward": (2 * product, 2 * tensors + 8 * rows)}
 
 
-def products(shape, *, vocab, **_):
+def products(shape: Sequence[int], *, vocab: int, **_: object) -> dict[str, list[tuple[int, int, int]]]:
     """Return (rows, inner, columns) of the plain matmuls, forward and backward: the floor of the op's time."""
     width = shape[-1]
     rows = torch.Size(shape).numel() // width

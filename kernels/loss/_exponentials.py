@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E
 from kernels.matmul import (
+    FP32_LAUNCH,
     as_parameters,
     can_use_tma,
     choose_launch,
@@ -67,8 +68,8 @@ def _cross_entropy_exp_kernel(
 
 def default_launch(dtype: torch.dtype, tma: bool) -> dict:
     """Return the default launch parameters."""
-    if dtype == torch.float32:  # for comparisons of results, not for speed: the matmul is fp32, not TF32
-        values = 64, 128, 64, 1, 8, 1, 1
+    if dtype == torch.float32:
+        values = FP32_LAUNCH
     elif tma:
         values = 128, 128, 64, 2, 4, 3, 2
     else:
@@ -85,7 +86,8 @@ def candidates() -> list[dict]:
 
 def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:
     """Write p (n, V) into `out`, and return the sums of its rows in each tile, (tiles along V, n) in fp32."""
-    (N, C), V = x.shape, len(weight)
+    N, C = x.shape
+    V = len(weight)
     tma = can_use_tma(x, weight, out)
     grid, launch = choose_launch("cross_entropy_exp", x, V, tma, default_launch(x.dtype, tma))
     n, v, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))

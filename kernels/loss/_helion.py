@@ -1,6 +1,7 @@
 """The kernel of helion.py. Importing this file imports Helion, which reads the source of this function."""
 
 import functools
+from collections.abc import Callable
 
 import helion
 import helion.language as hl
@@ -32,7 +33,7 @@ def cross_entropy(logits, targets, losses, ignore_index, write: hl.constexpr):
 
 
 @functools.cache
-def kernel(columns: int, write: bool, num_warps: int):
+def kernel(columns: int, write: bool, num_warps: int) -> Callable:
     """Return the Helion kernel for tiles of `columns`. A config is given, so Helion does not tune it."""
     config = helion.Config(block_sizes=[columns] * (2 if write else 1), num_warps=num_warps)
     return helion.kernel(cross_entropy, config=config, static_shapes=False)

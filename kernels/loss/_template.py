@@ -11,6 +11,7 @@ argument fp8; without it the kernel is refused for precision=fp8.
 """
 
 import torch
+from torch import Tensor
 
 # Your Triton kernel goes here; kernels/loss/triton.py is an example.
 #   1. the kernels: functions with @triton.jit
@@ -21,7 +22,7 @@ import torch
 # Then call the launcher in loss().
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32)).flatten(0, -2)
     counts = targets.flatten() != ignore_index
     target_logits = logits.gather(-1, targets.flatten().where(counts, 0).unsqueeze(-1)).squeeze(-1)

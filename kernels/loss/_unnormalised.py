@@ -138,7 +138,8 @@ def _cross_entropy_finish_kernel(
 
 def target_logits(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """Return the logit of each row's target in base 2, (N,) fp32, infinity if it is ignored. Tensors are contiguous."""
-    (N, C), logits = x.shape, torch.empty(len(x), dtype=torch.float32, device=x.device)
+    N, C = x.shape
+    logits = torch.empty(N, dtype=torch.float32, device=x.device)
     _cross_entropy_shift_kernel[(triton.cdiv(N, 4),)](
         x_ptr=x,
         w_ptr=weight,
@@ -171,10 +172,20 @@ def unnormalised_gradient(
     """
     logits_of_targets = target_logits(x, weight, targets, ignore_index)
     sums = exponentials(x, weight, logits_of_targets, out)
-    return finish(x, weight, out, targets, logits_of_targets, sums, losses, ignore_index)
+    return subtract_totals(
+        x=x,
+        weight=weight,
+        p=out,
+        targets=targets,
+        target_logits=logits_of_targets,
+        sums=sums,
+        losses=losses,
+        ignore_index=ignore_index,
+    )
 
 
-def finish(
+def subtract_totals(
+    *,
     x: Tensor,
     weight: Tensor,
     p: Tensor,
@@ -189,7 +200,8 @@ def finish(
     The scale of a row is 1 / total. x is (n, C), weight (V, C) and p (n, V); `sums` (tiles along V, n) in fp32 has the
     sums of p's rows in each tile. All tensors are contiguous.
     """
-    (N, C), scaled_x = x.shape, torch.empty_like(x)
+    N, C = x.shape
+    scaled_x = torch.empty_like(x)
     scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
     _cross_entropy_finish_kernel[(triton.cdiv(N, 16),)](
         x_ptr=x,

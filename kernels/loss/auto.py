@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from torch import Tensor
+
 from kernels import fastest
 
 deterministic = False  # the backend that it calls may be nondeterministic
@@ -9,5 +11,5 @@ unavailable = partial(fastest.unavailable, "loss")
 detail = partial(fastest.detail, "loss")
 
 
-def loss(x, weight, targets, ignore_index=-1, fp8=False):
-    return fastest.call("loss", x, weight, targets, ignore_index=ignore_index, fp8=fp8)
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
+    return fastest.call_fastest("loss", x, weight, targets, ignore_index=ignore_index, fp8=fp8)

@@ -13,6 +13,8 @@ float64 result (test_rounding_errors_of_the_loss_average_out).
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.loss import logits_in_fp8, scale_gradient
 
@@ -24,14 +26,14 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index):
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         log_probs = F.linear(x, weight).log_softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, weight, log_probs, targets)
         ctx.ignore_index = ignore_index
         return F.nll_loss(log_probs, targets, ignore_index=ignore_index, reduction="sum")
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, log_probs, targets = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: PyTorch's own derivative can be differentiated again
             x, weight = x.view_as(x), weight.view_as(weight)  # without views, dweight would have a part through x
@@ -49,14 +51,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         return scale_gradient(dx, dout * not_ignored, x.dtype), scale_gradient(dweight, dout, x.dtype), None, None
 
 
-def linear_cross_entropy(x, weight, targets, ignore_index, fp8):
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, fp8: bool) -> Tensor:
     """Compute what LinearCrossEntropy computes, with PyTorch's own derivative. torch.compile fuses it into one pass."""
     logits = logits_in_fp8(x, weight, targets, ignore_index) if fp8 else F.linear(x, weight)
     logits = logits.to(torch.promote_types(x.dtype, torch.float32))
     return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 
 
-def loss(x, weight, targets, ignore_index=-1, fp8=False):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
     x, targets = x.flatten(0, -2), targets.flatten()
     if fp8 or torch.compiler.is_compiling():
         loss_sum = linear_cross_entropy(x, weight, targets, ignore_index, fp8)

@@ -32,8 +32,8 @@ from kernels.loss.triton import (
     chunk_tokens,
     cross_entropy_,
     empty_outputs,
-    from_logits,
     linear_cross_entropy_in_chunks,
+    write_logits_and_losses,
 )
 from kernels.registry import Unavailable
 from kernels.tiles import place
@@ -135,7 +135,8 @@ def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) 
 
     x and weight are from align().
     """
-    (N, C), V = x.shape, len(weight)
+    N, C = x.shape
+    V = len(weight)
     tiles_n, tiles_v = triton.cdiv(N, BLOCK_N.value), triton.cdiv(V, BLOCK_V.value)
     make_context_current()
     sums = torch.empty(tiles_v, N, dtype=torch.float32, device=x.device)
@@ -163,7 +164,7 @@ def linear_cross_entropy(
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(unnormalised_gradient, exponentials=exponentials)
     if not gradients:
-        fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=False)
+        fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=False)
     return linear_cross_entropy_in_chunks(
         align(x), align(weight), targets, ignore_index, gradients, chunk, fill_dlogits
     )
@@ -173,7 +174,7 @@ linear_cross_entropy.register_fake(empty_outputs)
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_forward.setup_context)
 
 
-def refusal(x: Tensor, weight: Tensor, *rest, fp8: bool = False) -> str | None:
+def refusal(x: Tensor, weight: Tensor, *rest: object, fp8: bool = False) -> str | None:
     """Return what the kernel takes instead of these dtypes or widths, or None if it takes them.
 
     In fp16 p would overflow.
@@ -181,11 +182,13 @@ def refusal(x: Tensor, weight: Tensor, *rest, fp8: bool = False) -> str | None:
     for dtype in (x.dtype, weight.dtype):
         if dtype != torch.bfloat16:
             return f"bfloat16, not {dtype}"
-    (V, C), multiple = weight.shape, 8  # TMA needs rows of a multiple of 16 bytes
-    return f"C and V that are multiples of {multiple}, not {C} and {V}" if V % multiple or C % multiple else None
+    V, C = weight.shape
+    if V % 8 or C % 8:  # TMA needs rows of a multiple of 16 bytes
+        return f"C and V that are multiples of 8, not {C} and {V}"
+    return None
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     if reason := refusal(x, weight):
         raise Unavailable(f"loss=gluon takes {reason}: choose kernels.loss=triton")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks

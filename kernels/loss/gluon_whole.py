@@ -5,6 +5,8 @@ The (N, V) matrix that exists until the forward ends has the exponentials of the
 
 from functools import partial
 
+from torch import Tensor
+
 from kernels.gpu import hopper_unavailable
 from kernels.loss.gluon import RUNS, apply_to_rows, detail, linear_cross_entropy, refusal  # noqa: F401
 from kernels.registry import Unavailable
@@ -12,7 +14,7 @@ from kernels.registry import Unavailable
 unavailable = partial(hopper_unavailable, "loss", impl="triton_whole")
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     if reason := refusal(x, weight):
         raise Unavailable(f"loss=gluon_whole takes {reason}: choose kernels.loss=triton_whole")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, True)  # whole=True: one chunk

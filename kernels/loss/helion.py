@@ -8,6 +8,7 @@ triton.py's before tuning; norm/helion.py says how to tune it.
 
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +22,9 @@ from kernels.loss.triton import (
     backward,
     chunk_tokens,
     empty_outputs,
-    from_logits,
     linear_cross_entropy_in_chunks,
     softmax_launch,
+    write_logits_and_losses,
 )
 
 RUNS = ("helion_cross_entropy",)
@@ -34,7 +35,7 @@ def unavailable(device: torch.device) -> str | None:
     return missing or gpu_unavailable(device)  # Triton's interpreter has no libdevice, where Helion's exp comes from
 
 
-def detail(weight: Tensor, **inputs) -> str:
+def detail(weight: Tensor, **inputs: Any) -> str:
     return f"helion {version('helion')}, {triton_and_cublas_detail(weight=weight)}"
 
 
@@ -53,7 +54,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
     chunk = chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
@@ -61,6 +62,6 @@ linear_cross_entropy.register_fake(empty_outputs)
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     check_dtypes("loss", x, weight, impl="helion")
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index)

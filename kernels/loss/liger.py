@@ -7,6 +7,7 @@ other than ignore_index to the host, so every call waits for the GPU.
 """
 
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def unavailable(device: torch.device) -> str | None:
     return package_unavailable("liger-kernel", symbol) or gpu_unavailable(device)
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     return f"liger-kernel {version('liger-kernel')}, {triton_and_cublas_detail(**inputs)}"
 
 
@@ -48,7 +49,9 @@ def linear_cross_entropy(
 
 
 @linear_cross_entropy.register_fake
-def _(x, weight, targets, ignore_index, gradients, x_multiples):
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, x_multiples: int
+) -> tuple[Tensor, Tensor, Tensor]:
     loss_sum, dx, dweight = empty_outputs(x, weight, targets, ignore_index, gradients)
     return loss_sum, dx, dweight.to(weight.dtype)  # Liger rounds its sum in fp32
 
@@ -56,5 +59,5 @@ def _(x, weight, targets, ignore_index, gradients, x_multiples):
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, 1)  # Liger's default

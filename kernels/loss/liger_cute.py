@@ -10,10 +10,12 @@ classes, which 50,304 is not.
 """
 
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import hopper_unavailable, package_unavailable
@@ -29,7 +31,7 @@ def unavailable(device: torch.device) -> str | None:
     return missing or hopper_unavailable("loss", device, "liger")
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     return f"liger-kernel {version('liger-kernel')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
@@ -46,9 +48,8 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) 
 
 
 @token_losses.register_fake
-def _(x, weight, targets, ignore_index):
-    losses, lse = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
-    return losses, lse
+def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @torch.library.custom_op("hotswap::liger_scaled_cross_entropy_bwd", mutates_args=())
@@ -65,13 +66,13 @@ def gradients(
 gradients.register_fake(lambda dlosses, x, weight, *_: (torch.empty_like(x), torch.empty_like(weight)))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.ignore_index = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)  # lse gets no gradient
 
 
-def _backward(ctx, dlosses, _dlse):
+def _backward(ctx: FunctionCtx, dlosses: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     return *gradients(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None
 
 
@@ -79,7 +80,7 @@ gradients = bypass_dispatcher(gradients)
 token_losses = bypass_dispatcher(token_losses, _backward, _setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     if x.dtype != torch.bfloat16:
         raise Unavailable(f"loss=liger_cute takes bfloat16, not {x.dtype}: choose kernels.loss=liger")
     x, targets = x.flatten(0, -2), targets.flatten()

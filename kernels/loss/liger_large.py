@@ -5,6 +5,7 @@ tokens. A chunk's logits take 400 MB instead of 100, and dweight is summed 16 ti
 """
 
 import torch
+from torch import Tensor
 
 from kernels.gpu import gpu_unavailable, package_unavailable
 from kernels.loss.liger import RUNS, detail, linear_cross_entropy  # noqa: F401
@@ -16,6 +17,6 @@ def unavailable(device: torch.device) -> str | None:
     return package_unavailable("liger-kernel>=0.8.5", f"{module}._CHUNK_MEM_CONST") or gpu_unavailable(device)
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     x_multiples = max(1, LOGITS_BYTES // (x.numel() * x.element_size()))
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, x_multiples)

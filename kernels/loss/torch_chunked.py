@@ -50,7 +50,9 @@ def linear_cross_entropy(
 
 
 @linear_cross_entropy.register_fake
-def _(x, weight, targets, class_weight, ignore_index, gradients):
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, class_weight: Tensor, ignore_index: int, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight = (tensor.new_empty(tensor.shape if gradients else (0, 0)) for tensor in (x, weight))
     return x.new_empty((), dtype=torch.float32), dx, dweight
 
@@ -58,7 +60,7 @@ def _(x, weight, targets, class_weight, ignore_index, gradients):
 linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     if x.dtype == torch.float16:
         raise Unavailable("loss=torch_chunked sums losses in float16, which overflows: choose kernels.loss=eager")
     gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

@@ -27,6 +27,7 @@ dx of a chunk of 5,632 tokens has 44 x 3 tiles of 128 x 256: one for each multip
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +42,7 @@ from kernels.loss import LOGITS_SCALE, _exponentials, _in_forward
 from kernels.loss._softmax import cross_entropy_kernel, dlogits_fp8_kernel, scale_kernel
 from kernels.loss._unnormalised import unnormalised_gradient
 from kernels.quantize import candidates as quantize_candidates
-from kernels.quantize import empty_fp8, quantize, quantize_weight, tiles, unit_of
+from kernels.quantize import choose_tile_launch, empty_fp8, quantize, quantize_weight, unit_tensor
 from kernels.tuned import launch_parameters
 
 LOGITS_BYTES = 400 * 2**20  # the size of one chunk's logits: 4,096 tokens at V = 50,304 in bf16
@@ -96,7 +97,8 @@ def dlogits_in_fp8(
 
     `columns` is a slice of a contiguous matrix. `scale` is the scale of the gradient, a scalar in fp32.
     """
-    (N, V), (_, programs, launch) = logits.shape, tiles("dlogits_fp8", logits)
+    N, V = logits.shape
+    _, programs, launch = choose_tile_launch("dlogits_fp8", logits)
     rows = empty_fp8(N, V, E5M2, logits.device)
     dlogits_fp8_kernel[(programs,)](
         logits_ptr=logits,
@@ -130,13 +132,13 @@ def linear_cross_entropy(
     are one chunk.
     """
     chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
-    fill_dlogits = partial(from_logits, cross_entropy=cross_entropy_, write=gradients)
+    fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
     if gradients and x.dtype == torch.bfloat16:
         fill_dlogits = partial(unnormalised_gradient, exponentials=_exponentials.exponentials)
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
 
 
-def from_logits(
+def write_logits_and_losses(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -164,8 +166,8 @@ def linear_cross_entropy_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute linear_cross_entropy(), `chunk` tokens at a time.
 
-    `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: from_logits(), or
-    unnormalised_gradient() of _unnormalised.py. It returns the x for dW, and what multiplies dx, or None.
+    `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: write_logits_and_losses()
+    or unnormalised_gradient() of _unnormalised.py. It returns the x for dW, and what multiplies dx, or None.
     """
     N, V = len(x), len(weight)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
@@ -197,7 +199,9 @@ def add_product(a: Tensor, b: Tensor, total: Tensor, first: bool) -> None:
 
 
 @linear_cross_entropy.register_fake
-def empty_outputs(x, weight, targets, ignore_index, gradients, whole=False):
+def empty_outputs(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what linear_cross_entropy() returns: the operator's fake implementation, here and in liger.py."""
     dx = x.new_empty(x.shape if gradients else 0)
     dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
@@ -215,7 +219,7 @@ def linear_cross_entropy_fp8(
     group = max(1, FP8_COLUMNS_BYTES // (V * chunk)) * chunk
     count = (targets != ignore_index).sum().clamp(min=1)
     losses, shifts = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
-    x_unit, scale = unit_of(X_SCALE, x.device), gradient_scale(count, LOGITS_SCALE) / count
+    x_unit, scale = unit_tensor(X_SCALE, x.device), gradient_scale(count, LOGITS_SCALE) / count
     unit = 1 / scale
     x_rows, x_columns, _ = quantize(x, x_unit)
     weight_rows, weight_columns, weight_unit = quantize_weight(weight)
@@ -252,11 +256,7 @@ def scale_in_one_pass(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> T
     return out
 
 
-@scale_in_one_pass.register_fake
-def _(gradient, factor, dtype):
-    return torch.empty_like(gradient, dtype=dtype)
-
-
+scale_in_one_pass.register_fake(lambda gradient, factor, dtype: torch.empty_like(gradient, dtype=dtype))
 scale_in_one_pass = bypass_dispatcher(scale_in_one_pass)
 
 
@@ -265,14 +265,14 @@ linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_for
 linear_cross_entropy_fp8 = bypass_dispatcher(linear_cross_entropy_fp8, backward, _in_forward.setup_context)
 
 
-def loss(x, weight, targets, ignore_index=-1, fp8=False):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1, fp8: bool = False) -> Tensor:
     check_dtypes("loss", x, weight, fp8=fp8)
     if fp8:
         return apply_to_rows(linear_cross_entropy_fp8, x, weight, targets, ignore_index)
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, False)  # whole=False: in chunks
 
 
-def apply_to_rows(op, x, weight, targets, ignore_index, *options):
+def apply_to_rows(op: Callable, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, *options: Any) -> Tensor:
     """Call `op` with x as (N, C) and return the mean loss. `op` computes gradients only if autograd will need them.
 
     `options` are further arguments of `op`: `whole` for linear_cross_entropy(), none for other operators.

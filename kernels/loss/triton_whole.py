@@ -9,11 +9,13 @@ gives cuBLAS tall matmuls, which spread well over the multiprocessors: with chun
 tiles of 128 x 128 for 132 multiprocessors.
 """
 
+from torch import Tensor
+
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.loss.triton import RUNS, apply_to_rows, detail, linear_cross_entropy  # noqa: F401
 
 
-def loss(x, weight, targets, ignore_index=-1):
+def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:
     check_dtypes("loss", x, weight)
     return apply_to_rows(linear_cross_entropy, x, weight, targets, ignore_index, True)  # whole=True: one chunk

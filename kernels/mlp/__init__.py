@@ -16,8 +16,11 @@ With fp8=True, a backend and reference() compute the products as kernels/fp8.py 
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from kernels import fp8 as products_in_fp8
 from kernels import linear
@@ -54,20 +57,33 @@ BOUND = "flops"
 FAMILY = r"(?i)mlp|gelu"
 
 
-def in_model(*, batch, length, n_embd, **_):
+def in_model(*, batch: int, length: int, n_embd: int, **_: object) -> dict[str, Any]:
     return {"shape": (batch, length, n_embd)}
 
 
-def gelu(x):
+def gelu(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def reference(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+def reference(
+    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
+) -> Tensor:
     layer = products_in_fp8.linear if fp8 else linear.reference
     return layer(gelu(layer(x, w_fc, b_fc)), w_proj, b_proj)
 
 
-def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, fp8=False, dtype, device="cpu", seed=0):
+def inputs(
+    shape: Sequence[int],
+    *,
+    hidden: int | None = None,
+    bias: bool = True,
+    scale: float = 1.0,
+    contiguous: bool = True,
+    fp8: bool = False,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """Return random arguments of mlp(), as a dict. x has a standard deviation of `scale`.
 
     The weights are scaled so that x @ w_fc.T has the variance of x.
@@ -76,7 +92,7 @@ def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, fp8=Fal
     width = shape[-1]
     hidden = hidden or 4 * width
 
-    def randn(*size, std=1.0):
+    def randn(*size: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
 
     x = randn(*shape, std=scale) if contiguous else randn(*shape[:-1], width + 8, std=scale)[..., :width]
@@ -91,7 +107,14 @@ def inputs(shape, *, hidden=None, bias=True, scale=1.0, contiguous=True, fp8=Fal
     return arguments | ({"fp8": True} if fp8 else {})
 
 
-def cost(shape, *, hidden=None, bias=True, dtype=torch.bfloat16, **_):
+def cost(
+    shape: Sequence[int],
+    *,
+    hidden: int | None = None,
+    bias: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    **_: object,
+) -> dict[str, tuple[int, int]]:
     """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}.
 
     The forward has two matmuls and the backward four. The forward writes the pre-activation. The backward reads the
@@ -110,7 +133,7 @@ def cost(shape, *, hidden=None, bias=True, dtype=torch.bfloat16, **_):
     }
 
 
-def products(shape, *, hidden=None, **_):
+def products(shape: Sequence[int], *, hidden: int | None = None, **_: object) -> dict[str, list[tuple[int, int, int]]]:
     """Return (rows, inner, columns) of the plain matmuls, forward and backward: the floor of the op's time."""
     width = shape[-1]
     hidden = hidden or 4 * width

@@ -22,14 +22,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
-from kernels.quantize import dy_scale, empty_fp8, quantize, quantize_weight, unit_of, with_layouts
+from kernels.quantize import dy_scale, empty_fp8, matrix_and_layouts, quantize, quantize_weight, unit_tensor
 from kernels.sums import add_partial_sums
 
 
-def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
+def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
     """Define the operators hotswap::NAME_fwd and hotswap::NAME_bwd, and return mlp() in fp8."""
 
     @torch.library.custom_op(f"hotswap::{name}_fwd", mutates_args=())
@@ -44,16 +45,18 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return y (N, C), and for the backward h (N, F), and each weight by columns with its unit.
 
-        See with_layouts() for x.
+        See matrix_and_layouts() for x.
         """
         fc_rows, fc_columns, fc_unit = quantize_weight(w_fc)
         proj_rows, proj_columns, proj_unit = quantize_weight(w_proj)
         h, a = fc_and_gelu(x_rows, fc_rows, fc_unit, b_fc, x.dtype)
-        y = product(a, proj_rows, (unit_of(X_SCALE, x.device), proj_unit), x.dtype, b_proj)
+        y = product(a, proj_rows, (unit_tensor(X_SCALE, x.device), proj_unit), x.dtype, b_proj)
         return y, h, fc_columns, fc_unit, proj_columns, proj_unit
 
     @mlp_fwd.register_fake
-    def _(x, x_rows, x_columns, w_fc, b_fc, w_proj, b_proj):
+    def _(
+        x: Tensor, x_rows: Tensor, x_columns: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         fc_columns, proj_columns = (empty_fp8(*weight.T.shape, E4M3, x.device) for weight in (w_fc, w_proj))
         fc_unit, proj_unit = (x.new_empty((), dtype=torch.float32) for _ in range(2))
         # not len(x): it would be a number, and torch.compile would compile each length
@@ -73,7 +76,7 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
         has_b_proj: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty."""
-        unit, x_unit = (unit_of(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
+        unit, x_unit = (unit_tensor(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
         dy_rows, dy_columns, db_proj = quantize(dy, unit, E5M2, sums=has_b_proj)
         a_columns, dh_rows, dh_columns, partial = proj_and_gelu_backward(dy_rows, proj_columns, proj_unit, h, has_b_fc)
         del dy_rows
@@ -84,27 +87,41 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
         return dx, dw_fc, db_fc, dw_proj, db_proj
 
     @mlp_bwd.register_fake
-    def _(dy, h, x_columns, fc_columns, fc_unit, proj_columns, proj_unit, has_b_fc, has_b_proj):
-        (N, C), F = dy.shape, h.shape[1]
-        sizes = (N, C), (F, C), (F if has_b_fc else 0,), (C, F), (C if has_b_proj else 0,)
-        return tuple(dy.new_empty(size) for size in sizes)
+    def _(
+        dy: Tensor,
+        h: Tensor,
+        x_columns: Tensor,
+        fc_columns: Tensor,
+        fc_unit: Tensor,
+        proj_columns: Tensor,
+        proj_unit: Tensor,
+        has_b_fc: bool,
+        has_b_proj: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        C, F = dy.shape[1], h.shape[1]
+        db_fc, db_proj = dy.new_empty(F if has_b_fc else 0), dy.new_empty(C if has_b_proj else 0)
+        return torch.empty_like(dy), dy.new_empty(F, C), db_fc, dy.new_empty(C, F), db_proj
 
-    def setup_context(ctx, inputs, output):
-        (_, h, *weights), (_, _, x_columns, _, b_fc, _, b_proj) = output, inputs
+    def setup_context(
+        ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    ) -> None:
+        _, _, x_columns, _, b_fc, _, b_proj = inputs
+        _, h, *weights = output
         ctx.save_for_backward(h, x_columns, *weights)
-        ctx.biases = b_fc is not None, b_proj is not None
+        ctx.has_b_fc, ctx.has_b_proj = b_fc is not None, b_proj is not None
         ctx.set_materialize_grads(False)  # only y has a gradient
 
-    def backward(ctx, dy, *_):
-        has_b_fc, has_b_proj = ctx.biases
-        dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.biases)
-        return dx, None, None, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None
+    def backward(ctx: FunctionCtx, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        biases = {"has_b_fc": ctx.has_b_fc, "has_b_proj": ctx.has_b_proj}
+        dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, **biases)
+        return dx, None, None, dw_fc, db_fc if ctx.has_b_fc else None, dw_proj, db_proj if ctx.has_b_proj else None
 
     mlp_bwd = bypass_dispatcher(mlp_bwd)
     mlp_fwd = bypass_dispatcher(mlp_fwd, backward, setup_context)
 
     def mlp(x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
-        y, *_ = mlp_fwd(*with_layouts(x), w_fc, b_fc, w_proj, b_proj)
+        matrix, rows, columns = matrix_and_layouts(x)
+        y, *_ = mlp_fwd(matrix, rows, columns, w_fc, b_fc, w_proj, b_proj)
         return y.view(x.shape)
 
     return mlp

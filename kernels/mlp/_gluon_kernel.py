@@ -252,13 +252,24 @@ def empty_partial_sums(N: int, F: int, device: torch.device) -> Tensor:
 
 
 def launch_kernel(
-    x, w, h, a, *, bias=None, dh=None, dh_columns=None, partial=None, x_scale: float = 1.0, w_unit: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    h: Tensor,
+    a: Tensor,
+    *,
+    bias: Tensor | None = None,
+    dh: Tensor | None = None,
+    dh_columns: Tensor | None = None,
+    partial: Tensor | None = None,
+    x_scale: float = 1.0,
+    w_unit: Tensor | None = None,
 ) -> None:
     """Run the kernel, backward if dh is given and otherwise forward. See _mlp_gluon_kernel for the arguments.
 
     In fp8, x_scale is the scale of x, and w_unit is 1 / the scale of w. In the backward x is dy, and dh gets its scale.
     """
-    (N, C), F, backward, fp8 = x.shape, h.shape[1], dh is not None, w_unit is not None
+    N, C = x.shape
+    F, backward, fp8 = h.shape[1], dh is not None, w_unit is not None
     n, f, c, columns = BLOCK_N.value, BLOCK_F.value, ROW_BYTES.value // x.element_size(), SLICE.value
     x, w = align(x), align(w)
     tiles = triton.cdiv(N, n) * triton.cdiv(F, f)

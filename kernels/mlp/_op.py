@@ -14,12 +14,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.sums import add_partial_sums, sum_rows
 
 
-def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
+def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -> Callable:
     """Define the operators hotswap::NAME_fwd and hotswap::NAME_bwd.
 
     Return a function of x (..., C), w_fc, b_fc, w_proj, b_proj and save_h, which returns y (..., C). Without save_h,
@@ -38,7 +39,9 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
         return y, h if save_h else h.new_empty(0)
 
     @mlp_fwd.register_fake
-    def _(x, w_fc, b_fc, w_proj, b_proj, save_h):
+    def _(
+        x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, save_h: bool
+    ) -> tuple[Tensor, Tensor]:
         return torch.empty_like(x), x.new_empty((x.shape[0], w_fc.shape[0]) if save_h else 0)
 
     @torch.library.custom_op(f"hotswap::{name}_bwd", mutates_args=())
@@ -59,27 +62,30 @@ def define(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callable) -
         return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, db_proj
 
     @mlp_bwd.register_fake
-    def _(dy, x, h, w_fc, b_fc, w_proj, has_b_proj):
+    def _(
+        dy: Tensor, x: Tensor, h: Tensor | None, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, has_b_proj: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         db_fc = x.new_empty(0 if b_fc is None else w_fc.shape[0])
         db_proj = x.new_empty(w_proj.shape[0] if has_b_proj else 0)
         return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
 
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
         x, w_fc, b_fc, w_proj, b_proj, save_h = inputs
         _, h = output
         ctx.save_for_backward(x, h if save_h else None, w_fc, b_fc, w_proj)
-        ctx.biases = b_fc is not None, b_proj is not None
+        ctx.has_b_fc, ctx.has_b_proj = b_fc is not None, b_proj is not None
         ctx.set_materialize_grads(False)  # h gets no gradient, and filling an (N, F) gradient with zeros takes 0.1 ms
 
-    def backward(ctx, dy, _dh):
-        has_b_fc, has_b_proj = ctx.biases
-        dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, has_b_proj)
-        return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None, None
+    def backward(ctx: FunctionCtx, dy: Tensor, _dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_b_proj)
+        return dx, dw_fc, db_fc if ctx.has_b_fc else None, dw_proj, db_proj if ctx.has_b_proj else None, None
 
     mlp_bwd = bypass_dispatcher(mlp_bwd)
     mlp_fwd = bypass_dispatcher(mlp_fwd, backward, setup_context)
 
-    def mlp(x, w_fc, b_fc, w_proj, b_proj, save_h):
+    def mlp(
+        x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, save_h: bool
+    ) -> Tensor:
         x_rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, _ = mlp_fwd(x_rows, w_fc, b_fc, w_proj, b_proj, save_h)
         return y.view(x.shape)

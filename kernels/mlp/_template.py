@@ -13,6 +13,7 @@ has the argument fp8; without it the kernel is refused for precision=fp8.
 import math
 
 import torch
+from torch import Tensor
 
 # Your Triton kernel goes here; kernels/mlp/triton.py is an example.
 #   1. the kernels: functions with @triton.jit
@@ -23,7 +24,7 @@ import torch
 # Then call the launcher in mlp().
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj):
+def mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
     h = x @ w_fc.T
     h = h if b_fc is None else h + b_fc
     h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))

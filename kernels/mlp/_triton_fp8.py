@@ -13,6 +13,7 @@ from kernels.fp8 import E4M3, E5M2, X_SCALE, product
 from kernels.mlp import _fp8
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import (
+    choose_tile_launch,
     dy_scale,
     empty_fp8,
     load_rows,
@@ -20,8 +21,7 @@ from kernels.quantize import (
     store_columns,
     store_rows,
     tile_of_program,
-    tiles,
-    unit_of,
+    unit_tensor,
 )
 
 
@@ -73,9 +73,10 @@ def _gelu_fp8_kernel(
 
 
 def fc_and_gelu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    (N, F), device = (len(x), len(w)), x.device
-    h, a = product(x, w, (unit_of(X_SCALE, device), w_unit), dtype, bias), empty_fp8(N, F, E4M3, device)
-    _, programs, parameters = tiles("gelu_fp8_fwd", h)
+    N, F = len(x), len(w)
+    h = product(x, w, (unit_tensor(X_SCALE, x.device), w_unit), dtype, bias)
+    a = empty_fp8(N, F, E4M3, x.device)
+    _, programs, parameters = choose_tile_launch("gelu_fp8_fwd", h)
     unused = dict.fromkeys(("da_ptr", "dy_unit_ptr", "dh_rows_ptr", "dh_columns_ptr", "sums_ptr"))
     _gelu_fp8_kernel[(programs,)](h_ptr=h, a_ptr=a, N=N, F=F, SCALE=X_SCALE, BACKWARD=False, **unused, **parameters)
     return h, a
@@ -84,13 +85,13 @@ def fc_and_gelu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype
 def proj_and_gelu_backward(
     dy: Tensor, w: Tensor, w_unit: Tensor, h: Tensor, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    (N, F), unit, partial = h.shape, unit_of(dy_scale(len(h)), h.device), None
+    N, F = h.shape
+    unit = unit_tensor(dy_scale(N), h.device)
     a, dh_columns = empty_fp8(F, N, E4M3, h.device), empty_fp8(F, N, E5M2, h.device)
     dh = empty_fp8(N, F, E5M2, h.device)
     da = product(dy, w, (unit, w_unit), h.dtype)
-    tiles_n, programs, parameters = tiles("gelu_fp8_bwd", h)
-    if sums:
-        partial = torch.empty(tiles_n, F, dtype=torch.float32, device=h.device)
+    tiles_n, programs, parameters = choose_tile_launch("gelu_fp8_bwd", h)
+    partial = torch.empty(tiles_n, F, dtype=torch.float32, device=h.device) if sums else None
     _gelu_fp8_kernel[(programs,)](
         h_ptr=h,
         da_ptr=da,
@@ -108,4 +109,4 @@ def proj_and_gelu_backward(
     return a, dh, dh_columns, partial
 
 
-mlp = _fp8.define("mlp_fp8", fc_and_gelu, proj_and_gelu_backward)
+mlp = _fp8.define_mlp("mlp_fp8", fc_and_gelu, proj_and_gelu_backward)

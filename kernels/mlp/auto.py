@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from torch import Tensor
+
 from kernels import fastest
 
 deterministic = False  # the backend that it calls may be nondeterministic
@@ -9,5 +11,7 @@ unavailable = partial(fastest.unavailable, "mlp")
 detail = partial(fastest.detail, "mlp")
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
-    return fastest.call("mlp", x, w_fc, b_fc, w_proj, b_proj, fp8=fp8)
+def mlp(
+    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
+) -> Tensor:
+    return fastest.call_fastest("mlp", x, w_fc, b_fc, w_proj, b_proj, fp8=fp8)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.fp8 import E4M3, E5M2, X_SCALE
+from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8
 from kernels.gpu import hopper_unavailable
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.mlp import _fp8, _op
@@ -53,13 +53,14 @@ def proj_and_gelu_backward_in_fp8(
     return a, dh, dh_columns, partial_sums
 
 
-unquantized_mlp = _op.define("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
-mlp_in_fp8 = _fp8.define("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
+unquantized_mlp = _op.define_mlp("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)
+mlp_in_fp8 = _fp8.define_mlp("mlp_gluon_fp8", fc_and_gelu_in_fp8, proj_and_gelu_backward_in_fp8)
 
 
-def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
+def refusal(x: Tensor, w_fc: Tensor, *rest: object, fp8: bool = False) -> str | None:
     """Return what the kernel takes instead of these dtypes or widths, or None if it takes them."""
-    (F, C), multiple = w_fc.shape, 16 if fp8 else 8  # TMA needs rows of a multiple of 16 bytes
+    F, C = w_fc.shape
+    multiple = 16 if fp8 else 8  # TMA needs rows of a multiple of 16 bytes
     if x.dtype not in DTYPES:
         return f"bfloat16 or float16, not {x.dtype}"
     if w_fc.dtype != x.dtype:
@@ -69,7 +70,9 @@ def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
     return None
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+def mlp(
+    x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
+) -> Tensor:
     if reason := refusal(x, w_fc, fp8=fp8):
         raise Unavailable(f"mlp=gluon takes {reason}: choose kernels.mlp=triton")
     if fp8:

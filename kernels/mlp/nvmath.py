@@ -14,9 +14,11 @@ Planning a matmul waits for the GPU, so product() keeps the plans.
 """
 
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import gpu_unavailable, package_unavailable
@@ -32,7 +34,7 @@ def unavailable(device: torch.device) -> str | None:
     return missing or gpu_unavailable(device)
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     return f"nvmath-python {version('nvmath-python')}, cuBLAS matmuls of CUDA {torch.version.cuda}"
 
 
@@ -72,7 +74,9 @@ def mlp_fwd(
 
 
 @mlp_fwd.register_fake
-def _(x, w_fc, b_fc, w_proj, b_proj):
+def _(
+    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     h, a = (x.new_empty(x.shape[0], w_fc.shape[0]) for _ in range(2))
     return torch.empty_like(x), h, a
 
@@ -89,30 +93,32 @@ def mlp_bwd(
 
 
 @mlp_bwd.register_fake
-def _(dy, x, h, a, w_fc, w_proj, has_b_fc, has_b_proj):
+def _(
+    dy: Tensor, x: Tensor, h: Tensor, a: Tensor, w_fc: Tensor, w_proj: Tensor, has_b_fc: bool, has_b_proj: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     db_fc = x.new_empty(w_fc.shape[0] if has_b_fc else 0)
     db_proj = x.new_empty(w_proj.shape[0] if has_b_proj else 0)
     return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, w_fc, b_fc, w_proj, b_proj = inputs
     ctx.save_for_backward(x, *output[1:], w_fc, w_proj)
-    ctx.biases = b_fc is not None, b_proj is not None
+    ctx.has_b_fc, ctx.has_b_proj = b_fc is not None, b_proj is not None
     ctx.set_materialize_grads(False)  # h and a get no gradients
 
 
-def _backward(ctx, dy, _dh, _da):
-    dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, *ctx.biases)
-    has_b_fc, has_b_proj = ctx.biases
-    return dx, dw_fc, db_fc if has_b_fc else None, dw_proj, db_proj if has_b_proj else None
+def _backward(ctx: FunctionCtx, dy: Tensor, _dh: Tensor | None, _da: Tensor | None) -> tuple[Tensor | None, ...]:
+    biases = {"has_b_fc": ctx.has_b_fc, "has_b_proj": ctx.has_b_proj}
+    dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, **biases)
+    return dx, dw_fc, db_fc if ctx.has_b_fc else None, dw_proj, db_proj if ctx.has_b_proj else None
 
 
 mlp_bwd = bypass_dispatcher(mlp_bwd)
 mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
 
 
-def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
+def refusal(x: Tensor, w_fc: Tensor, *rest: object, fp8: bool = False) -> str | None:
     """Return what cuBLASLt takes instead of these widths or this dtype, or None if it takes them."""
     if any(width % 8 for width in w_fc.shape):  # cuBLASLt stores h in rows of a multiple of 8
         F, C = w_fc.shape
@@ -122,7 +128,7 @@ def refusal(x: Tensor, w_fc: Tensor, *rest, fp8: bool = False) -> str | None:
     return None
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj):
+def mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
     if reason := refusal(x, w_fc):
         raise Unavailable(f"mlp=nvmath takes {reason}: choose kernels.mlp=eager")
     x_rows = x.reshape(-1, x.shape[-1]).contiguous()

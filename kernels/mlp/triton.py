@@ -39,10 +39,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fp8 import InFp8
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.matmul import (
+    FP32_LAUNCH,
     as_parameters,
     can_use_tma,
     choose_launch,
@@ -151,8 +153,8 @@ def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
     With TMA a program takes 112 KB of shared memory on compute capability 9.0, so two share a multiprocessor. On 10.0
     the backward takes 120 KB, and only one fits. Without TMA a program takes 40 KB, and 128 registers a thread.
     """
-    if dtype == torch.float32:  # for comparisons of results, not for speed: the matmuls are fp32, not TF32
-        values = 64, 128, 64, 1, 8, 1, 1
+    if dtype == torch.float32:
+        values = FP32_LAUNCH
     elif tma:
         values = 128, 128, 64, 4 if backward else 2, 4, 3, 2
     elif backward:
@@ -196,11 +198,12 @@ def fc_and_gelu(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, h: Tensor, a: Tens
 
 
 def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh: Tensor, sums: bool) -> Tensor | None:
-    (C, F), partial = w_proj.shape, None
+    C, F = w_proj.shape
     tma = can_use_tma(dy, w_proj, h, a, dh)
     grid, launch = choose_launch("mlp_bwd", dy, F, tma, default_launch(dy.dtype, tma, backward=True))
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     sums_of_tile = min(launch["num_warps"], n // 16)
+    partial = None
     if sums:
         rows = triton.cdiv(len(dy), n) * sums_of_tile
         partial = torch.empty(rows, F, dtype=torch.float32, device=h.device)
@@ -222,10 +225,12 @@ def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh:
     return partial
 
 
-unquantized_mlp = _op.define("mlp", fc_and_gelu, proj_and_gelu_backward)
+unquantized_mlp = _op.define_mlp("mlp", fc_and_gelu, proj_and_gelu_backward)
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj, fp8=False):
+def mlp(
+    x: Tensor | InFp8, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, fp8: bool = False
+) -> Tensor:
     check_dtypes("mlp", x, w_fc, fp8=fp8)
     if fp8:
         return _triton_fp8.mlp(x, w_fc, b_fc, w_proj, b_proj)

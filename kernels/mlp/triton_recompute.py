@@ -8,11 +8,13 @@ The price is one more matmul, 7 instead of 6, which is 1/6 more FLOPs. A checkpo
 matmuls of the forward.
 """
 
+from torch import Tensor
+
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.mlp.triton import RUNS, detail, unquantized_mlp  # noqa: F401
 
 
-def mlp(x, w_fc, b_fc, w_proj, b_proj):
+def mlp(x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None) -> Tensor:
     check_dtypes("mlp", x, w_fc)
     return unquantized_mlp(x, w_fc, b_fc, w_proj, b_proj, save_h=False)

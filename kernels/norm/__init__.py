@@ -15,7 +15,11 @@ A backend may return NaN gradients for parameters for which they would be imprec
 why_nan(weight, bias), which returns the reason as text for the user, or None.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 
 TENSORS = {"x": "... C", "residual": "... C", "weight": "C", "bias": "C"}
 ANY_STRIDES = ("x", "residual")
@@ -59,11 +63,13 @@ BOUND = "bytes"
 FAMILY = r"(?i)layer_?norm|GammaBeta"
 
 
-def in_model(*, batch, length, n_embd, residual_dtype, **_):
+def in_model(*, batch: int, length: int, n_embd: int, residual_dtype: torch.dtype, **_: object) -> dict[str, Any]:
     return {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype}
 
 
-def reference(x, residual, weight, bias, eps=1e-5):
+def reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     """Return (y, new_residual) by the formula of Ba et al. 2016 (arXiv:1607.06450)."""
     residual = x if residual is None else residual + x
     mean = residual.mean(-1, keepdim=True)
@@ -73,19 +79,19 @@ def reference(x, residual, weight, bias, eps=1e-5):
 
 
 def inputs(
-    shape,
+    shape: Sequence[int],
     *,
-    residual=True,
-    bias=True,
-    mean=0.0,
-    around=1.0,
-    residual_dtype=None,
-    contiguous=True,
-    eps=None,
-    dtype,
-    device="cpu",
-    seed=0,
-):
+    residual: bool = True,
+    bias: bool = True,
+    mean: float = 0.0,
+    around: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    contiguous: bool = True,
+    eps: float | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
     """Return random arguments of norm(), as a dict. A bias is about a tenth of its weight.
 
     Weights have mean `around` and deviation 0.1. `residual_dtype`, by default `dtype`, is the dtype of residual, or of
@@ -94,10 +100,10 @@ def inputs(
     generator = torch.Generator(device).manual_seed(seed)
     residual_dtype = torch.promote_types(residual_dtype or dtype, dtype)
 
-    def randn(*size, dtype=dtype):
+    def randn(*size: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*size, generator=generator, device=device).to(dtype)
 
-    def activations(dtype):  # contiguous=False slices wider rows, as `qkv.chunk` would
+    def activations(dtype: torch.dtype) -> Tensor:  # contiguous=False slices wider rows, as `qkv.chunk` would
         padding = 0 if contiguous else 3
         wide = randn(*shape[:-1], shape[-1] + padding, dtype=dtype) + mean
         return wide[..., : shape[-1]]
@@ -113,7 +119,15 @@ def inputs(
     return arguments | ({"eps": eps} if eps else {})
 
 
-def cost(shape, *, residual=True, bias=True, residual_dtype=None, dtype=torch.bfloat16, **_):
+def cost(
+    shape: Sequence[int],
+    *,
+    residual: bool = True,
+    bias: bool = True,
+    residual_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    **_: object,
+) -> dict[str, tuple[int, int]]:
     """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}.
 
     The forward reads x and residual, and writes y and the new residual. Without a residual it reads x and writes y.

@@ -95,7 +95,8 @@ def forward(
 
     The first result has y's shape and dtype for autograd, and no values: see InFp8.
     """
-    (N, C), launch = x.shape, default_launch(x.shape[1])
+    N, C = x.shape
+    launch = default_launch(C)
     y, stream, mean, rstd, rows, columns = empty_fp8_outputs(x, residual, weight, bias, eps)
     _norm_fwd_fp8_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
         x_ptr=x,
@@ -119,12 +120,14 @@ def forward(
     return y, stream, mean, rstd, rows, columns
 
 
-def empty_fp8_outputs(x, residual, weight, bias, eps) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def empty_fp8_outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Allocate what forward() returns. This is also the operator's fake implementation."""
-    (N, C), device = x.shape, x.device
-    y = torch.empty_strided((N, C), (0, 0), dtype=weight.dtype, device=device)
-    layouts = (empty_fp8(*size, E4M3, device) for size in ((N, C), (C, N)))
-    return y, *empty_stream(x, residual), *layouts
+    N, C = x.shape
+    y = torch.empty_strided((N, C), (0, 0), dtype=weight.dtype, device=x.device)
+    rows, columns = empty_fp8(N, C, E4M3, x.device), empty_fp8(C, N, E4M3, x.device)
+    return y, *empty_stream(x, residual), rows, columns
 
 
 norm_fwd_fp8 = torch.library.custom_op("hotswap::norm_fwd_fp8", forward, mutates_args=())

@@ -1,6 +1,7 @@
 """The kernels of helion.py. Importing this file imports Helion, which reads the source of these functions."""
 
 import functools
+from collections.abc import Callable
 
 import helion
 import helion.language as hl
@@ -59,7 +60,7 @@ def norm_bwd(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, db
 
 
 @functools.cache
-def kernel(function, block_sizes: tuple[int, ...], num_warps: int):
+def kernel(function: Callable, block_sizes: tuple[int, ...], num_warps: int) -> Callable:
     """Return the Helion kernel of one of the functions above. A config is given, so Helion does not tune it."""
     config = helion.Config(block_sizes=list(block_sizes), num_warps=num_warps)
     return helion.kernel(function, config=config, static_shapes=False)

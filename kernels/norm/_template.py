@@ -10,6 +10,7 @@ contract is kernels/norm/__init__.py.
 """
 
 import torch
+from torch import Tensor
 
 # Your Triton kernel goes here; kernels/norm/triton.py is an example.
 #   1. the kernels: functions with @triton.jit
@@ -20,7 +21,9 @@ import torch
 # Then call the launcher in norm().
 
 
-def norm(x, residual, weight, bias, eps=1e-5):
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     residual = x if residual is None else residual + x
     h = residual.float()  # sums in bf16 would lose digits
     mean = h.mean(-1, keepdim=True)

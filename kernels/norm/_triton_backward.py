@@ -1,9 +1,12 @@
 """The backward of triton.py, where it is explained. The forward of _fp8.py and quack.py have it, too."""
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import multiprocessors
@@ -124,7 +127,7 @@ def norm_bwd(
     has_bias = bias is not None
     launch = launch_parameters("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", backward_launch(C), saved.device)
     programs = min(launch.pop("programs") * multiprocessors(saved.device), triton.cdiv(N, launch["ROWS"]))
-    dx, dresidual = empty_gradients(dy, dstream, saved, weight, bias, mean, rstd, x_dtype, stream_dtype)[:2]
+    dx, dresidual = empty_gradients(saved, weight, bias, x_dtype, stream_dtype)[:2]
     partial = torch.empty(2, programs, C, dtype=torch.float32, device=saved.device)
     _norm_bwd_kernel[(programs,)](
         dy_ptr=dy,
@@ -153,19 +156,35 @@ def norm_bwd(
     return dx, dresidual, dweight, add_partial_sums(partial[1], weight.dtype) if has_bias else weight.new_empty(0)
 
 
-@norm_bwd.register_fake
-def empty_gradients(dy, dstream, saved, weight, bias, mean, rstd, x_dtype, stream_dtype):
-    """Allocate what norm_bwd() returns. This is also the operator's fake implementation."""
+def empty_gradients(
+    saved: Tensor, weight: Tensor, bias: Tensor | None, x_dtype: torch.dtype, stream_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate what norm_bwd() returns."""
     dx = saved.new_empty(saved.shape, dtype=x_dtype)
     dresidual = saved.new_empty(saved.shape if x_dtype != stream_dtype else 0, dtype=stream_dtype)
     dbias = weight.new_empty(0 if bias is None else weight.shape)
     return dx, dresidual, torch.empty_like(weight), dbias
 
 
+@norm_bwd.register_fake
+def fake_norm_bwd(
+    dy: Tensor,
+    dstream: Tensor | None,
+    saved: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    x_dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty_gradients(saved, weight, bias, x_dtype, stream_dtype)
+
+
 norm_bwd = bypass_dispatcher(norm_bwd)
 
 
-def setup_context(ctx, inputs, output):
+def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, residual, weight, bias, _ = inputs
     stream, mean, rstd = output[1:4]
     ctx.save_for_backward(x if residual is None else stream, weight, bias, mean, rstd)
@@ -174,13 +193,16 @@ def setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # mean, rstd and the model's last stream get no gradients
 
 
-def backward(ctx, dy, dstream, *_, norm_bwd=norm_bwd):
+def backward(
+    ctx: FunctionCtx, dy: Tensor | None, dstream: Tensor | None, *_: None, norm_bwd: Callable = norm_bwd
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of the forward's arguments. Another backend may pass its own norm_bwd."""
-    if dy is None:
-        saved, weight, *_ = ctx.saved_tensors
-        dy = torch.zeros_like(saved, dtype=weight.dtype)
+    saved, weight, bias, mean, rstd = ctx.saved_tensors
+    x_dtype, stream_dtype = ctx.dtypes
+    dy = torch.zeros_like(saved, dtype=weight.dtype) if dy is None else contiguous_rows(dy)
     dstream = contiguous_rows(dstream) if ctx.has_residual and dstream is not None else None
-    dx, dresidual, dweight, dbias = norm_bwd(contiguous_rows(dy), dstream, *ctx.saved_tensors, *ctx.dtypes)
+    options = {"mean": mean, "rstd": rstd, "x_dtype": x_dtype, "stream_dtype": stream_dtype}
+    dx, dresidual, dweight, dbias = norm_bwd(dy, dstream, saved, weight, bias, **options)
     if not ctx.has_residual:
         dresidual = None
     elif not dresidual.numel():  # x and residual have the same dtype, so one gradient is enough

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+from torch import Tensor
+
 from kernels import fastest
 
 deterministic = False  # the backend that it calls may be nondeterministic
@@ -9,5 +11,7 @@ unavailable = partial(fastest.unavailable, "norm")
 detail = partial(fastest.detail, "norm")
 
 
-def norm(x, residual, weight, bias, eps=1e-5):
-    return fastest.call("norm", x, residual, weight, bias, eps=eps)
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    return fastest.call_fastest("norm", x, residual, weight, bias, eps=eps)

@@ -7,7 +7,9 @@ minutes at the first call; to tune by hand, call helion.kernel(norm_fwd).autotun
 """
 
 import functools
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import triton
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import check_dtypes, multiprocessors, package_unavailable, triton_detail, triton_unavailable
-from kernels.norm._triton_backward import backward, empty_gradients, setup_context
+from kernels.norm._triton_backward import backward, empty_gradients, fake_norm_bwd, setup_context
 from kernels.norm.triton import empty_outputs
 
 RUNS = "helion_norm_fwd", "helion_norm_bwd"
@@ -28,11 +30,11 @@ def unavailable(device: torch.device) -> str | None:
     return package_unavailable("helion==1.5.0", "helion.language.register_block_size") or triton_unavailable(device)
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     return f"helion {version('helion')}, {triton_detail(**inputs)}"
 
 
-def forward_kernel(x: Tensor):
+def forward_kernel(x: Tensor) -> Callable:
     """Return the kernel for x (N, C)."""
     from kernels.norm import _helion
 
@@ -42,7 +44,7 @@ def forward_kernel(x: Tensor):
     return _helion.kernel(_helion.norm_fwd, (rows,), num_warps=min(16, max(1, rows * width // 512)))
 
 
-def backward_kernel(stream: Tensor):
+def backward_kernel(stream: Tensor) -> tuple[Callable, int]:
     """Return the kernel for the stream (N, C), and the number of its programs."""
     from kernels.norm import _helion
 
@@ -80,7 +82,7 @@ def norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dresidual, dweight and dbias, as norm_bwd() of _triton_backward.py does."""
     kernel, programs = backward_kernel(stream)
-    dx, dresidual, _, dbias = empty_gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
+    dx, dresidual, _, dbias = empty_gradients(stream, weight, bias, x_dtype, stream_dtype)
     partial = stream.new_empty(2, programs, stream.shape[1], dtype=torch.float32)
     second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
     # Helion takes int32 offsets for a tensor of up to 2^31 elements, whatever its strides are
@@ -90,12 +92,14 @@ def norm_bwd(
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
 
-norm_bwd.register_fake(empty_gradients)
+norm_bwd.register_fake(fake_norm_bwd)
 norm_bwd = bypass_dispatcher(norm_bwd)
 norm_fwd = bypass_dispatcher(norm_fwd, functools.partial(backward, norm_bwd=norm_bwd), setup_context)
 
 
-def norm(x, residual, weight, bias, eps=1e-5):
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     check_dtypes("norm", x, residual, weight, impl="helion")
     C = x.shape[-1]
     residual_rows = None if residual is None else residual.reshape(-1, C).contiguous()

@@ -6,9 +6,11 @@ stream, so this file casts y if the stream is wider than the compute dtype.
 """
 
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
@@ -22,7 +24,7 @@ def unavailable(device: torch.device) -> str | None:
     return missing or gpu_unavailable(device)  # Triton's interpreter cannot run the eps.to() in Liger's kernel
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     return f"liger-kernel {version('liger-kernel')}, {triton_detail(**inputs)}"
 
 
@@ -36,7 +38,7 @@ def norm_fwd(stream: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[
 
 
 @norm_fwd.register_fake
-def _(stream, weight, bias, eps):
+def _(stream: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     mean, rstd = (stream.new_empty(stream.shape[0], dtype=torch.float32) for _ in range(2))
     return torch.empty_like(stream), mean, rstd
 
@@ -52,17 +54,19 @@ def norm_bwd(
 
 
 @norm_bwd.register_fake
-def _(dy, stream, weight, bias, mean, rstd):
+def _(
+    dy: Tensor, stream: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(stream), torch.empty_like(weight), torch.empty_like(bias)
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     stream, weight, bias, _ = inputs
     _, mean, rstd = output
     ctx.save_for_backward(stream, weight, bias, mean, rstd)
 
 
-def _backward(ctx, dy, _dmean, _drstd):
+def _backward(ctx: FunctionCtx, dy: Tensor, _dmean: Tensor | None, _drstd: Tensor | None) -> tuple[Tensor | None, ...]:
     return *norm_bwd(dy.contiguous(), *ctx.saved_tensors), None
 
 
@@ -70,7 +74,9 @@ norm_bwd = bypass_dispatcher(norm_bwd)
 norm_fwd = bypass_dispatcher(norm_fwd, _backward, _setup_context)
 
 
-def norm(x, residual, weight, bias, eps=1e-5):
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     stream = x if residual is None else residual + x
     stream_rows = stream.reshape(-1, stream.shape[-1]).contiguous()
     y, _, _ = norm_fwd(stream_rows, weight, torch.zeros_like(weight) if bias is None else bias, eps)

@@ -8,13 +8,14 @@ the sum to the dtype of the stream. The backward starts from the rounded sum.
 
 import functools
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.norm._triton_backward import backward, empty_gradients, setup_context
+from kernels.norm._triton_backward import backward, empty_gradients, fake_norm_bwd, setup_context
 from kernels.norm.triton import empty_outputs
 from kernels.registry import Unavailable
 
@@ -28,7 +29,7 @@ def unavailable(device: torch.device) -> str | None:
     return missing or gpu_unavailable(device, (9, 0))
 
 
-def detail(**inputs) -> str:
+def detail(**inputs: Any) -> str:
     return f"quack-kernels {version('quack-kernels')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
@@ -71,7 +72,7 @@ def norm_bwd(
     from quack.rmsnorm import _rmsnorm_bwd
     from quack.rmsnorm_config import get_sm_count
 
-    dx, dresidual, _, dbias = empty_gradients(dy, dstream, stream, weight, bias, mean, rstd, x_dtype, stream_dtype)
+    dx, dresidual, _, dbias = empty_gradients(stream, weight, bias, x_dtype, stream_dtype)
     programs = get_sm_count(stream.shape[1], stream.device)
     partial = stream.new_empty(2, programs, stream.shape[1], dtype=torch.float32)
     _rmsnorm_bwd(
@@ -91,12 +92,14 @@ def norm_bwd(
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
 
-norm_bwd.register_fake(empty_gradients)
+norm_bwd.register_fake(fake_norm_bwd)
 norm_bwd = bypass_dispatcher(norm_bwd)
 norm_fwd = bypass_dispatcher(norm_fwd, functools.partial(backward, norm_bwd=norm_bwd), setup_context)
 
 
-def norm(x, residual, weight, bias, eps=1e-5):
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     C = x.shape[-1]
     if C % 2 and 2 in (x.element_size(), weight.element_size()):  # cp.async copies at least 4 bytes
         raise Unavailable(f"norm=quack needs an even width for 16-bit dtypes, not {C}: choose kernels.norm=eager")

@@ -18,6 +18,8 @@ things matter: few bytes, and enough loads in flight. Autograd saves the new str
 and mean and rstd, 8 bytes a row.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -123,7 +125,9 @@ def forward(
     return y, stream, mean, rstd
 
 
-def empty_outputs(x, residual, weight, bias, eps) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Allocate what forward() returns. This is also the operator's fake implementation."""
     return x.new_empty(x.shape, dtype=weight.dtype), *empty_stream(x, residual)
 
@@ -135,16 +139,22 @@ norm_fwd.register_fake(empty_outputs)
 norm_fwd = bypass_dispatcher(norm_fwd, backward, setup_context)
 
 
-def norm_in_fp8(x, residual, weight, bias, eps=1e-5):
+def norm_in_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[InFp8, Tensor]:
     y, stream, *layouts = apply_to_rows(norm_fwd_fp8, x, residual, weight, bias, eps)
     return InFp8(y, *layouts), stream
 
 
-def norm(x, residual, weight, bias, eps=1e-5):
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     return apply_to_rows(norm_fwd, x, residual, weight, bias, eps)
 
 
-def apply_to_rows(op, x, residual, weight, bias, eps):
+def apply_to_rows(
+    op: Callable, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, ...]:
     """Call `op` with (N, C) tensors, and return y and the new stream in the contract's shapes.
 
     `op` is norm_fwd, or an operator with the same arguments and results. Results beyond norm_fwd's four are returned as

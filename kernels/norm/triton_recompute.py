@@ -17,6 +17,7 @@ why_nan() gives the reason. The bytes are as many as with triton.py, because the
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import triton_detail as detail  # noqa: F401
@@ -30,7 +31,7 @@ RUNS = "norm_(fwd|recompute)", "norm_bwd"
 FAMILY = "_norm_"
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     x, residual, weight, bias, _ = inputs
     y, _, _, rstd = output
     ctx.save_for_backward(y, weight, bias, None, rstd)
@@ -54,5 +55,7 @@ def why_nan(weight: Tensor, bias: Tensor | None) -> str | None:
     )
 
 
-def norm(x, residual, weight, bias, eps=1e-5):
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
     return apply_to_rows(norm_recompute, x, residual, weight, bias, eps)

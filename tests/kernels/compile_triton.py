@@ -524,7 +524,7 @@ def compile_sampling(capability: int) -> None:
         summary = f"sampling, summary {name}"
         ptx = compile_kernel(summary, sampling._summary_kernel, capability, types, **fixed, SIZE=64)
         assert "ld.global.v4" in ptx
-        fixed |= {"SHIFT": sampling.SHIFTS[dtype], "num_warps": sampling.draw_warps(block)}
+        fixed |= {"SHIFT": sampling.SHIFTS[dtype], "num_warps": sampling.count_draw_warps(block)}
         spilled = 8 if capability == 80 else 0
         compile_kernel(f"sampling, draw {name}", sampling._draw_kernel, capability, types, spilled=spilled, **fixed)
 

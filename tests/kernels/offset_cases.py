@@ -148,7 +148,7 @@ def loss_exponentials(before):
 def gelu_in_fp8(before, backward):
     h, da = (after(before(1024), half(128, 1024, seed=seed)) for seed in range(2))
     (N, F), unit = h.shape, torch.full((), 0.25)
-    tiles, programs, sizes = quantize.tiles("gelu_fp8", h)
+    tiles, programs, sizes = quantize.choose_tile_launch("gelu_fp8", h)
     rows, columns = quantize.empty_fp8(N, F, E5M2, DEVICE), quantize.empty_fp8(F, N, E5M2, DEVICE)
     a = quantize.empty_fp8(*((F, N) if backward else (N, F)), E4M3, DEVICE)
     arguments = (h, da, unit, a, rows, columns, torch.empty(tiles, F), N, F)
@@ -168,7 +168,7 @@ def cross_entropy(before):
 
 def dlogits_in_fp8(before):
     logits = after(before(1024), half(128, 1024))
-    (N, V), (_, programs, sizes) = logits.shape, quantize.tiles("dlogits_fp8", logits)
+    (N, V), (_, programs, sizes) = logits.shape, quantize.choose_tile_launch("dlogits_fp8", logits)
     rows, columns = quantize.empty_fp8(N, V, E5M2, DEVICE), quantize.empty_fp8(V, N, E5M2, DEVICE)
     targets, shifts = after(before(1024), torch.arange(128) + 900), after(before(1024), randn(128, seed=1))
     tensors = {"logits_ptr": logits, "targets_ptr": targets, "shifts_ptr": shifts, "rows_ptr": rows}
@@ -196,7 +196,16 @@ def loss_finish(before):
     totals = after_columns(before(4096), randn(32, 16).abs())
     totals[0, -1] = torch.inf  # this row is computed again
     losses = torch.empty(len(x))
-    scaled, scales = _unnormalised.finish(x, w, p, targets, target_logits, totals, losses, ignore_index=-1)
+    scaled, scales = _unnormalised.subtract_totals(
+        x=x,
+        weight=w,
+        p=p,
+        targets=targets,
+        target_logits=target_logits,
+        sums=totals,
+        losses=losses,
+        ignore_index=-1,
+    )
     return p[-16:], losses[-16:], scaled[-16:], scales[-16:]
 
 
@@ -248,9 +257,10 @@ def attention_backward(before):
     q, k, v = heads_of_1m_tokens(before, 3)
     dout, out = (after(before(2048), half(384, 33, 64, seed=seed))[None] for seed in (4, 5))
     lse = after_columns(before(2048), 8 + randn(33, 384))[None]
-    grads = gradient_views(gradient_buffer(q, k), q, k)
-    _triton_backward.backward(dout, q, k, v, out, lse, None, True, 0.125, 100, *grads)
-    return [grad[0, -64:, 32] for grad in grads]
+    dq, dk, dv = gradient_views(gradient_buffer(q, k), q, k)
+    options = {"starts": None, "causal": True, "scale": 0.125, "window": 100}
+    _triton_backward.backward(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, **options)
+    return [grad[0, -64:, 32] for grad in (dq, dk, dv)]
 
 
 def lse_and_delta(before):

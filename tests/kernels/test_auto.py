@@ -182,7 +182,7 @@ def triton_here(monkeypatch):
 @pytest.mark.parametrize("precision", ["bf16", "amp", "fp8"])
 def test_a_model_has_the_functions_of_the_chosen_backends(precision, tables, triton_here, monkeypatch):
     """It never calls a function that chooses, so neither does torch.compile."""
-    monkeypatch.setattr(fastest, "call", None)
+    monkeypatch.setattr(fastest, "call_fastest", None)
     in_fp8 = " fp8" if precision == "fp8" else ""
     norm = "norm bfloat16 float32" if precision == "amp" else "norm bfloat16"
     choices = {norm: "triton", f"linear bfloat16{in_fp8}": "eager", f"mlp bfloat16{in_fp8}": "triton"}

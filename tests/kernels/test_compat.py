@@ -39,7 +39,7 @@ def test_a_condition_about_an_open_size_makes_no_graph():
     """Unlike `if size % 16 == 0`."""
 
     def multiply(x):
-        return 2 * x if compat.known_true(x.shape[0] % 16 == 0) else 3 * x
+        return 2 * x if compat.is_statically_true(x.shape[0] % 16 == 0) else 3 * x
 
     torch._dynamo.reset()
     counter = CompileCounter()

@@ -348,7 +348,7 @@ def test_what_the_kernels_cannot_do_is_refused_in_one_line(impl):
 
 def test_splits_of_the_keys():
     """Splits have 256 keys. With more than 4096 keys there are 16 splits."""
-    splits = {keys: _step.split(keys) for keys in (1, 256, 320, 1024, 4096, 5000, 3_600_000)}
+    splits = {keys: _step.plan_splits(keys) for keys in (1, 256, 320, 1024, 4096, 5000, 3_600_000)}
     small = {1: (1, 256), 256: (1, 256), 320: (2, 256), 1024: (4, 256), 4096: (16, 256)}
     assert splits == small | {5000: (16, 313), 3_600_000: (16, 225_000)}
 

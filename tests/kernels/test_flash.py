@@ -188,11 +188,11 @@ def test_fa4_keeps_its_kernels_in_the_cache_of_the_user(stand_in, capability, mo
 
     def variables_after(cache, **user):
         for name in names:
-            monkeypatch.setenv(name, "")  # otherwise monkeypatch would not take back what fa4() sets
+            monkeypatch.setenv(name, "")  # otherwise monkeypatch would not take back what load_fa4() sets
             monkeypatch.delenv(name)
         for name, value in {"XDG_CACHE_HOME": str(cache), **user}.items():
             monkeypatch.setenv(name, value)
-        _flash.fa4()
+        _flash.load_fa4()
         return [os.environ.get(name) for name in names]
 
     assert variables_after(tmp_path) == ["1", str(tmp_path / "hotswap/flash-attn-4")]

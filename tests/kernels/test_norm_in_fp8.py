@@ -9,7 +9,7 @@ from kernels import fp8
 from kernels.linear.triton import linear
 from kernels.norm import CASES, inputs
 from kernels.norm.triton import norm, norm_in_fp8
-from kernels.quantize import quantize, unit_of
+from kernels.quantize import quantize, unit_tensor
 from kernels.registry import AttnConfig, KernelsConfig, norm_before, resolve
 from kernels.tuned import write_table
 from model.config import GPTConfig
@@ -30,7 +30,7 @@ def test_both_layouts_have_the_bits_of_norm_and_quantize(name):
     in_fp8, stream_beside = norm_in_fp8(**arguments)
     assert (in_fp8.shape, in_fp8.dtype) == (y.shape, y.dtype)
     assert torch.equal(stream, stream_beside)
-    rows, columns, _ = quantize(y.reshape(-1, y.shape[-1]), unit_of(fp8.X_SCALE, DEVICE))
+    rows, columns, _ = quantize(y.reshape(-1, y.shape[-1]), unit_tensor(fp8.X_SCALE, DEVICE))
     assert torch.equal(in_fp8.rows.view(torch.uint8), rows.view(torch.uint8))
     assert torch.equal(in_fp8.columns.view(torch.uint8), columns.view(torch.uint8))
 

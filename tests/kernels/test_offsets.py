@@ -145,9 +145,10 @@ def test_gradients_of_attention_with_far_strides(strides):
     q, k, v, dout, out = (half(3, 19, 3, 16, seed=seed) for seed in range(5))
     lse, results = 4 + randn(3, 3, 20), []
     for move in near_and_far(*strides):
-        grads = [move(torch.zeros_like(q)) for _ in range(3)]
-        _triton_backward.backward(dout, q, k, v, out, lse, None, True, 0.25, None, *grads)
-        results.append(grads)
+        grads = {name: move(torch.zeros_like(q)) for name in ("dq", "dk", "dv")}
+        options = {"starts": None, "causal": True, "scale": 0.25, "window": None}
+        _triton_backward.backward(dout=dout, q=q, k=k, v=v, out=out, lse=lse, **options, **grads)
+        results.append([*grads.values()])
     assert_same_bits(*results)
 
 

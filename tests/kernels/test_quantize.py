@@ -9,7 +9,7 @@ from kernels.fp8 import E4M3, E5M2, weight_scale
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from kernels.quantize import quantize, quantize_weight, unit_of
+from kernels.quantize import quantize, quantize_weight, unit_tensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if torch.cuda.is_available() else [torch.float32]
@@ -66,9 +66,9 @@ def test_a_weight_that_is_not_finite_gives_no_finite_number(bad):
 
 def test_a_unit_is_kept_but_never_a_fake_one():
     with FakeTensorMode():
-        assert isinstance(unit_of(8.0, DEVICE), FakeTensor)
-    unit = unit_of(8.0, DEVICE)
+        assert isinstance(unit_tensor(8.0, DEVICE), FakeTensor)
+    unit = unit_tensor(8.0, DEVICE)
     assert unit.item() == 1 / 8
-    assert unit_of(8.0, DEVICE) is unit
+    assert unit_tensor(8.0, DEVICE) is unit
     with FakeTensorMode():
-        assert isinstance(unit_of(8.0, DEVICE), FakeTensor)
+        assert isinstance(unit_tensor(8.0, DEVICE), FakeTensor)

@@ -29,7 +29,7 @@ def test_a_constant_of_a_contract_may_have_an_annotation(monkeypatch, tmp_path, 
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy/__init__.py").write_text(f"{line}\nDEFAULT: str = 'mine'\n")
     monkeypatch.setattr(names, "ROOT", tmp_path)
-    assert [names.constant("toy", name, "absent") for name in ("TRAINS", "DEFAULT", "FAMILY")] == [
+    assert [names.read_constant("toy", name, "absent") for name in ("TRAINS", "DEFAULT", "FAMILY")] == [
         False,
         "mine",
         "absent",

@@ -397,18 +397,18 @@ def test_programs_that_take_turns_never_deadlock():
             assert turn == len(range(memory, heads, heads_in_sums)) * (i // 2 + 1)
 
 
-def test_attentions_gluon_forward_makes_a_plan_once():
+def test_attentions_gluon_forward_makes_a_plan_tensorce():
     """A profile and a dispatch mode make no other one, and it stays: a captured CUDA graph may read it."""
-    plan_on, cpu = importlib.import_module("kernels.attention._gluon_forward").plan_on, torch.device("cpu")
+    plan_tensor, cpu = importlib.import_module("kernels.attention._gluon_forward").plan_tensor, torch.device("cpu")
     plans = []
     for context in (nullcontext(), torch.profiler.profile(), FlopCounterMode(display=False)):
         with context:
-            plans.append(plan_on(cpu, 200, 128, 4, 1, 4))
+            plans.append(plan_tensor(cpu, 200, 128, 4, 1, 4))
     for T in range(17, 187):
-        plan_on(cpu, T, 128, 4, 1, 4)
-    assert all(plan is plans[0] for plan in (*plans, plan_on(cpu, 200, 128, 4, 1, 4)))
+        plan_tensor(cpu, T, 128, 4, 1, 4)
+    assert all(plan is plans[0] for plan in (*plans, plan_tensor(cpu, 200, 128, 4, 1, 4)))
     with FakeTensorMode():
-        assert isinstance(plan_on(cpu, 200, 128, 4, 1, 4), FakeTensor)
+        assert isinstance(plan_tensor(cpu, 200, 128, 4, 1, 4), FakeTensor)
 
 
 @pytest.mark.gpu
@@ -501,7 +501,8 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
     assert bool((p.sum(1) > kernel.LARGEST.value).any()) == (scale > 1)
     sums = torch.stack([part.sum(1) for part in p.split(128, 1)])
     losses = torch.empty(N, device=device)
-    scaled_x, scales = kernel.finish(x, weight, p, targets, target_logits, sums, losses, ignore_index=-1)
+    tensors = {"x": x, "weight": weight, "p": p, "targets": targets, "target_logits": target_logits, "sums": sums}
+    scaled_x, scales = kernel.subtract_totals(**tensors, losses=losses, ignore_index=-1)
     exact = torch.nn.functional.cross_entropy(logits[right], targets[right], ignore_index=-1, reduction="none")
     rounding = 2**-20 * max(kernel.HEADROOM_BITS.value, logits.abs().max().item())  # of sums of 72 products in fp32
     torch.testing.assert_close(losses[right].double(), exact, rtol=0, atol=rounding)

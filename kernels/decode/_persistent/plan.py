@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.cache import Cache
 from kernels.decode import Weights
-from kernels.decode._step import matrix
+from kernels.decode._step import Matrix, split_scales
 
 # Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200, before
 # FLYING, a token of 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000
@@ -35,8 +35,9 @@ class Plan(NamedTuple):
         return self.rows * self.passes
 
 
-def values(weight) -> Tensor:
-    return matrix(weight)[0]
+def elements(weight: Matrix) -> Tensor:
+    """Return W (N, K) without its scales."""
+    return split_scales(weight)[0]
 
 
 def tile_columns(weights: Weights) -> int:
@@ -62,10 +63,10 @@ def make_plan(weight: Tensor, columns: int, blocks: int, warps: int, most_rows: 
 
 def make_plans(weights: Weights, blocks: int, warps: int) -> dict[str, Plan]:
     """Return {name of a product in persistent.cu: its plan}. All layers have the same sizes."""
-    *layers, (head_name, head, _) = products(weights)
     columns = tile_columns(weights)
-    plans = {name: make_plan(values(weight), columns, blocks, warps) for name, weight, _ in layers[:4]}
-    return plans | {head_name: make_plan(values(head), columns, blocks, warps, MOST_HEAD_ROWS)}
+    layer = products(weights)[:4]
+    plans = {name: make_plan(elements(weight), columns, blocks, warps) for name, weight, _ in layer}
+    return plans | {"HEAD": make_plan(elements(weights.head), columns, blocks, warps, MOST_HEAD_ROWS)}
 
 
 def count_warps(weights: Weights, batch: int) -> int:
@@ -77,7 +78,7 @@ def count_warps(weights: Weights, batch: int) -> int:
 
 
 def hidden_units(weights: Weights) -> int:
-    return len(values(weights.layers[0].fc_weight))
+    return len(elements(weights.layers[0].fc_weight))
 
 
 def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[str, Plan]) -> dict[str, int]:
@@ -95,7 +96,7 @@ def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[s
         "VOCAB": len(weights.wte),
         "ROPE": int(weights.wpe is None),
         "BF16": int(weights.wte.dtype == torch.bfloat16),
-        "INT8": int(values(weights.head).dtype == torch.int8),
+        "INT8": int(elements(weights.head).dtype == torch.int8),
         "STREAM_BF16": int(weights.stream_dtype == torch.bfloat16),
         "KV_BITS": 8 * keys.itemsize,
         **{f"{name}_{part.upper()}": n for name, plan in plans.items() for part, n in plan._asdict().items()},
@@ -116,8 +117,8 @@ def products(weights: Weights) -> list[tuple]:
 def arrange_weights(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
     """Return all matrices as (blocks, elements): what each block multiplies, in the order of use."""
     columns = tile_columns(weights)
-    order = ORDERS[values(weights.head).dtype] if weights.wte.dtype == torch.bfloat16 else list(range(8))
-    matrices = [(plans[name], values(weight)) for name, weight, _ in products(weights)]
+    order = ORDERS[elements(weights.head).dtype] if weights.wte.dtype == torch.bfloat16 else list(range(8))
+    matrices = [(plans[name], elements(weight)) for name, weight, _ in products(weights)]
     return torch.cat([arrange_matrix(plan, weight, columns, order, blocks) for plan, weight in matrices], dim=1)
 
 
@@ -152,8 +153,8 @@ def arrange_biases(weights: Weights, plans: dict[str, Plan], blocks: int) -> Ten
 
 def arrange_scales(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
     """Return the scales of the integers as (blocks, elements) fp32, in the order of arrange_weights()."""
-    scales = [(plans[name], matrix(weight)[1]) for name, weight, _ in products(weights)]
-    return arrange_rows(scales, blocks, matrix(weights.head)[1])
+    scales = [(plans[name], split_scales(weight)[1]) for name, weight, _ in products(weights)]
+    return arrange_rows(scales, blocks, split_scales(weights.head)[1])
 
 
 def stack_norms(weights: Weights) -> Tensor:
