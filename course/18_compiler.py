@@ -14,9 +14,10 @@ XLA, the compiler of JAX, prints its own language, HLO. Look for:
     the reduction ends where the next one begins.
 
 Both compilers fuse elementwise operators with each other, and torch.compile fuses them with a reduction, too. The table
-shows that a kernel of your own gains nothing here. But a compiler does not invent an algorithm. It does not turn rung 10
-into rung 11, because the online softmax is another sum. It does not run an epilogue beside the matmul of another tile,
-as rung 16 does, nor start the next layer's loads before this layer ends. There a kernel of your own is worth its lines.
+shows that a kernel of your own gains nothing here. But a compiler does not invent an algorithm. It does not turn rung
+10 into rung 11, because the online softmax is another sum. It does not run an epilogue beside the matmul of another
+tile, as rung 16 does, nor start the next layer's loads before this layer ends. There a kernel of your own is worth its
+lines.
 
 Exercise: `exercise` also returns the sum of each column of the result. torch.compile runs a second kernel that reads
 the result again, because this sum goes along the other dimension. Write a kernel that stores the result and, for the
