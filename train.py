@@ -175,7 +175,15 @@ def complete_config(cfg: DictConfig) -> None:
 @commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
 def main(cfg: Config) -> None:
     t, device = cfg.train, machine.select_device(rank_device(cfg.device))
-    recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    recipe = Recipe(
+        model=cfg.model,
+        kernels=cfg.kernels,
+        attn=cfg.attn,
+        optim=cfg.optim,
+        precision=cfg.precision,
+        seed=cfg.seed,
+        documents=cfg.data.mask_documents,
+    )
     choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:

@@ -270,15 +270,25 @@ def default_launch(dtype: torch.dtype, tma: bool, C: int) -> dict:
     return as_parameters(*values) | {"GROUP": 8}
 
 
-def default_launch_transposed(dtype: torch.dtype, tma: bool) -> dict:
-    """Return the default launch parameters of matmul_transposed()."""
+def default_launch_transposed(dtype: torch.dtype, tma: bool, F: int, C: int) -> dict:
+    """Return the default launch parameters of matmul_transposed() for a result (F, C).
+
+    A tile of 256 columns covers 1600 columns with 12% waste, and one of 128 with 4%. For (4800, 1600) on an H200 tiles
+    of 256 x 128 take 0.71 ms where 128 x 256 take 0.81.
+    """
     if dtype == torch.float32:
         values = 64, 64, 128, 1, 8, 1, 1
+    elif tma and padded(F, 256) * padded(C, 128) < padded(F, 128) * padded(C, 256):
+        values = 64, 256, 128, 4, 8, 4, 1
     elif tma:
         values = 64, 128, 256, 4, 8, 3, 1
     else:
         values = 32, 128, 128, 1, 8, 3, 1
     return as_parameters(*values) | {"GROUP": 8}
+
+
+def padded(size: int, tile: int) -> int:
+    return triton.cdiv(size, tile) * tile
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
@@ -338,7 +348,7 @@ def matmul_transposed(kernel: str, a: Tensor, b: Tensor) -> Tensor:
     C = b.shape[1]
     tma = can_use_tma(a, b)
     key = f"{F} {C} {a.dtype}{' tma' if tma else ''}"
-    launch = launch_parameters(kernel, key, default_launch_transposed(a.dtype, tma), a.device)
+    launch = launch_parameters(kernel, key, default_launch_transposed(a.dtype, tma, F, C), a.device)
     programs = launch.pop("programs") * multiprocessors(a.device)
     n, f, c = (launch[name] for name in ("BLOCK_N", "BLOCK_F", "BLOCK_C"))
     tiles = triton.cdiv(F, f) * triton.cdiv(C, c)

@@ -12,7 +12,8 @@ from data.tokenizer import Tokenizer
 from kernels.registry import Unavailable
 from kernels.sampling import NO_TOKEN, Sampling
 from model.decoder import Decoder, why_no_generation
-from model.gpt import GPT, in_eval_mode
+from model.gpt import GPT
+from model.modes import in_eval_mode
 from model.parallel import gather_parameters
 from runtime.config import UserError, check, value_text
 

@@ -7,7 +7,6 @@ The model has two dtypes. The branches (attention and MLP) run in the compute dt
 it is used. The residual stream has the dtype of the stored weights (PRECISIONS in model/config.py).
 """
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ from kernels.rope import rope_table, rotate
 from model.chunks import run_in_chunks
 from model.config import GPTConfig
 from model.recompute import BlockRunner
-from runtime.config import UserError, check, value_text
+from runtime.config import UserError
 
 
 def cast(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -208,23 +207,6 @@ class GPT(nn.Module):
             elif weight.dim() == 2:
                 is_projection = name.endswith("c_proj.weight")
                 weight.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02)
-
-
-def in_eval_mode(function: Callable) -> Callable:
-    """Decorator: function(model, ...) runs in eval mode. Then, also after an error, each module has its mode again."""
-
-    @functools.wraps(function)
-    def call(model: nn.Module, *args, **options):
-        check(isinstance(model, nn.Module) and hasattr(model, "wte"), f"model={value_text(model)}: it must be a GPT")
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            return function(model, *args, **options)
-        finally:
-            for module, training in modes:
-                module.training = training
-
-    return call
 
 
 def dropout(config: GPTConfig) -> nn.Module:

@@ -15,7 +15,8 @@ from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, check_
 from model.config import PRECISIONS, GPTConfig
 from model.executed import name_backends
 from model.flat_adamw import FlatAdamW
-from model.gpt import GPT, in_eval_mode
+from model.gpt import GPT
+from model.modes import in_eval_mode
 from model.optim import OptimConfig, Optimizer, TorchAdamW
 from model.parallel import free_gathered
 from model.pretrained import load_weights

@@ -194,10 +194,11 @@ def compile_matmuls(capability: int, dtype: torch.dtype = torch.bfloat16) -> Non
         n, f, c, width = tile_sizes(launch)
         matrices = {"x": (n, c), "w": (f, c) if by_rows else (c, f), "y": (n, width)}
         build(name, matmul._tiled_matmul_kernel, launch, matrices, W_BY_ROWS=by_rows)
-    launch = matmul.default_launch_transposed(dtype, tma)
-    n, f, c, _ = tile_sizes(launch)
-    matrices = {"a": (n, f), "b": (n, c), "out": (1, f, c // launch["PARTS"])}
-    build("matmul transposed", matmul._split_matmul_kernel, launch, matrices)
+    for name, F, C in (("matmul transposed", 2304, 768), ("matmul transposed, 1600 wide", 4800, 1600)):
+        launch = matmul.default_launch_transposed(dtype, tma, F, C)
+        n, f, c, _ = tile_sizes(launch)
+        matrices = {"a": (n, f), "b": (n, c), "out": (1, f, c // launch["PARTS"])}
+        build(name, matmul._split_matmul_kernel, launch, matrices)
 
     launch = mlp.default_launch(dtype, tma, backward=False)
     n, f, c, width = tile_sizes(launch)

@@ -566,18 +566,6 @@ def test_unsupported_inputs_of_attention_raise_unavailable():
         importlib.import_module("kernels.attention.triton").attention(**inputs)
 
 
-def test_examples_of_the_readme_run(tmp_path, monkeypatch):
-    """add() and softmax() of kernels/README.md agree with PyTorch."""
-    text = (ROOT / "kernels" / "README.md").read_text()
-    # Triton reads the source of a kernel, so the examples need a file
-    (tmp_path / "readme_examples.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)))
-    monkeypatch.syspath_prepend(tmp_path)
-    examples = importlib.import_module("readme_examples")
-    x, y = (torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(DEVICE) for _ in range(2))
-    assert torch.equal(examples.add(x, y), x + y)
-    torch.testing.assert_close(examples.softmax(100 * x).double(), (100 * x).double().softmax(-1), rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("case", ["decode", "chunk", "lengths", "lengths_gqa", "window_chunk"])
 def test_attention_reads_keys_and_values_in_fp8(case):
     """The result equals attention over the same numbers in q's dtype, which represents every value of fp8."""
