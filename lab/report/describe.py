@@ -209,9 +209,8 @@ def newest_attention(rows: list[dict]) -> dict[tuple[int, str], dict]:
 
 
 def newest_searches(rows: list[dict]) -> list[dict]:
-    """Return each choice's newest row of scripts.max_context that found a length, the longest training T first."""
-    complete = [row for row in rows if row.get("context/max_train") or row.get("context/max_generate")]
-    newest = {search_settings(row): row for row in complete}
+    """Return each choice's newest row of scripts.max_context, the longest training T first."""
+    newest = {search_settings(row): row for row in rows}
     return sorted(newest.values(), key=lambda row: -(row.get("context/max_train") or 0))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
-from lab.report.describe import newest_choices, prompt_tokens
+from lab.report.describe import newest_choices, newest_searches, prompt_tokens
 from lab.rows import curve_file, read_jsonl, read_metrics, read_run
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
@@ -80,6 +80,11 @@ class ReportSource:
         return max(comparable_groups(self.measured_choices), key=len)
 
     @property
+    def searches(self) -> list[dict]:
+        """The newest search of each choice that found a length."""
+        return newest_searches([row for row in self.benchmarks["context"] if found_length(row)])
+
+    @property
     def failed_runs(self) -> Iterator[tuple[Choice, dict]]:
         """The rows without a speed, with their choices."""
         for choice in self.all_choices:
@@ -147,6 +152,10 @@ def read_lines(folder: Path) -> tuple[list[Line], list[str]]:
 def is_search(row: dict) -> bool:
     """Return whether the row is of scripts.max_context."""
     return "probe" in row.get("config", {})
+
+
+def found_length(row: dict) -> bool:
+    return bool(row.get("context/max_train") or row.get("context/max_generate"))
 
 
 def is_run(row: dict) -> bool:
