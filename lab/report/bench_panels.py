@@ -135,16 +135,22 @@ def context_figure(searches: list[dict], colours: dict[str, str]) -> Figure | No
 
 def search_label(row: dict, rows: list[dict]) -> str:
     """Return a search's label on the axis. It has the memory only if that varies among the rows."""
-    choice, *settings, memory = search_settings(row)
-    if len({search_settings(other)[-1] for other in rows}) > 1:
-        settings.append(memory)
-    return "\n".join([*wrap(choice, 80), *wrap(" ".join(filter(None, settings)), 26)])
+    varies = len({search_settings(other)[-1] for other in rows}) > 1
+    settings = search_texts(row) if varies else search_texts(row)[:-1]
+    return "\n".join([*wrap(choice_name(row["config"]), 80), *wrap(" ".join(filter(None, settings)), 26)])
+
+
+def search_texts(row: dict) -> list[str]:
+    """Return the settings of a search besides its choice, the memory last."""
+    model, precision, _, _, positions, checkpointing, memory = search_settings(row)
+    checkpoints = "" if checkpointing in ("", "none") else f"checkpointing={checkpointing}"
+    return [model, precision, positions, checkpoints, memory and f"{memory} GiB"]
 
 
 def search_hover(mode: str, row: dict) -> str:
-    choice, *settings = search_settings(row)
     work = "a training step" if mode == "train" else "a prefill, and 64 tokens more"
-    lines = [f"{row[f'context/max_{mode}']:,} tokens, {work}", choice, " · ".join(filter(None, settings))]
+    lines = [f"{row[f'context/max_{mode}']:,} tokens, {work}", choice_name(row["config"])]
+    lines.append(" · ".join(filter(None, search_texts(row))))
     keys = {"{:.3g} s": "seconds", "peak {:.1f} GiB": "peak_gib", PREDICTION_ERROR: "prediction_error"}
     lines += format_values({template: row.get(f"context/{mode}/{key}") for template, key in keys.items()})
     return hover_text(lines, rerun_command(row))

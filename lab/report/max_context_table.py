@@ -1,7 +1,7 @@
 """The table of the longest contexts, from rows of scripts.max_context."""
 
 from lab import rows as results
-from lab.report.describe import attention_cell, attention_limits, kernels_cell, model_size, newest_searches
+from lab.report.describe import newest_searches, search_settings
 from lab.report.tables import markdown_table
 
 HEAD = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
@@ -20,16 +20,7 @@ def max_context_table(rows: list[dict]) -> str:
 
 def search_cells(row: dict) -> list[str]:
     """Return the cells of a search under HEAD."""
-    model = row["config"]["model"]
-    positions = ", ".join(filter(None, (model.get("pos"), attention_limits(row))))
-    checkpointing = model.get("checkpointing") or ""
-    if model.get("keep_attention"):
-        checkpointing += ", attention kept"
-    cells = [model_size(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    gib = f"{row['memory_gib']:.4g}" if row.get("memory_gib") else ""
-    if row.get("world_size", 1) > 1:
-        gib = f"{row['world_size']} x {gib}"
-    return [*cells, positions, checkpointing, gib, *length_cells(row)]
+    return [*search_settings(row), *length_cells(row)]
 
 
 def length_cells(row: dict) -> list[str]:
