@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from collections.abc import Iterable
 from itertools import cycle
 
 from kernels.registry import TRAINING_OPS
@@ -15,18 +14,7 @@ from lab.report.describe import (
     newest_kernels,
     search_settings,
 )
-from lab.report.plot import (
-    PREDICTION_ERROR,
-    Figure,
-    Panel,
-    Point,
-    Series,
-    figure,
-    format_values,
-    hover_text,
-    line,
-    wrap,
-)
+from lab.report.plot import Figure, Panel, Point, Series, figure, format_values, line, measured_point, wrap
 from lab.report.source import ReportSource
 from lab.rerun import rerun_command
 from lab.rows import read_rows
@@ -67,68 +55,26 @@ def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> list[Pane
     return panels
 
 
-def page_entry(model: str, precisions: list[str], command: str | None) -> dict:
-    """Return what page.js knows of an id: the settings of the filters, and the command that measures it again.
-
-    The command is "" if a row has none that may run again, and None for a reference line.
-    """
-    return {"model": model, "precisions": precisions, "command": command}
-
-
-def benchmark_entries(source: ReportSource) -> dict[str, dict]:
-    """Return id -> page_entry() for each point of the figures."""
-    searches = {
-        id: page_entry(model_size(row), [row["config"]["precision"]], rerun_command(row))
-        for id, row in number("context", source.searches).items()
-    }
-    kernels = {
-        id: page_entry(shape_model(row), PRECISIONS[row["dtype"]], kernel_command(row))
-        for id, row in timed_kernels(source.benchmarks["kernels"]).items()
-    }
-    attention = {
-        id: page_entry("", PRECISIONS[row["dtype"]], attention_command(row))
-        for id, row in timed_attention(source.benchmarks["attention"]).items()
-    }
-    return searches | kernels | attention | {name: page_entry("124M", [], None) for name in nanogpt_lengths()}
-
-
-def number(name: str, rows: Iterable[dict]) -> dict[str, dict]:
-    """Return "NAME0", "NAME1", ... -> row."""
-    return {f"{name}{i}": row for i, row in enumerate(rows)}
-
-
-def timed_kernels(rows: list[dict]) -> dict[str, dict]:
-    return number("kernel", newest_kernels([row for row in rows if row.get("both/tflops")]).values())
-
-
-def timed_attention(rows: list[dict]) -> dict[str, dict]:
-    return number("attention", [row for row in newest_attention(rows).values() if row.get("both/ms")])
-
-
 def context_figure(searches: list[dict], colours: dict[str, str]) -> Figure | None:
     """Return the longest contexts on a logarithmic axis; on an H200 also nanoGPT's."""
     series = []
     for mode, (name, symbol, side) in MODES.items():
-        points = [
-            Point(
-                length,
-                search_label(row, searches),
-                id,
-                search_hover(mode, row),
-                colour=colours[choice_name(row["config"])],
-                symbol=symbol,
-                ring=2.5,
-                text=f"{length:,}",
-            )
-            for id, row in number("context", searches).items()
-            if (length := row.get(f"context/max_{mode}"))
-        ]
+        points = []
+        for row in (row for row in searches if row.get(f"context/max_{mode}")):
+            length, filters = row[f"context/max_{mode}"], (model_size(row), [row["config"]["precision"]])
+            style = {"colour": colours[choice_name(row["config"])], "symbol": symbol, "ring": 2.5}
+            style["text"] = f"{length:,}"
+            lines, label = search_hover(mode, row), search_label(row, searches)
+            points.append(measured_point(length, label, lines, rerun_command(row), *filters, **style))
         series.append(Series(name, "markers+text", points, size=13, side=f"{side} center"))
     if any("H200" in row["env"]["device"] and model_size(row) == "124M" for row in searches):
-        points, setting = [], "124M on one H200, batch 1, a training step"
-        for name, length in nanogpt_lengths().items():
-            hover = hover_text([f"{name}: {length:,} tokens", setting], "")
-            points.append(Point(length, name.replace(", ", "\n", 1), name, hover, symbol="x", text=f"{length:,}"))
+        points = []
+        for row in read_rows("h200", "peers"):
+            if (row["measure"], row["system"]) == ("context", "nanoGPT"):
+                length, how = row["max_train"], row["how"].partition(";")[0]
+                lines = [f"nanoGPT, {how}: {length:,} tokens", "124M on one H200, batch 1, a training step"]
+                style = {"symbol": "x", "text": f"{length:,}"}
+                points.append(measured_point(length, f"nanoGPT\n{how}", lines, None, "124M", [], **style))
         series.append(Series("nanoGPT", "markers+text", points, QUIET, size=11, side="top center"))
     return figure("tokens", "", series, row=60, octaves=1.5)
 
@@ -147,19 +93,13 @@ def search_texts(row: dict) -> list[str]:
     return [model, precision, positions, checkpoints, memory and f"{memory} GiB"]
 
 
-def search_hover(mode: str, row: dict) -> str:
+def search_hover(mode: str, row: dict) -> list[str]:
     work = "a training step" if mode == "train" else "a prefill, and 64 tokens more"
     lines = [f"{row[f'context/max_{mode}']:,} tokens, {work}", choice_name(row["config"])]
     lines.append(" · ".join(filter(None, search_texts(row))))
-    keys = {"{:.3g} s": "seconds", "peak {:.1f} GiB": "peak_gib", PREDICTION_ERROR: "prediction_error"}
-    lines += format_values({template: row.get(f"context/{mode}/{key}") for template, key in keys.items()})
-    return hover_text(lines, rerun_command(row))
-
-
-def nanogpt_lengths() -> dict[str, int]:
-    """Return "nanoGPT, HOW" -> the longest T of a training step of 124M on one H200 at batch 1."""
-    rows = [row for row in read_rows("h200", "peers") if (row["measure"], row["system"]) == ("context", "nanoGPT")]
-    return {f"nanoGPT, {row['how'].partition(';')[0]}": row["max_train"] for row in rows}
+    keys = {"{:.3g} s": "seconds", "peak {:.1f} GiB": "peak_gib"}
+    keys |= {"error of the predicted peak {:+.1%}": "prediction_error"}
+    return lines + format_values({template: row.get(f"context/{mode}/{key}") for template, key in keys.items()})
 
 
 def roofline_figure(rows: list[dict], colours: dict[str, str]) -> Figure | None:
@@ -167,16 +107,21 @@ def roofline_figure(rows: list[dict], colours: dict[str, str]) -> Figure | None:
 
     The roofline is the highest FLOP/s that the bandwidth and the matmul allow, over FLOP/byte.
     """
-    kernels = timed_kernels(rows)
+    kernels = list(newest_kernels([row for row in rows if row.get("both/tflops")]).values())
     if not kernels:
         return None
-    bandwidth, peak = (max(row[f"ceiling/{key}"] for row in kernels.values()) for key in ("tb_per_s", "tflops"))
+    bandwidth, peak = (max(row[f"ceiling/{key}"] for row in kernels) for key in ("tb_per_s", "tflops"))
     ridge = peak / bandwidth  # below it the bandwidth is the limit, above it the matmul
     points: dict[str, list[Point]] = {}
-    for id, row in kernels.items():
-        symbol = MARK_OF_OP.get(row["op"], OTHER_MARK)[0]
-        place = row["both/tflops"] / row["both/tb_per_s"], row["both/tflops"]
-        points.setdefault(row["impl"], []).append(Point(*place, id, kernel_hover(row), symbol=symbol, ring=1))
+    for row in kernels:
+        model = re.match(r"\d+m(?=-|$)", row["shape"])  # a shape such as 124m-fp32-residual names a model
+        filters = model[0].upper() if model else "", PRECISIONS[row["dtype"]]
+        words = (override(key, row[key]) for key in ("op", "shape", "impl", "dtype"))
+        command = rerun_command({"command": shell_command("python", "-m", "scripts.bench_kernels", *words)})
+        place, style = (row["both/tflops"] / row["both/tb_per_s"], row["both/tflops"]), {"ring": 1}
+        style["symbol"] = MARK_OF_OP.get(row["op"], OTHER_MARK)[0]
+        point = measured_point(*place, kernel_hover(row), command, *filters, **style)
+        points.setdefault(row["impl"], []).append(point)
     intensities = [ridge, *(point.x for each in points.values() for point in each)]
     roof = {x: min(peak, bandwidth * x) for x in sorted({min(intensities) / 3, ridge, max(intensities) * 3})}
     speeds = f"{bandwidth:.3g} TB/s, {peak:.3g} TFLOP/s"
@@ -187,37 +132,25 @@ def roofline_figure(rows: list[dict], colours: dict[str, str]) -> Figure | None:
     return figure("FLOP/byte, each tensor moved once", "TFLOP/s", series, log=log, title=title)
 
 
-def shape_model(row: dict) -> str:
-    """Return "124M" for a shape such as 124m-fp32-residual; "" for shapes that name no model."""
-    model = re.match(r"\d+m(?=-|$)", row["shape"])
-    return model[0].upper() if model else ""
-
-
-def kernel_command(row: dict) -> str:
-    words = (override(key, row[key]) for key in ("op", "shape", "impl", "dtype"))
-    return rerun_command({"command": shell_command("python", "-m", "scripts.bench_kernels", *words)})
-
-
-def kernel_hover(row: dict) -> str:
+def kernel_hover(row: dict) -> list[str]:
     ms, low, high = (row[f"both/ms{quantile}"] for quantile in ("", "/p20", "/p80"))
-    lines = [
+    return [
         f"{row['op']} {row['impl']}: {ms:.3f} ms ({low:.3f} to {high:.3f})",
         f"{row['shape']}, {row['dtype']}, forward + backward",
         f"{row['both/tflops']:.1f} TFLOP/s, {row['both/tb_per_s']:.2f} TB/s",
         *format_values({"{:.1%} of the floor": row.get("both/of_floor")}),
         f"error {max(row['error/out'], row['error/gradients']):.1e}",
     ]
-    return hover_text(lines, kernel_command(row))
 
 
 def attention_figure(rows: list[dict], colours: dict[str, str], key: str = "both/ms") -> Figure | None:
     """Return the milliseconds of attention over T, forward + backward, or another of ATTENTION_UNITS."""
     points: dict[str, list[Point]] = {}
-    for id, row in timed_attention(rows).items():
-        lines = [f"{row['impl']}, T = {row['T']:,}: {row['both/ms']:.2f} ms"]
-        lines += format_values({"{:.2f} GiB besides the inputs": row.get("both/peak_gib")})
-        if row.get(key):
-            point = Point(row["T"], row[key], id, hover_text(lines, attention_command(row)))
+    for row in newest_attention(rows).values():
+        if row.get("both/ms") and row.get(key):
+            lines = [f"{row['impl']}, T = {row['T']:,}: {row['both/ms']:.2f} ms"]
+            lines += format_values({"{:.2f} GiB besides the inputs": row.get("both/peak_gib")})
+            point = measured_point(row["T"], row[key], lines, attention_command(row), "", PRECISIONS[row["dtype"]])
             points.setdefault(row["impl"], []).append(point)
     series = [Series(impl, "lines+markers", each, colours[impl], size=8) for impl, each in points.items()]
     return figure("T", ATTENTION_UNITS[key], series, octaves=0.2, log={"y": 1})

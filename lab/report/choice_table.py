@@ -12,23 +12,7 @@ from lab.report.tables import markdown_table, markdown_text
 from lab.rerun import rerun_command
 from lab.sweep.table import figure_columns, number_cell, slower_cell, speed
 
-NUMBERS = [  # keys of a row
-    "perf/tokens_per_sec",
-    "perf/tokens_per_sec/p20",
-    "perf/tokens_per_sec/p80",
-    "perf/step_ms",
-    "perf/mfu",
-    "perf/first_step_s",
-    "perf/recompiles",
-    "mem/peak_allocated_gib",
-    "power/watts",
-    "power/joules_per_token",
-    "power/sm_mhz",
-    "power/at_limit",
-    "train/loss",
-]
-WANDB_COLUMNS = ["choice", "model", "precision", "status", *NUMBERS]
-WANDB_COLUMNS += ["ratio", "ratio_low", "ratio_high", "baseline", "parity", "command"]
+RATIO_COLUMNS = ["ratio", "ratio_low", "ratio_high", "baseline", "parity", "command"]
 
 
 @dataclass
@@ -153,15 +137,14 @@ def failures(source: ReportSource) -> list[Line]:
 def notes(source: ReportSource) -> list[str]:
     """Return sentences: how the choices are compared, and which files are left out."""
     sentences = []
-    measured = [*source.measured_choices, *source.measured_generations]
-    others = [choice for choice in measured if not choice.is_baseline]
+    others = [choice for choice in source.measured if not choice.is_baseline]
     if others:
         first = "" if source.from_results else "the kernels of the first job, else "
         sentences.append(
             f"Each choice is compared with the baseline of its settings: {first}compile · sdpa, else eager, else the "
             "choice that ran first. A tie means that the 95% interval contains 1."
         )
-    if any(slower_cell(choice.row) for choice in measured):
+    if any(slower_cell(choice.row) for choice in source.measured):
         sentences.append(
             "Slower than eager: an op whose backend took longer than eager when both were timed alone on this GPU "
             "(scripts.doctor speed=true), and how many times as long. `of compile`: beside eager under torch.compile."
@@ -172,18 +155,20 @@ def notes(source: ReportSource) -> list[str]:
         sentences.append(
             "A ratio without an interval compares the medians only, because its runs have too few timed intervals."
         )
-    if any(choice.comparison.differs for choice in measured):
+    if any(choice.comparison.differs for choice in source.measured):
         sentences.append(
             "With --force every choice is compared with the first, and the table names the other settings that differ."
         )
-    elif any(choice.not_compared for choice in measured):
+    elif any(choice.not_compared for choice in source.measured):
         sentences.append("Choices at other settings are not compared. --force compares them, and names what differs.")
     return sentences
 
 
 def wandb_table(source: ReportSource) -> list[list]:
-    """Return the head and a line for each run of training, under WANDB_COLUMNS."""
-    lines = []
+    """Return the head and a line for each run of training: its settings, all numbers of its row, and its ratio."""
+    rows = [row for choice in source.choices for row in choice.rows]
+    numbers = {key: None for row in rows for key in row if "/" in key and isinstance(row[key], int | float)}
+    lines = [["choice", "model", "precision", "status", *numbers, *RATIO_COLUMNS]]
     for choice in source.choices:
         comparison = choice.comparison
         ratio = comparison.ratio if comparison else None
@@ -192,9 +177,9 @@ def wandb_table(source: ReportSource) -> list[list]:
         parity = (choice.row.get("parity") or {}).get("ok")
         for row in choice.rows:
             settings = [choice.title, choice.model, choice.precision, row["status"]]
-            numbers = [row.get(key) if speed(row) else None for key in NUMBERS]
-            lines.append([*settings, *numbers, *ratios, parity, choice.command])
-    return [WANDB_COLUMNS, *lines]
+            values = [row.get(key) if speed(row) else None for key in numbers]
+            lines.append([*settings, *values, *ratios, parity, choice.command])
+    return lines
 
 
 def report_markdown(source: ReportSource, pictures: list[Path]) -> str:

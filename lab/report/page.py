@@ -14,14 +14,14 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader
 
 from files import read_text, write_atomically
-from lab.report.bench_panels import benchmark_entries, benchmark_panels, page_entry
+from lab.report.bench_panels import benchmark_panels
 from lab.report.choice_table import notes, report_markdown, report_tables, wandb_table
 from lab.report.choices import Choice, comparable_groups, generation_sizes
 from lab.report.colours import choice_colours
 from lab.report.describe import choice_name, model_size
 from lab.report.figures import attention_plot, roofline, speed_plot
 from lab.report.panels import choice_panels
-from lab.report.plot import plotly
+from lab.report.plot import number_points, page_entry, plotly
 from lab.report.source import Line, ReportSource, make_source, read_lines
 from lab.sweep.compare import ratio
 from runtime import trackers
@@ -105,8 +105,8 @@ def render_page(source: ReportSource) -> str:
     names += [choice_name(row["config"]) for row in source.searches]
     backends = [row["impl"] for kind in ("kernels", "attention") for row in source.benchmarks[kind]]
     colours = choice_colours(names, backends)
-    entries = {choice.id: choice_entry(choice) for choice in source.all_choices} | benchmark_entries(source)
     panels = [*choice_panels(source, colours), *benchmark_panels(source, colours)]
+    entries = {choice.id: choice_entry(choice) for choice in source.all_choices} | number_points(panels)
     data = {"entries": entries, "panels": {panel.id: plotly(panel.figure) for panel in panels if panel.figure}}
     groups = headline_groups(source)
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -9,7 +9,6 @@ from lab.report.choices import Choice, comparable_groups, identifying_settings
 from lab.report.colours import GREY, GRID, INK, QUIET, SYMBOLS, choice_dashes, choice_symbols, part_colours
 from lab.report.describe import prompt_tokens
 from lab.report.plot import (
-    PREDICTION_ERROR,
     Figure,
     Panel,
     Point,
@@ -138,7 +137,7 @@ def memory_figure(choices: list[Choice]) -> Figure | None:
         for side, peak in peaks(choice).items():
             for part, gib in memory_split(choice, side).items():
                 lines = [f"{MEMORY_NAMES.get(part, part)}: {gib:.2f} GiB, {side}, of {peak:.2f}", choice.title]
-                lines += format_values({PREDICTION_ERROR: peak_error(choice)})
+                lines += format_values({"error of the predicted peak {:+.1%}": peak_error(choice)})
                 hover = hover_text(lines, choice.command)
                 bars[part, side].append(choice_point(choice, gib, axis_label(choice), hover))
         if (error := peak_error(choice)) is not None:

@@ -5,9 +5,8 @@ import math
 import textwrap
 from dataclasses import dataclass, field
 
-from lab.report.colours import INK, text_colour
+from lab.report.colours import INK
 
-PREDICTION_ERROR = "error of the predicted peak {:+.1%}"
 HOVER, HOVER_LINE = "%{customdata[1]}<extra></extra>", "%{meta[1]}<extra></extra>"
 
 
@@ -17,13 +16,14 @@ class Point:
 
     x: float
     y: float | str
-    id: str = ""  # page.js filters by it, and looks up the command that a click copies
+    id: str = ""  # of a choice
     hover: str = ""
     colour: str = ""  # "": the colour of the series
     symbol: str = "circle"  # Plotly's name
     ring: float = 0
     text: str = ""
     spread: tuple[float, float] | None = None  # the ends of the whiskers
+    entry: dict | None = None  # page_entry() of a point that is of no choice
 
 
 @dataclass
@@ -82,6 +82,33 @@ def line(name: str, values: dict[float, float], **settings) -> Series:
     return Series(name, "lines", [Point(x, y) for x, y in values.items()], **settings)
 
 
+def page_entry(model: str, precisions: list[str], command: str | None) -> dict:
+    """Return what page.js knows of an id: the settings of the filters, and the command that measures it again.
+
+    The command is "" if a row has none that may run again, and None for a reference line.
+    """
+    return {"model": model, "precisions": precisions, "command": command}
+
+
+def measured_point(
+    x: float, y: float | str, lines: list[str], command: str | None, model: str, precisions: list[str], **style
+) -> Point:
+    """Return a point of a benchmark with the arguments of hover_text() and page_entry()."""
+    entry = page_entry(model, precisions, command)
+    return Point(x, y, hover=hover_text(lines, command or ""), entry=entry, **style)
+
+
+def number_points(panels: list[Panel]) -> dict[str, dict]:
+    """Give an id to each point with an entry; return id -> entry."""
+    entries = {}
+    for panel in panels:
+        for point in (point for series in (panel.figure.series if panel.figure else []) for point in series.points):
+            if point.entry:
+                point.id = f"{panel.id}{len(entries)}"
+                entries[point.id] = point.entry
+    return entries
+
+
 def plotly(figure: Figure) -> dict:
     """Return the figure for page.js: `data` and `layout` of Plotly, and the height of a row."""
     xaxis, yaxis = {"title": {"text": figure.x}}, {"title": {"text": figure.y}}
@@ -122,7 +149,7 @@ def trace(series: Series) -> dict:
     if mode == "lines":
         del values["marker"]
     if any(point.text for point in points):
-        values |= {"text": [markup(point.text) for point in points]} | text_style(series, fills)
+        values |= {"text": [markup(point.text) for point in points]} | text_style(series)
     if points[0].spread:
         sides = {"array": [point.spread[1] - point.x for point in points]}
         sides["arrayminus"] = [point.x - point.spread[0] for point in points]
@@ -136,12 +163,11 @@ def trace(series: Series) -> dict:
     return values
 
 
-def text_style(series: Series, fills: list[str]) -> dict:
+def text_style(series: Series) -> dict:
     """Return how Plotly writes the texts of points: inside a bar if it has the room."""
     if series.mode != "bars":
         return {"textposition": series.side, "cliponaxis": False}
-    colours = {"insidetextfont": {"color": list(map(text_colour, fills))}}
-    return colours | {"textposition": "auto", "insidetextanchor": "start", "textangle": 0, "constraintext": "none"}
+    return {"textposition": "auto", "insidetextanchor": "start", "textangle": 0, "constraintext": "none"}
 
 
 def one(values: list) -> object:

@@ -60,6 +60,10 @@ class ReportSource:
         return sorted((choice for choice in self.generations if choice.speed), key=order)
 
     @property
+    def measured(self) -> list[Choice]:
+        return [*self.measured_choices, *self.measured_generations]
+
+    @property
     def environments(self) -> list[dict]:
         rows = [row for choice in self.all_choices for row in choice.rows]
         rows += [row for benchmark in self.benchmarks.values() for row in benchmark]

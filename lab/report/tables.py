@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 from tabulate import tabulate
 
@@ -18,16 +17,19 @@ from lab.report.describe import (
     attention_groups,
     attention_settings,
     batch_cell,
+    cache_and_draft,
     choice_key,
     commit,
+    decoder,
     kernels_cell,
     model_size,
     newest_attention,
     newest_choices,
     newest_kernels,
+    prompt_tokens,
     sessions,
 )
-from lab.sweep.compare import ratio
+from lab.sweep.compare import ratio, sequences
 from lab.sweep.table import Cell, figure_columns, median_run, speed, speed_cell, spread_cell, sweep_table
 from terminal import printable
 
@@ -48,22 +50,38 @@ def peak_gib(row: dict) -> float:
 
 
 def throughput(device: str) -> str:
-    """Return the table of training runs without evaluations: the newest rows of each choice.
-
-    The rows of a session stand together, fastest first. `of compile` compares each with compile + sdpa of its session.
-    """
-    head = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
+    """Return the table of training runs without evaluations."""
     rows = [row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]]
-    columns = figure_columns(rows)
-    head += [*columns, "step", "commit"]
-    return markdown_table(head, session_lines(rows, partial(throughput_cells, columns)))
+    columns = {"model": model_size, "batch": batch_cell, "precision": precision_cell, "kernels": kernels_cell}
+    last = {"step": lambda row: str(row.get("steps", "")), "commit": commit}
+    return session_table(rows, columns | {"attn": attention_cell}, "tokens/s (p20 to p80)", last)
 
 
-def session_lines(rows: list[dict], cells: Callable[[dict, str], list[str]]) -> list[list[str]]:
-    """Return cells(row, its ratio to the baseline) for each choice: session by session, fastest first.
+def generation(device: str) -> str:
+    """Return the table of the rows of scripts.generate."""
+    columns: dict[str, Cell] = {
+        "model": model_size,
+        "precision": precision_cell,
+        "sequences": lambda row: str(sequences(row)),
+        "prompt + new tokens": lambda row: f"{prompt_tokens(row):,} + {row['config']['max_new_tokens']:,}",
+        "decode": lambda row: ", ".join([decoder(row["config"]) or "blocks", *cache_and_draft(row["config"])]),
+        "kernels": lambda row: f"prefill: {kernels_cell(row)}" if decoder(row["config"]) else kernels_cell(row),
+        "attn": attention_cell,
+    }
+    rows = results.read_rows(device, "generate")
+    return session_table(rows, columns, "decode tokens/s (p20 to p80)", {"commit": commit})
 
-    All rows are of training, or all of generation. Rows of a choice that was measured again are left out.
+
+def precision_cell(row: dict) -> str:
+    return row["config"]["precision"]
+
+
+def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, last: dict[str, Cell]) -> str:
+    """Return a table of the newest rows of each choice, session by session, fastest first.
+
+    All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session.
     """
+    figures = figure_columns(rows)
     newest_first = reversed(sessions(newest_choices(rows)).items())
     lines = []
     # a key of sessions() ends with the commit; the sort is stable, so sessions of equal settings stay newest first
@@ -71,10 +89,13 @@ def session_lines(rows: list[dict], cells: Callable[[dict, str], list[str]]) -> 
         choices: dict[tuple, list[dict]] = {}
         for row in session:
             choices.setdefault(choice_key(row), []).append(row)
-        shown = {choice: shown_run(runs) for choice, runs in choices.items()}
-        for choice, row in sorted(shown.items(), key=lambda item: -(speed(item[1]) or 0)):
-            lines.append(cells(row, ratio_to_baseline(choices[choice], choices.get(BASELINE, []))))
-    return lines
+        bases = choices.get(BASELINE, [])
+        for runs in sorted(choices.values(), key=lambda runs: -(speed(shown_run(runs)) or 0)):
+            row = shown_run(runs)
+            cells = [rate_cell(row), ratio_to_baseline(runs, bases)]
+            cells += [cell(row) if row["status"] == "ok" else "" for cell in figures.values()]
+            lines.append([*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())])
+    return markdown_table([*columns, speed_name, "of compile", *figures, *last], lines)
 
 
 def shown_run(runs: list[dict]) -> dict:
@@ -94,17 +115,6 @@ def ratio_to_baseline(runs: list[dict], bases: list[dict]) -> str:
         return f"{interval.value:.3f}x, other GPU" if interval.other_gpu else f"{interval.value:.3f}x"
     speeds = [speed(shown_run(rows)) for rows in (runs, bases) if rows]  # the baseline, or rows without timed intervals
     return f"{speeds[0] / speeds[1]:.3f}x" if len(speeds) == 2 and all(speeds) else ""
-
-
-def throughput_cells(columns: dict[str, Cell], row: dict, ratio_cell: str) -> list[str]:
-    settings = [model_size(row), batch_cell(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    figures = figure_cells(row, columns)
-    return [*settings, rate_cell(row), ratio_cell, *figures, str(row.get("steps", "")), commit(row)]
-
-
-def figure_cells(row: dict, columns: dict[str, Cell]) -> list[str]:
-    """Return the row's cells under these columns; empty cells if the run is not ok."""
-    return [cell(row) if row["status"] == "ok" else "" for cell in columns.values()]
 
 
 def rate_cell(row: dict) -> str:

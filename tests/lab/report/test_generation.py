@@ -6,11 +6,11 @@ from lab import rows as lab_rows
 from lab.report.choice_table import report_tables
 from lab.report.colours import choice_colours
 from lab.report.describe import choice_name, prefill_name
-from lab.report.generation_table import generation
 from lab.report.page import headline_groups, headline_tiles, render_page
 from lab.report.panels import choice_panels
 from lab.report.plot import plotly
 from lab.report.source import read_source
+from lab.report.tables import generation
 from scripts import collect
 from tests.lab.report.sample_rows import ENV, make_generation_row, make_row, write_generations, write_row
 
