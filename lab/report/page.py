@@ -52,9 +52,7 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportS
         check(find_spec(package) is not None, f"the report needs {package}: pip install '.[report]'")
     lines, left_out = read_lines(folder)
     try:
-        source = make_source(folder, lines, left_out, force)
-        text = render_page(source)
-        report_markdown(source, [])  # it may fail where the page does not
+        source, text = render(folder, lines, left_out, force)
     except UserError:
         raise
     except ROW_ERRORS:
@@ -62,8 +60,7 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportS
         if good == lines:
             raise
         left_out += [str(line) for line in lines if line not in good]
-        source = make_source(folder, good, left_out, force)
-        text = render_page(source)
+        source, text = render(folder, good, left_out, force)
     page, markdown = folder / "report.html", folder / "report.md"
     write_atomically(page, text.encode(errors="replace"))
     pictures = draw_pictures(source)
@@ -71,13 +68,18 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportS
     return [page, markdown, *pictures], source
 
 
+def render(folder: Path, lines: list[Line], left_out: list[str], force: bool = False) -> tuple[ReportSource, str]:
+    """Return make_source() and its page. Raises one of ROW_ERRORS if report.md cannot be made, too."""
+    source = make_source(folder, lines, left_out, force)
+    report_markdown(source, [])
+    return source, render_page(source)
+
+
 def can_render(folder: Path, line: Line) -> bool:
     """Return whether a page of this row alone can be made. A row may lack a key, or have a text as a speed."""
     try:
         with contextlib.suppress(UserError):  # it is of no kind that a report shows
-            source = make_source(folder, [line], [])
-            render_page(source)
-            report_markdown(source, [])
+            render(folder, [line], [])
     except ROW_ERRORS:
         return False
     return True
@@ -106,7 +108,9 @@ def render_page(source: ReportSource) -> str:
     backends = [row["impl"] for kind in ("kernels", "attention") for row in source.benchmarks[kind]]
     colours = choice_colours(names, backends)
     panels = [*choice_panels(source, colours), *benchmark_panels(source, colours)]
-    entries = {choice.id: choice_entry(choice) for choice in source.all_choices} | number_points(panels)
+    entries = number_points(panels)
+    for choice in source.all_choices:
+        entries[choice.id] = page_entry(choice.model, [choice.precision] if choice.precision else [], choice.command)
     data = {"entries": entries, "panels": {panel.id: plotly(panel.figure) for panel in panels if panel.figure}}
     groups = headline_groups(source)
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -127,10 +131,6 @@ def render_page(source: ReportSource) -> str:
         plotly=get_plotlyjs(),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
-
-
-def choice_entry(choice: Choice) -> dict:
-    return page_entry(choice.model, [choice.precision] if choice.precision else [], choice.command)
 
 
 def options(values: Iterable[str]) -> list[str]:

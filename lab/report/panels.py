@@ -14,7 +14,6 @@ from lab.report.plot import (
     Point,
     Series,
     figure,
-    format_values,
     hover_text,
     line,
     wrap,
@@ -111,38 +110,22 @@ def peak_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None
     return figure("GiB at the peak", "", [Series("", "bars", points)], row=52)
 
 
-def memory_split(choice: Choice, side: str) -> dict[str, float]:
-    """Return the GiB of each part, or of the peak if the row has no parts; `side` is "predicted" or "measured"."""
-    split = (choice.row.get("memory") or {}).get(side) or {}
-    return {part: split[part] for part in MEMORY_PARTS if split.get(part)} or {"peak": split["peak"]}
-
-
-def peaks(choice: Choice) -> dict[str, float]:
-    """Return side -> the peak, for "predicted" and "measured", without those that the row lacks."""
-    splits = choice.row.get("memory") or {}
-    return {side: splits[side]["peak"] for side in MEMORY_SIDES if (splits.get(side) or {}).get("peak")}
-
-
-def peak_error(choice: Choice) -> float | None:
-    """Return the predicted peak over the measured peak, minus 1; None if the row lacks one of them."""
-    sides = peaks(choice)
-    return sides["predicted"] / sides["measured"] - 1 if len(sides) == 2 else None
-
-
 def memory_figure(choices: list[Choice]) -> Figure | None:
     """Return the parts of the peak, predicted beside measured. A row that has only a peak gets one grey bar."""
     parts, errors = [*MEMORY_PARTS, "peak"], []
     bars: dict[tuple[str, str], list[Point]] = {(part, side): [] for part in parts for side in MEMORY_SIDES}
     for choice in choices:
-        for side, peak in peaks(choice).items():
-            for part, gib in memory_split(choice, side).items():
-                lines = [f"{MEMORY_NAMES.get(part, part)}: {gib:.2f} GiB, {side}, of {peak:.2f}", choice.title]
-                lines += format_values({"error of the predicted peak {:+.1%}": peak_error(choice)})
-                hover = hover_text(lines, choice.command)
-                bars[part, side].append(choice_point(choice, gib, axis_label(choice), hover))
-        if (error := peak_error(choice)) is not None:
-            label = {"hover": "", "text": f" {error:+.1%}"}
-            errors.append(choice_point(choice, max(peaks(choice).values()), axis_label(choice), **label))
+        splits = {side: split for side, split in (choice.row.get("memory") or {}).items() if (split or {}).get("peak")}
+        peaks = {side: splits[side]["peak"] for side in MEMORY_SIDES if side in splits}
+        error = f"{peaks['predicted'] / peaks['measured'] - 1:+.1%}" if len(peaks) == 2 else ""
+        for side, peak in peaks.items():
+            gib = {part: splits[side][part] for part in MEMORY_PARTS if splits[side].get(part)} or {"peak": peak}
+            for part, size in gib.items():
+                lines = [f"{MEMORY_NAMES.get(part, part)}: {size:.2f} GiB, {side}, of {peak:.2f}", choice.title]
+                hover = hover_text([*lines, error and f"error of the predicted peak {error}"], choice.command)
+                bars[part, side].append(choice_point(choice, size, axis_label(choice), hover))
+        if error:
+            errors.append(choice_point(choice, max(peaks.values()), axis_label(choice), "", text=f" {error}"))
     if not any(points for (part, _), points in bars.items() if part != "peak"):
         return None
     series, fills = [], part_colours(MEMORY_PARTS)

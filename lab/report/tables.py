@@ -30,13 +30,27 @@ from lab.report.describe import (
     sessions,
 )
 from lab.sweep.compare import ratio, sequences
-from lab.sweep.table import Cell, figure_columns, median_run, speed, speed_cell, spread_cell, sweep_table
+from lab.sweep.table import (
+    PEAK,
+    Cell,
+    figure_columns,
+    median_run,
+    number_cell,
+    speed,
+    speed_cell,
+    spread_cell,
+    sweep_table,
+)
 from terminal import printable
 
 
 def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:
     cells = [[markdown_text(cell) for cell in line] for line in [head, *lines]]
     return tabulate(cells[1:], cells[0], tablefmt="github", disable_numparse=True)
+
+
+def columns_table(columns: dict[str, Cell], rows: Iterable[dict]) -> str:
+    return markdown_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def markdown_text(text: object) -> str:
@@ -135,30 +149,43 @@ def scaling(device: str) -> str:
         sizes = train["batch_size"], train["block_size"]
         return row["parameters"], config["precision"], json.dumps(config["kernels"]), *sizes
 
+    def sequences_cell(row: dict) -> str:
+        shared = f" / {row['world_size']}" if row["config"]["parallel"] == "context" else ""
+        return f"{row['config']['train']['batch_size']}{shared}"
+
+    def efficiency_cell(row: dict) -> str:
+        single = one_gpu.get(settings(row))
+        return f"{row['perf/tokens_per_sec_per_device'] / single:.3f}" if single else ""
+
     rows = [row for row in results.read_rows(device) if row.get("perf/tokens_per_sec_per_device")]
     one_gpu = {settings(row): row["perf/tokens_per_sec"] for row in rows if row["world_size"] == 1}
     rows.sort(key=lambda row: (row["parameters"], row["config"]["parallel"], row["world_size"]))
-    head = ["model", "GPUs", "parallel", "sequences a GPU", "kernels", "tokens/s", "a GPU", "efficiency"]
-    lines = []
-    for row in rows:
-        sequences = str(row["config"]["train"]["batch_size"])
-        if row["config"]["parallel"] == "context":
-            sequences += f" / {row['world_size']}"
-        per_gpu, single = row["perf/tokens_per_sec_per_device"], one_gpu.get(settings(row))
-        lines.append(
-            [
-                model_size(row),
-                str(row["world_size"]),
-                row["config"]["parallel"] if row["world_size"] > 1 else "",
-                sequences,
-                kernels_cell(row),
-                f"**{row['perf/tokens_per_sec']:,.0f}**",
-                f"{per_gpu:,.0f}",
-                f"{per_gpu / single:.3f}" if single else "",
-                f"{peak_gib(row):.1f}",
-            ]
-        )
-    return markdown_table([*head, "peak GiB a GPU"], lines)
+    columns: dict[str, Cell] = {
+        "model": model_size,
+        "GPUs": number_cell("{}", "world_size"),
+        "parallel": lambda row: row["config"]["parallel"] if row["world_size"] > 1 else "",
+        "sequences a GPU": sequences_cell,
+        "kernels": kernels_cell,
+        "tokens/s": number_cell("**{:,.0f}**", "perf/tokens_per_sec"),
+        "a GPU": number_cell("{:,.0f}", "perf/tokens_per_sec_per_device"),
+        "efficiency": efficiency_cell,
+        "peak GiB a GPU": number_cell("{:.1f}", *PEAK),
+    }
+    return columns_table(columns, rows)
+
+
+KERNEL_COLUMNS: dict[str, Cell] = {
+    "op": lambda row: f"{row['op']} {row['dtype']}",
+    "shape": lambda row: row["shape"],
+    "backend": lambda row: row["impl"],
+    "forward ms": number_cell("{:.3f}", "forward/ms"),
+    "both ms": lambda row: f"**{row['both/ms']:.3f}** ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
+    "TB/s or TFLOP/s (forward, backward)": lambda row: rates(row),
+    "of the floor": lambda row: f"{row['both/of_floor']:.1%}" if row["both/of_floor"] else "",
+    "error": lambda row: f"{max(row['error/out'], row['error/gradients']):.1e}",
+    "extra GiB": number_cell("{:.2f}", "extra_gib"),
+    "commit": commit,
+}
 
 
 def kernel_benchmarks(device: str) -> str:
@@ -166,26 +193,8 @@ def kernel_benchmarks(device: str) -> str:
     newest = newest_kernels(results.read_rows(device, "kernels"))
     if not newest:
         return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
-    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s or TFLOP/s (forward, backward)"]
-    head += ["of the floor", "error", "extra GiB", "commit"]
-    lines = []
-    for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
-        share, extra = row["both/of_floor"], row["extra_gib"]
-        lines.append(
-            [
-                f"{op} {dtype}",
-                shape,
-                impl,
-                f"{row['forward/ms']:.3f}",
-                f"**{row['both/ms']:.3f}** ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
-                rates(row),
-                f"{100 * share:.1f}%" if share else "",
-                f"{max(row['error/out'], row['error/gradients']):.1e}",
-                "" if extra is None else f"{extra:.2f}",
-                commit(row),
-            ]
-        )
-    return markdown_table(head, lines)
+    rows = sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"]))
+    return columns_table(KERNEL_COLUMNS, [row for _, row in rows])
 
 
 def rates(row: dict) -> str:
