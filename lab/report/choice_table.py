@@ -170,10 +170,10 @@ def wandb_table(source: ReportSource) -> list[list]:
     numbers = {key: None for row in rows for key in row if "/" in key and isinstance(row[key], int | float)}
     lines = [["choice", "model", "precision", "status", *numbers, *RATIO_COLUMNS]]
     for choice in source.choices:
-        comparison = choice.comparison
-        ratio = comparison.ratio if comparison else None
-        ratios = [comparison.value if comparison else None, ratio.low if ratio else None, ratio.high if ratio else None]
-        ratios.append(comparison.base.title if comparison else None)
+        ratios = [None] * 4
+        if comparison := choice.comparison:
+            low, high = (comparison.ratio.low, comparison.ratio.high) if comparison.ratio else (None, None)
+            ratios = [comparison.value, low, high, comparison.base.title]
         parity = (choice.row.get("parity") or {}).get("ok")
         for row in choice.rows:
             settings = [choice.title, choice.model, choice.precision, row["status"]]

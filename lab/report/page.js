@@ -38,7 +38,7 @@ function resolveColours(value, style) {
 // The marks of a legend: Plotly's names of symbols and of dashes -> characters.
 const MARKS = {
   circle: "●", square: "■", diamond: "◆", cross: "✚", "triangle-up": "▲", "triangle-down": "▼", x: "✖", star: "★",
-  pentagon: "⬟", hexagon: "⬢", solid: "━", dot: "┈", longdash: "╍", dash: "┅",
+  pentagon: "⬟", hexagon: "⬢", solid: "━", dot: "•••", longdash: "━ ━", dash: "╍╍",
 };
 
 function markOf({ line, marker }) {

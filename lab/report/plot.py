@@ -121,6 +121,8 @@ def plotly(figure: Figure) -> dict:
         ticks, texts, ends = octave_ticks(figure)
         xaxis |= {"type": "log", "rangemode": "normal", "range": list(map(math.log10, ends))}
         xaxis |= {"tickmode": "array", "tickvals": ticks, "ticktext": texts, "tickangle": 0}
+    if any(series.side == "middle right" for series in figure.series):
+        layout["margin"] = {"r": 48}  # of the texts
     for axis, distance in figure.log.items():
         layout[f"{axis}axis"] |= {"type": "log", "dtick": distance}
     if figure.below:
