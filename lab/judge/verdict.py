@@ -8,7 +8,7 @@ from lab.bench.probe import ERRORS, first_word
 from lab.judge.claim import Claim, undecided_answers, wrong_answers
 from lab.report.colours import CHOICE_COLOURS, GREY
 from lab.report.describe import attention_name, batch_cell, commit, kernels_name, model_size
-from lab.report.figures import plain, save, subplots
+from lab.report.png import plain, save, subplots
 from lab.report.tables import markdown_table, peak_gib, shown_run
 from lab.rows import read_rows
 from lab.sweep.compare import Ratio, ratio

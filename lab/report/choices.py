@@ -27,11 +27,6 @@ class Comparison:
         text = str(self.ratio or f"{self.value:.2f}x")
         return f"{text}, other {setting_names(self.differs)}" if self.differs else text
 
-    def __str__(self) -> str:
-        text = str(self.ratio or f"{self.value:.2f}x, without an interval,")
-        text = f"{text} of {self.base.title}"
-        return f"{text}; but {'; '.join(self.differs)}" if self.differs else text
-
 
 @dataclass
 class Choice:

@@ -66,9 +66,3 @@ def part_colours(parts: Iterable[str]) -> dict[str, str]:
     """Return a colour for each part of a whole; the part "other" is grey."""
     named = [part for part in parts if part != "other"]
     return dict(zip(named, cycle(PART_COLOURS), strict=False)) | {"other": GREY}
-
-
-def text_colour(background: str) -> str:
-    """Return black or white, whichever is readable on this "#RRGGBB"."""
-    red, green, blue = (int(background[i : i + 2], 16) for i in (1, 3, 5))
-    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"

@@ -209,26 +209,20 @@ def newest_attention(rows: list[dict]) -> dict[tuple[int, str], dict]:
 
 
 def newest_searches(rows: list[dict]) -> list[dict]:
-    """Return each choice's newest row of scripts.max_context that found a length, the longest training T first."""
-    complete = [row for row in rows if row.get("context/max_train") or row.get("context/max_generate")]
-    newest = {search_settings(row): row for row in complete}
+    """Return each choice's newest row of scripts.max_context, the longest training T first."""
+    newest = {tuple(search_settings(row)): row for row in rows}
     return sorted(newest.values(), key=lambda row: -(row.get("context/max_train") or 0))
 
 
-def search_settings(row: dict) -> tuple[str, ...]:
-    """Return a search's (choice, model, precision, positions, limits of attention, checkpointing, memory).
+def search_settings(row: dict) -> list[str]:
+    """Return a search's [model, precision, kernels, attention, positions and limits, checkpointing, GiB].
 
     A setting that the row does not have is "".
     """
-    config, model = row["config"], row["config"]["model"]
-    checkpointing = {
-        "block": "a checkpoint a block",
-        "host": "a checkpoint a block, on the host",
-        "chunks": "a checkpoint a block, on the host, in chunks",
-    }
-    saved = checkpointing.get(model.get("checkpointing"), "")
-    if model.get("keep_attention"):
-        saved += ", attention kept"
-    memory = f"{row['memory_gib']:.4g} GiB" if row.get("memory_gib") else ""
-    settings = model_size(row), config["precision"], model.get("pos", ""), attention_limits(row)
-    return choice_name(config), *settings, saved, memory
+    model, memory = row["config"]["model"], f"{row['memory_gib']:.4g}" if row.get("memory_gib") else ""
+    positions = ", ".join(filter(None, (model.get("pos"), attention_limits(row))))
+    checkpointing = (model.get("checkpointing") or "") + (", attention kept" if model.get("keep_attention") else "")
+    if row.get("world_size", 1) > 1:
+        memory = f"{row['world_size']} x {memory}"
+    cells = [model_size(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
+    return [*cells, positions, checkpointing, memory]

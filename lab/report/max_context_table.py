@@ -1,8 +1,11 @@
 """The table of the longest contexts, from rows of scripts.max_context."""
 
 from lab import rows as results
-from lab.report.describe import attention_cell, attention_limits, kernels_cell, model_size
+from lab.report.describe import newest_searches, search_settings
 from lab.report.tables import markdown_table
+
+HEAD = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
+HEAD += ["longest T, training", "s a step", "peak GiB (predicted)", "longest T, generation"]
 
 
 def max_context(device: str) -> str:
@@ -12,25 +15,12 @@ def max_context(device: str) -> str:
 
 def max_context_table(rows: list[dict]) -> str:
     """Return the newest row of each choice, the longest training T first."""
-    head = ["model", "precision", "kernels", "attn", "pos", "checkpointing", "GiB"]
-    head += ["longest T, training", "s a step", "peak GiB (predicted)", "longest T, generation"]
-    newest = {tuple(search_cells(row)): row for row in rows}
-    longest_first = sorted(newest.items(), key=lambda item: -(item[1].get("context/max_train") or 0))
-    return markdown_table(head, [[*cells, *length_cells(row)] for cells, row in longest_first])
+    return markdown_table(HEAD, map(search_cells, newest_searches(rows)))
 
 
 def search_cells(row: dict) -> list[str]:
-    """Return the settings of a search. Rows with equal settings are of one choice."""
-    model = row["config"]["model"]
-    positions = ", ".join(filter(None, (model["pos"], attention_limits(row))))
-    checkpointing = model["checkpointing"]
-    if model.get("keep_attention"):
-        checkpointing += ", attention kept"
-    cells = [model_size(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    gib = f"{row['memory_gib']:.4g}"
-    if row.get("world_size", 1) > 1:
-        gib = f"{row['world_size']} x {gib}"
-    return [*cells, positions, checkpointing, gib]
+    """Return the cells of a search under HEAD."""
+    return [*search_settings(row), *length_cells(row)]
 
 
 def length_cells(row: dict) -> list[str]:

@@ -35,11 +35,15 @@ function resolveColours(value, style) {
   return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, resolveColours(item, style)]));
 }
 
-// Returns the class of a legend's mark: a line style, "open", a symbol, or "" for a disc.
-function markClass({ line, marker }) {
-  if (line && !marker?.symbol) return `line ${line.dash || "solid"}`;
-  if (/open|thin/.test(marker.symbol)) return "open";
-  return typeof marker.symbol === "string" ? marker.symbol : "";
+// The marks of a legend: Plotly's names of symbols and of dashes -> characters.
+const MARKS = {
+  circle: "●", square: "■", diamond: "◆", cross: "✚", "triangle-up": "▲", "triangle-down": "▼", x: "✖", star: "★",
+  pentagon: "⬟", hexagon: "⬢", solid: "━", dot: "•••", longdash: "━ ━", dash: "╍╍",
+};
+
+function markOf({ line, marker }) {
+  const name = marker ? marker.symbol : line.dash;
+  return String(name).endsWith("open") ? "○" : MARKS[name] || MARKS.circle;
 }
 
 // Returns a legend that has each name once; a single name needs no legend. Plotly's own legend cuts long names on a phone.
@@ -50,7 +54,7 @@ function legend(traces) {
     const label = document.createElement("span"), mark = label.appendChild(document.createElement("i"));
     const { line, marker } = trace;
     mark.style.color = line?.color || (Array.isArray(marker.color) ? "var(--ink)" : marker.color);
-    mark.className = markClass(trace);
+    mark.textContent = markOf(trace);
     label.insertAdjacentHTML("beforeend", name); // escaped in Python, for Plotly
     return label;
   });

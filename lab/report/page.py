@@ -14,17 +14,15 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader
 
 from files import read_text, write_atomically
-from lab.judge import verdict
-from lab.report.bench_panels import benchmark_panels, page_entry
-from lab.report.choice_table import choice_tables, failures, notes, report_markdown, wandb_table
+from lab.report.bench_panels import benchmark_panels
+from lab.report.choice_table import notes, report_markdown, report_tables, wandb_table
 from lab.report.choices import Choice, comparable_groups, generation_sizes
 from lab.report.colours import choice_colours
-from lab.report.describe import choice_name, model_size, newest_searches
+from lab.report.describe import choice_name, model_size
 from lab.report.figures import attention_plot, roofline, speed_plot
-from lab.report.generation_panels import generation_panels
-from lab.report.panels import training_panels
+from lab.report.panels import choice_panels
+from lab.report.plot import number_points, page_entry, plotly
 from lab.report.source import Line, ReportSource, make_source, read_lines
-from lab.rerun import rerun_command
 from lab.sweep.compare import ratio
 from runtime import trackers
 from runtime.config import UserError, check
@@ -54,9 +52,7 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportS
         check(find_spec(package) is not None, f"the report needs {package}: pip install '.[report]'")
     lines, left_out = read_lines(folder)
     try:
-        source = make_source(folder, lines, left_out, force)
-        text = render_page(source)
-        report_markdown(source, [])  # it may fail where the page does not
+        source, text = render(folder, lines, left_out, force)
     except UserError:
         raise
     except ROW_ERRORS:
@@ -64,8 +60,7 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportS
         if good == lines:
             raise
         left_out += [str(line) for line in lines if line not in good]
-        source = make_source(folder, good, left_out, force)
-        text = render_page(source)
+        source, text = render(folder, good, left_out, force)
     page, markdown = folder / "report.html", folder / "report.md"
     write_atomically(page, text.encode(errors="replace"))
     pictures = draw_pictures(source)
@@ -73,13 +68,18 @@ def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportS
     return [page, markdown, *pictures], source
 
 
+def render(folder: Path, lines: list[Line], left_out: list[str], force: bool = False) -> tuple[ReportSource, str]:
+    """Return make_source() and its page. Raises one of ROW_ERRORS if report.md cannot be made, too."""
+    source = make_source(folder, lines, left_out, force)
+    report_markdown(source, [])
+    return source, render_page(source)
+
+
 def can_render(folder: Path, line: Line) -> bool:
     """Return whether a page of this row alone can be made. A row may lack a key, or have a text as a speed."""
     try:
         with contextlib.suppress(UserError):  # it is of no kind that a report shows
-            source = make_source(folder, [line], [])
-            render_page(source)
-            report_markdown(source, [])
+            render(folder, [line], [])
     except ROW_ERRORS:
         return False
     return True
@@ -104,13 +104,14 @@ def render_page(source: ReportSource) -> str:
     from plotly.offline import get_plotlyjs
 
     names = [choice.name for choice in source.all_choices]
-    names += [choice_name(row["config"]) for row in newest_searches(source.benchmarks["context"])]
+    names += [choice_name(row["config"]) for row in source.searches]
     backends = [row["impl"] for kind in ("kernels", "attention") for row in source.benchmarks[kind]]
     colours = choice_colours(names, backends)
-    bench_panels, entries = benchmark_panels(source, colours)
-    entries = {choice.id: choice_entry(choice) for choice in source.all_choices} | entries
-    panels = [*training_panels(source, colours), *generation_panels(source, colours), *bench_panels]
-    data = {"entries": entries, "panels": {panel.id: panel.figure for panel in panels if panel.figure}}
+    panels = [*choice_panels(source, colours), *benchmark_panels(source, colours)]
+    entries = number_points(panels)
+    for choice in source.all_choices:
+        entries[choice.id] = page_entry(choice.model, [choice.precision] if choice.precision else [], choice.command)
+    data = {"entries": entries, "panels": {panel.id: plotly(panel.figure) for panel in panels if panel.figure}}
     groups = headline_groups(source)
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html.j2").render(
@@ -122,21 +123,14 @@ def render_page(source: ReportSource) -> str:
         headlines=[(fastest(group).id, headline_tiles(group, source)) for group in groups],
         panels=panels,
         notes=notes(source),
-        verdict_columns=verdict.COLUMNS,
-        verdicts=[(verdict.verdict_cells(row), rerun_command(row)) for row in source.benchmarks["judge"][::-1]],
-        tables=choice_tables(source),
+        tables=report_tables(source),
         colours=colours,
-        failures=failures(source),
         environment=environment(source),
         css=read_text(HERE / "page.css"),
         js=read_text(HERE / "page.js"),
         plotly=get_plotlyjs(),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
-
-
-def choice_entry(choice: Choice) -> dict:
-    return page_entry(choice.model, [choice.precision] if choice.precision else [], choice.command)
 
 
 def options(values: Iterable[str]) -> list[str]:
@@ -194,7 +188,7 @@ def headline_tiles(group: list[Choice], source: ReportSource) -> list[Tile]:
         digits = 2 if best.generates else 1
         kind = "peak memory" if best.row.get("mem/peak_allocated_gib") else "peak memory of the process (RSS)"
         tiles.append(Tile(f"{best.memory:.{digits}f}", "GiB", f"{kind}{text}"))
-    searches = [row for row in newest_searches(source.benchmarks["context"]) if model_size(row) == best.model]
+    searches = [row for row in source.searches if model_size(row) == best.model]
     if searches and searches[0].get("context/max_train"):
         config = searches[0]["config"]
         text = f"in the longest training step, with {choice_name(config)} in {config['precision']}"

@@ -1,27 +1,33 @@
-"""The panels of training: Plotly figures of choices."""
+"""The figures of choices: speed, memory, families of kernels, losses, and when a longer start pays off."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
-from lab.report.choices import Choice, comparable_groups
-from lab.report.colours import GREY, GRID, INK, QUIET, choice_symbols, part_colours, text_colour
-from lab.report.curve_panels import parity_figure, payback_figure
+from lab.report.choice_table import choice_columns
+from lab.report.choices import Choice, comparable_groups, identifying_settings
+from lab.report.colours import GREY, GRID, INK, QUIET, SYMBOLS, choice_dashes, choice_symbols, part_colours
+from lab.report.describe import prompt_tokens
 from lab.report.plot import (
-    PREDICTION_ERROR,
+    Figure,
     Panel,
-    axis_label,
-    bars,
-    choice_hover,
-    escape,
+    Point,
+    Series,
     figure,
-    format_values,
     hover_text,
-    scatter,
+    line,
+    wrap,
 )
 from lab.report.source import ReportSource
+from lab.sweep.compare import sequences
+from runtime.console import kernel_texts
 
+Losses = dict[int, float]  # step -> loss
 MEMORY_PARTS = "weights", "gradients", "optimizer", "activations", "workspace"
 MEMORY_NAMES = {"workspace": "logits and workspace", "peak": "peak, not split"}
 MEMORY_SIDES = {"predicted": 0.5, "measured": 1.0}  # the opacity of their bars
+GENERATE = "python -m scripts.generate +sweep=generate checkpoint=random"
+GENERATE_ON_CPU = "python -m scripts.generate -m checkpoint=random model=tiny prompt_tokens=64 batch=1,8 proof=true"
 TEXT = {
     "speed": ("Speed", "Tokens a second. The whiskers are p20 to p80 of one run, or the range of several runs."),
     "memory": (
@@ -36,15 +42,19 @@ TEXT = {
         "When a longer start pays off",
         "Seconds since the start. A ring marks the step from which on a choice is ahead of its baseline.",
     ),
+    "batches": ("Generation: speed against batch", "New tokens a second, of all sequences together."),
+    "prompts": ("Generation: speed against context", "New tokens a second, after prompts of this length."),
+    "decoding": ("Where the time of a decoding step goes", "One profiled step. Idle: no kernel runs."),
 }
 
 
-def training_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
-    arguments = "+experiment=throughput kernels=compile" if source.from_results else "+sweep=kernels"
+def choice_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
+    """Return the panels of training and of generation."""
+    train = "python train.py " + ("+experiment=throughput kernels=compile" if source.from_results else "+sweep=kernels")
     if source.on_cpu:
-        arguments = "-m +experiment=smoke kernels=eager,compile proof=true"
-    choices = source.measured_choices
-    figures = {
+        train = "python train.py -m +experiment=smoke kernels=eager,compile proof=true"
+    choices, generations = source.measured_choices, source.measured_generations
+    training = {
         "speed": speed_figure(choices, colours),
         "memory": memory_figure(choices),
         "tradeoff": tradeoff_figure(choices, colours),
@@ -52,123 +62,98 @@ def training_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel
         "parity": parity_figure(source.choices, colours),
         "payback": payback_figure(choices, colours),
     }
-    return [Panel(name, *TEXT[name], f"python train.py {arguments}", drawing) for name, drawing in figures.items()]
-
-
-def speed_figure(choices: list[Choice], colours: dict[str, str]) -> dict | None:
-    """Draw the tokens/s and the spread of each choice."""
-    if not choices:
-        return None
-    fills = [colours[choice.name] for choice in choices]
-    spread = {
-        "array": [choice.spread[1] - choice.speed for choice in choices],
-        "arrayminus": [choice.speed - choice.spread[0] for choice in choices],
+    generation = {
+        "batches": generation_figure(generations, colours, "batch", sequences, "sequences"),
+        "prompts": generation_figure(generations, colours, "prompt", prompt_tokens, "tokens of the prompt"),
+        "decoding": families_figure(generations),
     }
-    trace = bars(
-        y=[axis_label(choice) for choice in choices],
-        x=[choice.speed for choice in choices],
-        error_x={**spread, "type": "data", "symmetric": False, "color": INK, "thickness": 1, "width": 3},
-        text=[f"<b>{choice.speed:,.0f}</b><br>{bar_text(choice)}" for choice in choices],
-        textposition="auto",
-        insidetextanchor="start",
-        textangle=0,
-        constraintext="none",
-        insidetextfont={"color": [text_colour(fill) for fill in fills]},
-        marker={"color": fills},
-        customdata=[[choice.id, choice_hover(choice)] for choice in choices],
-    )
-    return figure([trace], "tokens/s", row_height=52)
+    generate = GENERATE_ON_CPU if source.on_cpu else GENERATE
+    panels = [Panel(name, *TEXT[name], train, each) for name, each in training.items()]
+    return panels + [Panel(name, *TEXT[name], generate, each) for name, each in generation.items()]
 
 
-def bar_text(choice: Choice) -> str:
-    """Return a choice's ratio; the names of other settings go to a second line."""
-    return escape(choice.comparison_text.split(": ")[0]).replace("), other", ")<br>other")
+def choice_point(choice: Choice, x: float, y: float | str, hover: str | None = None, **style) -> Point:
+    """Return a point of a choice. Its hover text is choice_hover() unless it is given."""
+    return Point(x, y, choice.id, choice_hover(choice) if hover is None else hover, **style)
 
 
-def memory_split(choice: Choice, side: str) -> dict:
-    """Return the GiB of each part and of the peak; `side` is "predicted" or "measured". Empty if the row has none."""
-    return (choice.row.get("memory") or {}).get(side) or {}
+def choice_hover(choice: Choice) -> str:
+    """Return all figures of a choice, and the command that runs it again."""
+    cells = [
+        f"{name} {cell(choice)}" for name, cell in choice_columns([choice], hover=True).items() if name != "choice"
+    ]
+    lines = [choice.title, ", ".join(cells), " | ".join(kernel_texts(choice.row).values())]
+    return hover_text(lines, choice.command)
 
 
-def memory_figure(choices: list[Choice]) -> dict | None:
-    """Draw the parts of the peak, predicted beside measured. A row that has only a peak gets one grey bar."""
-    splits = [(choice, side, memory_split(choice, side)) for choice in choices for side in MEMORY_SIDES]
-    splits = [(choice, side, split) for choice, side, split in splits if split.get("peak")]
-    if all(drawn_parts(split) == ["peak"] for *_, split in splits):
+def axis_label(choice: Choice) -> str:
+    """Return a choice's label on an axis, in short lines: kernels, attention, qualifier."""
+    kernels, _, attention = choice.name.partition(" · ")
+    return "\n".join([*wrap(kernels, 24), *wrap(f"{attention} {choice.qualifier}".strip(), 26)])
+
+
+def speed_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
+    """Return the tokens/s and the spread of each choice. The names of other settings are on a line of their own."""
+    points = []
+    for choice in choices:
+        ratio = choice.comparison_text.split(": ")[0].replace("), other", ")\nother")
+        text = f"{choice.speed:,.0f}\n{ratio}"
+        style = {"text": text, "colour": colours[choice.name], "spread": choice.spread}
+        points.append(choice_point(choice, choice.speed, axis_label(choice), **style))
+    return figure("tokens/s", "", [Series("", "bars", points)], row=52)
+
+
+def peak_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
+    points = [
+        Point(choice.memory or 0, axis_label(choice), choice.id, colour=colours[choice.name]) for choice in choices
+    ]
+    return figure("GiB at the peak", "", [Series("", "bars", points)], row=52)
+
+
+def memory_figure(choices: list[Choice]) -> Figure | None:
+    """Return the parts of the peak, predicted beside measured. A row that has only a peak gets one grey bar."""
+    parts, errors = [*MEMORY_PARTS, "peak"], []
+    bars: dict[tuple[str, str], list[Point]] = {(part, side): [] for part in parts for side in MEMORY_SIDES}
+    for choice in choices:
+        splits = {side: split for side, split in (choice.row.get("memory") or {}).items() if (split or {}).get("peak")}
+        peaks = {side: splits[side]["peak"] for side in MEMORY_SIDES if side in splits}
+        error = f"{peaks['predicted'] / peaks['measured'] - 1:+.1%}" if len(peaks) == 2 else ""
+        for side, peak in peaks.items():
+            gib = {part: splits[side][part] for part in MEMORY_PARTS if splits[side].get(part)} or {"peak": peak}
+            for part, size in gib.items():
+                lines = [f"{MEMORY_NAMES.get(part, part)}: {size:.2f} GiB, {side}, of {peak:.2f}", choice.title]
+                hover = hover_text([*lines, error and f"error of the predicted peak {error}"], choice.command)
+                bars[part, side].append(choice_point(choice, size, axis_label(choice), hover))
+        if error:
+            errors.append(choice_point(choice, max(peaks.values()), axis_label(choice), "", text=f" {error}"))
+    if not any(points for (part, _), points in bars.items() if part != "peak"):
         return None
-    traces, colours = [], part_colours(MEMORY_PARTS)
-    for part in (*MEMORY_PARTS, "peak"):
-        for side, opacity in MEMORY_SIDES.items():
-            same_side = [(choice, split) for choice, split_side, split in splits if split_side == side]
-            pairs = [(choice, split) for choice, split in same_side if part in drawn_parts(split)]
-            if pairs:
-                marker = {"color": colours.get(part, GREY), "opacity": opacity}
-                traces.append(memory_bars(part, side, pairs) | {"marker": marker})
-    predicted = [choice for choice in choices if peak_error(choice) is not None]
-    if predicted:
-        traces.append(error_labels(predicted))
-    return figure(traces, "GiB", row_height=60, barmode="stack", margin={"r": 48})
+    series, fills = [], part_colours(MEMORY_PARTS)
+    for (part, side), points in bars.items():
+        style = {"colour": fills.get(part, GREY), "side": side, "opacity": MEMORY_SIDES[side]}
+        series.append(Series(MEMORY_NAMES.get(part, part), "bars", points, **style))
+    return figure("GiB", "", [*series, Series("", "text", errors, side="middle right", legend=False)], row=60)
 
 
-def drawn_parts(split: dict) -> list[str]:
-    """Return the parts of memory that get a bar: the peak only if the row has no parts."""
-    return [part for part in MEMORY_PARTS if split.get(part)] or ["peak"]
-
-
-def memory_bars(part: str, side: str, splits: list[tuple[Choice, dict]]) -> dict:
-    """Return a trace with one part of each choice's memory, predicted or measured."""
-    name, hovers = MEMORY_NAMES.get(part, part), []
-    for choice, split in splits:
-        lines = [f"{name}: {split[part]:.2f} GiB, {side}, of {split['peak']:.2f}", choice.title]
-        lines += format_values({PREDICTION_ERROR: peak_error(choice)})
-        hovers.append([choice.id, hover_text(lines, choice.command)])
-    return bars(
-        name=name,
-        legendgroup=part,
-        offsetgroup=side,
-        y=[axis_label(choice) for choice, _ in splits],
-        x=[split[part] for _, split in splits],
-        customdata=hovers,
-    )
-
-
-def error_labels(choices: list[Choice]) -> dict:
-    """Return a trace with the error of each prediction, as a text beside the longer bar."""
-    return scatter(
-        "text",
-        x=[max(memory_split(choice, side)["peak"] for side in MEMORY_SIDES) for choice in choices],
-        y=[axis_label(choice) for choice in choices],
-        text=[f" {peak_error(choice):+.1%}" for choice in choices],
-        textposition="middle right",
-        customdata=[[choice.id, ""] for choice in choices],
-        hoverinfo="skip",
-        cliponaxis=False,
-        showlegend=False,
-    )
-
-
-def peak_error(choice: Choice) -> float | None:
-    """Return the predicted peak over the measured peak, minus 1; None if the row lacks one of them."""
-    predicted, measured = (memory_split(choice, side).get("peak") for side in ("predicted", "measured"))
-    return predicted / measured - 1 if predicted and measured else None
-
-
-def tradeoff_figure(choices: list[Choice], colours: dict[str, str]) -> dict | None:
-    """Draw tokens/s over GiB, and the Pareto front of each group of comparable choices."""
+def tradeoff_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
+    """Return tokens/s over GiB, and the Pareto front of each group of comparable choices."""
     choices = [choice for choice in choices if choice.memory]
-    if not choices:
-        return None
     fronts = [pareto_front(group) for group in comparable_groups(choices)]
     best = {choice.id for front in fronts for choice in front}
-    traces = [front_line(front) for front in fronts if len(front) > 1]
+    style = {"colour": QUIET, "dash": "dot", "width": 1.5, "legend": False}
+    series = [
+        line("", {choice.memory: choice.speed for choice in front}, line=(front[0].id, ""), **style)
+        for front in fronts
+        if len(front) > 1
+    ]
     for name, symbol in choice_symbols(choice.name for choice in choices).items():
-        same_name = [choice for choice in choices if choice.name == name]
-        marker = {"color": colours[name], "size": 14, "symbol": symbol}
-        marker["line"] = {"color": INK, "width": [3 if choice.id in best else 0 for choice in same_name]}
-        x, y = [choice.memory for choice in same_name], [choice.speed for choice in same_name]
-        hovers = [[choice.id, choice_hover(choice)] for choice in same_name]
-        traces.append(scatter("markers", name=escape(name), x=x, y=y, marker=marker, customdata=hovers))
-    return figure(traces, "peak GiB", "tokens/s")
+        points = [
+            choice_point(choice, choice.memory, choice.speed, symbol=symbol, ring=3 if choice.id in best else 0)
+            for choice in choices
+            if choice.name == name
+        ]
+        series.append(Series(name, "markers", points, colours[name], size=14, ring_colour=INK))
+    return figure("peak GiB", "tokens/s", series)
 
 
 def pareto_front(choices: list[Choice]) -> list[Choice]:
@@ -180,38 +165,23 @@ def pareto_front(choices: list[Choice]) -> list[Choice]:
     return front
 
 
-def front_line(front: list[Choice]) -> dict:
-    x, y = [choice.memory for choice in front], [choice.speed for choice in front]
-    line, meta = {"color": QUIET, "dash": "dot", "width": 1.5}, [front[0].id, ""]
-    return scatter("lines", x=x, y=y, line=line, meta=meta, hoverinfo="skip", showlegend=False)
-
-
-def families_figure(choices: list[Choice]) -> dict | None:
-    """Draw the profiled step of each choice by families of kernels, and the time in which the device was idle."""
-    times: list[tuple[Choice, dict[str, float]]] = []
+def families_figure(choices: list[Choice]) -> Figure | None:
+    """Return the profiled step of each choice by families of kernels, and the time in which the device was idle."""
+    points: dict[str, list[Point]] = {}
+    total: Counter[str] = Counter()
     for choice in choices:
         receipt = choice.row.get("receipt") or {}
-        if receipt.get("families"):
-            idle = (receipt.get("step_ms") or 0) - (receipt.get("busy_ms") or 0)
-            times.append((choice, receipt["families"] | {"idle": max(idle, 0.0)}))
-    total = Counter()
-    for _, families in times:
+        families = receipt.get("families") or {}
         total.update(families)
-    del total["idle"]
+        idle = max((receipt.get("step_ms") or 0) - (receipt.get("busy_ms") or 0), 0.0) if families else 0
+        for family, ms in [*families.items(), ("idle", idle)]:
+            if ms:
+                hover = family_hover(choice, family, ms)
+                points.setdefault(family, []).append(choice_point(choice, ms, axis_label(choice), hover))
     order = [family for family, _ in total.most_common()]
-    traces, colours = [], part_colours(order)
-    for family in [*order, "idle"]:
-        pairs = [(choice, families[family]) for choice, families in times if families.get(family)]
-        traces.append(
-            bars(
-                name=escape(family),
-                y=[axis_label(choice) for choice, _ in pairs],
-                x=[ms for _, ms in pairs],
-                marker={"color": colours.get(family, GRID)},
-                customdata=[[choice.id, family_hover(choice, family, ms)] for choice, ms in pairs],
-            )
-        )
-    return figure(traces, "ms", row_height=44, barmode="stack") if times else None
+    fills = part_colours(order)
+    series = [Series(name, "bars", points.get(name, []), fills.get(name, GRID)) for name in [*order, "idle"]]
+    return figure("ms", "", series, row=44)
 
 
 def family_hover(choice: Choice, family: str, ms: float) -> str:
@@ -222,3 +192,124 @@ def family_hover(choice: Choice, family: str, ms: float) -> str:
     kernels = [kernel for kernel in receipt.get("kernels") or [] if kernel["family"] == family]
     lines += [f"{kernel['ms']:.3g} ms, {kernel['calls']:g} x {kernel['name'][:40]}" for kernel in kernels[:5]]
     return hover_text(lines, choice.command)
+
+
+class LossCurve(NamedTuple):
+    """Losses beside those of a reference, which may be the same; then no difference is drawn."""
+
+    losses: Losses
+    reference: Losses
+    style: dict  # of its lines: settings of Series
+
+
+def loss_figure(curves: list[LossCurve], y: str, y_below: str) -> Figure | None:
+    """Return the losses over the steps, and below them the differences from their references."""
+    above, below = [], []
+    for losses, reference, style in curves:
+        above.append(line(values=losses, **style))
+        if losses is not reference:
+            gaps = {step: losses[step] - reference[step] for step in sorted(losses.keys() & reference.keys())}
+            below.append(line(values=gaps, **style))
+    return figure("step", y, above, below=[each for each in below if each.points], y_below=y_below)
+
+
+def parity_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
+    """Return the losses of each choice and of the reference, and below them the differences."""
+    references: dict[tuple, LossCurve] = {}
+    curves, dashes = [], choice_dashes(choice.name for choice in choices)
+    for choice, losses, reference, name in loss_curves(choices):
+        style = {"name": f"reference: {name}", "dash": "dash", "width": 1.5, "line": (choice.id, "reference")}
+        style["template"] = "%{y:.4f}<br>"
+        key = choice.model, choice.precision, *reference.values()
+        references.setdefault(key, LossCurve(reference, reference, style))
+        if losses is not reference:
+            style = {"name": choice.name, "colour": colours[choice.name], "dash": dashes[choice.name]}
+            style |= {"line": (choice.id, choice_hover(choice)), "template": "%{y:.4f}<br>"}
+            curves.append(LossCurve(losses, reference, style))
+    return loss_figure([*curves, *references.values()], "loss", "difference") if curves else None
+
+
+def loss_curves(choices: list[Choice]) -> list[tuple[Choice, Losses, Losses, str]]:
+    """Return (choice, its losses, the reference's losses, the reference's name).
+
+    The losses are from the rows' parity, and the reference is eager in fp32. If no row has parity, they are the
+    training losses. Then the reference is the eager choice of the same model and precision, or, if none is eager, the
+    first choice of them.
+    """
+    curves = []
+    for choice in choices:
+        parities = [row["parity"] for row in choice.rows if (row.get("parity") or {}).get("losses")]
+        if parities:
+            losses, reference = (dict(enumerate(parities[0][key], 1)) for key in ("losses", "reference"))
+            curves.append((choice, losses, reference, "eager in fp32"))
+    if curves:
+        return curves
+    trained = [choice for choice in choices if len(choice.losses) > 1]
+    for choice in trained:
+        peers = [peer for peer in trained if (peer.model, peer.precision) == (choice.model, choice.precision)]
+        base = next((peer for peer in peers if peer.name.startswith("eager ·")), peers[0])
+        curves.append((choice, choice.losses, base.losses, base.name))
+    return curves if len(curves) > 1 else []
+
+
+def payback_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
+    """Return the seconds since the start over steps, and a ring where a choice overtakes its baseline."""
+    series, dashes = [], choice_dashes(choice.name for choice in choices)
+    for group in comparable_groups([choice for choice in choices if choice.row.get("perf/first_step_s") is not None]):
+        if len(group) < 2 or not any(choice.is_baseline for choice in group):
+            continue
+        paybacks = {choice.id: choice.payback() for choice in group}
+        overtaking = sorted(filter(None, paybacks.values()))
+        last = 1.6 * max([600, *overtaking[:3]])  # the axis shows the first three crossings, with space behind them
+        for choice in sorted(group, key=lambda choice: not choice.is_baseline):
+            row, colour, payback = choice.row, colours[choice.name], paybacks[choice.id]
+            start, step = row["perf/first_step_s"], row["perf/step_ms"] / 1e3
+            style = {"colour": colour, "dash": dashes[choice.name], "template": "%{y:.0f} s after %{x:.0f} steps<br>"}
+            seconds = {last * i / 24: start + last * i / 24 * step for i in range(25)}
+            series.append(line(choice.name, seconds, line=(choice.id, choice_hover(choice)), **style))
+            if payback and payback <= last:
+                y, base = start + payback * step, choice.comparison.base.title
+                text = f"ahead of {base} after {payback:,.0f} steps, {y:,.0f} s"
+                ring = choice_point(choice, payback, y, hover_text([text], choice.command), ring=2.5)
+                style = {"size": 13, "ring_colour": INK, "legend": False}
+                series.append(Series("crossing", "markers", [ring], colour, **style))
+    return figure("steps after the first", "seconds", series)
+
+
+class SpeedLine(NamedTuple):
+    """The choices of one line, which differ only in the setting of the x axis. `settings` are the other settings."""
+
+    name: str
+    settings: dict[str, str]
+    choices: list[Choice]
+
+
+def generation_figure(
+    choices: list[Choice], colours: dict[str, str], setting: str, value: Callable[[dict], int], x: str
+) -> Figure | None:
+    """Return the tokens/s over the setting that identifying_settings() calls `setting`. value(row) is its number.
+
+    A line needs two values of the setting. Lines of one colour have different symbols.
+    """
+    found: dict[tuple[str, ...], SpeedLine] = {}
+    for choice in choices:
+        settings = {key: text for key, text in identifying_settings(choice).items() if key not in (setting, "id")}
+        new = SpeedLine(choice.name, settings, [])
+        found.setdefault((choice.name, *settings.values()), new).choices.append(choice)
+    lines = [each for each in found.values() if len({value(choice.row) for choice in each.choices}) > 1]
+    series, used = [], []
+    for each in lines:
+        colour = colours[each.name]
+        symbol = SYMBOLS[used.count(colour) % len(SYMBOLS)]
+        used.append(colour)
+        points = [choice_point(choice, value(choice.row), choice.speed, symbol=symbol) for choice in each.choices]
+        points.sort(key=lambda point: point.x)
+        series.append(Series(speed_line_name(each, lines), "lines+markers", points, colour))
+    return figure(x, "tokens/s", series, octaves=0.2, log={"y": "D2"})
+
+
+def speed_line_name(line: SpeedLine, lines: list[SpeedLine]) -> str:
+    """Return the line's name, with the settings that vary among the lines of this name."""
+    same_name = [other.settings for other in lines if other.name == line.name]
+    varying = [text for key, text in line.settings.items() if len({settings[key] for settings in same_name}) > 1]
+    return " · ".join([line.name, *filter(None, varying)])

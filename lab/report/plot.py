@@ -1,19 +1,63 @@
-"""Parts that the panels share: traces, axes, and hover texts.
-
-A figure is Plotly's JSON as plain dicts; page.js draws it. A point's `customdata`, or a trace's `meta`, is [id, hover
-text]. page.js filters by the id, and looks up the command that a click copies. The filters never hide a trace without
-an id.
-"""
+"""A figure as data, and its JSON for Plotly, which page.js draws. figures.py draws the same data with matplotlib."""
 
 import html
+import math
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from lab.report.choices import Choice
-from runtime.console import kernel_texts
+from lab.report.colours import INK
 
 HOVER, HOVER_LINE = "%{customdata[1]}<extra></extra>", "%{meta[1]}<extra></extra>"
-PREDICTION_ERROR = "error of the predicted peak {:+.1%}"
+
+
+@dataclass
+class Point:
+    """A point, or a horizontal bar, whose y is a category. Texts are plain; `hover` is HTML of hover_text()."""
+
+    x: float
+    y: float | str
+    id: str = ""  # of a choice
+    hover: str = ""
+    colour: str = ""  # "": the colour of the series
+    symbol: str = "circle"  # Plotly's name
+    ring: float = 0
+    text: str = ""
+    spread: tuple[float, float] | None = None  # the ends of the whiskers
+    entry: dict | None = None  # page_entry() of a point that is of no choice
+
+
+@dataclass
+class Series:
+    """What has one name in the legend."""
+
+    name: str
+    mode: str  # "bars", or a mode of Plotly's scatter, such as "lines+markers"
+    points: list[Point]
+    colour: str = INK
+    dash: str = "solid"
+    width: float = 2
+    size: float = 9
+    ring_colour: str = ""  # "": the colour of the point
+    side: str = ""  # of bars: bars of one side are stacked; of texts: their place
+    opacity: float = 1
+    legend: bool = True
+    line: tuple[str, str] | None = None  # (id, hover text) of the whole line; then the points have none
+    template: str = ""  # stands above the line's hover text
+
+
+@dataclass
+class Figure:
+    """Series over common axes. A figure of bars has the first category on top."""
+
+    x: str
+    y: str
+    series: list[Series]
+    below: list[Series] = field(default_factory=list)  # over the same x
+    y_below: str = ""
+    row: int = 0  # the pixels of a category; 0: y is a number
+    log: dict[str, int | str] = field(default_factory=dict)  # "x" or "y" -> the distance of ticks as Plotly writes it
+    octaves: float = 0  # a logarithmic x axis with ticks at powers of two, and this many octaves beside the points
+    title: str = ""  # of the PNG
 
 
 @dataclass
@@ -24,34 +68,134 @@ class Panel:
     title: str
     text: str  # how to read the figure
     command: str  # measures what the figure shows
-    figure: dict | None  # None if no row has what the figure shows
+    figure: Figure | None  # None if no row has what the figure shows
 
 
-def scatter(mode: str, **settings) -> dict:
-    """Return a trace of points or lines."""
-    return {"type": "scatter", "mode": mode, "hovertemplate": HOVER, **settings}
+def figure(x: str, y: str, series: list[Series], **settings) -> Figure | None:
+    """Return the figure of the series that have points; None without one."""
+    series = [each for each in series if each.points]
+    return Figure(x, y, series, **settings) if series else None
 
 
-def bars(**settings) -> dict:
-    """Return a trace of horizontal bars."""
-    return {"type": "bar", "orientation": "h", "hovertemplate": HOVER, **settings}
+def line(name: str, values: dict[float, float], **settings) -> Series:
+    """Return a line through x -> y."""
+    return Series(name, "lines", [Point(x, y) for x, y in values.items()], **settings)
 
 
-def figure(traces: list[dict], x: str, y: str = "", row_height: int | None = None, **layout) -> dict:
-    """Return the figure of these traces, with titles for its axes.
+def page_entry(model: str, precisions: list[str], command: str | None) -> dict:
+    """Return what page.js knows of an id: the settings of the filters, and the command that measures it again.
 
-    A figure with `row_height` has one row of that many pixels for each category on its y axis, the first on top.
+    The command is "" if a row has none that may run again, and None for a reference line.
     """
-    xaxis, yaxis = {"title": {"text": x}}, {"title": {"text": y}}
-    if row_height:
+    return {"model": model, "precisions": precisions, "command": command}
+
+
+def measured_point(
+    x: float, y: float | str, lines: list[str], command: str | None, model: str, precisions: list[str], **style
+) -> Point:
+    """Return a point of a benchmark with the arguments of hover_text() and page_entry()."""
+    entry = page_entry(model, precisions, command)
+    return Point(x, y, hover=hover_text(lines, command or ""), entry=entry, **style)
+
+
+def number_points(panels: list[Panel]) -> dict[str, dict]:
+    """Give an id to each point with an entry; return id -> entry."""
+    entries = {}
+    for panel in panels:
+        for point in (point for series in (panel.figure.series if panel.figure else []) for point in series.points):
+            if point.entry:
+                point.id = f"{panel.id}{len(entries)}"
+                entries[point.id] = point.entry
+    return entries
+
+
+def plotly(figure: Figure) -> dict:
+    """Return the figure for page.js: `data` and `layout` of Plotly, and the height of a row."""
+    xaxis, yaxis = {"title": {"text": figure.x}}, {"title": {"text": figure.y}}
+    layout = {"xaxis": xaxis, "yaxis": yaxis, "barmode": "stack"}
+    data = [trace(series) for series in figure.series]
+    if figure.row:
         yaxis |= {"autorange": "reversed", "type": "category"}
         xaxis |= {"rangemode": "tozero"}
-    return {"data": traces, "layout": {"xaxis": xaxis, "yaxis": yaxis, **layout}, "row": row_height}
+    if figure.octaves:
+        ticks, texts, ends = octave_ticks(figure)
+        xaxis |= {"type": "log", "rangemode": "normal", "range": list(map(math.log10, ends))}
+        xaxis |= {"tickmode": "array", "tickvals": ticks, "ticktext": texts, "tickangle": 0}
+    if any(series.side == "middle right" for series in figure.series):
+        layout["margin"] = {"r": 48}  # of the texts
+    for axis, distance in figure.log.items():
+        layout[f"{axis}axis"] |= {"type": "log", "dtick": distance}
+    if figure.below:
+        data += [trace(series) | {"yaxis": "y2", "showlegend": False} for series in figure.below]
+        layout["yaxis2"] = {"title": {"text": figure.y_below}, "domain": [0, 0.26], "zeroline": True, "nticks": 4}
+        yaxis["domain"], xaxis["anchor"] = [0.34, 1], "y2"
+    return {"data": data, "layout": layout, "row": figure.row}
 
 
-def escape(text: str) -> str:
-    """Return a text of a row as HTML for Plotly, for which a formula would stand between two $."""
-    return html.escape(text).replace("$", "&#36;")
+def trace(series: Series) -> dict:
+    """Return the series as a trace of Plotly."""
+    points, mode, colour = series.points, series.mode, series.colour
+    fills = [point.colour or colour for point in points]
+    label = markup if isinstance(points[0].y, str) else float
+    rings = {"color": series.ring_colour or one(fills), "width": one([point.ring for point in points])}
+    marker = {"color": one(fills), "opacity": series.opacity}
+    values = {"name": markup(series.name), "showlegend": series.legend, "marker": marker}
+    values |= {"x": [point.x for point in points], "y": [label(point.y) for point in points]}
+    if mode == "bars":
+        values |= {"type": "bar", "orientation": "h", "offsetgroup": series.side}
+    else:
+        marker |= {"symbol": one([point.symbol for point in points]), "size": series.size, "line": rings}
+        values |= {"type": "scatter", "mode": mode}
+    if mode.startswith("lines"):
+        values["line"] = {"color": colour, "width": series.width, "dash": series.dash}
+    if mode == "lines":
+        del values["marker"]
+    if any(point.text for point in points):
+        values |= {"text": [markup(point.text) for point in points]} | text_style(series)
+    if points[0].spread:
+        sides = {"array": [point.spread[1] - point.x for point in points]}
+        sides["arrayminus"] = [point.x - point.spread[0] for point in points]
+        values["error_x"] = sides | {"type": "data", "symmetric": False, "color": INK, "thickness": 1, "width": 3}
+    if series.line:
+        values |= {"meta": series.line, "hovertemplate": series.template + HOVER_LINE}
+    elif points[0].id:
+        values |= {"customdata": [[point.id, point.hover] for point in points], "hovertemplate": HOVER}
+    if not (series.line and series.line[1]) and not any(point.hover for point in points):
+        values |= {"hovertemplate": None, "hoverinfo": "skip"}
+    return values
+
+
+def text_style(series: Series) -> dict:
+    """Return how Plotly writes the texts of points: inside a bar if it has the room."""
+    if series.mode != "bars":
+        return {"textposition": series.side, "cliponaxis": False}
+    return {"textposition": "auto", "insidetextanchor": "start", "textangle": 0, "constraintext": "none"}
+
+
+def one(values: list) -> object:
+    """Return the value that all have in common; the list if they differ."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def octave_ticks(figure: Figure) -> tuple[list[int], list[str], tuple[float, float]]:
+    """Return (at most 7 powers of two, their texts, the ends of the x axis)."""
+    lengths = [point.x for series in figure.series for point in series.points]
+    low, high = min(lengths) / 2**figure.octaves, max(lengths) * 2**figure.octaves
+    powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+    ticks = [2**power for power in powers[:: 1 + len(powers) // 6]]
+    return ticks, list(map(short_number, ticks)), (low, high)
+
+
+def short_number(number: int) -> str:
+    """Return 64 as "64", 2^17 as "128K", 2^20 as "1M"."""
+    if number >= 2**20:
+        return f"{number >> 20}M"
+    return f"{number >> 10}K" if number >= 2**10 else str(number)
+
+
+def markup(text: str) -> str:
+    """Return a plain text as HTML for Plotly, for which a formula would stand between two $."""
+    return html.escape(text).replace("$", "&#36;").replace("\n", "<br>")
 
 
 def wrap(text: str, width: int, **options) -> list[str]:
@@ -61,62 +205,11 @@ def wrap(text: str, width: int, **options) -> list[str]:
 
 def hover_text(lines: list[str], command: str) -> str:
     """Return HTML for Plotly: the lines, the first in bold, and the command in italics."""
-    title, *rest = [escape(part) for line in lines for part in wrap(line, 58)] or [""]
-    command_lines = [f"<i>{escape(part)}</i>" for part in wrap(command, 54, break_on_hyphens=False)]
+    title, *rest = [markup(part) for line in lines for part in wrap(line, 58)] or [""]
+    command_lines = [f"<i>{markup(part)}</i>" for part in wrap(command, 54, break_on_hyphens=False)]
     return "<br>".join([f"<b>{title}</b>", *rest, "", *command_lines])
 
 
 def format_values(values: dict[str, float | str | None]) -> list[str]:
     """Format each value by its key, a template such as "{:.1f} ms a step"; leave out values of None."""
     return [template.format(value) for template, value in values.items() if value is not None]
-
-
-def axis_label(choice: Choice) -> str:
-    """Return a choice's label on an axis, in short lines: kernels, attention, qualifier."""
-    kernels, _, attention = choice.name.partition(" · ")
-    lines = [*wrap(kernels, 24), *wrap(f"{attention} {choice.qualifier}".strip(), 26)]
-    return "<br>".join(map(escape, lines))
-
-
-def choice_hover(choice: Choice) -> str:
-    """Return all figures of a choice, and the command that runs it again."""
-    row, lines = choice.row, [choice.title]
-    if choice.speed:
-        runs = f", {len(choice.speeds)} runs" if len(choice.speeds) > 1 else ""
-        low, high = choice.spread
-        lines.append(f"{choice.speed:,.0f} tokens/s ({low:,.0f} to {high:,.0f}){runs}")
-    if choice.comparison:
-        lines.append(choice.comparison_text if choice.is_baseline else str(choice.comparison))
-    keys = {"{:.1f} ms a step": "perf/step_ms", "MFU {:.1%}": "perf/mfu", "first step {:.1f} s": "perf/first_step_s"}
-    keys |= {"{} caches": "perf/cache", "{} recompilations": "perf/recompiles", "{} graph breaks": "perf/graph_breaks"}
-    keys |= {"{:.3f} ms a step": "gen/step_ms", "{:.1%} of the bound": "gen/bandwidth_utilisation"}
-    keys |= {"first token {:.1f} ms": "gen/ttft_ms", "start {:.1f} s": "gen/warmup_s"}
-    lines.append(", ".join(format_values({template: row.get(key) for template, key in keys.items()})))
-    peak = "peak {:.2f} GiB" if choice.generates else "peak {:.1f} GiB"
-    lines += format_values({peak: choice.memory})
-    return hover_text(
-        [*lines, parity_text(row), proof_text(row), " | ".join(kernel_texts(row).values())], choice.command
-    )
-
-
-def parity_text(row: dict) -> str:
-    """Return whether parity holds, with its errors and their bounds; empty if the row has no parity."""
-    parity = row.get("parity")
-    if not parity:
-        return ""
-    if parity.get("ok") is None:
-        return f"parity not compared: {parity['why']}"
-    pairs = [(name, parity.get(f"{name}_error"), parity.get(f"{name}_bound")) for name in ("loss", "gradient")]
-    errors = [f"{name} {error:.1e} (bound {bound:.1e})" for name, error, bound in pairs if None not in (error, bound)]
-    return f"parity {'holds' if parity['ok'] else 'FAILS'}: {', '.join(errors)}"
-
-
-def proof_text(row: dict) -> str:
-    """Return what the proof of a generation found; empty if the row has none."""
-    proof = row.get("proof")
-    if not proof:
-        return ""
-    errors = f"logits {proof['logits_error']:.1e} (bound {proof['logits_bound']:.1e}), {proof['ties']} ties"
-    if proof["ok"] is None:
-        return f"not exact: {proof['why']}; {errors}"
-    return f"proof {'holds' if proof['ok'] else 'FAILS'}: {proof['tokens']:,} tokens, {errors}"

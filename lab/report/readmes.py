@@ -14,7 +14,6 @@ from lab.report import tables
 from lab.report.compiled_table import compiled
 from lab.report.course import course
 from lab.report.figures import attention_plot, curves_plot, roofline
-from lab.report.generation_table import generation
 from lab.report.loss_curves import agreement, curves, long_runs
 from lab.report.max_context_table import max_context
 from lab.report.peers import peers
@@ -28,7 +27,7 @@ SECTIONS: dict[str, Callable[[str], str]] = {
     "peers": peers,
     "throughput": tables.throughput,
     "scaling": tables.scaling,
-    "generation": generation,
+    "generation": tables.generation,
     "kernels": tables.kernel_benchmarks,
     "compiled": compiled,
     "context": tables.attention_benchmarks,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
-from lab.report.describe import newest_choices, prompt_tokens
+from lab.report.describe import newest_choices, newest_searches, prompt_tokens
 from lab.rows import curve_file, read_jsonl, read_metrics, read_run
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
@@ -60,6 +60,10 @@ class ReportSource:
         return sorted((choice for choice in self.generations if choice.speed), key=order)
 
     @property
+    def measured(self) -> list[Choice]:
+        return [*self.measured_choices, *self.measured_generations]
+
+    @property
     def environments(self) -> list[dict]:
         rows = [row for choice in self.all_choices for row in choice.rows]
         rows += [row for benchmark in self.benchmarks.values() for row in benchmark]
@@ -78,6 +82,11 @@ class ReportSource:
     def largest_group(self) -> list[Choice]:
         """The measured choices of training in the largest comparable group."""
         return max(comparable_groups(self.measured_choices), key=len)
+
+    @property
+    def searches(self) -> list[dict]:
+        """The newest search of each choice that found a length."""
+        return newest_searches([row for row in self.benchmarks["context"] if found_length(row)])
 
     @property
     def failed_runs(self) -> Iterator[tuple[Choice, dict]]:
@@ -147,6 +156,10 @@ def read_lines(folder: Path) -> tuple[list[Line], list[str]]:
 def is_search(row: dict) -> bool:
     """Return whether the row is of scripts.max_context."""
     return "probe" in row.get("config", {})
+
+
+def found_length(row: dict) -> bool:
+    return bool(row.get("context/max_train") or row.get("context/max_generate"))
 
 
 def is_run(row: dict) -> bool:

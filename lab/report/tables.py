@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 
 from tabulate import tabulate
 
@@ -18,23 +17,40 @@ from lab.report.describe import (
     attention_groups,
     attention_settings,
     batch_cell,
+    cache_and_draft,
     choice_key,
     commit,
+    decoder,
     kernels_cell,
     model_size,
     newest_attention,
     newest_choices,
     newest_kernels,
+    prompt_tokens,
     sessions,
 )
-from lab.sweep.compare import ratio
-from lab.sweep.table import Cell, figure_columns, median_run, speed, speed_cell, spread_cell, sweep_table
+from lab.sweep.compare import ratio, sequences
+from lab.sweep.table import (
+    PEAK,
+    Cell,
+    figure_columns,
+    median_run,
+    number_cell,
+    speed,
+    speed_cell,
+    spread_cell,
+    sweep_table,
+)
 from terminal import printable
 
 
 def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:
     cells = [[markdown_text(cell) for cell in line] for line in [head, *lines]]
     return tabulate(cells[1:], cells[0], tablefmt="github", disable_numparse=True)
+
+
+def columns_table(columns: dict[str, Cell], rows: Iterable[dict]) -> str:
+    return markdown_table(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def markdown_text(text: object) -> str:
@@ -48,22 +64,38 @@ def peak_gib(row: dict) -> float:
 
 
 def throughput(device: str) -> str:
-    """Return the table of training runs without evaluations: the newest rows of each choice.
-
-    The rows of a session stand together, fastest first. `of compile` compares each with compile + sdpa of its session.
-    """
-    head = ["model", "batch", "precision", "kernels", "attn", "tokens/s (p20 to p80)", "of compile"]
+    """Return the table of training runs without evaluations."""
     rows = [row for row in results.read_rows(device) if not row["config"]["train"]["eval_every"]]
-    columns = figure_columns(rows)
-    head += [*columns, "step", "commit"]
-    return markdown_table(head, session_lines(rows, partial(throughput_cells, columns)))
+    columns = {"model": model_size, "batch": batch_cell, "precision": precision_cell, "kernels": kernels_cell}
+    last = {"step": lambda row: str(row.get("steps", "")), "commit": commit}
+    return session_table(rows, columns | {"attn": attention_cell}, "tokens/s (p20 to p80)", last)
 
 
-def session_lines(rows: list[dict], cells: Callable[[dict, str], list[str]]) -> list[list[str]]:
-    """Return cells(row, its ratio to the baseline) for each choice: session by session, fastest first.
+def generation(device: str) -> str:
+    """Return the table of the rows of scripts.generate."""
+    columns: dict[str, Cell] = {
+        "model": model_size,
+        "precision": precision_cell,
+        "sequences": lambda row: str(sequences(row)),
+        "prompt + new tokens": lambda row: f"{prompt_tokens(row):,} + {row['config']['max_new_tokens']:,}",
+        "decode": lambda row: ", ".join([decoder(row["config"]) or "blocks", *cache_and_draft(row["config"])]),
+        "kernels": lambda row: f"prefill: {kernels_cell(row)}" if decoder(row["config"]) else kernels_cell(row),
+        "attn": attention_cell,
+    }
+    rows = results.read_rows(device, "generate")
+    return session_table(rows, columns, "decode tokens/s (p20 to p80)", {"commit": commit})
 
-    All rows are of training, or all of generation. Rows of a choice that was measured again are left out.
+
+def precision_cell(row: dict) -> str:
+    return row["config"]["precision"]
+
+
+def session_table(rows: list[dict], columns: dict[str, Cell], speed_name: str, last: dict[str, Cell]) -> str:
+    """Return a table of the newest rows of each choice, session by session, fastest first.
+
+    All rows are of training, or all of generation. `of compile` compares a choice with compile + sdpa of its session.
     """
+    figures = figure_columns(rows)
     newest_first = reversed(sessions(newest_choices(rows)).items())
     lines = []
     # a key of sessions() ends with the commit; the sort is stable, so sessions of equal settings stay newest first
@@ -71,10 +103,13 @@ def session_lines(rows: list[dict], cells: Callable[[dict, str], list[str]]) -> 
         choices: dict[tuple, list[dict]] = {}
         for row in session:
             choices.setdefault(choice_key(row), []).append(row)
-        shown = {choice: shown_run(runs) for choice, runs in choices.items()}
-        for choice, row in sorted(shown.items(), key=lambda item: -(speed(item[1]) or 0)):
-            lines.append(cells(row, ratio_to_baseline(choices[choice], choices.get(BASELINE, []))))
-    return lines
+        bases = choices.get(BASELINE, [])
+        for runs in sorted(choices.values(), key=lambda runs: -(speed(shown_run(runs)) or 0)):
+            row = shown_run(runs)
+            cells = [rate_cell(row), ratio_to_baseline(runs, bases)]
+            cells += [cell(row) if row["status"] == "ok" else "" for cell in figures.values()]
+            lines.append([*(cell(row) for cell in columns.values()), *cells, *(cell(row) for cell in last.values())])
+    return markdown_table([*columns, speed_name, "of compile", *figures, *last], lines)
 
 
 def shown_run(runs: list[dict]) -> dict:
@@ -96,17 +131,6 @@ def ratio_to_baseline(runs: list[dict], bases: list[dict]) -> str:
     return f"{speeds[0] / speeds[1]:.3f}x" if len(speeds) == 2 and all(speeds) else ""
 
 
-def throughput_cells(columns: dict[str, Cell], row: dict, ratio_cell: str) -> list[str]:
-    settings = [model_size(row), batch_cell(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    figures = figure_cells(row, columns)
-    return [*settings, rate_cell(row), ratio_cell, *figures, str(row.get("steps", "")), commit(row)]
-
-
-def figure_cells(row: dict, columns: dict[str, Cell]) -> list[str]:
-    """Return the row's cells under these columns; empty cells if the run is not ok."""
-    return [cell(row) if row["status"] == "ok" else "" for cell in columns.values()]
-
-
 def rate_cell(row: dict) -> str:
     """Return "**2,131** (2,128 to 2,134)"; a row without a speed gives its status."""
     if row["status"] != "ok":
@@ -125,30 +149,43 @@ def scaling(device: str) -> str:
         sizes = train["batch_size"], train["block_size"]
         return row["parameters"], config["precision"], json.dumps(config["kernels"]), *sizes
 
+    def sequences_cell(row: dict) -> str:
+        shared = f" / {row['world_size']}" if row["config"]["parallel"] == "context" else ""
+        return f"{row['config']['train']['batch_size']}{shared}"
+
+    def efficiency_cell(row: dict) -> str:
+        single = one_gpu.get(settings(row))
+        return f"{row['perf/tokens_per_sec_per_device'] / single:.3f}" if single else ""
+
     rows = [row for row in results.read_rows(device) if row.get("perf/tokens_per_sec_per_device")]
     one_gpu = {settings(row): row["perf/tokens_per_sec"] for row in rows if row["world_size"] == 1}
     rows.sort(key=lambda row: (row["parameters"], row["config"]["parallel"], row["world_size"]))
-    head = ["model", "GPUs", "parallel", "sequences a GPU", "kernels", "tokens/s", "a GPU", "efficiency"]
-    lines = []
-    for row in rows:
-        sequences = str(row["config"]["train"]["batch_size"])
-        if row["config"]["parallel"] == "context":
-            sequences += f" / {row['world_size']}"
-        per_gpu, single = row["perf/tokens_per_sec_per_device"], one_gpu.get(settings(row))
-        lines.append(
-            [
-                model_size(row),
-                str(row["world_size"]),
-                row["config"]["parallel"] if row["world_size"] > 1 else "",
-                sequences,
-                kernels_cell(row),
-                f"**{row['perf/tokens_per_sec']:,.0f}**",
-                f"{per_gpu:,.0f}",
-                f"{per_gpu / single:.3f}" if single else "",
-                f"{peak_gib(row):.1f}",
-            ]
-        )
-    return markdown_table([*head, "peak GiB a GPU"], lines)
+    columns: dict[str, Cell] = {
+        "model": model_size,
+        "GPUs": number_cell("{}", "world_size"),
+        "parallel": lambda row: row["config"]["parallel"] if row["world_size"] > 1 else "",
+        "sequences a GPU": sequences_cell,
+        "kernels": kernels_cell,
+        "tokens/s": number_cell("**{:,.0f}**", "perf/tokens_per_sec"),
+        "a GPU": number_cell("{:,.0f}", "perf/tokens_per_sec_per_device"),
+        "efficiency": efficiency_cell,
+        "peak GiB a GPU": number_cell("{:.1f}", *PEAK),
+    }
+    return columns_table(columns, rows)
+
+
+KERNEL_COLUMNS: dict[str, Cell] = {
+    "op": lambda row: f"{row['op']} {row['dtype']}",
+    "shape": lambda row: row["shape"],
+    "backend": lambda row: row["impl"],
+    "forward ms": number_cell("{:.3f}", "forward/ms"),
+    "both ms": lambda row: f"**{row['both/ms']:.3f}** ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
+    "TB/s or TFLOP/s (forward, backward)": lambda row: rates(row),
+    "of the floor": lambda row: f"{row['both/of_floor']:.1%}" if row["both/of_floor"] else "",
+    "error": lambda row: f"{max(row['error/out'], row['error/gradients']):.1e}",
+    "extra GiB": number_cell("{:.2f}", "extra_gib"),
+    "commit": commit,
+}
 
 
 def kernel_benchmarks(device: str) -> str:
@@ -156,26 +193,8 @@ def kernel_benchmarks(device: str) -> str:
     newest = newest_kernels(results.read_rows(device, "kernels"))
     if not newest:
         return "No rows yet: `python -m scripts.bench_kernels op=norm keep=true`."
-    head = ["op", "shape", "backend", "forward ms", "both ms", "TB/s or TFLOP/s (forward, backward)"]
-    head += ["of the floor", "error", "extra GiB", "commit"]
-    lines = []
-    for (op, dtype, shape, impl), row in sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"])):
-        share, extra = row["both/of_floor"], row["extra_gib"]
-        lines.append(
-            [
-                f"{op} {dtype}",
-                shape,
-                impl,
-                f"{row['forward/ms']:.3f}",
-                f"**{row['both/ms']:.3f}** ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
-                rates(row),
-                f"{100 * share:.1f}%" if share else "",
-                f"{max(row['error/out'], row['error/gradients']):.1e}",
-                "" if extra is None else f"{extra:.2f}",
-                commit(row),
-            ]
-        )
-    return markdown_table(head, lines)
+    rows = sorted(newest.items(), key=lambda item: (item[0][:3], item[1]["both/ms"]))
+    return columns_table(KERNEL_COLUMNS, [row for _, row in rows])
 
 
 def rates(row: dict) -> str:

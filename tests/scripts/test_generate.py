@@ -17,7 +17,7 @@ from kernels.decode import blocks
 from kernels.names import GENERATION_OPS
 from kernels.registry import KernelsConfig, backend, contract
 from lab.bench.new_backends import WrongKernel
-from lab.report.generation_table import generation
+from lab.report.tables import generation
 from model import cost
 from model.config import GPTConfig
 from model.executed import call_shapes

@@ -11,13 +11,12 @@ import pytest
 from kernels.registry import OPS, TRAINING_OPS, impls
 from lab.proof.receipt import AFTER_OPS, BEFORE_OPS
 from lab.report.bench_panels import MARK_OF_OP
-from lab.report.choice_table import choice_tables, notes
+from lab.report.choice_table import notes, report_tables
 from lab.report.choices import Choice
 from lab.report.colours import choice_colours, choice_symbols, part_colours
-from lab.report.figures import short_titles
 from lab.report.page import render_page
-from lab.report.panels import tradeoff_figure
-from lab.report.plot import choice_hover
+from lab.report.panels import choice_hover, tradeoff_figure
+from lab.report.plot import plotly
 from lab.report.source import read_source
 from lab.report.tables import throughput
 from lab.rows import append_rows
@@ -71,7 +70,7 @@ def test_a_colour_says_the_kernels_and_a_symbol_the_attention(tmp_path):
     for number, (kernels, attn) in enumerate(itertools.product(presets, attentions)):
         write_row(tmp_path / str(number), make_row() | {"config": make_config(kernels, attn=attn)})
     measured = read_source(tmp_path).measured_choices
-    traces = tradeoff_figure(measured, choice_colours(choice.name for choice in measured))["data"]
+    traces = plotly(tradeoff_figure(measured, choice_colours(choice.name for choice in measured)))["data"]
     looks = {tuple(trace["name"].split(" · ")): trace["marker"] for trace in traces if trace["mode"] == "markers"}
     assert len(looks) == len(presets) * len(attentions)
     for part, key in enumerate(("color", "symbol")):
@@ -95,9 +94,9 @@ def test_power_has_columns_if_a_row_has_it(tmp_path, results):
     rows = [make_row(), make_row("compile") | figures]
     for number, row in enumerate(rows):
         write_row(tmp_path / "sweep" / str(number), row)
-    [table] = choice_tables(read_source(tmp_path / "sweep"))
+    [table] = report_tables(read_source(tmp_path / "sweep"))
     names = ["tokens/J", "at power limit", "SM MHz"]
-    cells = {choice.name: dict(zip(table.columns, line, strict=True)) for choice, line in table.lines}
+    cells = {line.choice.name: dict(zip(table.columns, line.cells, strict=True)) for line in table.lines}
     assert [cells["compile · sdpa"][name] for name in names] == ["874", "98%", "1,515"]
     assert [cells["eager · sdpa"][name] for name in names] == ["", "", ""]
     append_rows(results / "h200/train.jsonl", rows)
@@ -209,18 +208,6 @@ def test_a_mistake_is_one_line(called, tmp_path):
     assert called("report.py", report.main, "--wandb")[0] > 0
 
 
-def test_a_label_does_not_repeat_what_all_bars_share(tmp_path):
-    for number, kernels in enumerate(("eager", "compile")):
-        write_row(tmp_path / str(number), make_row(kernels))
-    measured = read_source(tmp_path).measured_choices
-    assert short_titles(measured) == (["compile", "eager"], "attn=sdpa")
-    assert short_titles(measured[:1]) == (["compile · sdpa"], "")
-    write_row(tmp_path / "2", make_row("triton", "flash"))
-    write_row(tmp_path / "3", make_row("eager", precision="bf16"))
-    measured = [choice for choice in read_source(tmp_path).measured_choices if choice.precision == "amp"]
-    assert short_titles(measured) == (["triton · flash", "compile · sdpa", "eager · sdpa"], "amp")
-
-
 def test_the_report_of_a_cpu_suggests_commands_for_a_cpu(tmp_path):
     cpu = {"env": ENV | {"driver": None}, "mem/peak_allocated_gib": None, "mem/peak_rss_gib": 0.5, "memory": None}
     write_row(tmp_path / "1", make_row() | cpu)
@@ -270,12 +257,12 @@ def test_a_backend_that_is_slower_than_eager_has_a_column(tmp_path, results):
     for number, row in enumerate([*rows, make_generation_row() | {"slower": {"mlp": known}}]):
         write_row(tmp_path / "sweep" / str(number), row)
     source = read_source(tmp_path / "sweep")
-    training, generation = choice_tables(source)
-    cells = {choice.name: dict(zip(training.columns, line, strict=True)) for choice, line in training.lines}
+    training, generation = report_tables(source)
+    cells = {line.choice.name: dict(zip(training.columns, line.cells, strict=True)) for line in training.lines}
     marks = {name: cell["slower than eager"] for name, cell in cells.items()}
     assert marks == {"eager · sdpa": "", "compile · sdpa": "", "triton · sdpa": "attention 2.13x"}
-    [(_, line)] = generation.lines
-    assert dict(zip(generation.columns, line, strict=True))["slower than eager"] == "mlp 2.13x"
+    [line] = generation.lines
+    assert dict(zip(generation.columns, line.cells, strict=True))["slower than eager"] == "mlp 2.13x"
     assert any(sentence.startswith("Slower than eager: ") for sentence in notes(source))
     slow = next(choice for choice in source.measured_choices if choice.row.get("slower"))
     assert "slower than eager here: 7.29 ms beside 3.42" in choice_hover(slow)
@@ -287,6 +274,6 @@ def test_a_backend_that_is_slower_than_eager_has_a_column(tmp_path, results):
 def test_rows_without_a_slower_backend_have_no_such_column(tmp_path):
     for number, row in enumerate([make_row(), make_row("compile") | {"slower": {}}]):
         write_row(tmp_path / str(number), row)
-    [table] = choice_tables(read_source(tmp_path))
+    [table] = report_tables(read_source(tmp_path))
     assert "slower than eager" not in table.columns
     assert not any(sentence.startswith("Slower than eager: ") for sentence in notes(read_source(tmp_path)))

@@ -3,13 +3,14 @@
 import pytest
 
 from lab import rows as lab_rows
-from lab.report.choice_table import choice_tables
+from lab.report.choice_table import report_tables
 from lab.report.colours import choice_colours
 from lab.report.describe import choice_name, prefill_name
-from lab.report.generation_panels import generation_panels
-from lab.report.generation_table import generation
 from lab.report.page import headline_groups, headline_tiles, render_page
+from lab.report.panels import choice_panels
+from lab.report.plot import plotly
 from lab.report.source import read_source
+from lab.report.tables import generation
 from scripts import collect
 from tests.lab.report.sample_rows import ENV, make_generation_row, make_row, write_generations, write_row
 
@@ -98,14 +99,14 @@ def test_evaluations_stay_left_out_and_old_generations_are_read(tmp_path):
     source = read_source(tmp_path)
     assert [choice.name for choice in source.all_choices] == ["compile · sdpa", "compile · triton"]
     assert source.generations[1].comparison.short == "1.08x"  # without timed intervals there is no interval
-    assert [panel.figure for panel in generation_panels(source, {})] == [None] * 3
+    assert [panel.figure for panel in choice_panels(source, {})] == [None] * 9
     assert "scripts.generate +sweep=generate" in render_page(source)
 
 
 def test_lines_over_batches_and_prompts_have_every_choice(tmp_path):
     source = read_source(write_generations(tmp_path / "sweep"))
     colours = choice_colours(choice.name for choice in source.all_choices)
-    panels = {panel.id: panel.figure["data"] for panel in generation_panels(source, colours)}
+    panels = {panel.id: plotly(panel.figure)["data"] for panel in choice_panels(source, colours) if panel.figure}
     assert {trace["name"]: trace["x"] for trace in panels["batches"]} == {
         f"{name} · prompt {prompt}": [1, 8]
         for name in ("compile · sdpa", "decode triton", "decode int8")
@@ -129,31 +130,31 @@ def test_one_batch_has_no_line(tmp_path):
     for number, decode in enumerate(("blocks", "triton"), 1):
         write_row(tmp_path / str(number), make_generation_row(decode))
     source = read_source(tmp_path)
-    figures = [panel.figure for panel in generation_panels(source, choice_colours(["compile · sdpa", "decode triton"]))]
-    assert [figure is None for figure in figures] == [True, True, False]
+    panels = choice_panels(source, choice_colours(["compile · sdpa", "decode triton"]))
+    assert [panel.id for panel in panels if panel.figure] == ["decoding"]
 
 
 def test_the_page_has_a_table_of_generation(tmp_path):
     source = read_source(write_generations(tmp_path / "sweep"))
-    [table] = choice_tables(source)
+    table, failed = report_tables(source)
     assert table.columns[:4] == ["choice", "tokens/s", "of the baseline", "ms a token p50 / p99"]
-    choice, line = table.lines[1]
-    row = choice.row
+    line, row = table.lines[1].cells, table.lines[1].choice.row
     p20, p80 = (f"{row[f'gen/decode_tokens_per_sec/{quantile}']:,.0f}" for quantile in ("p20", "p80"))
     ms = 0.2 * (1 + 1 / 40 + 128 / 4096)
     assert line == [
         "decode triton (batch 1 · prompt 128)",
         f"{row['gen/decode_tokens_per_sec']:,.0f} ({p20} to {p80})",
-        str(choice.comparison.ratio),
+        str(table.lines[1].choice.comparison.ratio),
         f"{ms:.2f} / {1.2 * ms:.2f}",
         f"{0.06 / ms:.1%}",
         "7.2 ms",
         "0.34",
         "21.2 s",
-        "holds, logits 1.2e-02",
-        f"gemm {0.5 * ms:.3f} ms, attention {0.2 * ms:.3f} ms, decode {0.1 * ms:.3f} ms",
+        "holds, logits 1.2e-02 of 5.0e-02",
+        f"gemm {0.5 * ms:.3g} ms, attention {0.2 * ms:.3g} ms, decode {0.1 * ms:.3g} ms",
     ]
-    assert table.lines[0][1][-2] == "kernels.decode=int8 rounds the weights"
+    assert table.lines[0].cells[-2].startswith("kernels.decode=int8 rounds the weights, logits ")
+    assert {line.choice.name for line in failed.lines} == {"decode mine", "14-decode.gone"}
     text = render_page(source)
     assert all(cell in text for cell in line)
     assert "wrong: 3 of 508 greedy tokens are others" in text

@@ -29,8 +29,8 @@ def test_the_page_of_a_sweep_of_generation_shows_its_rows(source, open_page):
     assert milliseconds == pytest.approx(sum(choice.row["gen/step_ms"] for choice in measured), rel=0.02)
     assert tab.locator("#generations tr[data-id]").count() == 12
     assert tab.locator("#choices").count() == 0
-    marks = tab.eval_on_selector_all("#batches .legend i", "marks => marks.map(mark => mark.className)")
-    assert sorted(marks) == ["circle"] * 3 + ["square"] * 3
+    marks = tab.eval_on_selector_all("#batches .legend i", "marks => marks.map(mark => mark.textContent)")
+    assert sorted(marks) == ["■"] * 3 + ["●"] * 3
     assert "fastest of 3 choices" in tab.inner_text(".tiles:visible")
     assert "3 of 508 greedy tokens" in tab.inner_text("#failures")
     button = tab.locator("#generations tr[data-id] .copy").first

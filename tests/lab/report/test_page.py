@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.report.figures import short_titles
 from lab.report.page import write_report
+from lab.report.panels import axis_label
 from lab.sweep import compare
 from scripts import report
 from tests.lab.report.sample_rows import SPEEDS, make_row, write_row, write_sweep
@@ -118,11 +118,11 @@ def test_a_hover_shows_all_figures_and_a_click_copies_the_command(source, open_p
     text = tab.locator("#speed .hoverlayer .hovertext").text_content()
     best, fourth = source.measured_choices[0], source.measured_choices[3]
     for part in (
-        f"{best.speed:,.0f} tokens/s",
+        f"tokens/s {best.speed:,.0f}",
         "2 runs",
-        "peak 19.4 GiB",
+        "peak GiB 19.4",
         "parity holds",
-        "cold caches",
+        "caches cold",
         "kernels=triton kernels.compile=true",
     ):
         assert part.replace(" ", "") in text.replace(" ", "")
@@ -224,8 +224,8 @@ def test_the_picture_of_a_folder_in_results_shows_one_comparison(monkeypatch, tm
     measured = source.measured_choices
     base, count = Counter(choice.comparison.base.title for choice in measured).most_common(1)[0]
     assert count < len(measured)
-    shown = [choice for choice in measured if choice.comparison.base.title == base][::-1]
-    assert [*titles[0]] == short_titles(shown)[0]
+    shown = [choice for choice in measured if choice.comparison.base.title == base]
+    assert [*titles[0]] == [axis_label(choice) for choice in shown]
     assert len(titles[0]) == count
 
 
@@ -236,10 +236,11 @@ def test_report_md_has_the_table_the_pictures_and_the_failures(source):
     cells = next(cells for cells in table if cells[0].startswith("triton + compile · flash (124M · amp)"))
     assert str(source.measured_choices[0].comparison.ratio) in cells[2]
     assert "2 runs" in cells[1]
-    families = "gemm 68.0 ms, attention 13.0 ms, mlp 9.5 ms"
-    assert cells[4:] == ["24.1 s, cold caches", "holds, loss 2.1e-03", families]
+    families = "gemm 68 ms, attention 13 ms, mlp 9.5 ms"
+    parity = "holds, loss 2.1e-03 of 1.0e-02, gradient 3.4e-03 of 2.0e-02"
+    assert cells[3:] == ["50.0%", "19.4", "24.1 s", "5.800", "cold", parity, families]
     assert "![speed](speed.png)" in text
-    assert "- eager · eager" in text
+    assert "| eager · eager" in text
     assert "longest T, training" in [cell for cells in table for cell in cells]
     assert [cell for cells in table for cell in cells].count("**2,129,920**") == 1
 

@@ -1,0 +1,105 @@
+"""Draw a figure as a PNG with matplotlib."""
+
+import io
+from pathlib import Path
+
+from files import write_atomically
+from lab.report.colours import CARD, GRID, INK, QUIET
+from lab.report.plot import Figure, Series, octave_ticks
+from terminal import printable
+
+# Plotly's names -> matplotlib's
+MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "triangle-up": "^", "star": "*"}
+MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h"}
+LINES = {"solid": "-", "dot": ":", "longdash": "--", "dash": "-."}
+PAGE_COLOURS = {INK: "black", QUIET: "#6c6e75", CARD: "white", GRID: "#e8e8e5"}
+
+
+def plain(text: str, width: int = 80) -> str:
+    """Return a text of a row for matplotlib, which would read a formula between two $, and hide a label `_name`."""
+    text = " ".join(printable(text).split()) or "?"
+    text = text if len(text) <= width else f"{text[: width - 3]}..."
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
+
+
+def subplots(*args, **settings) -> tuple:
+    """Return a figure and its axes, without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(*args, **settings)
+
+
+def save(figure, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+    write_atomically(path, content.getvalue())
+    return path
+
+
+def draw(figures: list[Figure], path: Path) -> Path:
+    """Draw figures side by side; bars share their categories."""
+    first = figures[0]
+    categories = dict.fromkeys(point.y for point in first.series[0].points) if first.row else ()
+    sizes = {"figsize": (13, 1 + 0.55 * len(categories)) if first.row else (6.5 * len(figures) + 1.5, 5.5)}
+    if first.row:
+        sizes |= {"sharey": "row", "width_ratios": [3] + [2] * (len(figures) - 1)}
+    if first.below:
+        sizes |= {"sharex": "col", "height_ratios": [3, 2]}
+    drawing, axes = subplots(1 + bool(first.below), len(figures), squeeze=False, **sizes)
+    for column, figure in enumerate(figures):
+        top, bottom = axes[0][column], axes[-1][column]
+        for panel, series in [(top, figure.series), *([(bottom, figure.below)] if figure.below else [])]:
+            for each in series:
+                draw_series(panel, each)
+            panel.grid(color=PAGE_COLOURS[GRID], axis="x" if figure.row else "both")
+            panel.set_axisbelow(True)
+            panel.spines[["top", "right"]].set_visible(False)
+        top.set(ylabel=figure.y, **{f"{axis}scale": "log" for axis in figure.log})
+        bottom.set_xlabel(figure.x)
+        if figure.octaves:
+            ticks, texts, ends = octave_ticks(figure)
+            top.set(xscale="log", xlim=ends)
+            top.set_xticks(ticks, texts)
+            top.minorticks_off()
+        if figure.below:
+            bottom.set_ylabel(figure.y_below)
+        if figure.row:
+            top.xaxis.set_major_formatter("{x:,.0f}")
+            top.set_ylim(len(categories) - 0.4, -0.6)  # downwards
+            top.margins(x=0.2)
+        top.set_title(plain(figure.title, 160) if figure.title else "", loc="left", fontsize=9)
+    if len([each for each in first.series if each.name]) > 1:
+        axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return save(drawing, path)
+
+
+def draw_series(panel, series: Series) -> None:
+    points, colour = series.points, PAGE_COLOURS.get(series.colour, series.colour)
+    label = plain(series.name) if series.name else None
+    if series.mode == "bars":
+        categories = ["\n".join(map(plain, point.y.split("\n")[:3])) for point in points]
+        panel.barh(categories, [point.x for point in points], color=[point.colour or colour for point in points])
+        for category, point in zip(categories, points, strict=True):
+            low, high = point.spread or (point.x, point.x)
+            if high > low:
+                style = {"color": "black", "linewidth": 1, "capsize": 2}
+                panel.errorbar(point.x, category, xerr=[[point.x - low], [high - point.x]], **style)
+            if point.text:
+                style = {"textcoords": "offset points", "va": "center"}
+                panel.annotate(plain(point.text), (high, category), (4, 0), **style)
+    if series.mode.startswith("lines"):
+        style = {"color": colour, "linewidth": series.width, "linestyle": LINES[series.dash], "label": label}
+        panel.plot([point.x for point in points], [point.y for point in points], **style)
+    if "markers" in series.mode:
+        style = {"color": colour, "linestyle": "", "markersize": series.size / 2}
+        for point in points:
+            panel.plot(point.x, point.y, marker=MARKERS[point.symbol], **style)
+        if series.mode == "markers":
+            panel.plot([], [], marker="o", label=label, **style)  # for the legend
