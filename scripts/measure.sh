@@ -15,7 +15,7 @@ short="precision=bf16 train.max_steps=25"
 wide="train.block_size=16384 model.block_size=16384 train.batch_size=4"
 both="kernels=eager,triton,gluon kernels.compile=true"
 two="torchrun --standalone --nproc_per_node=2"
-all=sdpa,flash,triton,gluon,flex,mem_efficient,triton_naive,eager,math
+all=sdpa,flash,triton,gluon,flex,mem_efficient,eager,math
 
 run() { # NAME WORDS ...; with launch=COMMAND instead of python
     ${launch:-python} train.py "${@:2}" out_dir="out/$1" && python -m scripts.collect "out/$1"
@@ -46,7 +46,7 @@ rungs() {
 # GPT-2 124M in bf16 with intervals, then in amp, then every other attention, then sequences of 16,384
 presets() { sweep presets $short kernels=eager,triton,gluon kernels.compile=true,false attn=sdpa,flash,gluon sweep.repeats=3; }
 amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton,gluon kernels.compile=true,false; }
-attentions() { sweep attentions $short attn=sdpa,flex,mem_efficient,triton_naive,eager,math $both; }
+attentions() { sweep attentions $short attn=sdpa,flex,mem_efficient,eager,math $both; }
 long() { sweep long $short $wide attn=$all $both; }
 
 # GPT-2 350M with every attention

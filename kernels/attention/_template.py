@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-# Your Triton kernel goes here; kernels/attention/triton_naive.py is an example.
+# Your Triton kernel goes here; course/10_attention_naive.py is an example.
 #   1. the kernels: functions with @triton.jit
 #   2. a launcher for the forward and one for the backward: each a torch.library.custom_op with a fake, which
 #      torch.compile needs; kernels.direct.bypass_dispatcher() connects them to autograd

@@ -126,11 +126,11 @@ def visible_keys(m, b, Tq, keys, window, starts_ptr, CAUSAL: tl.constexpr, SIZE:
     return first, end, any_start, all_start, all_end, any_end
 
 
-def check_inputs(q: Tensor, name: str) -> None:
-    """Raise Unavailable if the kernels of attention=`name` do not support q's dtype or head dim."""
+def check_inputs(q: Tensor) -> None:
+    """Raise Unavailable if the kernels of attention=triton do not support q's dtype or head dim."""
     check_dtypes("attention", q)
     if (D := q.shape[-1]) > MAX_HEAD_DIM:
-        raise Unavailable(f"attention={name} takes heads of up to {MAX_HEAD_DIM} channels, not {D}: choose attn=sdpa")
+        raise Unavailable(f"attention=triton takes heads of up to {MAX_HEAD_DIM} channels, not {D}: choose attn=sdpa")
 
 
 def default_parameters(kernel: str, dtype: torch.dtype, D: int, tma: bool) -> dict:

@@ -319,7 +319,7 @@ def attention(
     window: int | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    check_inputs(q, "triton")
+    check_inputs(q)
     if not causal and (window is not None or starts is not None):
         raise Unavailable("attention=triton supports windows and documents only in causal attention: choose attn=eager")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

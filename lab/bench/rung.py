@@ -158,8 +158,13 @@ def time_with_floor(
     The last name is "floor": a copy of as many bytes, or a matmul of as many FLOPs, whichever takes longer here.
     """
     works, douts = {}, []
-    if any(isinstance(value, Tensor) and value.requires_grad for value in inputs.values()):
-        douts = random_gradients(outputs(functions["PyTorch"], inputs), inputs)
+    leaves = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.requires_grad}
+    if leaves:
+        results = outputs(functions["PyTorch"], inputs)
+        douts = random_gradients(results, inputs)
+        gradients = torch.autograd.grad(results, list(leaves.values()), douts, allow_unused=True)
+        unused = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None]
+        inputs = inputs | {name: leaves[name].detach() for name in unused}  # an exercise may ignore an argument
     for name, function in functions.items():
         works[name] = lambda function=function: forward_and_backward(function, inputs, douts)
     flops, moved = (sum(numbers) for numbers in zip(*cost.values(), strict=True))

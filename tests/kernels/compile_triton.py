@@ -29,7 +29,6 @@ from kernels.attention import _gluon_backward, _gluon_forward
 from kernels.attention import _triton_backward as attention_backward
 from kernels.attention import _triton_tiles as tiles
 from kernels.attention import triton as attention
-from kernels.attention import triton_naive as attention_naive
 from kernels.cache import FP8
 from kernels.compat import FakeTensorMode
 from kernels.decode import _few as decode_few
@@ -393,9 +392,6 @@ def compile_attention(capability: int) -> None:
     build("decode", attention._fwd_kernel, 64, False, SPLITS=4)
     numbers = {"part_out_ptr": "*fp32", "part_lse_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"}
     compile_kernel("attention combine", attention._combine_kernel, capability, numbers, D=64, SPLITS=32, BLOCK_D=64)
-    size = {"D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 64, "GROUP": 1, "CAUSAL": True, "PRECISION": "tf32"}
-    compile_kernel("attention naive", attention_naive._probabilities_kernel, capability, numbers, **size, num_stages=2)
-    compile_kernel("softmax backward", attention_naive._softmax_bwd_kernel, capability, numbers, ROWS=16, BLOCK=256)
 
 
 def compile_fp32(capability: int) -> None:

@@ -26,7 +26,6 @@ from kernels.norm import triton as norm
 from kernels.packed import gradient_buffer, gradient_views
 
 attention = importlib.import_module("kernels.attention.triton")
-naive = importlib.import_module("kernels.attention.triton_naive")
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter computes bf16 wrongly
@@ -282,16 +281,6 @@ def attention_combine(before):
     return out[-1, -1, -1], total[-1, -1, -1]
 
 
-def attention_probabilities(before):
-    q, k = after(before(512), half(64, 1, 16))[None], half(1, 512, 1, 16, seed=1)
-    return [naive.probabilities(q, k, False, 0.25)[0, 0, -64:]]
-
-
-def attention_softmax_backward(before):
-    p, dp = (after(before(512), half(16, 512, seed=seed))[None, None] for seed in range(2))
-    return [naive.softmax_bwd(p, dp, 0.25)[0, 0, -16:]]
-
-
 def decode_norm(before, kernel):
     x, residual = (after(before(1024), half(1, 1024, seed=seed)) for seed in range(2))
     tensors = {"x_ptr": x, "residual_ptr": residual, "stream_ptr": torch.empty_like(x), "out_ptr": torch.empty_like(x)}
@@ -351,8 +340,6 @@ CASES = {
     "_dq_kernel, _dkdv_kernel": attention_backward,
     "_lse_delta_kernel": lse_and_delta,
     "_combine_kernel": attention_combine,
-    "_probabilities_kernel": attention_probabilities,
-    "_softmax_bwd_kernel": attention_softmax_backward,
     "_embed_norm_kernel": partial(decode_norm, kernel=_many._embed_norm_kernel),
     "_norm_kernel": partial(decode_norm, kernel=_many._norm_kernel),
     "_matmul_qkv_kernel": partial(decode_matmul, kernel=_many._matmul_qkv_kernel),

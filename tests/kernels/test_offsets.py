@@ -6,7 +6,6 @@ every compiled kernel. test_large_tensors.py has large tensors on a GPU.
 """
 
 import re
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -36,7 +35,6 @@ from tests.kernels.offset_cases import (
     after,
     attention,
     half,
-    naive,
     near_and_far,
     needs_address_space,
     randn,
@@ -152,13 +150,6 @@ def test_gradients_of_attention_with_far_strides(strides):
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
-@needs_address_space
-def test_probabilities_with_far_strides(strides):
-    q, k = half(3, 19, 3, 16), half(3, 19, 3, 16, seed=1)
-    assert_same_bits(*([naive.probabilities(move(q), move(k), True, 0.25)] for move in near_and_far(*strides)))
-
-
 @pytest.mark.parametrize("residual", [True, False])
 @needs_address_space
 def test_norm_with_far_rows(residual):
@@ -266,15 +257,6 @@ def test_attention_in_gluon_refuses_coordinates_of_33_bits(batch, supported):
         q = torch.empty(batch, 1024, 8, 64, dtype=DTYPE, device="cuda")
     expected = None if supported else f"fewer than 2^30 queries in all heads, not {batch * 2**13:,}"
     assert gluon.refusal(q, q) == expected
-
-
-def test_the_grid_of_attention_naive_takes_any_number_of_heads(monkeypatch):
-    """CUDA allows 65,535 programs along y, and 2^31 - 1 along x."""
-    q, kernel = half(70_000, 1, 2, 16), MagicMock()
-    monkeypatch.setattr(naive, "_probabilities_kernel", kernel)
-    with torch.no_grad():
-        naive.probabilities(q, q, True, 0.25)
-    kernel.__getitem__.assert_called_once_with((140_000,))
 
 
 def test_a_vocabulary_beyond_the_grid_is_refused():

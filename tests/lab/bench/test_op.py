@@ -72,19 +72,20 @@ def test_errors_of_attention_by_its_last_queries(limits):
 
 
 def test_backend_without_an_argument_of_the_shape_is_left_out(monkeypatch):
-    """triton_naive has no window. If it is chosen by name, that is an error."""
+    """This rung has no window. If it is chosen by name, that is an error."""
+    naive = "course/10_attention_naive.py"
 
     def fail(**inputs):
         raise AssertionError("it was called")
 
-    functions = {"triton_naive": fail, "eager": load("attention", "eager", CPU)}
+    functions = {naive: fail, "eager": load("attention", "eager", CPU)}
     monkeypatch.setattr(bench, "contestants", lambda *_: dict(functions))
     window = contract("attention").CASES["window"]
     rows, reasons = bench.measure("attention", "window", window, [], "float32", 3, CPU)
     assert [row["impl"] for row in rows] == ["eager"]
-    assert reasons["triton_naive"].startswith("attention=triton_naive cannot run")
-    with pytest.raises(Unavailable, match="triton_naive"):
-        bench.measure("attention", "window", window, ["triton_naive", "eager"], "float32", 3, CPU)
+    assert reasons[naive].startswith(f"attention={naive} cannot run")
+    with pytest.raises(Unavailable, match=naive):
+        bench.measure("attention", "window", window, [naive, "eager"], "float32", 3, CPU)
 
 
 @pytest.mark.parametrize("op", ["mlp", "loss"])
