@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-ROOMS = ("configs", "data", "kernels", "model", "runtime", "files.py", "terminal.py")
+ROOMS = ("common", "configs", "data", "kernels", "model", "runtime")
 SUFFIXES = {".py", ".typed", ".yaml", ".cu", ".cuh", ".h", ".json", ".jsonl", ".md", ".png", ".toml", ".lock"}
 SUFFIXES |= {".css", ".js", ".j2", ".sh", ".diff"}
 NAMES = {"LICENSE", "Makefile", "Dockerfile"}  # files without a suffix

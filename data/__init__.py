@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from common.terminal import one_line, override, shell_command
 from data.corpus import Source, stdlib_source, text_source
 from data.errors import DataError
 from data.hub import Hub
@@ -21,7 +22,6 @@ from data.paths import local_path
 from data.pipeline import count_recorded_documents, is_complete, is_missing, write_shards
 from data.shards import Shard, digest, open_nanogpt_shards, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
-from terminal import one_line, override, shell_command
 
 SOURCES = {"stdlib": stdlib_source, "text": text_source, "hub": Hub}
 CONFIGS = Path(__file__).parent.parent / "configs" / "data"

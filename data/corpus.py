@@ -18,10 +18,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.files import check_regular, open_regular
+from common.terminal import warn
 from data.errors import BadText, DataError, read_error
 from data.paths import ROW_SUFFIXES, TEXT_SUFFIXES, file_stamps, known_suffix, matching_files
-from files import check_regular, open_regular
-from terminal import warn
 
 MOST_LINE_BYTES = 2**30  # of a .jsonl file. A .jsonl.gz of 10 MB may hold a line of 10 GB
 FILES_TO_SPLIT_BY_HASH = 20  # with fewer text files, each file is cut: its last part is for validation

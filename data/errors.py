@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from terminal import one_line
+from common.terminal import one_line
 
 
 class DataError(ValueError):

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from common.terminal import warn
 from data.corpus import Document, Source, split_of, text_of
 from data.errors import DataError, cannot_write, hub_error
 from data.paths import ROW_SUFFIXES, file_stamps, files_below, known_suffix, local_path
 from data.tokenizer import is_reachable
-from terminal import warn
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_SUFFIXES = (".txt", *ROW_SUFFIXES)

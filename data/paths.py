@@ -4,9 +4,9 @@ import glob
 import os
 from pathlib import Path
 
+from common.files import check_regular
+from common.terminal import one_line
 from data.errors import DataError, read_error
-from files import check_regular
-from terminal import one_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")  # one file is one document
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # one row is one document

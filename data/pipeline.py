@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock, Timeout
 
+from common.files import check_regular, remove_temporaries
+from common.terminal import class_and_message, one_line, printable, warn
 from data.corpus import Source
 from data.errors import BadText, DataError, read_error
 from data.progress import PROGRESS, SPLITS, Progress
 from data.shards import SHARD_TOKENS
 from data.tokenizer import PIECE_CHARACTERS, Tokenizer, split_into_pieces
-from files import check_regular, remove_temporaries
-from terminal import class_and_message, one_line, printable, warn
 
 RECORD_EVERY_TOKENS = 10_000_000  # an interruption loses about this many tokens at most
 

@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from common.files import write_json
+from common.terminal import warn
 from data.shards import read_if_valid
 from data.writer import ChangedShard, Writer, count_unchanged
-from files import write_json
-from terminal import warn
 
 SPLITS = ("train", "val")
 PROGRESS = "progress.json"

@@ -18,9 +18,9 @@ from typing import IO
 
 import numpy as np
 
+from common.files import check_regular, open_regular, read_json, write_json
+from common.terminal import warn
 from data.errors import DataError, read_error
-from files import check_regular, open_regular, read_json, write_json
-from terminal import warn
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 LLAMA_MAGIC = 20240801  # llm.c's, for tokens of Llama 3 as uint32

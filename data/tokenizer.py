@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.files import read_bytes
+from common.terminal import class_and_message, warn
 from data.errors import DataError, read_error
-from files import read_bytes
-from terminal import class_and_message, warn
 
 GPT2_FILES = {  # address -> SHA-256, as in tiktoken
     "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe": (

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.files import open_regular, write_json
 from data.errors import DataError, read_error
 from data.shards import HEADER_BYTES, INDEX, SHARD_TOKENS, hash_tokens, header, shard_name, shard_names, stamp
-from files import open_regular, write_json
 
 
 class ChangedShard(DataError):

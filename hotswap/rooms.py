@@ -15,7 +15,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
-ROOMS = ("kernels", "data", "runtime", "model", "files", "terminal")
+ROOMS = ("common", "kernels", "data", "runtime", "model")
 HERE = Path(__file__).parent
 ROOT = HERE if (HERE / "kernels").exists() else HERE.parent  # an installed package holds the rooms; a checkout does not
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,
 )
 
-from files import read_text
+from common.files import read_text
 
 
 def python_function(op: Callable) -> object:

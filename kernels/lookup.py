@@ -20,7 +20,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
-from terminal import class_and_message
+from common.terminal import class_and_message
 
 ROOT = Path(__file__).parent
 GROUP = "hotswap.kernels"

@@ -7,7 +7,7 @@ import ast
 import textwrap
 from typing import Any
 
-from files import read_text
+from common.files import read_text
 from kernels.lookup import ROOT, KernelError, impls  # noqa: F401  for those who import names
 
 FIRST = ("norm", "linear", "attention", "mlp", "loss")  # the order of the model; all other ops follow, sorted by name

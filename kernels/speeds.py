@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from files import read_bytes
+from common.files import read_bytes
 from kernels import tuned
 from kernels.arguments import match_shape
 from kernels.fastest import entry_name

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from files import add_sha256, read_json, write_atomically
+from common.files import add_sha256, read_json, write_atomically
 from kernels.names import OPS, KernelError
 
 TABLES = Path(__file__).parent / "tables"

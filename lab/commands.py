@@ -12,9 +12,9 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from common.terminal import override
 from kernels.names import KernelError, backend_names, config_groups
 from runtime import config
-from terminal import override
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 T = TypeVar("T")

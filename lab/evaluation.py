@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
+from common.terminal import shell_command
 from data import DataConfig, Dataset, config_arguments, open_dataset
 from data.loader import IGNORED, Batch, Windows, count_targets
 from model.gpt import GPT
 from model.pretrained import Pretrained, tokenizer_of
 from runtime import checkpoint
 from runtime.config import check, parse
-from terminal import shell_command
 
 
 class EvaluationText(NamedTuple):

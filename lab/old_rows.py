@@ -6,8 +6,8 @@ only readers get the new names, so tables, comparisons and reproduced commands n
 
 import shlex
 
+from common.terminal import shell_command
 from kernels.names import override_key
-from terminal import shell_command
 
 
 def rename_gluon(row: dict) -> list[dict]:

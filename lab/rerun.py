@@ -14,9 +14,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from common.terminal import printable, shell_command
 from kernels.lookup import is_path
 from runtime.config import UserError, check, value_text
-from terminal import printable, shell_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = tuple(f"scripts.{name}" for name in ("generate", "max_context", "judge", "bench_kernels", "bench_attention"))

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from files import ENDS_WITH_CRC32, add_crc32, open_regular, read_bytes, read_line, write_atomically
+from common.files import ENDS_WITH_CRC32, add_crc32, open_regular, read_bytes, read_line, write_atomically
+from common.terminal import shell_command
 from kernels.tuned import device_slug
 from lab.old_rows import rename_gluon
 from runtime.command import command_line
@@ -21,7 +22,6 @@ from runtime.config import UserError, check
 from runtime.folders import file_name, make_folder
 from runtime.row import read_row
 from runtime.trackers import Tracker
-from terminal import shell_command
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 

@@ -4,8 +4,8 @@ import os
 import sys
 from contextlib import suppress
 
+from common.terminal import set_up_streams, warn
 from runtime.interrupt import exit_on_early_interrupt
-from terminal import set_up_streams, warn
 
 ROOT = os.path.join(os.path.dirname(__file__), "..")  # importing pathlib takes 10 ms
 CONFIGS = os.path.join(ROOT, "configs")

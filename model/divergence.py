@@ -5,6 +5,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from common.terminal import shell_command, warn
 from data.loader import Loader
 from model.gpt import GPT, LayerNorm
 from model.kept import write_kept
@@ -12,7 +13,6 @@ from model.optim import HISTORY, Optimizer
 from runtime.config import check
 from runtime.ranks import is_sharded
 from runtime.schedule import TrainConfig
-from terminal import shell_command, warn
 
 MOST_KEPT = 10  # files of a run with the batch of a refused step, or of a spike
 MIN_LOSSES = 10  # with fewer, no median is computed

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.files import read_text
+from common.terminal import one_line
 from data.errors import hub_error
 from data.tokenizer import is_reachable
-from files import read_text
 from runtime.config import UserError, check, value_text
-from terminal import one_line
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FILES = (CONFIG, WEIGHTS, "model-*.safetensors", INDEX)

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from common.terminal import warn
 from kernels import fastest
 from kernels.compat import FakeTensorMode
 from kernels.names import KernelError
 from kernels.registry import OPS, AttnConfig, KernelsConfig, contract, describe, impl_by_op, runs_in_fp8
 from kernels.speeds import find_slower
 from model.config import PRECISIONS, GPTConfig
-from terminal import warn
 
 
 def call_shapes(

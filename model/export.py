@@ -17,15 +17,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from common.files import read_bytes
+from common.terminal import class_and_message, one_line
 from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
-from files import read_bytes
 from model.download import CONFIG, WEIGHTS
 from model.pretrained import tensor_shapes
 from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
 from runtime import checkpoint
 from runtime.config import UserError, check
 from runtime.manifest import fsync
-from terminal import class_and_message, one_line
 
 FILES = {"hf": (WEIGHTS, CONFIG), "nanogpt": ("ckpt.pt",)}  # format -> its files, in the order of writing
 EOT = "<|endoftext|>"

@@ -14,10 +14,10 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from files import open_regular, replace_file
+from common.files import open_regular, replace_file
+from common.terminal import warn
 from runtime.config import UserError
 from runtime.pickles import check_saved
-from terminal import warn
 
 MARK = b"\nsha256: "
 LINE_BYTES = len(MARK) + 64 + 1

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from common.terminal import warn
 from kernels.registry import KernelsConfig, default_impl
 from model.compat import add_tensors
 from model.parallel import Averaging
 from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
-from terminal import warn
 
 HISTORY = 256  # steps whose loss and gradient norm stay on the device
 

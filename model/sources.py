@@ -15,14 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from files import check_regular, open_regular
+from common.files import check_regular, open_regular
+from common.terminal import one_line
 from model.config import PRECISIONS, GPTConfig
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.vocabulary import guess_tokenizer
 from runtime import checkpoint
 from runtime.config import UserError, check, value_text
 from runtime.pickles import check_saved
-from terminal import one_line
 
 OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub; all have the tokenizer gpt2
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

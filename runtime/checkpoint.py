@@ -27,7 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from files import check_regular, open_regular
+from common.files import check_regular, open_regular
+from common.terminal import class_and_message, warn
 from runtime.config import UserError, check
 from runtime.manifest import (
     MANIFEST,
@@ -44,7 +45,6 @@ from runtime.manifest import (
 )
 from runtime.pickles import check_saved
 from runtime.ranks import is_sharded
-from terminal import class_and_message, warn
 
 # {"model": {parameter name: tensor}, "exp_avg": {...}, "exp_avg_sq": {...}}; with FSDP the tensors are DTensors
 State = dict[str, dict[str, Tensor]]

@@ -7,12 +7,12 @@ import os
 import shutil
 from pathlib import Path
 
-from files import read_bytes
+from common.files import read_bytes
+from common.terminal import class_and_message, warn
 from runtime.checkpoint import checkpoint_folders, is_real_folder, verify
 from runtime.config import UserError, check
 from runtime.folders import explain_unwritable
 from runtime.manifest import MANIFEST, Unreadable, fsync, read_manifest, step_number
-from terminal import class_and_message, warn
 
 
 class CheckpointFolder:

@@ -1,4 +1,4 @@
-"""The command that runs this job again, for its row and for the terminal. terminal.py quotes its words."""
+"""The command that runs this job again, for its row and for the terminal. common/terminal.py quotes its words."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from terminal import override, shell_command
+from common.terminal import override, shell_command
 
 # scripts.generate and scripts.race quote this key's value for Hydra, so a command has it unquoted
 UNQUOTED_KEY = "prompt"

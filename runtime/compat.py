@@ -15,7 +15,7 @@ from hydra._internal import config_repository
 from hydra._internal.utils import get_args_parser
 from hydra.core.plugins import Plugins
 
-from terminal import printable
+from common.terminal import printable
 
 triton_cache = Counter()  # "hit" and "miss": whether Triton found a kernel in its cache on the disk
 fa4_before: set[tuple] = set()  # the kernels that FlashAttention-4 had at the last reset_compile_counters()

@@ -24,12 +24,12 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
-from files import read_text
+from common.files import read_text
+from common.terminal import LostOutput, printable, quote_exactly, shell_command
 from runtime import command, compat
 from runtime.interrupt import exit_on_early_interrupt
 from runtime.keys import explain_key, key_names
 from runtime.signals import exit_quietly
-from terminal import LostOutput, printable, quote_exactly, shell_command
 
 T = TypeVar("T")
 TEXT_KEYS = {"prompt", "stop", "notes", "training"}  # their values are text, so `~` at the start is not expanded

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from common.terminal import printable
 from runtime.meter import WARMUP
 from runtime.power import tokens_per_joule_cell
 from runtime.ranks import count_batch_ranks
-from terminal import printable
 
 # tqdm's own lock is shared with forks. A fork that is killed while it holds the lock would block every other bar
 tqdm.set_lock(threading.RLock())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from files import read_text
+from common.files import read_text
 from runtime.config import UserError, check, value_text
 from runtime.ranks import Ranks
 from runtime.timing import measured_flops

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.terminal import one_line, outlive_output, printable
 from runtime.config import UserError, check, made_folders, value_text
-from terminal import one_line, outlive_output, printable
 
 FULL = errno.ENOSPC, errno.EDQUOT
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from files import read_text
+from common.files import read_text
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # the file of the limit, the file of the use, and the key of cached files, which the system drops when memory runs short

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from files import NotRegularFile, open_regular, read_json, write_json
+from common.files import NotRegularFile, open_regular, read_json, write_json
 from runtime.config import UserError, check, value_text
 
 MANIFEST, WEIGHTS, TRAINING, SHARDS = "manifest.json", "model.safetensors", "training.pt", "shards"

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from common.terminal import class_and_message, warn
 from runtime.ranks import Ranks
-from terminal import class_and_message, warn
 
 try:
     import pynvml  # of the package nvidia-ml-py

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from common.terminal import warn
 from runtime.config import UserError, check
 from runtime.signals import STOPPED, Stopped
 from runtime.watchdog import Watchdog
-from terminal import warn
 
 
 class RankFailed(UserError):

@@ -7,7 +7,8 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from files import last_line
+from common.files import last_line
+from common.terminal import override, printable, shell_command
 from runtime.checkpoint import checkpoint_folders, find_checkpoint, is_checkpoint, newest_valid, verify
 from runtime.command import command_line
 from runtime.config import UserError, check, value_text
@@ -18,7 +19,6 @@ from runtime.run import Run
 from runtime.saver import Checkpoints
 from runtime.schedule import Due, TrainConfig, is_finished
 from runtime.signals import Signals
-from terminal import override, printable, shell_command
 
 
 def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from files import add_crc32, last_line, open_regular, read_bytes, read_line, write_atomically
+from common.files import add_crc32, last_line, open_regular, read_bytes, read_line, write_atomically
+from common.terminal import printable
 from runtime.config import UserError, check
 from runtime.folders import explain_unwritable, make_folder
 from runtime.signals import find_interrupt
-from terminal import printable
 
 UNFINISHED = "stopped: it was killed, or is still running"  # the status on the disk until the run ends
 KILLED = "stopped: killed"  # read_row() returns this instead of UNFINISHED if no process locks the folder

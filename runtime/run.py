@@ -14,14 +14,14 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from files import add_crc32, check_regular, open_regular, read_bytes, read_line, write_atomically
+from common.files import add_crc32, check_regular, open_regular, read_bytes, read_line, write_atomically
+from common.terminal import one_line, warn
 from runtime.command import command_line
 from runtime.config import UserError, made_folders
 from runtime.folders import explain_unwritable
 from runtime.ranks import Ranks
 from runtime.row import UNFINISHED, lock_folder, status_of, without_nonfinite, write_row
 from runtime.trackers import LoggerConfig, Tracker, make_tracker
-from terminal import one_line, warn
 
 
 class Run:

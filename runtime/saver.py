@@ -13,12 +13,12 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
+from common.terminal import class_and_message, warn
 from runtime.checkpoint import State, checkpoint_folders, flatten, save_tensors
 from runtime.checkpoint_folder import CheckpointFolder, remove, set_aside
 from runtime.config import UserError
 from runtime.manifest import SHARDS, TRAINING, WEIGHTS, fsync, write_manifest
 from runtime.ranks import Ranks, is_sharded
-from terminal import class_and_message, warn
 
 GROUPS = ("model", "exp_avg", "exp_avg_sq")  # the groups of an optimizer's state()
 GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU before it waits for the copies

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from files import check_regular, open_regular, read_bytes
+from common.files import check_regular, open_regular, read_bytes
+from common.terminal import class_and_message
 from runtime.config import UserError, value_text
 from runtime.pickles import check_opcodes, check_saved
-from terminal import class_and_message
 
 METADATA = ".metadata"
 MOST_BYTES = 2**28  # of .metadata. GPT-2 XL on 8 ranks has 3 MB

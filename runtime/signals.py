@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from common.terminal import LostOutput, class_and_message, outlive_output, set_up_streams, warn
 from runtime.interrupt import exit_at_once
-from terminal import LostOutput, class_and_message, outlive_output, set_up_streams, warn
 
 STOPPED = 75  # the exit code of a run that can be resumed: EX_TEMPFAIL of sysexits.h
 HANDLER_SECONDS = 1.0  # if Python has not called the handler of Ctrl-C after this time, the thread ends the process

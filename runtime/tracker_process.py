@@ -18,8 +18,8 @@ from pathlib import Path
 from textwrap import shorten
 from types import SimpleNamespace
 
-from files import read_bytes, read_json, write_json
-from terminal import printable, shell_command
+from common.files import read_bytes, read_json, write_json
+from common.terminal import printable, shell_command
 
 # W&B's servers refuse longer texts. They refuse an offline run only at its upload. W&B documents no limit for notes
 MAX_CHARACTERS = {"tags": 64, "job_type": 64, "group": 128, "entity": 128, "name": 128}

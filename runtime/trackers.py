@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from files import last_line
+from common.files import last_line
+from common.terminal import printable, warn
 from runtime.command import program
 from runtime.config import check
 from runtime.signals import Signals, describe_exit
 from runtime.tracker_process import LIBRARIES, MAX_CHARACTERS, explain
-from terminal import printable, warn
 
 ROOT = Path(__file__).resolve().parents[1]
 INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues offline

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common.terminal import class_and_message, printable, warn
 from runtime.torch_compat import flight_records, name_groups, pending_collective
-from terminal import class_and_message, printable, warn
 
 GRACE = 10.0  # seconds in which the other ranks must end by themselves after a rank has failed
 ROOT = Path(__file__).parents[1]

@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from common.terminal import printable
 from kernels.registry import KernelError
 from lab.proof.blame import Replay, check_ids, check_repeatable, read_kept, replay, swaps, verdict
 from lab.recipe import Recipe
@@ -23,7 +24,6 @@ from runtime import compat
 from runtime.config import UserError, check, parse, path_argument
 from runtime.device import OutOfMemory, select_device
 from runtime.signals import exit_quietly
-from terminal import printable
 from train import Config as TrainConfig
 
 

@@ -16,6 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from common.terminal import outlive_output, printable
 from kernels.tuned import device_slug
 from lab import rows
 from lab.old_rows import rename_gluon
@@ -24,7 +25,6 @@ from runtime.config import UserError, path_argument
 from runtime.folders import file_name
 from runtime.row import read_row
 from runtime.signals import exit_quietly
-from terminal import outlive_output, printable
 
 # A key that only one command's config has -> the file for the command's rows, without .jsonl
 KINDS = {"train": "train", "probe": "context", "batch": "generate"}

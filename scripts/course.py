@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.terminal import outlive_output
 from lab.bench.op import as_list
 from lab.bench.rung import COURSE, rungs
 from lab.commands import command
@@ -19,7 +20,6 @@ from lab.report.course import shares
 from lab.rows import write_rows
 from runtime.config import check
 from runtime.folders import make_folder
-from terminal import outlive_output
 
 
 @dataclass

@@ -27,7 +27,8 @@ import torch._dynamo  # noqa: F401 (otherwise torch.optim imports it in each run
 from hydra.core.global_hydra import GlobalHydra
 
 import train
-from files import open_regular
+from common.files import open_regular
+from common.terminal import override
 from lab.commands import command, take_training
 from lab.crashtest import inject, tracker
 from lab.crashtest.faults import DAMAGES, KILL, KINDS, MUTE, NO_FAULT, SMALL, TRACKERS, Fault, draw_faults
@@ -36,7 +37,6 @@ from runtime.command import config_flags
 from runtime.config import UserError, check
 from runtime.folders import make_folder
 from runtime.row import read_row
-from terminal import override
 
 Fork = multiprocessing.get_context("fork").Process
 TEXT = "All work and no play makes Jack a dull boy.\n" * 400

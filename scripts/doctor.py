@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from common.terminal import printable
 from kernels.registry import ALL_OPS, check_name, impls
 from kernels.speeds import table_paths
 from kernels.tuned import read_table
@@ -36,7 +37,6 @@ from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.folders import make_folder
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import printable
 
 COLUMNS = 100
 

@@ -5,13 +5,13 @@ model/export.py defines the formats.
 
 from dataclasses import dataclass
 
+from common.terminal import printable
 from data.errors import DataError
 from lab.commands import command
 from model.export import FILES, check_exportable, check_free, export, file_names
 from model.pretrained import read_pretrained, read_shape
 from model.sources import local_path
 from runtime.config import check
-from terminal import printable
 
 
 @dataclass

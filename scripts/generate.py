@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from common.terminal import printable
 from data.errors import DataError
 from kernels.names import GENERATION_OPS
 from lab.bench.new_backends import check_new_backends
@@ -35,7 +36,6 @@ from runtime.run import Run
 from runtime.signals import Signals
 from runtime.timing import measured_bandwidth
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import printable
 
 register_sweeps()  # for Hydra's -m and +sweep=generate
 

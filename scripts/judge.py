@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from files import write_atomically
+from common.files import write_atomically
+from common.terminal import override, printable, shell_command
 from kernels.registry import load
 from lab.commands import command, compose, take_training
 from lab.judge.claim import (
@@ -38,7 +39,6 @@ from runtime.device import OutOfMemory, environment, explain_out_of_memory, sele
 from runtime.folders import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import override, printable, shell_command
 from train import Config as TrainConfig
 from train import complete_config
 

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from common.terminal import printable, shell_command
 from kernels.registry import (
     AttnConfig,
     KernelsConfig,
@@ -43,7 +44,6 @@ from runtime.row import read_row
 from runtime.run import Run
 from runtime.signals import Signals, Stopped
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import printable, shell_command
 
 
 @dataclass

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from pathlib import Path
 
-from files import read_text
+from common.files import read_text
+from common.terminal import override, printable, shell_command
 from kernels.names import ALL_OPS, OPS, TRAINING_OPS, override_key
 from lab.commands import command
 from runtime.config import UserError, check
-from terminal import override, printable, shell_command
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_FREE = "compile"  # means torch.compile, where the name of a backend is expected

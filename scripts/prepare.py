@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from common.terminal import outlive_output, printable
 from data import DataConfig, DataError, open_dataset, prepare, recorded_documents
 from lab.commands import command
 from runtime.config import check
-from terminal import outlive_output, printable
 
 LINE_SECONDS = 10  # between two lines of progress, if there is no terminal for a bar
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from common.terminal import printable
 from data.errors import DataError
 from kernels.registry import default_impl
 from lab.commands import command
@@ -23,7 +24,6 @@ from lab.rows import track_rows
 from runtime.config import UserError, check
 from runtime.device import device_name, select_device
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import printable
 
 
 @dataclass

@@ -11,13 +11,13 @@ import argparse
 import sys
 from itertools import chain
 
+from common.terminal import LostOutput, outlive_output, printable
 from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
 from lab.report.side_by_side import side_by_side
 from runtime import compat
 from runtime.config import UserError, path_argument
 from runtime.signals import exit_quietly
-from terminal import LostOutput, outlive_output, printable
 
 
 def parse_arguments() -> argparse.Namespace:

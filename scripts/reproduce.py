@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.terminal import class_and_message, override, printable, shell_command
 from lab.rerun import rerun_words
 from lab.rows import read_run, read_whole
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
@@ -24,7 +25,6 @@ from runtime.config import UserError, check, path_argument, value_text
 from runtime.folders import file_name, make_folder
 from runtime.row import read_row
 from runtime.signals import exit_quietly
-from terminal import class_and_message, override, printable, shell_command
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_SPEED = 2  # the exit code if the new run is faster or slower

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from common.terminal import outlive_output, printable
 from kernels.registry import OPS, Unavailable, backend, contract, impls, load
 from kernels.tuned import is_choice, read_table, table_paths, write_table
 from lab.bench.choose import fill_attention, fill_op
@@ -25,7 +26,6 @@ from lab.rows import track_rows
 from runtime.config import check
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
 from runtime.trackers import LoggerConfig, make_tracker
-from terminal import outlive_output, printable
 
 MINUTES = 5.0
 

@@ -14,13 +14,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
+from common.terminal import override, shell_command
 from data import DataConfig, prepare_command
 from runtime import resume
 from runtime.config import UserError, explain_error
 from runtime.tracker_process import TensorBoard
 from runtime.trackers import LoggerConfig, make_tracker
 from scripts import new_kernel
-from terminal import override, shell_command
 from tests.test_repo import MODULES
 
 HOSTILE = "a b", "a(1)", "a=b", "a,b", "it's", 'say "a"', "r[3]", "{x}", "~", "~/x", "$HOME", "${x}", "${oc.env:HOME}"
@@ -66,7 +66,7 @@ def commands_without_quotes(modules: dict[str, ast.Module]) -> list[str]:
     for module, tree in modules.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("shlex.join", "shlex.quote"):
-                found += [f"{module}:{node.lineno} {ast.unparse(node.func)}"] if module != "terminal" else []
+                found += [f"{module}:{node.lineno} {ast.unparse(node.func)}"] if module != "common.terminal" else []
             elif isinstance(node, ast.JoinedStr):
                 in_command = False
                 for part in node.values:

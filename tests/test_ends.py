@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from files import write_json
+from common.files import write_json
 from runtime.checkpoint import read_manifest, verify
 from runtime.config import UserError
 from runtime.row import UNFINISHED, write_row

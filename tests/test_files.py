@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.errors import DataError
-from data.loader import Windows
-from data.shards import digest, open_shards
-from files import (
+from common.files import (
     add_crc32,
     add_sha256,
     last_line,
@@ -28,6 +25,9 @@ from files import (
     write_atomically,
     write_json,
 )
+from data.errors import DataError
+from data.loader import Windows
+from data.shards import digest, open_shards
 from kernels.registry import KernelError
 from kernels.tuned import TABLES, read_table, write_table
 from lab.proof import references

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.files import add_sha256, read_json, write_json
 from data.errors import DataError
-from files import add_sha256, read_json, write_json
 from lab.evaluation import data_config
 from model.sources import open_source
 from runtime import checkpoint

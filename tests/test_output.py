@@ -52,7 +52,7 @@ def test_a_run_goes_on_without_output(tmp_path, monkeypatch, kinds):
 COMMAND = """
 import sys
 from runtime.signals import exit_quietly
-from terminal import outlive_output
+from common.terminal import outlive_output
 with exit_quietly():
     if {records}:
         outlive_output()
@@ -97,7 +97,7 @@ def test_the_version_is_not_cut_off_by_a_traceback(tmp_path):
 
 ROOM = """
 import resource, sys
-from terminal import outlive_output, set_up_streams
+from common.terminal import outlive_output, set_up_streams
 set_up_streams()
 outlive_output()
 print("before", flush=True)
@@ -116,7 +116,7 @@ def test_lines_appear_again_when_the_disk_has_room(tmp_path):
 
 SLOW_READER = """
 import os
-from terminal import set_up_streams
+from common.terminal import set_up_streams
 set_up_streams()
 os.set_blocking(1, False)  # ssh does so
 print("x" * 10**6)

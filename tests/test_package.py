@@ -138,7 +138,7 @@ def test_the_wheel_holds_one_package_with_every_file_of_the_rooms(tmp_path):
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"hotswap"}
     files = subprocess.run(["git", "ls-files", *ROOMS, "configs"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {f"hotswap/{file}" for file in files.stdout.split() if file not in ROOMS} <= names
-    assert {"hotswap/files.py", "hotswap/terminal.py"} <= names
+    assert {"hotswap/common/files.py", "hotswap/common/terminal.py"} <= names
 
 
 @pytest.mark.parametrize("has_git", [True, False])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ("files", "terminal"), ("kernels", "data", "runtime"), ("model",), ("lab",), ("train",), ("course", "scripts")
+FLOORS = ("common",), ("kernels", "data", "runtime"), ("model",), ("lab",), ("train",), ("course", "scripts")
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
@@ -330,7 +330,7 @@ def calls_without_encoding(modules: dict[str, ast.Module]) -> list[str]:
             owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
             keywords = {keyword.arg: keyword.value for keyword in call.keywords}
             is_text = name in ("run", "Popen", "check_output") and "text" in keywords
-            if (name == "open" and owner != "os" and module != "files") or name.endswith("TemporaryFile"):
+            if (name == "open" and owner != "os" and module != "common.files") or name.endswith("TemporaryFile"):
                 mode = [value.value for value in (*call.args, keywords.get("mode")) if isinstance(value, ast.Constant)]
                 is_text = not any(re.fullmatch("[rwax+]*b[rwax+]*", str(value)) for value in mode)
                 is_text &= name != "NamedTemporaryFile" or bool(mode)  # by default its mode is binary
@@ -361,21 +361,21 @@ def test_the_check_passes_binary_files():
 # Calls that open a file by its path, besides open() and the methods of Path
 OPENERS = {"memmap", "fromfile", "np.load", "torch.load", "load_file", "safe_open", "OmegaConf.load", "ParquetFile"}
 OPENERS |= {"gzip.open", "os.open"}
-# Reads that need no files.py: (module, call) -> why
+# Reads that need no common/files.py: (module, call) -> why
 OTHER_READS = {
-    ("files", "open"): "open_regular() itself",
+    ("common.files", "open"): "open_regular() itself",
     ("lab.start", "open"): "hotswap/__init__.py, before the imports",
     ("hotswap", "OmegaConf.load"): "the configs of the package",
     ("data", "OmegaConf.load"): "the configs of this repo",
     ("runtime.manifest", "os.open"): "fsync() opens folders, too, and reads nothing",
-    ("terminal", "os.open"): "/dev/null",
-    ("terminal", "open"): "/dev/null",
+    ("common.terminal", "os.open"): "/dev/null",
+    ("common.terminal", "open"): "/dev/null",
     ("runtime.signals", "open"): "the descriptor of a pipe that signals write to",
 }
 
 
 def reads_of_any_file(modules: dict[str, ast.Module]) -> list[tuple[str, str, int]]:
-    """Return (module, call, line) of what reads or appends to a path and is not in files.py.
+    """Return (module, call, line) of what reads or appends to a path and is not in common/files.py.
 
     It would wait forever for a FIFO, and read /dev/zero without an end. An opener of a library may stay if its function
     calls check_regular() or open_regular().
@@ -419,7 +419,7 @@ def reads_or_appends(call: ast.Call) -> bool:
 
 
 def test_every_file_is_opened_as_a_regular_file():
-    """Through files.py; whatever lies in its place, the program does not hang."""
+    """Through common/files.py; whatever lies in its place, the program does not hang."""
     package = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("hotswap/*.py")}
     package["hotswap"] = package.pop("__init__")
     found = reads_of_any_file(MODULES | package)

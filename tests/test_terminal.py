@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.terminal import CONTROLS, printable, set_up_streams
 from lab.context.search import attempt_line, summary
 from lab.rerun import rerun_words
 from lab.sweep.jobs import SweepJob
@@ -19,7 +20,6 @@ from runtime.resume import find_end
 from runtime.row import write_row
 from runtime.tracker_process import TensorBoard
 from scripts import collect, prepare
-from terminal import CONTROLS, printable, set_up_streams
 from tests.runtime.test_checkpoint import save
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +113,7 @@ def test_child_processes_print_in_any_encoding_too(monkeypatch):
 
 def test_closed_streams_are_empty():
     """The new files have the numbers 0, 1 and 2, which a file of the program would have otherwise."""
-    program = "from terminal import set_up_streams as accept\nimport sys\naccept()\nprint(sys.stdin.read())\n"
+    program = "from common.terminal import set_up_streams as accept\nimport sys\naccept()\nprint(sys.stdin.read())\n"
     program += "sys.exit([stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)] != [0, 1, 2])"
     command = f'exec "{sys.executable}" -c "{program}" <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", command], cwd=ROOT).returncode == 0

@@ -13,13 +13,13 @@ import requests
 import torch
 import torch.distributed as dist
 
+from common.terminal import class_and_message
 from data import loader, pipeline, tokenizer
 from runtime.power import PowerMeter
 from runtime.ranks import Ranks
 from runtime.saver import Checkpoints
 from runtime.signals import Signals
 from runtime.watchdog import Watchdog
-from terminal import class_and_message
 from tests.test_repo import ROOT, dotted, read_modules
 
 STARTERS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread", "to_thread"}

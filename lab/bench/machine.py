@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from files import read_text
+from common.files import read_text
 from kernels.attention._flash import kernel_folder
 from kernels.fastest import FILL_COMMAND
 from kernels.registry import KernelError, cpp_compiler

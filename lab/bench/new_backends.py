@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from files import read_bytes, read_json, write_json
+from common.files import read_bytes, read_json, write_json
+from common.terminal import override, shell_command
 from kernels.lookup import ROOT, files, shared_files, source, source_file
 from kernels.registry import OPS, AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
 from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
 from runtime.device import device_name
-from terminal import override, shell_command
 
 CACHE = Path(".cache/checks")
 LIMIT = 120.0  # seconds of one check

@@ -10,6 +10,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from common.terminal import warn
 from kernels.fp8 import E4M3, choose_ptxas, product
 from kernels.registry import (
     TRAINING_OPS,
@@ -26,7 +27,6 @@ from runtime.config import check
 from runtime.device import GIB, reset_peak_memory
 from runtime.meter import quantiles
 from runtime.timing import time_in_turns
-from terminal import warn
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ERROR_ROWS = 4096  # rows that are compared with float64, at most

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from files import read_bytes
+from common.files import read_bytes
 from kernels.check import broken_rule, exact_results, outputs_and_gradients, poisoned_memory
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from common.terminal import class_and_message
 from kernels.compat import FakeTensorMode
 from kernels.fp8 import choose_ptxas
 from kernels.registry import KernelsConfig, Unavailable, contract, cpp_compiler, impls, load
@@ -24,7 +25,6 @@ from runtime.device import is_out_of_memory, reset_peak_memory
 from runtime.meter import quantiles
 from runtime.schedule import DEFAULT_TOKENS
 from runtime.timing import time_in_turns
-from terminal import class_and_message
 
 PROBE_ROWS = 256
 CPU_TOKENS = 64  # of a training step on a CPU

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from files import read_text
+from common.files import read_text
 from kernels.registry import KernelError
 from kernels.sampling import Sampling
 from lab.proof.memory import predict_parts, recipe_chunk, simulate, tensor_bytes

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from common.terminal import printable
 from lab.context.attempt import WINDOW, predict, tokens_before_last_chunks
 from lab.context.prober import REFUSED, Prober, ProbeResult
 from lab.recipe import Recipe
 from runtime.config import check
 from runtime.run import Run
-from terminal import printable
 
 OCTAVE = 128  # how many lengths there are from one power of two to the next
 INDICES = 23 * OCTAVE  # number of lengths, which are all below 2^30 tokens

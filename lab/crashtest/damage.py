@@ -5,7 +5,7 @@ import random
 import shutil
 from pathlib import Path
 
-from files import read_bytes
+from common.files import read_bytes
 from lab.crashtest.faults import ODD, Fault
 from runtime.checkpoint import checkpoint_folders
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from enum import IntFlag, auto
 from pathlib import Path
 
-from terminal import warn
+from common.terminal import warn
 
 SOURCE = Path(__file__).with_name("faults.c")
 STARTED = "HOTSWAP_CRASHTEST"  # the environment variable that says that preload() has started this program again

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from files import read_text
+from common.files import read_text
 
 PROGRAM = "runtime.tracker_process"
 

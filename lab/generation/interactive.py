@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from common.terminal import printable
 from kernels.names import GENERATION_OPS
 from kernels.sampling import seeds_of
 from lab.bench.new_backends import check_new_backends
@@ -18,7 +19,6 @@ from model.text import Text
 from runtime.config import UserError, check
 from runtime.console import model_header
 from runtime.device import environment
-from terminal import printable
 
 ROPE_PROMPT = 4096  # tokens of the longest prompt of a model with rope, which has no table of positions
 HELP = "Type a prompt. Enter alone begins a document, Ctrl-C stops an answer, Ctrl-D ends."

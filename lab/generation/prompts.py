@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.files import MOST_BYTES, read_bytes, read_up_to
+from common.terminal import quote_exactly, warn
 from data.tokenizer import Tokenizer
-from files import MOST_BYTES, read_bytes, read_up_to
 from model.sources import Pretrained, local_path
 from runtime.config import check
-from terminal import quote_exactly, warn
 
 NEW_TOKENS = 128  # scripts.generate's default; fewer if the model has too few positions
 PROMPT_KEYS = "prompt=", "prompts=", "prompt_tokens="

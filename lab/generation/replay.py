@@ -6,8 +6,8 @@ import sys
 import time
 import unicodedata
 
+from common.terminal import printable
 from lab.generation.race import Racer
-from terminal import printable
 
 FEWEST_COLUMNS = 32  # of a decoder; on a narrower terminal the decoders are below each other
 FRAMES = 20  # a second

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from files import write_atomically
+from common.files import write_atomically
+from common.terminal import printable
 from lab.generation.prompts import Prompt
 from model.text import Text
 from runtime.folders import explain_unwritable
-from terminal import printable
 
 
 class Arrival(NamedTuple):

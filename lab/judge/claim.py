@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from common.terminal import quote_override
 from kernels.registry import OPS, TRAINING_OPS, check_name, override_key, runs_in_fp8
 from lab.bench.op import DTYPES, measure
 from lab.bench.probe import PROBE_DTYPES, PROCESSES, Probe, case_probes, first_word, run_probes
@@ -18,7 +19,6 @@ from lab.rows import read_run
 from model.config import PRECISIONS
 from model.executed import call_shapes
 from runtime.config import check
-from terminal import quote_override
 
 # The cases run in so many processes at once. On a GPU each process has a CUDA context of half a GiB
 GROUPS = min(8, PROCESSES)

@@ -18,6 +18,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from common.terminal import class_and_message, warn
 from data.loader import IGNORED, Batch
 from kernels.fp8 import InFp8
 from kernels.registry import OPS, AttnConfig, KernelError, config_key, impl_by_op
@@ -28,7 +29,6 @@ from model.config import GPTConfig
 from runtime.checkpoint import checkpoint_folders, read_weights, step_number
 from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory
-from terminal import class_and_message, warn
 
 
 class Kept(NamedTuple):

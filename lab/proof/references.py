@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from common.files import read_bytes, read_json, write_json
+from common.terminal import warn
 from data import DataConfig, Dataset, open_dataset
 from data.loader import Loader, open_splits
-from files import read_bytes, read_json, write_json
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.proof.parity import STEPS, FirstSteps, Recorder
 from lab.recipe import Recipe
@@ -32,7 +33,6 @@ from model.step import train_step
 from runtime.device import device_name, select_device
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
-from terminal import warn
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(".cache/parity")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from files import read_text
+from common.files import read_text
 from kernels.lookup import ROOT, source_file
 
 CUDA_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

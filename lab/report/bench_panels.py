@@ -4,6 +4,7 @@ import itertools
 import re
 from itertools import cycle
 
+from common.terminal import override, shell_command
 from kernels.registry import TRAINING_OPS
 from lab.report.colours import CARD, QUIET
 from lab.report.describe import (
@@ -18,7 +19,6 @@ from lab.report.plot import Figure, Panel, Point, Series, figure, format_values,
 from lab.report.source import ReportSource
 from lab.rerun import rerun_command
 from lab.rows import read_rows
-from terminal import override, shell_command
 
 # mode -> its name, the symbol of its points, and the side on which their numbers are
 MODES = {"train": ("training", "circle", "top"), "generate": ("generation", "circle-open", "bottom")}

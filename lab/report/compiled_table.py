@@ -7,7 +7,7 @@ tests compare it with what the compiler says.
 import json
 import re
 
-from files import add_sha256, read_json, write_atomically
+from common.files import add_sha256, read_json, write_atomically
 from lab import rows
 from lab.report.tables import markdown_table
 

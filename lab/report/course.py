@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from files import read_text
+from common.files import read_text
 from lab.bench.rung import rungs
 from lab.report.describe import commit
 from lab.report.tables import markdown_table

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
-from files import read_text, write_atomically
+from common.files import read_text, write_atomically
 from lab.report.bench_panels import benchmark_panels
 from lab.report.choice_table import notes, report_markdown, report_tables, wandb_table
 from lab.report.choices import Choice, comparable_groups, generation_sizes

@@ -3,10 +3,10 @@
 import io
 from pathlib import Path
 
-from files import write_atomically
+from common.files import write_atomically
+from common.terminal import printable
 from lab.report.colours import CARD, GRID, INK, QUIET
 from lab.report.plot import Figure, Series, octave_ticks
-from terminal import printable
 
 # Plotly's names -> matplotlib's
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "triangle-up": "^", "star": "*"}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from files import read_text, write_atomically
+from common.files import read_text, write_atomically
 from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables

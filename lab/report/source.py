@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from common.terminal import warn
 from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, newest_searches, prompt_tokens
 from lab.rows import curve_file, read_jsonl, read_metrics, read_run
 from lab.sweep.compare import is_generation, sequences
 from lab.sweep.table import speed
 from runtime.config import UserError, check
-from terminal import warn
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/

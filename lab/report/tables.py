@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from tabulate import tabulate
 
+from common.terminal import printable
 from kernels.lookup import files
 from kernels.registry import TRAINING_OPS, contract
 from lab import rows as results
@@ -41,7 +42,6 @@ from lab.sweep.table import (
     spread_cell,
     sweep_table,
 )
-from terminal import printable
 
 
 def markdown_table(head: list[str], lines: Iterable[list[str]]) -> str:

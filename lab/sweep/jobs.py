@@ -23,7 +23,8 @@ from typing import TextIO
 
 import torch
 
-from files import open_regular
+from common.files import open_regular
+from common.terminal import override, printable, shell_command
 from lab.old_rows import rename_gluon
 from lab.sweep.table import speed
 from runtime.checkpoint import checkpoint_folders, read_manifest
@@ -33,7 +34,6 @@ from runtime.console import progress_bar
 from runtime.folders import explain_unwritable
 from runtime.row import KILLED, UNFINISHED, read_known_row, read_row, write_row
 from runtime.signals import Signals, describe_exit
-from terminal import override, printable, shell_command
 
 GRACE = 10.0  # seconds that a job has to end after a signal
 LAST_BYTES = 2**16  # of log.txt, in which the last line is

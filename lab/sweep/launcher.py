@@ -19,6 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins import launcher, sweeper
 from omegaconf import DictConfig, OmegaConf
 
+from common.terminal import override, printable, shell_command
 from lab.sweep.jobs import SweepJob, gpu_slots, plan_jobs, run_jobs
 from lab.sweep.table import sweep_table
 from runtime import compat
@@ -28,7 +29,6 @@ from runtime.ranks import world_size
 from runtime.row import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
 from runtime.trackers import LoggerConfig, group_of, make_tracker, track_ended_run
-from terminal import override, printable, shell_command
 
 
 @dataclass

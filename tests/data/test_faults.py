@@ -13,13 +13,13 @@ import traceback
 
 import pytest
 
+from common.files import read_json, write_json
 from data import source_and_folder
 from data.corpus import text_source
 from data.errors import DataError
 from data.pipeline import write_shards
 from data.shards import open_shards
 from data.tokenizer import Bytes
-from files import read_json, write_json
 from tests.data.test_dataset import data_config
 from tests.data.test_pipeline import prepare, shard_bytes, small_chunks  # noqa: F401 (a fixture)
 

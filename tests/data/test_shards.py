@@ -7,10 +7,10 @@ import shutil
 import numpy as np
 import pytest
 
+from common.files import read_json
 from data.errors import DataError
 from data.shards import HEADER_BYTES, SHARD_TOKENS, digest, open_nanogpt_shards, open_shards, read_facts
 from data.writer import ChangedShard, Writer
-from files import read_json
 
 DOCUMENTS = [np.arange(5, dtype=np.uint16), np.arange(3, dtype=np.uint16), np.zeros(0, np.uint16)]
 STREAM = [9, 0, 1, 2, 3, 4, 9, 0, 1, 2, 9]  # the tokens of DOCUMENTS with eot=9

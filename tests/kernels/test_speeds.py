@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from files import read_json
+from common.files import read_json
 from kernels import speeds
 from kernels.compat import FakeTensorMode
 from kernels.registry import KernelError, contract

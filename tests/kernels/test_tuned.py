@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from files import read_json
+from common.files import read_json
 from kernels.registry import KernelError, contract, describe, load
 from kernels.tuned import launch_parameters, override_tables, read_table, write_table
 

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from files import add_crc32
+from common.files import add_crc32
 from lab import rows
 from lab.report import readmes
 from runtime.config import UserError

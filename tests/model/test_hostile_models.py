@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from files import read_json, write_json
+from common.files import read_json, write_json
 from model import export
 from model.config import LARGEST, GPTConfig
 from model.pretrained import read_pretrained

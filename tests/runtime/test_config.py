@@ -13,12 +13,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import train
+from common.terminal import quote_exactly
 from kernels.names import ALL_OPS, config_groups, impls
 from runtime.command import command_line
 from runtime.config import UserError
 from runtime.keys import OPS, OTHER_NAMES, explain_key, key_names
 from scripts import evaluate, generate
-from terminal import quote_exactly
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [f"scripts.{path.stem}" for path in ROOT.glob("scripts/[a-z]*.py") if "@command" in path.read_text()]

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from files import add_sha256
+from common.files import add_sha256
 from lab.start import ensure_home
 from runtime.tracker_process import TensorBoard, Wandb, read_id
 from runtime.trackers import LoggerConfig, make_tracker, track_ended_run

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from files import add_crc32
+from common.files import add_crc32
 from lab.crashtest import faults, inject, tracker
 from lab.crashtest.damage import Damage
 from lab.crashtest.faults import CHANGES, DAMAGES, ERRORS, FULL_LOG, KILL, KILL_AT, KINDS, ODD, Fault

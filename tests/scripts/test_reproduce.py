@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from files import add_crc32
+from common.files import add_crc32
 from runtime.row import read_row, write_row
 from scripts import reproduce
 from tests.lab.test_rerun import HOSTILE_COMMANDS, HOSTILE_NAMES

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from files import read_text
+from common.files import read_text
 from kernels.registry import cpp_compiler
 from kernels.tuned import user_cache
 

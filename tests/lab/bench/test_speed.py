@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from files import read_json
+from common.files import read_json
 from kernels import speeds
 from lab.bench import speed
 from model.config import GPTConfig

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from common.terminal import printable
 from lab.generation.interactive import answer_line
 from lab.generation.writing import Arrival
 from scripts.generate import main_with_exact_prompt
-from terminal import printable
 from tests.scripts.test_generate import save_model
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from files import write_json
+from common.files import write_json
 from kernels.attention import sdpa
 from kernels.norm import eager
 from kernels.registry import TRAINING_OPS

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from common.terminal import quote_exactly
 from kernels.registry import backend, impls
 from runtime.command import as_typed
 from runtime.config import parse
 from scripts import generate
-from terminal import quote_exactly
 from tests.test_train import ROOT
 
 PROMPT = """def f(a, b=${x}): return [a, "b", 'c'] # \\"""

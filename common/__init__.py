@@ -1,0 +1,1 @@
+"""What every room may use: files, and text for a terminal. It imports no other room."""
