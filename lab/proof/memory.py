@@ -3,7 +3,7 @@
 A fake tensor has a shape, a dtype and a device, and no memory. Operators, autograd, the optimizer and
 torch.utils.checkpoint run on fake tensors unchanged, and create the same tensors as on real ones. So no backend needs a
 formula: activation checkpoints, a sliding window, and attention that writes T x T scores are counted without further
-code. torch.compile runs too, and generates no code (lab/proof/compiled.py).
+code. A model under torch.compile is predicted as if it were not compiled, which takes more memory.
 
     with simulate(device) as usage:
         model = recipe.build(device)
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from data.loader import Batch
 from kernels.compat import TorchDispatchMode, storage_id
 from lab import compat
-from lab.proof.compiled import simulate_code
 from lab.recipe import Recipe
 from model.chunks import chunk_tokens
 from model.config import PRECISIONS
@@ -50,6 +49,8 @@ class MemoryUsage(TorchDispatchMode):
     it, until the last of them is freed. `opaque` names the custom ops of which only the fakes' allocations were
     counted.
     """
+
+    supports_higher_order_operators = True  # such as flex_attention
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -97,7 +98,8 @@ class MemoryUsage(TorchDispatchMode):
 @contextmanager
 def simulate(device: torch.device) -> Iterator[MemoryUsage]:
     """Make all new tensors fake, and yield the memory that the tensors on `device` would take."""
-    with compat.fake_tensors(), compat.compile_with(simulate_code), MemoryUsage(device) as usage:
+    # attn=flex calls torch.compile itself; aot_eager then runs the operators one by one
+    with compat.fake_tensors(), compat.compile_with("aot_eager"), MemoryUsage(device) as usage:
         yield usage
 
 
@@ -115,7 +117,7 @@ def split_peak(usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch
     parts = {"weights": tensor_bytes(model.parameters()), "gradients": 0}
     parts["optimizer"] = before - parts["weights"] - tensor_bytes(batches[0])
 
-    def observed_backward(loss: Tensor, last: bool) -> None:  # torch.compile would compile a hook of the model, too
+    def observed_backward(loss: Tensor, last: bool) -> None:
         nonlocal before
         parts["activations"] = usage.now - before
         backward(loss, last)
@@ -130,17 +132,15 @@ def split_peak(usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch
 def predict_parts(
     recipe: Recipe, device: torch.device, start: Callable[[Recipe, int], tuple], length: int, chunk: int
 ) -> tuple[dict[str, float], set[str]]:
-    """Return split_peak() of one step, and the opaque ops.
+    """Return split_peak() of one step without torch.compile, and the opaque ops.
 
     start(recipe, length) returns the step's model, optimizer and batches. With model.checkpointing=chunks, a chunk has
-    `chunk` tokens of a sequence.
-
-    torch.compile traces 12 layers in 20 s, and 24 chunks in 12 layers take 75 s. So if the model is compiled or has
-    many chunks, only FEW_LAYERS are simulated, and of many chunks only FEW_CHUNKS. Each layer and each chunk adds the
-    same.
+    `chunk` tokens of a sequence. 24 chunks in 12 layers take 75 s, so with many chunks only FEW_CHUNKS are simulated,
+    in FEW_LAYERS. Each layer and each chunk adds the same.
     """
+    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
     many_chunks = recipe.model.checkpointing == "chunks" and length > FEW_CHUNKS[1] * chunk
-    if recipe.model.n_layer > FEW_LAYERS[1] and (recipe.kernels.compile or many_chunks):
+    if many_chunks and recipe.model.n_layer > FEW_LAYERS[1]:
 
         def predict_layers(count: int) -> tuple[dict[str, float], set[str]]:
             smaller = replace(recipe, model=replace(recipe.model, n_layer=count))
