@@ -48,7 +48,7 @@ class Claim(NamedTuple):
 def check_claim(claim: Claim) -> None:
     """Raise UserError or KernelError if there is nothing to compare."""
     op, impl, against = claim
-    check(op != "decode", "op=decode: python -m scripts.race compares decoders")
+    check(op != "decode", "op=decode: python -m scripts.generate -m kernels.decode=blocks,triton compares decoders")
     others = f"python -m scripts.bench_kernels op={op} compares backends of the optimizer's op"
     check(op not in TRAINING_OPS or op in OPS, f"op={op}: {others}")
     check(op in OPS, f"op={op}: choose {', '.join(OPS)}")
