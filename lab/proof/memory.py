@@ -19,20 +19,25 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from data.loader import Batch
 from kernels.compat import TorchDispatchMode, storage_id
+from kernels.registry import AttnConfig, KernelsConfig
+from kernels.sampling import Sampling
 from lab import compat
 from lab.recipe import Recipe
 from model.chunks import chunk_tokens
-from model.config import PRECISIONS
+from model.config import PRECISIONS, GPTConfig
+from model.decoder import Decoder
+from model.generate_config import GenerateConfig
 from model.gpt import GPT
 from model.optim import Optimizer
 from model.parallel import prepare
-from model.step import train_step
+from model.step import build, train_step
 from runtime.device import GIB, OutOfMemory
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
@@ -178,6 +183,33 @@ def predict_step(
         return model, recipe.make_optimizer(model), [batch] * min(2, micro_steps)
 
     return in_gib(predict_parts(recipe, device, start, block_size, recipe_chunk(recipe, batch_size))[0])
+
+
+def predict_generation(
+    groups: tuple[GPTConfig, KernelsConfig, AttnConfig, str],
+    options: GenerateConfig,
+    shape: tuple[int, int],
+    new_tokens: int,
+    device: torch.device,
+    kept: int = 0,
+) -> tuple[dict[str, float], set[str]]:
+    """Return the bytes of weights, KV cache and peak of a prefill of `shape` and a step, and the opaque ops.
+
+    The step is one of blocks. For any other decoder there is none: all share the prefill, which takes more memory. The
+    prefill leaves out the first `kept` tokens.
+    """
+    config, kernels, attn, precision = groups
+    prefill_only = kernels.decode != "blocks"
+    kernels = replace(kernels, compile=False, decode="blocks")
+    with simulate(device) as usage:
+        model = build(config, kernels, attn, precision, device, seed=0).eval()
+        settings = {"options": options, "prefill_only": prefill_only}
+        decoder = Decoder(model, shape[0], shape[1] + new_tokens, Sampling(config.vocab_size, 0), **settings)
+        decoder.prefill(torch.zeros(shape, dtype=torch.int64, device=device), kept=kept)
+        if not prefill_only:
+            decoder.step()
+        parts = {"weights": tensor_bytes(model.parameters()), "kv_cache": tensor_bytes(chain(*decoder.kv))}
+        return parts | {"peak": usage.peak}, usage.opaque
 
 
 def recipe_chunk(recipe: Recipe, batch_size: int) -> int:

@@ -42,7 +42,7 @@ def test_the_receipt_of_a_proof_comes_before_the_graph_is_freed(hotswap, monkeyp
     monkeypatch.setattr("lab.proof.write_trace", lambda *_: order.append("trace"))
     monkeypatch.setattr("lab.proof.prove", lambda *_: order.append("proof"))
     monkeypatch.setattr("lab.proof.write_memory_snapshot", lambda *_: order.append("memory"))
-    monkeypatch.setattr("lab.proof.make_references", lambda *_: ([], {"ok": None, "why": "a test"}))
+    monkeypatch.setattr("lab.proof.make_references", lambda *_, **__: ([], {"ok": None, "why": "a test"}))
     assert hotswap(*QUICK, "train.max_steps=1", "profile=true", "proof=true")[0] == 0
     assert order == ["trace", "proof", "memory"]
 
