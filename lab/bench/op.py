@@ -184,12 +184,13 @@ def last_queries(function: Callable, reference: Callable, inputs: dict, exact: d
     """
     n = min(ERROR_QUERIES, dout.shape[1])
     dout[:, :-n] = 0
-    (out,), (dq, dk, dv) = forward_and_backward(function, inputs, [dout])
+    results, gradients = forward_and_backward(function, inputs, [dout])
     last = {"q": exact["q"].detach()[:, -n:].requires_grad_()}
     if "starts" in exact:
         last["starts"] = exact["starts"][:, -n:]
     truth = forward_and_backward(reference, exact | last, [dout[:, -n:].double()])
-    return ((out[:, -n:],), (dq[:, -n:], dk, dv)), truth
+    dq, dk, dv = gradients
+    return ((results[0][:, -n:],), (dq[:, -n:], dk, dv)), truth
 
 
 def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: torch.device) -> float | None:

@@ -56,8 +56,9 @@ def last_that_fits(fits: Callable[[int], bool], start: int, step: int) -> int | 
 
 def extrapolate_start(rows: list[dict], gib: float) -> float:
     """Return the T at which a line through the peaks of two rows reaches `gib`, in [OCTAVE, LONGEST_START]."""
-    (near, low), (far, high) = sorted((row["T"], row["peak_gib"]) for row in rows)
-    length = near + (gib - low) * (far - near) / max(high - low, 1e-9)
+    short, long = sorted(rows, key=lambda row: row["T"])
+    gib_a_token = max(long["peak_gib"] - short["peak_gib"], 1e-9) / (long["T"] - short["T"])
+    length = short["T"] + (gib - short["peak_gib"]) / gib_a_token
     return min(max(length, OCTAVE), LONGEST_START)
 
 
@@ -88,12 +89,13 @@ def fit_step_seconds(rows: list[dict]) -> Callable[[int], float]:
 
     Without two successful rows, the function returns 0.
     """
-    points = [(row["T"], row["seconds"]) for row in rows if row["status"] == "ok"]
-    if len(points) < 2:
+    rows = [row for row in rows if row["status"] == "ok"]
+    if len(rows) < 2:
         return lambda length: 0.0
-    (near, near_seconds), (far, far_seconds) = points
-    quadratic = max(0.0, (far_seconds / far - near_seconds / near) / (far - near))
-    linear = max(0.0, far_seconds / far - quadratic * far)
+    short, long = rows
+    short_rate, long_rate = (row["seconds"] / row["T"] for row in rows)
+    quadratic = max(0.0, (long_rate - short_rate) / (long["T"] - short["T"]))
+    linear = max(0.0, long_rate - quadratic * long["T"])
     return lambda length: (linear + quadratic * length) * length
 
 

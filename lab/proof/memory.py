@@ -164,9 +164,10 @@ def extrapolate(
     predict: Callable[[int], tuple[dict[str, float], set[str]]], sizes: tuple[int, int], size: float
 ) -> tuple[dict[str, float], set[str]]:
     """Return what predict(size) would return if the bytes of each part are linear, from predict() at two sizes."""
-    (near, opaque), (far, _) = map(predict, sizes)
+    small, opaque = predict(sizes[0])
+    large, _ = predict(sizes[1])
     steps = (size - sizes[0]) / (sizes[1] - sizes[0])
-    return {part: near[part] + steps * (far[part] - near[part]) for part in near}, opaque
+    return {part: small[part] + steps * (large[part] - small[part]) for part in small}, opaque
 
 
 def predict_step(
