@@ -1,4 +1,4 @@
-"""The rule that decides whether a backend computes the right numbers. Tests and scripts use it.
+"""Decide whether a backend computes the right numbers: why_wrong(), for the doctor, the judge, a run and the tests.
 
 For every output and every gradient, an error is at most 2 x eager's + rounding. There are two errors:
 
@@ -14,14 +14,15 @@ OWN_SCALES rounds the operands differently. Both errors are then differences fro
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from kernels.compat import FakeTensor
-from kernels.registry import backend, contract
+from kernels.registry import backend, contract, load
 
 # The gradient of a scalar output, the loss. It is exact in fp32 and fp16. If a backend rounds it to bf16, the scale of
 # its gradients is off by 0.15%
@@ -32,6 +33,20 @@ FP8_DOUT = 2.0  # some backends round gradients to fp8 in the forward, and a pow
 def float_tensors(values: Iterable) -> list[Tensor]:
     """Return the floating-point tensors among `values`."""
     return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def convert_floats(inputs: dict, dtype: torch.dtype) -> dict:
+    """Return the inputs with a new leaf in `dtype` for each floating-point tensor."""
+    floats = {name: value for name, value in inputs.items() if float_tensors([value])}
+    return inputs | {name: t.detach().to(dtype).requires_grad_(t.requires_grad) for name, t in floats.items()}
+
+
+def out_of_place(module: ModuleType, function: Callable) -> Callable:
+    """Return a function that changes none of its arguments: an optimizer's returns the new tensors instead.
+
+    `module` is the op's contract.
+    """
+    return functools.partial(module.results, function) if getattr(module, "OPTIMIZER", False) else function
 
 
 def default_dout(inputs: dict) -> float:
@@ -57,8 +72,7 @@ def outputs_and_gradients(
     if dout is None:
         dout = default_dout(inputs)
     if dtype:
-        floats = {name: value for name, value in inputs.items() if float_tensors([value])}
-        inputs = inputs | {name: t.detach().to(dtype).requires_grad_(t.requires_grad) for name, t in floats.items()}
+        inputs = convert_floats(inputs, dtype)
     outputs = function(**inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     results = {f"out{i}": out.detach() for i, out in enumerate(outputs)}
@@ -104,6 +118,50 @@ def exact_results(
     if getattr(backend(op, impl), "OWN_SCALES", False):
         inputs = {name: value for name, value in inputs.items() if name != "fp8"}
     return outputs_and_gradients(contract(op).reference, inputs, expand=expand, dtype=torch.float64, dout=dout)
+
+
+def why_wrong(
+    op: str,
+    impl: str,
+    function: Callable,
+    inputs: dict,
+    dtype: torch.dtype,
+    strict: bool = False,
+    expand: bool = False,
+    dout: float | None = None,
+) -> str | None:
+    """Return, in one line, why `function` is wrong as the backend `impl` on these inputs; None if it is right.
+
+    It must write to none of its inputs, and its outputs and gradients must follow broken_rule(). The fp32 states of an
+    optimizer must follow it in fp32, whatever the dtype of the weights. Eager is the baseline of the rule, so eager
+    must also equal reference() in float64. With `strict`, new memory holds NaN, and a second call must give the same
+    bits, unless the backend has `deterministic = False`.
+    """
+    options = {"expand": expand, "dout": dout}
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    before = {name: value.detach().clone() for name, value in tensors.items()}
+    module = contract(op)
+    function = out_of_place(module, function)
+    with poisoned_memory() if strict else nullcontext():
+        results = outputs_and_gradients(function, inputs, **options)
+    if written := [name for name, value in tensors.items() if not torch.equal(before[name], value)]:
+        return f"it writes to its input {written[0]}"
+    device = next(iter(tensors.values())).device
+    eager = outputs_and_gradients(out_of_place(module, load(op, "eager", device)), inputs, **options)
+    truth = exact_results(op, impl, inputs, **options)
+    reason = broken_rule(results, eager, truth, inputs, dtype)
+    if getattr(module, "OPTIMIZER", False):
+        states = {name: result for name, result in results.items() if result.dtype == torch.float32}
+        exact_states = {name: truth[name] for name in states}
+        reason = reason or broken_rule(states, eager, exact_states, inputs, torch.float32)
+    if strict and not reason and getattr(backend(op, impl), "deterministic", True):
+        again = outputs_and_gradients(function, inputs, **options)
+        if changed := [name for name, result in results.items() if not torch.equal(result, again[name])]:
+            reason = f"two calls give other bits in {', '.join(changed)}; `deterministic = False` allows it"
+    if impl == "eager" and not reason:
+        exact = outputs_and_gradients(function, inputs, dtype=torch.float64, **options)
+        reason = broken_rule(exact, truth, truth, inputs, torch.float64)
+    return reason
 
 
 def rounding_error(dtype: torch.dtype, terms: int) -> float:

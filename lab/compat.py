@@ -4,11 +4,9 @@ tests/lab/test_compat.py fails if one of these parts stops working or is no long
 tested versions.
 """
 
-import functools
-import operator
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,13 +15,10 @@ from unittest.mock import patch
 
 import torch
 from torch._library.custom_ops import OPDEFS
-from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: F401  torch.utils has no public name for it
+from torch.utils._pytree import tree_leaves  # noqa: F401  torch.utils has no public name for it
 
 from kernels.compat import FakeTensorMode
 
-aten = torch.ops.aten
-# Inductor fuses them, and writes into their argument. The partitioner's table does not have them
-SCATTERS = aten.index_put, aten.scatter, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate
 INDUCTOR_CONFIG = "torch._inductor.config"  # by name, because its import takes a second and train.py does not need it
 
 
@@ -98,7 +93,7 @@ def record_memory(path: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def compile_with(backend: Callable) -> Iterator[None]:
+def compile_with(backend: str | Callable) -> Iterator[None]:
     """Within this context torch.compile uses `backend`, and a function compiles again for each new shape.
 
     By default Dynamo makes at most 8 graphs of a function, and the second has symbols in place of sizes. There is no
@@ -109,44 +104,3 @@ def compile_with(backend: Callable) -> Iterator[None]:
     limits = {"recompile_limit": 512, "accumulated_recompile_limit": 4096, "automatic_dynamic_shapes": False}
     with config.patch(limits), torch.compiler.set_stance("default", force_backend=backend):
         yield
-
-
-def compile_without_code(graph: torch.fx.GraphModule, examples: Sequence, inner_compile: Callable) -> Callable:
-    """Trace and partition a graph as Inductor does. `inner_compile` replaces Inductor's compilation of the parts.
-
-    It is called as inner_compile(part, examples, **options). torch.compile has no public way to Inductor's settings.
-    """
-    from torch._functorch import config
-    from torch._inductor.compile_fx import compile_fx  # this import takes 2 s
-
-    with config.patch(enable_autograd_cache=False):  # its key does not contain inner_compile
-        return compile_fx(graph, list(examples), inner_compile=inner_compile)
-
-
-@functools.cache
-def operator_types() -> object:
-    """Return the partitioner's own table of operators, which has no public name."""
-    from torch._functorch.partitioners import get_default_op_list
-
-    return get_default_op_list()
-
-
-def is_view(node: torch.fx.Node) -> bool:
-    return node.target is operator.getitem or getattr(node.target, "is_view", False)
-
-
-def is_alias(node: torch.fx.Node) -> bool:
-    """Return whether the node is a view that keeps all of its argument alive. One result of a kernel does not."""
-    return is_view(node) and (node.target is not operator.getitem or is_view(node.args[0]))
-
-
-def is_fusible(node: torch.fx.Node) -> bool:
-    """Return whether Inductor fuses the operator with its neighbours."""
-    target = node.target
-    if operator_types().is_fusible(node) or getattr(target, "overloadpacket", None) in SCATTERS:
-        return True
-    return torch.Tag.pointwise in getattr(target, "tags", ()) or getattr(target, "namespace", None) == "prims"
-
-
-def is_custom_op(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", "aten") not in ("aten", "prims", "higher_order")

@@ -1,4 +1,4 @@
-"""The config group `generate` of scripts.generate, scripts.race and scripts.max_context."""
+"""The config group `generate` of scripts.generate and scripts.max_context."""
 
 from dataclasses import dataclass
 

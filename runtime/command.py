@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from common.terminal import override, shell_command
 
-# scripts.generate and scripts.race quote this key's value for Hydra, so a command has it unquoted
+# scripts.generate quotes this key's value for Hydra, so a command has it unquoted
 UNQUOTED_KEY = "prompt"
 config_flags: list[str] = []  # of Hydra, such as --config-dir=FOLDER. runtime.config.run_hydra() sets them
 _program: list[str] = []  # in the process of a pickled task: the program that pickled it

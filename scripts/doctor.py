@@ -1,7 +1,8 @@
 """Show this machine, and test which kernels run on it and are right: `python -m scripts.doctor`.
 
 "ok" means that the backend ran: forward and backward at a small shape, compared with reference() in float64 by the rule
-of kernels/check.py. Every backend runs in another process, so a backend that crashes or hangs is a line like any other.
+of kernels/check.py, with NaN in new memory and the same bits in a second call. Every backend runs in another process,
+so a backend that crashes or hangs is a line like any other.
 `matrix=true` tests every dtype, width and feature, and prints the tables of results/README.md. `soak=10` tests the
 device instead: for 10 minutes it repeats a training step, whose bits must stay the same. `speed=true` times each
 backend beside eager at a model's shapes, and stores which ones are slower, so that runs say it (kernels/speeds.py).

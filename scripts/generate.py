@@ -22,6 +22,8 @@ from lab.generation.interactive import answer_prompts
 from lab.generation.recipe import GenerationKeys, GenerationRecipe, take_random_model
 from lab.proof import Wrong
 from lab.proof.generation import proof_line, prove, why_wrong
+from lab.proof.memory import in_gib, predict_generation
+from lab.proof.receipt import receipt_lines
 from lab.sweep.launcher import SweepConfig, register_sweeps
 from model import cost
 from model.decoder import Decoder
@@ -157,13 +159,13 @@ def record_proof(
     run: Run, recipe: GenerationRecipe, decoder: Decoder, idx: Tensor, lengths: Tensor, new_tokens: int
 ) -> None:
     """Write the proof into the row, and print it. Raises Wrong if the tokens, the logits or the kernels are wrong."""
-    shape = tuple(idx.shape)
-    settings = recipe.generate, shape, new_tokens, idx.device, GIB * run.row["mem/packed_gib"]
-    predicted = measure.predict_memory(*recipe.groups, *settings)
+    parts, _ = predict_generation(recipe.groups, recipe.generate, tuple(idx.shape), new_tokens, idx.device)
+    packed = GIB * run.row["mem/packed_gib"]  # a prediction is of blocks, which pack nothing
+    predicted = in_gib({**parts, "packed": packed, "peak": parts["peak"] + packed})
     run.row["memory"] = {"predicted": predicted, "measured": measure.measured_memory(run.row)}
-    run.row["receipt"] = measure.make_receipt(decoder, run.row, recipe.kernels, recipe.attn)
+    run.row["receipt"] = measure.receipt_of_step(decoder, run.row, recipe.kernels, recipe.attn)
     run.row["proof"] = prove(decoder, recipe.decoder_options, recipe.precision, idx, lengths)
-    print(f"{measure.proof_lines(run.row)}\n{proof_line(run.row['proof'])}")
+    print("\n".join([*receipt_lines(run.row), proof_line(run.row["proof"])]))
     if reason := why_wrong(run.row["proof"]) or run.row["receipt"]["wrong"]:
         raise Wrong(reason)
 

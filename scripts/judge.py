@@ -136,7 +136,15 @@ def read_recipe(words: list[str]) -> tuple[Recipe, tuple[int, int]]:
     composed = compose(TrainConfig, "config", words)
     complete_config(composed)
     cfg = parse(composed, TrainConfig)
-    recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    recipe = Recipe(
+        model=cfg.model,
+        kernels=cfg.kernels,
+        attn=cfg.attn,
+        optim=cfg.optim,
+        precision=cfg.precision,
+        seed=cfg.seed,
+        documents=cfg.data.mask_documents,
+    )
     return recipe, (cfg.train.batch_size, cfg.train.block_size)
 
 

@@ -15,13 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from common.terminal import printable, shell_command
-from kernels.registry import (
-    AttnConfig,
-    KernelsConfig,
-    backend,
-    label,
-    missing_argument,
-)
+from kernels.registry import AttnConfig, KernelsConfig, backend, label, missing_argument
 from lab.commands import command
 from lab.context.attempt import MODES, WINDOW, host_tokens, memory_limits, predict, run_attempt, window_is_free
 from lab.context.prober import REFUSED, Prober, ProbeResult
@@ -88,8 +82,15 @@ class Config:
 
     @property
     def recipe(self) -> Recipe:
-        groups = self.model, self.kernels, self.attn, self.optim, self.precision, self.seed
-        return Recipe(*groups, generate=self.generate)
+        return Recipe(
+            model=self.model,
+            kernels=self.kernels,
+            attn=self.attn,
+            optim=self.optim,
+            precision=self.precision,
+            seed=self.seed,
+            generate=self.generate,
+        )
 
 
 def print_json(**facts) -> None:

@@ -1,6 +1,5 @@
 """Measure the backends of an op: time, error and memory, beside the op's ceiling on this machine."""
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -11,6 +10,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from common.terminal import warn
+from kernels.check import convert_floats, out_of_place
 from kernels.fp8 import E4M3, choose_ptxas, product
 from kernels.registry import (
     TRAINING_OPS,
@@ -113,11 +113,6 @@ def random_gradients(results: tuple[Tensor, ...], inputs: dict) -> list[Tensor]:
     return [torch.randn_like(out) * mean if mean else torch.ones_like(out) for out, mean in pairs]
 
 
-def out_of_place(module: ModuleType, function: Callable) -> Callable:
-    """Return a function that changes none of its arguments: an optimizer's returns the new tensors instead."""
-    return functools.partial(module.results, function) if getattr(module, "OPTIMIZER", False) else function
-
-
 def outputs(function: Callable, inputs: dict) -> tuple[Tensor, ...]:
     result = function(**inputs)
     return result if isinstance(result, tuple) else (result,)
@@ -154,7 +149,7 @@ def errors(
         size = (min(size[0], ERROR_ROWS), *size[1:])
     function = out_of_place(module, function)
     inputs = module.inputs(**shape | {"shape": size}, dtype=dtype, device=device)
-    exact_inputs = in_float64(inputs)
+    exact_inputs = convert_floats(inputs, torch.float64)
     if own_scales:
         exact_inputs.pop("fp8", None)
     douts = random_gradients(outputs(function, inputs), inputs)
@@ -167,15 +162,6 @@ def errors(
         name: largest_error(result, exact)
         for name, result, exact in zip(("error/out", "error/gradients"), results, truth, strict=True)
     }
-
-
-def in_float64(inputs: dict) -> dict:
-    """Return the inputs with a new leaf in float64 for each floating-point tensor."""
-    exact = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.is_floating_point():
-            exact[name] = value.detach().double().requires_grad_(value.requires_grad)
-    return exact
 
 
 def largest_error(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
@@ -198,12 +184,13 @@ def last_queries(function: Callable, reference: Callable, inputs: dict, exact: d
     """
     n = min(ERROR_QUERIES, dout.shape[1])
     dout[:, :-n] = 0
-    (out,), (dq, dk, dv) = forward_and_backward(function, inputs, [dout])
+    results, gradients = forward_and_backward(function, inputs, [dout])
     last = {"q": exact["q"].detach()[:, -n:].requires_grad_()}
     if "starts" in exact:
         last["starts"] = exact["starts"][:, -n:]
     truth = forward_and_backward(reference, exact | last, [dout[:, -n:].double()])
-    return ((out[:, -n:],), (dq[:, -n:], dk, dv)), truth
+    dq, dk, dv = gradients
+    return ((results[0][:, -n:],), (dq[:, -n:], dk, dv)), truth
 
 
 def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: torch.device) -> float | None:

@@ -10,8 +10,8 @@ import signal
 import tempfile
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from common.files import read_bytes
-from kernels.check import broken_rule, exact_results, outputs_and_gradients, poisoned_memory
+from kernels.check import broken_rule, out_of_place, outputs_and_gradients, why_wrong
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
-from lab.bench.op import optional_arguments, out_of_place
+from lab.bench.op import optional_arguments
 from runtime.device import is_out_of_memory, select_device
 
 ENDED = "failed", "undecided"  # with these statuses, the process of the probe ends
@@ -43,7 +43,6 @@ class Probe(NamedTuple):
     dtype: torch.dtype
     backward: bool = True
     compiled: bool = False  # under torch.compile, in one graph
-    strict: bool = False  # also with NaN in new memory, and with the same bits in a second call
 
 
 Columns = dict[str, dict[str, Probe]]  # column of the table -> value -> probe
@@ -62,11 +61,11 @@ def first_probe(op: str, impl: str, device: torch.device) -> Columns:
 
 
 def case_probes(op: str, impl: str, dtype: torch.dtype) -> dict[str, Probe]:
-    """Return a strict probe for each of the op's cases, and one of the first case under torch.compile."""
+    """Return a probe for each of the op's cases, and one of the first case under torch.compile."""
     cases = contract(op).CASES
-    probes = {case: Probe(op, impl, shape, dtype, strict=True) for case, shape in cases.items()}
+    probes = {case: Probe(op, impl, shape, dtype) for case, shape in cases.items()}
     first = next(iter(cases))
-    return probes | {f"{first} compiled": probes[first]._replace(compiled=True, strict=False)}
+    return probes | {f"{first} compiled": probes[first]._replace(compiled=True)}
 
 
 def matrix_probes(op: str, impl: str, device: torch.device) -> Columns:
@@ -101,42 +100,17 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     inputs = module.inputs(**shape)
     if not probe.backward:
         inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    before = {name: value.detach().clone() for name, value in inputs.items() if isinstance(value, Tensor)}
     try:
-        function = out_of_place(module, load(op, impl, device, needs=optional_arguments(inputs)))
-        with poisoned_memory() if probe.strict else nullcontext():
-            results = outputs_and_gradients(function, inputs)
+        function = load(op, impl, device, needs=optional_arguments(inputs))
+        if probe.compiled:
+            outputs_and_gradients(out_of_place(module, function), inputs)  # torch.compile would hide Unavailable
+            function = torch.compile(function, fullgraph=True)
+        wrong = why_wrong(op, impl, function, inputs, probe.dtype, strict=not probe.compiled)
     except Unavailable as reason:
         return f"unavailable: {reason}"
-    written = [name for name, value in before.items() if not torch.equal(value, inputs[name])]
-    if written:
-        return f"wrong: it writes to its input {written[0]}"
-    if probe.compiled:
-        results = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
-    truth = exact_results(op, impl, inputs)
-    eager = outputs_and_gradients(out_of_place(module, load(op, "eager", device)), inputs)
-    reason = broken_rule(results, eager, truth, inputs, probe.dtype)
-    if getattr(module, "OPTIMIZER", False):  # the fp32 states must be right in fp32, whatever the dtype of the weights
-        states = {name: result for name, result in results.items() if result.dtype == torch.float32}
-        exact_states = {name: truth[name] for name in states}
-        reason = reason or broken_rule(states, eager, exact_states, inputs, torch.float32)
-    if probe.strict:
-        reason = reason or changed_bits(probe, function, inputs, results)
-    if impl == "eager":  # eager is compared with itself above, so it must also equal reference() in float64
-        exact = outputs_and_gradients(function, inputs, dtype=torch.float64)
-        reason = reason or broken_rule(exact, truth, truth, inputs, torch.float64)
-    if reason:
-        return f"wrong: {reason}"
+    if wrong:
+        return f"wrong: {wrong}"
     return f"ok: {describe(op, impl, **shape).removeprefix(f'{impl} (').removesuffix(')')}"
-
-
-def changed_bits(probe: Probe, function: Callable, inputs: dict, results: dict[str, Tensor]) -> str | None:
-    """Name the results whose bits differ in a second call; None if they agree, or with `deterministic = False`."""
-    if not getattr(backend(probe.op, probe.impl), "deterministic", True):
-        return None
-    again = outputs_and_gradients(function, inputs)
-    changed = [name for name, result in results.items() if not torch.equal(result, again[name])]
-    return f"two calls give other bits in {', '.join(changed)}; `deterministic = False` allows it" if changed else None
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch.futures import Future
 from common.files import read_text
 from kernels.registry import KernelError
 from kernels.sampling import Sampling
-from lab.proof.memory import predict_parts, recipe_chunk, simulate, tensor_bytes
+from lab.proof.memory import predict_generation, predict_parts, recipe_chunk
 from lab.recipe import Recipe
 from model.config import PRECISIONS
 from model.decoder import CHUNK, Decoder
@@ -77,14 +76,12 @@ def build_trainer(
     return model, recipe.make_optimizer(model, ranks), batch
 
 
-def build_decoder(
-    recipe: Recipe, length: int, device: torch.device, prefill_only: bool = False
-) -> tuple[Decoder, Tensor]:
+def build_decoder(recipe: Recipe, length: int, device: torch.device) -> tuple[Decoder, Tensor]:
     """Return the decoder, and a prompt of random tokens."""
     model = with_positions(recipe, length + NEW_TOKENS).build(device).eval()
     sampling = Sampling(recipe.model.vocab_size, temperature=0)
     options = {"decode": recipe.kernels.decode, "compiled": recipe.kernels.compile, "options": recipe.generate}
-    decoder = Decoder(model, 1, length + NEW_TOKENS, sampling, **options, prefill_only=prefill_only)
+    decoder = Decoder(model, 1, length + NEW_TOKENS, sampling, **options)
     return decoder, torch.randint(recipe.model.vocab_size, (1, length), device=device)
 
 
@@ -242,8 +239,12 @@ def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dic
     `opaque` names the ops of which only the fakes' allocations are predicted. For every decoder, the prediction is for
     blocks, because all share the prefill, which takes more than a step. It leaves out copies of the weights by pack().
     """
-    predict_mode = predict_generation if mode == "generate" else predict_training
-    parts, opaque = predict_mode(recipe, length, device)
+    if mode == "generate":
+        groups = with_positions(recipe, length + NEW_TOKENS).groups
+        kept = tokens_before_last_chunks(length)  # all 246 chunks of 4 million tokens took 25 s, and the last 0.3 s
+        parts, opaque = predict_generation(groups, recipe.generate, (1, length), NEW_TOKENS, device, kept)
+    else:
+        parts, opaque = predict_training(recipe, length, device)
     return {"T": length, **{f"{part}_gib": size / GIB for part, size in parts.items()}, "opaque": sorted(opaque)}
 
 
@@ -253,19 +254,6 @@ def predict_training(recipe: Recipe, length: int, device: torch.device) -> tuple
         return model, optimizer, [batch]
 
     return predict_parts(recipe, device, start, length, world_size() * recipe_chunk(recipe, 1))
-
-
-def predict_generation(recipe: Recipe, length: int, device: torch.device) -> tuple[dict[str, float], set[str]]:
-    prefill_only = recipe.kernels.decode != "blocks"
-    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False, decode="blocks"))
-    with simulate(device) as usage:
-        decoder, idx = build_decoder(recipe, length, device, prefill_only)
-        # All 246 chunks of 4 million tokens took 25 s, and these take 0.3 s
-        decoder.prefill(idx, kept=tokens_before_last_chunks(length))
-        if not prefill_only:
-            decoder.step()
-        parts = {"weights": tensor_bytes(decoder.model.parameters()), "kv_cache": tensor_bytes(chain(*decoder.kv))}
-        return parts | {"peak": usage.peak}, usage.opaque
 
 
 def window_is_free(recipe: Recipe, device: torch.device) -> bool:

@@ -56,8 +56,9 @@ def last_that_fits(fits: Callable[[int], bool], start: int, step: int) -> int | 
 
 def extrapolate_start(rows: list[dict], gib: float) -> float:
     """Return the T at which a line through the peaks of two rows reaches `gib`, in [OCTAVE, LONGEST_START]."""
-    (near, low), (far, high) = sorted((row["T"], row["peak_gib"]) for row in rows)
-    length = near + (gib - low) * (far - near) / max(high - low, 1e-9)
+    short, long = sorted(rows, key=lambda row: row["T"])
+    gib_a_token = max(long["peak_gib"] - short["peak_gib"], 1e-9) / (long["T"] - short["T"])
+    length = short["T"] + (gib - short["peak_gib"]) / gib_a_token
     return min(max(length, OCTAVE), LONGEST_START)
 
 
@@ -88,12 +89,13 @@ def fit_step_seconds(rows: list[dict]) -> Callable[[int], float]:
 
     Without two successful rows, the function returns 0.
     """
-    points = [(row["T"], row["seconds"]) for row in rows if row["status"] == "ok"]
-    if len(points) < 2:
+    rows = [row for row in rows if row["status"] == "ok"]
+    if len(rows) < 2:
         return lambda length: 0.0
-    (near, near_seconds), (far, far_seconds) = points
-    quadratic = max(0.0, (far_seconds / far - near_seconds / near) / (far - near))
-    linear = max(0.0, far_seconds / far - quadratic * far)
+    short, long = rows
+    short_rate, long_rate = (row["seconds"] / row["T"] for row in rows)
+    quadratic = max(0.0, (long_rate - short_rate) / (long["T"] - short["T"]))
+    linear = max(0.0, long_rate - quadratic * long["T"])
     return lambda length: (linear + quadratic * length) * length
 
 
@@ -192,8 +194,8 @@ class Search:
     def correct_start(self, predicted: int, short: list[dict]) -> float:
         """Return the T to start at, by the prediction and two short attempts.
 
-        The prediction ignores NCCL's memory, so several ranks start lower. If the prediction misses an op's memory and
-        the short attempts differ from it by 5%, they replace it.
+        The prediction ignores NCCL's memory, so several ranks start lower. If the prediction misses an op's memory or
+        ignores torch.compile, and the short attempts differ from it by 5%, they replace it.
         """
         if any(row["status"] != "ok" for row in short):
             return predicted
@@ -201,24 +203,20 @@ class Search:
         start = extrapolate_start(short, usable_gib)  # it was 1.4% off at 4.7 million tokens
         missing = extrapolate_start(short, self.prediction.usable_gib) - start
         predicted = max(predicted - missing, OCTAVE)
-        is_better = self.prediction.row.get("opaque") and abs(start / predicted - 1) >= 0.05
-        return start if is_better else predicted
+        is_uncertain = self.compiled or self.prediction.row.get("opaque")
+        return start if is_uncertain and abs(start / predicted - 1) >= 0.05 else predicted
 
     def longest(self) -> dict:
         """Search, print the result, and return the figures of this mode for the row."""
         predicted = self.prediction.row and self.prediction.row["T"]
-        if not predicted:
-            step = OCTAVE
-        elif self.compiled:
-            step = 4  # predictions are up to 3% off
-        else:
-            step = 1  # on an H200 predictions were 0.05% off
+        step = 1 if predicted else OCTAVE  # on an H200 predictions were 0.05% off
         first = self.first_index(predicted)
         index = last_that_fits(lambda index: self.attempt(length_of(index))["status"] == "ok", first, step)
         length = None if index is None else length_of(index)
         # the last attempt at a length counts: it may be shortened
         failed = {row["T"]: row["status"] for row in self.rows if row["status"] != "ok" and row["T"] > (length or 0)}
-        figures = {"predicted": predicted, "tries": self.rows, "limit": failed[min(failed)] if failed else None}
+        figures = {"predicted": None if self.compiled else predicted, "tries": self.rows}
+        figures["limit"] = failed[min(failed)] if failed else None
         if length:
             figures |= self.figures_at(length)
         print(summary(self.mode, figures, length))
@@ -237,7 +235,7 @@ class Search:
         result = self.prober.predict(self.mode, length)
         if self.mode == "train" and result.kernels:
             figures["kernels"] = result.kernels
-        if result.row:
+        if result.row and not self.compiled:
             figures["prediction"] = result.row
             figures["prediction_error"] = result.row["peak_gib"] / best["peak_gib"] - 1
         return figures

@@ -1,1 +1,1 @@
-"""Generation for scripts.generate and scripts.race: read prompts, write texts, measure, race."""
+"""Generation for scripts.generate: read prompts, write texts, measure."""

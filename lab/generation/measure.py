@@ -2,24 +2,18 @@
 
 import statistics
 import time
-from dataclasses import replace
 from itertools import chain, pairwise
 
-import torch
 from torch import Tensor
 
-from kernels.registry import AttnConfig, KernelsConfig, called_backends, expected_kernels, family_patterns
-from kernels.sampling import Sampling
+from kernels.registry import AttnConfig, KernelsConfig, called_backends
 from lab.generation.writing import Arrival
-from lab.proof.memory import in_gib, simulate, tensor_bytes
-from lab.proof.receipt import missing_kernel, profile_step
-from lab.proof.source_lines import kernel_lines
+from lab.proof.memory import in_gib
+from lab.proof.receipt import make_receipt
 from model import cost
-from model.config import PRECISIONS, GPTConfig
+from model.config import PRECISIONS
 from model.decoder import Decoder
 from model.generate import stream
-from model.generate_config import GenerateConfig
-from model.step import build
 from model.weights import copied_bytes
 from runtime.device import GIB, peak_flops, peak_memory
 from runtime.meter import quantiles
@@ -30,7 +24,6 @@ from runtime.timing import synchronize
 SAMPLE_STEPS = 16  # decoding steps in one sample of the speed, so a pause of a slow terminal spoils few samples
 PREFILLS, PREFILL_SECONDS = 5, 1.0  # time at most this many prefills, and start none after this many seconds
 POWER_SECONDS = 1.5  # of a generation, or of its repetitions: 128 tokens of 124M take 20 ms
-RECEIPT_KERNELS = 24  # kernels of a receipt that the row stores
 
 
 def warm_up(decoder: Decoder, idx: Tensor, lengths: Tensor, max_new_tokens: int) -> tuple[dict, list[float]]:
@@ -138,49 +131,15 @@ def power_figures(power: PowerMeter, decoder: Decoder, idx: Tensor, lengths: Ten
 
 
 def measured_memory(figures: dict) -> dict[str, float] | None:
-    """Return the GiB on a GPU by part, as predict_memory(). None on a CPU."""
+    """Return the GiB on a GPU by part, as the prediction in scripts.generate. None on a CPU."""
     if figures["mem/peak_allocated_gib"] is None:
         return None
     keys = {name: f"mem/{name}_gib" for name in ("weights", "packed", "kv_cache")} | {"peak": "mem/peak_allocated_gib"}
     return in_gib({name: GIB * figures[key] for name, key in keys.items()})
 
 
-def predict_memory(
-    config: GPTConfig,
-    kernels: KernelsConfig,
-    attn: AttnConfig,
-    precision: str,
-    options: GenerateConfig,
-    shape: tuple[int, int],
-    new_tokens: int,
-    device: torch.device,
-    packed: float,
-) -> dict[str, float]:
-    """Predict the GiB of a generation by part: run a prefill of `shape` and a step of blocks on fake tensors.
-
-    The parts are the model's weights, what the decoder packed beside them, the KV cache, the workspace, and the peak.
-    `packed` is in bytes, from copied_bytes(), because only decode=blocks runs on fake tensors.
-    """
-    # A prefill, which all decoders share, takes more memory than a step
-    prefill_only = kernels.decode != "blocks"
-    kernels = replace(kernels, compile=False, decode="blocks")
-    with simulate(device) as usage:
-        model = build(config, kernels, attn, precision, device, seed=0).eval()
-        settings = {"options": options, "prefill_only": prefill_only}
-        decoder = Decoder(model, shape[0], shape[1] + new_tokens, Sampling(config.vocab_size, 0), **settings)
-        decoder.prefill(torch.zeros(shape, dtype=torch.int64, device=device))
-        if not prefill_only:
-            decoder.step()
-        parts = {"weights": tensor_bytes(model.parameters()), "packed": packed}
-        return in_gib(parts | {"kv_cache": tensor_bytes(chain(*decoder.kv)), "peak": usage.peak + packed})
-
-
-def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: AttnConfig) -> dict:
-    """Profile one more Decoder.step(), and return the kernels that ran, for one token or one draft.
-
-    `wrong` names an op whose kernels did not run. `unchecked` lists the ops whose backends name no kernels. `lines` is
-    op -> its lines of kernel code, by kernel_lines().
-    """
+def receipt_of_step(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: AttnConfig) -> dict:
+    """Profile one more Decoder.step(), and return the row's receipt of one token, or of one draft."""
     impls = {"decode": kernels.decode}
     if kernels.decode == "blocks":
         impls = called_backends(kernels, attn, row["kernels"])
@@ -188,18 +147,9 @@ def make_receipt(decoder: Decoder, row: dict, kernels: KernelsConfig, attn: Attn
     def count() -> int:
         return 1 if decoder.step_tokens > 1 else int(decoder.output[0, 0])
 
-    step = profile_step(decoder.step, decoder.positions.device, family_patterns(impls), count)
-    claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}
-    # The first pattern is for the forward. The others are for the backward, which a decoding step does not run
-    claims = {op: (description, patterns[:1]) for op, (description, patterns) in claims.items()}
-    if decoder.positions.device.type == "cpu":  # its profile names operators, and a decoder's kernels are none
-        claims["decode"] = claims.get("decode", ("", ()))[0], ()
-        claims = {op: claim for op, claim in claims.items() if op in impls}
-    wrong = missing_kernel(step, claims)
-    unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
-    step["kernels"] = step["kernels"][:RECEIPT_KERNELS]
-    more = {"wrong": wrong, "unchecked": unchecked, "lines": kernel_lines(impls)}
-    return {"step_ms": row.get("gen/step_ms"), **step, **more}
+    device = decoder.positions.device
+    receipt = make_receipt(decoder.step, device, impls, row["kernels"], forward_only=True, count=count)
+    return {"step_ms": row.get("gen/step_ms"), **receipt}
 
 
 def summary(figures: dict, least: int, bandwidth: float) -> str:
@@ -225,15 +175,3 @@ def summary(figures: dict, least: int, bandwidth: float) -> str:
         f"peak {peak:.3f}\n"
         f"start    {figures['gen/warmup_s']:.1f} s of warm-up, for {figures['gen/step_buckets']} lengths of the cache"
     )
-
-
-def proof_lines(row: dict) -> str:
-    """Return the receipt, and the memory by part, as lines for the terminal."""
-    receipt, busy = row["receipt"], row["receipt"]["busy_ms"]
-    shares = [f"{name} {100 * ms / busy:.0f}%" for name, ms in receipt["families"].items() if ms > busy / 100]
-    lines = [f"receipt  {', '.join(shares)} of {busy:.3f} ms in kernels"]
-    for side, parts in row["memory"].items():
-        if parts:
-            split = ", ".join(f"{name} {gib:.3g}" for name, gib in parts.items() if name != "peak")
-            lines.append(f"memory   {side} {parts['peak']:.3g} GiB: {split}")
-    return "\n".join(lines)

@@ -171,10 +171,8 @@ def longest_prompt(prompts: list[Prompt]) -> Prompt:
     return max(prompts, key=lambda prompt: len(prompt.ids))
 
 
-def fit_new_tokens(
-    prompts: list[Prompt], max_new_tokens: int | None, source: Pretrained, default: int = NEW_TOKENS
-) -> int:
-    """Return max_new_tokens; if it is None, `default` or the smaller number that fits.
+def fit_new_tokens(prompts: list[Prompt], max_new_tokens: int | None, source: Pretrained) -> int:
+    """Return max_new_tokens; if it is None, NEW_TOKENS or the smaller number that fits.
 
     Raises UserError if max_new_tokens do not fit into the learned positions.
     """
@@ -182,8 +180,8 @@ def fit_new_tokens(
     tokens = len(longest.ids)
     room = check_room(tokens, longest.where, source)
     if room is None:
-        return max_new_tokens or default
-    max_new_tokens = max_new_tokens or min(default, room)
+        return max_new_tokens or NEW_TOKENS
+    max_new_tokens = max_new_tokens or min(NEW_TOKENS, room)
     check(
         max_new_tokens <= room,
         f"{longest.where} has {tokens} tokens, and with max_new_tokens={max_new_tokens} these are more than the "

@@ -1,4 +1,4 @@
-"""The keys that scripts.generate and scripts.race share, and the model, decoders and texts that these keys choose."""
+"""The keys of scripts.generate, and the model, the decoder and the texts that these keys choose."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,17 +72,14 @@ class GenerationRecipe:
         stops = stop_ids(self.tokenizer, self.stops)
         return Decoder(model, batch, capacity, self.sampling, self.seed, stops=stops, **self.decoder_options)
 
-    def executed_kernels(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict:
-        """Return op -> backend and version, for the first decoding step after a prompt of `shape`, (B, T)."""
-        return executed_kernels(*self.groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens))
-
     def kernel_facts(self, decoder: Decoder, shape: tuple[int, int], device: torch.device) -> dict[str, dict]:
         """Return the keys of the row about the kernels: what executed_kernels() returns, and what is slower than eager.
 
-        If the decoder is not blocks, the times are of the prefill.
+        They are for the first decoding step after a prompt of `shape`, (B, T). If the decoder is not blocks, the times
+        are of the prefill.
         """
-        slower = slower_kernels(*self.groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens))
-        return {"kernels": self.executed_kernels(decoder, shape, device), "slower": slower}
+        arguments = *self.groups, shape, device, decoder.bucket(shape[1] + decoder.graph_tokens)
+        return {"kernels": executed_kernels(*arguments), "slower": slower_kernels(*arguments)}
 
     def make_texts(self, count: int) -> list[Text]:
         return [Text(self.tokenizer, self.stops) for _ in range(count)]
@@ -90,7 +87,7 @@ class GenerationRecipe:
 
 @dataclass
 class GenerationKeys:
-    """The keys of the command line that scripts.generate and scripts.race share. A wrong value raises UserError."""
+    """The keys of scripts.generate that choose the text and the kernels. A wrong value raises UserError."""
 
     checkpoint: str | None
     prompt: str | None

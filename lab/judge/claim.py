@@ -1,6 +1,6 @@
 """A claim, the evidence for it, and the verdict.
 
-The evidence is the answers of strict probes (lab/bench/probe.py), the rows of a sweep that trains with both backends in
+The evidence is the answers of probes (lab/bench/probe.py), the rows of a sweep that trains with both backends in
 turns, and a benchmark of the op, at the shape that it has in this training.
 """
 
@@ -48,7 +48,7 @@ class Claim(NamedTuple):
 def check_claim(claim: Claim) -> None:
     """Raise UserError or KernelError if there is nothing to compare."""
     op, impl, against = claim
-    check(op != "decode", "op=decode: python -m scripts.race compares decoders")
+    check(op != "decode", "op=decode: python -m scripts.generate -m kernels.decode=blocks,triton compares decoders")
     others = f"python -m scripts.bench_kernels op={op} compares backends of the optimizer's op"
     check(op not in TRAINING_OPS or op in OPS, f"op={op}: {others}")
     check(op in OPS, f"op={op}: choose {', '.join(OPS)}")
@@ -88,7 +88,7 @@ def probe_cases(claim: Claim, recipe: Recipe, length: int, device: torch.device,
         for case, probe in case_probes(claim.op, claim.impl, PROBE_DTYPES[precision]).items()
     }
     call, dtype = training_call(claim.op, recipe, (1, length))
-    probes[f"{recipe.precision} training"] = Probe(claim.op, claim.impl, call, dtype, strict=True)
+    probes[f"{recipe.precision} training"] = Probe(claim.op, claim.impl, call, dtype)
     cases = list(probes)
     groups = [cases[first::GROUPS] for first in range(GROUPS)]
     answers = run_probes([[probes[case] for case in group] for group in groups], device, limit)

@@ -1,19 +1,16 @@
 """The proof that the row of a run has with proof=true: parity, a receipt, and the parts of the memory."""
 
 from data.loader import Batch
-from kernels.registry import called_backends, expected_kernels, family_patterns
+from kernels.registry import called_backends
 from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
 from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong
-from lab.proof.receipt import missing_kernel, profile_step
+from lab.proof.receipt import make_receipt, receipt_lines
 from lab.proof.references import make_references  # noqa: F401
-from lab.proof.source_lines import kernel_lines
 from lab.proof.trace import write_memory_snapshot, write_trace  # noqa: F401
 from lab.recipe import Recipe
 from model.capture import StepRunner
 from runtime.config import UserError
 from runtime.schedule import TrainConfig
-
-RECEIPT_KERNELS = 24  # kernels of a receipt that the row stores
 
 
 class Wrong(UserError):
@@ -40,11 +37,16 @@ def prove(
     device = step.device
     if references:
         row["parity"] = judge(recorder.steps, *references)
-    row["receipt"] = make_receipt(row, recipe, step, batches)
+    if step.graph is None:
+        step.release()  # a capture cannot be profiled
+    impls = called_backends(recipe.kernels, recipe.attn, row["kernels"])
+    receipt = make_receipt(lambda: step(batches, 0.0), device, impls, row["kernels"])
+    row["receipt"] = {"step_ms": row.get("perf/step_ms"), **receipt}
     row["memory"] = {"predicted": None, "measured": None}
     if step.optimizer.ranks.single:
         micro_steps = train.tokens_per_step // (train.batch_size * train.block_size)
-        row["memory"]["predicted"] = predict_step(recipe, train.batch_size, train.block_size, micro_steps, device)
+        if not recipe.kernels.compile:  # the prediction is for a step without torch.compile
+            row["memory"]["predicted"] = predict_step(recipe, train.batch_size, train.block_size, micro_steps, device)
         if device.type == "cuda":
             step.release()
             peak = row["mem/peak_allocated_gib"]
@@ -54,27 +56,9 @@ def prove(
         raise Wrong(reason)
 
 
-def make_receipt(row: dict, recipe: Recipe, step: StepRunner, batches: list[Batch]) -> dict:
-    """Profile one more step, and return its kernels.
-
-    `wrong` names an op that did not run as the row says. `unchecked` lists the ops whose backends name no kernels.
-    `lines` is op -> its lines of kernel code, by kernel_lines().
-    """
-    if step.graph is None:
-        step.release()  # a capture cannot be profiled
-    impls = called_backends(recipe.kernels, recipe.attn, row["kernels"])
-    receipt = profile_step(lambda: step(batches, 0.0), step.device, family_patterns(impls))
-    claims = {op: (row["kernels"][op], expected_kernels(op, impl, row["kernels"][op])) for op, impl in impls.items()}
-    wrong = missing_kernel(receipt, claims)
-    unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
-    receipt["kernels"] = receipt["kernels"][:RECEIPT_KERNELS]
-    more = {"wrong": wrong, "unchecked": unchecked, "lines": kernel_lines(impls)}
-    return {"step_ms": row.get("perf/step_ms"), **receipt, **more}
-
-
 def proof_lines(row: dict) -> str:
     """Return the proof in a few lines, for the terminal."""
-    parity, memory = row["parity"], row["memory"]
+    parity = row["parity"]
     if parity["ok"] is None:
         compared = f"not compared: {parity['why']}"
     else:
@@ -83,11 +67,4 @@ def proof_lines(row: dict) -> str:
             f"{parity['loss_bound']:.1e}), the first gradient {parity['gradient_error']:.1e} "
             f"({parity['gradient_bound']:.1e})"
         )
-    busy = row["receipt"]["busy_ms"]
-    shares = [f"{name} {100 * ms / busy:.0f}%" for name, ms in row["receipt"]["families"].items() if ms > busy / 100]
-    lines = [f"parity   {compared}", f"receipt  {', '.join(shares)} of {busy:.1f} ms in kernels"]
-    for side, parts in memory.items():
-        if parts:
-            split = ", ".join(f"{name} {gib:.3g}" for name, gib in parts.items() if name != "peak")
-            lines.append(f"memory   {side} {parts['peak']:.3g} GiB: {split}")
-    return "\n".join(lines)
+    return "\n".join([f"parity   {compared}", *receipt_lines(row)])

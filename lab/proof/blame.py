@@ -139,12 +139,12 @@ def run_batches(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> 
             if found:
                 break
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    bad = [name for name, gradient in gradients.items() if not finite([gradient])]
-    if not found and not finite([loss]):
+    bad = [name for name, gradient in gradients.items() if not all_finite([gradient])]
+    if not found and not all_finite([loss]):
         found = ["the loss, outside of every op"]
     if not found and bad:
         found = [f"the gradient of {bad[0]}, outside of every op"]
-    if not found and not finite([nn.utils.get_total_norm([gradient.float() for gradient in gradients.values()])]):
+    if not found and not all_finite([nn.utils.get_total_norm([gradient.float() for gradient in gradients.values()])]):
         found = ["the gradient norm: it overflows, and every gradient is finite"]
     bits = int(checksum([loss, *gradients.values(), *sums]))
     return Replay(swap, loss.item(), found[0] if found else None, bits=bits)
@@ -187,13 +187,13 @@ def watched(function: Callable, where: str, found: list[str], sums: list[Tensor]
     """Return the function with a test of its tensors, forward and backward, and a checksum of its outputs."""
 
     def call(*arguments, **options):
-        if not finite(arguments):
+        if not all_finite(arguments):
             found.append(f"the inputs of {where}")
         aliases = [alias(x) for x in arguments]  # so that the gradient of each input is of this call alone
         result = function(*aliases, **options)
         outputs = result if isinstance(result, tuple) else (result,)
         sums.append(checksum(float_tensors(outputs)))
-        if not finite(outputs):
+        if not all_finite(outputs):
             found.append(f"{where}, its output")
         for values, what in ((outputs, f"the gradient that reaches {where}"), (aliases, f"{where}, its gradient")):
             for value in values:
@@ -213,11 +213,11 @@ def alias(value: Any) -> Any:
 
 
 def check_gradient(what: str, found: list[str], gradient: Tensor) -> None:
-    if not finite([gradient]):
+    if not all_finite([gradient]):
         found.append(what)
 
 
-def finite(values: Iterable) -> bool:
+def all_finite(values: Iterable) -> bool:
     """Return whether all tensors among the values are finite."""
     return all(bool(tensor.isfinite().all()) for tensor in float_tensors(values))
 

@@ -3,7 +3,7 @@
 A fake tensor has a shape, a dtype and a device, and no memory. Operators, autograd, the optimizer and
 torch.utils.checkpoint run on fake tensors unchanged, and create the same tensors as on real ones. So no backend needs a
 formula: activation checkpoints, a sliding window, and attention that writes T x T scores are counted without further
-code. torch.compile runs too, and generates no code (lab/proof/compiled.py).
+code. A model under torch.compile is predicted as if it were not compiled, which takes more memory.
 
     with simulate(device) as usage:
         model = recipe.build(device)
@@ -19,21 +19,25 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from data.loader import Batch
 from kernels.compat import TorchDispatchMode, storage_id
+from kernels.registry import AttnConfig, KernelsConfig
+from kernels.sampling import Sampling
 from lab import compat
-from lab.proof.compiled import simulate_code
 from lab.recipe import Recipe
 from model.chunks import chunk_tokens
-from model.config import PRECISIONS
+from model.config import PRECISIONS, GPTConfig
+from model.decoder import Decoder
+from model.generate_config import GenerateConfig
 from model.gpt import GPT
 from model.optim import Optimizer
 from model.parallel import prepare
-from model.step import train_step
+from model.step import build, train_step
 from runtime.device import GIB, OutOfMemory
 from runtime.ranks import Ranks
 from runtime.schedule import TrainConfig
@@ -50,6 +54,8 @@ class MemoryUsage(TorchDispatchMode):
     it, until the last of them is freed. `opaque` names the custom ops of which only the fakes' allocations were
     counted.
     """
+
+    supports_higher_order_operators = True  # such as flex_attention
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -97,7 +103,8 @@ class MemoryUsage(TorchDispatchMode):
 @contextmanager
 def simulate(device: torch.device) -> Iterator[MemoryUsage]:
     """Make all new tensors fake, and yield the memory that the tensors on `device` would take."""
-    with compat.fake_tensors(), compat.compile_with(simulate_code), MemoryUsage(device) as usage:
+    # attn=flex calls torch.compile itself; aot_eager then runs the operators one by one
+    with compat.fake_tensors(), compat.compile_with("aot_eager"), MemoryUsage(device) as usage:
         yield usage
 
 
@@ -115,7 +122,7 @@ def split_peak(usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch
     parts = {"weights": tensor_bytes(model.parameters()), "gradients": 0}
     parts["optimizer"] = before - parts["weights"] - tensor_bytes(batches[0])
 
-    def observed_backward(loss: Tensor, last: bool) -> None:  # torch.compile would compile a hook of the model, too
+    def observed_backward(loss: Tensor, last: bool) -> None:
         nonlocal before
         parts["activations"] = usage.now - before
         backward(loss, last)
@@ -130,17 +137,15 @@ def split_peak(usage: MemoryUsage, model: nn.Module, optimizer: Optimizer, batch
 def predict_parts(
     recipe: Recipe, device: torch.device, start: Callable[[Recipe, int], tuple], length: int, chunk: int
 ) -> tuple[dict[str, float], set[str]]:
-    """Return split_peak() of one step, and the opaque ops.
+    """Return split_peak() of one step without torch.compile, and the opaque ops.
 
     start(recipe, length) returns the step's model, optimizer and batches. With model.checkpointing=chunks, a chunk has
-    `chunk` tokens of a sequence.
-
-    torch.compile traces 12 layers in 20 s, and 24 chunks in 12 layers take 75 s. So if the model is compiled or has
-    many chunks, only FEW_LAYERS are simulated, and of many chunks only FEW_CHUNKS. Each layer and each chunk adds the
-    same.
+    `chunk` tokens of a sequence. 24 chunks in 12 layers take 75 s, so with many chunks only FEW_CHUNKS are simulated,
+    in FEW_LAYERS. Each layer and each chunk adds the same.
     """
+    recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
     many_chunks = recipe.model.checkpointing == "chunks" and length > FEW_CHUNKS[1] * chunk
-    if recipe.model.n_layer > FEW_LAYERS[1] and (recipe.kernels.compile or many_chunks):
+    if many_chunks and recipe.model.n_layer > FEW_LAYERS[1]:
 
         def predict_layers(count: int) -> tuple[dict[str, float], set[str]]:
             smaller = replace(recipe, model=replace(recipe.model, n_layer=count))
@@ -159,9 +164,10 @@ def extrapolate(
     predict: Callable[[int], tuple[dict[str, float], set[str]]], sizes: tuple[int, int], size: float
 ) -> tuple[dict[str, float], set[str]]:
     """Return what predict(size) would return if the bytes of each part are linear, from predict() at two sizes."""
-    (near, opaque), (far, _) = map(predict, sizes)
+    small, opaque = predict(sizes[0])
+    large, _ = predict(sizes[1])
     steps = (size - sizes[0]) / (sizes[1] - sizes[0])
-    return {part: near[part] + steps * (far[part] - near[part]) for part in near}, opaque
+    return {part: small[part] + steps * (large[part] - small[part]) for part in small}, opaque
 
 
 def predict_step(
@@ -178,6 +184,33 @@ def predict_step(
         return model, recipe.make_optimizer(model), [batch] * min(2, micro_steps)
 
     return in_gib(predict_parts(recipe, device, start, block_size, recipe_chunk(recipe, batch_size))[0])
+
+
+def predict_generation(
+    groups: tuple[GPTConfig, KernelsConfig, AttnConfig, str],
+    options: GenerateConfig,
+    shape: tuple[int, int],
+    new_tokens: int,
+    device: torch.device,
+    kept: int = 0,
+) -> tuple[dict[str, float], set[str]]:
+    """Return the bytes of weights, KV cache and peak of a prefill of `shape` and a step, and the opaque ops.
+
+    The step is one of blocks. For any other decoder there is none: all share the prefill, which takes more memory. The
+    prefill leaves out the first `kept` tokens.
+    """
+    config, kernels, attn, precision = groups
+    prefill_only = kernels.decode != "blocks"
+    kernels = replace(kernels, compile=False, decode="blocks")
+    with simulate(device) as usage:
+        model = build(config, kernels, attn, precision, device, seed=0).eval()
+        settings = {"options": options, "prefill_only": prefill_only}
+        decoder = Decoder(model, shape[0], shape[1] + new_tokens, Sampling(config.vocab_size, 0), **settings)
+        decoder.prefill(torch.zeros(shape, dtype=torch.int64, device=device), kept=kept)
+        if not prefill_only:
+            decoder.step()
+        parts = {"weights": tensor_bytes(model.parameters()), "kv_cache": tensor_bytes(chain(*decoder.kv))}
+        return parts | {"peak": usage.peak}, usage.opaque
 
 
 def recipe_chunk(recipe: Recipe, batch_size: int) -> int:

@@ -14,6 +14,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from kernels.registry import expected_kernels, family_patterns
+from lab.proof.source_lines import kernel_lines
 from runtime.timing import synchronize
 
 Patterns = dict[str, tuple[str, ...]]  # family -> patterns
@@ -25,6 +27,7 @@ AFTER_OPS: Patterns = {
     "elementwise and sums": (r"(?i)elementwise|reduce|triton_|fused|aten::(add|mul|div|sum|neg)",),
 }
 OTHER = "other"
+KEPT = 24  # kernels of a receipt that the row stores
 
 
 def family_of(name: str, op_patterns: Patterns) -> str:
@@ -63,6 +66,44 @@ def profile_step(
         families[family] += ms
         kernels.append({"name": name[:200], "family": family, "calls": calls[name] / steps, "ms": ms})
     return {"busy_ms": sum(families.values()), "families": dict(families.most_common()), "kernels": kernels}
+
+
+def make_receipt(
+    step: Callable[[], object],
+    device: torch.device,
+    impls: dict[str, str],
+    described: dict[str, str],
+    forward_only: bool = False,
+    count: Callable[[], int] = lambda: 1,
+) -> dict:
+    """Profile step(), and return its kernels, for the backends in `impls`: op -> backend.
+
+    `described` is op -> its backend in the row. `wrong` names an op that did not run as the row says. `unchecked` lists
+    the ops whose backends name no kernels. `lines` is op -> its lines of kernel code, by kernel_lines(). A backend's
+    first pattern is for the forward. With `forward_only` the others are left out. `count` is as in profile_step().
+    """
+    receipt = profile_step(step, device, family_patterns(impls), count)
+    claims = {op: (described[op], expected_kernels(op, impl, described[op])) for op, impl in impls.items()}
+    if forward_only:
+        claims = {op: (description, patterns[:1]) for op, (description, patterns) in claims.items()}
+    if device.type == "cpu" and "decode" in claims:  # a CPU's profile names operators, and a decoder's kernels are none
+        claims["decode"] = described["decode"], ()
+    wrong = missing_kernel(receipt, claims)
+    unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
+    receipt["kernels"] = receipt["kernels"][:KEPT]
+    return {**receipt, "wrong": wrong, "unchecked": unchecked, "lines": kernel_lines(impls)}
+
+
+def receipt_lines(row: dict) -> list[str]:
+    """Return the row's receipt, and its memory by part, as lines for the terminal."""
+    receipt, busy = row["receipt"], row["receipt"]["busy_ms"]
+    shares = [f"{name} {100 * ms / busy:.0f}%" for name, ms in receipt["families"].items() if ms > busy / 100]
+    lines = [f"receipt  {', '.join(shares)} of {busy:.4g} ms in kernels"]
+    for side, parts in row["memory"].items():
+        if parts:
+            split = ", ".join(f"{name} {gib:.3g}" for name, gib in parts.items() if name != "peak")
+            lines.append(f"memory   {side} {parts['peak']:.3g} GiB: {split}")
+    return lines
 
 
 def missing_kernel(receipt: dict, claims: dict[str, tuple[str, tuple[str, ...]]]) -> str | None:

@@ -86,20 +86,20 @@ def soak(minutes: float, device: torch.device) -> Iterator[str]:
         (precision, part), numbers = min(wrong.items(), key=lambda item: item[1])
         gpu = f", {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
         raise UserError(
-            f"{device_name(device)} ({device} of {platform.node()}{gpu}) miscomputes: {different(wrong)} of "
+            f"{device_name(device)} ({device} of {platform.node()}{gpu}) miscomputes: {count_different(wrong)} of "
             f"{repetitions} repetitions differ from the first. Repetition {numbers[0]} differs in the {part} of the "
             f"{precision} step. Take the device out of use, and check its memory, power and cooling"
         )
     yield f"soaked   {device_name(device)}: the bits of all {repetitions:,} repetitions are equal"
 
 
-def different(wrong: dict[tuple[str, str], list[int]]) -> int:
+def count_different(wrong: dict[tuple[str, str], list[int]]) -> int:
     """Return how many repetitions differ from the first."""
     return len({number for numbers in wrong.values() for number in numbers})
 
 
 def minute_line(seconds: float, repetitions: int, wrong: dict[tuple[str, str], list[int]], power: PowerMeter) -> str:
-    cells = [f"soak     {seconds / 60:.1f} min", f"{repetitions:,} repetitions", f"{different(wrong)} differ"]
+    cells = [f"soak     {seconds / 60:.1f} min", f"{repetitions:,} repetitions", f"{count_different(wrong)} differ"]
     if figures := power.figures(1, Ranks()):
         cells.append(f"{figures['power/watts']:.0f} of {figures['power/limit_watts']:.0f} W")
         cells.append(f"{figures['power/sm_mhz']:,.0f} of {figures['power/max_sm_mhz']:,} MHz")

@@ -224,7 +224,7 @@ def test_a_failed_launch_is_an_error(lag, monkeypatch):
 def test_graphs_of_several_steps(options, new, lag):
     """A graph makes GRAPH_TOKENS tokens. The last graph may exceed the capacity and the table of 24 positions.
 
-    A replay after the end works too: make_receipt() profiles it.
+    A replay after the end works too: receipt_of_step() profiles it.
     """
     model, (idx, lengths) = varied_gpt(replace(SMALL, **options)), ragged()
     expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)

@@ -10,29 +10,25 @@ import pytest
 
 from scripts import bench_attention, bench_kernels, judge
 from tests.lab.judge.test_judge import verdict_of
-from tests.scripts.test_generate import save_model
 
 NORM = "op=norm", "shape=narrow", "dtype=float32", "rounds=1"
 ATTENTION = "impl=[eager]", "lengths=[16]", "heads=2", "head_dim=8", "dtype=float32", "rounds=1"
-RACE = "checkpoint=ckpt.pt", "decoders=[blocks]", "precision=fp32", "max_new_tokens=60", "prompt=a"
 COMMANDS = {  # command -> its arguments, and one of its figures
     "bench_kernels": ([*NORM, "impl=[eager]"], "norm/narrow/eager/both/ms"),
     "bench_attention": (ATTENTION, "attention/16/eager/both/ms"),
     "tune": ([*NORM, "auto=true"], "norm float32/ms/5/eager"),
     "doctor": (["op=norm", "impl=eager"], "answers/ok"),
-    "race": (RACE, "blocks/gen/decode_tokens_per_sec"),
     "judge": (["op=norm", "impl=triton", "against=eager"], "norm/triton/ratio/value"),
 }
 
 
 @pytest.fixture
 def run(called, monkeypatch, tables, tmp_path):
-    """Run a command in this process: run("race", "logger=wandb") -> its output.
+    """Run a command in this process: run("tune", "logger=wandb") -> its output.
 
     The probes, the ceilings and the verdict are fakes, and no figure is drawn.
     """
     monkeypatch.chdir(tmp_path)
-    save_model(tmp_path)
 
     def probe(groups, device, limit):
         return [["ok: torch" if probe.impl == "eager" else "unavailable: no"] for [probe] in groups]

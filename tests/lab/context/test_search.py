@@ -77,17 +77,21 @@ def test_longest_is_found_whatever_was_predicted(predicted, most):
     assert row.get("context/train/prediction_error") == (predicted and pytest.approx(predicted / 2**16 - 1))
 
 
-def test_two_short_attempts_correct_an_uncertain_prediction():
-    """The prediction is twice the memory, because an op's own memory was not seen."""
-    attempts = {}
-    for uncertain in (False, True):
-        machine = Machine(predicted=2**17)
-        machine.first.row["opaque"] = ["an op"] if uncertain else []
-        row = longest(machine)
-        assert row["context/max_train"] == machine.LIMIT
-        assert row["context/train/predicted"] == machine.LIMIT // 2
-        attempts[uncertain] = len(machine.attempted)
-    assert attempts == {False: 2 + 16, True: 2 + 2}
+@pytest.mark.parametrize(
+    ("opaque", "compiled", "attempts"), [([], False, 2 + 16), (["an op"], False, 2 + 2), ([], True, 2 + 2)]
+)
+def test_two_short_attempts_correct_an_uncertain_prediction(opaque, compiled, attempts):
+    """The prediction is twice the memory, because an op's own memory was not seen, or ignores torch.compile.
+
+    The row of a compiled model has no prediction.
+    """
+    machine = Machine(predicted=2**17)
+    machine.first.row["opaque"] = opaque
+    row = longest(machine, f"kernels.compile={str(compiled).lower()}")
+    assert row["context/max_train"] == machine.LIMIT
+    assert row["context/train/predicted"] == (None if compiled else machine.LIMIT // 2)
+    assert ("context/train/prediction" in row) != compiled
+    assert len(machine.attempted) == attempts
 
 
 @pytest.mark.parametrize(("opaque", "host_tokens"), [([], None), (["an op"], None), ([], 999_999)])

@@ -57,14 +57,14 @@ def test_the_last_graph_does_not_count_if_its_tokens_were_cut():
 
 def test_a_receipt_is_that_of_one_token(monkeypatch):
     """A greedy token needs one maximum, and a graph of 8 tokens has 8."""
-    monkeypatch.setattr(measure, "RECEIPT_KERNELS", 1000)
+    monkeypatch.setattr("lab.proof.receipt.KEPT", 1000)
     kernels, attn = KernelsConfig(), AttnConfig("eager")
     row = {"kernels": dict.fromkeys(("norm", "attention", "mlp", "decode"), "eager")}
     decoders = [Decoder(varied_gpt(), 1, 24, GREEDY) for _ in range(2)]
     with_graphs(decoders[1], 3, 21)
     for decoder in decoders:
         decoder.prefill(prompt(1))
-        receipt = measure.make_receipt(decoder, row, kernels, attn)
+        receipt = measure.receipt_of_step(decoder, row, kernels, attn)
         assert {kernel["name"]: kernel["calls"] for kernel in receipt["kernels"]}["aten::max"] == 1
 
 

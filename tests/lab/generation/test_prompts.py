@@ -183,7 +183,6 @@ def test_the_longest_prompt_decides_how_many_tokens_fit():
     assert longest_prompt([short, long]) == long
     assert fit_new_tokens([short, long], None, LEARNED) == 2
     assert fit_new_tokens([short], None, LEARNED) == 6
-    assert fit_new_tokens([short], None, LEARNED, default=3) == 3
     with pytest.raises(
         UserError, match="line 2 of f has 6 tokens, and with max_new_tokens=3 these are more than the 8"
     ):

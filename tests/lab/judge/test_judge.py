@@ -185,7 +185,7 @@ def test_training_swaps_one_op_and_nothing_else():
 @pytest.mark.parametrize(
     ("claim", "message"),
     [
-        (Claim("decode", "triton", "blocks"), "op=decode: python -m scripts.race compares decoders"),
+        (Claim("decode", "triton", "blocks"), "op=decode: python -m scripts.generate -m kernels.decode="),
         (Claim("nrom", "triton", "eager"), "op=nrom: choose norm, linear"),
         (Claim("norm", None, "eager"), "impl is missing: name the backend of norm to judge"),
         (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are auto, eager, "),
@@ -214,7 +214,7 @@ def test_every_case_is_probed_in_fp32_and_bf16(monkeypatch):
     assert {"fp32 768", "bf16 small_weights", "bf16 768 compiled"} <= statuses.keys()
     assert list(statuses)[-1] == "bf16 training"
     assert [probe.dtype for probe in probes].count(torch.float32) == len(contract("norm").CASES) + 1
-    assert [probe.compiled for probe in probes if not probe.strict] == [True, True]
+    assert sum(probe.compiled for probe in probes) == 2
 
 
 def test_the_cases_run_in_equal_groups_and_keep_their_answers(monkeypatch):

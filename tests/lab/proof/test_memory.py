@@ -195,6 +195,11 @@ def test_predicted_weights_gradients_and_optimizer_state(precision, stored, stat
     assert 0 < parts["optimizer"] - state * count <= 4 * tensors + 36  # AdamW's steps, four counters, lr
 
 
+def test_a_compiled_model_is_predicted_as_if_it_were_not_compiled():
+    plain, compiled = (predict_bytes(config(f"kernels={name}"), 128) for name in ("eager", "compile"))
+    assert plain == compiled
+
+
 def test_the_gradients_of_a_micro_batch_are_there_in_the_next_forward():
     """The peak of one micro-batch is before the end of its backward, when most gradients are not there yet."""
     one, two = (predict_step(config().recipe, 1, 16, count, CPU) for count in (1, 2))
@@ -268,6 +273,13 @@ def test_an_op_whose_allocations_are_not_seen_is_named():
         assert (usage.now, usage.peak) == (0, 10_000)
 
 
+def test_an_op_that_compiles_itself_counts_as_without_torch_compile():
+    with simulate(CPU) as usage:
+        x = torch.zeros(1000)
+        torch.compile(lambda x: x.exp() + x, fullgraph=True)(x)
+        assert (usage.now, usage.peak) == (4000, 12_000)
+
+
 def test_the_workspace_of_flash_attentions_backward_counts():
     """It has a sum of dq in fp32 and two numbers for each query, and with grouped heads sums of dk and dv."""
     flash = importlib.import_module("kernels.attention.flash")
@@ -291,7 +303,6 @@ def test_the_workspace_of_flash_attentions_backward_counts():
         "kernels=eager",
         "kernels=triton",
         "kernels=triton model.checkpointing=host",
-        "kernels=compile",
         "kernels=triton attn=flex",
     ],
 )
