@@ -14,12 +14,12 @@ def attention_plot(rows: list[dict], path: Path) -> Path:
     """Draw time and memory of attention over T, forward + backward."""
     colours = choice_colours([], [row["impl"] for row in rows])
     figures = [attention_figure(rows, colours, key) for key in ATTENTION_UNITS]
-    return draw([figure for figure in figures if figure], path)
+    return draw_figures([figure for figure in figures if figure], path)
 
 
 def roofline(rows: list[dict], path: Path) -> Path:
     """Draw the newest row of each kernel under its machine's roofline."""
-    return draw([roofline_figure(rows, choice_colours([], [row["impl"] for row in rows]))], path)
+    return draw_figures([roofline_figure(rows, choice_colours([], [row["impl"] for row in rows]))], path)
 
 
 def curves_plot(runs: list[Curve], path: Path) -> Path:
@@ -34,9 +34,9 @@ def curves_plot(runs: list[Curve], path: Path) -> Path:
         style |= {"dash": [*LINES][seeds.index(run.seed) % len(LINES)], "width": 1}
         curves.append(LossCurve(run.losses, first.losses, style))
     y = "validation loss" if runs[0].losses is runs[0].validation else "training loss"
-    return draw([loss_figure(curves, y, "above the first of its seed")], path)
+    return draw_figures([loss_figure(curves, y, "above the first of its seed")], path)
 
 
 def speed_plot(choices: list[Choice], colours: dict[str, str], path: Path) -> Path:
     """Draw tokens/s and peak memory of each choice, the first choice on top."""
-    return draw([speed_figure(choices, colours), peak_figure(choices, colours)], path)
+    return draw_figures([speed_figure(choices, colours), peak_figure(choices, colours)], path)

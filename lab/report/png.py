@@ -43,7 +43,7 @@ def save(figure, path: Path) -> Path:
     return path
 
 
-def draw(figures: list[Figure], path: Path) -> Path:
+def draw_figures(figures: list[Figure], path: Path) -> Path:
     """Draw figures side by side; bars share their categories."""
     first = figures[0]
     categories = dict.fromkeys(point.y for point in first.series[0].points) if first.row else ()
