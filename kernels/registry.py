@@ -137,9 +137,12 @@ class AttnConfig:
 def unavailable(op: str, impl: str, device: torch.device, version: str | None = None) -> str | None:
     """Return, in one sentence, why this backend or this version of it cannot run on `device`, or None if it can.
 
-    Raises KernelError as backend() does.
+    A file that imports triton, and says nothing itself, needs what Triton needs. Raises KernelError as backend() does.
     """
-    probe = getattr(backend(op, impl), "unavailable", None)
+    module = backend(op, impl)
+    if not hasattr(module, "unavailable") and "triton" in vars(module):
+        return importlib.import_module("kernels.gpu").triton_unavailable(device)
+    probe = getattr(module, "unavailable", None)
     return probe(device, **version_argument(version)) if probe else None
 
 

@@ -5,6 +5,7 @@ import torch
 
 from kernels import lookup, names, registry
 from kernels import norm as norm_contract
+from kernels.gpu import triton_unavailable
 from kernels.registry import AttnConfig, KernelError, KernelsConfig, Unavailable, describe, impls, label, load, resolve
 
 CPU = torch.device("cpu")
@@ -53,6 +54,17 @@ def test_a_file_that_cannot_be_imported_is_named_and_breaks_no_other_choice(brok
     )
     assert "takes no wings" in registry.missing_argument(load("norm", "eager", CPU), "wings", "norm")
     assert set(registry.importable_backends("norm")) == set(impls("norm")) - {"broken"}
+
+
+def test_a_file_with_triton_needs_what_triton_needs(tmp_path, monkeypatch):
+    """Without this, its kernels would fail in the middle of the first step."""
+    path = tmp_path / "mine.py"
+    path.write_text("import triton\n\n\ndef norm(x, residual, weight, bias, eps=1e-5):\n    return x, x\n")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert registry.unavailable("norm", str(path), CPU) == triton_unavailable(CPU)
+    assert "for a trial on a CPU set TRITON_INTERPRET=1" in triton_unavailable(CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert registry.unavailable("norm", str(path), CPU) is None
 
 
 def test_all_backends_that_cannot_run_are_named_at_once(monkeypatch):
