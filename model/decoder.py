@@ -49,9 +49,9 @@ def next_tokens(
     """Run a decoding step. Return the token that it draws after each of tokens (B, T), (B, T) int64, and the logits."""
     B, T = tokens.shape
     logits = decode(packed, tokens, cache)
-    places = (cache.token_positions(T) + 1).view(-1)
+    draw_positions = (cache.token_positions(T) + 1).view(-1)
     seeds = seeds if T == 1 else seeds.repeat_interleave(T, output_size=B * T)
-    return draw(logits.view(B * T, -1), seeds, places, sampling).view(B, T), logits
+    return draw(logits.view(B * T, -1), seeds, draw_positions, sampling).view(B, T), logits
 
 
 class Decoder:

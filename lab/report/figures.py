@@ -7,7 +7,7 @@ from lab.report.choices import Choice
 from lab.report.colours import CHOICE_COLOURS, choice_colours
 from lab.report.loss_curves import Curve, with_reference
 from lab.report.panels import LossCurve, loss_figure, peak_figure, speed_figure
-from lab.report.png import LINES, draw
+from lab.report.png import LINES, draw_figures
 
 
 def attention_plot(rows: list[dict], path: Path) -> Path:
