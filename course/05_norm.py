@@ -63,16 +63,14 @@ def bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, stats_ptr, dx_ptr, sums_ptr, N
     tl.store(sums_ptr + (programs + program) * C + c, dbias, c < C)
 
 
-def launch(C):  # a thread gets 8 or 16 elements of a row
-    return {"C": C, "ROWS": max(1, 2048 // triton.next_power_of_2(C)), "num_warps": 4 if C <= 2048 else 16}
-
-
 class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps):
-        (N, C), s = x.shape, torch.empty_like(x if residual is None else residual)
-        y, stats, config = torch.empty_like(x, dtype=weight.dtype), x.new_empty(N, 2, dtype=torch.float32), launch(C)
-        fwd_kernel[(triton.cdiv(N, config["ROWS"]),)](x, residual, weight, bias, y, s, stats, N, eps, **config)
+        (N, C), stats = x.shape, x.new_empty(len(x), 2, dtype=torch.float32)
+        y, s = torch.empty_like(x, dtype=weight.dtype), torch.empty_like(x if residual is None else residual)
+        # a thread gets 8 or 16 elements of a row
+        ctx.launch = {"C": C, "ROWS": max(1, 2048 // triton.next_power_of_2(C)), "num_warps": 4 if C <= 2048 else 16}
+        fwd_kernel[(triton.cdiv(N, ctx.launch["ROWS"]),)](x, residual, weight, bias, y, s, stats, N, eps, **ctx.launch)
         ctx.save_for_backward(s, weight, stats)
         return y, s
 
@@ -84,7 +82,7 @@ class Norm(torch.autograd.Function):
         s, weight, stats = ctx.saved_tensors
         (N, C), dx = s.shape, torch.empty_like(s)
         sums = torch.empty(2, min(N, 528), C, device=s.device)  # 4 programs for each of an H200's 132 multiprocessors
-        bwd_kernel[(sums.shape[1],)](dy.contiguous(), ds.contiguous(), s, weight, stats, dx, sums, N, **launch(C))
+        bwd_kernel[(sums.shape[1],)](dy.contiguous(), ds.contiguous(), s, weight, stats, dx, sums, N, **ctx.launch)
         return dx, dx if ctx.needs_input_grad[1] else None, *sums.sum(1).to(weight.dtype), None
 
 
