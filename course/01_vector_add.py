@@ -1,18 +1,16 @@
 """Rung 1: add two vectors, in Triton.
 
-A GPU has over a hundred multiprocessors. A kernel is a program that runs many times in parallel, and each run has its
-own number, `tl.program_id(0)`. Here each program adds one block of 1024 elements. The numbers of its elements are one
-vector, `at`; a load fetches the whole block at once. The last block reaches beyond the end of the vector, so a mask
-says which elements exist.
+A kernel is a function that runs on the GPU many times in parallel. Triton calls each run a program, and
+`tl.program_id(0)` is its number. Each program here adds one block of 1024 elements: the vector `at` holds their
+numbers, and one load fetches all of them. The last block reaches beyond n, so a mask says which elements exist.
 
-In bf16 an element moves 6 bytes: two loads and a store of 2 bytes each. That is one FLOP for 6 bytes. An H200 moves
-4.2 TB/s and computes 777 TFLOP/s, 186 FLOP a byte, so this kernel waits for memory: it is memory-bound. Its floor is
-the time of a copy of as many bytes, and no kernel can be faster. PyTorch's own addition is already at the floor.
+In bf16 an element takes 6 bytes (two loads and a store) and one FLOP. An H200 copies 4.2 TB/s and computes 777
+TFLOP/s. The ratio, 186 FLOP a byte, is its ridge. A kernel below the ridge waits for memory: it is memory-bound. Its
+floor is the time of a copy of as many bytes. PyTorch's own addition is already at the floor.
 
-Exercise: `exercise` below is three operators in PyTorch, and each reads and writes memory. Write one kernel that loads
-x and y once and stores once. Put it behind a function `solution(x, y)` in a file of yours, and run
-
-    python course/01_vector_add.py mine.py
+Exercise: `exercise` below is three operators in PyTorch, and each operator reads and writes memory. Write one kernel
+that loads x and y once and stores the result once. Call it in a function `solution(x, y)`, in a file of your own, and
+run `python course/01_vector_add.py mine.py`.
 """
 
 import torch
@@ -21,7 +19,7 @@ import triton.language as tl
 
 
 @triton.jit
-def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
+def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):  # constexpr: known when Triton compiles
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # int64: n may pass 2^31
     x = tl.load(x_ptr + at, at < n)
     y = tl.load(y_ptr + at, at < n)
@@ -29,27 +27,24 @@ def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 def add(x, y):
-    out = torch.empty_like(x)
-    n = out.numel()
-    add_kernel[(triton.cdiv(n, 1024),)](x, y, out, n, BLOCK=1024)
+    out, n = torch.empty_like(x), x.numel()
+    add_kernel[(triton.cdiv(n, 1024),)](x, y, out, n, BLOCK=1024)  # in the brackets: how many programs run
     return out
 
 
 KERNELS = {"triton": add}
-SHAPES = {"gpu": {"shape": (2**28,)}, "cpu": {"shape": (5000,)}}
+SHAPES = {"gpu": {"n": 2**28}, "cpu": {"n": 5000}}
 
 
-def inputs(shape, dtype, device):
-    x, y = torch.randn(2, *shape, device=device).to(dtype)
-    return {"x": x, "y": y}
+def inputs(n, dtype, device):
+    return {"x": torch.randn(n, device=device).to(dtype), "y": torch.randn(n, device=device).to(dtype)}
 
 
 def reference(x, y):
     return x + y
 
 
-def cost(shape, dtype):
-    n = shape[0]
+def cost(n, dtype):
     return {"forward": (n, 3 * n * dtype.itemsize)}
 
 

@@ -2,35 +2,31 @@
 
     softmax(x)[c] = exp(x[c] - m) / sum, with the maximum m of the row, and the sum of exp(x[c] - m) over the row
 
-exp(89) overflows in fp32, so the maximum is subtracted first. Maximum and sum are reductions: they need the whole row
-before the first result is known. An element takes 8 bytes and about 5 FLOP: memory-bound.
+The kernel subtracts m because exp(89) overflows in fp32. The maximum and the sum are reductions: both need the whole
+row before the first result is known. An element takes 8 bytes and about 5 FLOP: memory-bound.
 
-- cuda: a block of 1024 threads computes a row, and each thread takes every 1024th element. The threads of a warp can
-  read each other's registers (`__shfl_xor_sync`): after five steps all of them have the sum of the warp. The warps
-  exchange their sums through shared memory, a small memory in each multiprocessor. At `__syncthreads()`, a barrier, a
-  thread waits for all threads of its block. Without it a warp could read a sum that is not written yet.
-- triton: a program holds the row in registers, and reads it once. `tl.max` and `tl.sum` do all of the above.
-- online: a wider row does not fit, so a program reads it in blocks. It keeps the maximum m of the blocks so far and the
-  sum of exp(x - m). If m grows to m', it multiplies the sum by exp(m - m'). Then it reads the row again, and writes
-  (Milakov and Gimelshein 2018, arXiv:1805.02867). Part of that read finds the row in L2, the multiprocessors' cache.
+- cuda: a block of 1024 threads computes a row. In `__shfl_xor_sync` the threads of a warp read each other's registers:
+  after five steps each thread has the sum of its warp. The warps exchange these sums in shared memory, a small memory
+  in each multiprocessor. `__syncthreads()` is a barrier: a thread waits there for all threads of its block.
+- triton: a program holds the row in registers. `tl.max` and `tl.sum` do the same as `reduce`. On an H200 it reaches 98%
+  of the floor. cuda reaches 88%, because it reads the row three times, although a cache has the row after the first.
+- online: for wider rows, a program reads the row in blocks, and keeps the maximum m so far and the sum of exp(x - m).
+  If m grows to m', it multiplies the sum by exp(m - m') (Milakov and Gimelshein 2018, arXiv:1805.02867). To write the
+  result it reads the row again. This second read goes partly to memory: 66% of the floor.
 
 Exercise: write the entropy of each row's softmax, m + log(sum exp(x - m)) - sum(p x) with the probabilities p. Read the
-row once, in blocks, with a second running sum, of exp(x - m) x. Rescale both sums. Beyond the end of the row exp(x - m)
-is 0 and x is -inf, and their product is NaN. Put the kernel behind a function `solution(x)`, and run
-
-    python course/04_softmax.py mine.py
+row once, in blocks, with a second running sum, of exp(x - m) x. Beyond the end of the row exp(x - m) is 0 and x is
+-inf, and their product is NaN. Name the function `solution(x)`, and run `python course/04_softmax.py mine.py`.
 """
 
 import functools
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch.utils.cpp_extension import load_inline
 
-SOURCE = r"""
-#include <c10/cuda/CUDAStream.h>
+SOURCE = r"""#include <c10/cuda/CUDAStream.h>
 
 template <typename Op>
 __device__ float reduce(float value, Op op) {  // over the 32 warps of the block; each thread gets the result
@@ -56,7 +52,7 @@ __global__ void softmax_kernel(const float* x, float* out, int columns) {
 
 torch::Tensor softmax(torch::Tensor x) {
   torch::Tensor out = torch::empty_like(x);
-  cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  auto stream = c10::cuda::getCurrentCUDAStream();
   softmax_kernel<<<x.size(0), 1024, 0, stream>>>(x.data_ptr<float>(), out.data_ptr<float>(), x.size(1));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
@@ -104,20 +100,19 @@ KERNELS = {
     "online": lambda x: launch(online_softmax_kernel, x, block=4096, warps=8),
 }
 DTYPE = torch.float32
-SHAPES = {"gpu": {"shape": (32768, 16384)}, "cpu": {"shape": (3, 9001)}}  # the scores of two heads over 16,384 tokens
+SHAPES = {"gpu": {"rows": 32768, "columns": 16384}, "cpu": {"rows": 3, "columns": 9001}}  # scores of two heads
 
 
-def inputs(shape, dtype, device):
-    return {"x": torch.randn(shape, device=device).to(dtype)}
+def inputs(rows, columns, dtype, device):
+    return {"x": torch.randn(rows, columns, device=device).to(dtype)}
 
 
 def reference(x):
     return torch.softmax(x, -1)
 
 
-def cost(shape, dtype):
-    n = math.prod(shape)
-    return {"forward": (5 * n, 2 * n * dtype.itemsize)}
+def cost(rows, columns, dtype):
+    return {"forward": (5 * rows * columns, 2 * rows * columns * dtype.itemsize)}
 
 
 def exercise(x):
