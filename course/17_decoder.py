@@ -1,16 +1,15 @@
 """Rung 17: a persistent decoder: all layers in one launch, with a barrier across the GPU after each matrix.
 
-A decoding step multiplies one token with every weight. Here it is a stack of 12 MLP blocks, x = x + W2 gelu(W1 x), and
-each of 24 products needs the one before it. The first load of a kernel takes 0.7 us, in which an H200 reads 3 MB. So
-this rung is one launch, and a grid barrier stands where a kernel would end: a block arrives at it, and waits until all
-have arrived (1.1 us in a first version of kernels/decode/persistent.cu). The launch is cooperative, so all blocks run
-at the same time: a block would wait forever for one that cannot start.
+A decoding step multiplies one token with every weight. Here it is 12 MLP blocks, x = x + W2 gelu(W1 x): 24 products,
+each of which needs the one before it. The first load of a kernel takes 0.7 us, in which an H200 reads 3 MB. So this
+rung is one launch, and a grid barrier stands where a kernel would end: a block arrives, and then waits until all blocks
+have arrived (1.1 us in a first version of kernels/decode/persistent.cu). In a cooperative launch all blocks run at the
+same time. Without it a block could wait for one that has not started.
 
-Each of 128 blocks owns 24 rows of W1 and 6 rows of W2. A warp has a piece of 768 weights: a row of W1, or a quarter of
-a row of W2. A thread loads 3 x 16 bytes of it, and shuffles add the sums of the warp's threads. Each block keeps its
-own copy of x and adds all results of W2, which saves a barrier. The weights are 113 MB in bf16, with 2 FLOP each: the
-decoder is memory-bound, 27 us at 4.2 TB/s. A weight does not depend on a barrier, so "cuda early" loads the next piece
-between arriving and waiting.
+Each of 128 blocks has 24 warps. A warp multiplies a piece of 768 weights, a row of W1 or a quarter of a row of W2, and
+shuffles add the sums of its threads. Each block adds all results of W2 to its own copy of x, which saves a barrier. The
+weights have 113 MB in bf16, with 2 FLOP each: memory-bound, 27 us at 4.2 TB/s. A weight does not depend on a barrier,
+so "cuda early" loads the next piece between arriving and waiting.
 
 Exercise: RMSNorm before each W1, as in `exercise`. Each block has x, so the norm needs no grid barrier: add the squares
 of the block's warps through shared memory. Run `python course/17_decoder.py mine.py`.
@@ -76,23 +75,20 @@ library = functools.cache(lambda: load_inline("decoder", "void decode(std::vecto
 
 
 def decode(x, w1, w2, early):
-    out, (hidden, branch) = torch.empty_like(x), torch.empty(2, 3072, dtype=torch.float32, device=x.device)
+    out = torch.empty_like(x)
+    hidden, branch = torch.empty(2, 3072, dtype=torch.float32, device=x.device)
     addresses = [tensor.data_ptr() for tensor in (x, w1, w2, out, hidden, branch)]
     library().decode([*addresses, len(w1), early, torch.cuda.current_stream().cuda_stream])
     return out
-
-
-KERNELS = {name: functools.partial(decode, early=early) for name, early in (("cuda", False), ("cuda early", True))}
-SHAPES = {"gpu": {"layers": 12}}
 
 
 def unavailable(device):
     return None if device.type == "cuda" else "it needs an NVIDIA GPU"
 
 
-def inputs(layers, dtype, device):
-    x, w1 = torch.randn(1, 768, device=device), torch.randn(layers, 3072, 768, device=device) / 30
-    return {"x": x.to(dtype), "w1": w1.to(dtype), "w2": torch.randn(layers, 768, 3072, device=device).to(dtype) / 60}
+def inputs(layers, **options):
+    w1, w2 = torch.randn(layers, 3072, 768, **options) / 30, torch.randn(layers, 768, 3072, **options) / 60
+    return {"x": torch.randn(1, 768, **options), "w1": w1, "w2": w2}
 
 
 def reference(x, w1, w2, norm=lambda x: x):
@@ -109,6 +105,8 @@ def exercise(x, w1, w2):
     return reference(x, w1, w2, norm=lambda x: torch.rms_norm(x, (768,), eps=1e-5))
 
 
+KERNELS = {"cuda": functools.partial(decode, early=False), "cuda early": functools.partial(decode, early=True)}
+SHAPES = {"gpu": {"layers": 12}}
 if __name__ == "__main__":
     from climb import climb
 
