@@ -1,12 +1,12 @@
 """Rung 4: a softmax over rows, in CUDA C++ and in Triton, and for rows that do not fit into registers.
 
-softmax(x)[c] is exp(x[c] - m) / total. m is the maximum of the row: exp(89) would overflow in fp32. total is the sum of
-exp(x - m) over the row. Maximum and sum are reductions: they need the whole row before the first result is known. An
-element takes 8 bytes and about 5 FLOP: memory-bound. The percentages are shares of the floor on an H200.
+softmax(x)[c] is exp(x[c] - m) / total. m is the maximum of the row, because exp(89) overflows in fp32. total is the sum
+of exp(x - m) over the row. Both are reductions: they need the whole row before the first result is known. An element
+takes 8 bytes and about 5 FLOP: memory-bound.
 
-- cuda, 88%: a block of 1024 threads computes a row. In `__shfl_xor_sync` the threads of a warp read each other's
-  registers: after five steps each thread has the sum of its warp. The warps exchange these sums in shared memory, a
-  small memory in each multiprocessor. `__syncthreads()` is a barrier: a thread waits for all threads of its block.
+- cuda, 88% of the floor on an H200: a block of 1024 threads computes a row. In `__shfl_xor_sync` the threads of a warp
+  read each other's registers: after five steps each has the sum of its warp. The warps exchange these sums in shared
+  memory, a small memory in each multiprocessor. At the barrier `__syncthreads()` a thread waits for its whole block.
 - triton, 98%: a program holds the row in registers. `tl.max` and `tl.sum` do the work of `reduce`.
 - online, 66%: a program reads a wider row in blocks, and keeps m and total of the blocks so far. If m grows to m', it
   multiplies total by exp(m - m') (Milakov and Gimelshein 2018, arXiv:1805.02867). Then it reads the row again, partly
