@@ -1,22 +1,20 @@
 """Rung 4: a softmax over rows, in CUDA C++ and in Triton, and for rows that do not fit into registers.
 
-    softmax(x)[c] = exp(x[c] - m) / sum, with the maximum m of the row, and the sum of exp(x[c] - m) over the row
+softmax(x)[c] is exp(x[c] - m) / total. m is the maximum of the row, because exp(89) overflows in fp32. total is the sum
+of exp(x - m) over the row. Both are reductions: they need the whole row before the first result is known. An element
+takes 8 bytes and about 5 FLOP: memory-bound.
 
-The kernel subtracts m because exp(89) overflows in fp32. The maximum and the sum are reductions: both need the whole
-row before the first result is known. An element takes 8 bytes and about 5 FLOP: memory-bound.
+- cuda, 88% of the floor on an H200: a block of 1024 threads computes a row. In `__shfl_xor_sync` the threads of a warp
+  read each other's registers: after five steps each has the sum of its warp. The warps exchange these sums in shared
+  memory, a small memory in each multiprocessor. At the barrier `__syncthreads()` a thread waits for its whole block.
+- triton, 98%: a program holds the row in registers. `tl.max` and `tl.sum` do the work of `reduce`.
+- online, 66%: a program reads a wider row in blocks, and keeps m and total of the blocks so far. If m grows to m', it
+  multiplies total by exp(m - m') (Milakov and Gimelshein 2018, arXiv:1805.02867). Then it reads the row again, partly
+  from memory: the rows of all running programs take more than the 50 MB of L2, the cache of all multiprocessors.
 
-- cuda: a block of 1024 threads computes a row. In `__shfl_xor_sync` the threads of a warp read each other's registers:
-  after five steps each thread has the sum of its warp. The warps exchange these sums in shared memory, a small memory
-  in each multiprocessor. `__syncthreads()` is a barrier: a thread waits there for all threads of its block.
-- triton: a program holds the row in registers. `tl.max` and `tl.sum` do the same as `reduce`. On an H200 it reaches 98%
-  of the floor. cuda reaches 88%, because it reads the row three times, although a cache has the row after the first.
-- online: for wider rows, a program reads the row in blocks, and keeps the maximum m so far and the sum of exp(x - m).
-  If m grows to m', it multiplies the sum by exp(m - m') (Milakov and Gimelshein 2018, arXiv:1805.02867). To write the
-  result it reads the row again. This second read goes partly to memory: 66% of the floor.
-
-Exercise: write the entropy of each row's softmax, m + log(sum exp(x - m)) - sum(p x) with the probabilities p. Read the
-row once, in blocks, with a second running sum, of exp(x - m) x. Beyond the end of the row exp(x - m) is 0 and x is
--inf, and their product is NaN. Name the function `solution(x)`, and run `python course/04_softmax.py mine.py`.
+Exercise: write the entropy of each row's softmax, m + log(total) - sum(p x) with the probabilities p. Read the row
+once, in blocks, with a second running sum, of exp(x - m) x. Beyond the end of the row exp(x - m) is 0 and x is -inf:
+their product is NaN. Name the function `solution(x)`, and run `python course/04_softmax.py mine.py`.
 """
 
 import functools
@@ -28,8 +26,7 @@ from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""#include <c10/cuda/CUDAStream.h>
 
-template <typename Op>
-__device__ float reduce(float value, Op op) {  // over the 32 warps of the block; each thread gets the result
+template <typename Op> __device__ float reduce(float value, Op op) {  // over the block; each thread gets the result
   __shared__ float of_warp[32];
   for (int d = 16; d > 0; d /= 2) value = op(value, __shfl_xor_sync(~0u, value, d));  // with the thread d away
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
@@ -45,7 +42,7 @@ __global__ void softmax_kernel(const float* x, float* out, int columns) {
   float m = -INFINITY, sum = 0;
   for (int c = threadIdx.x; c < columns; c += 1024) m = fmaxf(m, x[c]);
   m = reduce(m, [](float a, float b) { return fmaxf(a, b); });
-  for (int c = threadIdx.x; c < columns; c += 1024) sum += expf(x[c] - m);  // this read finds the row in a cache
+  for (int c = threadIdx.x; c < columns; c += 1024) sum += expf(x[c] - m);  // finds the row in L2
   float inverse = 1 / reduce(sum, [](float a, float b) { return a + b; });
   for (int c = threadIdx.x; c < columns; c += 1024) out[c] = expf(x[c] - m) * inverse;
 }
@@ -81,23 +78,23 @@ def online_softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
         c = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * columns + c, c < columns, other=-float("inf"))
         larger = tl.maximum(m, tl.max(x, 0))
-        total = total * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), 0)
-        m = larger
+        m, total = larger, total * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), 0)
     for start in range(0, columns, BLOCK):
         c = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row * columns + c, c < columns, other=-float("inf"))
         tl.store(out_ptr + row * columns + c, tl.exp(x - m) / total, c < columns)
 
 
-def launch(kernel, x, block, warps):
-    kernel[(len(x),)](x, out := torch.empty_like(x), x.shape[1], BLOCK=block, num_warps=warps)
+def launch(kernel, x, **constants):
+    out = torch.empty_like(x)
+    kernel[(len(x),)](x, out, x.shape[1], **constants)
     return out
 
 
 KERNELS = {
     "cuda": lambda x: library().softmax(x),
-    "triton": lambda x: launch(softmax_kernel, x, block=triton.next_power_of_2(x.shape[1]), warps=16),
-    "online": lambda x: launch(online_softmax_kernel, x, block=4096, warps=8),
+    "triton": lambda x: launch(softmax_kernel, x, BLOCK=triton.next_power_of_2(x.shape[1]), num_warps=16),
+    "online": lambda x: launch(online_softmax_kernel, x, BLOCK=4096, num_warps=8),
 }
 DTYPE = torch.float32
 SHAPES = {"gpu": {"rows": 32768, "columns": 16384}, "cpu": {"rows": 3, "columns": 9001}}  # scores of two heads
