@@ -11,8 +11,9 @@ from model.executed import executed_kernels, slower_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT
 from model.optim import OptimConfig, Optimizer
+from model.optimizers import make_optimizer
 from model.pretrained import Pretrained
-from model.step import build, load_ops, make_optimizer
+from model.step import build, load_ops
 from runtime.ranks import Ranks
 
 
@@ -56,7 +57,7 @@ class Recipe:
         return build(*self.groups, device, seed=self.seed, weights=weights, needs=self.attention_needs)
 
     def make_optimizer(self, model: GPT, ranks: Ranks | None = None, **options: bool) -> Optimizer:
-        """Return the optimizer of this recipe: see make_optimizer() in model/step.py."""
+        """Return the optimizer of this recipe: see make_optimizer() in model/optimizers.py."""
         return make_optimizer(model, self.optim, ranks, self.kernels.adamw, **options)
 
     def executed_kernels(self, shape: tuple[int, int], device: torch.device) -> dict[str, str | bool]:

@@ -1,4 +1,4 @@
-"""Build the model and its optimizer, make one optimizer step, evaluate.
+"""Build the model, make one optimizer step, evaluate.
 
 train.py, the scripts and lab/ all import these functions, so what they measure is what trains.
 """
@@ -7,21 +7,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.loader import Batch, Windows, count_targets, evaluation_batches
-from kernels.adamw import MULTIPLE, auto
-from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, check_available, describe, load, resolve
+from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, check_available, resolve
 from model.config import PRECISIONS, GPTConfig
 from model.executed import name_backends
-from model.flat_adamw import FlatAdamW
 from model.gpt import GPT
 from model.modes import in_eval_mode
-from model.optim import OptimConfig, Optimizer, TorchAdamW
+from model.optim import Optimizer
 from model.parallel import free_gathered
 from model.pretrained import load_weights
 from model.sources import Pretrained
-from runtime.ranks import Ranks, is_sharded
+from runtime.ranks import Ranks
 
 
 def load_ops(
@@ -85,38 +83,6 @@ def draw_from(seed: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
-
-
-def make_optimizer(
-    model: nn.Module, config: OptimConfig, ranks: Ranks | None = None, impl: str = "auto", **options: bool
-) -> Optimizer:
-    """Return the optimizer for the backend `impl` of the op adamw: TorchAdamW for eager, FlatAdamW for all others.
-
-    `auto` is eager for weights that FlatAdamW does not take. `options` are Optimizer's. Raises Unavailable if the
-    backend cannot run here.
-    """
-    weight = next(model.parameters())
-    name, reason = impl, flat_unavailable(weight)
-    if impl == "auto":
-        name = "eager" if reason else auto.choose(weight.device)
-    if name == "eager":
-        optimizer = TorchAdamW(model, config, ranks, **options)
-    elif reason:
-        raise Unavailable(f"adamw={name} cannot run here: {reason}")
-    else:
-        optimizer = FlatAdamW(model, config, load("adamw", name, weight.device), ranks, **options)
-    shape = {"shape": (MULTIPLE,), "dtype": weight.dtype, "device": weight.device}
-    optimizer.kernel = describe("adamw", impl, chosen=name, **shape)
-    return optimizer
-
-
-def flat_unavailable(weight: Tensor) -> str | None:
-    """Return why FlatAdamW cannot update a model with such weights, or None if it can."""
-    if is_sharded(weight):
-        return "only kernels.adamw=eager updates sharded weights (parallel=fsdp or zero2)"
-    if weight.dtype == torch.float32:
-        return "only kernels.adamw=eager updates fp32 weights: choose it, or precision=bf16"
-    return None
 
 
 def train_step(model: GPT, optimizer: Optimizer, batches: list[Batch], lr: float | Tensor) -> tuple[Tensor, Tensor]:

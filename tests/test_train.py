@@ -29,7 +29,8 @@ from lab.proof import memory
 from lab.recipe import Recipe
 from model import capture
 from model.executed import call_shapes, slower_kernels
-from model.step import evaluate, make_optimizer, train_step
+from model.optimizers import make_optimizer
+from model.step import evaluate, train_step
 from model.vocabulary import take_vocabulary
 from runtime.config import UserError, parse
 from runtime.meter import Meter

@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.registry import AttnConfig, KernelsConfig
 from model.config import GPTConfig
 from model.optim import OptimConfig
-from model.step import build, make_optimizer, train_step
+from model.optimizers import make_optimizer
+from model.step import build, train_step
 from runtime.config import UserError
 from runtime.device import device_name, explain_out_of_memory
 from runtime.power import PowerMeter

@@ -12,7 +12,8 @@ from lab.proof.receipt import profile_step
 from model.config import GPTConfig
 from model.executed import call_shapes, executed_kernels
 from model.optim import OptimConfig
-from model.step import build, make_optimizer, train_step
+from model.optimizers import make_optimizer
+from model.step import build, train_step
 from runtime.console import model_header
 from runtime.timing import synchronize
 from tests.kernels.test_backends import DEVICES, load_or_skip

@@ -15,7 +15,8 @@ from lab.compat import tree_leaves
 from model import capture
 from model.config import GPTConfig
 from model.optim import OptimConfig
-from model.step import build, make_optimizer, train_step
+from model.optimizers import make_optimizer
+from model.step import build, train_step
 from runtime.config import UserError
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "vocab_size": 64, "pos": "learned", "bias": True}
