@@ -4,7 +4,7 @@ softmax(x)[c] is exp(x[c] - m) / total. m is the maximum of the row, because exp
 of exp(x - m) over the row. Both are reductions: they need the whole row before the first result is known. An element
 takes 8 bytes and about 5 FLOP: memory-bound.
 
-- cuda, 88% of the floor on an H200: a block of 1024 threads computes a row. In `__shfl_xor_sync` the threads of a warp
+- cuda, 88% of the floor on an H200: a block of 1024 threads computes a row. By `__shfl_xor_sync` the threads of a warp
   read each other's registers: after five steps each has the sum of its warp. The warps exchange these sums in shared
   memory, a small memory in each multiprocessor. At the barrier `__syncthreads()` a thread waits for its whole block.
 - triton, 98%: a program holds the row in registers. `tl.max` and `tl.sum` do the work of `reduce`.

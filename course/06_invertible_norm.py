@@ -3,10 +3,10 @@
 In rung 5 autograd keeps the stream s of each norm until the backward: C numbers a token. But the output y stays in
 memory anyway, because the next matmul needs y for the gradient of its weight. Since y = xhat weight + bias, the
 backward can compute xhat = (y - bias) / weight, and needs only y and rstd, 4 bytes a row. (NVIDIA's apex has this as
-memory_efficient=True.) The 25 norms of GPT-2 124M save 38 KB a token with a stream in bf16, and 77 KB in fp32. Passes
-and FLOPs are those of rung 5. The price is rounding. In bf16 y is off by up to 2^-8 |y|, so xhat is off by up to
-2^-8 |xhat + bias / weight|. If |bias| is at least 16 |weight| (in fp32: 1024 |weight|), dx and the gradient of this
-weight become NaN, and the optimizer refuses the step.
+memory_efficient=True.) The 25 norms of GPT-2 124M save 38 KB a token with a stream in bf16, and 77 KB in fp32, with as
+many passes and FLOPs as rung 5. The price is rounding. In bf16 y is off by up to 2^-8 |y|, so xhat is off by up to
+2^-8 |xhat + bias / weight|. If |bias| is at least 16 |weight| (in fp32: 1024 |weight|), the kernel returns NaN for dx
+and for the gradient of this weight, and the optimizer refuses the step.
 
 Exercise: Gemma's RMSNorm (arXiv:2403.08295) multiplies by 1 + weight, so a weight near 0 is harmless. Write `exercise`,
 forward and backward, as `solution(x, residual, weight, bias, eps=1e-5)`. Save only y, weight and rstd. Run
