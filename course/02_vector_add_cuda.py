@@ -18,7 +18,7 @@ load the neighbour that does not exist. Run `python course/02_vector_add_cuda.py
 import functools
 
 import torch
-from torch.utils.cpp_extension import CUDA_HOME, load_inline
+from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""
 #include <c10/cuda/CUDAStream.h>
@@ -53,10 +53,7 @@ def library():
     return load_inline("course_add", cpp_sources=declaration, cuda_sources=SOURCE, functions=["add"])
 
 
-def unavailable(device):
-    return None if device.type == "cuda" and CUDA_HOME else "it needs an NVIDIA GPU and nvcc, the CUDA compiler"
-
-
+NEEDS = "nvcc"
 KERNELS = {"cuda": lambda x, y: library().add(x, y, False), "cuda_four": lambda x, y: library().add(x, y, True)}
 DTYPE = torch.float32
 SHAPES = {"gpu": {"n": 2**28}, "cpu": {"n": 5000}}

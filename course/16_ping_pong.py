@@ -92,11 +92,6 @@ def mlp(x, w, groups):  # the sizes must be multiples of the tiles
     return y
 
 
-def unavailable(device):
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return None if is_hopper else "it needs a Hopper GPU, of compute capability 9.0"
-
-
 def inputs(m, n, k, **options):
     return {"x": torch.randn(m, k, **options), "w": torch.randn(n, k, **options) / k**0.5}
 
@@ -113,6 +108,7 @@ def exercise(x, w):
     return x @ w.T, reference(x, w)
 
 
+NEEDS = "Hopper"
 KERNELS = {"one group": lambda x, w: mlp(x, w, 1), "ping-pong": lambda x, w: mlp(x, w, 2)}
 SHAPES = {"gpu": {"m": 65536, "n": 3072, "k": 768}}
 if __name__ == "__main__":

@@ -82,10 +82,6 @@ def decode(x, w1, w2, early):
     return out
 
 
-def unavailable(device):
-    return None if device.type == "cuda" else "it needs an NVIDIA GPU"
-
-
 def inputs(layers, **options):
     w1, w2 = torch.randn(layers, 3072, 768, **options) / 30, torch.randn(layers, 768, 3072, **options) / 60
     return {"x": torch.randn(1, 768, **options), "w1": w1, "w2": w2}
@@ -105,6 +101,7 @@ def exercise(x, w1, w2):
     return reference(x, w1, w2, norm=lambda x: torch.rms_norm(x, (768,), eps=1e-5))
 
 
+NEEDS = "nvcc"
 KERNELS = {"cuda": functools.partial(decode, early=False), "cuda early": functools.partial(decode, early=True)}
 SHAPES = {"gpu": {"layers": 12}}
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ A rung is a file with these names. An op's contract has the same ones: kernels/n
     OTHERS         name -> function(**inputs): what else stands in the table, such as F.gelu; may be left out
     FORWARD_ONLY   True if the kernels have no backward, although the op has one
     DTYPE          of the inputs; by default bf16 on a GPU, and fp32 in Triton's interpreter
-
     show(device)   prints something before the table; may be left out
+    NEEDS          "fp8", "nvcc" or "Hopper", if no kernel runs without it
 
-A rung that computes an op has OP = "norm" instead of inputs(), reference() and cost(): the contract has them. A rung
-may have unavailable(device), which returns why none of its kernels can run there, or None.
+A rung that computes an op has OP = "norm" instead of inputs(), reference() and cost(): the contract has them.
 """
 
 import importlib.util
@@ -34,6 +33,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from kernels.check import broken_rule, outputs_and_gradients
 from kernels.fp8 import E4M3, E5M2, choose_ptxas
+from kernels.gpu import gpu_unavailable, is_hopper
 from kernels.lookup import module_name
 from kernels.registry import contract, load
 from lab.bench.op import forward_and_backward, largest_error, outputs, random_gradients
@@ -67,7 +67,7 @@ def measure_main(path: str, *solutions: str) -> None:
     """
     rung, device = sys.modules["__main__"], select_device("auto")
     line = {"rung": Path(path).stem, "rows": [], "env": environment(device)}
-    if why := unavailable(rung, device):
+    if why := why_unavailable(rung, device):
         print(f"{Path(path).name} cannot run here: {why}")
         print(json.dumps(line | {"unavailable": why}))
         return
@@ -94,8 +94,14 @@ def load_solution(path: str) -> Callable:
     return solution
 
 
-def unavailable(rung: ModuleType, device: torch.device) -> str | None:
-    return rung.unavailable(device) if hasattr(rung, "unavailable") else None
+def why_unavailable(rung: ModuleType, device: torch.device) -> str | None:
+    """Return why no kernel of the rung can run on `device`, or None."""
+    needs = getattr(rung, "NEEDS", None)
+    if needs == "Hopper" and not is_hopper(device):
+        return "it needs a Hopper GPU, of compute capability 9.0"
+    if needs == "nvcc" and not (device.type == "cuda" and CUDA_HOME):
+        return "it needs an NVIDIA GPU, and nvcc, the CUDA compiler"
+    return gpu_unavailable(device, (8, 9)) if needs == "fp8" else None
 
 
 def run(rung: ModuleType, device: torch.device, solution: Callable | None = None) -> list[dict]:
@@ -141,6 +147,7 @@ def compare(functions: dict[str, Callable], exact: Callable, inputs: dict, dtype
     `exact` in float64 gives the exact results. The rule is that of every backend: see kernels/check.py.
     """
     truth = outputs_and_gradients(exact, inputs, dtype=torch.float64)
+    truth = {name: tensor.double() for name, tensor in truth.items()}  # fp8 stays fp8 until here
     eager, rows = outputs_and_gradients(functions["PyTorch"], inputs), []
     for name, function in functions.items():
         results = outputs_and_gradients(function, inputs)

@@ -10,7 +10,7 @@ import torch
 from kernels.check import broken_rule, exact_results, outputs_and_gradients
 from kernels.registry import backend, contract, load
 from lab.bench.op import OPTIONAL
-from lab.bench.rung import import_file, load_solution, run, rungs, unavailable
+from lab.bench.rung import import_file, load_solution, run, rungs, why_unavailable
 from tests.kernels.test_backends import LARGE
 
 SOLUTIONS = Path(__file__).parent / "solutions"
@@ -28,7 +28,7 @@ def op_of(path):
 def load_rung(path):
     op = op_of(path)
     rung = backend(op, str(path)) if op else import_file(path)  # a file with custom operators is imported only once
-    if why := unavailable(rung, DEVICE):
+    if why := why_unavailable(rung, DEVICE):
         pytest.skip(why)
     return rung
 
