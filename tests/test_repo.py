@@ -248,7 +248,7 @@ def test_the_check_finds_a_whole_config():
 def test_warnings_hide_control_characters():
     """terminal.warn() is the only place that prints a warning."""
     paths = (path for room in FLOOR for path in [*ROOT.glob(f"{room}.py"), *ROOT.glob(f"{room}/**/*.py")])
-    assert [path.name for path in paths if 'print(f"warning: ' in path.read_text()] == ["common.terminal.py"]
+    assert [path.name for path in paths if 'print(f"warning: ' in path.read_text()] == ["terminal.py"]
 
 
 # Functions and classes that may run what a file says
