@@ -9,27 +9,23 @@ backward only multiplies them by dout. Liger-Kernel (Hsu et al. 2024, arXiv:2410
 PyTorch calls cuBLAS for the matmuls: 6 N C V FLOP, 4.9 ms for 16,384 tokens at 777 TFLOP/s. The kernel is the pass
 between them. A row of 50,304 numbers does not fit into registers, so a program reads its row twice. First it keeps a
 running maximum and sum, as in rung 4. Then it writes softmax - onehot over the logits, the gradient of -log
-softmax(logits)[target]. Two reads and a write are 6 bytes a logit, 1.2 ms at 4.2 TB/s.
+softmax(logits)[target]. Two reads and a write are 6 bytes a logit, 1.2 ms at 4.2 TB/s. On an H200 forward and backward
+take 7.24 ms, eager 12.39, and torch.compile 7.01, but torch.compile stores all logits.
 
-A row whose target is `ignore_index` gets the gradient 0, and the mean divides by the other rows. dweight sums over all
-tokens, so over the chunks. It stays in fp32, because bf16 would round the sum once a chunk.
+A row whose target is `ignore_index` gets the gradient 0, and the mean divides by the other rows. dweight sums over the
+chunks. It stays in fp32, because bf16 would round the sum once a chunk.
 
 Exercise: the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311) adds 1e-4 logsumexp(logits)^2 to the loss of a
 token, so that logits do not drift from 0. Write `solution(x, weight, targets)`. The gradient of the new term must come
-from the same two passes over the logits.
-
-    python course/13_loss.py mine.py
+from the same two passes over the logits. Run `python course/13_loss.py mine.py`.
 """
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-CHUNK_BYTES = 400 * 2**20  # of logits
 
 
-@triton.jit
+@triton.jit  # the loss of a row; it overwrites the logits by their gradient
 def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, ignore_index, V, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     logits_ptr += row * V
@@ -47,45 +43,29 @@ def cross_entropy_kernel(logits_ptr, targets_ptr, losses_ptr, ignore_index, V, B
     for start in range(0, V, BLOCK):
         logits = tl.load(logits_ptr + start + columns, start + columns < V, other=0.0).to(tl.float32)
         dlogits = tl.exp(logits - lse) - tl.where(start + columns == target, 1.0, 0.0)
-        dlogits = tl.where(counts, dlogits, 0.0).to(logits_ptr.dtype.element_ty)
-        tl.store(logits_ptr + start + columns, dlogits, start + columns < V)
-
-
-@torch.library.custom_op("course::linear_cross_entropy", mutates_args=())
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> list[Tensor]:
-    """x (N, C), weight (V, C), targets (N,) -> the sum of the losses, and its gradients dx and dweight (in fp32)."""
-    (N, C), V, fp32 = x.shape, len(weight), torch.float32
-    dx, losses, dweight = torch.empty_like(x), x.new_empty(N, dtype=fp32), x.new_zeros(V, C, dtype=fp32)
-    rows = min(N, max(1, CHUNK_BYTES // (V * x.element_size())))
-    buffer = x.new_empty(rows, V)
-    for start in range(0, N, rows):
-        chunk = slice(start, start + rows)
-        logits = torch.mm(x[chunk], weight.T, out=buffer[: N - start])
-        cross_entropy_kernel[(len(logits),)](logits, targets[chunk], losses[chunk], ignore_index, V, BLOCK=4096)
-        torch.mm(logits, weight, out=dx[chunk])
-        if x.is_cuda and x.itemsize == 2:
-            torch.addmm(dweight, logits.T, x[chunk], out_dtype=fp32, out=dweight)
-        else:
-            dweight += logits.T.float() @ x[chunk].float()
-    return [losses.sum(), dx, dweight]
-
-
-@linear_cross_entropy.register_fake
-def _(x, weight, targets, ignore_index):
-    return [x.new_empty((), dtype=torch.float32), torch.empty_like(x), weight.float()]
+        tl.store(logits_ptr + start + columns, tl.where(counts, dlogits, 0.0), start + columns < V)
 
 
 class Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index):
-        loss_sum, dx, dweight = linear_cross_entropy(x, weight, targets, ignore_index)
+    def forward(ctx, x, weight, targets, ignore_index):  # x (N, C), weight (V, C), targets (N,) -> sum of the losses
+        N, V, fp32 = len(x), len(weight), torch.float32
+        dx, losses, dweight = torch.empty_like(x), x.new_empty(N, dtype=fp32), torch.zeros_like(weight, dtype=fp32)
+        rows = min(N, max(1, 400 * 2**20 // (V * x.element_size())))  # of a chunk
+        buffer = x.new_empty(rows, V)
+        for start in range(0, N, rows):
+            chunk = slice(start, start + rows)
+            logits = torch.mm(x[chunk], weight.T, out=buffer[: N - start])
+            cross_entropy_kernel[(len(logits),)](logits, targets[chunk], losses[chunk], ignore_index, V, BLOCK=4096)
+            torch.mm(logits, weight, out=dx[chunk])
+            dweight += logits.T @ x[chunk]
         ctx.save_for_backward(dx, dweight)
-        return loss_sum
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, dout):
-        if torch.is_grad_enabled():
-            raise RuntimeError("this loss has no second derivative")
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("kernels.loss=course/13_loss.py has no second derivative: choose kernels=eager")
         (dx, dweight), dout = ctx.saved_tensors, dout.reshape(1)  # a tensor without dimensions is rounded to bf16 first
         return (dx * dout).to(dx.dtype), (dweight * dout).to(dx.dtype), None, None
 
@@ -102,9 +82,8 @@ SHAPES = {"gpu": {"shape": (16384, 768), "vocab": 50304}, "cpu": {"shape": (60, 
 
 def exercise(x, weight, targets):
     logits = (x @ weight.T).to(torch.promote_types(x.dtype, torch.float32))
-    z_loss = 1e-4 * logits.logsumexp(-1).square()
-    losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none") + z_loss
-    return losses[targets >= 0].mean()
+    losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    return (losses + 1e-4 * logits.logsumexp(-1).square())[targets >= 0].mean()
 
 
 if __name__ == "__main__":
