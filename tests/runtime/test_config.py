@@ -115,7 +115,7 @@ MISTAKES = [
     (["init_from=${nope}"], "init_from: Interpolation key 'nope' not found"),
     (["data.path=a\nb("], "data.path=a b(: Hydra reads ( )"),
     (["sweep=kernels"], "sweep=kernels: this group has no default choice; add a choice with a plus: +sweep=kernels"),
-    (["+sweep=fast"], "sweep=fast: no such choice; sweep is one of: ablation, attention, batch, course, decoding_rungs"),
+    (["+sweep=fast"], "sweep=fast: no such choice; sweep is one of: ablation, attention, batch, course,"),
     (["+sweep=wandb"], "sweep=wandb is W&B's: run `wandb sweep configs/sweep/wandb.yaml`"),
     (["sweep.timeout=-1"], "sweep.timeout=-1.0: it must be minutes above 0, or null"),
     (["smoke"], "smoke: arguments are key=value; --help lists the keys"),
