@@ -39,7 +39,7 @@ torch::Tensor add(torch::Tensor x, torch::Tensor y, bool four) {
   torch::Tensor out = torch::empty_like(x);
   int64_t n = x.numel(), per_block = four ? 1024 : 256, blocks = (n + per_block - 1) / per_block;
   auto kernel = four ? add_four_kernel : add_kernel;
-  cudaStream_t stream = c10::cuda::getCurrentCUDAStream();  // PyTorch's queue of kernels. The 0 is for rung 4
+  cudaStream_t stream = c10::cuda::getCurrentCUDAStream();  // PyTorch's queue of kernels; 0: no shared memory at launch
   kernel<<<blocks, 256, 0, stream>>>(x.data_ptr<float>(), y.data_ptr<float>(), out.data_ptr<float>(), n);
   C10_CUDA_KERNEL_LAUNCH_CHECK();  // a launch that fails says nothing by itself
   return out;

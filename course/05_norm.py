@@ -11,7 +11,7 @@ An element takes 8 bytes in bf16 each way, for 8 and 14 FLOP: memory-bound. The 
 Atomic additions to one number would come in another order in each run, and round differently. Instead, each program
 writes the sum of its rows, and torch.sum, a second kernel, adds these partial sums in a fixed order.
 
-Exercise: `exercise` is RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). Derive dx, and write both directions in a
+Exercise: `exercise` is RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). Derive dx. Write forward and backward in a
 function `solution`, with the same arguments. bias gets the gradient None. Run `python course/05_norm.py mine.py`.
 """
 
@@ -32,7 +32,7 @@ def fwd_kernel(
         s += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
     tl.store(s_ptr + at, s, mask)  # a store rounds to the dtype of the pointer
     mean = tl.sum(s, 1, keep_dims=True) / C
-    centred = tl.where(mask, s - mean, 0.0)
+    centred = tl.where(mask, s - mean, 0.0)  # beyond the row s is 0, but s - mean is not
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
     tl.store(y_ptr + at, centred * rstd * tl.load(weight_ptr + c, c < C) + tl.load(bias_ptr + c, c < C), mask)
     tl.store(stats_ptr + 2 * row, mean, row < N)
@@ -68,7 +68,7 @@ class Norm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, bias, eps):
         (N, C), stats = x.shape, x.new_empty(len(x), 2, dtype=torch.float32)
         y, s = torch.empty_like(x, dtype=weight.dtype), torch.empty_like(x if residual is None else residual)
-        # a thread gets 8 or 16 elements of a row
+        # a thread gets 8 or 16 elements
         ctx.launch = {"C": C, "ROWS": max(1, 2048 // triton.next_power_of_2(C)), "num_warps": 4 if C <= 2048 else 16}
         fwd_kernel[(triton.cdiv(N, ctx.launch["ROWS"]),)](x, residual, weight, bias, y, s, stats, N, eps, **ctx.launch)
         ctx.save_for_backward(s, weight, stats)
