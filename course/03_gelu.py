@@ -4,8 +4,8 @@ GPT-2's MLP applies gelu(x) = 0.5 x (1 + tanh(u)), with u = sqrt(2 / pi) (x + 0.
 two matmuls (Hendrycks and Gimpel 2016, arXiv:1606.08415). `reference` below has eight operators: eight kernels. A pass
 is a read or a write of the whole tensor. Six operators make two passes, and the two that combine two tensors make
 three: 18 passes. One kernel for the whole formula is called fused. It makes two passes, because all intermediate
-results stay in registers. An element takes 8 bytes in fp32 and about 10 FLOP, far below the ridge, so the floor of the
-fused kernel is a ninth. The hardware has an exponential, so both kernels use 0.5 (1 + tanh(u)) = sigmoid(2 u).
+results stay in registers. An element takes 8 bytes in fp32 and about 10 FLOP, far below the ridge. So the fused kernel
+can take a ninth of the time. The hardware has an exponential, so both kernels use 0.5 (1 + tanh(u)) = sigmoid(2 u).
 
 Exercise: `exercise` below is the derivative of gelu(x), which the backward needs, with 17 operators. Write one kernel
 for it, in either language, behind a function `solution(x)`. Express it by the sigmoid s of 2 u, so that it takes one

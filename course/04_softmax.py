@@ -1,20 +1,20 @@
 """Rung 4: a softmax over rows, in CUDA C++ and in Triton, and for rows that do not fit into registers.
 
-softmax(x)[c] is exp(x[c] - m) / total. m is the maximum of the row, because exp(89) overflows in fp32. total is the sum
-of exp(x - m) over the row. Both are reductions: they need the whole row before the first result is known. An element
-takes 8 bytes and about 5 FLOP: memory-bound.
+softmax(x)[c] is exp(x[c] - m) / total. m is the maximum of the row: without it exp(89) would overflow in fp32. total is
+the sum of exp(x - m) over the row. Both are reductions: they need the whole row before the first result is known. An
+element takes 8 bytes and about 5 FLOP: memory-bound.
 
 - cuda, 88% of the floor on an H200: a block of 1024 threads computes a row. By `__shfl_xor_sync` the threads of a warp
   read each other's registers: after five steps each has the sum of its warp. The warps exchange these sums in shared
   memory, a small memory in each multiprocessor. At the barrier `__syncthreads()` a thread waits for its whole block.
-- triton, 98%: a program holds the row in registers. `tl.max` and `tl.sum` do the work of `reduce`.
-- online, 66%: a program reads a wider row in blocks, and keeps m and total of the blocks so far. If m grows to m', it
+- triton, 98%: a program of 16 warps holds the row in registers. `tl.max` and `tl.sum` do the work of `reduce`.
+- online, 66%: a program reads its row in blocks of 4096, and keeps m and total of those so far. If m grows to m', it
   multiplies total by exp(m - m') (Milakov and Gimelshein 2018, arXiv:1805.02867). Then it reads the row again, partly
   from memory: the rows of all running programs take more than the 50 MB of L2, the cache of all multiprocessors.
 
 Exercise: write the entropy of each row's softmax, m + log(total) - sum(p x) with the probabilities p. Read the row
-once, in blocks, with a second running sum, of exp(x - m) x. Beyond the end of the row exp(x - m) is 0 and x is -inf:
-their product is NaN. Name the function `solution(x)`, and run `python course/04_softmax.py mine.py`.
+once, in blocks, with a second running sum, of exp(x - m) x. Beyond the end of the row 0 times -inf is NaN, so choose by
+`tl.where(mask, a, b)`. `solution(x)` returns one number a row. Run `python course/04_softmax.py mine.py`.
 """
 
 import functools
@@ -26,9 +26,9 @@ from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""#include <c10/cuda/CUDAStream.h>
 
-template <typename Op> __device__ float reduce(float value, Op op) {  // over the block; each thread gets the result
+template <typename Op> __device__ float reduce(float value, Op op) {  // kernels call it; all threads get the result
   __shared__ float of_warp[32];
-  for (int d = 16; d > 0; d /= 2) value = op(value, __shfl_xor_sync(~0u, value, d));  // with the thread d away
+  for (int d = 16; d > 0; d /= 2) value = op(value, __shfl_xor_sync(~0u, value, d));  // of thread number ^ d
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
   value = of_warp[threadIdx.x % 32];
@@ -66,7 +66,7 @@ def library():
 def softmax_kernel(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # rows times columns may pass 2^31
     c = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * columns + c, c < columns, other=-float("inf"))
+    x = tl.load(x_ptr + row * columns + c, c < columns, other=-float("inf"))  # other: where the mask is False
     e = tl.exp(x - tl.max(x, 0))
     tl.store(out_ptr + row * columns + c, e / tl.sum(e, 0), c < columns)
 

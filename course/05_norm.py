@@ -5,14 +5,14 @@ A block of GPT-2 adds a branch x to the residual stream and normalises the sum s
     s = residual + x    rstd = 1 / sqrt(variance(s) + eps)    xhat = (s - mean(s)) rstd    y = xhat weight + bias
     g = dy weight    dx = ds + rstd (g - mean(g) - xhat mean(g xhat))    dweight = sum(dy xhat)    dbias = sum(dy)
 
-A mean is over a row; a sum is over all rows. The forward reads x and residual and writes s and y: 4 passes, where eager
-makes 5. The backward reads dy, ds and s and writes dx, which is also the gradient of residual: 4 passes. An element
-takes 8 bytes in bf16 each way, for 8 and 14 FLOP: memory-bound. The rows of a sum are in different programs. Atomic
-additions would come in another order in each run, and round differently. Instead, each program sums its rows in
-registers and writes a partial sum. A second kernel, torch.sum, adds the partial sums in a fixed order.
+A mean is over a row; a sum is over all rows. The forward reads x and residual and returns y and s: 4 passes, where
+eager makes 5. The backward reads s and the gradients dy and ds, and writes dx, also the gradient of residual: 4 passes.
+An element takes 8 bytes in bf16 each way, for 8 and 14 FLOP: memory-bound. The rows of a sum are in different programs.
+Atomic additions to one number would come in another order in each run, and round differently. Instead, each program
+writes the sum of its rows, and torch.sum, a second kernel, adds these partial sums in a fixed order.
 
-Exercise: `exercise` is RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). Write its forward and backward behind a
-function `solution(x, residual, weight, bias, eps=1e-5)`. First derive dx. Run `python course/05_norm.py mine.py`.
+Exercise: `exercise` is RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467). Derive dx. Write forward and backward in a
+function `solution`, with the same arguments. bias gets the gradient None. Run `python course/05_norm.py mine.py`.
 """
 
 import torch
@@ -27,12 +27,12 @@ def fwd_kernel(
     BLOCK: tl.constexpr = triton.next_power_of_2(C)
     row, c = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, BLOCK)[None, :]
     at, mask = row * C + c, (row < N) & (c < C)  # (ROWS, 1) and (1, BLOCK) broadcast to (ROWS, BLOCK)
-    s = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+    s = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)  # bf16 is too coarse for sums
     if residual_ptr is not None:  # Triton compiles one kernel for None and one for a tensor
         s += tl.load(residual_ptr + at, mask, other=0.0).to(tl.float32)
     tl.store(s_ptr + at, s, mask)  # a store rounds to the dtype of the pointer
     mean = tl.sum(s, 1, keep_dims=True) / C
-    centred = tl.where(mask, s - mean, 0.0)
+    centred = tl.where(mask, s - mean, 0.0)  # beyond the row s is 0, but s - mean is not
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / C + eps)
     tl.store(y_ptr + at, centred * rstd * tl.load(weight_ptr + c, c < C) + tl.load(bias_ptr + c, c < C), mask)
     tl.store(stats_ptr + 2 * row, mean, row < N)
@@ -45,7 +45,7 @@ def bwd_kernel(dy_ptr, ds_ptr, s_ptr, weight_ptr, stats_ptr, dx_ptr, sums_ptr, N
     program, programs, c = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
     dweight, dbias = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
-    # three stages: the loads of the next two iterations are in flight while an iteration computes
+    # each iteration takes ROWS rows, and the loads of the next two are in flight (num_stages=3) while it computes
     for start in tl.range(program * ROWS, N, programs * ROWS, num_stages=3 if BLOCK <= 1024 else 1):
         row = (start + tl.arange(0, ROWS))[:, None]
         at, mask = row * C + c, (row < N) & (c < C)
@@ -68,7 +68,7 @@ class Norm(torch.autograd.Function):
     def forward(ctx, x, residual, weight, bias, eps):
         (N, C), stats = x.shape, x.new_empty(len(x), 2, dtype=torch.float32)
         y, s = torch.empty_like(x, dtype=weight.dtype), torch.empty_like(x if residual is None else residual)
-        # a thread gets 8 or 16 elements of a row
+        # a thread gets 8 or 16 elements
         ctx.launch = {"C": C, "ROWS": max(1, 2048 // triton.next_power_of_2(C)), "num_warps": 4 if C <= 2048 else 16}
         fwd_kernel[(triton.cdiv(N, ctx.launch["ROWS"]),)](x, residual, weight, bias, y, s, stats, N, eps, **ctx.launch)
         ctx.save_for_backward(s, weight, stats)
@@ -92,7 +92,7 @@ def norm(x, residual, weight, bias, eps=1e-5):
     return y.view(x.shape), s.view(x.shape)
 
 
-OP = "norm"
+OP = "norm"  # kernels/norm/__init__.py has the inputs, the reference and the cost
 KERNELS = {"triton": norm}
 SHAPES = {"gpu": {"shape": (262144, 768)}, "cpu": {"shape": (7, 769)}}  # a row is a token of GPT-2 124M
 

@@ -3,14 +3,14 @@
 In rung 5 autograd keeps the stream s of each norm until the backward: C numbers a token. But the output y stays in
 memory anyway, because the next matmul needs y for the gradient of its weight. Since y = xhat weight + bias, the
 backward can compute xhat = (y - bias) / weight, and needs only y and rstd, 4 bytes a row. (NVIDIA's apex has this as
-memory_efficient=True.) The 25 norms of GPT-2 124M save 38 KB a token with a stream in bf16, and 77 KB in fp32, with as
-many passes and FLOPs as rung 5. The price is rounding. In bf16 y is off by up to 2^-8 |y|, so xhat is off by up to
-2^-8 |xhat + bias / weight|. If |bias| is at least 16 |weight| (in fp32: 1024 |weight|), the kernel returns NaN for dx
-and for the gradient of this weight, and the optimizer refuses the step.
+memory_efficient=True.) This frees 38 KB a token in the 25 norms of GPT-2 124M if the stream is in bf16, and 77 KB in
+fp32. Passes and FLOPs are those of rung 5. The price is rounding. In bf16 y is off by up to 2^-8 |y|, so xhat is off by
+up to 2^-8 |xhat + bias / weight|. If |bias| is at least 16 |weight| (in fp32: 1024 |weight|), the kernel returns NaN
+for dx and for the gradient of this weight, and the optimizer refuses the step.
 
 Exercise: Gemma's RMSNorm (arXiv:2403.08295) multiplies by 1 + weight, so a weight near 0 is harmless. Write `exercise`,
-forward and backward, as `solution(x, residual, weight, bias, eps=1e-5)`. Save only y, weight and rstd. Run
-`python course/06_invertible_norm.py mine.py`.
+forward and backward, as `solution(x, residual, weight, bias, eps=1e-5)`. Save y, weight and rstd, but neither x nor s.
+bias gets the gradient None. Run `python course/06_invertible_norm.py mine.py`.
 """
 
 import torch
@@ -43,7 +43,7 @@ def bwd_kernel(
     program, programs, c = tl.program_id(0).to(tl.int64), tl.num_programs(0), tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + c, c < C, other=0.0).to(tl.float32)
-    max_ratio: tl.constexpr = 1024.0 if y_ptr.dtype.element_ty == tl.float32 else 16.0
+    max_ratio: tl.constexpr = 1024.0 if y_ptr.dtype.element_ty == tl.float32 else 16.0  # element_ty: y's dtype
     inverse = 1.0 / tl.where(tl.abs(bias) < max_ratio * tl.abs(weight), weight, float("nan"))
     dweight, dbias = tl.zeros((1, BLOCK), tl.float32), tl.zeros((1, BLOCK), tl.float32)
     for start in tl.range(program * ROWS, N, programs * ROWS, num_stages=3 if BLOCK <= 1024 else 1):
@@ -89,7 +89,7 @@ def norm(x, residual, weight, bias, eps=1e-5):
     return y.view(x.shape), s.view(x.shape)
 
 
-def why_nan(weight, bias):
+def why_nan(weight, bias):  # the reason that train.py gives when it stops
     ratio = 1024 if weight.dtype == torch.float32 else 16
     count = int((weight == 0 if bias is None else ratio * weight.abs() <= bias.abs()).sum())
     return f"the norm divides by its weights, and {count} are 0 or at most |bias| / {ratio}" if count else None

@@ -9,7 +9,7 @@ Eager makes 5 passes forward, because it writes silu(gate) and reads it again, a
 They save gate and up, and the backward recomputes s, because an exponential is cheaper than a read. In bf16 an element
 takes 6 bytes forward and 10 backward, for about 6 and 12 FLOP: memory-bound. One matmul usually computes gate and up as
 the two halves of a tensor of width 2 F. So the stride between two rows of gate is 2 F. The kernels take the strides as
-arguments, and copy nothing. The grid has two dimensions: program_id(0) is a row, program_id(1) is a block of columns.
+arguments, and copy nothing. The programs form a grid: program_id(0) is a row, program_id(1) is a block of columns.
 
 Exercise: GEGLU has gelu(gate) of rung 3 in the place of silu(gate). Write it forward and backward, behind a function
 `solution(gate, up)`. The exercise of rung 3 has the derivative. Run `python course/07_glu.py mine.py`.

@@ -17,6 +17,7 @@ A rung is a file with these names. An op's contract has the same ones: kernels/n
 A rung that computes an op has OP = "norm" instead of inputs(), reference() and cost(): the contract has them.
 """
 
+import functools
 import importlib.util
 import json
 import re
@@ -91,7 +92,17 @@ def load_solution(path: str) -> Callable:
     solution = getattr(import_file(path), "solution", None)
     if not callable(solution):
         raise UserError(f"{path} defines no function solution(...): its arguments are those of exercise() in the rung")
-    return solution
+
+    @functools.wraps(solution)
+    def checked_solution(**inputs):
+        results = solution(**inputs)
+        tensors = results if isinstance(results, tuple) else (results,)
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            names = ", ".join(type(tensor).__name__ for tensor in tensors)
+            raise UserError(f"{path}: solution(...) returns {names}; return a tensor, or a tuple of tensors")
+        return results
+
+    return checked_solution
 
 
 def why_unavailable(rung: ModuleType, device: torch.device) -> str | None:
