@@ -6,15 +6,15 @@ starts no wgmma. So a program has two warpgroups, each with its own tiles (ping-
     group 0   multiply tile 0 | epilogue of 0   | multiply tile 2 | epilogue of 2
     group 1                   | multiply tile 1 | epilogue of 1   | multiply tile 3
 
-`turns` has an mbarrier for each group. A group passes the turn after it has started its last wgmma: it completes a
-phase of the other group's barrier. So the tensor cores wait only if an epilogue takes longer than a matmul. A tile does
-K = 768 FLOP for each byte of its result: compute-bound. The programs are persistent: one runs on each multiprocessor
-and walks over tiles, so the loading warp runs ahead into the next tile. A group skips the other group's loads. A wait
-knows only the last bit of a round, so it returns too early on a slot that is two rounds behind. Turns prevent this: a
-turn begins after all loads of the tile before have arrived.
+`turns` has an mbarrier for each group. After a group has started its last wgmma it completes a phase of the other
+group's barrier. Before turn t group 1 waits for phase t of its barrier, and group 0 for phase t - 1, so group 0 begins.
+The tensor cores wait only if an epilogue takes longer than a matmul. A tile does K = 768 FLOP for each byte of its
+result: compute-bound. The programs are persistent: one runs on each multiprocessor and walks over tiles, so the loading
+warp runs ahead into the next tile. A group skips the other group's loads. Without turns it could then find a slot two
+rounds behind, whose last bit is the same. But a turn begins after all loads of the tile before have arrived.
 
-Exercise: return h = x W^T and gelu(h), as in `exercise`. Four slots and two outputs of two groups exceed the 227 KB of
-shared memory, so let h and gelu(h) pass through one buffer. Run `python course/16_ping_pong.py mine.py`.
+Exercise: `solution(x, w)` returns h = x W^T and gelu(h). Four slots and two outputs of two groups exceed 227 KB of
+shared memory, so both use one buffer. Store h before you compute gelu(h). Run `python course/16_ping_pong.py mine.py`.
 """
 
 import torch
@@ -54,11 +54,11 @@ def multiply(GROUP: gl.constexpr, GROUPS: gl.constexpr, y, out, turns, work):
             total = hopper.warpgroup_mma(xs.index(slot), ws.index(slot).permute((1, 0)), total, is_async=True)
             total = hopper.warpgroup_mma_wait(1, deps=(total,))
             hopper.mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), pred=i > first)
-        hopper.mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))  # a single group passes the turn to itself
+        hopper.mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))  # "one group": group 0 passes the turn to itself
         total = hopper.warpgroup_mma_wait(0, deps=(total,))
         hopper.mbarrier.arrive(empty.index((first + steps - 1) % SLOTS))
-        gelu = total / (1 + gl.exp(-1.5957691 * total * (1 + 0.044715 * total * total)))  # the tanh form
-        hopper.tma.store_wait(0)  # TMA has read the tile before
+        gelu = total / (1 + gl.exp(-1.5957691 * total * (1 + 0.044715 * total * total)))  # rung 3
+        hopper.tma.store_wait(0)  # TMA has read the tile before: out is free
         out.index(GROUP).store(gelu.to(y.dtype))
         hopper.fence_async_shared()
         synchronize()  # the threads of this group
@@ -84,7 +84,7 @@ def mlp_kernel(x, w, y, tiles, tiles_n, steps, GROUPS: gl.constexpr):
 def mlp(x, w, groups):  # the sizes must be multiples of the tiles
     y = x.new_empty(len(x), len(w))
     layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
-    widths = (x, 64), (w, 64), (y, 128)  # of the tiles; both have this layout
+    widths = (x, 64), (w, 64), (y, 128)  # of the tiles; the layout fits both
     tiles = [gluon.nvidia.hopper.TensorDescriptor.from_tensor(tensor, [128, n], layout) for tensor, n in widths]
     sizes = y.numel() // 128**2, len(w) // 128, x.shape[1] // 64
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -7,12 +7,12 @@ have arrived (1.1 us in a first version of kernels/decode/persistent.cu). In a c
 same time. Without it a block could wait for one that has not started.
 
 Each of 128 blocks has 24 warps. A warp multiplies a piece of 768 weights, a row of W1 or a quarter of a row of W2, and
-shuffles add the sums of its threads. Each block adds all results of W2 to its own copy of x, which saves a barrier. The
-weights have 113 MB in bf16, with 2 FLOP each: memory-bound, 27 us at 4.2 TB/s. A weight does not depend on a barrier,
-so "cuda early" loads the next piece between arriving and waiting.
+adds the sums of its threads as in rung 4. Each block adds all results of W2 to its own copy of x, which saves a
+barrier. The weights have 113 MB in bf16, with 2 FLOP each: memory-bound, 27 us at 4.2 TB/s. A weight does not depend on
+a barrier, so "cuda early" loads the next piece between arriving and waiting.
 
-Exercise: RMSNorm before each W1, as in `exercise`. Each block has x, so the norm needs no grid barrier: add the squares
-of the block's warps through shared memory. Run `python course/17_decoder.py mine.py`.
+Exercise: in `exercise` each W1 multiplies the RMSNorm of x. Write `solution(x, w1, w2)`. Each block has x, so the norm
+needs no grid barrier: add the squares of its warps through shared memory. Run `python course/17_decoder.py mine.py`.
 """
 
 import functools
@@ -24,10 +24,10 @@ CUDA = r"""
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 typedef __nv_bfloat16 bf16;
-constexpr int C = 768, F = 4 * C, WARPS = C / 32, ROWS = WARPS / 4, BLOCKS = F / WARPS;  // a thread for each channel
-__device__ void load(uint4 (&piece)[C / 256], const bf16* weights) {  // a thread gets 8 of each 256 weights
+constexpr int C = 768, F = 4 * C, WARPS = C / 32, ROWS = WARPS / 4, BLOCKS = F / WARPS;  // C threads, ROWS rows of W2
+__device__ void load(uint4 (&piece)[C / 256], const bf16* weights) {  // a thread gets 8 of each 256, 16 bytes
   const uint4* from = (const uint4*)weights + (blockIdx.x * WARPS + threadIdx.x / 32) * (C / 8) + threadIdx.x % 32;
-  for (int i = 0; i < C / 256; ++i) piece[i] = __ldcs(from + 32 * i);
+  for (int i = 0; i < C / 256; ++i) piece[i] = __ldcs(from + 32 * i);  // __ldcs: read once, so caches need not keep it
 }
 __device__ float multiply(const uint4 (&piece)[C / 256], const float* x) {  // all threads of a warp get its sum
   float sum = 0;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(C) decode_kernel(const bf16* x, const bf16* w1
                                                    float* hidden, float* branch, long layers, long early) {
   __shared__ float stream[C], input[F], sums[WARPS];
   auto grid = cooperative_groups::this_grid();
-  const int t = threadIdx.x, warp = t / 32;
+  const int t = threadIdx.x, warp = t / 32;  // __launch_bounds__: a block has C threads, and registers for them
   stream[t] = __bfloat162float(x[t]);  // the block's copy of x
   uint4 piece[C / 256];
   load(piece, w1);
