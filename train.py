@@ -35,9 +35,7 @@ from runtime.run import open_run
 from runtime.saver import Checkpoints
 from runtime.signals import Signals
 
-OOM_REMEDY = (
-    "train.batch_size (train.tokens_per_step stays), or choose a leaner kernel, a smaller model or precision=bf16"
-)
+OOM_REMEDY = "train.batch_size (train.tokens_per_step stays), or choose leaner kernels, a smaller model, precision=bf16"
 launcher.register_sweeps()  # for Hydra's -m and +sweep=NAME: see lab/sweep/launcher.py
 
 

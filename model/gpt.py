@@ -118,7 +118,7 @@ class Block(nn.Module):
         self.attn = Attention(config, ops)
         self.ln_2 = LayerNorm(config, norm_before("mlp", ops), dtype)
         self.mlp = MLP(config, ops)
-        self.drop = dropout(config)
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.chunked = config.checkpointing == "chunks"
 
     def forward(
@@ -147,19 +147,17 @@ class GPT(nn.Module):
         self.run_block = BlockRunner(config.checkpointing, config.keep_attention, ops.attention, config.dropout)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)  # also lm_head (Press and Wolf 2017)
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
-        self.drop = dropout(config)
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.h = nn.ModuleList(Block(config, ops, dtype) for _ in range(config.n_layer))
         self.ln_f = LayerNorm(config, ops.norm, dtype)
         self.init_weights()
 
-    def __call__(
-        self, idx: Tensor, targets: Tensor | None = None, starts: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
+    def __call__(self, idx: Tensor, *tensors: Tensor, cache: Cache | None = None, **named: Tensor) -> Tensor:
         """Check idx, and call forward(). model.compile() compiles only forward(), so these errors stay as they are."""
         if idx.dim() != 2 or idx.dtype not in (torch.int64, torch.int32):
             raise UserError(f"idx must be token ids (B, T), not {tuple(idx.shape)} {idx.dtype}")
         self.config.check_length(idx.shape[1] if cache is None or cache.positions is not None else cache.keys)
-        return super().__call__(idx, targets, starts, cache)
+        return super().__call__(idx, *tensors, cache=cache, **named)
 
     def forward(
         self, idx: Tensor, targets: Tensor | None = None, starts: Tensor | None = None, cache: Cache | None = None
@@ -170,7 +168,7 @@ class GPT(nn.Module):
         else:
             positions = cache.token_positions(T)  # (T,); in a decoding step (B, T)
             cache = cache.locate(positions)
-        rope = None if self.wpe else rope_table(positions, self.config.head_dim)
+        rope = rope_table(positions, self.config.head_dim) if self.wpe is None else None
         x, residual = self.drop(self.embed(idx, positions)), None  # (B, T, C)
         for i, block in enumerate(self.h):
             layer_cache = None if cache is None else cache.layer(i)
@@ -191,8 +189,7 @@ class GPT(nn.Module):
         """Return the embeddings of the tokens, and of learned positions, (B, T, C)."""
         if self.wpe is None:
             return self.wte(idx)
-        # A decoding step may reach beyond the table: a draft, or the last steps of a CUDA graph. The caller discards
-        # these tokens
+        # A draft, or the last steps of a CUDA graph, may reach beyond the table. The caller discards these tokens
         return self.wte(idx) + self.wpe(positions.clamp(max=self.config.block_size - 1))
 
     @torch.no_grad()
@@ -207,7 +204,3 @@ class GPT(nn.Module):
             elif weight.dim() == 2:
                 is_projection = name.endswith("c_proj.weight")
                 weight.normal_(0, 0.02 / math.sqrt(2 * self.config.n_layer) if is_projection else 0.02)
-
-
-def dropout(config: GPTConfig) -> nn.Module:
-    return nn.Dropout(config.dropout) if config.dropout else nn.Identity()

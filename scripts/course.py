@@ -43,7 +43,7 @@ class Config:
 @command(Config, "course")
 def main(cfg: Config) -> None:
     outlive_output()
-    folder, lines, failed = make_folder(cfg.out_dir, "course"), [], []
+    folder, measured, files, failed = make_folder(cfg.out_dir, "course"), [], [], []
     for name in cfg.rung:
         words = [str(COURSE / f"{name}.py")]
         if cfg.solutions:
@@ -57,11 +57,10 @@ def main(cfg: Config) -> None:
         print("\n".join(output), flush=True)
         if process.returncode:
             failed.append(name)
-        else:
-            lines.append(json.loads(last))
-    measured = [line for line in lines if line["rows"]]
+        elif (line := json.loads(last))["rows"]:
+            measured.append(line)
+            files = write_rows([line], "course.jsonl", folder, cfg.keep)
     if measured:
-        files = write_rows(measured, "course.jsonl", folder, cfg.keep)
         print(f"\n{shares(measured)}")
         print(f"\ndone     {', '.join(map(str, files))}")
     if failed:

@@ -31,10 +31,10 @@ def course(device: str) -> str:
         title = ast.get_docstring(ast.parse(text)).splitlines()[0].removesuffix(".")
         cells = share_cells(measured[path.stem]) if path.stem in measured else [""] * len(HEAD[1:])
         tokens = f"**{speed(run):,.0f}** ({speed(run) / speed(runs[None]):.2f}x)" if run else ""
-        lines.append([title, path.name, str(len(text.splitlines())), *cells, tokens])
-    table = markdown_table(["rung", "file", "lines", *HEAD[1:], "tokens/s"], lines)
-    for path in rungs():
-        table = table.replace(f" {path.name} ", f" [{path.name}]({path.name}) ")
+        lines.append([title, str(len(text.splitlines())), *cells, tokens])
+    table = markdown_table(["rung", "lines", *HEAD[1:], "tokens/s"], lines)
+    for number, path in enumerate(rungs(), start=1):
+        table = table.replace(f"| Rung {number}:", f"| [Rung {number}]({path.name}):")
     return "\n\n".join([table, *note(measured, runs)])
 
 
