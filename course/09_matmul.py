@@ -1,24 +1,24 @@
 """Rung 9: a matmul in tiles, y = x W^T + b.
 
-A program computes a tile of y, 128 x 128. It walks along K, the dimension that the matmul sums, in steps of 64: it
-loads a tile of x and a tile of W^T, and `tl.dot` multiplies them on the tensor cores, units that multiply small
-matrices in bf16 and add in fp32. With `num_stages=3`, Triton copies the tiles of the next steps to shared memory
-meanwhile. The epilogue of a matmul is what follows the last product, here the bias and the store. Two programs share a
-multiprocessor, so one can multiply during the epilogue of the other.
+A program computes a tile of y, 128 x 128. In steps of 64 along K, the dimension that the matmul sums, it loads a tile
+of x and one of W^T, and `tl.dot` multiplies them on the tensor cores, units that multiply small matrices in bf16 and
+add in fp32. Meanwhile `num_stages=3` copies the next tiles to shared memory. The epilogue is what follows the last
+product: the bias and the store. Two programs share a multiprocessor, so one can multiply during the other's epilogue.
 
 A step loads 33 KB and does 2 x 128 x 128 x 64 FLOP: 64 FLOP a byte. The ridge is at 186, so most bytes must come from
-the L2 cache. Programs with close numbers run at the same time, so the order of the tiles decides how many do. "naive"
-goes down a whole column of tiles: memory sends x, 100 MB, again for each of the 18 columns of QKV. "grouped" goes 8
-tiles down, then one to the right, as Triton's tutorial does: 8 rows of tiles of x stay in the L2 until they have met
-all of W. In both, another kernel adds the bias, and reads and writes y, 2 x 302 MB. "epilogue" needs no such kernel.
+the L2 cache. Programs with close numbers run at the same time, so the order of the tiles decides what L2 has. In
+GPT-2's QKV layer x is 65,536 x 768, 100 MB, and W is 2304 x 768, so y has 18 columns of tiles. "naive" goes down a
+whole column, so memory sends x again for each column. "grouped" goes 8 tiles down, then one to the right, as Triton's
+tutorial does: 8 rows of tiles of x stay in L2 until they have met all of W. In both, another kernel adds the bias: it
+reads and writes y, 2 x 302 MB. "epilogue" needs no such kernel.
 
 The backward is two matmuls, dx = dy W and dW = dy^T x. A transposed matrix is the same memory with its strides in the
-other order, so the kernel takes strides. The floor is 6 N C F FLOP: 0.9 ms for QKV on an H200. The three kernels reach
-47, 52 and 65% of it, and PyTorch, which calls cuBLAS, 89%. dW has only 18 x 6 tiles: 24 of 132 multiprocessors idle.
+other order, so the kernel takes strides. The three matmuls do 6 M K N FLOP: the floor is 0.9 ms on an H200. The kernels
+reach 46, 51 and 64% of it, and PyTorch (cuBLAS) 89%. dW has only 18 x 6 tiles: 24 of 132 multiprocessors idle.
 
-Exercise: y = relu(x W^T + b)^2, the activation of Primer (So et al. 2021, arXiv:2109.08668). Write `solution(x, weight,
-bias)`, whose forward is one kernel that stores only y. The backward needs relu(x W^T + b), and nothing may store it:
-how does it follow from y? The matmuls of the backward may be PyTorch's. Run `python course/09_matmul.py mine.py`.
+Exercise: write `solution(x, weight, bias)`: y = relu(x W^T + b)^2, the activation of Primer (So et al. 2021,
+arXiv:2109.08668). Its forward is one kernel that stores only y. The backward needs relu(x W^T + b), and nothing may
+store it: how does it follow from y? PyTorch may do the backward's matmuls. Run `python course/09_matmul.py mine.py`.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ def matmul_kernel(
 ):
     tiles_m, tiles_n = tl.cdiv(M, SIZE), tl.cdiv(N, SIZE)
     band, within = tl.program_id(0) // (GROUP * tiles_n), tl.program_id(0) % (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - band * GROUP, GROUP)  # the last band may have fewer than GROUP rows of tiles
+    height = tl.minimum(tiles_m - band * GROUP, GROUP)  # a band is GROUP rows of tiles; the last may have fewer
     m = ((band * GROUP + within % height) * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     n = (within // height * SIZE + tl.arange(0, SIZE)).to(tl.int64)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -43,7 +43,7 @@ def matmul_kernel(
     for start in range(0, K, BLOCK_K):
         a = tl.load(a_ptrs, (m < M)[:, None] & (k < K - start)[None, :], other=0.0)  # a product with 0 adds nothing
         b = tl.load(b_ptrs, (k < K - start)[:, None] & (n < N)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")  # if a and b are fp32, do not round them to TF32
+        acc = tl.dot(a, b, acc, input_precision="ieee")  # acc + a b; by default fp32 factors lose 13 bits (TF32)
         a_ptrs, b_ptrs = a_ptrs + BLOCK_K * a_k, b_ptrs + BLOCK_K * b_k
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, n < N, other=0.0).to(tl.float32)[None, :]
@@ -53,7 +53,7 @@ def matmul_kernel(
 def matmul(a, b, bias, group):
     (M, K), N = a.shape, b.shape[1]
     out, tiles_m, tiles_n = a.new_empty(M, N), triton.cdiv(M, 128), triton.cdiv(N, 128)
-    sizes = {"M": M, "N": N, "K": K, "GROUP": group or tiles_m, "SIZE": 128, "BLOCK_K": 64}
+    sizes = {"M": M, "N": N, "K": K, "GROUP": group or tiles_m, "SIZE": 128, "BLOCK_K": 64}  # None: one band
     matmul_kernel[(tiles_m * tiles_n,)](a, b, bias, out, *a.stride(), *b.stride(), **sizes, num_warps=8, num_stages=3)
     return out
 

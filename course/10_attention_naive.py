@@ -8,14 +8,14 @@ Here a program multiplies 64 queries of one head by 64 keys at a time, and the s
 needs the sum of a whole row before it can write any of it, so the program goes over the keys twice. First it keeps each
 row's running maximum and sum, as in rung 4. Then it recomputes the scores and writes p, the probabilities. One more
 matmul saves six of the eight passes. PyTorch computes p v and the backward, so p still goes to memory, and three
-operators read it. With its backward this takes 3.96 ms, eager 7.45, and torch.compile 2.61.
+operators read it. On an H200 forward and backward take 3.62 ms, PyTorch 7.51, and torch.compile 2.61.
 
-With a causal mask, query i sees the keys before i + Tk - Tq + 1. With grouped queries (Ainslie et al. 2023,
-arXiv:2305.13245) several query heads read one key head. In generation `lengths` counts the keys of each sequence.
+With Tq queries and Tk keys, a causal mask shows query i the keys before i + Tk - Tq + 1. With grouped queries (Ainslie
+et al. 2023, arXiv:2305.13245) several query heads read one key head. In generation sequence b has lengths[b] keys.
 
 Exercise: with ALiBi (Press et al. 2021, arXiv:2108.12409) the score of query i and key j loses slope (i - j), where
-slope is 2^(-8 (h + 1) / H) for head h. Write `solution(q, k, v, causal, scale)`. No tensor may hold any i - j.
-Run `python course/10_attention_naive.py mine.py`.
+slope is 2^(-8 (h + 1) / H) for head h (use `tl.exp2`). Write `solution(q, k, v, causal, scale)`: q is (B, T, H, D),
+causal True, and scale None: D^-0.5. Load no i - j from memory. Run `python course/10_attention_naive.py mine.py`.
 """
 
 import torch
@@ -28,7 +28,7 @@ def probabilities_kernel(
     q_ptr, k_ptr, p_ptr, lengths_ptr, scale, H, Tq, Tk, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     BLOCK: tl.constexpr = 64
-    head, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
+    head, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)  # head % H of sequence head // H
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keys = Tk if lengths_ptr is None else tl.load(lengths_ptr + head // H)
     end = i + keys - Tq + 1 if CAUSAL else tl.zeros_like(i) + keys  # a query sees the keys before its `end`
@@ -71,7 +71,7 @@ class Attention(torch.autograd.Function):
 
 def attention(q, k, v, *, causal=True, scale=None, lengths=None):
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # autograd adds the gradients of a group
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))  # copies: autograd adds their gradients
     return Attention.apply(q.contiguous(), k, v, lengths, causal, scale or q.shape[-1] ** -0.5).transpose(1, 2)
 
 

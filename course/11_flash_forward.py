@@ -9,14 +9,14 @@ With a causal mask a head does 2 T^2 D FLOP for 8 T D bytes, 256 FLOP a byte at 
 attention is now compute-bound, and two units may limit it. A score takes 4 D FLOP on the tensor cores, and one
 exponential. In a clock a multiprocessor does 4096 FLOP and 16 exponentials, so at D = 64 both take the same time. Two
 programs share a multiprocessor, so one can multiply while the other computes exponentials. All other work must be
-short. The GPU has an instruction for 2^x, so the host multiplies the scale by log2(e). Only the tiles on the diagonal
-have a mask, and the loop ends there. The last queries have the most keys, so their programs start first. On an H200
-this takes 0.183 ms, eager 3.42, and torch.compile 1.03. The rung has no backward. It can run in a trained model:
+short. The GPU has an instruction for 2^x, and e^x is 2^(x log2(e)), so Python multiplies the scale by log2(e). Only the
+tiles on the diagonal need a mask, and the loop ends there. The last queries have the most keys, so their programs start
+first. On an H200 this takes 0.186 ms, and torch.compile 1.03. The rung has no backward. It can run in a trained model:
 `python -m scripts.generate checkpoint=out/RUN attn=course/11_flash_forward.py kernels.check=false`.
 
 Exercise: in a sliding window (Beltagy et al. 2020, arXiv:2004.05150) a query sees the last WINDOW keys up to its own.
-Write `solution(q, k, v, causal, scale)`, which skips the tiles before the window. A query may see no key of its first
-tile: what is exp2(-inf - -inf)? Run `python course/11_flash_forward.py mine.py`.
+Write `solution(q, k, v, causal, scale)`, only the forward, with rung 10's arguments. Skip the tiles before the window.
+A query may see no key of the first tile: what is exp2(-inf - -inf)? Run `python course/11_flash_forward.py mine.py`.
 """
 
 import torch
@@ -51,9 +51,9 @@ def flash_kernel(
     acc = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for start in range(0, last_end, KEYS):
         j = start + tl.arange(0, KEYS)
-        at_k, in_k = rows(head // GROUP, j, Tk, H // GROUP, D, BLOCK_D)
+        at_k, in_k = rows(head // GROUP, j, Tk, H // GROUP, D, BLOCK_D)  # GROUP query heads read one key head
         s = tl.dot(q, tl.load(k_ptr + at_k, in_k, other=0.0).T, input_precision="ieee")
-        if start + KEYS > first_end:
+        if start + KEYS > first_end:  # else each query sees the whole tile
             s = tl.where(j[None, :] < end[:, None], s, -float("inf"))
         before, m = m, tl.maximum(m, tl.max(s, 1) * scale)
         p, shrink = tl.exp2(s * scale - m[:, None]), tl.exp2(before - m)
@@ -79,7 +79,7 @@ OP = "attention"
 FORWARD_ONLY = True
 KERNELS = {"triton": attention}
 SHAPES = {"gpu": {"shape": (32, 1024, 12, 64)}, "cpu": {"shape": (2, 200, 2, 32)}}
-WINDOW = 100
+WINDOW = 100  # of the exercise; your file needs its own
 
 
 def exercise(q, k, v, causal, scale):
