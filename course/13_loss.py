@@ -51,7 +51,7 @@ class Loss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, ignore_index):  # x (N, C), weight (V, C), targets (N,) -> sum of the losses
         N, V, fp32 = len(x), len(weight), torch.float32
         dx, losses, dweight = torch.empty_like(x), x.new_empty(N, dtype=fp32), torch.zeros_like(weight, dtype=fp32)
-        rows = min(N, max(1, 400 * 2**20 // (V * x.element_size())))  # of a chunk
+        rows = min(N, max(1, LOGITS_BYTES // (V * x.element_size())))  # of a chunk
         buffer = x.new_empty(rows, V)
         for start in range(0, N, rows):
             chunk = slice(start, start + rows)
@@ -76,6 +76,7 @@ def loss(x, weight, targets, ignore_index=-1):
 
 
 OP = "loss"
+LOGITS_BYTES = 400 * 2**20  # of a chunk
 KERNELS = {"triton": loss}
 SHAPES = {"gpu": {"shape": (16384, 768), "vocab": 50304}, "cpu": {"shape": (60, 32), "vocab": 5000, "ignored": 0.2}}
 
