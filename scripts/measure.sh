@@ -43,6 +43,13 @@ rungs() {
     [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-rungs}" out/{rungs,decoding-rungs}/*/
 }
 
+# The table of course/README.md, on one GPU in about fifteen minutes
+course() {
+    python -m scripts.course keep=true
+    python train.py +sweep=course out_dir=out/course
+    [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-course}" out/course/*/
+}
+
 # GPT-2 124M in bf16 with intervals, then in amp, then every other attention, then sequences of 16,384
 presets() { sweep presets $short kernels=eager,triton,gluon kernels.compile=true,false attn=sdpa,flash,gluon sweep.repeats=3; }
 amp() { sweep amp precision=amp train.max_steps=100 kernels=eager,triton,gluon kernels.compile=true,false; }

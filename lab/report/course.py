@@ -1,7 +1,7 @@
 """The table of course/README.md: each rung, what bounds it, its share of the floor, and its tokens/s in training.
 
-`python -m scripts.course keep=true` measures the rungs, and the sweep configs/sweep/course.yaml trains with those that
-compute an op.
+`scripts/measure.sh course` measures both: scripts.course times the rungs, and the sweep configs/sweep/course.yaml
+trains with those that compute an op.
 """
 
 import ast
@@ -51,13 +51,13 @@ def note(measured: dict[str, dict], runs: dict[str | None, dict]) -> Iterator[st
     device = {line["env"]["device"].removeprefix("NVIDIA ") for line in measured.values()}
     commits = ", ".join(sorted({commit(line) for line in measured.values()}))
     text = (
-        f"On one {' and one '.join(sorted(device))}, commit {commits}: `python -m scripts.course keep=true`. A share "
+        f"On one {' and one '.join(sorted(device))}, commit {commits}: `scripts/measure.sh course`. A share "
         "of the floor is of the rung's last kernel, and of the same formula in PyTorch and under torch.compile."
     )
     if None in runs:
         text += (
             f" Training is of GPT-2 124M in bf16 with this one kernel, beside {speed(runs[None]):,.0f} tokens/s with "
-            "PyTorch's (kernels=eager attn=sdpa): `python train.py +sweep=course`."
+            "PyTorch's (kernels=eager attn=sdpa)."
         )
     yield text
 
