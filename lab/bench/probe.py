@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common.files import read_bytes
 from kernels.check import broken_rule, out_of_place, outputs_and_gradients, why_wrong
+from kernels.lookup import is_path
 from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
 from lab import compat
 from lab.bench.op import optional_arguments
@@ -92,7 +93,7 @@ def matrix_probes(op: str, impl: str, device: torch.device) -> Columns:
 def probe_status(probe: Probe, device: torch.device) -> str:
     """Run the backend, and return the status of the probe."""
     op, impl, module = probe.op, probe.impl, contract(probe.op)
-    if reason := unavailable(op, impl, device):
+    if reason := unavailable(op, impl, device) or interpreter_lacks(probe):
         return f"unavailable: {reason}"
     shape = {**probe.shape, "dtype": probe.dtype, "device": device}
     if not getattr(module, "TRAINS", True):
@@ -111,6 +112,16 @@ def probe_status(probe: Probe, device: torch.device) -> str:
     if wrong:
         return f"wrong: {wrong}"
     return f"ok: {describe(op, impl, **shape).removeprefix(f'{impl} (').removesuffix(')')}"
+
+
+def interpreter_lacks(probe: Probe) -> str | None:
+    """Return why Triton's interpreter cannot run this probe of a user's file, or None. Our own kernels refuse bf16."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and is_path(probe.impl)
+    if not is_interpreted or "triton" not in vars(backend(probe.op, probe.impl)):
+        return None
+    if probe.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bf16 wrongly"
+    return "torch.compile cannot trace Triton's interpreter" if probe.compiled else None
 
 
 @torch.no_grad()

@@ -117,3 +117,12 @@ def test_the_matrix_has_every_size(op):
     for probe in probes:
         if probe.shape["shape"][-1] <= 768:
             assert contract(op).inputs(**probe.shape, dtype=probe.dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton has no interpreter beside a GPU")
+def test_what_tritons_interpreter_cannot_run_of_a_users_file_is_not_wrong():
+    probe = NORM._replace(impl="course/05_norm.py")
+    assert probe_status(probe, CPU).startswith("ok: ")
+    bf16, compiled = probe._replace(dtype=torch.bfloat16), probe._replace(compiled=True)
+    assert probe_status(bf16, CPU) == "unavailable: Triton's interpreter computes bf16 wrongly"
+    assert probe_status(compiled, CPU) == "unavailable: torch.compile cannot trace Triton's interpreter"
