@@ -8,7 +8,7 @@ The hardware runs 32 neighbouring threads together: a warp. If they load neighbo
 large requests to memory (coalesced). Otherwise each thread makes its own request. Triton coalesces loads by itself.
 
 An element takes 12 bytes in fp32. A load takes hundreds of clocks, so many must be in flight. A thread of `add_kernel`
-has two: 82% of the floor's speed on an H200. A thread of `add_four_kernel` has eight: 103%, faster than the copy.
+has two: 82% of the floor's speed on an H200. A thread of `add_four_kernel` has eight: 102%, faster than the copy.
 
 Exercise: `exercise` below averages each element of x with its two neighbours, which are 0 beyond the ends of x, and
 adds y. Write it as one kernel in CUDA C++, behind a function `solution(x, y)`. At both ends of x, a thread must not

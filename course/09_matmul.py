@@ -14,7 +14,7 @@ reads and writes y, 2 x 302 MB. "epilogue" needs no such kernel.
 
 The backward is two matmuls, dx = dy W and dW = dy^T x. A transposed matrix is the same memory with its strides in the
 other order, so the kernel takes strides. The three matmuls do 6 M K N FLOP: the floor is 0.9 ms on an H200. The kernels
-reach 46, 51 and 64% of it, and PyTorch (cuBLAS) 89%. dW has only 18 x 6 tiles: 24 of 132 multiprocessors idle.
+reach 45, 50 and 62% of it, and PyTorch (cuBLAS) 86%. dW has only 18 x 6 tiles: 24 of 132 multiprocessors idle.
 
 Exercise: write `solution(x, weight, bias)`: y = relu(x W^T + b)^2, the activation of Primer (So et al. 2021,
 arXiv:2109.08668). Its forward is one kernel that stores only y. The backward needs relu(x W^T + b), and nothing may

@@ -42,7 +42,7 @@ def convert_floats(inputs: dict, dtype: torch.dtype) -> dict:
 
 
 def out_of_place(module: ModuleType, function: Callable) -> Callable:
-    """Return a function that changes none of its arguments: an optimizer's returns the new tensors instead.
+    """Return `function`; of an optimizer, a version that returns the new tensors and leaves its arguments as they are.
 
     `module` is the op's contract.
     """

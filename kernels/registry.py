@@ -137,7 +137,7 @@ class AttnConfig:
 def unavailable(op: str, impl: str, device: torch.device, version: str | None = None) -> str | None:
     """Return, in one sentence, why this backend or this version of it cannot run on `device`, or None if it can.
 
-    A file that imports triton, and says nothing itself, needs what Triton needs. Raises KernelError as backend() does.
+    A backend that imports triton and has no unavailable() needs what Triton needs. Raises KernelError as backend().
     """
     module = backend(op, impl)
     if not hasattr(module, "unavailable") and "triton" in vars(module):

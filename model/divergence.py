@@ -14,7 +14,7 @@ from runtime.config import check
 from runtime.ranks import is_sharded
 from runtime.schedule import TrainConfig
 
-MOST_KEPT = 10  # files of a run with the batch of a refused step, or of a spike
+MOST_KEPT = 10  # files of one kind in a run's folder: batches of refused steps, or of spikes
 MIN_LOSSES = 10  # with fewer, no median is computed
 
 

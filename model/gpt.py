@@ -156,7 +156,8 @@ class GPT(nn.Module):
         """Check idx, and call forward(). model.compile() compiles only forward(), so these errors stay as they are."""
         if idx.dim() != 2 or idx.dtype not in (torch.int64, torch.int32):
             raise UserError(f"idx must be token ids (B, T), not {tuple(idx.shape)} {idx.dtype}")
-        self.config.check_length(idx.shape[1] if cache is None or cache.positions is not None else cache.keys)
+        is_prefill = cache is not None and cache.positions is None
+        self.config.check_length(cache.keys if is_prefill else idx.shape[1])
         return super().__call__(idx, *tensors, cache=cache, **named)
 
     def forward(
@@ -186,11 +187,11 @@ class GPT(nn.Module):
         return self.loss(x, cast(self.wte.weight, x.dtype), targets)
 
     def embed(self, idx: Tensor, positions: Tensor) -> Tensor:
-        """Return the embeddings of the tokens, and of learned positions, (B, T, C)."""
+        """Return the embeddings of the tokens, plus those of the positions if they are learned, (B, T, C)."""
         if self.wpe is None:
             return self.wte(idx)
-        # A draft, or the last steps of a CUDA graph, may reach beyond the table. The caller discards these tokens
-        return self.wte(idx) + self.wpe(positions.clamp(max=self.config.block_size - 1))
+        positions = positions.clamp(max=self.config.block_size - 1)  # the caller discards tokens beyond the table
+        return self.wte(idx) + self.wpe(positions)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -9,7 +9,7 @@ from runtime.config import check, value_text
 
 
 def in_eval_mode(function: Callable) -> Callable:
-    """Decorator: function(model, ...) runs in eval mode. Then, also after an error, each module has its mode again."""
+    """Decorator: function(model, ...) runs in eval mode. Afterwards, even after an error, each has its own mode."""
 
     @functools.wraps(function)
     def call(model: nn.Module, *args, **options):

@@ -37,6 +37,8 @@ class Config:
             self.solutions is None or Path(self.solutions).is_dir(),
             f"solutions={self.solutions}: no such folder; it has a file for each rung, such as 01_vector_add.py",
         )
+        found = not self.solutions or any(Path(self.solutions, f"{name}.py").is_file() for name in self.rung)
+        check(found, f"solutions={self.solutions}: this folder has no {self.rung[0]}.py, or any other rung's file")
         check(not (self.keep and self.solutions), "keep=true is for the rungs: leave out solutions=FOLDER")
 
 
@@ -49,19 +51,22 @@ def main(cfg: Config) -> None:
         if cfg.solutions:
             solution = Path(cfg.solutions, f"{name}.py")
             if not solution.is_file():
+                print(f"\n{name}: no solution in {cfg.solutions}")
                 continue
             words.append(str(solution))
-        print(f"\n{name}")
+        print(f"\n{name}", flush=True)
         process = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, encoding="utf-8")
         *output, last = process.stdout.splitlines() or [""]
-        print("\n".join(output), flush=True)
+        has_rows = last.startswith("{")
+        print("\n".join(output if has_rows else [*output, last]), flush=True)
         if process.returncode:
             failed.append(name)
         elif (line := json.loads(last))["rows"]:
             measured.append(line)
             files = write_rows([line], "course.jsonl", folder, cfg.keep)
     if measured:
-        print(f"\n{shares(measured)}")
+        if not cfg.solutions and (text := shares(measured)):
+            print(f"\n{text}")
         print(f"\ndone     {', '.join(map(str, files))}")
     if failed:
         raise Wrong(f"wrong or failed: {', '.join(failed)}; the lines above say why")

@@ -2,7 +2,7 @@
 # Measure the rows in results/ again: scripts/measure.sh GROUP ...
 #
 # Rows of before name triton where Gluon ran. The groups below name gluon, for a Hopper GPU.
-# GROUP is the name of a function below, from `presets` on. The training text is sotu.txt in the root of the repo: a few
+# GROUP is the name of a function below, from `rungs` on. The training text is sotu.txt in the root of the repo: a few
 # MB of any text. Sweeps use all GPUs, torchrun the first two; the other commands use the first GPU of
 # CUDA_VISIBLE_DEVICES. If a job fails, its row says why, and the next job starts. After Ctrl-C, the same group resumes
 # its sweeps and searches.
@@ -45,6 +45,8 @@ rungs() {
 
 # The table of course/README.md, on one GPU in about fifteen minutes
 course() {
+    local -x CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}"
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}
     python -m scripts.course keep=true
     python train.py +sweep=course out_dir=out/course
     [ $? = 75 ] || python -m scripts.collect --beside "${beside:-h200-course}" out/course/*/

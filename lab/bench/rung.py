@@ -3,7 +3,7 @@
 A rung is a file with these names. An op's contract has the same ones: kernels/norm/__init__.py explains them.
 
     KERNELS        name -> function(**inputs), in the order in which the rung explains them; the last is the result
-    SHAPES         "gpu" and "cpu" -> the arguments of inputs() and cost()
+    SHAPES         "gpu" and "cpu" -> the arguments of inputs() and cost(); no "cpu" if NEEDS is set
     inputs()       (**shape, dtype, device) -> {name: tensor}; if one requires a gradient, the backward is compared, too
     reference()    the formula in plain PyTorch; in float64 it is the exact result
     cost()         (**shape, dtype) -> {"forward": (FLOPs, bytes)}, and "backward" if there is one
@@ -62,10 +62,12 @@ def import_file(path: str | Path) -> ModuleType:
 
 
 def measure_main(path: str, *solutions: str) -> None:
-    """Measure the rung `path`, which is the main program, or the file of a solution of its exercise.
+    """Measure the rung `path`, which is the main program. With a file, measure the solution of its exercise instead.
 
     The last line that it prints has the rows as JSON. The program exits with 1 if a result of the rung is wrong.
     """
+    if len(solutions) > 1:
+        sys.exit(f"error: {' '.join(solutions)}: name one file, with your solution of the exercise")
     rung, device = sys.modules["__main__"], select_device("auto")
     line = {"rung": Path(path).stem, "rows": [], "env": environment(device)}
     if why := why_unavailable(rung, device):
@@ -118,7 +120,8 @@ def why_unavailable(rung: ModuleType, device: torch.device) -> str | None:
 def run(rung: ModuleType, device: torch.device, solution: Callable | None = None) -> list[dict]:
     """Return a row for each kernel of the rung and for PyTorch; on a GPU also for torch.compile, with times.
 
-    With a solution of the exercise, the solution is the only kernel, and the exercise is the formula.
+    With a solution of the exercise, the solution is the only kernel, and the exercise is the formula. Its floor is not
+    known, because cost() is the rung's.
     """
     source = contract(rung.OP) if hasattr(rung, "OP") else rung
     on_gpu = device.type == "cuda"
@@ -138,17 +141,18 @@ def run(rung: ModuleType, device: torch.device, solution: Callable | None = None
         functions["torch.compile"] = torch.compile(pytorch, fullgraph=True, dynamic=False)
         if any(out.dtype in FP8_DTYPES for out in outputs(pytorch, inputs)):
             choose_ptxas(device)
-    lacking = None if on_gpu and CUDA_HOME else "nvcc" if on_gpu else "a GPU"
-    if lacking and (left_out := [name for name in kernels if name.startswith("cuda")]):
-        print(f"without {lacking} this leaves out {', '.join(left_out)}")
+    left_out = [name for name in kernels if name.startswith("cuda") and not (on_gpu and CUDA_HOME)]
+    if left_out:
+        print(f"left out, because it needs a GPU and nvcc: {', '.join(left_out)}")
         functions = {name: function for name, function in functions.items() if name not in left_out}
     rows = [row | {"own": row["kernel"] in kernels} for row in compare(functions, exact, inputs, dtype)]
     if on_gpu:
         bound, samples = time_with_floor(functions, inputs, cost, dtype, device)
         for row in rows:
             p20, median, p80 = (1e3 * value for value in quantiles(samples[row["kernel"]]))
-            floor = 1e3 * statistics.median(samples["floor"])
-            row |= {"ms": median, "ms/p20": p20, "ms/p80": p80, "bound": bound, "of_floor": floor / median}
+            row |= {"ms": median, "ms/p20": p20, "ms/p80": p80}
+            if not solution:
+                row |= {"bound": bound, "of_floor": 1e3 * statistics.median(samples["floor"]) / median}
     return rows
 
 
@@ -189,20 +193,21 @@ def time_with_floor(
     bytes_copied = torch.ones(moved // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(bytes_copied)
     samples = time_in_turns({**works, "floor": lambda: target.copy_(bytes_copied)}, device, ROUNDS)
-    matmuls = flops / measured_flops(device, dtype)
-    if matmuls < statistics.median(samples["floor"]):
+    matmul_seconds = flops / measured_flops(device, dtype)
+    if matmul_seconds < statistics.median(samples["floor"]):
         return "bytes", samples
-    return "FLOPs", samples | {"floor": [matmuls]}
+    return "FLOPs", samples | {"floor": [matmul_seconds]}
 
 
 def table(rows: list[dict]) -> str:
     """Return the rows as text, for the terminal."""
     head, lines = ["kernel", "error"], []
-    if "ms" in rows[0]:
-        head += ["ms", "of the floor"]
+    head += [name for name, key in {"ms": "ms", "of the floor": "of_floor"}.items() if key in rows[0]]
     for row in rows:
         line = [row["kernel"], f"WRONG: {row['wrong']}" if row["wrong"] else f"{row['error']:.1e}"]
         if "ms" in row:
-            line += [f"{row['ms']:.4f} ({row['ms/p20']:.4f} to {row['ms/p80']:.4f})", f"{100 * row['of_floor']:.0f}%"]
+            line.append(f"{row['ms']:.4f} ({row['ms/p20']:.4f} to {row['ms/p80']:.4f})")
+        if "of_floor" in row:
+            line.append(f"{100 * row['of_floor']:.0f}%")
         lines.append(line)
     return tabulate(lines, head, tablefmt="plain", disable_numparse=True)

@@ -1,4 +1,4 @@
-"""A figure as data, and its JSON for Plotly, which page.js draws. figures.py draws the same data with matplotlib."""
+"""A figure as data, and its JSON for Plotly, which page.js draws. png.py draws the same data with matplotlib."""
 
 import html
 import math
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass
 class Series:
-    """What has one name in the legend."""
+    """Points with one name in the legend."""
 
     name: str
     mode: str  # "bars", or a mode of Plotly's scatter, such as "lines+markers"

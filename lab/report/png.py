@@ -56,8 +56,8 @@ def draw_figures(figures: list[Figure], path: Path) -> Path:
     for column, figure in enumerate(figures):
         top, bottom = axes[0][column], axes[-1][column]
         for panel, series in [(top, figure.series), *([(bottom, figure.below)] if figure.below else [])]:
-            for each in series:
-                draw_series(panel, each)
+            for one_series in series:
+                draw_series(panel, one_series)
             panel.grid(color=PAGE_COLOURS[GRID], axis="x" if figure.row else "both")
             panel.set_axisbelow(True)
             panel.spines[["top", "right"]].set_visible(False)
@@ -70,6 +70,7 @@ def draw_figures(figures: list[Figure], path: Path) -> Path:
             top.minorticks_off()
         if figure.below:
             bottom.set_ylabel(figure.y_below)
+            bottom.axhline(0, color=PAGE_COLOURS[QUIET], linewidth=1)
         if figure.row:
             top.xaxis.set_major_formatter("{x:,.0f}")
             top.set_ylim(len(categories) - 0.4, -0.6)  # downwards
@@ -82,7 +83,7 @@ def draw_figures(figures: list[Figure], path: Path) -> Path:
 
 def draw_series(panel, series: Series) -> None:
     points, colour = series.points, PAGE_COLOURS.get(series.colour, series.colour)
-    label = plain(series.name) if series.name else None
+    label = plain(series.name) if series.name and series.legend else None
     if series.mode == "bars":
         categories = ["\n".join(map(plain, point.y.split("\n")[:3])) for point in points]
         panel.barh(categories, [point.x for point in points], color=[point.colour or colour for point in points])
