@@ -128,12 +128,13 @@ def leaves(value: object) -> list:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether the backend `name` is a name in kernels/, or the path of a file there."""
+    """Return whether the backend `name` is a name in kernels/, or the path of a file there or in course/."""
     if not is_path(name):
         return name.isidentifier()  # a dotted name is a module that Python can import
     is_plain = re.fullmatch(r"[\w./-]+", name)  # without ~, which kernels/lookup.py expands
     # a relative path starts at the current folder
-    return bool(is_plain) and Path(name).resolve().is_relative_to(ROOT / "kernels")
+    path = Path(name).resolve()
+    return bool(is_plain) and any(path.is_relative_to(ROOT / room) for room in ("kernels", "course"))
 
 
 def check_backends(config: dict, where: str, advice: str) -> None:
