@@ -107,10 +107,15 @@ def import_module(op: str, impl: str) -> ModuleType:
     name = module_name(op, impl)
     if not is_path(impl) or name.startswith(f"{__package__}."):
         return importlib.import_module(name)
+    _paths[name] = impl
+    return import_file(source_file(op, impl), name)
+
+
+def import_file(path: Path, name: str) -> ModuleType:
+    """Import a file once, as the module `name`. Raises what its code raises."""
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, source_file(op, impl))
+        spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        _paths[name] = impl
         try:
             spec.loader.exec_module(sys.modules[name])
         except BaseException:

@@ -140,10 +140,28 @@ def unavailable(op: str, impl: str, device: torch.device, version: str | None = 
     A backend that imports triton and has no unavailable() needs what Triton needs. Raises KernelError as backend().
     """
     module = backend(op, impl)
-    if not hasattr(module, "unavailable") and "triton" in vars(module):
-        return importlib.import_module("kernels.gpu").triton_unavailable(device)
+    if is_silent_triton(module):
+        return importlib.import_module(f"{__package__}.gpu").triton_unavailable(device)
     probe = getattr(module, "unavailable", None)
     return probe(device, **version_argument(version)) if probe else None
+
+
+def is_silent_triton(module: ModuleType) -> bool:
+    """Return whether a backend imports triton and says nothing about where it runs, as a user's first file does."""
+    return "triton" in vars(module) and not hasattr(module, "unavailable")
+
+
+def refuse_interpreted_bf16(op: str, impl: str, function: Callable) -> Callable:
+    """Return a function that raises Unavailable for bf16, in which Triton's interpreter gives wrong results."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        for value in (*arguments, *named.values()):
+            if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+                importlib.import_module(f"{__package__}.gpu").check_dtypes(op, value, impl=impl)
+        return function(*arguments, **named)
+
+    return call
 
 
 def version_argument(version: str | None) -> dict[str, str]:
@@ -161,6 +179,8 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
     if "fp8" in needs and (reason := fp8.unavailable(device)):
         raise Unavailable(f"precision=fp8 cannot run here: {reason}")
     function = getattr(backend(op, impl), op)
+    if os.environ.get("TRITON_INTERPRET") == "1" and is_silent_triton(backend(op, impl)):
+        function = refuse_interpreted_bf16(op, impl, function)
     if version:
         function = functools.update_wrapper(functools.partial(function, version=version), function)
     for argument in needs:

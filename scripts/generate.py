@@ -21,7 +21,7 @@ from lab.generation import measure, prompts, writing
 from lab.generation.interactive import answer_prompts
 from lab.generation.recipe import GenerationKeys, GenerationRecipe, take_random_model
 from lab.proof import Wrong
-from lab.proof.generation import proof_line, prove, why_wrong
+from lab.proof.generation import proof_line, prove, why_proof_fails
 from lab.proof.memory import in_gib, predict_generation
 from lab.proof.receipt import receipt_lines
 from lab.sweep.launcher import SweepConfig, register_sweeps
@@ -166,7 +166,7 @@ def record_proof(
     run.row["receipt"] = measure.receipt_of_step(decoder, run.row, recipe.kernels, recipe.attn)
     run.row["proof"] = prove(decoder, recipe.decoder_options, recipe.precision, idx, lengths)
     print("\n".join([*receipt_lines(run.row), proof_line(run.row["proof"])]))
-    if reason := why_wrong(run.row["proof"]) or run.row["receipt"]["wrong"]:
+    if reason := why_proof_fails(run.row["proof"]) or run.row["receipt"]["wrong"]:
         raise Wrong(reason)
 
 

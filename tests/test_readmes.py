@@ -187,6 +187,14 @@ def test_the_functions_that_a_readme_names_exist(name):
     assert named - DEFINED == set()
 
 
+@pytest.mark.parametrize("name", [name for name, text in READMES.items() if "\n## Files\n" in text])
+def test_the_files_of_a_room_are_listed(name):
+    listed = READMES[name].partition("\n## Files\n")[2].partition("\n## ")[0]
+    files = {path.name for path in (ROOT / name).parent.rglob("*.py")} - {"__init__.py"}
+    assert {*re.findall(r"[\w]+\.py\b", listed)} - {"__init__.py"} == files
+    assert {*re.findall(r"(\w+)\(\)", listed)} - DEFINED == set()
+
+
 @pytest.mark.parametrize("name", READMES)
 def test_the_tables_show_the_results_as_they_are(name):
     """`python -m scripts.report` would not change the README."""

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from common.files import read_bytes
 from kernels.check import broken_rule, out_of_place, outputs_and_gradients, why_wrong
-from kernels.lookup import is_path
-from kernels.registry import Unavailable, backend, contract, describe, load, unavailable
+from kernels.registry import Unavailable, backend, contract, describe, is_silent_triton, load, unavailable
 from lab import compat
 from lab.bench.op import optional_arguments
 from runtime.device import is_out_of_memory, select_device
@@ -115,13 +114,11 @@ def probe_status(probe: Probe, device: torch.device) -> str:
 
 
 def interpreter_lacks(probe: Probe) -> str | None:
-    """Return why Triton's interpreter cannot run this probe of a user's file, or None. Our own kernels refuse bf16."""
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and is_path(probe.impl)
-    if not is_interpreted or "triton" not in vars(backend(probe.op, probe.impl)):
-        return None
-    if probe.dtype == torch.bfloat16:
-        return "Triton's interpreter computes bf16 wrongly"
-    return "torch.compile cannot trace Triton's interpreter" if probe.compiled else None
+    """Return why Triton's interpreter cannot run this probe of a user's file, or None. load() refuses bf16."""
+    is_interpreted = probe.compiled and os.environ.get("TRITON_INTERPRET") == "1"
+    if is_interpreted and is_silent_triton(backend(probe.op, probe.impl)):
+        return "torch.compile cannot trace Triton's interpreter"
+    return None
 
 
 @torch.no_grad()

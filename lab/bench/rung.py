@@ -18,9 +18,7 @@ A rung that computes an op has OP = "norm" instead of inputs(), reference() and 
 """
 
 import functools
-import importlib.util
 import json
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,7 +33,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 from kernels.check import broken_rule, outputs_and_gradients
 from kernels.fp8 import E4M3, E5M2, choose_ptxas
 from kernels.gpu import gpu_unavailable, is_hopper
-from kernels.lookup import module_name
+from kernels.lookup import import_file, module_name
 from kernels.registry import contract, load
 from lab.bench.op import forward_and_backward, largest_error, outputs, random_gradients
 from runtime.config import UserError
@@ -51,14 +49,6 @@ FP8_DTYPES = E4M3, E5M2  # torch.compile needs another ptxas for them: see kerne
 def rungs() -> list[Path]:
     """Return the files of the rungs, in order."""
     return sorted(COURSE.glob("[0-9]*.py"))
-
-
-def import_file(path: str | Path) -> ModuleType:
-    """Import a file by its path. The names of the rungs begin with a digit, so `import` cannot name them."""
-    spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", f"course_{Path(path).stem}"), path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def measure_main(path: str, *solutions: str) -> None:
@@ -91,7 +81,7 @@ def load_solution(path: str) -> Callable:
     """Return the function `solution` of a file. Raises UserError if there is none."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; the argument is the file with your solution of the exercise")
-    solution = getattr(import_file(path), "solution", None)
+    solution = getattr(import_file(Path(path), f"solution_{Path(path).stem}"), "solution", None)
     if not callable(solution):
         raise UserError(f"{path} defines no function solution(...): its arguments are those of exercise() in the rung")
 
@@ -127,10 +117,9 @@ def run(rung: ModuleType, device: torch.device, solution: Callable | None = None
     on_gpu = device.type == "cuda"
     shape = rung.SHAPES["gpu" if on_gpu else "cpu"]
     dtype = getattr(rung, "DTYPE", torch.bfloat16 if on_gpu else torch.float32)
-    inputs, cost = source.inputs(**shape, dtype=dtype, device=device), source.cost(**shape, dtype=dtype)
+    inputs = source.inputs(**shape, dtype=dtype, device=device)
     if getattr(rung, "FORWARD_ONLY", False):
         inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        cost.pop("backward")
     if solution:
         kernels, others, exact, pytorch = {"yours": solution}, {}, rung.exercise, rung.exercise
     else:
@@ -147,7 +136,14 @@ def run(rung: ModuleType, device: torch.device, solution: Callable | None = None
         functions = {name: function for name, function in functions.items() if name not in left_out}
     rows = [row | {"own": row["kernel"] in kernels} for row in compare(functions, exact, inputs, dtype)]
     if on_gpu:
-        bound, samples = time_with_floor(functions, inputs, cost, dtype, device)
+        works = timed_works(functions, inputs)
+        if solution:
+            samples = time_in_turns(works, device, ROUNDS)
+        else:
+            cost = source.cost(**shape, dtype=dtype)
+            if getattr(rung, "FORWARD_ONLY", False):
+                del cost["backward"]
+            bound, samples = time_with_floor(works, cost, dtype, device)
         for row in rows:
             p20, median, p80 = (1e3 * value for value in quantiles(samples[row["kernel"]]))
             row |= {"ms": median, "ms/p20": p20, "ms/p80": p80}
@@ -172,14 +168,9 @@ def compare(functions: dict[str, Callable], exact: Callable, inputs: dict, dtype
     return rows
 
 
-def time_with_floor(
-    functions: dict[str, Callable], inputs: dict, cost: dict, dtype: torch.dtype, device: torch.device
-) -> tuple[str, dict[str, list[float]]]:
-    """Return what bounds the time, "bytes" or "FLOPs", and {name: seconds, one for each round}, forward and backward.
-
-    The last name is "floor": a copy of as many bytes, or a matmul of as many FLOPs, whichever takes longer here.
-    """
-    works, douts = {}, []
+def timed_works(functions: dict[str, Callable], inputs: dict) -> dict[str, Callable]:
+    """Return for each function what is timed: its forward, and its backward if an input requires a gradient."""
+    douts = []
     leaves = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.requires_grad}
     if leaves:
         results = outputs(functions["PyTorch"], inputs)
@@ -187,8 +178,16 @@ def time_with_floor(
         gradients = torch.autograd.grad(results, list(leaves.values()), douts, allow_unused=True)
         unused = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None]
         inputs = inputs | {name: leaves[name].detach() for name in unused}  # an exercise may ignore an argument
-    for name, function in functions.items():
-        works[name] = lambda function=function: forward_and_backward(function, inputs, douts)
+    return {name: functools.partial(forward_and_backward, each, inputs, douts) for name, each in functions.items()}
+
+
+def time_with_floor(
+    works: dict[str, Callable], cost: dict, dtype: torch.dtype, device: torch.device
+) -> tuple[str, dict[str, list[float]]]:
+    """Return what bounds the time, "bytes" or "FLOPs", and {name: seconds, one for each round}.
+
+    The last name is "floor": a copy of as many bytes, or a matmul of as many FLOPs, whichever takes longer here.
+    """
     flops, moved = (sum(numbers) for numbers in zip(*cost.values(), strict=True))
     bytes_copied = torch.ones(moved // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(bytes_copied)

@@ -3,7 +3,7 @@
 from data.loader import Batch
 from kernels.registry import called_backends
 from lab.proof.memory import measure_step, predict_step, suggest_batch_size  # noqa: F401
-from lab.proof.parity import FirstSteps, Recorder, judge, why_wrong
+from lab.proof.parity import FirstSteps, Recorder, judge, why_parity_fails
 from lab.proof.receipt import make_receipt, receipt_lines
 from lab.proof.references import make_references  # noqa: F401
 from lab.proof.trace import write_memory_snapshot, write_trace  # noqa: F401
@@ -52,7 +52,7 @@ def prove(
             peak = row["mem/peak_allocated_gib"]
             row["memory"]["measured"] = measure_step(step.model, step.optimizer, batches, peak)
     print(proof_lines(row))
-    if reason := why_wrong(row["parity"]) or row["receipt"]["wrong"]:
+    if reason := why_parity_fails(row["parity"]) or row["receipt"]["wrong"]:
         raise Wrong(reason)
 
 

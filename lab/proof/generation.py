@@ -90,7 +90,7 @@ def judge(gaps: Tensor, error: float, bound: float, why_lossy: str | None) -> di
     return {"ok": True, "why": None, **facts}
 
 
-def why_wrong(proof: dict) -> str | None:
+def why_proof_fails(proof: dict) -> str | None:
     """Return why the decoder is wrong; None if the proof holds, or if the decoder rounds on purpose."""
     return proof["why"] if proof["ok"] is False else None
 

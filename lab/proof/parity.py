@@ -107,7 +107,7 @@ def judge(run: FirstSteps, truth: FirstSteps, rounded: FirstSteps) -> dict:
     return parity
 
 
-def why_wrong(parity: dict) -> str | None:
+def why_parity_fails(parity: dict) -> str | None:
     """Return one line that says how far the run is off; None if its parity is ok, or if there is none."""
     if parity["ok"] is not False:
         return None

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kernels.check import broken_rule, exact_results, outputs_and_gradients
+from kernels.lookup import import_file
 from kernels.registry import backend, contract, load
 from lab.bench.op import OPTIONAL
-from lab.bench.rung import import_file, load_solution, run, rungs, why_unavailable
+from lab.bench.rung import load_solution, run, rungs, why_unavailable
 from tests.kernels.test_backends import LARGE
 
 SOLUTIONS = Path(__file__).parent / "solutions"
@@ -28,7 +29,7 @@ def op_of(path):
 
 def load_rung(path):
     op = op_of(path)
-    rung = backend(op, str(path)) if op else import_file(path)  # a file with custom operators is imported only once
+    rung = backend(op, str(path)) if op else import_file(path, f"rung_{path.stem}")
     if why := why_unavailable(rung, DEVICE):
         pytest.skip(why)
     return rung

@@ -124,5 +124,5 @@ def test_what_tritons_interpreter_cannot_run_of_a_users_file_is_not_wrong():
     probe = NORM._replace(impl="course/05_norm.py")
     assert probe_status(probe, CPU).startswith("ok: ")
     bf16, compiled = probe._replace(dtype=torch.bfloat16), probe._replace(compiled=True)
-    assert probe_status(bf16, CPU) == "unavailable: Triton's interpreter computes bf16 wrongly"
+    assert "in Triton's interpreter gives wrong results in bfloat16" in probe_status(bf16, CPU)
     assert probe_status(compiled, CPU) == "unavailable: torch.compile cannot trace Triton's interpreter"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.sampling import Sampling
-from lab.proof.generation import compared_rows, judge, prove, to_float64, why_wrong
+from lab.proof.generation import compared_rows, judge, prove, to_float64, why_proof_fails
 from model.decoder import Decoder
 from model.generate import generate
 from model.generate_config import GenerateConfig
@@ -58,7 +58,7 @@ def test_wrong_logits_fail(broken, monkeypatch):
     decoder = Decoder(model, 6, 8, Sampling(97, temperature=0))
     with torch.no_grad():
         proof = prove(decoder, OPTIONS, "fp32", idx, torch.full((6,), 4))
-    assert (why_wrong(proof) is None) == (broken is None)
+    assert (why_proof_fails(proof) is None) == (broken is None)
     assert proof["compared"] == 4
 
 

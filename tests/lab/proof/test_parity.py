@@ -58,9 +58,9 @@ def test_the_bound_follows_the_rounding_of_eager_pytorch():
     assert not judge(noise, 5 * loss_noise)["ok"]
     assert not judge(noise * float("nan"), loss_noise)["ok"]
     assert not judge(noise, loss_noise * float("nan"))["ok"]
-    assert "the first 20 losses are off by" in parity.why_wrong(judge(noise, 5 * loss_noise))
-    assert parity.why_wrong(judge(noise, loss_noise)) is None
-    assert parity.why_wrong({"ok": None, "why": "the run resumes from a checkpoint"}) is None
+    assert "the first 20 losses are off by" in parity.why_parity_fails(judge(noise, 5 * loss_noise))
+    assert parity.why_parity_fails(judge(noise, loss_noise)) is None
+    assert parity.why_parity_fails({"ok": None, "why": "the run resumes from a checkpoint"}) is None
 
 
 @pytest.mark.parametrize(("factor", "is_right"), [(1.9, True), (2.1, False), (3.9, False)])
