@@ -65,14 +65,20 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def shorten_operator_errors() -> None:
-    """Stop Inductor from writing all arguments of a custom op into an error message, which it never shows.
+def prepare_inductor() -> None:
+    """Change two settings of Inductor, for every later use of torch.compile. The import takes 2 s.
 
-    The message doubles in length with every layer before the op. With custom ops in 12 layers, the compilation did not
-    finish (torch 2.11). torch 2.13 still writes the arguments.
+    Inductor passes a Python float, such as a scale, to a Triton kernel as fp64, but Triton itself as fp32. In fp64 a
+    tile times the scale is fp64, too: FlashAttention did not compile, and an epsilon made a whole norm fp64.
+
+    Inductor also writes all arguments of a custom op into an error message, which it never shows. The message doubles
+    in length with every layer before the op. With custom ops in 12 layers, the compilation did not finish (torch 2.11).
+    torch 2.13 still writes the arguments.
     """
+    from torch._inductor import config
     from torch._inductor.exc import OperatorIssue
 
+    config._use_fp64_for_unbacked_floats = False
     OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
 
 

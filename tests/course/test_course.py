@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.check import broken_rule, exact_results, outputs_and_gradients
+from kernels.compat import prepare_inductor
 from kernels.lookup import import_file
 from kernels.registry import backend, contract, load
 from lab.bench.op import OPTIONAL
@@ -90,6 +91,19 @@ def test_a_rung_that_computes_an_op_keeps_its_contract(op, path, case):
     if getattr(load_rung(path), "FORWARD_ONLY", False):
         inputs = {name: value.detach() if torch.is_tensor(value) else value for name, value in inputs.items()}
     results, eager = (outputs_and_gradients(f, inputs) for f in (function, load(op, "eager", DEVICE)))
+    assert broken_rule(results, eager, exact_results(op, "eager", inputs), inputs, DTYPE) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [path for path in RUNGS if op_of(path.values[0]) and "11_" not in path.id])
+def test_a_rung_under_torch_compile(path):
+    """As in a model with kernels.compile=true. rung 11 has no backward."""
+    op, function = op_of(path.values[0]), load_rung(path.values[0]).KERNELS["triton"]
+    inputs = contract(op).inputs(**load_rung(path.values[0]).SHAPES["cpu"], dtype=DTYPE, device=DEVICE)
+    prepare_inductor()
+    torch.compiler.reset()
+    results = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
+    eager = outputs_and_gradients(load(op, "eager", DEVICE), inputs)
     assert broken_rule(results, eager, exact_results(op, "eager", inputs), inputs, DTYPE) is None
 
 
