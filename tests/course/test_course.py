@@ -95,14 +95,14 @@ def test_a_rung_that_computes_an_op_keeps_its_contract(op, path, case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("path", [path for path in RUNGS if op_of(path.values[0]) and "11_" not in path.id])
+@pytest.mark.parametrize("path", [rung for rung in RUNGS if op_of(*rung.values) and "11_" not in rung.id])
 def test_a_rung_under_torch_compile(path):
     """As in a model with kernels.compile=true. rung 11 has no backward."""
-    op, function = op_of(path.values[0]), load_rung(path.values[0]).KERNELS["triton"]
-    inputs = contract(op).inputs(**load_rung(path.values[0]).SHAPES["cpu"], dtype=DTYPE, device=DEVICE)
+    op, rung = op_of(path), load_rung(path)
+    inputs = contract(op).inputs(**rung.SHAPES["cpu"], dtype=DTYPE, device=DEVICE)
     prepare_inductor()
     torch.compiler.reset()
-    results = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
+    results = outputs_and_gradients(torch.compile([*rung.KERNELS.values()][-1], fullgraph=True), inputs)
     eager = outputs_and_gradients(load(op, "eager", DEVICE), inputs)
     assert broken_rule(results, eager, exact_results(op, "eager", inputs), inputs, DTYPE) is None
 
