@@ -11,7 +11,7 @@ this step take 115 ms with 64 sequences but 29 ms with 16, so with 16 sequences 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,27 +22,50 @@ from torch.autograd.function import FunctionCtx
 from kernels import compat
 
 
+def custom_op(
+    name: str,
+    function: Callable,
+    fake: Callable,
+    backward: Callable | None = None,
+    setup_context: Callable | None = None,
+    mutates_args: Sequence[str] = (),
+) -> Callable:
+    """Define `function` as the operator `name`, and return bypass_dispatcher() of the operator.
+
+    `fake` takes the same arguments and only allocates the outputs, for torch.compile and fake tensors.
+    """
+    op = torch.library.custom_op(name, function, mutates_args=mutates_args)
+    op.register_fake(fake)
+    return bypass_dispatcher(op, backward, setup_context)
+
+
 def bypass_dispatcher(
     op: Callable, backward: Callable | None = None, setup_context: Callable | None = None
 ) -> Callable:
     """Return a function that does what the torch.library.custom_op `op` does, without the dispatcher where possible.
 
     `backward` and `setup_context` become the autograd of both the operator and the function, which then refuses a
-    second derivative and takes no keywords. An op without a backward goes through the dispatcher whenever gradients are
-    on, because the dispatcher raises when a gradient is asked for.
+    second derivative and takes no keywords. What `backward` returns for an argument that needs no gradient is ignored,
+    for example the empty tensor for a missing bias: an operator cannot return None. An op without a backward goes
+    through the dispatcher whenever gradients are on, because the dispatcher raises when a gradient is asked for.
     """
     function = compat.python_function(op)
     call_undispatched = function
     if backward:
-        backward = refuse_second_derivative(backward, function.__module__)
-        op.register_autograd(backward, setup_context=setup_context)
+
+        def compute_gradients(ctx: FunctionCtx, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+            needed = zip(backward(ctx, *douts), ctx.needs_input_grad, strict=True)
+            return tuple(gradient if is_needed else None for gradient, is_needed in needed)
+
+        differentiate = refuse_second_derivative(compute_gradients, function.__module__)
+        op.register_autograd(differentiate, setup_context=setup_context)
 
         def forward(ctx: FunctionCtx, *arguments: Any) -> Any:
             outputs = function(*arguments)
             setup_context(ctx, arguments, outputs)
             return outputs
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         call_undispatched = type(function.__name__, (torch.autograd.Function,), methods).apply
 
     @functools.wraps(function)
@@ -75,6 +98,11 @@ def refuse_second_derivative(backward: Callable, module: str | None = None) -> C
             return backward(ctx, *douts)
 
     return call
+
+
+def empty_gradients(*arguments: Tensor | None) -> tuple[Tensor, ...]:
+    """Allocate a gradient of each argument of an operator, and an empty tensor for None. The first is a tensor."""
+    return tuple(arguments[0].new_empty(0) if t is None else torch.empty_like(t) for t in arguments)
 
 
 def in_autocast(device: str) -> bool:

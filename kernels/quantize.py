@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.compat import is_observed
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.fp8 import DY_SCALE, E4M3, X_SCALE, InFp8
 from kernels.sums import add_partial_sums
 from kernels.tiles import place
@@ -252,7 +252,7 @@ def quantize(
     """
     N, C = x.shape
     tiles_n, programs, launch = choose_tile_launch("quantize", x)
-    by_rows, by_columns = empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)
+    by_rows, by_columns = empty_layouts(x, columns, dtype)
     partial = torch.empty(tiles_n, C, dtype=torch.float32, device=x.device) if sums else None
     _quantize_kernel[(programs,)](
         x_ptr=x,
@@ -269,20 +269,18 @@ def quantize(
     return by_rows, by_columns, add_partial_sums(partial, x.dtype) if sums else x.new_empty(0)
 
 
-@torch.library.custom_op("hotswap::round_input", mutates_args=())
-def round_input(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
+def launch_round_input(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
     """Return x (N, C) in e4m3, times X_SCALE, by rows and by columns. Without `columns`, the second is empty."""
-    rows, by_columns, _ = quantize(x, unit_tensor(X_SCALE, x.device), columns=columns)
-    return rows, by_columns
+    return quantize(x, unit_tensor(X_SCALE, x.device), columns=columns)[:2]
 
 
-@round_input.register_fake
-def _(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
+def empty_layouts(x: Tensor, columns: bool = True, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
+    """Allocate x (N, C) in fp8 by rows and by columns. Without `columns`, the second is empty."""
     N, C = x.shape
-    return empty_fp8(N, C, E4M3, x.device), empty_fp8(C, N if columns else 0, E4M3, x.device)
+    return empty_fp8(N, C, dtype, x.device), empty_fp8(C, N if columns else 0, dtype, x.device)
 
 
-round_input = bypass_dispatcher(round_input)
+round_input = custom_op("hotswap::round_input", launch_round_input, empty_layouts)
 
 
 def matrix_and_layouts(x: Tensor | InFp8, columns: bool = True) -> tuple[Tensor, Tensor, Tensor]:

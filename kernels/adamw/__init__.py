@@ -34,7 +34,8 @@ from torch import Tensor
 OPTIMIZER = True  # the optimizer calls it, and it changes its arguments
 DEFAULT = "auto"
 MULTIPLE = 1024
-TENSORS = dict.fromkeys(("master", "exp_avg", "exp_avg_sq", "weight", "gradient"), "n")
+CHANGED = "master", "exp_avg", "exp_avg_sq", "weight"
+TENSORS = dict.fromkeys((*CHANGED, "gradient"), "n")
 ANY_STRIDES = tuple(TENSORS)  # never made contiguous, because the copy would get the update: conflict() refuses them
 
 SHAPES = {
@@ -53,21 +54,19 @@ CASES = {
     "fp32_gradient": {"shape": (2 * MULTIPLE,), "decayed": 1088, "gradient_dtype": torch.float32},
 }
 
-# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
 SIZES = {str(n): {"shape": (n,), "decayed": n // 2} for n in (MULTIPLE, 64 * MULTIPLE)}
 FEATURES = ["refused", "fp32_gradient"]
 
 BOUND = "bytes"
 
 
-def conflict(
-    *, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, weight: Tensor, gradient: Tensor, **_: object
-) -> str | None:
+def conflict(**arguments: Any) -> str | None:
     """Return why these tensors cannot be updated in place, or None."""
-    if master.shape[0] % MULTIPLE:
-        return f"n = {master.shape[0]} is no multiple of {MULTIPLE}"
-    tensors = master, exp_avg, exp_avg_sq, weight, gradient
-    return None if all(tensor.is_contiguous() for tensor in tensors) else "a tensor is not contiguous"
+    n = arguments["master"].shape[0]
+    if n % MULTIPLE:
+        return f"n = {n} is no multiple of {MULTIPLE}"
+    is_contiguous = all(arguments[name].is_contiguous() for name in TENSORS)
+    return None if is_contiguous else "a tensor is not contiguous"
 
 
 def reference(
@@ -103,7 +102,7 @@ def results(function: Callable, /, **arguments: Any) -> tuple[Tensor, ...]:
     """Return the four tensors that a backend's function changes, from copies of the arguments."""
     copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     function(**copies)
-    return tuple(copies[name] for name in ("master", "exp_avg", "exp_avg_sq", "weight"))
+    return tuple(copies[name] for name in CHANGED)
 
 
 def inputs(

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from kernels.adamw import CHANGED
+from kernels.direct import custom_op
+
 RUNS = ("(?i)fused_?(adam|optimizer)",)
 
 
-# An operator, because torch.compile cannot trace PyTorch's function
-@torch.library.custom_op("hotswap::adamw_eager", mutates_args=("master", "exp_avg", "exp_avg_sq", "weight"))
-def adamw(
+def update(
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -53,4 +54,5 @@ def adamw(
     weight.copy_(torch.where(refuse, weight, master))
 
 
-adamw.register_fake(lambda *arguments: None)
+# An operator, because torch.compile cannot trace PyTorch's function
+adamw = custom_op("hotswap::adamw_eager", update, lambda *_: None, mutates_args=CHANGED)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adamw import MULTIPLE
-from kernels.direct import bypass_dispatcher
+from kernels.adamw import CHANGED, MULTIPLE
+from kernels.direct import custom_op
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
@@ -56,51 +56,7 @@ def _adamw_kernel(
         tl.store(weight_ptr + i, master.to(weight_ptr.dtype.element_ty))
 
 
-@torch.library.custom_op("hotswap::adamw", mutates_args=("master", "exp_avg", "exp_avg_sq", "weight"))
-def adamw_update(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    weight: Tensor,
-    gradient: Tensor,
-    lr: Tensor,
-    scale: Tensor,
-    corrections: Tensor,
-    refuse: Tensor,
-    decayed: int,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Launch the kernel. `corrections` (2,) fp32 are 1 - beta1^t and 1 - beta2^t; the rest is as in the contract."""
-    _adamw_kernel[(len(master) // BLOCK,)](
-        master_ptr=master,
-        exp_avg_ptr=exp_avg,
-        exp_avg_sq_ptr=exp_avg_sq,
-        weight_ptr=weight,
-        gradient_ptr=gradient,
-        lr_ptr=lr,
-        scale_ptr=scale,
-        corrections_ptr=corrections,
-        refuse_ptr=refuse,
-        decayed=decayed,
-        beta1=beta1,
-        beta2=beta2,
-        one_minus_beta1=1 - beta1,
-        one_minus_beta2=1 - beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
-
-
-adamw_update.register_fake(lambda *arguments, **named: None)
-adamw_update = bypass_dispatcher(adamw_update)
-
-
-def adamw(
+def launch(
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -117,21 +73,27 @@ def adamw(
     weight_decay: float,
 ) -> None:
     check_dtypes("adamw", weight, gradient)
-    # From fp64, because 1 - beta^t loses digits in fp32
-    corrections = torch.stack([1 - beta1**updates, 1 - beta2**updates]).float()
-    adamw_update(
-        master=master,
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
-        weight=weight,
-        gradient=gradient,
-        lr=lr,
-        scale=scale,
-        corrections=corrections,
-        refuse=refuse,
+    _adamw_kernel[(len(master) // BLOCK,)](
+        master_ptr=master,
+        exp_avg_ptr=exp_avg,
+        exp_avg_sq_ptr=exp_avg_sq,
+        weight_ptr=weight,
+        gradient_ptr=gradient,
+        lr_ptr=lr,
+        scale_ptr=scale,
+        # From fp64, because 1 - beta^t loses digits in fp32
+        corrections_ptr=torch.stack([1 - beta1**updates, 1 - beta2**updates]).float(),
+        refuse_ptr=refuse,
         decayed=decayed,
         beta1=beta1,
         beta2=beta2,
+        one_minus_beta1=1 - beta1,
+        one_minus_beta2=1 - beta2,
         eps=eps,
         weight_decay=weight_decay,
+        BLOCK=BLOCK,
+        num_warps=4,
     )
+
+
+adamw = custom_op("hotswap::adamw", launch, lambda *_: None, mutates_args=CHANGED)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op, empty_gradients
 from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8, product
 from kernels.gpu import check_dtypes, triton_and_cublas_detail, triton_detail
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
@@ -41,13 +41,11 @@ def detail(x: Tensor, fp8: bool = False, **rest: object) -> str:
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
-    """Return the launch parameters that scripts/tune.py tries for `kernel`."""
     return quantize_candidates() if kernel == "quantize" else matmul_candidates(kernel, default)
 
 
-@torch.library.custom_op("hotswap::linear_fp8_fwd", mutates_args=())
-def linear_fp8_fwd(
-    x: Tensor, x_rows: Tensor, x_columns: Tensor, weight: Tensor, bias: Tensor | None
+def launch_fp8_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, x_rows: Tensor, x_columns: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y (N, F), and for the backward the weight by columns, (C, F), and its unit.
 
@@ -58,87 +56,74 @@ def linear_fp8_fwd(
     return y, weight_columns, weight_unit
 
 
-@linear_fp8_fwd.register_fake
-def _(
-    x: Tensor, x_rows: Tensor, x_columns: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_fp8_outputs(x: Tensor, weight: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     F, C = weight.shape
     return x.new_empty(x.shape[0], F), empty_fp8(C, F, E4M3, x.device), x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("hotswap::linear_fp8_bwd", mutates_args=())
-def linear_fp8_bwd(
-    dy: Tensor, x_columns: Tensor, weight_columns: Tensor, weight_unit: Tensor, x: Tensor | None, has_bias: bool
+def launch_fp8_backward(
+    dy: Tensor, x: Tensor | None, bias: Tensor | None, x_columns: Tensor, weight_columns: Tensor, weight_unit: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx (N, C), dweight (F, C) and dbias (F,). Without a bias, dbias is empty.
 
     If x (N, C) is given, dweight is not in fp8.
     """
     unit, x_unit = (unit_tensor(scale, dy.device) for scale in (dy_scale(len(dy)), X_SCALE))
-    dy_rows, dy_columns, dbias = quantize(dy, unit, E5M2, columns=x is None, sums=has_bias)
+    dy_rows, dy_columns, dbias = quantize(dy, unit, E5M2, columns=x is None, sums=bias is not None)
     dx = product(dy_rows, weight_columns, (unit, weight_unit), dy.dtype)
     dweight = product(dy_columns, x_columns, (unit, x_unit), dy.dtype) if x is None else dy.T @ x
     return dx, dweight, dbias
 
 
-@linear_fp8_bwd.register_fake
-def _(
-    dy: Tensor, x_columns: Tensor, weight_columns: Tensor, weight_unit: Tensor, x: Tensor | None, has_bias: bool
+def empty_fp8_gradients(
+    dy: Tensor, x: Tensor | None, bias: Tensor | None, x_columns: Tensor, *_: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    N, F = dy.shape
-    C = x_columns.shape[0]
-    return dy.new_empty(N, C), dy.new_empty(F, C), dy.new_empty(F if has_bias else 0)
+    (N, F), C = dy.shape, x_columns.shape[0]
+    return dy.new_empty(N, C), dy.new_empty(F, C), dy.new_empty(0 if bias is None else F)
 
 
 def _setup_fp8_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, _, x_columns, weight, bias = inputs
-    ctx.save_for_backward(x_columns, *output[1:], None if dweight_in_fp8(weight) else x)
-    ctx.has_bias = bias is not None
+    x, weight, bias, _, x_columns = inputs
+    ctx.save_for_backward(None if dweight_in_fp8(weight) else x, bias, x_columns, *output[1:])
     ctx.set_materialize_grads(False)  # only y has a gradient
 
 
 def _fp8_backward(ctx: FunctionCtx, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = linear_fp8_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
-    return dx, None, None, dweight, dbias if ctx.has_bias else None
+    return *linear_fp8_bwd(dy.contiguous(), *ctx.saved_tensors), None, None
 
 
-linear_fp8_bwd = bypass_dispatcher(linear_fp8_bwd)
-linear_fp8_fwd = bypass_dispatcher(linear_fp8_fwd, _fp8_backward, _setup_fp8_context)
+linear_fp8_bwd = custom_op("hotswap::linear_fp8_bwd", launch_fp8_backward, empty_fp8_gradients)
+linear_fp8_fwd = custom_op(
+    "hotswap::linear_fp8_fwd", launch_fp8_forward, empty_fp8_outputs, _fp8_backward, _setup_fp8_context
+)
 
 
-@torch.library.custom_op("hotswap::linear_fwd", mutates_args=())
-def linear_fwd(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return matmul("linear_fwd", x, weight, bias)
 
 
-linear_fwd.register_fake(lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]))
-
-
-@torch.library.custom_op("hotswap::linear_bwd", mutates_args=())
-def linear_bwd(dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+def launch_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx (N, C), dweight (F, C) and dbias (F,). Without a bias, dbias is empty."""
     dx, dweight = matmul("linear_dx", dy, weight, w_by_rows=False), matmul_transposed("linear_dw", dy, x)
-    return dx, dweight, sum_rows(dy) if has_bias else dy.new_empty(0)
-
-
-@linear_bwd.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, has_bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight), dy.new_empty(dy.shape[1] if has_bias else 0)
+    return dx, dweight, dy.new_empty(0) if bias is None else sum_rows(dy)
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    x, weight, bias = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.has_bias = bias is not None
+    ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = linear_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_bias)
-    return dx, dweight, dbias if ctx.has_bias else None
+def _backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return linear_bwd(dy.contiguous(), *ctx.saved_tensors)
 
 
-linear_bwd = bypass_dispatcher(linear_bwd)
-linear_fwd = bypass_dispatcher(linear_fwd, _backward, _setup_context)
+linear_bwd = custom_op("hotswap::linear_bwd", launch_backward, lambda dy, *inputs: empty_gradients(*inputs))
+linear_fwd = custom_op(
+    "hotswap::linear_fwd",
+    launch_forward,
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+    _backward,
+    _setup_context,
+)
 
 
 def linear(x: Tensor | InFp8, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:
@@ -149,5 +134,5 @@ def linear(x: Tensor | InFp8, weight: Tensor, bias: Tensor | None, fp8: bool = F
     if isinstance(x, InFp8) and not dweight_in_fp8(weight):
         raise ValueError(f"linear=triton: dweight of a square weight ({len(weight)}) needs x itself, not x in fp8")
     matrix, rows, columns = matrix_and_layouts(x, columns=dweight_in_fp8(weight))
-    y, *_ = linear_fp8_fwd(matrix, rows, columns, weight, bias)
+    y, *_ = linear_fp8_fwd(matrix, weight, bias, rows, columns)
     return y.view(*x.shape[:-1], len(weight))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op, empty_gradients
 from kernels.sums import add_partial_sums, sum_rows
 
 
@@ -27,8 +27,7 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
     autograd does not save h, and the backward recomputes it.
     """
 
-    @torch.library.custom_op(f"hotswap::{name}_fwd", mutates_args=())
-    def mlp_fwd(
+    def launch_forward(
         x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, save_h: bool
     ) -> tuple[Tensor, Tensor]:
         """Return y (N, C) and h (N, F), which the backward needs. If save_h is False, the returned h is empty."""
@@ -38,50 +37,38 @@ def define_mlp(name: str, fc_and_gelu: Callable, proj_and_gelu_backward: Callabl
         y = a @ w_proj.T if b_proj is None else torch.addmm(b_proj, a, w_proj.T)
         return y, h if save_h else h.new_empty(0)
 
-    @mlp_fwd.register_fake
-    def _(
+    def empty_outputs(
         x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, save_h: bool
     ) -> tuple[Tensor, Tensor]:
         return torch.empty_like(x), x.new_empty((x.shape[0], w_fc.shape[0]) if save_h else 0)
 
-    @torch.library.custom_op(f"hotswap::{name}_bwd", mutates_args=())
-    def mlp_bwd(
-        dy: Tensor, x: Tensor, h: Tensor | None, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, has_b_proj: bool
+    def launch_backward(
+        dy: Tensor, h: Tensor, x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty.
 
-        If h is None, the backward recomputes it.
+        If h is empty, the backward recomputes it.
         """
         a, dh = (x.new_empty(len(x), len(w_fc)) for _ in range(2))
-        if h is None:
+        if not h.numel():
             h = dh
             fc_and_gelu(x, w_fc, b_fc, h, a)
         partial = proj_and_gelu_backward(dy, w_proj, h, a, dh, b_fc is not None)
         db_fc = x.new_empty(0) if b_fc is None else add_partial_sums(partial, x.dtype)
-        db_proj = sum_rows(dy) if has_b_proj else x.new_empty(0)
+        db_proj = x.new_empty(0) if b_proj is None else sum_rows(dy)
         return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, db_proj
 
-    @mlp_bwd.register_fake
-    def _(
-        dy: Tensor, x: Tensor, h: Tensor | None, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, has_b_proj: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        db_fc = x.new_empty(0 if b_fc is None else w_fc.shape[0])
-        db_proj = x.new_empty(w_proj.shape[0] if has_b_proj else 0)
-        return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
-
     def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-        x, w_fc, b_fc, w_proj, b_proj, save_h = inputs
+        *tensors, _ = inputs
         _, h = output
-        ctx.save_for_backward(x, h if save_h else None, w_fc, b_fc, w_proj)
-        ctx.has_b_fc, ctx.has_b_proj = b_fc is not None, b_proj is not None
+        ctx.save_for_backward(h, *tensors)
         ctx.set_materialize_grads(False)  # h gets no gradient, and filling an (N, F) gradient with zeros takes 0.1 ms
 
     def backward(ctx: FunctionCtx, dy: Tensor, _dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, ctx.has_b_proj)
-        return dx, dw_fc, db_fc if ctx.has_b_fc else None, dw_proj, db_proj if ctx.has_b_proj else None, None
+        return *mlp_bwd(dy.contiguous(), *ctx.saved_tensors), None
 
-    mlp_bwd = bypass_dispatcher(mlp_bwd)
-    mlp_fwd = bypass_dispatcher(mlp_fwd, backward, setup_context)
+    mlp_bwd = custom_op(f"hotswap::{name}_bwd", launch_backward, lambda dy, h, *inputs: empty_gradients(*inputs))
+    mlp_fwd = custom_op(f"hotswap::{name}_fwd", launch_forward, empty_outputs, backward, setup_context)
 
     def mlp(
         x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None, save_h: bool

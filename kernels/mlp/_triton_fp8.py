@@ -9,13 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.fp8 import E4M3, E5M2, X_SCALE, product
+from kernels.fp8 import X_SCALE, product
 from kernels.mlp import _fp8
 from kernels.mlp._gelu import gelu_derivative, gelu_over_h
 from kernels.quantize import (
     choose_tile_launch,
     dy_scale,
-    empty_fp8,
     load_rows,
     scaled,
     store_columns,
@@ -72,23 +71,20 @@ def _gelu_fp8_kernel(
         store_rows(a0, a1, a2, a3, a_ptr, quads, f, N, F)
 
 
-def fc_and_gelu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def fc_and_gelu(x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, a: Tensor, dtype: torch.dtype) -> Tensor:
     N, F = len(x), len(w)
     h = product(x, w, (unit_tensor(X_SCALE, x.device), w_unit), dtype, bias)
-    a = empty_fp8(N, F, E4M3, x.device)
     _, programs, parameters = choose_tile_launch("gelu_fp8_fwd", h)
     unused = dict.fromkeys(("da_ptr", "dy_unit_ptr", "dh_rows_ptr", "dh_columns_ptr", "sums_ptr"))
     _gelu_fp8_kernel[(programs,)](h_ptr=h, a_ptr=a, N=N, F=F, SCALE=X_SCALE, BACKWARD=False, **unused, **parameters)
-    return h, a
+    return h
 
 
 def proj_and_gelu_backward(
-    dy: Tensor, w: Tensor, w_unit: Tensor, h: Tensor, sums: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    dy: Tensor, w: Tensor, w_unit: Tensor, h: Tensor, a: Tensor, dh: Tensor, dh_columns: Tensor, sums: bool
+) -> Tensor | None:
     N, F = h.shape
     unit = unit_tensor(dy_scale(N), h.device)
-    a, dh_columns = empty_fp8(F, N, E4M3, h.device), empty_fp8(F, N, E5M2, h.device)
-    dh = empty_fp8(N, F, E5M2, h.device)
     da = product(dy, w, (unit, w_unit), h.dtype)
     tiles_n, programs, parameters = choose_tile_launch("gelu_fp8_bwd", h)
     partial = torch.empty(tiles_n, F, dtype=torch.float32, device=h.device) if sums else None
@@ -106,7 +102,7 @@ def proj_and_gelu_backward(
         BACKWARD=True,
         **parameters,
     )
-    return a, dh, dh_columns, partial
+    return partial
 
 
 mlp = _fp8.define_mlp("mlp_fp8", fc_and_gelu, proj_and_gelu_backward)

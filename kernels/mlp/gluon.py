@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.fp8 import E4M3, E5M2, X_SCALE, InFp8
+from kernels.fp8 import X_SCALE, InFp8
 from kernels.gpu import hopper_unavailable
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.mlp import _fp8, _op
 from kernels.mlp._gluon_kernel import empty_partial_sums, launch_kernel
-from kernels.quantize import dy_scale, empty_fp8
+from kernels.quantize import dy_scale
 from kernels.registry import Unavailable
 
 DTYPES = torch.bfloat16, torch.float16
@@ -35,22 +35,19 @@ def proj_and_gelu_backward(dy: Tensor, w_proj: Tensor, h: Tensor, a: Tensor, dh:
 
 
 def fc_and_gelu_in_fp8(
-    x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    N, F = len(x), len(w)
-    h, a = x.new_empty(N, F, dtype=dtype), empty_fp8(N, F, E4M3, x.device)
+    x: Tensor, w: Tensor, w_unit: Tensor, bias: Tensor | None, a: Tensor, dtype: torch.dtype
+) -> Tensor:
+    h = x.new_empty(len(x), len(w), dtype=dtype)
     launch_kernel(x, w, h, a, bias=bias, x_scale=X_SCALE, w_unit=w_unit)
-    return h, a
+    return h
 
 
 def proj_and_gelu_backward_in_fp8(
-    dy: Tensor, w: Tensor, w_unit: Tensor, h: Tensor, sums: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    N, F = h.shape
-    a, dh_columns = empty_fp8(F, N, E4M3, h.device), empty_fp8(F, N, E5M2, h.device)
-    dh, partial_sums = empty_fp8(N, F, E5M2, h.device), empty_partial_sums(N, F, h.device) if sums else None
-    launch_kernel(dy, w, h, a, dh=dh, dh_columns=dh_columns, partial=partial_sums, x_scale=dy_scale(N), w_unit=w_unit)
-    return a, dh, dh_columns, partial_sums
+    dy: Tensor, w: Tensor, w_unit: Tensor, h: Tensor, a: Tensor, dh: Tensor, dh_columns: Tensor, sums: bool
+) -> Tensor | None:
+    partial_sums, scale = empty_partial_sums(*h.shape, h.device) if sums else None, dy_scale(len(h))
+    launch_kernel(dy, w, h, a, dh=dh, dh_columns=dh_columns, partial=partial_sums, x_scale=scale, w_unit=w_unit)
+    return partial_sums
 
 
 unquantized_mlp = _op.define_mlp("mlp_gluon", fc_and_gelu, proj_and_gelu_backward)

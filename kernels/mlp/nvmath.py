@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op, empty_gradients
 from kernels.gpu import gpu_unavailable, package_unavailable
 from kernels.registry import Unavailable
 
@@ -50,7 +50,7 @@ def product(a: Tensor, b: Tensor, epilog: str, inputs: dict[str, Tensor]) -> tup
             plans.pop(next(iter(plans))).free()
         plan = Matmul(a, b, options={"memory_limit": WORKSPACE})
         plan.plan(epilog=MatmulEpilog[epilog], epilog_inputs=inputs)
-    plans[key] = plan  # the last one, so that the plan that was not used for longest is freed first
+    plans[key] = plan  # at the end of the dict, so that its first plan is the least recently used
     result = plan.execute(release_workspace=True)  # a kept workspace would tie the plan to one stream
     plan.release_operands()
     return result if isinstance(result, tuple) else (result, {})
@@ -62,8 +62,7 @@ def layout(tensor: Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, alignment
 
 
-@torch.library.custom_op("hotswap::nvmath_mlp_fwd", mutates_args=())
-def mlp_fwd(
+def launch_forward(
     x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y (N, C), and what the backward needs: h and gelu(h), (N, F)."""
@@ -73,49 +72,39 @@ def mlp_fwd(
     return a @ w_proj.T if b_proj is None else torch.addmm(b_proj, a, w_proj.T), h, a
 
 
-@mlp_fwd.register_fake
-def _(
-    x: Tensor, w_fc: Tensor, b_fc: Tensor | None, w_proj: Tensor, b_proj: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_outputs(x: Tensor, w_fc: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     h, a = (x.new_empty(x.shape[0], w_fc.shape[0]) for _ in range(2))
     return torch.empty_like(x), h, a
 
 
-@torch.library.custom_op("hotswap::nvmath_mlp_bwd", mutates_args=())
-def mlp_bwd(
-    dy: Tensor, x: Tensor, h: Tensor, a: Tensor, w_fc: Tensor, w_proj: Tensor, has_b_fc: bool, has_b_proj: bool
+def launch_backward(
+    dy: Tensor,
+    h: Tensor,
+    a: Tensor,
+    x: Tensor,
+    w_fc: Tensor,
+    b_fc: Tensor | None,
+    w_proj: Tensor,
+    b_proj: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dw_fc, db_fc, dw_proj and db_proj. If a bias is missing, its gradient is empty."""
-    dh, others = product(w_proj.T, dy.T, "DGELU_BGRAD" if has_b_fc else "DGELU", {"gelu_aux": h.T})
+    dh, others = product(w_proj.T, dy.T, "DGELU" if b_fc is None else "DGELU_BGRAD", {"gelu_aux": h.T})
     dh = dh.T
-    db_fc = others["dgelu_bgrad"] if has_b_fc else x.new_empty(0)
-    return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, dy.sum(0) if has_b_proj else x.new_empty(0)
-
-
-@mlp_bwd.register_fake
-def _(
-    dy: Tensor, x: Tensor, h: Tensor, a: Tensor, w_fc: Tensor, w_proj: Tensor, has_b_fc: bool, has_b_proj: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    db_fc = x.new_empty(w_fc.shape[0] if has_b_fc else 0)
-    db_proj = x.new_empty(w_proj.shape[0] if has_b_proj else 0)
-    return torch.empty_like(x), torch.empty_like(w_fc), db_fc, torch.empty_like(w_proj), db_proj
+    db_fc = x.new_empty(0) if b_fc is None else others["dgelu_bgrad"]
+    return dh @ w_fc, dh.T @ x, db_fc, dy.T @ a, x.new_empty(0) if b_proj is None else dy.sum(0)
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, w_fc, b_fc, w_proj, b_proj = inputs
-    ctx.save_for_backward(x, *output[1:], w_fc, w_proj)
-    ctx.has_b_fc, ctx.has_b_proj = b_fc is not None, b_proj is not None
+    ctx.save_for_backward(*output[1:], *inputs)
     ctx.set_materialize_grads(False)  # h and a get no gradients
 
 
-def _backward(ctx: FunctionCtx, dy: Tensor, _dh: Tensor | None, _da: Tensor | None) -> tuple[Tensor | None, ...]:
-    biases = {"has_b_fc": ctx.has_b_fc, "has_b_proj": ctx.has_b_proj}
-    dx, dw_fc, db_fc, dw_proj, db_proj = mlp_bwd(dy.contiguous(), *ctx.saved_tensors, **biases)
-    return dx, dw_fc, db_fc if ctx.has_b_fc else None, dw_proj, db_proj if ctx.has_b_proj else None
+def _backward(ctx: FunctionCtx, dy: Tensor, _dh: Tensor | None, _da: Tensor | None) -> tuple[Tensor, ...]:
+    return mlp_bwd(dy.contiguous(), *ctx.saved_tensors)
 
 
-mlp_bwd = bypass_dispatcher(mlp_bwd)
-mlp_fwd = bypass_dispatcher(mlp_fwd, _backward, _setup_context)
+mlp_bwd = custom_op("hotswap::nvmath_mlp_bwd", launch_backward, lambda dy, h, a, *inputs: empty_gradients(*inputs))
+mlp_fwd = custom_op("hotswap::nvmath_mlp_fwd", launch_forward, empty_outputs, _backward, _setup_context)
 
 
 def refusal(x: Tensor, w_fc: Tensor, *rest: object, fp8: bool = False) -> str | None:

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
-from kernels.fp8 import E4M3, X_SCALE
+from kernels.direct import custom_op
+from kernels.fp8 import X_SCALE
 from kernels.norm._add_and_centre import add_and_centre, empty_stream
 from kernels.norm._triton_backward import backward, setup_context
-from kernels.quantize import empty_fp8, scaled, store_columns, store_rows
+from kernels.quantize import empty_layouts, scaled, store_columns, store_rows
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def forward(
     """
     N, C = x.shape
     launch = default_launch(C)
-    y, stream, mean, rstd, rows, columns = empty_fp8_outputs(x, residual, weight, bias, eps)
+    y, stream, mean, rstd, rows, columns = empty_fp8_outputs(x, residual, weight)
     _norm_fwd_fp8_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
         x_ptr=x,
         residual_ptr=residual,
@@ -120,16 +120,10 @@ def forward(
     return y, stream, mean, rstd, rows, columns
 
 
-def empty_fp8_outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def empty_fp8_outputs(x: Tensor, residual: Tensor | None, weight: Tensor, *_: object) -> tuple[Tensor, ...]:
     """Allocate what forward() returns. This is also the operator's fake implementation."""
-    N, C = x.shape
-    y = torch.empty_strided((N, C), (0, 0), dtype=weight.dtype, device=x.device)
-    rows, columns = empty_fp8(N, C, E4M3, x.device), empty_fp8(C, N, E4M3, x.device)
-    return y, *empty_stream(x, residual), rows, columns
+    y = torch.empty_strided(x.shape, (0, 0), dtype=weight.dtype, device=x.device)
+    return y, *empty_stream(x, residual), *empty_layouts(x)
 
 
-norm_fwd_fp8 = torch.library.custom_op("hotswap::norm_fwd_fp8", forward, mutates_args=())
-norm_fwd_fp8.register_fake(empty_fp8_outputs)
-norm_fwd_fp8 = bypass_dispatcher(norm_fwd_fp8, backward, setup_context)
+norm_fwd_fp8 = custom_op("hotswap::norm_fwd_fp8", forward, empty_fp8_outputs, backward, setup_context)

@@ -1,4 +1,4 @@
-"""The backward of triton.py, where it is explained. The forward of _fp8.py and quack.py have it, too."""
+"""The backward of triton.py, which explains it. _fp8.py uses it too; helion.py and quack.py use only its autograd."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op, empty_gradients
 from kernels.gpu import multiprocessors
 from kernels.sums import add_partial_sums
 from kernels.tuned import launch_parameters
@@ -106,17 +106,16 @@ def backward_launch(C: int, rows: int | None = None, programs: int = 4, stages: 
     return {"BLOCK_C": width, "ROWS": rows, "num_warps": warps, "programs": programs, "STAGES": stages}
 
 
-@torch.library.custom_op("hotswap::norm_bwd", mutates_args=())
-def norm_bwd(
-    dy: Tensor,
-    dstream: Tensor | None,
+def launch_backward(
     saved: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
     x_dtype: torch.dtype,
     stream_dtype: torch.dtype,
+    dy: Tensor,
+    dstream: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx in x_dtype, dresidual in stream_dtype, dweight and dbias.
 
@@ -124,10 +123,9 @@ def norm_bwd(
     of residual and the returned dresidual is empty. If bias is None, dbias is empty.
     """
     N, C = saved.shape
-    has_bias = bias is not None
     launch = launch_parameters("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", backward_launch(C), saved.device)
     programs = min(launch.pop("programs") * multiprocessors(saved.device), triton.cdiv(N, launch["ROWS"]))
-    dx, dresidual = empty_gradients(saved, weight, bias, x_dtype, stream_dtype)[:2]
+    dx, dresidual, _, dbias = empty_norm_gradients(saved, weight, bias, x_dtype, stream_dtype)
     partial = torch.empty(2, programs, C, dtype=torch.float32, device=saved.device)
     _norm_bwd_kernel[(programs,)](
         dy_ptr=dy,
@@ -147,41 +145,25 @@ def norm_bwd(
         saved_stride=saved.stride(0),
         C=C,
         HAS_DSTREAM=dstream is not None,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=bias is not None,
         HAS_DRESIDUAL=x_dtype != stream_dtype,
         MAX_RATIO=max_ratio(weight.dtype) if mean is None else None,
         **launch,
     )
     dweight = add_partial_sums(partial[0], weight.dtype)
-    return dx, dresidual, dweight, add_partial_sums(partial[1], weight.dtype) if has_bias else weight.new_empty(0)
+    return dx, dresidual, dweight, dbias if bias is None else add_partial_sums(partial[1], weight.dtype)
 
 
-def empty_gradients(
-    saved: Tensor, weight: Tensor, bias: Tensor | None, x_dtype: torch.dtype, stream_dtype: torch.dtype
+def empty_norm_gradients(
+    saved: Tensor, weight: Tensor, bias: Tensor | None, x_dtype: torch.dtype, stream_dtype: torch.dtype, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate what norm_bwd() returns."""
+    """Allocate what launch_backward() returns. This is also the operator's fake implementation."""
     dx = saved.new_empty(saved.shape, dtype=x_dtype)
     dresidual = saved.new_empty(saved.shape if x_dtype != stream_dtype else 0, dtype=stream_dtype)
-    dbias = weight.new_empty(0 if bias is None else weight.shape)
-    return dx, dresidual, torch.empty_like(weight), dbias
+    return dx, dresidual, *empty_gradients(weight, bias)
 
 
-@norm_bwd.register_fake
-def fake_norm_bwd(
-    dy: Tensor,
-    dstream: Tensor | None,
-    saved: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    x_dtype: torch.dtype,
-    stream_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_gradients(saved, weight, bias, x_dtype, stream_dtype)
-
-
-norm_bwd = bypass_dispatcher(norm_bwd)
+norm_bwd = custom_op("hotswap::norm_bwd", launch_backward, empty_norm_gradients)
 
 
 def setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -198,16 +180,11 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the forward's arguments. Another backend may pass its own norm_bwd."""
     saved, weight, bias, mean, rstd = ctx.saved_tensors
-    x_dtype, stream_dtype = ctx.dtypes
     dy = torch.zeros_like(saved, dtype=weight.dtype) if dy is None else contiguous_rows(dy)
     dstream = contiguous_rows(dstream) if ctx.has_residual and dstream is not None else None
-    options = {"mean": mean, "rstd": rstd, "x_dtype": x_dtype, "stream_dtype": stream_dtype}
-    dx, dresidual, dweight, dbias = norm_bwd(dy, dstream, saved, weight, bias, **options)
-    if not ctx.has_residual:
-        dresidual = None
-    elif not dresidual.numel():  # x and residual have the same dtype, so one gradient is enough
-        dresidual = dx
-    return dx, dresidual, dweight, dbias if dbias.numel() else None, None
+    dx, dresidual, dweight, dbias = norm_bwd(saved, weight, bias, *ctx.dtypes, dy, dstream, mean, rstd)
+    x_dtype, stream_dtype = ctx.dtypes
+    return dx, dx if x_dtype == stream_dtype else dresidual, dweight, dbias, None
 
 
 def contiguous_rows(tensor: Tensor) -> Tensor:

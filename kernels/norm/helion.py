@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, multiprocessors, package_unavailable, triton_detail, triton_unavailable
-from kernels.norm._triton_backward import backward, empty_gradients, fake_norm_bwd, setup_context
+from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
 from kernels.norm.triton import empty_outputs
 
 RUNS = "helion_norm_fwd", "helion_norm_bwd"
@@ -55,34 +55,29 @@ def backward_kernel(stream: Tensor) -> tuple[Callable, int]:
     return kernel, triton.cdiv(N, block)
 
 
-@torch.library.custom_op("hotswap::helion_norm_fwd", mutates_args=())
-def norm_fwd(
+def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
-    outputs = empty_outputs(x, residual, weight, bias, eps)
+    outputs = empty_outputs(x, residual, weight)
     forward_kernel(x)(x, residual, weight, bias, eps, *outputs)
     return outputs
 
 
-norm_fwd.register_fake(empty_outputs)
-
-
-@torch.library.custom_op("hotswap::helion_norm_bwd", mutates_args=())
-def norm_bwd(
-    dy: Tensor,
-    dstream: Tensor | None,
+def launch_backward(
     stream: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
     x_dtype: torch.dtype,
     stream_dtype: torch.dtype,
+    dy: Tensor,
+    dstream: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dresidual, dweight and dbias, as norm_bwd() of _triton_backward.py does."""
+    """Return dx, dresidual, dweight and dbias, as launch_backward() of _triton_backward.py does."""
     kernel, programs = backward_kernel(stream)
-    dx, dresidual, _, dbias = empty_gradients(stream, weight, bias, x_dtype, stream_dtype)
+    dx, dresidual, _, dbias = empty_norm_gradients(stream, weight, bias, x_dtype, stream_dtype)
     partial = stream.new_empty(2, programs, stream.shape[1], dtype=torch.float32)
     second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
     # Helion takes int32 offsets for a tensor of up to 2^31 elements, whatever its strides are
@@ -92,9 +87,9 @@ def norm_bwd(
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
 
-norm_bwd.register_fake(fake_norm_bwd)
-norm_bwd = bypass_dispatcher(norm_bwd)
-norm_fwd = bypass_dispatcher(norm_fwd, functools.partial(backward, norm_bwd=norm_bwd), setup_context)
+norm_bwd = custom_op("hotswap::helion_norm_bwd", launch_backward, empty_norm_gradients)
+_backward = functools.partial(backward, norm_bwd=norm_bwd)
+norm_fwd = custom_op("hotswap::helion_norm_fwd", launch_forward, empty_outputs, _backward, setup_context)
 
 
 def norm(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op, empty_gradients
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_detail
 
 RUNS = "layer_norm_forward|liger_norm_fwd", "layer_norm_backward|liger_norm_bwd"
@@ -28,8 +28,7 @@ def detail(**inputs: Any) -> str:
     return f"liger-kernel {version('liger-kernel')}, {triton_detail(**inputs)}"
 
 
-@torch.library.custom_op("hotswap::liger_norm_fwd", mutates_args=())
-def norm_fwd(stream: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def launch_forward(stream: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Map a contiguous stream (N, C) to y (N, C) in the dtype of stream, and mean and rstd (N,) in fp32."""
     from liger_kernel.ops.layer_norm import layer_norm_forward
 
@@ -37,27 +36,18 @@ def norm_fwd(stream: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[
     return y, mean, rstd
 
 
-@norm_fwd.register_fake
-def _(stream: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def empty_outputs(stream: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     mean, rstd = (stream.new_empty(stream.shape[0], dtype=torch.float32) for _ in range(2))
     return torch.empty_like(stream), mean, rstd
 
 
-@torch.library.custom_op("hotswap::liger_norm_bwd", mutates_args=())
-def norm_bwd(
+def launch_backward(
     dy: Tensor, stream: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dstream (N, C), dweight (C,) and dbias (C,)."""
     from liger_kernel.ops.layer_norm import layer_norm_backward
 
     return layer_norm_backward(dy, stream, weight, bias, mean, rstd)
-
-
-@norm_bwd.register_fake
-def _(
-    dy: Tensor, stream: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(stream), torch.empty_like(weight), torch.empty_like(bias)
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -70,8 +60,8 @@ def _backward(ctx: FunctionCtx, dy: Tensor, _dmean: Tensor | None, _drstd: Tenso
     return *norm_bwd(dy.contiguous(), *ctx.saved_tensors), None
 
 
-norm_bwd = bypass_dispatcher(norm_bwd)
-norm_fwd = bypass_dispatcher(norm_fwd, _backward, _setup_context)
+norm_bwd = custom_op("hotswap::liger_norm_bwd", launch_backward, lambda dy, *saved: empty_gradients(*saved[:3]))
+norm_fwd = custom_op("hotswap::liger_norm_fwd", launch_forward, empty_outputs, _backward, _setup_context)
 
 
 def norm(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import gpu_unavailable, package_unavailable
-from kernels.norm._triton_backward import backward, empty_gradients, fake_norm_bwd, setup_context
+from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
 from kernels.norm.triton import empty_outputs
 from kernels.registry import Unavailable
 
@@ -33,68 +33,47 @@ def detail(**inputs: Any) -> str:
     return f"quack-kernels {version('quack-kernels')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
-@torch.library.custom_op("hotswap::quack_norm_fwd", mutates_args=())
-def norm_fwd(
+def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Map x and residual (N, C) to y (N, C), the new stream (N, C), mean and rstd (N,) in fp32.
-
-    If residual is None, the new stream is x itself and the returned tensor is empty.
-    """
+    """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
     from quack.rmsnorm import _rmsnorm_fwd
 
-    y, stream, mean, rstd = empty_outputs(x, residual, weight, bias, eps)
+    y, stream, mean, rstd = empty_outputs(x, residual, weight)
     out = None if residual is None else stream
     _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, out, eps, is_layernorm=True)
     return y, stream, mean, rstd
 
 
-norm_fwd.register_fake(empty_outputs)
-
-
-@torch.library.custom_op("hotswap::quack_norm_bwd", mutates_args=())
-def norm_bwd(
-    dy: Tensor,
-    dstream: Tensor | None,
+def launch_backward(
     stream: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
     x_dtype: torch.dtype,
     stream_dtype: torch.dtype,
+    dy: Tensor,
+    dstream: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx in x_dtype, dresidual in stream_dtype, dweight and dbias.
-
-    If the two dtypes are equal, dx is also the gradient of residual and the returned dresidual is empty. If bias is
-    None, dbias is empty.
-    """
+    """Return dx, dresidual, dweight and dbias, as launch_backward() of _triton_backward.py does."""
     from quack.rmsnorm import _rmsnorm_bwd
     from quack.rmsnorm_config import get_sm_count
 
-    dx, dresidual, _, dbias = empty_gradients(stream, weight, bias, x_dtype, stream_dtype)
+    dx, dresidual, _, dbias = empty_norm_gradients(stream, weight, bias, x_dtype, stream_dtype)
     programs = get_sm_count(stream.shape[1], stream.device)
     partial = stream.new_empty(2, programs, stream.shape[1], dtype=torch.float32)
-    _rmsnorm_bwd(
-        stream,
-        weight,
-        dy.contiguous(),
-        rstd,
-        dx,
-        partial[0],
-        None if bias is None else partial[1],
-        None if dstream is None else dstream.contiguous(),
-        dresidual if x_dtype != stream_dtype else None,
-        mean=mean,
-        is_layernorm=True,
-    )
+    second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
+    dy, dstream = dy.contiguous(), None if dstream is None else dstream.contiguous()
+    sums = partial[0], None if bias is None else partial[1]
+    _rmsnorm_bwd(stream, weight, dy, rstd, dx, *sums, dstream, second, mean=mean, is_layernorm=True)
     dweight = partial[0].sum(0).to(weight.dtype)
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
 
-norm_bwd.register_fake(fake_norm_bwd)
-norm_bwd = bypass_dispatcher(norm_bwd)
-norm_fwd = bypass_dispatcher(norm_fwd, functools.partial(backward, norm_bwd=norm_bwd), setup_context)
+norm_bwd = custom_op("hotswap::quack_norm_bwd", launch_backward, empty_norm_gradients)
+_backward = functools.partial(backward, norm_bwd=norm_bwd)
+norm_fwd = custom_op("hotswap::quack_norm_fwd", launch_forward, empty_outputs, _backward, setup_context)
 
 
 def norm(

@@ -20,12 +20,11 @@ and mean and rstd, 8 bytes a row.
 
 from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.fp8 import InFp8
 from kernels.gpu import check_dtypes
 from kernels.gpu import triton_detail as detail  # noqa: F401
@@ -85,7 +84,6 @@ def forward_launch(C: int, program_elements: int = 4096, thread_elements: int = 
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
-    """Return the launch parameters that scripts/tune.py tries for `kernel`."""
     width = default["BLOCK_C"]
     if kernel == "norm_fwd":
         return [forward_launch(width, program, thread) for program in (2048, 4096, 8192) for thread in (8, 16, 32)]
@@ -102,7 +100,7 @@ def forward(
     If residual is None, the new stream is x itself and the returned tensor is empty.
     """
     N, C = x.shape
-    y, stream, mean, rstd = empty_outputs(x, residual, weight, bias, eps)
+    y, stream, mean, rstd = empty_outputs(x, residual, weight)
     launch = launch_parameters("norm_fwd", f"{C} {weight.dtype} {stream.dtype}", forward_launch(C), x.device)
     _norm_fwd_kernel[(triton.cdiv(N, launch["ROWS"]),)](
         x_ptr=x,
@@ -125,18 +123,12 @@ def forward(
     return y, stream, mean, rstd
 
 
-def empty_outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_outputs(x: Tensor, residual: Tensor | None, weight: Tensor, *_: object) -> tuple[Tensor, ...]:
     """Allocate what forward() returns. This is also the operator's fake implementation."""
     return x.new_empty(x.shape, dtype=weight.dtype), *empty_stream(x, residual)
 
 
-norm_fwd = torch.library.custom_op("hotswap::norm_fwd", forward, mutates_args=())
-norm_fwd.register_fake(empty_outputs)
-
-
-norm_fwd = bypass_dispatcher(norm_fwd, backward, setup_context)
+norm_fwd = custom_op("hotswap::norm_fwd", forward, empty_outputs, backward, setup_context)
 
 
 def norm_in_fp8(

@@ -19,28 +19,24 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.norm._triton_backward import backward, max_ratio
+from kernels.norm._triton_backward import backward, max_ratio, setup_context
 from kernels.norm.triton import apply_to_rows, empty_outputs, forward
 
-norm_recompute = torch.library.custom_op("hotswap::norm_recompute", forward, mutates_args=())
-norm_recompute.register_fake(empty_outputs)
 RUNS = "norm_(fwd|recompute)", "norm_bwd"
 FAMILY = "_norm_"
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    x, residual, weight, bias, _ = inputs
+    setup_context(ctx, inputs, output)
+    _, _, weight, bias, _ = inputs
     y, _, _, rstd = output
-    ctx.save_for_backward(y, weight, bias, None, rstd)
-    ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
-    ctx.has_residual = residual is not None
-    ctx.set_materialize_grads(False)  # mean, rstd and the model's last stream get no gradients
+    ctx.save_for_backward(y, weight, bias, None, rstd)  # in place of the stream and its mean
 
 
-norm_recompute = bypass_dispatcher(norm_recompute, backward, _setup_context)
+norm_recompute = custom_op("hotswap::norm_recompute", forward, empty_outputs, backward, _setup_context)
 
 
 def why_nan(weight: Tensor, bias: Tensor | None) -> str | None:

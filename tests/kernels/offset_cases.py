@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import matmul, quantize, sums
-from kernels.adamw.triton import BLOCK, adamw_update
+from kernels.adamw.triton import BLOCK, adamw
 from kernels.attention import _gluon_backward, _triton_backward
 from kernels.decode import _few, _many
 from kernels.fp8 import E4M3, E5M2
@@ -96,7 +96,7 @@ def norm_forward(before):
 def norm_backward_(before):
     dy, dstream, saved = (after(before(1024), half(2, 1024, seed=seed)) for seed in range(3))
     mean, rstd = (after(before(1024), randn(2, seed=seed).abs()) for seed in range(2))
-    results = norm_backward.norm_bwd(dy, dstream, saved, *half(2, 1024), mean, rstd, torch.float32, DTYPE)
+    results = norm_backward.norm_bwd(saved, *half(2, 1024), torch.float32, DTYPE, dy, dstream, mean, rstd)
     return [*(tensor[-2:] for tensor in results[:2]), *results[2:]]
 
 
@@ -234,10 +234,10 @@ def sum_rows(before):
 
 def adamw_(before):
     tensors = [after(before(1), randn(BLOCK, seed=seed).abs()) for seed in range(4)]
-    rounded, scalars = torch.empty(len(tensors[0]), dtype=DTYPE), (*torch.full((2,), 0.1), torch.full((2,), 0.5))
+    rounded, scalars = torch.empty(len(tensors[0]), dtype=DTYPE), (*torch.full((2,), 0.1), torch.full((), 3.0))
     *state, gradient = tensors
     refuse = torch.zeros((), dtype=torch.bool)
-    adamw_update(*state, rounded, gradient, *scalars, refuse, len(rounded), 0.9, 0.99, 1e-8, 0.1)
+    adamw(*state, rounded, gradient, *scalars, refuse, len(rounded), 0.9, 0.99, 1e-8, 0.1)
     return [tensor[-BLOCK:] for tensor in (*state, rounded)]
 
 

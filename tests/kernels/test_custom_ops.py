@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.adamw import MULTIPLE
 from kernels.adamw import inputs as adamw_inputs
 from kernels.adamw.eager import adamw as eager_adamw
-from kernels.adamw.triton import BLOCK, adamw_update
+from kernels.adamw.triton import adamw as triton_adamw
 from kernels.attention import document_starts, flash
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
@@ -84,18 +85,13 @@ def opcheck(calls):
 
 def other_calls(device):
     """Return functions, and their arguments, that call the operators that no op's function calls."""
-    n = 2 * BLOCK
-    state = {name: torch.rand(n, device=device) for name in ("master", "exp_avg", "exp_avg_sq", "weight", "gradient")}
-    scalars = {"lr": 0.1, "scale": 1.0, "corrections": [0.1, 0.01], "refuse": False}
-    scalars = {name: torch.tensor(value, device=device) for name, value in scalars.items()}
-    rest = {"decayed": 64, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     starts = torch.tensor([document_starts((3, 5))] * 2, dtype=torch.int32, device=device)
     seeds, positions = (torch.arange(2, device=device) for _ in range(2))
     draw = {"logits": torch.randn(2, 300, device=device), "seeds": seeds, "positions": positions}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return [
-        (lambda **arguments: adamw_update(*arguments.values()), state | scalars | rest),
-        (eager_adamw, adamw_inputs((n,), dtype=dtype, device=device)),
+        (triton_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
+        (eager_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (flash.document_bounds, {"starts": starts}),
         (functools.partial(_sampling.sample_tokens, sampling=Sampling(300, top_k=7)), draw),
         (lambda **arguments: norm_in_fp8(**arguments)[1], case_inputs("norm", "fp32_residual", dtype, device)),

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 from kernels import quantize
-from kernels.adamw.triton import BLOCK, adamw_update
+from kernels.adamw.triton import BLOCK, adamw
 from kernels.attention import _triton_backward
 from kernels.registry import contract, load
 from tests.kernels.offset_cases import DEVICE, DTYPE, after, half, needs_address_space, randn
@@ -153,10 +153,10 @@ def test_adamw_of_more_than_2_to_31_weights():
     for before in (LIMIT, 0):
         master, exp_avg, exp_avg_sq = (after(before, randn(BLOCK, seed=seed).abs()) for seed in range(3))
         weight, gradient = torch.zeros_like(master, dtype=DTYPE), after(before, half(BLOCK, seed=3))
-        scalars = (*torch.full((2,), 0.1, device=DEVICE), torch.full((2,), 0.5, device=DEVICE))
+        scalars = (*torch.full((2,), 0.1, device=DEVICE), torch.full((), 3.0, device=DEVICE))
         refuse = torch.zeros((), dtype=torch.bool, device=DEVICE)
         state = master, exp_avg, exp_avg_sq, weight
-        adamw_update(*state, gradient, *scalars, refuse, len(weight), 0.9, 0.99, 1e-8, 0.1)
+        adamw(*state, gradient, *scalars, refuse, len(weight), 0.9, 0.99, 1e-8, 0.1)
         results.append([tensor[before:].clone() for tensor in state])
         del state, master, exp_avg, exp_avg_sq, weight, gradient
     for got, expected in zip(*results, strict=True):
