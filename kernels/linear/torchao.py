@@ -11,9 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from kernels.direct import refuse_second_derivative
 from kernels.gpu import package_unavailable
 from kernels.linear import dweight_in_fp8
 from kernels.registry import Unavailable
@@ -53,21 +51,7 @@ def settings(emulate: bool, dweight: bool) -> tuple:
 def matmul_in_fp8(x: Tensor, weight: Tensor, dweight: bool) -> Tensor:
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
-    y = matmul_with_hp_or_float8_args.apply(x, weight.T, *settings(x.device.type == "cpu", dweight))
-    return DifferentiableOnce.apply(y)
-
-
-class DifferentiableOnce(torch.autograd.Function):
-    """Return y. In a second derivative, torchao itself would fail with an AssertionError."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, y: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    @refuse_second_derivative
-    def backward(ctx: FunctionCtx, dy: Tensor) -> Tensor:
-        return dy
+    return matmul_with_hp_or_float8_args.apply(x, weight.T, *settings(x.device.type == "cpu", dweight))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, fp8: bool = False) -> Tensor:

@@ -33,7 +33,7 @@ SIZES = {
 }
 
 
-ONE_LINE = r"^.*(derivative|double backward|create_graph|fp8).*$"
+ONE_LINE = r"^.*(derivative|double backward|create_graph|fp8|Float8).*$"
 
 
 def calls(op, impl, dtype, device):  # noqa: F811
@@ -225,7 +225,7 @@ def test_a_second_derivative_is_right_or_refused(op, impl, device):  # noqa: F81
     """A Hessian-vector product agrees with float64, or the backward raises an error of one line. fp8 has none."""
     for function, inputs in calls(op, impl, torch.float32, device):
         if "fp8" in inspect.signature(function).parameters:
-            with pytest.raises((RuntimeError, Unavailable), match=ONE_LINE):
+            with pytest.raises((RuntimeError, Unavailable, AssertionError), match=ONE_LINE):  # torchao asserts
                 second_derivatives(function, inputs | {"fp8": True})
         try:
             got = second_derivatives(function, inputs)
