@@ -15,12 +15,7 @@ needs precision=bf16 to call this file. The contract is kernels/adamw/__init__.p
 import torch
 from torch import Tensor
 
-# Your Triton kernel goes here; kernels/adamw/triton.py is an example.
-#   1. the kernel: a function with @triton.jit
-#   2. its launcher: a torch.library.custom_op that names the tensors it changes (mutates_args), with a fake
-#   3. from kernels.gpu import triton_unavailable as unavailable, which says where Triton cannot run
-#   4. RUNS = ("name of a kernel",), which proof=true looks for in the profile of a step
-# Then call the launcher in adamw().
+# Your Triton kernel goes here. kernels/adamw/triton.py is an example, and kernels/README.md lists the steps.
 
 
 def adamw(
