@@ -44,7 +44,6 @@ CASES = {
     "fp8_square": {"shape": (3, 31, 96), "out": 96, "fp8": True},
 }
 
-# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
 SIZES = {str(C): {"shape": (5, C), "out": C} for C in (64, 768, 769, 1600, 4096)}
 FEATURES = ["no_bias", "fp8"]
 
@@ -81,7 +80,10 @@ def inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return random arguments of linear(), as a dict. x has a standard deviation of `scale`."""
+    """Return random arguments of linear(), as a dict. x has a standard deviation of `scale`.
+
+    The weights are scaled so that x @ weight.T has the variance of x.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     width = shape[-1]
 

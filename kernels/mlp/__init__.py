@@ -49,7 +49,6 @@ CASES = {
     "fp8_odd": {"shape": (7, 65), "hidden": 131, "fp8": True},
 }
 
-# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
 SIZES = {str(C): {"shape": (5, C)} for C in (64, 768, 769, 1600, 4096)}
 FEATURES = ["no_bias", "fp8"]
 
@@ -84,26 +83,14 @@ def inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Return random arguments of mlp(), as a dict. x has a standard deviation of `scale`.
-
-    The weights are scaled so that x @ w_fc.T has the variance of x.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
+    """Return random arguments of mlp(), as a dict: those of two linear(). x has a standard deviation of `scale`."""
     width = shape[-1]
     hidden = hidden or 4 * width
-
-    def randn(*size: int, std: float = 1.0) -> Tensor:
-        return (std * torch.randn(*size, generator=generator, device=device)).to(dtype)
-
-    x = randn(*shape, std=scale) if contiguous else randn(*shape[:-1], width + 8, std=scale)[..., :width]
-    tensors = {
-        "x": x,
-        "w_fc": randn(hidden, width, std=width**-0.5),
-        "b_fc": randn(hidden, std=0.1) if bias else None,
-        "w_proj": randn(width, hidden, std=hidden**-0.5),
-        "b_proj": randn(width, std=0.1) if bias else None,
-    }
-    arguments = {name: None if t is None else t.detach().requires_grad_() for name, t in tensors.items()}
+    options = {"bias": bias, "dtype": dtype, "device": device}
+    fc = linear.inputs(shape, out=hidden, scale=scale, contiguous=contiguous, seed=seed, **options)
+    proj = linear.inputs((1, hidden), out=width, seed=seed + 1, **options)
+    arguments = {"x": fc["x"], "w_fc": fc["weight"], "b_fc": fc["bias"]}
+    arguments |= {"w_proj": proj["weight"], "b_proj": proj["bias"]}
     return arguments | ({"fp8": True} if fp8 else {})
 
 
@@ -115,10 +102,9 @@ def cost(
     dtype: torch.dtype = torch.bfloat16,
     **_: object,
 ) -> dict[str, tuple[int, int]]:
-    """Return {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}.
+    """Return the FLOPs and bytes of two matmuls forward, and of four backward.
 
-    The forward has two matmuls and the backward four. The forward writes the pre-activation. The backward reads the
-    pre-activation and recomputes the activation.
+    The forward writes the pre-activation. The backward reads it, and recomputes the activation.
     """
     width = shape[-1]
     hidden = hidden or 4 * width
@@ -135,8 +121,6 @@ def cost(
 
 def products(shape: Sequence[int], *, hidden: int | None = None, **_: object) -> dict[str, list[tuple[int, int, int]]]:
     """Return (rows, inner, columns) of the plain matmuls, forward and backward: the floor of the op's time."""
-    width = shape[-1]
-    hidden = hidden or 4 * width
-    rows = torch.Size(shape).numel() // width
-    backward = [(rows, width, hidden), (rows, hidden, width), (hidden, rows, width), (width, rows, hidden)]
-    return {"forward": [(rows, width, hidden), (rows, hidden, width)], "backward": backward}
+    hidden = hidden or 4 * shape[-1]
+    fc, proj = linear.products(shape, out=hidden), linear.products((*shape[:-1], hidden), out=shape[-1])
+    return {way: fc[way] + proj[way] for way in fc}

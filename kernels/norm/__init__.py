@@ -55,7 +55,6 @@ CASES = {
     "eps": {"shape": (2, 9, 64), "eps": 0.5},
 }
 
-# The doctor's matrix tests SIZES in every dtype. It tests FEATURES, names in CASES, in bf16 (on a CPU: fp32)
 SIZES = {str(C): {"shape": (5, C)} for C in (64, 768, 769, 1600, 4096)}
 FEATURES = ["fp32_residual", "no_bias"]
 
