@@ -1,7 +1,7 @@
 """The private parts of PyTorch that kernels/ uses, and why.
 
 tests/kernels/test_compat.py fails if one of them stops working or is no longer needed. pyproject.toml lists the tested
-versions.
+versions. PyTorch has no public names for what this file imports from modules with a `_`.
 """
 
 import ctypes
@@ -11,13 +11,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401  there are no public names
+from torch._guards import detect_fake_mode as fake_mode  # noqa: F401  the active FakeTensorMode, or None
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401
 from torch.autograd import profiler
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,  # noqa: F401  there is no public name for it
-    is_in_torch_dispatch_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode  # noqa: F401
 
 from common.files import read_text
 
@@ -50,11 +47,6 @@ def is_statically_true(condition: bool) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
-
-
-def fake_mode() -> FakeTensorMode | None:
-    """Return the active FakeTensorMode, or None. PyTorch has no public query."""
-    return detect_fake_mode()
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

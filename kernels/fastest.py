@@ -3,16 +3,14 @@
 `python -m scripts.tune auto=true` tests the backends that run here. It times the forward and backward of those with
 correct results, and stores the fastest in the user's table (tuned.py). The name of an entry has the op and the dtypes:
 "mlp bfloat16 fp8". An entry has one backend for each measured width of the input, and for attention for each T. The
-backend is that of the width that is nearest by ratio. Training does not time any backend. A run prints and records the
-backends that it uses.
+nearest width by ratio decides. Training does not time any backend. A run prints and records the backends that it uses.
 
 A model's dtypes and widths are known before it is built, so it is built with the functions of the chosen backends
 (name_backends() in model/executed.py). Each op's auto.py chooses at every call, for hotswap.op() and the benchmarks.
 Only attention's does it in a model too, because the number of keys changes from call to call.
 
 Every op is timed alone. So with precision=fp8 the choice ignores that a norm can write fp8 for the next op
-(norm_before() in registry.py). Otherwise each op would be timed together with the norm before it, and linear twice,
-because only one of its two calls follows a norm.
+(norm_before() in registry.py).
 """
 
 import math

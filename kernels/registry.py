@@ -11,7 +11,8 @@ The folder's `__init__.py` is the op's contract. It must define
     inputs(...)         random arguments of the op, as a dict, for a shape, a dtype and a device
     cost(...)           {"forward": (FLOPs, bytes), "backward": (FLOPs, bytes)}, every tensor moved once
     SHAPES, CASES       keyword arguments of inputs(), by name: the shapes to measure, and the shapes that break kernels
-    SIZES, FEATURES     what the doctor's matrix tests: keyword arguments of inputs(), for every dtype; names in CASES
+    SIZES, FEATURES     what the doctor's matrix tests: keyword arguments of inputs(), in every dtype; and names in
+                        CASES, in bf16 (on a CPU: fp32)
     BOUND               "bytes" or "flops": what limits the op's speed on a GPU, so its unit is TB/s or TFLOP/s
 
 and it may define
@@ -112,11 +113,12 @@ class KernelsConfig(make_dataclass("Backends", [(op, str, default_impl(op)) for 
                 check_name(op, getattr(self, op), config_key(op))
         if self.fp8 is None:
             return
-        named, able = [self.fp8] if isinstance(self.fp8, str) else self.fp8, [op for op in OPS if takes_fp8(op)]
-        if not isinstance(named, list) or any(op not in able for op in named):
-            names = ", ".join(able)
+        chosen, possible = [self.fp8] if isinstance(self.fp8, str) else self.fp8, [op for op in OPS if takes_fp8(op)]
+        if not isinstance(chosen, list) or not set(chosen) <= set(possible):
+            names = ", ".join(possible)
             raise KernelError(f"kernels.fp8={self.fp8}: it must be a list of ops that can run in fp8: {names}")
-        self.fp8 = None if set(named) == set(able) else [op for op in able if op in named]  # equal choices are equal
+        # equal choices are equal
+        self.fp8 = None if set(chosen) == set(possible) else [op for op in possible if op in chosen]
 
 
 @dataclass
@@ -199,9 +201,8 @@ def missing_argument(function: Callable, argument: str, op: str = "attention") -
     if argument in inspect.signature(function).parameters:
         return None
     functions = {impl: getattr(module, op) for impl, module in importable_backends(op).items()}
-    able = [impl for impl, other in functions.items() if argument in inspect.signature(other).parameters]
-    key = override_key(op)
-    return f"{source_of(function)} takes no {argument} (kernels/{op}/__init__.py): choose {key}={', '.join(able)}"
+    others = ", ".join(impl for impl, other in functions.items() if argument in inspect.signature(other).parameters)
+    return f"{source_of(function)} takes no {argument} (kernels/{op}/__init__.py): choose {override_key(op)}={others}"
 
 
 def reads_fp8(attention: Callable) -> bool:
@@ -216,10 +217,10 @@ def checkpointed_operators(attention: Callable) -> Sequence[str]:
     """
     if names := getattr(module_of(attention), "KEEPS", ()):
         return names
-    able = [impl for impl, module in importable_backends("attention").items() if hasattr(module, "KEEPS")]
+    others = [impl for impl, module in importable_backends("attention").items() if hasattr(module, "KEEPS")]
     raise Unavailable(
         f"model.keep_attention=true: {source_of(attention)} names no operator whose outputs could be kept (KEEPS, "
-        f"kernels/registry.py): choose attn={', '.join(able)}"
+        f"kernels/registry.py): choose attn={', '.join(others)}"
     )
 
 
@@ -291,10 +292,8 @@ def module_of(function: Callable) -> ModuleType:
 
 def cpp_compiler() -> str | None:
     """Return the path of the C++ compiler that torch.compile would use, or None."""
-    for name in (os.environ.get("CXX", "c++"), "g++", "clang++"):
-        if path := shutil.which(name):
-            return path
-    return None
+    paths = map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))
+    return next(filter(None, paths), None)
 
 
 def describe(op: str, impl: str, version: str | None = None, chosen: str | None = None, **shape: Any) -> str:
@@ -327,10 +326,7 @@ def expected_kernels(op: str, impl: str, description: str) -> tuple[str, ...]:
     runs = getattr(backend(op, impl), "RUNS", ())
     if not isinstance(runs, dict):
         return runs
-    for word, patterns in runs.items():
-        if word in description:
-            return patterns
-    return ()
+    return next((patterns for word, patterns in runs.items() if word in description), ())
 
 
 def called_backends(kernels: KernelsConfig, attn: AttnConfig, descriptions: dict[str, str]) -> dict[str, str]:

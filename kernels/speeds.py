@@ -20,7 +20,8 @@ import json
 import math
 import time
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from kernels.lookup import ROOT, is_path, shared_files, source_file
 from kernels.registry import contract
 from kernels.tuned import is_choice, merged_table, read_table, user_cache, write_table
 
-NEAR = 4  # the largest ratio of the amounts of two calls that count as alike
+NEAR = 4  # the largest ratio between the amounts of a call and of a measured call that stands for it
 WAYS = "forward", "both"
 TIE = 0.02  # two sittings on H200s gave Triton's linear 1.002 and 1.009 of eager's time
 
@@ -87,10 +88,7 @@ def amounts_text(amounts: dict[str, int]) -> str:
 
 def conditions(op: str, impl: str, device: torch.device) -> dict[str, str | None]:
     """Return what the speed of a backend depends on besides the call: the GPU, the versions, its code."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = None
+    triton = version("triton") if find_spec("triton") else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return {"device": name, "torch": torch.__version__, "triton": triton, "code": code_digest(op, impl, device)}
 

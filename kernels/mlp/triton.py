@@ -165,12 +165,9 @@ def default_launch(dtype: torch.dtype, tma: bool, backward: bool) -> dict:
 
 
 def candidates(kernel: str, default: dict) -> list[dict]:
-    """Return the launch parameters that scripts/tune.py tries for `kernel`.
-
-    Most run two programs or more on a multiprocessor, so that one program can store while another multiplies.
-    """
     if kernel == "quantize" or kernel.startswith("gelu_fp8"):
         return quantize_candidates()
+    # Most run two programs or more on a multiprocessor, so that one program can store while another multiplies
     choices = [(128, 128, 64, 4, 8, 3, 2), (128, 256, 64, 4, 8, 3, 1), (128, 128, 64, 2, 4, 3, 2)]
     choices += [(128, 128, 32, 1, 8, 3, 1), (128, 128, 32, 1, 8, 4, 1), (128, 64, 32, 1, 8, 3, 1)]
     choices += [(128, 64, 32, 1, 4, 4, 2), (64, 128, 32, 1, 4, 3, 2), (64, 64, 32, 1, 4, 3, 4)]
