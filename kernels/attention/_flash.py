@@ -1,14 +1,9 @@
 """The implementations of FlashAttention that flash.py chooses from: how to call each one, and where each one runs.
 
-fa4(), fa3(), fa2() and pytorch_built_in() each import a package and return two functions, forward and backward:
-
-    forward(q, k, v, causal, scale, window, lengths, documents) -> out (B, Tq, H, D), lse (B, H, Tq) fp32
-    backward(dout, q, k, v, out, lse, causal, scale, window, dq, dk, dv, documents) writes to dq, dk and dv
-
-q, out, dout and dq are (B, Tq, H, D); k, v, dk and dv are (B, Tk, Hkv, D). All implementations support heads that share
-keys, and align the causal mask bottom right, or to `lengths` if given. Their window counts the keys before the query's
-own position; the contract's `window` includes that position. With `documents`, which excludes `lengths`, all tensors
-are packed: (N, H, D) and (N, Hkv, D), and lse is (H, N).
+q, out, dout and dq are (B, Tq, H, D); k, v, dk and dv are (B, Tk, Hkv, D); lse is (B, H, Tq) fp32. All implementations
+support heads that share keys, and align the causal mask bottom right, or to `lengths` if given. Their window counts the
+keys before the query's own position; the contract's `window` includes that position. With `documents`, which excludes
+`lengths`, all tensors are packed: (N, H, D) and (N, Hkv, D), and lse is (H, N).
 """
 
 import functools
@@ -57,6 +52,8 @@ class BackwardTensors(NamedTuple):
 
 
 class Kernels(NamedTuple):
+    """An implementation's two functions. Each load_*() below imports a package and returns them."""
+
     forward: Callable[[Tensor, Tensor, Tensor, Options], tuple[Tensor, Tensor]]  # q, k, v -> out, lse
     backward: Callable[[BackwardTensors, Options], None]
 
@@ -164,21 +161,14 @@ def load_fa2() -> Kernels:
             return _flash_attn_varlen_forward(q, k, v, **keywords(options))[:2]
         if options.lengths is None:
             return _flash_attn_forward(q, k, v, **keywords(options), return_softmax=False)[:2]
-        return flash_attn_with_kvcache(
-            q,
-            k,
-            v,
-            cache_seqlens=options.lengths,
-            softmax_scale=options.scale,
-            causal=options.causal,
-            window_size=(window_left(options.window), -1),
-            return_softmax_lse=True,
-        )
+        mask = {"causal": options.causal, "window_size": (window_left(options.window), -1)}
+        arguments = {"cache_seqlens": options.lengths, "softmax_scale": options.scale, **mask}
+        return flash_attn_with_kvcache(q, k, v, **arguments, return_softmax_lse=True)
 
     def backward(t: BackwardTensors, options: Options) -> None:
         backward_kernel = _flash_attn_varlen_backward if options.documents else _flash_attn_backward
-        tensors = t.dout, t.q, t.k, t.v, t.out, t.lse, t.dq, t.dk, t.dv
-        backward_kernel(*tensors, **keywords(options), deterministic=False)
+        arguments = {**keywords(options), "deterministic": False}
+        backward_kernel(t.dout, t.q, t.k, t.v, t.out, t.lse, t.dq, t.dk, t.dv, **arguments)
 
     return Kernels(forward, backward)
 
@@ -209,18 +199,9 @@ def load_built_in() -> Kernels:
 
     def backward(t: BackwardTensors, options: Options) -> None:
         random_state = t.lse.new_empty(0)  # for dropout; the operator does not read it
-        gradients = aten._flash_attention_backward(
-            t.dout,
-            t.q,
-            t.k,
-            t.v,
-            t.out,
-            t.lse,
-            rng_state=random_state,
-            unused=random_state,
-            **sequence_arguments(t.q, t.k, options.documents),
-            **keywords(options),
-        )
+        arguments = {"rng_state": random_state, "unused": random_state, **keywords(options)}
+        arguments |= sequence_arguments(t.q, t.k, options.documents)
+        gradients = aten._flash_attention_backward(t.dout, t.q, t.k, t.v, t.out, t.lse, **arguments)
         for target, gradient in zip((t.dq, t.dk, t.dv), gradients, strict=True):
             target.copy_(gradient)
 
@@ -228,7 +209,7 @@ def load_built_in() -> Kernels:
 
 
 def sequence_arguments(q: Tensor, k: Tensor, documents: Documents | None) -> dict:
-    """Return how PyTorch's operators learn where sequences begin, and how long they are."""
+    """Return the keyword arguments that tell PyTorch's operators where sequences begin, and how long they are."""
     if documents is None:
         return {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[1], "max_k": k.shape[1]}
     bounds, longest = documents
@@ -241,10 +222,9 @@ def window_left(window: int | None) -> int:
 
 
 def pack_cache(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """View k and v (B, T, Hkv, D) as packed sequences.
+    """Return k and v (B, T, Hkv, D) as packed (N, Hkv, D), and the first row of each sequence, (B + 1,) int32.
 
-    Returns k and v as (N, Hkv, D), and the row at which each sequence begins as (B + 1,) int32. Copies k and v only if
-    their strides differ, or if the distance between two sequences is not a whole number of rows.
+    Copies k and v only if their strides differ, or if the distance between two sequences is not a whole number of rows.
     """
     B, T = k.shape[:2]
     if k.stride() != v.stride() or k.stride(0) % k.stride(1):

@@ -74,11 +74,14 @@ from kernels.attention._gluon_turns import (
     take_ticket,
     wait_for_turns,
 )
+from kernels.attention._triton_tiles import align
+from kernels.direct import bypass_dispatcher
 from kernels.gpu import multiprocessors
 from kernels.hopper.registers import exp2, to_fp32
 from kernels.hopper.ring import Ring, start_barriers, start_ring
 from kernels.hopper.tma import allocate_tiles, fence_and_sync, head_tiles, load, store, thread_barrier, tma_descriptor
 from kernels.matmul import round_to
+from kernels.packed import gradient_buffer, gradient_views
 
 LOG2E = gl.constexpr(1.4426950408889634)
 TILE = gl.constexpr(64)  # queries of a tile, and keys of a consumer
@@ -434,24 +437,12 @@ LAUNCH = {
 }
 
 
-def backward(
-    *,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """Compute the gradients and write them to dq (B, T, H, D), dk and dv (B, T, Hkv, D).
-
-    refusal() of gluon.py is None, and can_use_tma() is true for q, k, v, dout, dq, dk and dv. dout and out are
-    contiguous.
-    """
+@torch.library.custom_op("hotswap::attention_gluon_bwd", mutates_args=())
+def attention_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it. refusal() of gluon.py is None."""
+    grads = gradient_buffer(q, k)
+    dq, dk, dv = gradient_views(grads, q, k)
+    q, k, v, dout = (align(tensor) for tensor in (q, k, v, dout.contiguous()))
     B, T, H, D = q.shape
     Hkv, size = k.shape[2], TILE.value
     blocks = triton.cdiv(T, BLOCK.value)  # of keys; each has two tiles of queries
@@ -459,7 +450,7 @@ def backward(
     lse_delta = torch.empty(B * H * tiles * 2 * size, dtype=torch.float32, device=q.device)
     _lse_delta_kernel[(B * H * tiles,)](
         dout_ptr=dout,
-        out_ptr=out,
+        out_ptr=out.contiguous(),
         lse_ptr=lse,
         lse_delta_ptr=lse_delta,
         stride=lse.stride(1),
@@ -496,3 +487,8 @@ def backward(
         maxnreg=128,  # registers per thread when 16 warps start. Then the consumers get more, and the others fewer
         **LAUNCH[D],
     )
+    return grads
+
+
+attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
+attention_bwd = bypass_dispatcher(attention_bwd)

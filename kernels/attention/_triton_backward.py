@@ -17,7 +17,9 @@ from kernels.attention._triton_tiles import (
     tile_parameters,
     visible_keys,
 )
+from kernels.direct import bypass_dispatcher
 from kernels.gpu import is_hopper
+from kernels.packed import gradient_buffer, gradient_views
 
 
 @triton.jit
@@ -200,8 +202,8 @@ def _dkdv_kernel(
     store_tile(dv_ptr, dk_strides, dv, b, head % Hkv, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
 
 
-def backward(
-    *,
+@torch.library.custom_op("hotswap::attention_bwd", mutates_args=())
+def attention_bwd(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -212,16 +214,13 @@ def backward(
     causal: bool,
     scale: float,
     window: int | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    """Compute the gradients and write them to dq (B, Tq, H, D), dk and dv (B, Tk, Hkv, D).
+) -> Tensor:
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it.
 
-    dout and out are (B, Tq, H, D), and lse (B, H, Tq rounded up to a multiple of 4) is as attention_fwd() returns it.
-    starts, causal, scale and window are as in attention(). dq, dk and dv may have any strides, but dk and dv have equal
-    strides.
+    out and lse are as attention_fwd() returns them.
     """
+    grads = gradient_buffer(q, k)
+    dq, dk, dv = gradient_views(grads, q, k)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     dout, out = dout.contiguous(), out.contiguous()
     tma = can_use_tma(q, k, v, dout, dq, dk, dv)
@@ -285,3 +284,8 @@ def backward(
         **constants,
         **parameters,
     )
+    return grads
+
+
+attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
+attention_bwd = bypass_dispatcher(attention_bwd)

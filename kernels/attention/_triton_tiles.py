@@ -188,6 +188,13 @@ def can_use_tma(*tensors: Tensor) -> bool:
     return all(0 < s < 2**40 and s % 16 == 0 for s in strides) and all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
+def align(tensor: Tensor) -> Tensor:
+    """Return a (B, T, H, D) tensor, or a contiguous copy if TMA cannot read it."""
+    if tensor.stride(-1) == 1 and can_use_tma(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 def kernel_argument(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:
     """Return what load_tile() and store_tile() take for a (B, T, H, D) tensor: the tensor, or its TMA descriptor.
 

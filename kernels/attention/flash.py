@@ -130,18 +130,8 @@ def flash_fwd(
 
 
 @flash_fwd.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    lengths: Tensor | None,
-    bounds: Tensor | None,
-    sizes: Tensor | None,
-    version: str | None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *_, bounds, _sizes, _version = arguments
     B, Tq, H, _ = q.shape
     lse_shape = (B, H, Tq) if bounds is None else (H, B * Tq)
     return q.new_empty(q.shape), q.new_empty(lse_shape, dtype=torch.float32)
@@ -207,20 +197,8 @@ def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor
 
 def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, bounds, sizes = ctx.saved_tensors  # read once: torch.utils.checkpoint raises on a second read
-    grads = flash_bwd(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        causal=ctx.causal,
-        scale=ctx.scale,
-        window=ctx.window,
-        bounds=bounds,
-        sizes=sizes,
-        version=ctx.version,
-    )
+    options = {"causal": ctx.causal, "scale": ctx.scale, "window": ctx.window, "version": ctx.version}
+    grads = flash_bwd(dout, q, k, v, out=out, lse=lse, bounds=bounds, sizes=sizes, **options)
     no_gradients = [None] * 7
     return *gradient_views(grads, q, k), *no_gradients
 

@@ -12,51 +12,32 @@ import triton
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.attention import _gluon_backward, _gluon_forward
-from kernels.attention._triton_tiles import can_use_tma, empty_outputs
+from kernels.attention._gluon_backward import BLOCK, LAUNCH, attention_bwd
+from kernels.attention._gluon_forward import forward
+from kernels.attention._triton_tiles import align, empty_outputs
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import hopper_unavailable
 from kernels.gpu import triton_detail as detail  # noqa: F401
-from kernels.packed import gradient_buffer, gradient_views
+from kernels.packed import gradient_views
 from kernels.registry import Unavailable
 
 KEEPS = ("hotswap::attention_gluon_fwd",)
 RUNS = "^_attention_fwd_gluon_kernel", "^_attention_bwd_gluon_kernel"
 FAMILY = "^_lse_delta_k"
 DTYPES = torch.bfloat16, torch.float16
-HEAD_DIMS = tuple(_gluon_backward.LAUNCH)
+HEAD_DIMS = tuple(LAUNCH)
 unavailable = partial(hopper_unavailable, "attention")
-
-
-def align(tensor: Tensor) -> Tensor:
-    """Return a (B, T, H, D) tensor, or a contiguous copy if TMA cannot read it."""
-    if tensor.stride(-1) == 1 and can_use_tma(tensor):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("hotswap::attention_gluon_fwd", mutates_args=())
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q (B, T, H, D), k and v (B, T, Hkv, D) -> out (B, T, H, D) and lse, as from attention_fwd() of triton.py."""
     out, lse = empty_outputs(q)
-    _gluon_forward.forward(align(q), align(k), align(v), out, lse, scale)
+    forward(align(q), align(k), align(v), out, lse, scale)
     return out, lse
 
 
 attention_fwd.register_fake(lambda q, *_: empty_outputs(q))
-
-
-@torch.library.custom_op("hotswap::attention_gluon_bwd", mutates_args=())
-def attention_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
-    grads = gradient_buffer(q, k)
-    dq, dk, dv = gradient_views(grads, q, k)
-    q, k, v, dout = (align(tensor) for tensor in (q, k, v, dout.contiguous()))
-    _gluon_backward.backward(dout=dout, q=q, k=k, v=v, out=out.contiguous(), lse=lse, scale=scale, dq=dq, dk=dk, dv=dv)
-    return grads
-
-
-attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -70,7 +51,6 @@ def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | N
     return *gradient_views(grads, q, k), None
 
 
-attention_bwd = bypass_dispatcher(attention_bwd)
 attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
 
 
@@ -80,14 +60,13 @@ def refusal(q: Tensor, k: Tensor, causal: bool = True) -> str | None:
     The backward reads lse and delta by TMA, whose coordinates are int32.
     """
     B, T, H, D = q.shape
-    size = _gluon_backward.BLOCK.value
     if q.dtype not in DTYPES:
         return f"bfloat16 or float16, not {q.dtype}"
     if D not in HEAD_DIMS:
         return f"heads of {' or '.join(map(str, HEAD_DIMS))} channels, not {D}"
     if not causal or k.shape[1] != T:
         return "whole sequences with a causal mask, and no others"
-    if 2 * B * H * triton.cdiv(T, size) * size >= 2**31:
+    if 2 * B * H * triton.cdiv(T, BLOCK.value) * BLOCK.value >= 2**31:
         return f"fewer than 2^30 queries in all heads, not {B * H * T:,}"
     return None
 

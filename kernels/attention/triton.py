@@ -48,7 +48,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.attention._triton_backward import backward
+from kernels.attention._triton_backward import attention_bwd
 from kernels.attention._triton_tiles import (
     LOG2E,
     can_use_tma,
@@ -67,7 +67,7 @@ from kernels.direct import bypass_dispatcher
 from kernels.gpu import multiprocessors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
-from kernels.packed import gradient_buffer, gradient_views
+from kernels.packed import gradient_views
 from kernels.registry import Unavailable
 
 LOWEST = tl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
@@ -268,30 +268,6 @@ def attention_fwd(
 attention_fwd.register_fake(lambda q, *_: empty_outputs(q))
 
 
-@torch.library.custom_op("hotswap::attention_bwd", mutates_args=())
-def attention_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it."""
-    grads = gradient_buffer(q, k)
-    dq, dk, dv = gradient_views(grads, q, k)
-    options = {"starts": starts, "causal": causal, "scale": scale, "window": window}
-    backward(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, **options)
-    return grads
-
-
-attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
-
-
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, starts, _, ctx.causal, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
@@ -304,7 +280,6 @@ def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | N
     return *gradient_views(grads, q, k), None, None, None, None, None
 
 
-attention_bwd = bypass_dispatcher(attention_bwd)
 attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
 
 

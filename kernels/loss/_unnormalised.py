@@ -170,45 +170,17 @@ def unnormalised_gradient(
     The scale of a row is 1 / total. exponentials(x, weight, target_logits, out) is the backend's matmul: it writes p,
     and returns the sums of p's rows in each tile, (tiles along V, n) in fp32. All tensors are contiguous.
     """
+    N, C = x.shape
     logits_of_targets = target_logits(x, weight, targets, ignore_index)
     sums = exponentials(x, weight, logits_of_targets, out)
-    return subtract_totals(
-        x=x,
-        weight=weight,
-        p=out,
-        targets=targets,
-        target_logits=logits_of_targets,
-        sums=sums,
-        losses=losses,
-        ignore_index=ignore_index,
-    )
-
-
-def subtract_totals(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    p: Tensor,
-    targets: Tensor,
-    target_logits: Tensor,
-    sums: Tensor,
-    losses: Tensor,
-    ignore_index: int,
-) -> tuple[Tensor, Tensor]:
-    """Write the losses (n,) in fp32, and subtract each row's total from p[target]. Return scale * x and scale (n, 1).
-
-    The scale of a row is 1 / total. x is (n, C), weight (V, C) and p (n, V); `sums` (tiles along V, n) in fp32 has the
-    sums of p's rows in each tile. All tensors are contiguous.
-    """
-    N, C = x.shape
     scaled_x = torch.empty_like(x)
     scales = torch.empty(N, 1, dtype=torch.float32, device=x.device)
     _cross_entropy_finish_kernel[(triton.cdiv(N, 16),)](
         x_ptr=x,
         w_ptr=weight,
-        p_ptr=p,
+        p_ptr=out,
         targets_ptr=targets,
-        target_logits_ptr=target_logits,
+        target_logits_ptr=logits_of_targets,
         sums_ptr=sums,
         losses_ptr=losses,
         scales_ptr=scales,

@@ -23,7 +23,7 @@ from kernels.mlp import triton as mlp
 from kernels.norm import _fp8 as norm_fp8
 from kernels.norm import _triton_backward as norm_backward
 from kernels.norm import triton as norm
-from kernels.packed import gradient_buffer, gradient_views
+from kernels.packed import gradient_views
 
 attention = importlib.import_module("kernels.attention.triton")
 GPU = torch.cuda.is_available()
@@ -195,16 +195,10 @@ def loss_finish(before):
     totals = after_columns(before(4096), randn(32, 16).abs())
     totals[0, -1] = torch.inf  # this row is computed again
     losses = torch.empty(len(x))
-    scaled, scales = _unnormalised.subtract_totals(
-        x=x,
-        weight=w,
-        p=p,
-        targets=targets,
-        target_logits=target_logits,
-        sums=totals,
-        losses=losses,
-        ignore_index=-1,
-    )
+    with mock.patch.object(_unnormalised, "target_logits", return_value=target_logits):
+        scaled, scales = _unnormalised.unnormalised_gradient(
+            x, w, targets, losses, ignore_index=-1, out=p, exponentials=lambda *_: totals
+        )
     return p[-16:], losses[-16:], scaled[-16:], scales[-16:]
 
 
@@ -256,10 +250,9 @@ def attention_backward(before):
     q, k, v = heads_of_1m_tokens(before, 3)
     dout, out = (after(before(2048), half(384, 33, 64, seed=seed))[None] for seed in (4, 5))
     lse = after_columns(before(2048), 8 + randn(33, 384))[None]
-    dq, dk, dv = gradient_views(gradient_buffer(q, k), q, k)
     options = {"starts": None, "causal": True, "scale": 0.125, "window": 100}
-    _triton_backward.backward(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dq=dq, dk=dk, dv=dv, **options)
-    return [grad[0, -64:, 32] for grad in (dq, dk, dv)]
+    grads = _triton_backward.attention_bwd(dout, q, k, v, out=out, lse=lse, **options)
+    return [grad[0, -64:, 32] for grad in gradient_views(grads, q, k)]
 
 
 def lse_and_delta(before):

@@ -501,8 +501,9 @@ def test_loss_from_unnormalised_exponentials(scale, bits):
     assert bool((p.sum(1) > kernel.LARGEST.value).any()) == (scale > 1)
     sums = torch.stack([part.sum(1) for part in p.split(128, 1)])
     losses = torch.empty(N, device=device)
-    tensors = {"x": x, "weight": weight, "p": p, "targets": targets, "target_logits": target_logits, "sums": sums}
-    scaled_x, scales = kernel.subtract_totals(**tensors, losses=losses, ignore_index=-1)
+    scaled_x, scales = kernel.unnormalised_gradient(
+        x, weight, targets, losses, ignore_index=-1, out=p, exponentials=lambda *_: sums
+    )
     exact = torch.nn.functional.cross_entropy(logits[right], targets[right], ignore_index=-1, reduction="none")
     rounding = 2**-20 * max(kernel.HEADROOM_BITS.value, logits.abs().max().item())  # of sums of 72 products in fp32
     torch.testing.assert_close(losses[right].double(), exact, rtol=0, atol=rounding)
