@@ -17,8 +17,9 @@ still trains; what needs the argument is then refused, with the reason: without 
 
 import math
 
-import torch
 from torch import Tensor
+
+from kernels.attention import attention_mask
 
 # Your Triton kernel goes here; course/10_attention_naive.py is an example.
 #   1. the kernels: functions with @triton.jit
@@ -40,20 +41,12 @@ def attention(
     window: int | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    _, queries, heads, width = q.shape
-    keys = k.shape[1]
+    heads, width = q.shape[2:]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H, T, D)
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(width) if scale is None else scale)  # (B, H, Tq, Tk)
-
-    end = keys if lengths is None else lengths.view(-1, 1, 1, 1)  # the keys of each sequence
-    key = torch.arange(keys, device=q.device)
-    position = end - queries + torch.arange(queries, device=q.device).view(-1, 1)  # of each query
-    sees = key < end
-    if causal:
-        sees = sees & (key <= position)
-    if window is not None:
-        sees = sees & (key > position - window)
-    if starts is not None:
-        sees = sees & (key >= starts[:, None, :, None])
-    return (scores.masked_fill(~sees, -math.inf).softmax(-1) @ v).transpose(1, 2)
+    limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
+    mask = attention_mask(q.shape[2], k.shape[2], q.device, **limits)  # True where a query sees a key
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)

@@ -67,6 +67,9 @@ class Layer(NamedTuple):
     fc_proj_bias: Tensor | None
 
 
+MATRICES = "qkv_weight", "proj_weight", "fc_weight", "fc_proj_weight"  # of a Layer
+
+
 class Weights(NamedTuple):
     """The weights of a model in the compute dtype, and the sizes that their shapes do not show."""
 
@@ -83,6 +86,18 @@ class Weights(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.wte.shape[1] // self.heads
+
+    @property
+    def matrices(self) -> list[Any]:
+        """The matrices of the layers, and the head."""
+        return [*(getattr(layer, name) for layer in self.layers for name in MATRICES), self.head]
+
+    def map_matrices(self, function: Callable[[Any], Any]) -> "Weights":
+        """Return the weights with function(matrix) in the place of each of the matrices."""
+        layers = []
+        for layer in self.layers:
+            layers.append(layer._replace(**{name: function(getattr(layer, name)) for name in MATRICES}))
+        return self._replace(head=function(self.head), layers=tuple(layers))
 
 
 class Model(NamedTuple):

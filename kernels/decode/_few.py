@@ -251,9 +251,12 @@ def padded_rows(N: int, dtype: torch.dtype) -> int:
 
 
 def product(
-    step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None, **cache: Tensor | None
+    step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None = None, **cache: Tensor | None
 ) -> Tensor:
-    """Compute triton.product() for up to FEW rows."""
+    """Return x W^T + bias, (N, OUT). For fc the result is its GELU, and for qkv only the queries, (N, H D).
+
+    x is (N, K), or for qkv and fc the result of add_norm(). `cache` has k_ptr, v_ptr and rope_ptr, for qkv.
+    """
     arguments = x if isinstance(x, dict) else {"x_ptr": x}
     kernel = {"qkv": _qkv_kernel, "fc": _fc_kernel}.get(name, _product_kernel)
     if "tokens_ptr" in arguments:

@@ -256,9 +256,9 @@ def norm(step: Step, arguments: dict) -> Tensor:
 
 
 def product(
-    step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None, **cache: Tensor | None
+    step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None = None, **cache: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """Compute triton.product() for many rows. If K is split, return (sums over parts of K (PARTS, N, OUT) fp32, bias).
+    """Do what product() of _few.py does, for many rows. If K is split, return (its PARTS sums (PARTS, N, OUT), bias).
 
     Raises Unavailable if W has more tiles of rows than a grid can have.
     """

@@ -17,14 +17,13 @@ deviation, and the error of a result 0.75% of the results'. 124M has 49 products
 mean square error of the logits is at most about 0.75% sqrt(49) = 5% of their spread.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.cache import Cache
-from kernels.decode import Layer, Model, Weights
+from kernels.decode import Model, Weights
 from kernels.decode.triton import (  # noqa: F401
     FAMILY,
     RUNS,
@@ -38,7 +37,6 @@ from kernels.decode.triton import (  # noqa: F401
 
 LOSSY = True
 ROWS_AT_ONCE = 4096  # quantize() needs fp32 copies of the rows; of the whole head of 124M, each would have 155 MB
-MATRICES = "qkv_weight", "proj_weight", "fc_weight", "fc_proj_weight"
 
 
 class Quantized(NamedTuple):
@@ -59,30 +57,11 @@ def quantize(weight: Tensor) -> Quantized:
     return Quantized(torch.cat(values), torch.cat(scales))
 
 
-def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
-    return (matrix.values.float() * matrix.scale[:, None]).to(dtype)
-
-
-def map_matrices(function: Callable, weights: Weights) -> Weights:
-    """Return the weights with each matrix of the layers, and the head, replaced by function(matrix)."""
-
-    def map_layer(layer: Layer) -> Layer:
-        return layer._replace(**{name: function(getattr(layer, name)) for name in MATRICES})
-
-    return weights._replace(head=function(weights.head), layers=tuple(map(map_layer, weights.layers)))
-
-
 def pack(model: Model, cache: Cache) -> Weights:
     weights = model.weights()
     check(weights, cache)
-    return map_matrices(quantize, weights)
+    return weights.map_matrices(quantize)
 
 
 def weight_bytes(packed: Weights) -> int:
-    matrices = [packed.head, *(getattr(layer, name) for layer in packed.layers for name in MATRICES)]
-    return sum(matrix.values.nbytes + matrix.scale.nbytes for matrix in matrices)
-
-
-def dequantized(packed: Weights) -> Weights:
-    """Return the result of pack() as weights in the compute dtype: integers times scales, rounded once more."""
-    return map_matrices(lambda matrix: dequantize(matrix, packed.wte.dtype), packed)
+    return sum(matrix.values.nbytes + matrix.scale.nbytes for matrix in packed.matrices)

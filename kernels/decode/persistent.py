@@ -217,12 +217,7 @@ def decode(packed: Packed, tokens: Tensor, cache: Cache) -> Tensor:
 def generate_tokens(
     packed: Packed, tokens: Tensor, cache: Cache, seeds: Tensor, sampling: Sampling, steps: int, stops: tuple[int, ...]
 ) -> Tensor:
-    """Return the next `steps` tokens of each sequence, (B, steps) int64, and append to the cache, in one launch.
-
-    A sequence that draws NO_TOKEN or one of the ids in `stops` repeats it, and appends nothing more. All tokens are
-    FAILED_LAUNCH if a block waited too long for another one. The host does not wait for the GPU, except to copy new
-    `stops`.
-    """
+    """Do what the contract says. The host does not wait for the GPU, except to copy new `stops`."""
     drawn = torch.empty(packed.batch, steps, dtype=torch.int64, device=tokens.device)
     ids = ids_tensor(tokens.device, stops)
     failed = packed.launch(tokens, cache, steps, sampling, seeds=seeds, stops=ids, drawn=drawn)

@@ -8,7 +8,7 @@ the instructions are not.
 
 from kernels.cache import Cache
 from kernels.decode import Model, int8
-from kernels.decode.int8 import LOSSY, map_matrices, quantize  # noqa: F401
+from kernels.decode.int8 import LOSSY, quantize  # noqa: F401
 from kernels.decode.persistent import (  # noqa: F401
     FAMILY,
     RUNS,
@@ -21,7 +21,7 @@ from kernels.decode.persistent import (  # noqa: F401
 
 
 def pack(model: Model, cache: Cache) -> Packed:
-    weights = map_matrices(quantize, model.weights())
+    weights = model.weights().map_matrices(quantize)
     packed = Packed(weights, cache)
     packed.weight_bytes = int8.weight_bytes(weights)
     return packed

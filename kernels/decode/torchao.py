@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels.cache import Cache
-from kernels.decode import Layer, Model, Weights, reference
+from kernels.decode import Model, Weights, reference
 from kernels.gpu import package_unavailable
 
 COMPILES = True
 LOSSY = True
-MATRICES = ("qkv_weight", "proj_weight", "fc_weight", "fc_proj_weight")
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -39,18 +38,11 @@ def quantize(weight: Tensor) -> Tensor:
 
 def weight_bytes(packed: Weights) -> int:
     """A byte an element: the scales, one a row, are less than 1%."""
-    return sum(
-        m.numel() for m in (packed.head, *(getattr(layer, name) for layer in packed.layers for name in MATRICES))
-    )
+    return sum(matrix.numel() for matrix in packed.matrices)
 
 
 def pack(model: Model, cache: Cache) -> Weights:
-    weights = model.weights()
-
-    def quantize_layer(layer: Layer) -> Layer:
-        return layer._replace(**{name: quantize(getattr(layer, name)) for name in MATRICES})
-
-    return weights._replace(head=quantize(weights.head), layers=tuple(map(quantize_layer, weights.layers)))
+    return model.weights().map_matrices(quantize)
 
 
 def decode(packed: Weights, tokens: Tensor, cache: Cache) -> Tensor:

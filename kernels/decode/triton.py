@@ -63,7 +63,7 @@ from kernels.cache import FP8, Cache
 from kernels.decode import Model, Weights, _few, _many
 from kernels.decode._attention import attend
 from kernels.decode._sampling import decode_token, sample_tokens  # noqa: F401
-from kernels.decode._step import Matrix, Step
+from kernels.decode._step import Step
 from kernels.gpu import check_dtypes, gpu_unavailable
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.registry import Unavailable
@@ -74,21 +74,10 @@ MAX_HEAD_DIM = 256
 OTHER = "choose kernels.decode=blocks"
 
 
-def product(
-    step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None = None, **cache: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor | None]:
-    """Return x W^T + bias, (N, OUT). For fc the result is its GELU, and for qkv only the queries, (N, H D).
-
-    x is (N, K), or for qkv and fc the result of add_norm(). weight is W, or (W in int8, scales). `cache` has k_ptr,
-    v_ptr and rope_ptr, for qkv. For many rows, a product of BRANCHES may return (sums over parts of K, bias): see
-    _many.py.
-    """
-    return (_few if step.few else _many).product(step, name, x, weight, bias, **cache)
-
-
 def decode(weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:
     """Return the logits (B, T, V). Each matrix of the layers, and the head, may be (W in int8, scales)."""
     step = Step(weights, tokens, cache)
+    product = _few.product if step.few else _many.product
     x = None
     for (k, v), layer in zip(cache.kv, weights.layers, strict=True):
         x = step.add_norm(x, layer.ln_1_weight, layer.ln_1_bias)

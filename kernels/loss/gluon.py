@@ -26,10 +26,8 @@ from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, stor
 from kernels.loss import _in_forward
 from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E, unnormalised_gradient
 from kernels.loss.triton import (
-    LOGITS_BYTES,
     apply_to_rows,
     backward,
-    chunk_tokens,
     cross_entropy_,
     empty_outputs,
     linear_cross_entropy_in_chunks,
@@ -161,12 +159,11 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
-    chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(unnormalised_gradient, exponentials=exponentials)
     if not gradients:
         fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=False)
     return linear_cross_entropy_in_chunks(
-        align(x), align(weight), targets, ignore_index, gradients, chunk, fill_dlogits
+        align(x), align(weight), targets, ignore_index, gradients, whole, fill_dlogits
     )
 
 

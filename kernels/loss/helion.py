@@ -17,10 +17,8 @@ from kernels.direct import bypass_dispatcher
 from kernels.gpu import check_dtypes, gpu_unavailable, package_unavailable, triton_and_cublas_detail
 from kernels.loss._in_forward import setup_context
 from kernels.loss.triton import (
-    LOGITS_BYTES,
     apply_to_rows,
     backward,
-    chunk_tokens,
     empty_outputs,
     linear_cross_entropy_in_chunks,
     softmax_launch,
@@ -53,9 +51,10 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
-    chunk = chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
+    return linear_cross_entropy_in_chunks(
+        x, weight, targets, ignore_index, gradients, whole=False, fill_dlogits=fill_dlogits
+    )
 
 
 linear_cross_entropy.register_fake(empty_outputs)

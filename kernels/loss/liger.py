@@ -49,10 +49,8 @@ def linear_cross_entropy(
 
 
 @linear_cross_entropy.register_fake
-def _(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, x_multiples: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss_sum, dx, dweight = empty_outputs(x, weight, targets, ignore_index, gradients)
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    loss_sum, dx, dweight = empty_outputs(x, weight, *rest)
     return loss_sum, dx, dweight.to(weight.dtype)  # Liger rounds its sum in fp32
 
 

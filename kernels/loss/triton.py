@@ -131,11 +131,10 @@ def linear_cross_entropy(
     dx has the dtype of x, and dweight is in fp32. If gradients is False, they are empty. If whole is True, all tokens
     are one chunk.
     """
-    chunk = len(x) if whole else chunk_tokens("linear_cross_entropy", x, len(weight), LOGITS_BYTES)
     fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
     if gradients and x.dtype == torch.bfloat16:
         fill_dlogits = partial(unnormalised_gradient, exponentials=_exponentials.exponentials)
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, chunk, fill_dlogits)
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, fill_dlogits)
 
 
 def write_logits_and_losses(
@@ -161,15 +160,16 @@ def linear_cross_entropy_in_chunks(
     targets: Tensor,
     ignore_index: int,
     gradients: bool,
-    chunk: int,
+    whole: bool,
     fill_dlogits: Callable,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute linear_cross_entropy(), `chunk` tokens at a time.
+    """Compute linear_cross_entropy(), a chunk of tokens at a time.
 
     `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: write_logits_and_losses()
     or unnormalised_gradient() of _unnormalised.py. It returns the x for dW, and what multiplies dx, or None.
     """
     N, V = len(x), len(weight)
+    chunk = N if whole else chunk_tokens("linear_cross_entropy", x, V, LOGITS_BYTES)
     losses = torch.empty(N, dtype=torch.float32, device=x.device)
     _, dx, dweight = empty_outputs(x, weight, targets, ignore_index, gradients)
     buffer = x.new_empty(min(chunk, N), V)
@@ -200,9 +200,9 @@ def add_product(a: Tensor, b: Tensor, total: Tensor, first: bool) -> None:
 
 @linear_cross_entropy.register_fake
 def empty_outputs(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool = False
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate what linear_cross_entropy() returns: the operator's fake implementation, here and in liger.py."""
+    """Allocate what linear_cross_entropy() returns: the operator's fake implementation, here and in other files."""
     dx = x.new_empty(x.shape if gradients else 0)
     dweight = weight.new_empty(weight.shape if gradients else 0, dtype=torch.float32)
     return x.new_empty((), dtype=torch.float32), dx, dweight

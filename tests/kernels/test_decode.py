@@ -256,6 +256,11 @@ def test_rows_after_the_last_key_are_ignored(impl, garbage):
     assert torch.equal(run(impl, weights, tokens, dirty), run(impl, weights, tokens, copy_cache(cache)))
 
 
+def dequantize(matrix, dtype=torch.float32):
+    """Return a matrix of int8.quantize() in `dtype`: integer * scale."""
+    return (matrix.values.float() * matrix.scale[:, None]).to(dtype)
+
+
 def error_of(logits, other):
     """Return the root mean square of logits - other, divided by the root mean square of other."""
     return ((logits.double() - other.double()).square().mean() / other.double().square().mean()).sqrt().item()
@@ -300,7 +305,7 @@ def test_int8_is_the_model_with_rounded_weights(case, dtype):
     arguments = case_inputs(case, dtype)
     weights, tokens, cache = arguments.values()
     decode, packed = pack_or_skip("int8", weights, cache)
-    rounded = int8.dequantized(packed)
+    rounded = packed.map_matrices(partial(dequantize, dtype=dtype))
     truth = contract.reference(**to_float64(arguments | {"weights": rounded}))
     eager = contract.reference(rounded, tokens, copy_cache(cache))
     own = decode(packed, tokens, copy_cache(cache))
@@ -319,12 +324,11 @@ def test_the_error_of_int8_is_that_of_its_rounding():
     own = fused.decode(weights._replace(head=head), tokens, copy_cache(cache))
     bound = h.abs().sum(-1, keepdim=True) * head.scale / 2
     assert ((own - exact).abs() <= bound * 1.001 + 1e-4).all()
-    matrices = [m for layer in weights.layers for m in (getattr(layer, name) for name in int8.MATRICES)]
-    rounding = max(error_of(int8.dequantize(int8.quantize(m), m.dtype), m) for m in (*matrices, weights.head))
+    rounding = max(error_of(dequantize(int8.quantize(m)), m) for m in weights.matrices)
     assert rounding < 0.01
     error = error_of(run("int8", weights, tokens, copy_cache(cache)), exact)
-    assert rounding < error < 2 * rounding * (len(matrices) + 1) ** 0.5
-    assert not int8.dequantize(int8.quantize(torch.zeros(3, 16)), torch.float32).any()
+    assert rounding < error < 2 * rounding * len(weights.matrices) ** 0.5
+    assert not dequantize(int8.quantize(torch.zeros(3, 16))).any()
 
 
 @pytest.mark.parametrize("impl", OWN)

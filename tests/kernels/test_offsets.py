@@ -269,7 +269,7 @@ def test_a_vocabulary_beyond_the_grid_is_refused():
     head = torch.empty(1, 1, dtype=DTYPE, device=DEVICE).expand(most + 1, 64)
     message = f"head has {most + 1:,} rows, and with more than .* take at most {most:,}: choose kernels.decode=blocks"
     with pytest.raises(Unavailable, match=message):
-        decode.product(step, "head", half(20, 64), head)
+        _many.product(step, "head", half(20, 64), head)
 
 
 @pytest.mark.parametrize("queries", [9, 12])

@@ -22,6 +22,7 @@ from kernels.decode import Model, int8, persistent, persistent_int8
 from kernels.decode._persistent import emulator, plan
 from kernels.registry import KernelError, Unavailable, cpp_compiler
 from kernels.sampling import NO_TOKEN, Sampling, sample_tokens, seeds_of
+from tests.kernels.test_decode import dequantize
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -130,10 +131,8 @@ def test_int8_is_the_model_with_rounded_weights(case, dtype):
     """The logits follow the rule if the truth has the weights integer * scale, and eager these weights in `dtype`."""
     arguments = case_inputs(case, dtype)
     weights, tokens, cache = arguments.values()
-    quantized = int8.map_matrices(int8.quantize, weights)
-    exact, rounded = (
-        int8.map_matrices(partial(int8.dequantize, dtype=kind), quantized) for kind in (torch.float32, dtype)
-    )
+    quantized = weights.map_matrices(int8.quantize)
+    exact, rounded = (quantized.map_matrices(partial(dequantize, dtype=kind)) for kind in (torch.float32, dtype))
     truth = contract.reference(**contract.to_float64(arguments | {"weights": exact}))
     eager = contract.reference(rounded, tokens, copy_cache(cache))
     packed = persistent_int8.pack(Model(forward=None, weights=lambda: weights), cache)
@@ -500,7 +499,7 @@ SIZES = {"124M": (768, 12, 12), "1558M": (1600, 25, 48)}
 def test_the_kernel_fits_into_a_multiprocessor(model, batch, kv_dtype, quantize, tmp_path):
     """nvcc compiles it for sm_90 almost without spills. Without forget() 1558M has 68 to 184 bytes."""
     weights, cache = meta_inputs(*SIZES[model], batch, kv_dtype=kv_dtype)
-    weights = int8.map_matrices(quantize, weights) if quantize else weights
+    weights = weights.map_matrices(quantize) if quantize else weights
     blocks = ceil(plan.hidden_units(weights) / ceil(plan.hidden_units(weights) / 132))
     warps = plan.count_warps(weights, batch)
     assert 8 <= warps <= 11
