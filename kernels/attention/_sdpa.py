@@ -5,7 +5,6 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +16,32 @@ from kernels.attention.sdpa import sdpa_arguments
 from kernels.registry import Unavailable
 
 
-def attention_with_backend(
-    backend: SDPBackend,
-    can_use: Callable,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    **limits: Any,
-) -> Tensor:
-    """Compute attention() with `backend`. q is (B, Tq, H, D), k and v are (B, Tk, Hkv, D).
+def attention_of(backend: SDPBackend, can_use: Callable, module: str) -> Callable:
+    """Return attention() of `module`: `backend` computes it, or it raises Unavailable.
 
-    `can_use` is the function in torch.backends.cuda that returns whether the backend accepts the tensors. `limits` are
-    the other arguments of attention(). Raises Unavailable if the backend refuses the tensors. In code that
-    torch.compile traces, PyTorch raises its own error instead.
+    `can_use` is the function in torch.backends.cuda that returns whether the backend accepts the tensors. In code that
+    torch.compile traces, PyTorch raises its own error instead of Unavailable.
     """
-    arguments = sdpa_arguments(q, k, v, **limits)
-    if not torch.compiler.is_compiling() and (why := refusal_reason(backend, can_use, arguments)):
-        raise Unavailable(f"PyTorch's {short_name(backend)} attention refuses: {why}")
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(**arguments, scale=scale).transpose(1, 2)
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        lengths: Tensor | None = None,
+        window: int | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        arguments = sdpa_arguments(q, k, v, causal=causal, lengths=lengths, window=window, starts=starts)
+        if not torch.compiler.is_compiling() and (why := refusal_reason(backend, can_use, arguments)):
+            raise Unavailable(f"PyTorch's {short_name(backend)} attention refuses: {why}")
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(**arguments, scale=scale).transpose(1, 2)
+
+    attention.__module__ = module  # registry.py looks for KEEPS there
+    return attention
 
 
 def short_name(backend: SDPBackend) -> str:

@@ -6,11 +6,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.gpu import check_dtypes, has_tma, make_context_current
-from kernels.registry import Unavailable
+from kernels.gpu import has_tma, make_context_current
 from kernels.tuned import launch_parameters
 
-MAX_HEAD_DIM = 256  # a program keeps sums over all channels of a head in registers
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(LOG2E x); the hardware has only exp2
 L2_BYTES = 2**24  # for the tensors that concurrent programs read repeatedly: a third of an H200's L2
 # {kernel: {D rounded up to a power of two: (sizes with TMA, sizes with pointers)}}; sizes are (BLOCK_M queries, BLOCK_N
@@ -124,13 +122,6 @@ def visible_keys(m, b, Tq, keys, window, starts_ptr, CAUSAL: tl.constexpr, SIZE:
         any_start = max(any_start, tl.load(starts_ptr + m))
         all_start = max(all_start, tl.load(starts_ptr + last))
     return first, end, any_start, all_start, all_end, any_end
-
-
-def check_inputs(q: Tensor) -> None:
-    """Raise Unavailable if the kernels of attention=triton do not support q's dtype or head dim."""
-    check_dtypes("attention", q)
-    if (D := q.shape[-1]) > MAX_HEAD_DIM:
-        raise Unavailable(f"attention=triton takes heads of up to {MAX_HEAD_DIM} channels, not {D}: choose attn=sdpa")
 
 
 def default_parameters(kernel: str, dtype: torch.dtype, D: int, tma: bool) -> dict:

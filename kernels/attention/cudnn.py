@@ -8,37 +8,21 @@ memory for them.
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.backends.cuda import can_use_cudnn_attention
 from torch.nn.attention import SDPBackend
 
-from kernels.attention._sdpa import attention_with_backend
+from kernels.attention._sdpa import attention_of
 
 deterministic = False
 KEEPS = ("aten::_scaled_dot_product_cudnn_attention",)
 RUNS = "cudnn.*sdpa.*fprop", "cudnn.*sdpa.*bprop"
+attention = attention_of(SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention, __name__)
 
 
 def unavailable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "cuDNN needs an NVIDIA GPU; on a CPU choose attn=sdpa"
     return None if torch.backends.cudnn.is_available() else "this PyTorch was built without cuDNN: choose attn=sdpa"
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    window: int | None = None,
-    starts: Tensor | None = None,
-) -> Tensor:
-    limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
-    backend = SDPBackend.CUDNN_ATTENTION
-    return attention_with_backend(backend, can_use_cudnn_attention, q, k, v, scale=scale, **limits)
 
 
 def detail(**inputs: Any) -> str:

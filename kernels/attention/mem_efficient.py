@@ -8,35 +8,19 @@ a (Tq, Tk) mask in memory.
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.backends.cuda import can_use_efficient_attention
 from torch.nn.attention import SDPBackend
 
-from kernels.attention._sdpa import attention_with_backend
+from kernels.attention._sdpa import attention_of
 
 deterministic = False  # the backward sums dq with atomics when it splits the keys among programs
 KEEPS = ("aten::_scaled_dot_product_efficient_attention",)
 RUNS = "fmha_cutlassF", "fmha_cutlassB"
+attention = attention_of(SDPBackend.EFFICIENT_ATTENTION, can_use_efficient_attention, __name__)
 
 
 def unavailable(device: torch.device) -> str | None:
     return None if device.type == "cuda" else "it needs an NVIDIA GPU; on a CPU choose attn=sdpa"
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    scale: float | None = None,
-    lengths: Tensor | None = None,
-    window: int | None = None,
-    starts: Tensor | None = None,
-) -> Tensor:
-    limits = {"causal": causal, "lengths": lengths, "window": window, "starts": starts}
-    backend = SDPBackend.EFFICIENT_ATTENTION
-    return attention_with_backend(backend, can_use_efficient_attention, q, k, v, scale=scale, **limits)
 
 
 def detail(**inputs: Any) -> str:

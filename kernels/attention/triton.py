@@ -28,9 +28,8 @@ dq in registers, and a loop over queries can keep only dk and dv. So one kernel 
 dv, and both recompute s and dp: seven matmuls. Every sum has a fixed order, so the result has the same bits each time.
 The dq kernel has dout of its queries in registers, so it also reads out and computes delta.
 
-A single kernel with five matmuls has to sum dq in memory, which moves 8 D bytes per query for every tile of keys. If
-many programs added to the same dq in any order, the bits would differ each time. On Hopper _gluon_backward.py lets them
-take turns, in an order in which hardly any program waits.
+A single kernel with five matmuls has to sum dq in memory, which moves 8 D bytes per query for every tile of keys, and
+its programs have to take turns, or the bits would differ each time: see _gluon_backward.py.
 
 q, k and v may be views of one packed tensor, because the kernels read tiles by strides, on Hopper with TMA. Their
 gradients are views of one buffer in the same order, so that autograd does not have to concatenate them (packed.py).
@@ -53,7 +52,6 @@ from kernels.attention._triton_tiles import (
     LOG2E,
     can_use_tma,
     candidates,  # noqa: F401
-    check_inputs,
     empty_outputs,
     heads_in_l2,
     kernel_argument,
@@ -64,13 +62,14 @@ from kernels.attention._triton_tiles import (
     visible_keys,
 )
 from kernels.direct import bypass_dispatcher
-from kernels.gpu import multiprocessors
+from kernels.gpu import check_dtypes, multiprocessors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.packed import gradient_views
 from kernels.registry import Unavailable
 
 LOWEST = tl.constexpr(-1e30)  # below every score, but finite, because -inf - -inf would be NaN
+MAX_HEAD_DIM = 256  # a program keeps sums over all channels of a head in registers
 KEEPS = ("hotswap::attention_fwd",)
 FP8_KEYS = True
 RUNS = "^_fwd_kernel|::attention_fwd", "^_dq_kernel|::attention_bwd"
@@ -294,7 +293,9 @@ def attention(
     window: int | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    check_inputs(q)
+    check_dtypes("attention", q)
+    if (D := q.shape[-1]) > MAX_HEAD_DIM:
+        raise Unavailable(f"attention=triton takes heads of up to {MAX_HEAD_DIM} channels, not {D}: choose attn=sdpa")
     if not causal and (window is not None or starts is not None):
         raise Unavailable("attention=triton supports windows and documents only in causal attention: choose attn=eager")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -4,7 +4,6 @@ The step is reference() of the contract with another attention, so it shows what
 in pages is read once, and the lengths stay on the device, so that a CUDA graph can replay the step. FlashInfer compiles
 the kernels with nvcc and ninja at the first call. On an H200 124M makes 816 tokens/s at batch 1 (decode=blocks without
 compilation: 1,234): elementwise kernels and sums take 56% of the time, because reference() fuses no norm and no GELU.
-In tests/kernels/test_contestants.py, a function with the documented arguments takes the place of FlashInfer's kernels.
 """
 
 from math import sqrt

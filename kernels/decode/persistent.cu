@@ -28,8 +28,6 @@
 //
 // 12 layers take some 119 us, the head 15 us, and the draw 13 us. A layer takes 17,300 cycles. Five exchanges of 0.82
 // us are 7,000 of them. Instructions count too: a warp has some 2,600 in a layer, and two warps share a scheduler.
-// The copies of weights slow the polls down: an early version of this kernel took 242 us a token, and 184 us without
-// loads of weights (its results were wrong).
 // Four measures paid. Few threads poll, and share the words through shared memory. A warp leaves a poll together,
 // because lanes that went on alone ran the code after it up to four times. No branch stands between the loads of two
 // tiles. A warp releases a piece soon after it has read it: 170 us a token instead of 178.
@@ -49,9 +47,8 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // plan.py defines the sizes: BLOCKS, WARPS, BATCH, LAYERS, WIDTH, HEADS, KV_HEADS, HIDDEN, VOCAB; BF16, INT8,
-// STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); the CONSTANTS of persistent.py; and for each of QKV, PROJ, FC,
-// FC_PROJ and HEAD
-// its Plan: NAME_ROWS, NAME_PASSES, NAME_TILES
+// STREAM_BF16 and ROPE (0 or 1), KV_BITS (8, 16 or 32); and for each of QKV, PROJ, FC, FC_PROJ and HEAD its Plan:
+// NAME_ROWS, NAME_PASSES, NAME_TILES. persistent.py defines its CONSTANTS.
 constexpr int THREADS = 32 * WARPS, C = WIDTH, D = C / HEADS, KV_WIDTH = KV_HEADS * D;
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;
 #define INF __uint_as_float(0x7F800000)

@@ -1,6 +1,5 @@
 """attn=cudnn, mem_efficient and math: the pinned backend of PyTorch runs, or the error has PyTorch's reason."""
 
-import functools
 import warnings
 
 import pytest
@@ -108,7 +107,7 @@ def test_the_error_has_pytorchs_reason_for_this_backend(monkeypatch, recwarn):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuse)
     inputs = case_inputs("attention", "gqa", torch.float32, "cpu")
     with pytest.raises(Unavailable) as error:
-        _sdpa.attention_with_backend(SDPBackend.CUDNN_ATTENTION, supports_equal_heads, **inputs)
+        _sdpa.attention_of(SDPBackend.CUDNN_ATTENTION, supports_equal_heads, __name__)(**inputs)
     assert str(error.value) == "PyTorch's cudnn attention refuses: Got 6 and 2 heads. Only equal ones are taken."
     assert len(recwarn) == 0
 
@@ -117,7 +116,7 @@ def test_the_error_has_pytorchs_reason_for_this_backend(monkeypatch, recwarn):
 def test_supported_inputs_run_on_the_pinned_backend(case):
     """The pin ends with the call: afterwards PyTorch chooses again."""
     inputs = case_inputs("attention", case, torch.float32, "cpu")
-    allowed = functools.partial(_sdpa.attention_with_backend, SDPBackend.MATH, supports_equal_heads)
+    allowed = _sdpa.attention_of(SDPBackend.MATH, supports_equal_heads, __name__)
     for operators in (eager_operators, compiled_operators):
         assert not any("_scaled_dot_product" in name for name in operators(allowed, inputs))
     torch.testing.assert_close(allowed(**inputs), contract.reference(**inputs), rtol=1e-5, atol=1e-5)

@@ -13,11 +13,11 @@ from kernels.cache import Cache
 from kernels.decode import Weights
 from kernels.decode._step import Matrix, split_scales
 
-# Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200, before
-# FLYING, a token of 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000
+# Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200, a token of
+# 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000 (measured before FLYING limited the copies)
 PIECE_BYTES = 18_000
-MOST_HEAD_ROWS = 24  # of a block in one pass over the head
-X_BYTES = 64  # of x: a row of a tile has as many columns, 32 in bf16
+MOST_HEAD_ROWS = 24  # most rows of a block in one pass over the head
+X_BYTES = 64  # the bytes of x that a tile multiplies: it has 32 columns in bf16
 # How 8 columns lie in memory if tensor cores multiply them: pair() in numbers.cuh and multiply_tile() say why
 ORDERS = {torch.bfloat16: [0, 1, 4, 5, 2, 3, 6, 7], torch.int8: [0, 4, 1, 5, 2, 6, 3, 7]}
 
