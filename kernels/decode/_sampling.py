@@ -319,18 +319,13 @@ def count_draw_warps(block: int) -> int:
 
 
 def launch(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    sampling: Sampling,
-    tokens: Tensor,
-    output: Tensor | None,
-    early: bool,
+    logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, tokens: Tensor, output: Tensor | None = None
 ) -> None:
     """Launch both kernels. With `output` (N,) they do the work of decode_token()."""
     n_vocab, temperature, top_k, top_p = sampling
     N, V = logits.shape
     device, block = logits.device, block_size(n_vocab)
+    early = output is not None and can_launch_early(device)
     summary = torch.empty(N, 3, block, dtype=torch.float32, device=device)
     listed = torch.empty(N, block, dtype=torch.int32, device=device)
     common = {"logits_ptr": logits, "summary_ptr": summary, "seeds_ptr": seeds, "positions_ptr": positions}
@@ -361,7 +356,7 @@ def draw_tokens(
 ) -> Tensor:
     tokens = empty_tokens(logits)
     sampling = Sampling(n_vocab, temperature, top_k, top_p)
-    launch(logits, seeds.contiguous(), positions.contiguous(), sampling, tokens, output=None, early=False)
+    launch(logits, seeds.contiguous(), positions.contiguous(), sampling, tokens)
     return tokens
 
 
@@ -382,4 +377,4 @@ def decode_token(
     logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, tokens: Tensor, output: Tensor
 ) -> None:
     """Do what the contract says. In PyTorch this takes six more kernels: 9 us a step of one sequence, on an H200."""
-    launch(logits, seeds, positions, sampling, tokens, output, early=can_launch_early(logits.device))
+    launch(logits, seeds, positions, sampling, tokens, output)

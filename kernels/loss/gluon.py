@@ -24,15 +24,8 @@ from kernels.hopper.registers import exp2, split_columns
 from kernels.hopper.ring import multiply_in_turn, start_ping_pong, start_ring
 from kernels.hopper.tma import align, allocate_tiles, fence_and_sync, load, store, tma_descriptor
 from kernels.loss import _in_forward
-from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E, unnormalised_gradient
-from kernels.loss.triton import (
-    apply_to_rows,
-    backward,
-    cross_entropy_,
-    empty_outputs,
-    linear_cross_entropy_in_chunks,
-    write_logits_and_losses,
-)
+from kernels.loss._unnormalised import HEADROOM_BITS, LOG2E
+from kernels.loss.triton import apply_to_rows, backward, empty_outputs, linear_cross_entropy_in_chunks
 from kernels.registry import Unavailable
 from kernels.tiles import place
 
@@ -159,12 +152,8 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
-    fill_dlogits = partial(unnormalised_gradient, exponentials=exponentials)
-    if not gradients:
-        fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=False)
-    return linear_cross_entropy_in_chunks(
-        align(x), align(weight), targets, ignore_index, gradients, whole, fill_dlogits
-    )
+    x, weight = align(x), align(weight)
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, exponentials=exponentials)
 
 
 linear_cross_entropy.register_fake(empty_outputs)

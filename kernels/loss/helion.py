@@ -6,7 +6,6 @@ with the target and with the end of the row, which cross_entropy_kernel in _soft
 triton.py's before tuning; norm/helion.py says how to tune it.
 """
 
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -16,14 +15,7 @@ from torch import Tensor
 from kernels.direct import bypass_dispatcher
 from kernels.gpu import check_dtypes, gpu_unavailable, package_unavailable, triton_and_cublas_detail
 from kernels.loss._in_forward import setup_context
-from kernels.loss.triton import (
-    apply_to_rows,
-    backward,
-    empty_outputs,
-    linear_cross_entropy_in_chunks,
-    softmax_launch,
-    write_logits_and_losses,
-)
+from kernels.loss.triton import apply_to_rows, backward, empty_outputs, linear_cross_entropy_in_chunks, softmax_launch
 
 RUNS = ("helion_cross_entropy",)
 
@@ -51,9 +43,8 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
-    fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
     return linear_cross_entropy_in_chunks(
-        x, weight, targets, ignore_index, gradients, whole=False, fill_dlogits=fill_dlogits
+        x, weight, targets, ignore_index, gradients, whole=False, cross_entropy=cross_entropy_
     )
 
 

@@ -131,27 +131,8 @@ def linear_cross_entropy(
     dx has the dtype of x, and dweight is in fp32. If gradients is False, they are empty. If whole is True, all tokens
     are one chunk.
     """
-    fill_dlogits = partial(write_logits_and_losses, cross_entropy=cross_entropy_, write=gradients)
-    if gradients and x.dtype == torch.bfloat16:
-        fill_dlogits = partial(unnormalised_gradient, exponentials=_exponentials.exponentials)
-    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, fill_dlogits)
-
-
-def write_logits_and_losses(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    ignore_index: int,
-    out: Tensor,
-    *,
-    cross_entropy: Callable,
-    write: bool,
-) -> tuple[Tensor, None]:
-    """Write the logits into `out`, and call cross_entropy_() or a function like it. Return x, and no scales."""
-    torch.mm(x, weight.T, out=out)
-    cross_entropy(out, targets, losses, ignore_index, write)
-    return x, None
+    exponentials = _exponentials.exponentials if x.dtype == torch.bfloat16 else None
+    return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, exponentials=exponentials)
 
 
 def linear_cross_entropy_in_chunks(
@@ -161,12 +142,14 @@ def linear_cross_entropy_in_chunks(
     ignore_index: int,
     gradients: bool,
     whole: bool,
-    fill_dlogits: Callable,
+    *,
+    cross_entropy: Callable = cross_entropy_,
+    exponentials: Callable | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute linear_cross_entropy(), a chunk of tokens at a time.
 
-    `fill_dlogits` writes the losses of a chunk, and the gradient of its logits into a buffer: write_logits_and_losses()
-    or unnormalised_gradient() of _unnormalised.py. It returns the x for dW, and what multiplies dx, or None.
+    `cross_entropy` is cross_entropy_() or a function like it. If `exponentials` is given, the gradients do not need it:
+    see unnormalised_gradient().
     """
     N, V = len(x), len(weight)
     chunk = N if whole else chunk_tokens("linear_cross_entropy", x, V, LOGITS_BYTES)
@@ -175,8 +158,15 @@ def linear_cross_entropy_in_chunks(
     buffer = x.new_empty(min(chunk, N), V)
     for start in range(0, N, chunk):
         tokens = slice(start, start + chunk)
-        dlogits = buffer[: len(x[tokens])]
-        x_chunk, scales = fill_dlogits(x[tokens], weight, targets[tokens], losses[tokens], ignore_index, dlogits)
+        x_chunk, scales = x[tokens], None
+        dlogits = buffer[: len(x_chunk)]
+        if gradients and exponentials:
+            x_chunk, scales = unnormalised_gradient(
+                x_chunk, weight, targets[tokens], losses[tokens], ignore_index, out=dlogits, exponentials=exponentials
+            )
+        else:
+            torch.mm(x_chunk, weight.T, out=dlogits)
+            cross_entropy(dlogits, targets[tokens], losses[tokens], ignore_index, gradients)
         if not gradients:
             continue
         torch.mm(dlogits, weight, out=dx[tokens])
