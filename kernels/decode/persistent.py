@@ -24,8 +24,7 @@ from kernels.decode import FAILED_LAUNCH, Model, Weights
 from kernels.decode._persistent import emulator
 from kernels.decode._persistent.plan import (
     Plan,
-    arrange_biases,
-    arrange_scales,
+    arrange_rows,
     arrange_weights,
     count_warps,
     hidden_units,
@@ -152,12 +151,14 @@ class Packed:
     def parameters(self, weights: Weights, plans: dict[str, Plan]) -> dict[str, Tensor]:
         """Return the weights by their names in `struct Arguments`."""
         blocks, D = self.blocks, weights.head_dim
-        matrices, biases = arrange_weights(weights, plans, blocks), arrange_biases(weights, plans, blocks)
-        scales = {"scales": arrange_scales(weights, plans, blocks)} if matrices.dtype == torch.int8 else {}
+        matrices = arrange_weights(weights, plans, blocks)
+        vectors = {"biases": arrange_rows(weights, plans, blocks, "bias", weights.wte.dtype)}
+        if matrices.dtype == torch.int8:
+            vectors["scales"] = arrange_rows(weights, plans, blocks, "scales", torch.float32)
         exponents = torch.arange(0, D, 2, device=weights.wte.device, dtype=torch.float32) / D
         positions = {"frequencies": 10000.0**-exponents} if weights.wpe is None else {"wpe": weights.wpe.contiguous()}
-        vectors = {"norms": stack_norms(weights), "wte": weights.wte.contiguous()}
-        return {"weights": matrices, "biases": biases, **scales, **vectors, **positions}
+        vectors |= {"norms": stack_norms(weights), "wte": weights.wte.contiguous()}
+        return {"weights": matrices, **vectors, **positions}
 
     def exchange_memory(self, weights: Weights, plans: dict[str, Plan]) -> dict[str, Tensor]:
         """Return the memory of the words, by its names in `struct Arguments`. A word has 4 x 4 bytes."""

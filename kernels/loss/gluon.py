@@ -1,8 +1,7 @@
 """The loss of triton.py for Hopper in bf16, in Gluon: the matmul writes exponentials of the logits, so no logits exist.
 
-_unnormalised.py explains the method: p = exp(x W^T - shift) in the epilogue, and what follows from it. cuBLAS computes
-dx and dW. Without gradients, in validation, cuBLAS computes the logits of a chunk, and the Triton kernel of _softmax.py
-the losses.
+_unnormalised.py explains the method: p = exp(x W^T - shift) in the epilogue, and what follows from it. The rest is
+triton.py's.
 
 The matmul has two consumers that take its tiles in turns: one multiplies while the other exponentiates and stores.
 kernels/mlp/_gluon_kernel.py explains this schedule and its barriers.

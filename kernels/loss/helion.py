@@ -1,9 +1,9 @@
 """The loss of triton.py with its softmax in Helion (https://github.com/pytorch/helion): one kernel of 20 lines.
 
-As in Helion's own example of a fused linear cross-entropy, a chunk has two matmuls and one kernel over its logits. Only
-this kernel differs from triton.py on other GPUs than Hopper. It also reads each row twice, but it compares every column
-with the target and with the end of the row, which cross_entropy_kernel in _softmax.py avoids. The size of the tiles is
-triton.py's before tuning; norm/helion.py says how to tune it.
+As in Helion's own example of a fused linear cross-entropy, a chunk has one kernel between its matmuls. In fp32 and fp16
+only this kernel differs from triton.py. Like cross_entropy_kernel in _softmax.py it reads each row twice, but it also
+compares every column with the target and with the end of the row. The size of the tiles is triton.py's before tuning;
+norm/helion.py says how to tune it.
 """
 
 from importlib.metadata import version

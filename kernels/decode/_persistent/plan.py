@@ -1,7 +1,4 @@
-"""Which rows of each matrix a block multiplies, and the order in which the weights lie in memory for that.
-
-A matrix is W (N, K), or (W in int8, its scales (N,) fp32).
-"""
+"""Which rows of each matrix a block multiplies, and the order in which the weights lie in memory for that."""
 
 from math import ceil
 from typing import NamedTuple
@@ -11,7 +8,7 @@ from torch import Tensor
 
 from kernels.cache import Cache
 from kernels.decode import Weights
-from kernels.decode._step import Matrix, split_scales
+from kernels.decode._step import split_scales
 
 # Most bytes in one TMA copy. A copy has at least one tile for each warp, even if that is more. On an H200, a token of
 # 12 layers of 1558M took 393 us with 14,000, and 355 us with 18,000 (measured before FLYING limited the copies)
@@ -35,9 +32,13 @@ class Plan(NamedTuple):
         return self.rows * self.passes
 
 
-def elements(weight: Matrix) -> Tensor:
-    """Return W (N, K) without its scales."""
-    return split_scales(weight)[0]
+class Product(NamedTuple):
+    """A matrix of a step, and what its results are multiplied by and added to."""
+
+    name: str  # in persistent.cu
+    weight: Tensor  # (N, K)
+    scales: Tensor | None  # (N,) fp32 if W is in int8
+    bias: Tensor | None  # (N,)
 
 
 def tile_columns(weights: Weights) -> int:
@@ -64,9 +65,9 @@ def make_plan(weight: Tensor, columns: int, blocks: int, warps: int, most_rows: 
 def make_plans(weights: Weights, blocks: int, warps: int) -> dict[str, Plan]:
     """Return {name of a product in persistent.cu: its plan}. All layers have the same sizes."""
     columns = tile_columns(weights)
-    layer = products(weights)[:4]
-    plans = {name: make_plan(elements(weight), columns, blocks, warps) for name, weight, _ in layer}
-    return plans | {"HEAD": make_plan(elements(weights.head), columns, blocks, warps, MOST_HEAD_ROWS)}
+    *layers, head = products(weights)
+    plans = {product.name: make_plan(product.weight, columns, blocks, warps) for product in layers[:4]}
+    return plans | {"HEAD": make_plan(head.weight, columns, blocks, warps, MOST_HEAD_ROWS)}
 
 
 def count_warps(weights: Weights, batch: int) -> int:
@@ -78,7 +79,7 @@ def count_warps(weights: Weights, batch: int) -> int:
 
 
 def hidden_units(weights: Weights) -> int:
-    return len(elements(weights.layers[0].fc_weight))
+    return len(split_scales(weights.layers[0].fc_weight)[0])
 
 
 def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[str, Plan]) -> dict[str, int]:
@@ -96,30 +97,30 @@ def sizes(weights: Weights, cache: Cache, blocks: int, warps: int, plans: dict[s
         "VOCAB": len(weights.wte),
         "ROPE": int(weights.wpe is None),
         "BF16": int(weights.wte.dtype == torch.bfloat16),
-        "INT8": int(elements(weights.head).dtype == torch.int8),
+        "INT8": int(split_scales(weights.head)[0].dtype == torch.int8),
         "STREAM_BF16": int(weights.stream_dtype == torch.bfloat16),
         "KV_BITS": 8 * keys.itemsize,
         **{f"{name}_{part.upper()}": n for name, plan in plans.items() for part, n in plan._asdict().items()},
     }
 
 
-def products(weights: Weights) -> list[tuple]:
-    """Return (name of the product in persistent.cu, matrix, bias) of each matrix, in the order of use."""
+def products(weights: Weights) -> list[Product]:
+    """Return the products of a step in their order."""
     found = []
     for layer in weights.layers:
-        found.append(("QKV", layer.qkv_weight, layer.qkv_bias))
-        found.append(("PROJ", layer.proj_weight, layer.proj_bias))
-        found.append(("FC", layer.fc_weight, layer.fc_bias))
-        found.append(("FC_PROJ", layer.fc_proj_weight, layer.fc_proj_bias))
-    return [*found, ("HEAD", weights.head, None)]
+        for name in ("qkv", "proj", "fc", "fc_proj"):
+            weight, scales = split_scales(getattr(layer, f"{name}_weight"))
+            found.append(Product(name.upper(), weight, scales, getattr(layer, f"{name}_bias")))
+    weight, scales = split_scales(weights.head)
+    return [*found, Product("HEAD", weight, scales, bias=None)]
 
 
 def arrange_weights(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
     """Return all matrices as (blocks, elements): what each block multiplies, in the order of use."""
-    columns = tile_columns(weights)
-    order = ORDERS[elements(weights.head).dtype] if weights.wte.dtype == torch.bfloat16 else list(range(8))
-    matrices = [(plans[name], elements(weight)) for name, weight, _ in products(weights)]
-    return torch.cat([arrange_matrix(plan, weight, columns, order, blocks) for plan, weight in matrices], dim=1)
+    columns, all_products = tile_columns(weights), products(weights)
+    order = ORDERS[all_products[0].weight.dtype] if weights.wte.dtype == torch.bfloat16 else list(range(8))
+    parts = [arrange_matrix(plans[each.name], each.weight, columns, order, blocks) for each in all_products]
+    return torch.cat(parts, dim=1)
 
 
 def arrange_matrix(plan: Plan, weight: Tensor, columns: int, order: list[int], blocks: int) -> Tensor:
@@ -135,26 +136,19 @@ def arrange_matrix(plan: Plan, weight: Tensor, columns: int, order: list[int], b
     return padded.view(blocks, plan.passes, plan.rows, tiles, columns).transpose(2, 3).reshape(blocks, -1)
 
 
-def arrange_rows(vectors: list[tuple[Plan, Tensor | None]], blocks: int, like: Tensor) -> Tensor:
-    """Return one number of each row, such as its bias, as (blocks, rows of a block). Missing ones are 0."""
+def arrange_rows(weights: Weights, plans: dict[str, Plan], blocks: int, field: str, dtype: torch.dtype) -> Tensor:
+    """Return the field "bias" or "scales" of all products as (blocks, elements), in the order of arrange_weights().
+
+    Missing numbers are 0.
+    """
     parts = []
-    for plan, vector in vectors:
-        padded = like.new_zeros(blocks * plan.share)
+    for product in products(weights):
+        plan, vector = plans[product.name], getattr(product, field)
+        padded = torch.zeros(blocks * plan.share, dtype=dtype, device=weights.wte.device)
         if vector is not None:
             padded[: len(vector)] = vector
         parts.append(padded.view(blocks, -1))
     return torch.cat(parts, dim=1)
-
-
-def arrange_biases(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
-    """Return the biases as (blocks, elements), in the order of arrange_weights()."""
-    return arrange_rows([(plans[name], bias) for name, _, bias in products(weights)], blocks, weights.wte)
-
-
-def arrange_scales(weights: Weights, plans: dict[str, Plan], blocks: int) -> Tensor:
-    """Return the scales of the integers as (blocks, elements) fp32, in the order of arrange_weights()."""
-    scales = [(plans[name], split_scales(weight)[1]) for name, weight, _ in products(weights)]
-    return arrange_rows(scales, blocks, split_scales(weights.head)[1])
 
 
 def stack_norms(weights: Weights) -> Tensor:
