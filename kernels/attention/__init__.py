@@ -207,13 +207,12 @@ def inputs(
         k = randn(batch, keys, kv_heads, allocated, std=magnitude)[..., :width]
         v = randn(batch, keys, kv_heads, allocated)[..., :width]
     tensors = {name: t.detach().requires_grad_() for name, t in {"q": q, "k": k, "v": v}.items()}
-    limits = {"window": window}
+    limits = {} if window is None else {"window": window}
     if lengths is not None:
         limits["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if documents is not None:
         starts = [document_starts(documents if b % 2 == 0 else documents[::-1]) for b in range(batch)]
         limits["starts"] = torch.tensor(starts, dtype=torch.int32, device=device)
-    limits = {name: limit for name, limit in limits.items() if limit is not None}
     return {**tensors, "causal": causal, "scale": scale, **limits}
 
 

@@ -48,6 +48,7 @@ def choose_backend(
     lengths: Tensor | None = None,
     window: int | None = None,
     starts: Tensor | None = None,
+    **_: object,
 ) -> tuple[str, ModuleType]:
     """Return the name and the module of the backend for these inputs.
 
@@ -76,11 +77,6 @@ def choose_backend(
     )
 
 
-def omit_none(**limits: Any) -> dict:
-    """Return the limits that are not None; a backend may lack the arguments for the others."""
-    return {name: limit for name, limit in limits.items() if limit is not None}
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -92,13 +88,13 @@ def attention(
     window: int | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    limits = omit_none(lengths=lengths, window=window, starts=starts)
+    limits = {"lengths": lengths, "window": window, "starts": starts}
+    limits = {name: limit for name, limit in limits.items() if limit is not None}  # a backend may lack the others
     _, module = choose_backend(q, k, causal, **limits)
     return module.attention(q, k, v, causal=causal, scale=scale, **limits)
 
 
 def detail(**inputs: Any) -> str:
     """Return the backend's name and, if it has one, its own detail()."""
-    limits = {name: inputs.get(name) for name in ("lengths", "window", "starts")}
-    name, _ = choose_backend(inputs["q"], inputs["k"], inputs.get("causal", True), **limits)
-    return describe_choice("attention", name, **omit_none(**inputs))
+    name, _ = choose_backend(**inputs)
+    return describe_choice("attention", name, **inputs)

@@ -269,11 +269,7 @@ def to_float64(arguments: dict) -> dict:
         return torch.float64 if isinstance(value, torch.dtype) else value
 
     kv = [tuple(t.clone() if t.dtype == FP8 else t.double() for t in pair) for pair in cache.kv]
-    return {
-        "weights": Weights(*map(convert, weights)),
-        "tokens": arguments["tokens"],
-        "cache": cache._replace(kv=kv),
-    }
+    return arguments | {"weights": Weights(*map(convert, weights)), "cache": cache._replace(kv=kv)}
 
 
 def cost(

@@ -45,7 +45,7 @@ class Step:
         D = weights.head_dim
         self.N, self.T, self.dtype, self.device = B * T, T, weights.wte.dtype, tokens.device
         self.few = self.N <= FEW
-        self.weights, self.tokens, self.cache = weights, tokens.contiguous(), cache
+        self.weights, self.tokens = weights, tokens.contiguous()
         self.stream: Tensor | None = None  # the residual stream, (N, C)
         self.rope = rope_table(cache.token_positions(T), D) if weights.wpe is None else None
         self.splits, self.split_keys = plan_splits(cache.keys)
