@@ -215,10 +215,7 @@ def attention_bwd(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it.
-
-    out and lse are as attention_fwd() returns them.
-    """
+    """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it. out and lse are the forward's."""
     grads = gradient_buffer(q, k)
     dq, dk, dv = gradient_views(grads, q, k)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))

@@ -141,10 +141,7 @@ def as_parameters(BLOCK_M: int, BLOCK_N: int, num_warps: int, num_stages: int) -
 
 
 def tile_parameters(kernel: str, dtype: torch.dtype, D: int, tma: bool, device: torch.device) -> dict:
-    """Return the parameters that were measured to be the fastest on this GPU, or default_parameters() if none were.
-
-    A kernel has separate entries in the table for TMA and for pointers.
-    """
+    """Return the parameters that were measured to be the fastest on this GPU, or default_parameters() if none were."""
     default = default_parameters(kernel, dtype, D, tma)
     key = f"{D} {dtype} tma" if tma else f"{D} {dtype}"
     return launch_parameters(f"attention_{kernel}", key, default, device)
@@ -187,10 +184,7 @@ def align(tensor: Tensor) -> Tensor:
 
 
 def kernel_argument(tensor: Tensor, rows: int, width: int, tma: bool) -> TensorDescriptor | Tensor:
-    """Return what load_tile() and store_tile() take for a (B, T, H, D) tensor: the tensor, or its TMA descriptor.
-
-    The descriptor is for tiles of (rows, width) and refers to the tensor's memory.
-    """
+    """Return what load_tile() and store_tile() take for a (B, T, H, D) tensor: itself, or a TMA descriptor of tiles."""
     if not tma:
         return tensor
     make_context_current()

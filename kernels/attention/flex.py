@@ -132,10 +132,7 @@ def block_mask(
 
 
 def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Count and list the selected blocks of each row. `selected` is (..., N) bool.
-
-    Returns the counts (...) and the indices (..., N), both int32. The indices of selected blocks come first, in order.
-    """
+    """Return how many blocks (..., N) of a row are selected, (...), and their indices first in (..., N), both int32."""
     indices = selected.byte().argsort(dim=-1, descending=True, stable=True)
     return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 

@@ -55,10 +55,7 @@ attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
 
 
 def refusal(q: Tensor, k: Tensor, causal: bool = True) -> str | None:
-    """Return what the kernels take instead of these inputs, or None if they take them.
-
-    The backward reads lse and delta by TMA, whose coordinates are int32.
-    """
+    """Return what the kernels take instead of these inputs, or None if they take them."""
     B, T, H, D = q.shape
     if q.dtype not in DTYPES:
         return f"bfloat16 or float16, not {q.dtype}"
@@ -66,6 +63,7 @@ def refusal(q: Tensor, k: Tensor, causal: bool = True) -> str | None:
         return f"heads of {' or '.join(map(str, HEAD_DIMS))} channels, not {D}"
     if not causal or k.shape[1] != T:
         return "whole sequences with a causal mask, and no others"
+    # the backward reads lse and delta by TMA, whose coordinates are int32
     if 2 * B * H * triton.cdiv(T, BLOCK.value) * BLOCK.value >= 2**31:
         return f"fewer than 2^30 queries in all heads, not {B * H * T:,}"
     return None

@@ -32,10 +32,7 @@ def fence_and_sync():
 
 @functools.lru_cache
 def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return the layout of a tile in shared memory.
-
-    It is cached, because it takes 5 us and attention's backward needs eight layouts.
-    """
+    """Return the layout of a tile in shared memory. It takes 5 us, and attention's backward needs eight of them."""
     gluon_dtype = GLUON_DTYPES.get(dtype) or getattr(gl, str(dtype).removeprefix("torch."))
     return gl.NVMMASharedLayout.get_default_for(list(block), gluon_dtype)
 

@@ -121,10 +121,7 @@ def _cross_entropy_gluon_kernel(
 
 
 def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) -> Tensor:
-    """Write p (n, V) into `out`, and return the sums of its rows in each tile, (tiles along V, n) in fp32.
-
-    x and weight are from align().
-    """
+    """Do what exponentials() of _exponentials.py does. x and weight are from align()."""
     N, C = x.shape
     V = len(weight)
     tiles_n, tiles_v = triton.cdiv(N, BLOCK_N.value), triton.cdiv(V, BLOCK_V.value)
@@ -160,11 +157,8 @@ linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_for
 
 
 def refusal(x: Tensor, weight: Tensor, *rest: object, fp8: bool = False) -> str | None:
-    """Return what the kernel takes instead of these dtypes or widths, or None if it takes them.
-
-    In fp16 p would overflow.
-    """
-    for dtype in (x.dtype, weight.dtype):
+    """Return what the kernel takes instead of these dtypes or widths, or None if it takes them."""
+    for dtype in (x.dtype, weight.dtype):  # in fp16 p would overflow
         if dtype != torch.bfloat16:
             return f"bfloat16, not {dtype}"
     V, C = weight.shape

@@ -46,10 +46,7 @@ def tile_columns(weights: Weights) -> int:
 
 
 def make_plan(weight: Tensor, columns: int, blocks: int, warps: int, most_rows: int | None = None) -> Plan:
-    """Return the plan for W (N, K), whose tiles have `columns` columns.
-
-    It has one pass, unless a block has more than `most_rows` rows.
-    """
+    """Return the plan for W (N, K) in tiles of `columns` columns: one pass, or several of at most `most_rows` rows."""
     N, K = weight.shape
     rows = share = ceil(N / blocks)
     if most_rows and share > most_rows:  # the fewest rows of padding, then the fewest passes
