@@ -1,10 +1,5 @@
 """The products of a step of few rows. Each kernel loads its rows of W, waits for its predecessor, and multiplies.
 
-    _product_kernel      proj, fc_proj and the head
-    _fc_kernel           it adds a branch to the stream and normalises before the product, and ends with GELU
-    _qkv_kernel          qkv of all layers but the first: the same prologue, and k and v go into the cache
-    _embed_qkv_kernel    qkv of the first layer: the stream begins with the embeddings
-
 triton.py says why, and what they measure. The arguments of the kernels:
 
     x_ptr                       (N, K): the operand, or the output of the branch that is added to the stream

@@ -65,15 +65,14 @@ def pack(model: Model, cache: Cache) -> nn.Module:
 
 def state_dict(weights: Weights) -> dict[str, Tensor]:
     """Return the weights with transformers' names. Missing biases are zeros."""
-    state = {"wte.weight": weights.wte, "wpe.weight": weights.wpe}
-    state |= {"ln_f.weight": weights.ln_f_weight, "ln_f.bias": weights.ln_f_bias}
+    modules = {"ln_f": (weights.ln_f_weight, weights.ln_f_bias)}
     for i, layer in enumerate(weights.layers):
         for ours, theirs in MODULES.items():
-            weight, bias = getattr(layer, f"{ours}_weight"), getattr(layer, f"{ours}_bias")
-            state[f"h.{i}.{theirs}.weight"] = weight.T.contiguous() if weight.dim() == 2 else weight
-            state[f"h.{i}.{theirs}.bias"] = weight.new_zeros(len(weight)) if bias is None else bias
-    if weights.ln_f_bias is None:
-        state["ln_f.bias"] = torch.zeros_like(weights.ln_f_weight)
+            modules[f"h.{i}.{theirs}"] = getattr(layer, f"{ours}_weight"), getattr(layer, f"{ours}_bias")
+    state = {"wte.weight": weights.wte, "wpe.weight": weights.wpe}
+    for name, (weight, bias) in modules.items():
+        state[f"{name}.weight"] = weight.T.contiguous() if weight.dim() == 2 else weight
+        state[f"{name}.bias"] = weight.new_zeros(len(weight)) if bias is None else bias
     return {f"transformer.{name}": tensor for name, tensor in state.items()} | {"lm_head.weight": weights.head}
 
 

@@ -45,15 +45,8 @@ Up to FEW rows, the bits of a row's result do not depend on the other rows, so s
 give the same text. The matmul instruction always has 16 rows. The splits of the keys depend only on the cache. The sums
 of LayerNorm have the same order for any number of rows (product_launch()).
 
-    _step.py                sizes, scratch memory and launches of a step
-    _few.py                 the products for up to FEW rows
-    _many.py                norms and products for more rows
-    _tiles.py               the parts of these kernels, and those of programmatic dependent launch
-    _qkv.py                 the parts that only qkv needs
-    _attention.py           the choice of attention's kernel, and the kernel on tensor cores
-    _vector_attention.py    the kernel without tensor cores
-    _splits.py              the results of several splits of the keys, combined
-    _sampling.py            the draw of the next tokens
+The kernels are in _few.py, in _many.py for more than FEW rows, in _attention.py and _vector_attention.py, and the draw
+in _sampling.py.
 """
 
 import triton
