@@ -1,6 +1,5 @@
 """Tokenizers: `bytes`, which needs no files, and `gpt2`, OpenAI's byte-pair encoding as tiktoken computes it."""
 
-import contextlib
 import hashlib
 import os
 import re
@@ -44,13 +43,17 @@ class Tokenizer(ABC):
         """Return the ids of `text`, (n,) uint16, without eot."""
 
     @abstractmethod
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        """Return the text of `ids` as UTF-8. Skips eot and ids of n_vocab or more (a model's padding)."""
+
     def decode(self, ids: list[int]) -> str:
-        """Return the text of `ids`. Skips eot and ids of n_vocab or more (a model's padding), which have no text."""
+        """Return the text of `ids`, with U+FFFD for bytes that are no text."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     @cached_property
-    @abstractmethod
     def lengths(self) -> np.ndarray:
-        """The number of bytes of text that each id stands for, (n_vocab,) int64. It is 0 for ids that have no text."""
+        """The number of bytes of text that each id stands for, (n_vocab,) int64."""
+        return np.array([len(self.decode_bytes([i])) for i in range(self.n_vocab)], np.int64)
 
 
 class Bytes(Tokenizer):
@@ -61,12 +64,8 @@ class Bytes(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
 
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        return (np.arange(self.n_vocab) < self.eot).astype(np.int64)
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        return bytes(i for i in ids if i < 256)
 
 
 class GPT2(Tokenizer):
@@ -91,16 +90,8 @@ class GPT2(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
-    def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode([i for i in ids if i < self.eot])
-
-    @cached_property
-    def lengths(self) -> np.ndarray:
-        lengths = np.zeros(self.n_vocab, np.int64)
-        for i in range(self.eot):
-            with contextlib.suppress(KeyError):  # a smaller vocabulary lacks some ids
-                lengths[i] = len(self.encoding.decode_single_token_bytes(i))
-        return lengths
+    def decode_bytes(self, ids: list[int]) -> bytes:
+        return self.encoding.decode_bytes([i for i in ids if i < self.eot])
 
 
 def split_into_pieces(text: str, size: int = PIECE_CHARACTERS) -> Iterator[str]:

@@ -1,10 +1,9 @@
 """Turn a stream of tokens into text: whole characters only, up to a stop."""
 
+import codecs
 from collections.abc import Iterable
 
 from data.tokenizer import Tokenizer
-
-INCOMPLETE = "\ufffd"  # the last character decodes to this while it lacks bytes
 
 
 def stop_ids(tokenizer: Tokenizer, stops: list[int | str] | None) -> tuple[int, ...]:
@@ -22,12 +21,11 @@ class Text:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: list[int | str] | None):
-        self.decode = tokenizer.decode
+        self.decode_bytes = tokenizer.decode_bytes
         self.stop_ids = stop_ids(tokenizer, stops)
         self.stop_texts = [stop for stop in stops or [] if isinstance(stop, str)]
         self.tokens: list[int] = []
-        self.pending: list[int] = []  # tokens whose last character may lack bytes
-        self.taken = 0  # characters of the text of `pending` that are already in `held`
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds the bytes of half a character
         self.held = ""  # whole characters that add() has not returned yet
         self.stopped = False
 
@@ -46,8 +44,7 @@ class Text:
         """Return the rest of the text when no more tokens come; "" after a stop."""
         if self.stopped:
             return ""
-        self._hold(self.decode(self.pending))
-        self.pending, self.taken = [], 0
+        self.held += self.decoder.decode(b"", final=True)
         text = self._release()
         text, self.held = text + self.held, ""
         return text
@@ -55,34 +52,12 @@ class Text:
     def _add_tokens(self, new: list[int]) -> str:
         end = min((new.index(stop) for stop in self.stop_ids if stop in new), default=len(new))
         self.tokens += new[: end + 1]
-        self.pending += new[:end]
-        text = self.decode(self.pending)
-        self._hold(text.removesuffix(INCOMPLETE))
-        self._shorten_pending(text)
+        self.held += self.decoder.decode(self.decode_bytes(new[:end]))
         if end == len(new):
             return self._release()
         text = self.finish()
         self.stopped = True
         return text
-
-    def _shorten_pending(self, text: str) -> None:
-        """Keep only the tokens of the last character, if it may lack bytes. `text` is the text of `pending`."""
-        tokens, self.pending, self.taken = self.pending, [], 0
-        if not text.endswith(INCOMPLETE):
-            return
-        end = ""
-        # until no character spans `tokens` and `pending`: then each has an INCOMPLETE for it
-        while not end or self.decode(tokens) + end != text:
-            self.pending.insert(0, tokens.pop())
-            end = self.decode(self.pending)
-            if not end:  # padding of the vocabulary has no text
-                self.pending = []
-        self.taken = len(end.removesuffix(INCOMPLETE))
-
-    def _hold(self, text: str) -> None:
-        """Append the new characters of `text`, the text of `pending`, to `held`."""
-        self.held += text[self.taken :]
-        self.taken = len(text)
 
     def _release(self) -> str:
         """Remove and return the part of `held` before a stop text, or before an end that may begin a stop text."""

@@ -83,8 +83,9 @@ def test_lengths_of_bytes_are_one():
 
 
 def test_lengths_of_gpt2_are_bytes_of_text(monkeypatch):
-    """The length of "ä" is 2. The length is 0 for eot and for ids that the vocabulary lacks."""
-    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, "ä".encode(): 300}
+    """The length of "ä" is 2, and eot has no text."""
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, "ä".encode(): 258}
+    ranks |= {b"#%d" % i: i for i in range(259, 50256)}
     small = tiktoken.Encoding(
         "small", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256}
     )
@@ -92,7 +93,7 @@ def test_lengths_of_gpt2_are_bytes_of_text(monkeypatch):
     monkeypatch.setattr("tiktoken.get_encoding", {"gpt2": small}.__getitem__)
     tokenizer = GPT2()
     assert (tokenizer.lengths.dtype, len(tokenizer.lengths)) == (np.int64, 50257)
-    assert tokenizer.lengths[[65, 256, 257, 299, 300, 50256]].tolist() == [1, 2, 3, 0, 2, 0]
+    assert tokenizer.lengths[[65, 256, 257, 258, 50255, 50256]].tolist() == [1, 2, 3, 2, 6, 0]
     sentence = "the häth, thethe"
     assert tokenizer.lengths[tokenizer.encode(sentence)].sum() == len(sentence.encode())
 
