@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from common.terminal import one_line, override, shell_command
 from data.corpus import Source, stdlib_source, text_source
@@ -170,10 +170,16 @@ def config_arguments(config: DataConfig) -> list[str]:
 
     They are `data=<choice>`, and `data.<key>=<value>` for each key whose value differs from configs/data/<choice>.yaml.
     """
-    file = CONFIGS / f"{config.name}.yaml"
-    defaults = OmegaConf.load(file) if file.exists() else {}
+    defaults = read_choice(config.name)
     arguments = [f"data={config.name if defaults else config.source}"]
     for key, value in asdict(config).items():
         if defaults.get(key) != value:
             arguments.append(override(f"data.{key}", value))
     return arguments
+
+
+def read_choice(choice: str) -> DictConfig:
+    """Return the keys of configs/data/<choice>.yaml, and of the file that its `defaults` name; {} without such a file."""
+    file = CONFIGS / f"{choice}.yaml"
+    own = OmegaConf.load(file) if file.exists() else OmegaConf.create()
+    return OmegaConf.merge(*map(read_choice, own.pop("defaults", [])), own)

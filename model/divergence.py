@@ -8,8 +8,8 @@ from pathlib import Path
 from common.terminal import shell_command, warn
 from data.loader import Loader
 from model.gpt import GPT, LayerNorm
-from model.kept import write_kept
 from model.optim import HISTORY, Optimizer
+from model.step_file import write_step
 from runtime.config import check
 from runtime.ranks import is_sharded
 from runtime.schedule import TrainConfig
@@ -86,7 +86,7 @@ def keep_batch(optimizer: Optimizer, batches: Loader, step: int, path: Path, fac
         return f"its batch is not kept, after {MOST_KEPT} others"
     if ranks.is_main:
         try:
-            write_kept(path, {"step": step, "batches": [batch for part in all_batches for batch in part], **facts})
+            write_step(path, {"step": step, "batches": [batch for part in all_batches for batch in part], **facts})
         except (OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
             return f"its batch cannot be written to {path}"
     return f"batch in {path}"

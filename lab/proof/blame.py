@@ -24,7 +24,7 @@ from kernels.fp8 import InFp8
 from kernels.registry import OPS, AttnConfig, KernelError, config_key, impl_by_op
 from lab.proof.soak import checksum
 from lab.recipe import Recipe
-from model import kept as kept_file
+from model import step_file
 from model.config import GPTConfig
 from runtime.checkpoint import checkpoint_folders, read_weights, step_number
 from runtime.config import UserError, check
@@ -65,7 +65,7 @@ def read_kept(run: Path, step: int | None) -> Kept:
     check(bool(paths), f"{run} has no nonfinite-step-*.pt: a run writes it when a loss or gradient is not finite")
     check(step is None or step in paths, f"--step {step}: {run} has the steps {', '.join(map(str, paths))}")
     step = min(paths) if step is None else step
-    kept = kept_file.read_kept(paths[step])
+    kept = step_file.read_step(paths[step])
     check(kept["step"] == step, f"{paths[step]} is of step {kept['step']}: it was renamed")
     if "weights" in kept:
         return Kept(step, kept["batches"], kept["weights"], step - 1)

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from data import DataConfig, open_dataset, prepare_command
+from data import DataConfig, open_dataset, prepare_command, read_choice
 from data.corpus import text_source
 from data.errors import DataError
 from data.loader import Windows
@@ -20,7 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
 def data_config(tmp_path, choice="text", **changes):
     """Return a choice of the config group `data`, with the tokenizer `bytes` and a cache in `tmp_path`."""
-    defaults = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{choice}.yaml"))
+    defaults = OmegaConf.to_container(read_choice(choice))
     return DataConfig(**defaults | {"tokenizer": "bytes", "cache": str(tmp_path / "cache")} | changes)
 
 
@@ -107,15 +108,15 @@ def test_all_text_is_for_validation_when_val_fraction_is_1(folder, tmp_path, few
         Windows(dataset.train, 4, "training")
 
 
-def test_every_config_file_has_every_key_with_the_same_comment():
+def test_every_choice_has_every_key_with_the_same_comment():
     """The comments must be the same because --help shows one comment for all files."""
-    comments = set()
     for path in CONFIGS.glob("*.yaml"):
-        assert OmegaConf.load(path).name == path.stem
-        key_lines = path.read_text().splitlines()[1:]  # the first line describes the data set
-        comments.add(tuple((line.split(":")[0], line.partition(" #")[2]) for line in key_lines))
-    assert len(comments) == 1
-    assert [key for key, _ in comments.pop()] == list(DataConfig.__dataclass_fields__)
+        values = read_choice(path.stem)
+        assert values.name == path.stem
+        assert list(values) == list(DataConfig.__dataclass_fields__)
+    stdlib, hub = (re.findall(r" #.*", (CONFIGS / f"{choice}.yaml").read_text()) for choice in ("stdlib", "hub"))
+    assert stdlib == hub
+    assert len(stdlib) == len(DataConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_every_config_file_has_every_key_with_the_same_comment():
     ],
 )
 def test_prepare_command_names_every_changed_key(tmp_path, choice, changes, command):
-    defaults = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{choice}.yaml"))
+    defaults = OmegaConf.to_container(read_choice(choice))
     assert prepare_command(DataConfig(**defaults | changes)) == f"python -m scripts.prepare {command}"
 
 

@@ -1,5 +1,6 @@
 """Files of a few KB that would take hours or gigabytes: each reader refuses them in one line, and reads real files."""
 
+import hashlib
 import io
 import pickle
 import time
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from model.kept import read_kept
 from model.sources import open_source
+from model.step_file import MARK, read_step
 from runtime import sharded
 from runtime.checkpoint import load_state, random_state, read_weights
 from runtime.config import UserError
@@ -107,10 +108,13 @@ def readers(folder, tmp_path):
         change(pieces, lambda changed: set_place(changed, offset=0, length=len(content)))
         read_weights(pieces)
 
+    def seal(content):
+        return content + MARK + hashlib.sha256(content).hexdigest().encode() + b"\n"
+
     return {
         "training.pt": as_training,
         "ckpt.pt": lambda content: write("ckpt.pt", content, lambda path: open_source(str(path))),
-        "nonfinite-step": lambda content: write("nonfinite-step-000001.pt", content, read_kept),
+        "nonfinite-step": lambda content: write("nonfinite-step-000001.pt", seal(content), read_step),
         "shard": as_shard,
     }
 

@@ -1,4 +1,4 @@
-"""The file of a refused step: flips, cuts, a full disk, and files of older versions and of other programs."""
+"""The file of a refused step: flips, cuts, a full disk, and files of other programs."""
 
 import errno
 import os
@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 
-from model import kept
-from model.kept import read_kept, write_kept
+from model.step_file import read_step, write_step
 from runtime.config import UserError
 from tests.test_files import DAMAGED, results_of_flips
 
@@ -18,34 +17,22 @@ CONTENT = {"step": 12, "batches": [BATCH], "weights": {"wte.weight": torch.ones(
 def read_or_damaged(path):
     """Return the content as text, so that two can be compared, or DAMAGED."""
     try:
-        return str(read_kept(path))
+        return str(read_step(path))
     except UserError:
         return DAMAGED
 
 
-def test_flips_and_cuts_in_a_kept_step(tmp_path, capsys):
-    """Each read gives the content that was written, or an error.
-
-    A flip in the mark before the SHA-256 makes the file one of an older version, with a warning; its content is whole.
-    """
+def test_flips_and_cuts(tmp_path):
+    """Each read gives the content that was written, or an error."""
     path = tmp_path / "nonfinite-step-000012.pt"
-    write_kept(path, CONTENT)
+    write_step(path, CONTENT)
     whole = path.read_bytes()
     assert read_or_damaged(path) == str(CONTENT)
     assert str(torch.load(path, weights_only=True)) == str(CONTENT)  # other programs can read it
-    assert capsys.readouterr().err == ""
-    assert set(results_of_flips(path, lambda: read_or_damaged(path))) <= {DAMAGED, str(CONTENT)}
-    assert "has no SHA-256, because an older hotswap wrote it" in capsys.readouterr().err
-    for size in (*range(0, len(whole), 97), len(whole) - kept.LINE_BYTES - 1):
+    assert results_of_flips(path, lambda: read_or_damaged(path)) == [DAMAGED]
+    for size in (*range(0, len(whole), 97), len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert read_or_damaged(path) in (DAMAGED, str(CONTENT))
-
-
-def test_flips_in_the_file_of_an_older_version_are_one_line_or_read(tmp_path):
-    path = tmp_path / "nonfinite-step-000012.pt"
-    torch.save(CONTENT, path)
-    assert read_or_damaged(path) == str(CONTENT)
-    assert DAMAGED in results_of_flips(path, lambda: read_or_damaged(path))
+        assert read_or_damaged(path) == DAMAGED
 
 
 @pytest.mark.parametrize(
@@ -66,16 +53,16 @@ def test_flips_in_the_file_of_an_older_version_are_one_line_or_read(tmp_path):
 )
 def test_a_file_of_another_program_is_one_line(tmp_path, content):
     path = tmp_path / "nonfinite-step-000001.pt"
-    write_kept(path, content)
+    write_step(path, content)
     with pytest.raises(UserError, match=r"nonfinite-step-000001.pt has no batches of a step: it is of another program"):
-        read_kept(path)
+        read_step(path)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 def test_an_odd_file_is_one_line(tmp_path, make):
     make(path := tmp_path / "nonfinite-step-000001.pt")
     with pytest.raises(UserError, match=r"nonfinite-step-000001.pt cannot be read: it is a"):
-        read_kept(path)
+        read_step(path)
 
 
 @pytest.mark.parametrize("moment", ["write", "fsync"])
@@ -87,7 +74,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, monkeypatch, moment):
 
     path = tmp_path / "nonfinite-step-000012.pt"
     path.write_bytes(b"old")
-    monkeypatch.setattr(*((kept.Digested, "write") if moment == "write" else (os, "fsync")), fail)
+    monkeypatch.setattr(*((torch, "save") if moment == "write" else (os, "fsync")), fail)
     with pytest.raises((OSError, RuntimeError)):
-        write_kept(path, CONTENT)
+        write_step(path, CONTENT)
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(path.name, b"old")]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from common.files import open_regular, replace_file
-from common.terminal import warn
 from runtime.config import UserError
 from runtime.pickles import check_saved
 
@@ -24,37 +23,21 @@ LINE_BYTES = len(MARK) + 64 + 1
 CHUNK = 2**20
 
 
-class Digested:
-    """A file that is open for writing, with the SHA-256 of all that was written."""
-
-    def __init__(self, file: IO):
-        self.file, self.sha256 = file, hashlib.sha256()
-
-    def write(self, data) -> int:
-        self.sha256.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def write_kept(path: Path, content: dict) -> None:
+def write_step(path: Path, content: dict) -> None:
     """Write the file. A kill leaves all of it, or nothing. Raises OSError or RuntimeError, as on a full disk."""
     with replace_file(path) as file:
-        digested = Digested(file)
-        torch.save(content, digested)
-        file.write(MARK + digested.sha256.hexdigest().encode() + b"\n")
+        torch.save(content, file)
+        file.flush()
+        with open_regular(file.name) as written:
+            sha256 = hashlib.file_digest(written, "sha256")
+        file.write(MARK + sha256.hexdigest().encode() + b"\n")
 
 
-def read_kept(path: Path) -> dict:
-    """Return the content of the file, on the CPU. Raises UserError if it is damaged, or is no such file.
-
-    Older versions wrote no SHA-256. Then a warning says that the file is not verified.
-    """
+def read_step(path: Path) -> dict:
+    """Return the content of the file, on the CPU. Raises UserError if it is damaged, or is no such file."""
     try:
         with open_regular(path) as file:
-            if not has_digest(file):
-                warn(f"{path} has no SHA-256, because an older hotswap wrote it: damage may go unnoticed")
+            check_sha256(file)
             file.seek(0)
             check_saved(file)
             file.seek(0)
@@ -64,42 +47,37 @@ def read_kept(path: Path) -> dict:
     except Exception as error:  # the unpickler may raise any exception
         reason = error if isinstance(error, UserError) else "PyTorch cannot read it"
         raise UserError(f"{path} is damaged: {reason}; the step cannot run again from it") from error
-    if not has_form(content):
+    if not is_step(content):
         raise UserError(f"{path} has no batches of a step: it is of another program, or damaged")
     return content
 
 
-def has_digest(file: IO) -> bool:
-    """Return whether the file ends with its SHA-256. Raises UserError if the SHA-256 is of another content."""
+def check_sha256(file: IO) -> None:
+    """Raise UserError unless the file ends with the SHA-256 of the rest."""
     rest, sha256 = os.fstat(file.fileno()).st_size - LINE_BYTES, hashlib.sha256()
     for start in range(0, rest, CHUNK):
         sha256.update(file.read(min(CHUNK, rest - start)))
-    line = file.read()
-    if not line.startswith(MARK):
-        return False
-    if line != MARK + sha256.hexdigest().encode() + b"\n":
-        raise UserError("its SHA-256 is wrong")
-    return True
+    if file.read() != MARK + sha256.hexdigest().encode() + b"\n":
+        raise UserError("its SHA-256 is wrong, or missing")
 
 
-def has_form(content: object) -> bool:
+def is_step(content: object) -> bool:
     """Return whether this is what model.divergence.keep_batch() writes, but for the values of the ids."""
-    if not (isinstance(content, dict) and isinstance(content.get("step"), int)):
+    if not isinstance(content, dict):
         return False
-    batches, weights = content.get("batches"), content.get("weights", {})
-    tensors = [*weights.values()] if isinstance(weights, dict) else [None]
-    if not (isinstance(batches, list) and batches and all(map(is_batch, batches))):
+    step, batches, weights = content.get("step"), content.get("batches"), content.get("weights", {})
+    if not (isinstance(step, int) and isinstance(batches, list) and batches and isinstance(weights, dict)):
         return False
-    return all(map(is_plain, tensors)) and all(isinstance(name, str) for name in weights)
+    return all(map(is_batch, batches)) and all(map(is_plain, weights.values()))
 
 
 def is_batch(batch: object) -> bool:
     """Return whether this is a data.loader.Batch: (x, y) or (x, y, starts), all (B, T)."""
-    if not (isinstance(batch, tuple | list) and 2 <= len(batch) <= 3 and all(map(is_plain, batch))):
+    if not (isinstance(batch, tuple) and 2 <= len(batch) <= 3 and all(map(is_plain, batch))):
         return False
     dtypes = [tensor.dtype for tensor in batch]
-    shapes = {tensor.shape for tensor in batch}
-    return dtypes == [torch.int64, torch.int64, torch.int32][: len(batch)] and [len(s) for s in shapes] == [2]
+    is_one_shape = batch[0].dim() == 2 and len({tensor.shape for tensor in batch}) == 1
+    return is_one_shape and dtypes == [torch.int64, torch.int64, torch.int32][: len(batch)]
 
 
 def is_plain(value: object) -> bool:
