@@ -1,6 +1,6 @@
 """Turn text into batches of token ids.
 
-corpus.py and hub.py read documents, tokenizer.py encodes them, pipeline.py and shards.py write the token shards, and
+corpus.py and hub.py read documents, tokenizer.py encodes them, pipeline.py and writer.py write token shards, and
 loader.py cuts the shards into batches. open_dataset() and prepare() go from the config to the shards of a corpus.
 """
 
@@ -19,11 +19,10 @@ from data.corpus import Source, stdlib_source, text_source
 from data.errors import DataError
 from data.hub import Hub
 from data.paths import local_path
-from data.pipeline import count_recorded_documents, is_complete, is_missing, write_shards
+from data.pipeline import is_complete, is_missing, write_shards
 from data.shards import Shard, digest, open_nanogpt_shards, open_shards
 from data.tokenizer import TOKENIZERS, Tokenizer
 
-SOURCES = {"stdlib": stdlib_source, "text": text_source, "hub": Hub}
 CONFIGS = Path(__file__).parent.parent / "configs" / "data"
 
 
@@ -32,7 +31,7 @@ class DataConfig:
     """The keys of the config group `data`. Raises DataError if a value is not allowed."""
 
     name: str  # the chosen file in configs/data; the name of the shards' folder starts with it
-    source: str  # a key of SOURCES, or nanogpt
+    source: str  # stdlib | text | hub | nanogpt
     path: Any  # text: a file, a folder, a glob, or a list of them; hub: owner/name; nanogpt: a folder
     subset: str | None  # hub: the data set's configuration
     column: str  # the column that holds the text, in .jsonl, .parquet and on the hub
@@ -45,7 +44,7 @@ class DataConfig:
 
     def __post_init__(self):
         choices = {
-            "source": (*SOURCES, "nanogpt"),
+            "source": ("stdlib", "text", "hub", "nanogpt"),
             "tokenizer": TOKENIZERS,
             "prepare": ("auto", "by_hand"),
             "encoding_errors": ("strict", "replace", "skip"),
@@ -81,9 +80,8 @@ class Dataset(NamedTuple):
 def open_dataset(config: DataConfig, verify: bool = False) -> Dataset:
     """Open the corpus as verified token shards. If data.prepare is auto, write the shards on the first use.
 
-    A large shard is only read if its size or time changed, or with `verify`.
-
-    Raises DataError if the text is missing, if a shard is damaged, or if data.prepare is by_hand and no shards exist.
+    A large shard is only read if its size or time changed, or with `verify`. Raises DataError if the text is missing,
+    if a shard is damaged, or if data.prepare is by_hand and no shards exist.
     """
     tokenizer = TOKENIZERS[config.tokenizer]()
     if config.source == "nanogpt":
@@ -117,27 +115,29 @@ def prepare(config: DataConfig, workers: int, watch: Callable[[int, int], None])
     return folder
 
 
-def recorded_documents(config: DataConfig) -> int:
-    """Return the number of documents that an interrupted prepare() recorded. The next prepare() skips them."""
-    if config.source == "nanogpt":
-        return 0
-    _, folder = source_and_folder(config, TOKENIZERS[config.tokenizer]())
-    return count_recorded_documents(folder)
-
-
 def source_and_folder(config: DataConfig, tokenizer: Tokenizer) -> tuple[Source, Path]:
     """Return the source of the text and the folder of its shards.
 
     The folder's name ends with 12 hex digits of a hash. The hash covers everything that can change the tokens.
     """
-    options = config.path, config.subset, config.column, config.val_fraction, config.encoding_errors
     try:
-        source = SOURCES[config.source](*options)
+        source = make_source(config)
     except OSError as error:
         raise DataError(f"{error.filename or config.path} cannot be read: {one_line(error)}") from None
     identity = json.dumps([source.identity, tokenizer.name, config.val_fraction])
     identity_hash = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return source, Path(config.cache) / f"{config.name}-{tokenizer.name}-{identity_hash}"
+
+
+def make_source(config: DataConfig) -> Source:
+    """Return the source of the text. Raises DataError if data.path does not name one."""
+    if config.source == "hub":
+        return Hub(config.path, config.subset, config.column, config.val_fraction)
+    if config.source == "text":
+        return text_source(config.path, config.column, config.val_fraction, config.encoding_errors)
+    if config.path is not None:
+        raise DataError(f"data.path={config.path} is for your own text: add data=text")
+    return stdlib_source(config.val_fraction, config.encoding_errors)
 
 
 def nanogpt_folder(config: DataConfig) -> Path:
@@ -161,15 +161,11 @@ def nanogpt_folder(config: DataConfig) -> Path:
 
 
 def prepare_command(config: DataConfig) -> str:
-    """Return the shell command that prepares this data set."""
     return shell_command("python", "-m", "scripts.prepare", *config_arguments(config))
 
 
 def config_arguments(config: DataConfig) -> list[str]:
-    """Return the command-line arguments that give this config.
-
-    They are `data=<choice>`, and `data.<key>=<value>` for each key whose value differs from configs/data/<choice>.yaml.
-    """
+    """Return the arguments that give this config: data=<choice>, and data.<key>=<value> for each other value."""
     defaults = read_choice(config.name)
     arguments = [f"data={config.name if defaults else config.source}"]
     for key, value in asdict(config).items():
@@ -179,7 +175,7 @@ def config_arguments(config: DataConfig) -> list[str]:
 
 
 def read_choice(choice: str) -> DictConfig:
-    """Return the keys of configs/data/<choice>.yaml, and of the file that its `defaults` name; {} without such a file."""
+    """Return the keys of configs/data/<choice>.yaml, and of the file in its `defaults`; {} without such a file."""
     file = CONFIGS / f"{choice}.yaml"
     own = OmegaConf.load(file) if file.exists() else OmegaConf.create()
     return OmegaConf.merge(*map(read_choice, own.pop("defaults", [])), own)

@@ -1,8 +1,7 @@
 """Read documents from local files, and choose the split of each document: `train` or `val`.
 
-A document is a text file, or a row of a .jsonl or .parquet file. A hash of the document's text decides its split. So
-all copies of a text are in one split, and a new document does not change the split of another document. With fewer than
-20 text files, each text file is cut instead: its last part is for validation.
+A document is a text file, or a row of a .jsonl or .parquet file. A hash of its text decides its split, so all copies of
+a text are in one split, and a new document does not change the split of another one.
 """
 
 import gzip
@@ -38,22 +37,15 @@ class Document(NamedTuple):
 
 
 class Source(ABC):
-    """Documents in a fixed order.
+    """Documents in a fixed order."""
 
-    `files` are the local files that the text is read from. `identity` changes if the documents change; it can be
-    written as JSON.
-    """
-
-    files: list[Path]
-    identity: list
+    files: list[Path]  # the local files that the text is read from
+    identity: list  # for JSON; it changes if the documents change
     val_fraction: float = 0.1  # 1: all documents are for validation, none for training
 
     @abstractmethod
     def documents(self, position: Any = None) -> Iterator[Document]:
-        """Yield each document, or only the documents after `position`.
-
-        Raises DataError if a document cannot be read.
-        """
+        """Yield each document, or those after `position`. Raises DataError if a document cannot be read."""
 
     @abstractmethod
     def position(self) -> Any:
@@ -86,11 +78,10 @@ class Files(Source):
             texts_read = 0
 
     def position(self) -> list[int]:
-        """Return [number of the file, how many texts of it were read]."""
+        """Return [number of the file, number of texts that were read from it]."""
         return self.last_position
 
     def file_documents(self, file: Path) -> Iterator[Document]:
-        """Yield the documents of one file."""
         suffix = known_suffix(file)
         if suffix in ROW_SUFFIXES:
             read_rows = parquet_texts if suffix == ".parquet" else jsonl_texts
@@ -125,10 +116,8 @@ def split_of(text: str, val_fraction: float) -> str:
 def read_text(path: Path, encoding_errors: str = "strict") -> str | None:
     """Return the text of a UTF-8 file. Raises DataError if it cannot be read, or if it is not UTF-8.
 
-    The whole file is in memory: the preparation of 1 GB takes 3 GB if it is ASCII, and up to 6 GB if it is not.
-
-    With encoding_errors="replace", U+FFFD takes the place of what is not UTF-8. With "skip" such a file is None, and a
-    warning names it.
+    With encoding_errors="replace", U+FFFD takes the place of what is not UTF-8. With "skip", such a file is None, with
+    a warning.
     """
     try:
         with open_regular(path, "r", errors="replace" if encoding_errors == "replace" else "strict") as file:
@@ -141,7 +130,7 @@ def read_text(path: Path, encoding_errors: str = "strict") -> str | None:
         warn(f"{what}, and is skipped")
         return None
     except (OSError, MemoryError) as error:
-        raise read_error(path, error, "cut the file, or make it a .jsonl file with a document on each line") from None
+        raise read_error(path, error) from None
 
 
 def jsonl_texts(path: Path, column: str) -> Iterator[str]:
@@ -168,7 +157,7 @@ def jsonl_texts(path: Path, column: str) -> Iterator[str]:
                 if (text := text_of(row, column, where)) is not None:
                     yield text
     except (OSError, EOFError, zlib.error, MemoryError) as error:
-        raise read_error(path, error, "cut its documents, one of which is on each line") from None
+        raise read_error(path, error) from None
 
 
 def parquet_texts(path: Path, column: str) -> Iterator[str]:
@@ -176,11 +165,9 @@ def parquet_texts(path: Path, column: str) -> Iterator[str]:
 
     Raises DataError if the file cannot be read, if it has no such column, or if the column holds no text.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         check_regular(path)
         with pq.ParquetFile(path) as file:
@@ -191,7 +178,7 @@ def parquet_texts(path: Path, column: str) -> Iterator[str]:
                 if (text := text_of(row, column, f"{path}, row {number}")) is not None:
                     yield text
     except (OSError, pa.ArrowException, UnicodeDecodeError, MemoryError) as error:
-        raise read_error(path, error, "write it with smaller row groups, or cut its documents") from None
+        raise read_error(path, error) from None
 
 
 def text_of(row: Any, column: str, where: str) -> str | None:
@@ -213,41 +200,23 @@ def text_of(row: Any, column: str, where: str) -> str | None:
     return text
 
 
-def stdlib_source(
-    path: None = None,
-    subset: None = None,
-    column: str = "text",
-    val_fraction: float = 0.1,
-    encoding_errors: str = "strict",
-) -> Files:
-    """Return the source code of Python's standard library without its tests: about 12 MB on every machine.
-
-    All entries of data.SOURCES have the same parameters. Here `subset` and `column` have no effect. Raises DataError if
-    `path` is set, because data.path belongs to data=text.
-    """
-    if path is not None:
-        raise DataError(f"data.path={path} is for your own text: add data=text")
+def stdlib_source(val_fraction: float = 0.1, encoding_errors: str = "strict") -> Files:
+    """Return the source code of Python's standard library without its tests: about 12 MB on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):
         # os.walk does not enter the folders that are removed here; site-packages may hold 100,000 files
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise DataError(f"data=stdlib: no .py files in {root}; choose data=text data.path=...")
-    return Files(files, column, val_fraction, encoding_errors)
+    return Files(files, "text", val_fraction, encoding_errors)
 
 
 def text_source(
-    path: str | list[str] | None,
-    subset: None = None,
-    column: str = "text",
-    val_fraction: float = 0.1,
-    encoding_errors: str = "strict",
+    path: str | list[str] | None, column: str = "text", val_fraction: float = 0.1, encoding_errors: str = "strict"
 ) -> Files:
     """Return the text files that data.path names: a file, a folder, a glob, or a list of them.
 
-    `subset` has no effect. Raises DataError if data.path is empty, or if one entry of it matches no text file.
+    Raises DataError if data.path is empty, or if one entry of it matches no text file.
     """
     patterns = [path] if isinstance(path, str | int | float) else path  # Hydra reads data.path=2024 as a number
     if not patterns or not isinstance(patterns, list) or any(pattern in (None, "") for pattern in patterns):

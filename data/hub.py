@@ -3,39 +3,26 @@
 A local folder of parquet, JSON or text files is read in the same way, without a network.
 """
 
-import os
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 
-from common.terminal import warn
 from data.corpus import Document, Source, split_of, text_of
-from data.errors import DataError, cannot_write, hub_error
-from data.paths import ROW_SUFFIXES, file_stamps, files_below, known_suffix, local_path
+from data.errors import DataError, hub_error
+from data.paths import file_stamps, files_below, local_path
 from data.tokenizer import is_reachable
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-HUB_SUFFIXES = (".txt", *ROW_SUFFIXES)
-FILES_TO_TRY = 100  # opening one takes 10 to 30 ms
+HUB_SECONDS = 1.5  # the hub must answer within this time
 
 
 class Hub(Source):
     """The split `train` of the data set `path` (owner/name, or a local folder).
 
-    `column` holds the text. A row whose text is null is not a document. `encoding_errors` has no effect. The
-    constructor uses no network. It raises DataError if there is no `path`. documents() uses the network. It raises
-    DataError if there is no network, if the data set, the subset or the column does not exist, if `datasets` is not
-    installed, if a file is broken, or if the stream stops early.
+    A row whose text is null is not a document. Only documents() uses the network. It raises DataError if the data set
+    cannot be read, or has no such subset or column.
     """
 
-    def __init__(
-        self,
-        path: str | None,
-        subset: str | None = None,
-        column: str = "text",
-        val_fraction: float = 0.1,
-        encoding_errors: str = "strict",
-    ):
+    def __init__(self, path: str | None, subset: str | None = None, column: str = "text", val_fraction: float = 0.1):
         if not path or not isinstance(path, str):
             raise DataError("data=hub needs data.path=owner/name, the name of the data set on the Hugging Face hub")
         folder = local_path(path)
@@ -47,23 +34,23 @@ class Hub(Source):
         self.path = str(folder.resolve()) if self.is_local else path
         if self.is_local and re.search(r"\[.+\]", self.path):
             raise DataError(f"data.path={path}: datasets reads [ ] in a path as a pattern; rename the folder")
+        self.name = f"data set {self.path}"  # for messages
         self.subset, self.column, self.val_fraction = subset, column, val_fraction
         self.files = files_below(folder.resolve()) if self.is_local else []
-        self.data_files: list[str] = []  # the files of the stream, if `datasets` tells them
         self.identity = [self.path, subset, column, file_stamps(self.files)]
 
     def documents(self, position: dict | None = None) -> Iterator[Document]:
-        if find_spec("datasets") is None:
-            raise DataError(f"{self.path} needs Hugging Face's datasets: pip install datasets")
-        if not self.is_local:
-            check_network(self.path)
+        if not self.is_local and (reason := why_hub_is_unreachable()):
+            raise DataError(
+                f"{self.name} is not prepared here, and {reason}: run scripts.prepare on a machine with a "
+                "network and copy its data.cache here, set HF_ENDPOINT to a mirror, or choose data=stdlib or data=text"
+            )
         self.revision = position["revision"] if position else None
         self.stream = self.open_stream()
         if position:
             self.stream.load_state_dict(position["stream"])
         for row in self.rows():
-            where = "" if isinstance(row.get(self.column), str) else self.place()  # not for every row: it takes 20 us
-            if (text := text_of(row, self.column, where)) is not None:
+            if (text := text_of(row, self.column, self.name)) is not None:
                 yield Document(split_of(text, self.val_fraction), text)
 
     def position(self) -> dict:
@@ -80,79 +67,23 @@ class Hub(Source):
             if not self.is_local:
                 self.revision = self.revision or HfApi().dataset_info(self.path, timeout=10).sha
                 options = {"revision": self.revision}
-            builder = datasets.load_dataset_builder(self.path, self.subset, **options)
-            files_by_split = builder.config.data_files or {}
-            self.data_files = files_by_split.get("train", [])
-            self.warn_of_unread_files({file for files in files_by_split.values() for file in files})
-            return builder.as_streaming_dataset(split="train")
+            return datasets.load_dataset(self.path, self.subset, split="train", streaming=True, **options)
         except Exception as error:  # `datasets` calls many libraries, and passes on any error of theirs
-            broken_file = None if cannot_write(error) else self.first_broken_file()
-            place = broken_file or f"data set {self.path}"
-            raise DataError(f"{place} cannot be opened: {explain(error)}") from error
+            raise DataError(f"{self.name} cannot be opened: {hub_error(error)}") from error
 
     def rows(self) -> Iterator[dict]:
         """Yield the rows of the stream. Raises DataError if it stops early."""
         try:
             yield from self.stream
         except Exception as error:
-            if self.is_local:
-                raise DataError(f"{self.place()} cannot be read: {explain(error)}") from error
-            raise DataError(
-                f"{self.place()}: the stream stopped early: {explain(error)}; run the same command again"
-            ) from error
-
-    def place(self) -> str:
-        """Return the file that the stream reads, or the data set if that is not known, for an error message."""
-        state = self.stream.state_dict()
-        while "examples_iterable" in state:
-            state = state["examples_iterable"]
-        number = state.get("shard_idx", len(self.data_files))
-        if len(self.data_files) == self.stream.num_shards and number < len(self.data_files):
-            return self.data_files[number]
-        return f"data set {self.path}"
-
-    def first_broken_file(self) -> str | None:
-        """Return the first local file that `datasets` cannot open alone, or None if there is none."""
-        import datasets
-
-        if not self.is_local:
-            return None
-        for file in (self.data_files or self.files)[:FILES_TO_TRY]:
-            try:
-                datasets.load_dataset(self.path, data_files=str(file), split="train", streaming=True)
-            except Exception:  # this is the answer
-                return str(file)
-        return None
-
-    def warn_of_unread_files(self, read: set[str]) -> None:
-        """Print a warning if local files may hold text, but are not among the files that are `read`."""
-        text_files = (file for file in self.files if known_suffix(file) in HUB_SUFFIXES)
-        unread = [file for file in text_files if str(file) not in read]
-        if unread:
-            more = f" and {len(unread) - 1} more files" if unread[1:] else ""
-            warn(
-                f"{unread[0]}{more} are not read: with data=hub, all files of a folder need the same ending, in lower "
-                "case, and none may be in a linked folder"
-            )
+            remedy = "" if self.is_local else "; run the same command again"
+            raise DataError(f"{self.name}: the stream stopped early: {hub_error(error)}{remedy}") from error
 
 
-def check_network(data_set: str) -> None:
-    """Raise DataError if the hub cannot be reached. The message names `data_set`."""
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        reason = "HF_HUB_OFFLINE forbids the network"
-    elif not is_reachable(endpoint):
-        reason = f"{endpoint} does not answer"
-    else:
-        return
-    raise DataError(
-        f"data set {data_set} is not prepared here, and {reason}: run `python -m scripts.prepare` on a machine with a "
-        "network and copy its data.cache here, set HF_ENDPOINT to a mirror, or choose data=stdlib or data=text"
-    )
+def why_hub_is_unreachable() -> str | None:
+    """Return why the hub cannot be reached; None if it answers. huggingface_hub alone would try for 23 s."""
+    from huggingface_hub import constants
 
-
-def explain(error: Exception) -> str:
-    """Return the reason why `datasets` failed, in one line."""
-    if isinstance(error, MemoryError):
-        return "the memory is full"
-    return "it has no rows" if isinstance(error, StopIteration) else hub_error(error)
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids the download"
+    return None if is_reachable(constants.ENDPOINT, HUB_SECONDS) else f"{constants.ENDPOINT} does not answer"

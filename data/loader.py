@@ -1,14 +1,10 @@
 """Batches of token ids, as a pure function of (seed, step, rank).
 
-A checkpoint therefore holds no state of the loader, and a resumed run gets the same batches as an uninterrupted one.
-
-A sample is a window of block_size + 1 tokens of one shard. Two neighbouring windows share one token: it is the last
-target of the first window and the first input of the second. An epoch visits every sample once, in a random order that
-depends only on (seed, epoch). The samples of a step do not depend on how the step is divided into micro-batches and
-ranks.
+So a checkpoint holds no state of the loader. A sample is a window of block_size + 1 tokens of one shard. The last
+target of a window is the first input of the next one. An epoch visits every sample once, in a random order that depends
+only on (seed, epoch). The samples of a step do not depend on how it is divided into micro-batches and ranks.
 """
 
-import contextlib
 import itertools
 import time
 from collections import deque
@@ -58,16 +54,12 @@ class Windows:
         return int(self.sample_ends[-1])
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """Return the samples whose numbers are in `samples`, (batch_size,) int64.
-
-        Raises DataError if one of their shards has changed on the disk, or if the memory is full.
-        """
+        """Return the samples with these numbers, (batch_size,) int64. Raises DataError if one of the shards changed."""
         shard_numbers = np.searchsorted(self.sample_ends, samples, side="right")
         for number in np.unique(shard_numbers):
             self.shards[number].check_unchanged()  # takes about 1 us
-        with explain_full_memory():
-            rows = [self._row(int(number), int(sample)) for number, sample in zip(shard_numbers, samples, strict=True)]
-            rows = torch.from_numpy(np.stack(rows).astype(np.int64))
+        rows = [self._row(int(number), int(sample)) for number, sample in zip(shard_numbers, samples, strict=True)]
+        rows = torch.from_numpy(np.stack(rows).astype(np.int64))
         x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         if self.eot is None:
             return x, y
@@ -107,8 +99,7 @@ class Loader:
         if self.overfit:
             step = 1
         positions = range((step - 1) * self.samples_per_step, step * self.samples_per_step)
-        with explain_full_memory():
-            samples = np.array([self.sample_at(position) for position in positions])
+        samples = np.array([self.sample_at(position) for position in positions])
         samples = samples.reshape(-1, self.world_size, self.batch_size)  # (micro-batches, ranks, samples)
         return [self.windows.batch(micro_batch) for micro_batch in samples[:, self.rank]]
 
@@ -118,24 +109,12 @@ class Loader:
         return int(epoch_order(self.seed, epoch, len(self.windows))[index])
 
 
-@contextlib.contextmanager
-def explain_full_memory() -> Iterator[None]:
-    """Turn a MemoryError within this context into a DataError."""
-    try:
-        yield
-    except MemoryError:
-        raise DataError(
-            "the memory is full, so no batch can be read: end other programs, or use smaller batches"
-        ) from None
-
-
 def open_splits(
     dataset: Dataset, block_size: int, mask_documents: bool = False, evaluate: bool = False
 ) -> tuple[Windows, Windows | None]:
     """Return the samples of the training text and of the validation text (None if `evaluate` is false).
 
-    If `mask_documents` is true, batches have `starts`, which keep attention inside documents. Raises DataError if a
-    split has fewer tokens than one sample.
+    With `mask_documents`, batches have `starts`. Raises DataError if a split has fewer tokens than one sample.
     """
     eot = dataset.tokenizer.eot if mask_documents else None
     train = Windows(dataset.train, block_size, "training", eot=eot)
@@ -152,8 +131,8 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
 def prefetch(loader: Loader, first_step: int, device: torch.device) -> Iterator[tuple[list[Batch], float]]:
     """Yield (micro-batches on `device`, seconds that the caller waited for them) for each step from `first_step` on.
 
-    A thread reads the next PREFETCHED_STEPS steps while the caller runs the current step. For a GPU, the thread puts
-    the batches into pinned memory, so that the host does not wait for the copy to the GPU.
+    A thread reads the next PREFETCHED_STEPS steps. For a GPU it puts the batches into pinned memory, so that the host
+    does not wait for the copy.
     """
 
     def read(step: int) -> list[Batch]:

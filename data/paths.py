@@ -14,10 +14,7 @@ SUFFIXES = TEXT_SUFFIXES + ROW_SUFFIXES
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """Return the text files that one entry of data.path names. Raises DataError if there is no text file.
-
-    A link to a file keeps its own name: in Hugging Face's cache and in git-annex, the name of its target has no suffix.
-    """
+    """Return the text files that one entry of data.path names. Raises DataError if there is no text file."""
     path = local_path(pattern)
     paths = [path] if path.exists() else [Path(name) for name in glob.glob(str(path), recursive=True)]
     paths = [path for path in paths if path.exists()]  # glob also returns dangling links
@@ -26,17 +23,14 @@ def matching_files(pattern: str) -> list[Path]:
     files = []
     for path in paths:
         if path.is_dir():
-            files += text_files_in(path.resolve())
+            files += filter(known_suffix, files_below(path.resolve()))
         else:
-            files.append(path.parent.resolve() / path.name)
+            files.append(path.parent.resolve() / path.name)  # a link's own name: its target may have no suffix
     suffixes = ", ".join(SUFFIXES)
     if unknown := [file for file in files if not known_suffix(file)]:
         raise DataError(f"data.path={pattern}: {unknown[0].name} does not end with one of {suffixes}")
     if not files:
         raise DataError(f"data.path={pattern}: no file in it ends with one of {suffixes}")
-    if not any(size for _, size, _ in file_stamps(files)):
-        names = f"{files[0].name} is empty" if len(files) == 1 else f"all {len(files)} files in it are empty"
-        raise DataError(f"data.path={pattern}: {names}, so there is no text: choose other files")
     return files
 
 
@@ -50,16 +44,10 @@ def local_path(name: str) -> Path:
     return path
 
 
-def text_files_in(folder: Path) -> list[Path]:
-    """Return the text files below a folder, without hidden files and files in hidden folders (.git, .venv)."""
-    files = files_below(folder, hidden=False)
-    return [file for file in files if known_suffix(file) and not file.name.startswith(".")]
+def files_below(folder: Path) -> list[Path]:
+    """Return the files below a folder, sorted, without hidden files and folders (.git, .venv).
 
-
-def files_below(folder: Path, hidden: bool = True) -> list[Path]:
-    """Return the files below a folder, sorted. It follows links to folders, and reads each folder once.
-
-    If `hidden` is false, it does not enter hidden folders. Raises DataError if a folder cannot be read.
+    It follows links to folders, and reads each folder once. Raises DataError if a folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -72,8 +60,9 @@ def files_below(folder: Path, hidden: bool = True) -> list[Path]:
             folders.clear()
             continue
         visited.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
-        files += [file for name in names if (file := Path(parent, name)).is_file()]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        visible = [Path(parent, name) for name in names if not name.startswith(".")]
+        files += [file for file in visible if file.is_file()]
     return sorted(files)
 
 

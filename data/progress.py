@@ -1,8 +1,8 @@
-"""The records of an unfinished preparation, in progress.json: the same command goes on from the last good one.
+"""The records of an unfinished preparation, in progress.json. The same command resumes from the last good record.
 
-A record has a position in the source, and for each split the number of complete shards and the facts of the open one:
-the SHA-256 of its tokens so far. The last record of each number of shards stays, so that a shard that changed on the
-disk costs what was written after it and not everything. The SHA-256s of the complete shards are those of index.json.
+A record has a position in the source, and for each split the number of complete shards and the facts of the open shard,
+such as the SHA-256 of its tokens so far. The last record of each number of shards stays. So a shard that changed on the
+disk costs what was written after it, and not everything.
 """
 
 import contextlib
@@ -26,9 +26,6 @@ class Progress:
     def __init__(self, folder: Path):
         self.folder = folder
         facts = read_if_valid(folder / PROGRESS, then="the preparation starts again")
-        if facts and "records" not in facts:
-            warn(f"{folder} is of an older version, which recorded no SHA-256 of its open shards: it starts again")
-            facts = {}
         self.index: dict[str, dict] = facts.get("index", {})  # facts of the complete shards of each split
         self.records: list[dict] = facts.get("records", [])
 
@@ -46,9 +43,9 @@ class Progress:
         write_json(self.folder / PROGRESS, {"index": self.index, "records": self.records})
 
     def open_writers(self, shard_tokens: int) -> dict[str, Writer]:
-        """Return the writers of both splits, which go on from the last record, and drop those that have changed shards.
+        """Drop the records after a changed shard, with a warning. Return the writers that resume from the last record.
 
-        Prints a warning if it drops one. Raises DataError if a shard cannot be read.
+        Raises DataError if a shard cannot be read.
         """
         unchanged = {split: count_unchanged(self.folder / split, index) for split, index in self.index.items()}
         complete, why = count_shards(self.last["splits"]), None
@@ -65,12 +62,12 @@ class Progress:
                     why = why or str(error)
             self.records.pop()
         if why:
-            goes_on = f"goes on after {self.last['documents']:,} documents" if self.records else "starts again"
-            warn(f"{why}: the preparation {goes_on}")
+            resumes = f"resumes after {self.last['documents']:,} documents" if self.records else "starts again"
+            warn(f"{why}: the preparation {resumes}")
         return writers
 
     def _try_to_open(self, shard_tokens: int) -> dict[str, Writer]:
-        """Return the writers that go on from the last record. Raises ChangedShard if an open shard has changed."""
+        """Return the writers that resume from the last record. Raises ChangedShard if an open shard has changed."""
         writers = {}
         with contextlib.ExitStack() as stack:
             for split in SPLITS:

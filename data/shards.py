@@ -1,10 +1,9 @@
 """Token shards in llm.c's format: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
-A split is a folder of shards: `000000.bin`, `000001.bin` and so on. Each shard has SHARD_TOKENS tokens; the last one
-may have fewer. `index.json` in the same folder holds facts about every shard: number of tokens, SHA-256 of the tokens,
-largest id, and the size and modification time of the file. A shard of at most
-READ_TOKENS is always read, and its hash is compared. A larger shard is read only if its size or time differs from the
-index (the file was copied), so 20 GB open in milliseconds. `python -m scripts.prepare verify=true` reads every shard.
+A split is a folder of shards: `000000.bin`, `000001.bin` and so on. Each has SHARD_TOKENS tokens; the last one may have
+fewer. `index.json` holds facts about each shard: number of tokens, SHA-256 of the tokens, largest id, and the size and
+modification time of the file. A shard of at most READ_TOKENS is always read, and its hash is compared. A larger shard
+is read only if its size or time differs from the index, so 20 GB open in milliseconds.
 nanoGPT's .bin files have the same format, mostly without a header; the index of their facts is in data.cache.
 """
 
@@ -18,12 +17,11 @@ from typing import IO
 
 import numpy as np
 
-from common.files import check_regular, open_regular, read_json, write_json
+from common.files import open_regular, read_json, write_json
 from common.terminal import warn
 from data.errors import DataError, read_error
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-LLAMA_MAGIC = 20240801  # llm.c's, for tokens of Llama 3 as uint32
 SHARD_TOKENS = 100_000_000  # 200 MB a file
 INDEX = "index.json"
 READ_TOKENS = 1 << 24  # tokens that are hashed at a time: 32 MiB
@@ -33,10 +31,10 @@ GUESS_TOKENS = 1 << 16  # enough to guess the dtype of a file
 class Shard:
     """One verified file. `tokens` is a read-only memory map, (n,) uint16. `facts` is the shard's entry for the index.
 
-    `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. `header_bytes` is
-    0 for a file without a header. With `verify`, the tokens are read even if the file's size and time are unchanged.
-    Raises DataError if the file cannot be read, if it is not a shard, if the SHA-256 of its tokens is not the known
-    SHA-256, or if it holds an id of n_vocab or more.
+    `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. With `verify`, the
+    tokens are read even if the file's size and time are unchanged. With `is_nanogpt`, the file may lack the header, and
+    the user may replace it. Raises DataError if the file cannot be read, if it is not a shard, if its tokens have
+    another SHA-256, or if it holds an id of n_vocab or more.
     """
 
     def __init__(
@@ -46,26 +44,27 @@ class Shard:
         known: dict | None,
         remedy: str,
         verify: bool = False,
-        header_bytes: int = HEADER_BYTES,
+        is_nanogpt: bool = False,
     ):
         self.path, self.n_vocab, self.remedy = path, n_vocab, remedy
         try:
             with open_regular(path) as file:
                 size, mtime, _ = self.opened_stamp = stamp(os.fstat(file.fileno()))
-                count = self._token_count(file.read(header_bytes), header_bytes)
+                header = file.read(HEADER_BYTES)
+                header_bytes = 0 if is_nanogpt and header[:4] != MAGIC.to_bytes(4, "little") else HEADER_BYTES
+                count = self._token_count(header, header_bytes)
                 self.tokens = np.memmap(file, np.uint16, "r", offset=header_bytes, shape=(count,))
-                if not header_bytes and (reason := why_not_uint16(self.tokens)):
-                    raise self._damage_error(reason)
+                if not header_bytes and has_wider_ids(self.tokens):
+                    raise self._damage_error("every second uint16 in it is 0, so its ids have 4 or 8 bytes")
                 unchanged = known is not None and (known["size"], known["mtime_ns"]) == (size, mtime)
+                if is_nanogpt and not unchanged:
+                    known = None
                 if unchanged and not verify and count > READ_TOKENS:
                     self.facts = known
                 else:
                     file.seek(header_bytes)
                     self.facts = {**read_facts(file, count), "size": size, "mtime_ns": mtime}
-        except (
-            OSError,
-            MemoryError,
-        ) as error:  # an unreadable file may be intact, so the message does not say to delete it
+        except OSError as error:  # an unreadable file may be intact, so the message does not say to delete it
             raise read_error(path, error) from None
         self._check_ids(self.facts["largest"])
         if known is not None and known["sha256"] != self.facts["sha256"]:
@@ -81,24 +80,19 @@ class Shard:
         return tokens
 
     def check_unchanged(self) -> None:
-        """Raise DataError if the file changed since it was opened. Takes about 1 us, the time of a stat call.
+        """Raise DataError if the file changed since it was opened. It takes 1 us.
 
-        Call it before reading tokens: if the file was cut short, a read beyond its end kills the process (SIGBUS).
+        Call it before a read: if the file was cut short, a read beyond its end kills the process (SIGBUS).
         """
         try:
             current_stamp = stamp(self.path.stat())
         except OSError as error:
             raise self._change_error(error.strerror) from None
-        if current_stamp[0] != self.opened_stamp[0]:
-            raise self._change_error(f"{current_stamp[0]} bytes, {self.opened_stamp[0]} before")
         if current_stamp != self.opened_stamp:
             raise self._change_error("rewritten")
 
     def _token_count(self, header: bytes, header_bytes: int) -> int:
-        """Return the number of tokens in the file, from its header, or from its size if it has no header.
-
-        Raises DataError if the header is wrong or does not match the file's size.
-        """
+        """Return the number of tokens by the header, or by the size. Raises DataError if the header is wrong."""
         size = self.opened_stamp[0]
         if not header_bytes:
             if size < 2 or size % 2:
@@ -132,27 +126,10 @@ def stamp(stat: os.stat_result) -> tuple[int, int, int]:
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
-def why_not_uint16(tokens: np.ndarray) -> str | None:
-    """Return why a file without a known header, read as `tokens`, (n,) uint16, holds something else; None if not."""
-    start = tokens[:4].tobytes()
-    if start.startswith(b"\x93NUMPY"):
-        return "it is NumPy's .npy file, with a header"
-    if start.startswith(LLAMA_MAGIC.to_bytes(4, "little")):
-        return "its header is of Llama 3's uint32 ids"
-    rows = tokens[: min(len(tokens), GUESS_TOKENS) // 4 * 4].reshape(-1, 4)
-    nonzero = rows.any(axis=0).tolist()  # for each of four neighbouring numbers
-    if len(rows) >= 4 and nonzero == [True, False, True, False]:
-        return "every second uint16 in it is 0, so its ids have 4 bytes (uint32 or int32)"
-    if len(rows) >= 4 and nonzero == [True, False, False, False]:
-        return "three of four uint16 in it are 0, so its ids have 8 bytes (uint64 or int64)"
-    return None
-
-
-def nanogpt_header_bytes(path: Path) -> int:
-    """Return HEADER_BYTES if the file begins with the header of llm.c and modded-nanogpt, otherwise 0."""
-    with contextlib.suppress(OSError), open_regular(path) as file:  # Shard() explains the error
-        return HEADER_BYTES if file.read(4) == MAGIC.to_bytes(4, "little") else 0
-    return 0
+def has_wider_ids(tokens: np.ndarray) -> bool:
+    """Return whether every second number of `tokens`, (n,) uint16, is 0: they are ids of 4 or 8 bytes."""
+    start = tokens[:GUESS_TOKENS]
+    return len(start) >= 16 and bool(start.any()) and not start[1::2].any()
 
 
 def read_facts(file: IO[bytes], count: int) -> dict:
@@ -204,29 +181,18 @@ def open_shards(folder: Path, split: str, n_vocab: int, verify: bool = False) ->
 def open_nanogpt_shards(
     folder: Path, n_vocab: int, cache: Path, verify: bool = False
 ) -> tuple[list[Shard], list[Shard]]:
-    """Open nanoGPT's train.bin and val.bin in place, and write their facts into an index in `cache`.
-
-    Returns the training shards and the validation shards. Raises DataError if a file is damaged.
-    """
+    """Return the shards of nanoGPT's train.bin and val.bin. Their facts are in an index in `cache`."""
     index = cache / f"nanogpt-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]}.json"
     known, shards = read_if_valid(index), []
     for path in (folder / "train.bin", folder / "val.bin"):
-        facts = known.get(path.name)
-        with contextlib.suppress(OSError):  # Shard() explains the error
-            if facts and stamp(check_regular(path))[:2] != (facts["size"], facts["mtime_ns"]):
-                facts = None  # the user may replace the file, so a changed file is not an error
         remedy = "write it again, as uint16, as nanoGPT's prepare.py does"
-        shards.append(Shard(path, n_vocab, facts, remedy, verify, nanogpt_header_bytes(path)))
+        shards.append(Shard(path, n_vocab, known.get(path.name), remedy, verify, is_nanogpt=True))
     update_index(index, known, shards)
     return [shards[0]], [shards[1]]
 
 
 def digest(shards: Iterable[Shard]) -> str:
-    """Return one SHA-256 over the SHA-256s of all shards, as hex digits.
-
-    It depends on the tokens and on how they are cut into shards. It does not depend on where and when the files were
-    written.
-    """
+    """Return one SHA-256 over the SHA-256s of all shards, as hex digits."""
     return hashlib.sha256("".join(shard.facts["sha256"] for shard in shards).encode()).hexdigest()
 
 
@@ -240,7 +206,7 @@ def update_index(index: Path, known: dict, shards: list[Shard]) -> None:
 
 
 def read_if_valid(path: Path, then: str = "is written again") -> dict:
-    """Return the content of a JSON file, or {} if it is missing or damaged. If it is damaged, a warning says what then.
+    """Return the content of a JSON file; {} if it is missing or damaged. If it is damaged, a warning says what `then`.
 
     Raises DataError if it cannot be read, because it may be good.
     """

@@ -1,7 +1,6 @@
-"""Write token shards, and go on with unfinished ones. The format is in shards.py.
+"""Write token shards, or resume them. The format is in shards.py.
 
-A SHA-256 is computed from the tokens in memory while they are written, and never from the disk. When the writing goes
-on, the files on the disk must still have it.
+The SHA-256 is of the tokens in memory. Before the writing resumes, it is compared with the files on the disk.
 """
 
 import os
@@ -22,10 +21,9 @@ class ChangedShard(DataError):
 class Writer:
     """Appends tokens to the shards in the folder of a split. Resumes from `state`, which an earlier sync() returned.
 
-    The constructor deletes the tokens that were written after that sync(), so an interruption does not change the bytes
-    of the files. The header of a shard is written last, so an incomplete shard is not valid. Raises ChangedShard if the
-    tokens of the open shard differ from those of `state`, and DataError if it cannot be read. It does not read the
-    complete shards: see count_unchanged().
+    The constructor deletes the tokens that were written after that sync(). The header of a shard is written last, so an
+    incomplete shard is not valid. Raises ChangedShard if the tokens of the open shard differ from `state`, and
+    DataError if it cannot be read. count_unchanged() reads the complete shards.
     """
 
     def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS, state: dict | None = None):
@@ -61,10 +59,7 @@ class Writer:
             tokens = tokens[len(part) :]
 
     def sync(self) -> dict:
-        """Flush all appended tokens to the disk. Return the state (for JSON) from which another Writer can resume.
-
-        It has the facts of the complete shards, and those of the open shard's tokens so far or None.
-        """
+        """Flush all appended tokens to the disk. Return the state (for JSON) from which another Writer can resume."""
         if self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -77,7 +72,6 @@ class Writer:
         write_json(self.folder / INDEX, self.index)
 
     def close(self) -> None:
-        """Close the file of the open shard, which stays incomplete."""
         if self.file:
             self.file.close()
 
@@ -86,7 +80,6 @@ class Writer:
         return self.folder / shard_name(len(self.index))
 
     def _facts(self) -> dict:
-        """Return the facts of the open shard's tokens."""
         return {"tokens": self.open_tokens, "sha256": self.open_sha256.hexdigest(), "largest": self.open_largest}
 
     def _complete_shard(self) -> None:

@@ -25,7 +25,7 @@ def run_in_chunks(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tens
     if not torch.is_grad_enabled():
         return forward(block, x, rope, starts)
     weights = weights_before_attention(block) + weights_after_attention(block)
-    return ChunkedBlock.apply(block, rope, starts, x, *trained(weights))
+    return ChunkedBlock.apply(block, rope, starts, x, *trainable(weights))
 
 
 def forward(block: nn.Module, x: Tensor, rope: Tensor | None, starts: Tensor | None) -> Tensor:
@@ -50,7 +50,7 @@ class ChunkedBlock(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         block, rope, starts, parts = ctx.block, ctx.rope, ctx.starts, ctx.parts
         ctx.rope = ctx.starts = ctx.parts = None  # the loss, which may live on, holds ctx
-        before, after = trained(weights_before_attention(block)), trained(weights_after_attention(block))
+        before, after = trainable(weights_before_attention(block)), trainable(weights_after_attention(block))
         sums = {weight: torch.zeros_like(weight, dtype=torch.float32) for weight in (*before, *after)}
 
         def inputs() -> Iterator[tuple[slice, Tensor]]:
@@ -102,7 +102,7 @@ def weights_after_attention(block: nn.Module) -> list[nn.Parameter]:
     return [*block.attn.c_proj.parameters(), *block.ln_2.parameters(), *block.mlp.parameters()]
 
 
-def trained(weights: list[nn.Parameter]) -> list[nn.Parameter]:
+def trainable(weights: list[nn.Parameter]) -> list[nn.Parameter]:
     return [weight for weight in weights if weight.requires_grad]
 
 

@@ -15,10 +15,10 @@ def add_tensors(targets: list[Tensor], terms: list[Tensor]) -> None:
     torch._foreach_add_(targets, terms)
 
 
-def compile_graph(graph: torch.fx.GraphModule, examples: list, decompositions: dict, options: dict) -> Callable:
-    """Compile a graph as Inductor does, with `decompositions` (operator -> function) added to its own, and `options`.
+def compile_graph(graph: torch.fx.GraphModule, examples: list, decompositions: dict) -> Callable:
+    """Compile a graph with Inductor, tuned, with `decompositions` (operator -> function) added to its own.
 
-    torch.compile(options=...) passes options to Inductor, but no decompositions.
+    torch.compile passes no decompositions to Inductor.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx  # this import takes 2 s
@@ -27,4 +27,19 @@ def compile_graph(graph: torch.fx.GraphModule, examples: list, decompositions: d
     table = {**select_decomp_table(), **decompositions}
     # The key of AOTAutograd's cache does not contain the table, so the cache would return code made with another table
     with config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, examples, config_patches=options, decompositions=table)
+        return compile_fx(graph, examples, config_patches={"coordinate_descent_tuning": True}, decompositions=table)
+
+
+def inductor(graph: torch.fx.GraphModule, examples: list) -> Callable:
+    """Compile a decoding step as torch.compile's backend: Inductor, with linear layers of one row (B = 1) as sums.
+
+    A sum fuses with other ops. With coordinate_descent_tuning, Inductor itself does this without a bias, on a GPU.
+    """
+    return compile_graph(graph, examples, {torch.ops.aten.addmm.default: addmm_of_one_row})
+
+
+def addmm_of_one_row(bias: Tensor, x: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Return x (1, K) @ weight (K, N) + bias (N,) as a sum in fp32. For other shapes return NotImplemented (addmm)."""
+    if x.shape[0] != 1 or (beta, alpha) != (1, 1):
+        return NotImplemented
+    return ((x.float().unsqueeze(2) * weight.float().unsqueeze(0)).sum(1) + bias.float()).to(x.dtype)

@@ -56,14 +56,13 @@ class GPTConfig:
             self.window is None or 1 <= self.window < 2**31,
             f"model.window={value_text(self.window)}: it must be in [1, 2^31), or null",
         )
-        check(self.pos in ("learned", "rope"), f"model.pos={value_text(self.pos)}: choose learned or rope")
+        choices = {"pos": ("learned", "rope"), "checkpointing": ("none", "block", "host", "chunks")}
+        for key, names in choices.items():
+            value = getattr(self, key)
+            check(value in names, f"model.{key}={value_text(value)}: choose {' or '.join(names)}")
         check(
             self.pos == "learned" or self.head_dim % 2 == 0,
             f"model.pos=rope rotates pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
-        )
-        check(
-            self.checkpointing in ("none", "block", "host", "chunks"),
-            f"model.checkpointing={value_text(self.checkpointing)}: choose none, block, host or chunks",
         )
         check(
             self.checkpointing in ("block", "host") or not self.keep_attention,

@@ -2,10 +2,9 @@
 
 A decoding step reads all weights to make B tokens, and computes little. To read the 247 MB of 124M in bf16 takes 59 us
 at a copy's 4.2 TB/s on an H200, but the host must launch about 250 kernels for a step. So a step is a function of
-tensors whose shapes and addresses never change, and the GPU replays it from a CUDA graph (as gpt-fast does). Only the
-number of keys grows. It is rounded up to a bucket, each bucket has its own graph, and attention's argument `lengths`
-masks the rest. A graph has several steps, because the host's work for a graph may take longer than the GPU's work for
-a step. A short prefill is a graph too: its prompt is padded to a length that has a graph.
+tensors whose shapes and addresses never change, and the GPU replays it from a CUDA graph (as gpt-fast does). The number
+of keys is rounded up to a bucket, each bucket has its own graph, and attention's argument `lengths` masks the rest. A
+short prefill is a graph too: its prompt is padded to a length that has a graph.
 """
 
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from kernels.cache import Cache
 from kernels.compat import allow_graphs
 from kernels.registry import KernelError, Unavailable, backend, load, missing_argument, reads_fp8
 from kernels.sampling import Sampling, sample_tokens, seeds_of, shift_positions
+from model.compat import inductor
 from model.generate_config import DTYPES, GenerateConfig
 from model.gpt import GPT
-from model.inductor import inductor
 from model.speculation import count_accepted, ngram_draft
 from model.weights import weights_of
 from runtime.config import check
@@ -60,13 +59,12 @@ class Decoder:
     Both return `output` (B, 1 + the most new tokens) int64, which the next call overwrites: the number of new tokens of
     each sequence, then the tokens. step() makes 1 token, or up to 1 + draft_tokens, or up to LAUNCH_TOKENS if the
     backend has generate_tokens(). With a CUDA graph and no draft it makes GRAPH_TOKENS: the last ones may be beyond
-    `capacity`, and have no meaning. `decode` names a backend of kernels/decode/; blocks runs the model itself.
-    `compiled` compiles the steps. warm_up() compiles them in advance, and on a GPU captures them as CUDA graphs; later
-    prefills are captured, too. In generate_tokens() a sequence stops at an id in `stops`, and a launch ends early when
-    all sequences have stopped; the caller must still cut the texts. A token is NO_TOKEN if its logits are not finite,
-    and FAILED_LAUNCH if its launch failed; check_tokens() in generate.py raises an error for both. With `prefill_only`,
-    step() is not called, and the model's attention need not take `lengths`. Raises Unavailable or UserError if the
-    model or the backend cannot decode with these arguments.
+    `capacity`, and have no meaning. warm_up() compiles the steps in advance, and on a GPU captures them as CUDA graphs;
+    later prefills are captured, too. generate_tokens() ends early when all sequences have stopped at an id in `stops`;
+    the caller must still cut the texts. A token is NO_TOKEN if its logits are not finite, and FAILED_LAUNCH if its
+    launch failed; check_tokens() in generate.py raises an error for both. With `prefill_only`, step() is not called,
+    and the model's attention need not take `lengths`. Raises Unavailable or UserError if the model or the backend
+    cannot decode with these arguments.
     """
 
     def __init__(
@@ -148,8 +146,7 @@ class Decoder:
     def allocated_rows(self, window: int | None) -> int:
         """Return the rows of the cache: one for each position and for a draft after the last one, or `window` rows.
 
-        A step of a graph beyond `capacity` needs no row: position p has row p % rows, and only tokens beyond `capacity`
-        read the keys that it overwrites.
+        A step beyond `capacity` needs no row: position p has row p % rows, and only such steps read what it overwrites.
         """
         most = self.capacity + self.step_tokens - 1
         if window is not None and window < most:

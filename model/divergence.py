@@ -75,10 +75,7 @@ def warn_of_spike(optimizer: Optimizer, batches: Loader, folder: Path, factor: f
 
 
 def keep_batch(optimizer: Optimizer, batches: Loader, step: int, path: Path, facts: dict) -> str:
-    """Write the batches of all ranks in this step, and `facts`, to `path`. Returns where they are, for a message.
-
-    At most MOST_KEPT files of a kind are kept.
-    """
+    """Write the batches of all ranks in this step, and `facts`, to `path`. Return where they are, for a message."""
     ranks = optimizer.ranks
     all_batches = ranks.gather(batches(step))[: ranks.batch_ranks]  # the loader is a pure function of the step
     kept = list(path.parent.glob(path.name.replace(f"{step:06d}", "*")))

@@ -2,21 +2,18 @@
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from common.files import read_text
 from common.terminal import one_line
 from data.errors import hub_error
-from data.tokenizer import is_reachable
+from data.hub import why_hub_is_unreachable
 from runtime.config import UserError, check, value_text
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 FILES = (CONFIG, WEIGHTS, "model-*.safetensors", INDEX)
 SHARD = re.compile(r"[\w.-]+\.safetensors")  # a file beside its index
 MOST_JSON_BYTES = 2**26  # an index has 0.1 KB for each tensor
-HUB_SECONDS = 1.5  # the hub must answer within this time; huggingface_hub alone would try for 23 s
 
 
 def hub_folder(name: str, weights: bool) -> Path:
@@ -25,11 +22,9 @@ def hub_folder(name: str, weights: bool) -> Path:
     If the files are in the cache, nothing is sent to the hub. huggingface_hub obeys HF_HOME, HF_ENDPOINT and
     HF_HUB_OFFLINE. Raises UserError if the files cannot be downloaded.
     """
-    try:
-        import huggingface_hub
-        from huggingface_hub import constants, errors
-    except ImportError:
-        raise UserError(f"{name} is on the hub, which needs huggingface_hub: pip install huggingface_hub") from None
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
     patterns = FILES if weights else (CONFIG,)
     try:
         folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns, local_files_only=True))
@@ -43,36 +38,17 @@ def hub_folder(name: str, weights: bool) -> Path:
             f"{name}: there is no such file or folder, and it cannot be a name on the hub: {error}"
         ) from error
     missing = f"{name}: there is no such file or folder, it is not in the hub's cache, and"
-    check(
-        not constants.HF_HUB_OFFLINE,
-        f"{missing} HF_HUB_OFFLINE forbids the download: unset it, or name a folder with {CONFIG} and {WEIGHTS}",
-    )
-    check(
-        is_reachable(constants.ENDPOINT, HUB_SECONDS),
-        f"{missing} {constants.ENDPOINT} cannot be reached: fetch it once with a network, or name a folder with "
-        f"{CONFIG} and {WEIGHTS}",
-    )
+    if reason := why_hub_is_unreachable():
+        raise UserError(
+            f"{missing} {reason}: fetch it once with a network, or name a folder with {CONFIG} and {WEIGHTS}"
+        )
     try:
-        with hide_warnings():
-            return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except errors.RepositoryNotFoundError as error:
         status = error.response.status_code
         raise UserError(f"{missing} {constants.ENDPOINT} answers {status}: check the name") from error
     except (OSError, errors.HTTPError) as error:
         raise UserError(f"{name} could not be downloaded from {constants.ENDPOINT}: {hub_error(error)}") from error
-
-
-@contextmanager
-def hide_warnings() -> Iterator[None]:
-    """Let huggingface_hub log no warnings: for a full cache it logs two, and then raises an error."""
-    from huggingface_hub.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def weight_files(folder: Path) -> list[Path]:

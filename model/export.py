@@ -6,7 +6,6 @@ The format `nanogpt` is ckpt.pt, which nanoGPT's sample.py and init_from=resume 
 source is a checkpoint of ours that is not sharded. The weights are in fp32, bit-equal to the source's.
 """
 
-import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -45,7 +44,6 @@ def check_exportable(source: Pretrained, format: str) -> None:
 
 
 def file_names(source: Pretrained, format: str) -> tuple[str, ...]:
-    """Return the names of the files that export() writes, in the order of writing."""
     return FILES[format] + (TOKENIZER_FILES if format == "hf" and source.tokenizer else ())
 
 
@@ -62,7 +60,7 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
             writers += [partial(Path.write_bytes, data=data) for data in tokenizer_files(source)]
     else:
         try:
-            contents = to_nanogpt(source, *read_training(source))
+            contents = to_nanogpt(source)
         except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
@@ -74,18 +72,11 @@ def export(source: Pretrained, format: str, folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_training(source: Pretrained) -> tuple[dict, dict]:
-    """Return (manifest, contents of training.pt) of a checkpoint of ours; ({}, {}) for another source."""
-    if source.checkpoint is None:
-        return {}, {}
-    return checkpoint.read_manifest(source.checkpoint), checkpoint.read_training(source.checkpoint)
-
-
 def tokenizer_files(source: Pretrained) -> list[bytes]:
-    """Return the contents of TOKENIZER_FILES, of transformers' GPT2Tokenizer.
+    """Return the contents of TOKENIZER_FILES, of transformers' GPT2Tokenizer: for gpt2, OpenAI's two files.
 
-    For gpt2, the first two are OpenAI's files, which tiktoken reads too. For bytes, the vocabulary has a character for
-    each byte, and there are no merges. Raises DataError if OpenAI's files are not cached and cannot be downloaded.
+    For bytes, the vocabulary has a character for each byte, and there are no merges. Raises DataError if OpenAI's files
+    are not cached and cannot be downloaded.
     """
     if source.tokenizer == "gpt2":
         GPT2()  # fills tiktoken's cache
@@ -121,13 +112,14 @@ def to_hugging_face(source: Pretrained) -> tuple[dict, dict[str, Tensor]]:
     return config, {f"transformer.{name}": weight for name, weight in tensors.items()}
 
 
-def to_nanogpt(source: Pretrained, manifest: dict, training: dict) -> dict:
+def to_nanogpt(source: Pretrained) -> dict:
     """Return the contents of nanoGPT's ckpt.pt, of types that torch.load(weights_only=True) accepts.
 
-    `manifest` and `training` come from a checkpoint of ours. `training` holds `updates`, and the moments exp_avg and
-    exp_avg_sq, {name: tensor} each. If both are {}, the file is like a new nanoGPT run's: step 0, best loss 1e9, and
-    AdamW without moments.
+    If the source is no checkpoint of ours, they are like a new nanoGPT run's: step 0, best loss 1e9, and no moments.
     """
+    manifest, training = {}, {}
+    if source.checkpoint:
+        manifest, training = checkpoint.read_manifest(source.checkpoint), checkpoint.read_training(source.checkpoint)
     config, loss = manifest.get("config") or {}, manifest.get("val_loss")
     model = {f"transformer.{name}": weight for name, weight in source.weights.items()}
     arguments = {key: source.model[key] for key in (*SIZES, "bias")}
@@ -168,7 +160,6 @@ def write_files(folder: Path, writers: dict[str, Callable[[Path], None]]) -> Non
     Raises UserError if the folder cannot be written, or already has one of the files.
     """
     hidden = {name: folder / f".{name}.unfinished" for name in writers}  # the next export replaces it after a kill
-    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, writer in writers.items():
@@ -186,9 +177,6 @@ def write_files(folder: Path, writers: dict[str, Callable[[Path], None]]) -> Non
     finally:
         for path in filter(Path.exists, hidden.values()):
             path.unlink()
-        for path in new_folders:
-            with contextlib.suppress(OSError):  # the folder does not exist, or is not empty
-                path.rmdir()
 
 
 def check_free(folder: Path, names: Iterable[str]) -> None:

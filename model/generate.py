@@ -36,18 +36,16 @@ def stream(
     idx: Tensor,
     max_new_tokens: int,
     lengths: Tensor | None = None,
-    lag: int | None = None,
     kept: int = 0,
 ) -> Iterator[list[list[int]]]:
     """Yield the tokens that each call of step() adds to each sequence, until all have max_new_tokens new tokens.
 
-    Decoder.prefill() describes idx (B, T), lengths (B,) and `kept`. The host is up to `lag` calls behind, by default
-    default_lag(). If the caller stops early, the GPU has computed up to `lag` calls too many. Tokens beyond
-    max_new_tokens are left out. Raises NotFinite if logits are not finite, and KernelError if a launch of
+    Decoder.prefill() describes idx (B, T), lengths (B,) and `kept`. The host is up to max_lag() calls behind. Tokens
+    beyond max_new_tokens are left out. Raises NotFinite if logits are not finite, and KernelError if a launch of
     generate_tokens() failed.
     """
     assert idx.shape[1] + max_new_tokens <= decoder.capacity  # step() does not fail beyond the capacity
-    lag = default_lag(decoder, idx) if lag is None else lag
+    lag = max_lag(decoder, idx)
     prompt, totals, pending = idx.shape[1], [0] * len(idx), deque()
     # The steps write these buffers in turn. There are more buffers than pending steps
     host = torch.empty(lag + 2, *decoder.output.shape, dtype=torch.int64, pin_memory=idx.is_cuda)
@@ -87,8 +85,8 @@ def check_tokens(decoder: Decoder, new: list[list[int]], totals: list[int]) -> N
     )
 
 
-def default_lag(decoder: Decoder, idx: Tensor) -> int:
-    """Return the `lag` of stream(): 0 on a CPU, because there step() returns when the tokens are ready."""
+def max_lag(decoder: Decoder, idx: Tensor) -> int:
+    """Return how many calls the host may be behind: 0 on a CPU, where step() returns when the tokens are ready."""
     if not idx.is_cuda:
         return 0
     if decoder.generate_tokens:

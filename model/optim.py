@@ -17,7 +17,7 @@ from runtime.config import check
 from runtime.ranks import Ranks, is_sharded
 from runtime.torch_compat import copy_tensors
 
-HISTORY = 256  # steps whose loss and gradient norm stay on the device
+HISTORY = 256  # steps
 
 
 @dataclass
@@ -33,10 +33,8 @@ class OptimConfig:
 
     def __post_init__(self):
         for key in ("learning_rate", "min_lr", "warmup_steps", "weight_decay", "grad_clip"):
-            check(
-                0 <= getattr(self, key) < math.inf,
-                f"optim.{key}={getattr(self, key)}: it must be finite and not negative",
-            )
+            value = getattr(self, key)
+            check(0 <= value < math.inf, f"optim.{key}={value}: it must be finite and not negative")
         for key in ("beta1", "beta2"):
             check(0 <= getattr(self, key) < 1, f"optim.{key}={getattr(self, key)}: it must be in [0, 1)")
         check(
@@ -82,10 +80,9 @@ class Optimizer(ABC):
     weight, this rank updates its own rows, and FSDP averages the gradients.
 
     A step whose loss or gradient norm is not finite changes nothing: the step is refused. The kernels of the update
-    read a flag on the device, so the host does not wait. `refused` counts these steps. `first_refused` is the number of
-    the first refused step (0: none). With `stop`, all steps after it are refused too, until the host sets first_refused
-    to 0. `refused_in_a_row` counts the refused steps since the last accepted one. With history=True, `history`
-    has the loss and the gradient norm of the last HISTORY steps.
+    read a flag on the device, so the host does not wait. With `stop`, all steps after the first refused one are refused
+    too, until the host sets first_refused to 0. With `history`, the loss and the gradient norm of the last HISTORY
+    steps stay on the device.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks | None = None, stop: bool = True, history: bool = False):
@@ -95,8 +92,9 @@ class Optimizer(ABC):
         # The counters and lr are on the device, so that a CUDA graph can contain a step
         device = local(self.weights[0]).device
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # calls of step(), refused steps included
-        self.refused, self.first_refused = torch.zeros_like(self.steps), torch.zeros_like(self.steps)
-        self.refused_in_a_row = torch.zeros_like(self.steps)
+        self.refused = torch.zeros_like(self.steps)  # how many steps were refused
+        self.first_refused = torch.zeros_like(self.steps)  # the number of the first refused step; 0: none
+        self.refused_in_a_row = torch.zeros_like(self.steps)  # since the last accepted step
         # Step n is in row n % HISTORY
         self.history = torch.full((HISTORY, 2), math.nan, device=device) if history else None
         self.checked_steps = 0  # the last step that warn_of_spike() has seen
@@ -127,8 +125,8 @@ class Optimizer(ABC):
     def step(self, lr: float | Tensor, loss: Tensor) -> Tensor:
         """Wait for the averages, clip the gradients, update the weights, and clear the gradients.
 
-        `lr` is a number, or a scalar on the device. `loss` is the loss of the step, the same on every rank. If it is
-        not finite, the step is refused. Returns the norm of the gradients before clipping, on the device.
+        `loss` is the loss of the step, the same on every rank. Returns the norm of the gradients before clipping, on
+        the device.
         """
         self.steps += 1
         self.lr.fill_(lr)

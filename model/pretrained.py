@@ -32,9 +32,8 @@ def read_pretrained(source: str) -> Pretrained:
     """Return the model that `source` names.
 
     A source is a run's folder or a checkpoint of ours; a Hugging Face GPT-2, by its name on the hub or by a folder with
-    config.json and safetensors; or nanoGPT's ckpt.pt or the folder that holds it.
-
-    Raises UserError if the source cannot be read, is damaged, or is a model that hotswap does not compute.
+    config.json and safetensors; or nanoGPT's ckpt.pt or its folder. Raises UserError if it cannot be read, is damaged,
+    or is a model that hotswap does not compute.
     """
     pretrained, read_weights = open_source(source)
     return pretrained._replace(weights=check_weights(read_weights(), pretrained))
@@ -67,9 +66,9 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
 def take_model_config(cfg: DictConfig) -> None:
     """Complete the group `model` of a composed config.
 
-    With init_from it takes the shape from the source, or, for a resumed run, from the checkpoint, because the source
-    may be gone. Otherwise it replaces vocab_size=null by the tokenizer's size. Raises UserError if the command line
-    asks for another shape or another tokenizer.
+    With init_from the shape comes from the source. A resumed run takes it from the checkpoint, because the source may
+    be gone. Without init_from, the tokenizer's size replaces vocab_size=null. Raises UserError if the command line asks
+    for another shape or another tokenizer.
     """
     name = cfg.init_from
     if name in (None, ""):
@@ -108,10 +107,7 @@ def load_weights(model: GPT, pretrained: Pretrained) -> None:
 
 
 def tokenizer_of(source: Pretrained, asked: str | None) -> Tokenizer:
-    """Return the tokenizer that the user asks for, or else the source's.
-
-    Raises UserError if there is no such tokenizer, if neither names one, or if it has more ids than the model.
-    """
+    """Return the tokenizer `asked`, or the source's. Raises UserError if there is none, or if it has too many ids."""
     name, size, known = asked or source.tokenizer, source.model["vocab_size"], " or ".join(TOKENIZERS)
     check(name is not None, f"{source.name} names no tokenizer, and none fits its {size} ids: pass tokenizer={known}")
     check(name in TOKENIZERS, f"tokenizer={name}: choose {known}")
@@ -133,7 +129,7 @@ def check_weights(state: dict[str, Tensor], pretrained: Pretrained) -> dict[str,
     head = weights.pop("lm_head.weight", None)
     expected = tensor_shapes(pretrained)
     check_tensors(weights, expected, pretrained.name)
-    for name, weight in {**weights, **({} if head is None else {"lm_head.weight": head})}.items():
+    for name, weight in weights.items():
         check(
             weight.dtype in FLOATS, f"{pretrained.name} holds {name} as {weight.dtype}: quantized weights are not read"
         )

@@ -6,7 +6,6 @@ by the function that it returns.
 
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from common.files import check_regular, open_regular
 from common.terminal import one_line
+from data.hub import HUB_NAME
 from model.config import PRECISIONS, GPTConfig
 from model.download import CONFIG, WEIGHTS, hub_folder, read_json, weight_files
 from model.vocabulary import guess_tokenizer
@@ -24,8 +24,6 @@ from runtime import checkpoint
 from runtime.config import UserError, check, value_text
 from runtime.pickles import check_saved
 
-OPENAI = re.compile(r"(openai-community/)?gpt2(-medium|-large|-xl)?")  # on the hub; all have the tokenizer gpt2
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 TRAINING = ("dropout", "checkpointing", "keep_attention")  # fields of GPTConfig that only training needs
 CONV1D = re.compile(r".*\.(c_attn|c_proj|c_fc)\.weight")  # Hugging Face stores these transposed
@@ -51,24 +49,15 @@ class Pretrained(NamedTuple):
     tokenizer: str | None  # gpt2 | bytes | None: unknown
     name: str  # for messages: "gpt2", "out/RUN at step 20"
     checkpoint: Path | None = None  # the folder of a checkpoint of ours
+    run_config: dict = {}  # the config of the run that trained this checkpoint  # noqa: RUF012
 
     @property
     def config(self) -> GPTConfig:
         """The config of a model with these weights, without dropout. Raises UserError if there is no such model."""
-        known = {field.name: field for field in fields(GPTConfig)}
-        for key in self.model:
-            check(key in known, f"{self.name} cannot be built: it has the unknown field {value_text(key)}")
         try:
             return GPTConfig(**self.model, dropout=0.0)
-        except (UserError, TypeError) as error:  # a TypeError names the missing fields
+        except (UserError, TypeError) as error:  # a TypeError names missing or unknown fields
             raise UserError(f"{self.name} cannot be built: {one_line(error)}") from error
-
-    @property
-    def run_config(self) -> dict:
-        """The config of the run that trained a checkpoint of ours; {} for another source."""
-        if self.checkpoint is None:
-            return {}
-        return check_run_config(checkpoint.read_manifest(self.checkpoint)["config"], self.name)
 
 
 def random_source(model: dict) -> Pretrained:
@@ -80,13 +69,17 @@ def random_source(model: dict) -> Pretrained:
 def open_source(source: str) -> tuple[Pretrained, ReadWeights]:
     """Return (the source's model without weights, the function that reads the weights).
 
-    `source` is described at read_pretrained(). Raises UserError if it is none of the three formats, or if there is no
-    model of these sizes.
+    read_pretrained() describes `source`. Raises UserError if it is none of the three formats, or if there is no model
+    of these sizes.
     """
     path = local_path(source)
     try:
-        if path.is_dir():
-            opened = open_folder(path, source)
+        if (path / CONFIG).exists():
+            opened = open_hugging_face(source, lambda weights: path)
+        elif (path / "ckpt.pt").exists():
+            opened = open_nanogpt_checkpoint(path / "ckpt.pt", source)
+        elif path.is_dir():
+            opened = open_checkpoint(path)
         elif path.exists():
             check(path.suffix == ".pt", f"{source} is not nanoGPT's ckpt.pt: name a .pt file, or the folder of a model")
             opened = open_nanogpt_checkpoint(path, source)
@@ -99,14 +92,6 @@ def open_source(source: str) -> tuple[Pretrained, ReadWeights]:
     return opened
 
 
-def open_folder(path: Path, source: str) -> tuple[Pretrained, ReadWeights]:
-    if (path / CONFIG).exists():
-        return open_hugging_face(source, lambda weights: path)
-    if (path / "ckpt.pt").exists():
-        return open_nanogpt_checkpoint(path / "ckpt.pt", source)
-    return open_checkpoint(path)
-
-
 def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     """Open a checkpoint of ours, or the newest checkpoint of a run."""
     folder = checkpoint.find_checkpoint(path)
@@ -115,15 +100,12 @@ def open_checkpoint(path: Path) -> tuple[Pretrained, ReadWeights]:
     name = f"{run} at step {manifest['step']}"
     config = check_run_config(manifest["config"], name)
     model = {key: value for key, value in config["model"].items() if key not in TRAINING}
-    pretrained = Pretrained(model, {}, check_tokenizer(config["data"].get("tokenizer"), name), name, folder)
-    return pretrained, lambda: checkpoint.read_weights(folder)
+    tokenizer = check_tokenizer(config["data"].get("tokenizer"), name)
+    return Pretrained(model, {}, tokenizer, name, folder, config), lambda: checkpoint.read_weights(folder)
 
 
 def check_run_config(config: dict, name: str) -> dict:
-    """Return the config of a manifest, whose groups read_manifest() has checked.
-
-    Raises UserError if a value in it that this program uses is wrong.
-    """
+    """Return the config of a manifest. Raises UserError if a value that this program uses is wrong."""
     wrong = f"{name} cannot be read: in its config,"
     for group in ("model", "data"):
         check(group in config, f"{wrong} {group} is missing")
@@ -161,8 +143,6 @@ def open_nanogpt_checkpoint(path: Path, name: str) -> tuple[Pretrained, ReadWeig
     check(isinstance(config, dict), f"{path} is not nanoGPT's ckpt.pt: its config is {value_text(config)}")
     data = config.get("data")
     tokenizer = data.get("tokenizer") if isinstance(data, dict) else None  # model/export.py writes it
-    if tokenizer is None and config.get("dataset") in ("openwebtext", "shakespeare"):  # nanoGPT's, in GPT-2's tokens
-        tokenizer = "gpt2"
     tokenizer = check_tokenizer(tokenizer, name) or guess_tokenizer(model["vocab_size"])
     return Pretrained(model, {}, tokenizer, name), lambda: contents["model"]
 
@@ -186,8 +166,7 @@ def open_hugging_face(name: str, find_folder: Callable[[bool], Path]) -> tuple[P
         check(has_head, f"{name} has tie_word_embeddings=false and no lm_head.weight: its head is missing")
         return {key: w.T if CONV1D.fullmatch(key) and w.dim() == 2 else w for key, w in tensors.items()}
 
-    tokenizer = "gpt2" if OPENAI.fullmatch(name) else guess_tokenizer(model["vocab_size"])
-    return Pretrained(model, {}, tokenizer, name), read_weights
+    return Pretrained(model, {}, guess_tokenizer(model["vocab_size"]), name), read_weights
 
 
 def read_safetensors(files: list[Path], name: str) -> dict[str, Tensor]:

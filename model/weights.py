@@ -13,11 +13,9 @@ def weights_of(model: GPT) -> Weights:
     config, dtype = model.config, model.ln_f.dtype
 
     def layer(block: Block) -> Layer:
-        norms_and_linears = (
-            *(block.ln_1, block.attn.c_attn, block.attn.c_proj),
-            *(block.ln_2, block.mlp.c_fc, block.mlp.c_proj),
-        )
-        weights = (weight for part in norms_and_linears for weight in (part.weight, part.bias))
+        attn, mlp = block.attn, block.mlp
+        parts = (block.ln_1, attn.c_attn, attn.c_proj, block.ln_2, mlp.c_fc, mlp.c_proj)
+        weights = (weight for part in parts for weight in (part.weight, part.bias))
         return Layer(*(cast(weight, dtype) for weight in weights))
 
     wte = cast(model.wte.weight, dtype)

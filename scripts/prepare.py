@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from common.terminal import outlive_output, printable
-from data import DataConfig, DataError, open_dataset, prepare, recorded_documents
+from data import DataConfig, DataError, open_dataset, prepare
 from lab.commands import command
 from runtime.config import check
 
@@ -71,9 +71,7 @@ def main(cfg: Config) -> None:
     try:
         folder = prepare(cfg.data, workers, progress)
     except KeyboardInterrupt:
-        documents = recorded_documents(cfg.data) if progress.documents else 0
-        next_start = f"resumes after {documents:,} documents" if documents else "starts again"
-        print(f"interrupted: the same command {next_start}", file=sys.stderr)
+        print("interrupted: the same command resumes from its last record", file=sys.stderr)
         sys.exit(130)
     finally:
         progress.bar.close()

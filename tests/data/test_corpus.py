@@ -157,16 +157,11 @@ def test_few_files_are_split_by_position(tmp_path):
         ({"a": 1}, "data=text needs data.path"),
         ("nowhere", "data.path=nowhere: no such file or folder"),
         ("{docs}/image.png", r"image.png does not end with one of .txt, .md, .py, .jsonl, .jsonl.gz, .parquet"),
-        ("{docs}/blank", "data.path=.*/blank: all 2 files in it are empty, so there is no text: choose other files"),
-        ("{docs}/blank/a.txt", "data.path=.*/blank/a.txt: a.txt is empty, so there is no text: choose other files"),
         ("{docs}/empty", "no file in it ends with one of .txt, .md, .py, .jsonl, .jsonl.gz, .parquet"),
     ],
 )
 def test_a_path_without_text_is_an_error(folder, path, message):
     (folder / "empty").mkdir()
-    (folder / "blank").mkdir()
-    for name in ("a.txt", "b.md"):
-        (folder / "blank" / name).touch()
     with pytest.raises(DataError, match=message):
         text_source(path.format(docs=folder) if isinstance(path, str) else path)
 
@@ -188,11 +183,6 @@ def test_the_error_names_a_file_that_is_not_utf8(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 0\)"):
         texts_of(text_source(str(tmp_path)))
-
-
-def test_a_path_with_data_stdlib_is_an_error():
-    with pytest.raises(DataError, match=r"data.path=book.txt is for your own text: add data=text"):
-        stdlib_source("book.txt")
 
 
 def write_parquet(path, columns):

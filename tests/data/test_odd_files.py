@@ -14,9 +14,8 @@ import data.corpus
 from data import open_dataset
 from data.corpus import text_source
 from data.errors import BadText, DataError
-from data.loader import Loader, evaluation_batches, prefetch
 from data.pipeline import write_shards
-from data.tokenizer import GPT2, Bytes, gpt2_files
+from data.tokenizer import Bytes
 from tests.data.test_corpus import texts_of, write_parquet
 from tests.data.test_dataset import data_config, write_nanogpt_files
 from tests.data.test_loader import T, windows  # noqa: F401 (a fixture)
@@ -70,21 +69,12 @@ def test_each_file_of_a_data_set_must_be_a_regular_file(config, tmp_path, kind):
         (tmp_path / "kept").rename(path)
     assert open_dataset(config)
     folder.rename(tmp_path / "kept")
-    lock, unfinished = folder.with_name(f".{folder.name}.partial.lock"), folder.with_name(f"{folder.name}.partial")
-    lock.unlink()
-    for path in (lock, unfinished / "progress.json"):
-        path.parent.mkdir(exist_ok=True)
-        with make_odd(kind, path):
-            line = one_line(open_dataset, config)
-            assert f"it is {kind}, and must be a regular file" in line
-            assert str(path) in line
-        path.rmdir() if kind == "a folder" else path.unlink()
-    unfinished.rmdir()
-    for path in (folder, unfinished):
-        if kind != "a folder":
-            with make_odd(kind, path):
-                assert one_line(open_dataset, config).endswith(f": Not a directory ({path})")
-            path.unlink()
+    path = folder.with_name(f"{folder.name}.partial") / "progress.json"
+    path.parent.mkdir()
+    with make_odd(kind, path):
+        line = one_line(open_dataset, config)
+        assert f"it is {kind}, and must be a regular file" in line
+        assert str(path) in line
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,15 +86,6 @@ def test_each_file_of_nanogpt_must_be_a_regular_file(tmp_path, monkeypatch, kind
     with make_odd(kind, folder / name):
         line = one_line(open_dataset, data_config(tmp_path, "nanogpt", path=str(folder)))
     assert ("the folder has a meta.pkl" if name == "meta.pkl" else f"{name} cannot be read: it is {kind}") in line
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_file_of_gpt2_must_be_a_regular_file(tmp_path, monkeypatch, kind):
-    """tiktoken would wait for the writer of a FIFO."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with make_odd(kind, gpt2_files()[0]):
-        assert one_line(GPT2).endswith(f"cannot be read: it is {kind}, and must be a regular file")
 
 
 def test_a_shard_that_cannot_be_read_is_not_called_bad(config, monkeypatch):
@@ -183,16 +164,8 @@ class FullFile:
     read = readline = full
 
 
-@pytest.mark.parametrize(
-    ("form", "remedy"),
-    [
-        (".txt", "cut the file, or make it a .jsonl file with a document on each line"),
-        (".jsonl", "cut its documents, one of which is on each line"),
-        (".jsonl.gz", "cut its documents, one of which is on each line"),
-        (".parquet", "write it with smaller row groups, or cut its documents"),
-    ],
-)
-def test_a_text_that_does_not_fit_into_memory_is_an_error(config, tmp_path, monkeypatch, form, remedy):
+@pytest.mark.parametrize("form", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_text_that_does_not_fit_into_memory_is_an_error(config, tmp_path, monkeypatch, form):
     path = tmp_path / f"a{form}"
     if form == ".parquet":
         pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -208,7 +181,7 @@ def test_a_text_that_does_not_fit_into_memory_is_an_error(config, tmp_path, monk
         monkeypatch.setattr("data.corpus.open_regular", lambda *arguments, **more: FullFile(opened(*arguments, **more)))
         monkeypatch.setattr(gzip, "GzipFile", lambda fileobj: fileobj)
     config.path = str(path)
-    assert one_line(open_dataset, config) == f"{path} cannot be read: the memory is full; {remedy}"
+    assert one_line(open_dataset, config).startswith(f"{path} cannot be read: the memory is full; end other programs")
 
 
 class FullBytes(Bytes):
@@ -238,23 +211,6 @@ def test_a_writer_without_memory_is_an_error(tmp_path, monkeypatch):
     assert one_line(write_shards, tmp_path / "x", Numbered(), Bytes(), 1).startswith("the memory is full: ")
 
 
-def test_a_shard_without_memory_is_an_error(config, monkeypatch):
-    path = open_dataset(config).train[0].path
-    monkeypatch.setattr("data.shards.hash_tokens", full)
-    assert one_line(open_dataset, config) == f"{path} cannot be read: the memory is full; end other programs"
-
-
-@pytest.mark.parametrize("place", ["stack", "array"])
-def test_batches_without_memory_are_an_error(windows, monkeypatch, place):  # noqa: F811
-    """In the loader's thread, and in an evaluation."""
-    loader = Loader(windows, 2, 4 * T, seed=1)
-    expected = "the memory is full, so no batch can be read: end other programs, or use smaller batches"
-    monkeypatch.setattr(np, place, full)
-    assert one_line(next, prefetch(loader, 1, CPU)) == expected
-    if place == "stack":
-        assert one_line(next, evaluation_batches(windows, 2, 4)) == expected
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
 def test_a_text_is_really_too_large_for_the_memory(tmp_path, quick_python, name):
     """The process may have 300 MB more than after its imports. A file of zeros has 1 GB in memory, but not on the disk.
@@ -281,5 +237,5 @@ def test_a_text_is_really_too_large_for_the_memory(tmp_path, quick_python, name)
     process = subprocess.run(
         [sys.executable, "-c", program, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    assert process.stdout.startswith(f"{path} cannot be read: the memory is full; cut "), process.stderr
+    assert process.stdout.startswith(f"{path} cannot be read: the memory is full; end "), process.stderr
     assert process.stdout.count("\n") == 1

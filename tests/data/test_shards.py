@@ -264,22 +264,12 @@ def test_nanogpt_files_are_opened_without_a_copy(tmp_path, tokens_read):
 IDS = np.arange(7, dtype=np.uint16)
 
 
-def save_as_npy(file):
-    with file.open("wb") as opened:  # np.save() adds .npy to a path
-        np.save(opened, IDS)
-
-
 @pytest.mark.parametrize(
     ("damage_file", "message"),
     [
         (lambda file: damage(file, 0, b"", cut=1), "13 bytes are not a whole number of uint16 tokens"),
         (lambda file: file.write_bytes(b""), "0 bytes are not a whole number"),
         (lambda file: damage(file, 2, b"\xff\xff"), "holds id 65535, but the tokenizer has only 100 ids"),
-        (save_as_npy, "it is NumPy's .npy file"),
-        (
-            lambda file: file.write_bytes(llmc_header(20240801, 7) + IDS.tobytes()),
-            "its header is of Llama 3's uint32 ids",
-        ),
         (lambda file: file.write_bytes(llmc_header(20240520, 8) + IDS.tobytes()), "1038 bytes, but 8 tokens take 1040"),
     ],
 )
@@ -308,11 +298,10 @@ def test_a_nanogpt_file_of_another_dtype_is_an_error(tmp_path, dtype, count):
         ids &= 0x7FFF
     for name in ("train", "val"):
         ids.astype(dtype).tofile(tmp_path / f"{name}.bin")
-    size = np.dtype(dtype).itemsize
-    if size == 2:
+    if np.dtype(dtype).itemsize == 2:
         assert open_nanogpt_shards(tmp_path, 50257, tmp_path / "cache")[0][0].tokens.tolist() == ids.tolist()
         return
-    with pytest.raises(DataError, match=rf"train.bin is not a good token shard: .* so its ids have {size} bytes"):
+    with pytest.raises(DataError, match=r"train.bin is not a good token shard: .* so its ids have 4 or 8 bytes"):
         open_nanogpt_shards(tmp_path, 50257, tmp_path / "cache")
 
 

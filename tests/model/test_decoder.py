@@ -116,16 +116,13 @@ def test_a_draft_does_not_change_the_text(draft_tokens, sampling):
 
 @pytest.mark.parametrize("new", [2, 4, 15])
 @pytest.mark.parametrize("draft_tokens", [1, 4, 7])
-def test_a_draft_near_the_end_when_the_host_is_behind(draft_tokens, new):
+def test_a_draft_near_the_end_when_the_host_is_behind(monkeypatch, draft_tokens, new):
     """As on a GPU, where the decoder knows only a bound of its length. The cache has no row to spare."""
     model, (idx, lengths) = varied_gpt(), ragged()
     expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)
     options = GenerateConfig(speculate="ngram", draft_tokens=draft_tokens)
-    texts = [[] for _ in idx]
-    for step in stream(Decoder(model, 4, 9 + new, SAMPLED, options=options), idx, new, lengths, lag=4):
-        for text, tokens in zip(texts, step, strict=True):
-            text += tokens
-    assert texts == expected
+    monkeypatch.setattr("model.generate.max_lag", lambda *_: 4)
+    assert streamed(Decoder(model, 4, 9 + new, SAMPLED, options=options), idx, new, lengths) == expected
 
 
 def test_a_right_draft_saves_steps():
@@ -211,7 +208,8 @@ def test_a_failed_launch_is_an_error(lag, monkeypatch):
 
     monkeypatch.setattr(blocks, "generate_tokens", generate_tokens, raising=False)
     monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
-    steps = stream(Decoder(model, 4, 21, SAMPLED), idx, 12, lengths, lag)
+    monkeypatch.setattr("model.generate.max_lag", lambda *_: lag)
+    steps = stream(Decoder(model, 4, 21, SAMPLED), idx, 12, lengths)
     assert [len(tokens) for tokens in next(steps)] == [1] * 4
     assert next(steps) == [[7] * 4] * 4
     with pytest.raises(KernelError, match=r"kernels\.decode=blocks: a launch failed, .*: try again"):
@@ -221,17 +219,18 @@ def test_a_failed_launch_is_an_error(lag, monkeypatch):
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("new", [1, 2, 9, 10, 15])
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"window": 16}, {"pos": "rope"}], ids=str)
-def test_graphs_of_several_steps(options, new, lag):
+def test_graphs_of_several_steps(options, new, lag, monkeypatch):
     """A graph makes GRAPH_TOKENS tokens. The last graph may exceed the capacity and the table of 24 positions.
 
     A replay after the end works too: receipt_of_step() profiles it.
     """
     model, (idx, lengths) = varied_gpt(replace(SMALL, **options)), ragged()
     expected = streamed(Decoder(model, 4, 9 + new, SAMPLED), idx, new, lengths)
+    monkeypatch.setattr("model.generate.max_lag", lambda *_: lag)
     decoder = with_graphs(Decoder(model, 4, 9 + new, SAMPLED), 9, new)
     assert decoder.kv[0][0].shape[1] == min(9 + new, options.get("window", 99))
     for _ in range(2):
-        steps = list(stream(decoder, idx, new, lengths, lag))
+        steps = list(stream(decoder, idx, new, lengths))
         assert [[token for step in steps for token in step[b]] for b in range(4)] == expected
         assert [len(step[0]) for step in steps[1:-1]] == [module.GRAPH_TOKENS] * ((new - 2) // module.GRAPH_TOKENS)
     made = decoder.step()[:, 0]
@@ -374,8 +373,9 @@ def test_every_decoder_names_the_token_whose_logits_are_not_finite(decode, sampl
     expected = streamed(decoder, idx, 2, lengths)
     with torch.no_grad():
         model.wpe.weight[4] = torch.nan
+    monkeypatch.setattr("model.generate.max_lag", lambda *_: 1)
     with pytest.raises(NotFinite, match=r"^the logits of new token 4 of sequence 1 are not finite, [^\n]*$"):
-        streamed(decoder, idx, 8, lengths, lag=1)
+        streamed(decoder, idx, 8, lengths)
     assert streamed(decoder, idx, 2, lengths) == expected
 
 
@@ -402,15 +402,16 @@ def test_captured_steps_name_the_token_whose_logits_are_not_finite(decode):
     assert streamed(decoder, idx, 2, lengths) == expected
 
 
-def test_a_draft_ends_at_a_token_whose_logits_are_not_finite():
+def test_a_draft_ends_at_a_token_whose_logits_are_not_finite(monkeypatch):
     """In a step of several tokens, masked keys with NaN make earlier logits NaN too, so it names an earlier token."""
     model, idx = varied_gpt(), prompt(1, 3)
     decoder = Decoder(model, 1, 24, GREEDY, options=GenerateConfig(speculate="ngram", draft_tokens=3))
     expected = streamed(decoder, idx, 4)
     with torch.no_grad():
         model.wpe.weight[12] = torch.nan
+    monkeypatch.setattr("model.generate.max_lag", lambda *_: 2)  # so two more steps follow it
     with pytest.raises(NotFinite, match=r"^the logits of new token ([89]|1[01]) are not finite, "):
-        streamed(decoder, idx, 20, lag=2)  # so two more steps follow it
+        streamed(decoder, idx, 20)
     assert streamed(decoder, idx, 4) == expected
 
 
@@ -426,8 +427,9 @@ def test_a_launch_after_logits_that_are_not_finite_begins_with_an_id(monkeypatch
     launches, model = [], varied_gpt()
     monkeypatch.setattr(blocks, "generate_tokens", generate_tokens, raising=False)
     monkeypatch.setattr(module, "LAUNCH_TOKENS", 4)
+    monkeypatch.setattr("model.generate.max_lag", lambda *_: 1)
     with pytest.raises(NotFinite, match=r"^the logits of new token 4 of sequence 1 are not finite, "):
-        streamed(Decoder(model, 2, 24, GREEDY), prompt(), 15, lag=1)
+        streamed(Decoder(model, 2, 24, GREEDY), prompt(), 15)
     assert len(launches) == 2
 
 

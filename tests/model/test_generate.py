@@ -10,9 +10,9 @@ import torch
 from kernels.registry import Unavailable, backend, impls, missing_argument, unavailable
 from kernels.sampling import Sampling
 from model import decoder as module
+from model.compat import addmm_of_one_row
 from model.decoder import Decoder
-from model.generate import DRAFT_LAG, LAG, LAUNCH_LAG, NotFinite, default_lag, generate, stream
-from model.inductor import addmm_of_one_row
+from model.generate import DRAFT_LAG, LAG, LAUNCH_LAG, NotFinite, generate, max_lag, stream
 from runtime.config import UserError
 from tests.model.test_gpt import SMALL, gpt
 
@@ -47,10 +47,10 @@ def prompt(rows=2, length=3):
     return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def streamed(decoder, idx, new, lengths=None, lag=None):
+def streamed(decoder, idx, new, lengths=None):
     """Return the new tokens of each sequence, as a list of lists."""
     texts = [[] for _ in idx]
-    for step in stream(decoder, idx, new, lengths, lag):
+    for step in stream(decoder, idx, new, lengths):
         for text, tokens in zip(texts, step, strict=True):
             text += tokens
     return texts
@@ -232,7 +232,7 @@ def test_the_gpu_is_ahead_of_the_host():
     cases = (True, None, 1, LAG), (True, None, 5, DRAFT_LAG), (True, print, 1, LAUNCH_LAG), (False, print, 1, 0)
     for is_cuda, launches, step_tokens, lag in cases:
         decoder = SimpleNamespace(generate_tokens=launches, step_tokens=step_tokens)
-        assert default_lag(decoder, SimpleNamespace(is_cuda=is_cuda)) == lag
+        assert max_lag(decoder, SimpleNamespace(is_cuda=is_cuda)) == lag
 
 
 @pytest.mark.gpu

@@ -510,7 +510,7 @@ def test_amp_keeps_the_stream_in_fp32():
     ("changes", "message"),
     [
         ({"n_kv_head": 2}, r"model.n_kv_head=2: model.n_head=3 must be a multiple of it"),
-        ({"checkpointing": "all"}, r"model.checkpointing=all: choose none, block, host or chunks"),
+        ({"checkpointing": "all"}, r"model.checkpointing=all: choose none or block or host or chunks"),
         (
             {"checkpointing": "chunks", "dropout": 0.1},
             r"model.checkpointing=chunks does not support dropout",

@@ -342,7 +342,7 @@ def nanogpt_checkpoint(path, args=NANOGPT, **state):
         "model": nanogpt_state(args, **state),
         "model_args": args,
         "iter_num": 7,
-        "config": {"dataset": "openwebtext"},
+        "config": {"data": {"tokenizer": "gpt2"}},
     }
     torch.save({**held, "optimizer": {"state": {}, "param_groups": []}, "best_val_loss": torch.tensor(3.5)}, path)
     return str(path)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from data.tokenizer import TOKENIZERS, gpt2_files_are_cached
+from data.tokenizer import TOKENIZERS, gpt2_files
 from model.export import write_files
 from model.pretrained import read_pretrained
 from runtime.config import UserError
@@ -83,7 +83,7 @@ TEXTS = (
     "  two  spaces\r\n",
     "".join(map(chr, range(1, 0x180))),
 )
-NO_GPT2 = pytest.mark.skipif(not gpt2_files_are_cached(), reason="GPT-2's files are not in TIKTOKEN_CACHE_DIR")
+NO_GPT2 = pytest.mark.skipif(not all(map(Path.is_file, gpt2_files())), reason="tiktoken's cache is empty")
 
 
 @pytest.mark.parametrize(("name", "size"), [("bytes", 320), pytest.param("gpt2", 50304, marks=NO_GPT2)])
@@ -244,12 +244,12 @@ def test_no_file_is_left_when_the_disk_is_full(command, monkeypatch):
             "error: path=out cannot be written: No space left on device; 0.5 GiB are free there, choose another folder"
             "\n",
         )
-    assert os.listdir() == ["hf_model"]
+    assert os.listdir("out") == []
     assert command("checkpoint=hf_model", "path=out")[0] == 0
 
 
 def test_no_ckpt_pt_is_left_when_the_disk_is_full(command, monkeypatch):
-    """The error is one line, although torch.save's message has 20 lines of C++. A new folder is removed again."""
+    """The error is one line, although torch.save's message has 20 lines of C++."""
     hugging_face(gpt()).save_pretrained("hf_model")
     Path("old").mkdir()
 
@@ -266,8 +266,7 @@ def test_no_ckpt_pt_is_left_when_the_disk_is_full(command, monkeypatch):
             f"error: path={path} cannot be written: torch.save broke off; 0.5 GiB are free there, choose another "
             "folder\n"
         )
-    assert sorted(os.listdir()) == ["hf_model", "old"]
-    assert os.listdir("old") == []
+    assert os.listdir("a/b") == os.listdir("old") == []
 
 
 def test_a_mistake_prints_one_line(command):
@@ -303,7 +302,7 @@ def test_the_error_names_the_hub_when_it_cannot_be_reached(tmp_path):
     )
     assert (process.returncode, process.stdout, process.stderr.count("\n")) == (1, "", 1), process.stderr
     assert "error: gpt2-medium: " in process.stderr
-    assert "http://127.0.0.1:9 cannot be reached" in process.stderr
+    assert "http://127.0.0.1:9 does not answer" in process.stderr
 
 
 def test_help_shows_every_key_with_its_comment():
