@@ -23,9 +23,7 @@ def read_error(path: Path, error: Exception) -> DataError:
     It is a BadText if the operating system could read the file, but a library found its content wrong.
     """
     if isinstance(error, MemoryError):
-        return DataError(
-            f"{path} cannot be read: the memory is full; end other programs, or cut it into smaller documents"
-        )
+        return DataError(f"{path} cannot be read: the memory is full; end other programs, or cut its documents")
     content_is_wrong = getattr(error, "errno", None) is None
     return (BadText if content_is_wrong else DataError)(f"{path} cannot be read: {one_line(error)}")
 

@@ -32,11 +32,7 @@ class NotFinite(UserError):
 
 
 def stream(
-    decoder: Decoder,
-    idx: Tensor,
-    max_new_tokens: int,
-    lengths: Tensor | None = None,
-    kept: int = 0,
+    decoder: Decoder, idx: Tensor, max_new_tokens: int, lengths: Tensor | None = None, kept: int = 0
 ) -> Iterator[list[list[int]]]:
     """Yield the tokens that each call of step() adds to each sequence, until all have max_new_tokens new tokens.
 

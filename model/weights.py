@@ -50,5 +50,7 @@ def tensors_in(value) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
     else:
-        yield from tensors_in(list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).values()))
+        yield from tensors_in(getattr(value, "__dict__", {}))
