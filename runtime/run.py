@@ -21,7 +21,7 @@ from runtime.config import UserError, made_folders
 from runtime.folders import explain_unwritable
 from runtime.ranks import Ranks
 from runtime.row import UNFINISHED, lock_folder, status_of, without_nonfinite, write_row
-from runtime.trackers import LoggerConfig, Tracker, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 
 class Run:
@@ -237,6 +237,6 @@ def open_run(folder: Path, name: str, config: object, logger: LoggerConfig, resu
     ranks.watchdog.folder = folder
     if not ranks.is_main:
         return SilentRun(folder)
-    run = Run(folder, name, config, make_tracker(logger), resume)
+    run = Run(folder, name, config, Tracker(logger), resume)
     ranks.watchdog.on_stuck = lambda reason: run.close(f"failed: {reason}")
     return run

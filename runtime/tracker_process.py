@@ -1,4 +1,4 @@
-"""Weights & Biases and TensorBoard, and the process in which they run: see TrackerProcess in runtime/trackers.py.
+"""Weights & Biases and TensorBoard, and the process in which they run: see Tracker in runtime/trackers.py.
 
 Their libraries start threads and processes, ask servers, and wait at the end of Python. In this process they cannot
 fail, stop or end the run.
@@ -13,21 +13,20 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from textwrap import shorten
 from types import SimpleNamespace
 
-from common.files import read_bytes, read_json, write_json
-from common.terminal import printable, shell_command
+from common.files import read_json, write_json
+from common.terminal import one_line, printable, shell_command
 
 # W&B's servers refuse longer texts. They refuse an offline run only at its upload. W&B documents no limit for notes
 MAX_CHARACTERS = {"tags": 64, "job_type": 64, "group": 128, "entity": 128, "name": 128}
-KILLED = {"status": "stopped: killed", "command": ""}  # the row of a run whose process ended without finish()
+KILLED = {"status": "stopped: killed"}  # the row of a run whose process ended without finish()
 
 
 class Library:
-    """A tracker's library. The figures, tables and rows that it gets are JSON. Any method may raise anything.
+    """A tracker's library. Its methods are those of trackers.Tracker, and get JSON. Any of them may raise anything.
 
     `logger` has the fields of LoggerConfig, and the limits `init_seconds`, `finish_seconds` and `call_seconds`.
     tell("say", line) prints a line on stdout, tell("warn", text) a warning, and tell("stop") acts as Ctrl-C does.
@@ -35,18 +34,6 @@ class Library:
 
     def __init__(self, logger: SimpleNamespace, tell: Callable):
         self.logger, self.tell, self.run = logger, tell, None
-
-    def start(self, folder: str, row: dict, last_step: int | None) -> None:
-        """Begin a run. `last_step` is the last step in the folder's metrics.jsonl, or None."""
-
-    def log(self, step: int, figures: dict) -> None:
-        """Receive the figures of one logged step."""
-
-    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
-        """Receive a table, such as samples of text."""
-
-    def finish(self, row: dict) -> None:
-        """End a run that has succeeded or failed."""
 
 
 class Wandb(Library):
@@ -59,18 +46,10 @@ class Wandb(Library):
         name, job_type = row["name"][: MAX_CHARACTERS["name"]], self.logger.job_type
         identity = self._id(Path(folder))
         self._start_run(Path(folder), "the run", name=name, id=identity, config=config, job_type=job_type)
-        if self.run is None:
-            return
-        # A metric has one x axis in W&B: by default the step. Throughput over tokens therefore needs a second name
-        self.run.define_metric("tokens")
-        self.run.define_metric("perf_by_tokens/*", step_metric="tokens")
 
     def log(self, step: int, figures: dict) -> None:
-        extra = {}
-        if "perf/tokens_per_sec" in figures:
-            extra = {"perf_by_tokens/tokens_per_sec": figures["perf/tokens_per_sec"]}
         if self.run is not None:
-            self.run.log({**figures, **extra}, step=step, commit=True)
+            self.run.log(figures, step=step, commit=True)
 
     def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
         import wandb
@@ -116,7 +95,7 @@ class Wandb(Library):
         import wandb
 
         c = self.logger
-        own = {
+        settings_of_run = {
             "silent": True,
             "console": "off",  # this process prints nothing
             "init_timeout": c.init_seconds,
@@ -127,7 +106,6 @@ class Wandb(Library):
         }
         for mode in ("online", "offline") if c.mode == "online" else ("offline",):
             try:
-                use_writable_cache(folder)
                 wandb.setup(settings=wandb.Settings(silent=True))  # reads WANDB_*, and refuses a wrong value
                 if mode == "online" and not wandb.login(prompt=False, verify=False):
                     raise wandb.errors.UsageError("no API key is configured: run `wandb login`")
@@ -141,13 +119,13 @@ class Wandb(Library):
                     id=id if mode == c.mode else None,
                     resume="allow",
                     dir=str(folder.resolve()),  # W&B's process may have another working directory
-                    settings=wandb.Settings(**own),
+                    settings=wandb.Settings(**settings_of_run),
                     **settings,
                 )
                 return
             except Exception as error:  # W&B may raise anything
                 where = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
-                self.tell("warn", f"{what} continues {where}: {explain(error)}")
+                self.tell("warn", f"{what} continues {where}: {one_line(error)}")
 
     def _finish_run(self, exit_code: int | None = None) -> None:
         seconds = self.logger.finish_seconds
@@ -163,35 +141,18 @@ class Wandb(Library):
         """Return W&B's id of the run in this folder, so that a resumed run is the same run in W&B."""
         path, identity, problem = folder / ".wandb-id", uuid.uuid4().hex[:12], None
         try:
-            return read_id(path)
+            return str(read_json(path)["id"])
         except FileNotFoundError:
             pass
         except (OSError, ValueError, KeyError, RecursionError) as error:
-            problem = f"{path} cannot be read, so the run is a new one in W&B: {explain(error)}"
+            problem = f"{path} cannot be read, so the run is a new one in W&B: {one_line(error)}"
         try:
             write_json(path, {"id": identity})
         except OSError as error:
-            problem = f"{path} cannot be written, so a resumed run is a new one in W&B: {explain(error)}"
+            problem = f"{path} cannot be written, so a resumed run is a new one in W&B: {one_line(error)}"
         if problem:
             self.tell("warn", problem)
         return identity
-
-
-def read_id(path: Path) -> str:
-    """Return the id in a file .wandb-id. Raises OSError, or ValueError if it is damaged."""
-    content = read_bytes(path, at_most=1000)
-    if re.fullmatch(rb"[0-9a-f]{12}", content):  # of an older version
-        return content.decode()
-    return str(read_json(path)["id"])
-
-
-def use_writable_cache(folder: Path) -> None:
-    """Let W&B's process write its log below `folder` if this user's cache cannot be written. It would print its log."""
-    cache = os.path.abspath(os.path.join(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "wandb"))
-    while not os.path.exists(cache):  # False for a folder that this user cannot enter; Path.exists() would raise
-        cache = os.path.dirname(cache)
-    if not (os.path.isdir(cache) and os.access(cache, os.W_OK)):
-        os.environ.setdefault("WANDB_CACHE_DIR", str(folder.resolve() / "wandb"))
 
 
 class TensorBoard(Library):
@@ -219,8 +180,6 @@ class TensorBoard(Library):
         self.run.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
 
     def finish(self, row: dict) -> None:
-        for key in ("status", "command"):
-            self.run.add_text(key, row[key])
         self.log_table("row", ["key", "value"], [[key, value] for key, value in row.items()])
         self.run.close()
 
@@ -232,22 +191,11 @@ class TensorBoard(Library):
 LIBRARIES = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
-def explain(error: BaseException) -> str:
-    """Return the error's message in one line of at most 300 characters, or its class name if it has none."""
-    return shorten(str(error) or type(error).__name__, 300)
-
-
 class Popen(subprocess.Popen):
     """Starts each process in this process's group, so that one signal ends all. W&B would start it in a session."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options | {"start_new_session": False})
-
-
-def arriving_lines(connection: socket.socket) -> Iterator[bytes]:
-    """Yield each line until the other process ends. If it has not read an answer, its end is a ConnectionResetError."""
-    with contextlib.suppress(ConnectionResetError):
-        yield from connection.makefile("rb")
 
 
 def serve(connection: socket.socket) -> None:
@@ -260,22 +208,23 @@ def serve(connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the process of the run has ended
             connection.sendall(f"{json.dumps([kind, value])}\n".encode())
 
-    lines = arriving_lines(connection)
+    lines = connection.makefile("rb")
     name, logger = json.loads(next(lines))
     library, is_running = LIBRARIES[name](SimpleNamespace(**logger), send), False
     signal.signal(signal.SIGALRM, end)
-    for line in lines:
-        # Nobody kills this process if the run's process is dead
-        signal.setitimer(signal.ITIMER_REAL, library.logger.call_seconds)
-        try:
-            method, *arguments = json.loads(line)
-            is_running = method not in ("finish", "publish_report")
-            answer = getattr(library, method)(*arguments)
-        except BaseException as error:  # a library may raise anything, and may exit
-            send("fail", explain(error))
-            return
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        send("done", answer)
+    with contextlib.suppress(ConnectionResetError):  # the run's process has ended, and has not read an answer
+        for line in lines:
+            # Nobody kills this process if the run's process is dead
+            signal.setitimer(signal.ITIMER_REAL, library.logger.call_seconds)
+            try:
+                method, *arguments = json.loads(line)
+                is_running = method not in ("finish", "publish_report")
+                answer = getattr(library, method)(*arguments)
+            except BaseException as error:  # a library may raise anything, and may exit
+                send("fail", one_line(error))
+                return
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            send("done", answer)
     if is_running:
         signal.setitimer(signal.ITIMER_REAL, library.logger.call_seconds)
         library.finish(KILLED)

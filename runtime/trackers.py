@@ -20,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.files import last_line
-from common.terminal import printable, warn
+from common.terminal import one_line, printable, warn
 from runtime.command import program
 from runtime.config import check
 from runtime.signals import Signals, describe_exit
-from runtime.tracker_process import LIBRARIES, MAX_CHARACTERS, explain
+from runtime.tracker_process import LIBRARIES, MAX_CHARACTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues offline
@@ -66,10 +66,8 @@ class LoggerConfig:
 
     def _check_texts(self) -> None:
         """Raise UserError if W&B would refuse a text."""
-        check(
-            re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None,
-            f"logger.project={self.project}: W&B takes 1 to 128 characters, and none of / \\ # ? % :",
-        )
+        is_right = re.fullmatch(r"[^/\\#?%:]{1,128}", self.project) is not None
+        check(is_right, f"logger.project={self.project}: W&B takes 1 to 128 characters, and none of / \\ # ? % :")
         for key in ("tags", "job_type", "group", "entity"):
             value, longest = getattr(self, key), MAX_CHARACTERS[key]
             for text in value if isinstance(value, list) else [value]:
@@ -78,51 +76,32 @@ class LoggerConfig:
 
 
 class Tracker:
-    """`logger=none`: does nothing. It is the base class of the other trackers."""
-
-    def __init__(self, config: LoggerConfig):
-        self.config = config
-
-    def start(self, folder: Path, row: dict) -> None:
-        """Begin a run. `row` has its name and config, and, if the run could be built, its kernels and env."""
-
-    def log(self, step: int, figures: dict) -> None:
-        """Receive the figures of one logged step."""
-
-    def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
-        """Receive a table, such as samples of text."""
-
-    def finish(self, row: dict) -> None:
-        """End a run that has succeeded or failed. `row` is the result row."""
-
-    def view_line(self, folder: Path, sweep: bool = False) -> str | None:
-        """Return the line that says how to see the run in `folder`, or the runs of a sweep; None without advice."""
-
-
-class TrackerProcess(Tracker):
     """Passes each call to a library in a process of its own. If one fails, it prints a warning and passes no more.
 
-    Only finish() and publish_report() wait for the process, and a signal ends the wait.
+    Only finish() and publish_report() wait for the process. With logger=none nothing is passed.
     """
 
     def __init__(self, config: LoggerConfig):
-        super().__init__(config)
-        self.title = LIBRARIES[config.name].title
+        self.config = config
         self.process: subprocess.Popen | None = None
         self.socket: socket.socket | None = None
-        self.ended = False
+        self.ended = config.name == "none"
         self.unsent, self.received = bytearray(), bytearray()
         self.limits: deque[float] = deque()  # the seconds of each call without an answer
         self.since = 0.0  # when the process could begin with the first of them
         self.answer = None  # to the last call that was answered
 
     def start(self, folder: Path, row: dict) -> None:
-        self._call("start", str(folder), row, last_line(folder / "metrics.jsonl").get("step"), seconds=start_seconds())
+        """Begin a run. `row` has its name and config, and, if the run could be built, its kernels and env."""
+        if not self.ended:
+            last_step = last_line(folder / "metrics.jsonl").get("step")
+            self._call("start", str(folder), row, last_step, seconds=start_seconds())
 
     def log(self, step: int, figures: dict) -> None:
         self._call("log", step, figures, seconds=ANSWER_SECONDS)
 
     def log_table(self, name: str, columns: list[str], rows: list[list]) -> None:
+        """Pass a table, such as samples of text."""
         self._call("log_table", name, columns, rows, seconds=ANSWER_SECONDS)
 
     def finish(self, row: dict) -> None:
@@ -130,13 +109,17 @@ class TrackerProcess(Tracker):
             self._call("finish", row, seconds=FINISH_SECONDS + GRACE, is_last=True)
 
     def publish_report(self, folder: Path, name: str, table: list[list], files: list[Path]) -> str | None:
-        """Return W&B's folder of the run, or None if it failed: see the function publish_report()."""
+        """Publish a table, whose first row names its columns, and `files` as a run of W&B with the job_type `report`.
+
+        Returns W&B's folder of the run, or None if it failed.
+        """
         arguments, seconds = (str(folder), name, table, [str(file) for file in files]), start_seconds()
         self._call("publish_report", *arguments, seconds=seconds + FINISH_SECONDS + GRACE, is_last=True)
         return self.answer
 
     def view_line(self, folder: Path, sweep: bool = False) -> str | None:
-        return LIBRARIES[self.config.name].view_line(folder, sweep)
+        """Return the line that says how to see the run in `folder`, or the runs of a sweep; None without advice."""
+        return None if self.config.name == "none" else LIBRARIES[self.config.name].view_line(folder, sweep)
 
     def _call(self, method: str, *arguments, seconds: float, is_last: bool = False) -> None:
         """Send a call, which the process must answer within `seconds`. Wait for the answer to the last call."""
@@ -154,7 +137,7 @@ class TrackerProcess(Tracker):
                 self._wait(seconds + (self.limits[0] if len(self.limits) > 1 else 0))
         except Exception as error:
             self._end()
-            why = f"{self.title} failed ({explain(error)})"
+            why = f"{LIBRARIES[self.config.name].title} failed ({one_line(error)})"
             warn(f"{why}, and the command continues without it; its own files have all figures")
         finally:
             if is_last:
@@ -188,18 +171,17 @@ class TrackerProcess(Tracker):
 
         Raises an error if a call failed, if the process has ended, or if the first unanswered call takes too long.
         """
-        has_ended = False
+        has_ended = True
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             while self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]
         try:
             while data := self.socket.recv(2**16):
                 self.received += data
-            has_ended = True
         except BlockingIOError:
-            pass
+            has_ended = False
         except ConnectionResetError:
-            has_ended = True
+            pass
         while b"\n" in self.received:
             line, _, self.received = self.received.partition(b"\n")
             self._do(*json.loads(line))
@@ -256,22 +238,8 @@ def start_seconds() -> float:
     return IMPORT_SECONDS + 2 * INIT_SECONDS
 
 
-def make_tracker(config: LoggerConfig) -> Tracker:
-    """Return the tracker that logger.name chooses."""
-    return Tracker(config) if config.name == "none" else TrackerProcess(config)
-
-
 def track_ended_run(config: LoggerConfig, folder: Path, row: dict) -> None:
     """Send the row of a run that ended before it could do so itself."""
-    tracker = make_tracker(config)
+    tracker = Tracker(config)
     tracker.start(folder, row)
     tracker.finish(row)
-
-
-def publish_report(config: LoggerConfig, folder: Path, name: str, table: list[list], files: list[Path]) -> Path | None:
-    """Publish a report as a run of W&B with the job_type `report`: a table, and `files` as an artifact.
-
-    The first row of `table` has the names of its columns. Returns the folder of the run, or None if W&B failed.
-    """
-    run = TrackerProcess(config).publish_report(folder, name, table, files)
-    return Path(run) if run else None

@@ -24,7 +24,7 @@ from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.folders import make_folder
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Config:
 
 @command(Config, "bench_attention")
 def main(cfg: Config) -> None:
-    device, shape, tracker = select_device(cfg.device), cfg.shape, make_tracker(cfg.logger)
+    device, shape, tracker = select_device(cfg.device), cfg.shape, Tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, "bench-attention")
     lengths = cfg.lengths or default_lengths(device)
     env, rows = environment(device), []

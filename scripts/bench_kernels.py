@@ -22,7 +22,7 @@ from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
 from runtime.folders import make_folder
 from runtime.timing import measured_bandwidth, measured_flops
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Config(OpConfig):
 
 @command(Config, "bench_kernels")
 def main(cfg: Config) -> None:
-    device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
+    device, tracker = select_device(cfg.device), Tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, f"bench-{cfg.op}")
     env, rows = environment(device), []
     copy, matmul = measured_bandwidth(device) / 1e12, measured_flops(device, DTYPES[cfg.dtype]) / 1e12

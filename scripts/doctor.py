@@ -37,7 +37,7 @@ from model.vocabulary import take_vocabulary
 from runtime.config import check
 from runtime.device import environment, select_device
 from runtime.folders import make_folder
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 COLUMNS = 100
 
@@ -148,7 +148,7 @@ def take_model(cfg: DictConfig) -> None:
 
 @command(Config, "doctor", complete=take_model)
 def main(cfg: Config) -> None:
-    device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
+    device, tracker = select_device(cfg.device), Tracker(cfg.logger)
     env = environment(device)
     for line in describe_machine(device, env):
         print(wrap(line, indent=9))

@@ -25,7 +25,7 @@ from runtime.device import environment, explain_out_of_memory, peak_memory, rese
 from runtime.ranks import Ranks
 from runtime.resume import choose_folder
 from runtime.run import Run
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 
 @dataclass
@@ -67,7 +67,7 @@ def main(cfg: Config) -> None:
     torch.compiler.reset()  # with -m, all jobs run in this process, and Dynamo limits how often it compiles GPT.forward
     folder, _ = choose_folder(cfg.out_dir, None, name)  # only now, so that a mistake leaves no empty folder
     with (
-        Run(folder, name, cfg, make_tracker(cfg.logger)) as run,
+        Run(folder, name, cfg, Tracker(cfg.logger)) as run,
         explain_out_of_memory(name, "batch_size or block_size"),
     ):
         run.row["checks"] = check_new_backends(cfg.kernels, cfg.attn, device)

@@ -37,7 +37,7 @@ from runtime.resume import choose_folder
 from runtime.run import Run
 from runtime.signals import Signals
 from runtime.timing import measured_bandwidth
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 register_sweeps()  # for Hydra's -m and +sweep=generate
 
@@ -96,7 +96,7 @@ def main(cfg: Config) -> None:
     work = f"{len(chosen)} sequences, max_new_tokens={cfg.max_new_tokens}, {name}"
     with (
         Signals(),
-        Run(folder, name, cfg, make_tracker(cfg.logger)) as run,
+        Run(folder, name, cfg, Tracker(cfg.logger)) as run,
         explain_out_of_memory(work, "one of them, or choose precision=bf16"),
     ):
         if cfg.prompt is not None:

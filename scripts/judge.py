@@ -38,7 +38,7 @@ from runtime.config import UserError, check, parse
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
 from runtime.folders import make_folder
 from runtime.signals import STOPPED, Signals, Stopped
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 from train import Config as TrainConfig
 from train import complete_config
 
@@ -68,7 +68,7 @@ class Config:
 
 @command(Config, "judge")
 def main(cfg: Config) -> None:
-    tracker = make_tracker(cfg.logger)
+    tracker = Tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
     try:
         with Signals():  # the probes and the training run in other processes, which end with this block

@@ -37,7 +37,7 @@ from runtime.resume import choose_folder
 from runtime.row import read_row
 from runtime.run import Run
 from runtime.signals import Signals, Stopped
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 
 @dataclass
@@ -211,7 +211,7 @@ def main(cfg: Config) -> None:
         folder, _ = choose_folder(out_dir, None, name)
         earlier = earlier_attempts(folder, config, prediction.env)
         try:
-            with Run(folder, name, cfg, make_tracker(cfg.logger), resume=bool(earlier)) as run:
+            with Run(folder, name, cfg, Tracker(cfg.logger), resume=bool(earlier)) as run:
                 facts = {"env": prediction.env, "memory_gib": prediction.limit_gib, "world_size": world_size()}
                 facts["parameters"] = cost.parameters(cfg.model)
                 facts["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))

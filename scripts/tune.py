@@ -25,7 +25,7 @@ from lab.commands import command
 from lab.rows import track_rows
 from runtime.config import check
 from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 
 MINUTES = 5.0
 
@@ -72,7 +72,7 @@ class Config:
 @command(Config, "tune", errors=UNFIT)
 def main(cfg: Config) -> None:
     outlive_output()
-    device, tracker = select_device(cfg.device), make_tracker(cfg.logger)
+    device, tracker = select_device(cfg.device), Tracker(cfg.logger)
     gpu = device.type == "cuda"
     check(gpu or not cfg.keep, "keep=true needs a GPU: the repo's tables are for GPUs, not for Triton's interpreter")
     user_table, repo_table = table_paths(device)

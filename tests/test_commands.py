@@ -19,7 +19,7 @@ from data import DataConfig, prepare_command
 from runtime import resume
 from runtime.config import UserError, explain_error
 from runtime.tracker_process import TensorBoard
-from runtime.trackers import LoggerConfig, make_tracker
+from runtime.trackers import LoggerConfig, Tracker
 from scripts import new_kernel
 from tests.test_repo import MODULES
 
@@ -123,7 +123,7 @@ def test_printed_commands_have_the_path_that_they_are_about(name, tmp_path, monk
             assert values.get("impl", values.get("kernels.norm")) in (name, ["eager", name])
     run = tmp_path / "r" / name
     (run / "wandb/offline-run-1").mkdir(parents=True)
-    tracker = make_tracker(LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None))
+    tracker = Tracker(LoggerConfig("wandb", "offline", "hotswap", None, None, None, [], None))
     line = tracker.view_line(run)
     assert shlex.split(line.partition("upload: ")[2]) == ["wandb", "sync", f"{run}/wandb/offline-run-*"]
     assert shlex.split(TensorBoard.view_line(path).partition("board")[2])[2] in (name, f"./{name}")

@@ -229,5 +229,5 @@ def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:
     keys = {"project": "hotswap", "entity": None, "group": group, "job_type": None, "tags": [], "notes": None}
     keys = {key: logger.get(key) or default for key, default in keys.items()}
     config = LoggerConfig("wandb", mode, **keys)
-    folder = trackers.publish_report(config, source.folder, name, wandb_table(source), files)
-    return [folder] if folder else []
+    folder = trackers.Tracker(config).publish_report(source.folder, name, wandb_table(source), files)
+    return [Path(folder)] if folder else []

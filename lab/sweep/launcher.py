@@ -28,7 +28,7 @@ from runtime.config import check, parse
 from runtime.ranks import world_size
 from runtime.row import lock_folder
 from runtime.signals import STOPPED, Signals, Stopped
-from runtime.trackers import LoggerConfig, group_of, make_tracker, track_ended_run
+from runtime.trackers import LoggerConfig, Tracker, group_of, track_ended_run
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Launcher(launcher.Launcher):
         """
         groups = {field.name: self.config[field.name] for field in fields(LauncherConfig)}
         cfg = parse(OmegaConf.create(groups), LauncherConfig)
-        tracker = make_tracker(cfg.logger)
+        tracker = Tracker(cfg.logger)
         folder = Path(cfg.out_dir or self.default_folder())
         repeats = cfg.sweep.repeats
         gpus = gpu_slots(cfg.device)

@@ -11,13 +11,15 @@ from runtime.config import UserError
 from runtime.folders import make_folder
 from runtime.row import read_row, without_nonfinite, write_row
 from runtime.run import Run
-from runtime.trackers import Tracker
+from runtime.trackers import LoggerConfig, Tracker
 from tests.test_train import QUICK, config
+
+NO_TRACKER = Tracker(LoggerConfig("none", "offline", "hotswap", None, None, None, [], None))
 
 
 def log_on_a_full_disk(folder):
     """Log a line to /dev/full, which refuses every write. Closing the file fails too, because it still has the line."""
-    with Run(folder, "name", config(*QUICK), Tracker(None)) as run:
+    with Run(folder, "name", config(*QUICK), NO_TRACKER) as run:
         run.begin(kernels={}, env={})
         run.metrics.close()
         path = folder / "metrics.jsonl"
@@ -40,7 +42,7 @@ def test_log_raises_one_line_when_the_disk_is_full(tmp_path):
 
 def log_steps(folder, *steps):
     """Log these steps in a folder of a run that resumes after step 0."""
-    with Run(folder, "name", config(*QUICK), Tracker(None), resume=True) as run:
+    with Run(folder, "name", config(*QUICK), NO_TRACKER, resume=True) as run:
         run.truncate_metrics(10)
         run.begin(kernels={}, env={})
         for step in steps:
@@ -77,7 +79,7 @@ def test_lines_that_are_cut_off_are_counted_once(tmp_path, capsys, newest):
     """Cut at each line's end, inside each line, and to nothing. The checkpoint of step 10 records ten lines."""
 
     def resume():
-        with Run(tmp_path, "name", config(*QUICK), Tracker(None), resume=True) as run:
+        with Run(tmp_path, "name", config(*QUICK), NO_TRACKER, resume=True) as run:
             run.truncate_metrics(10, expected=10)
             run.begin(kernels={}, env={})
             return run.lines
@@ -102,7 +104,7 @@ def test_lines_that_are_cut_off_are_counted_once(tmp_path, capsys, newest):
 
 def test_a_damaged_lock_never_hides_a_row(tmp_path):
     """Each flip in the .lock of a copy, and files that no run wrote. Only the whole line says that it is a copy."""
-    kill(Run(tmp_path / "run", "name", config(*QUICK), Tracker(None)))
+    kill(Run(tmp_path / "run", "name", config(*QUICK), NO_TRACKER))
     copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
     killed, copied = "stopped: killed", "stopped: killed, or copied while it ran"
     assert read_row(copy)["status"] == copied
@@ -127,7 +129,7 @@ def test_an_odd_file_in_the_folder_is_one_line(tmp_path, name, kind):
     make(tmp_path / name)
     before = os.lstat(tmp_path / name)
     with pytest.raises(UserError, match=rf"^out_dir={tmp_path} cannot be written: {name}: (it is|Is) a") as error:
-        Run(tmp_path, "name", config(*QUICK), Tracker(None), resume=True)
+        Run(tmp_path, "name", config(*QUICK), NO_TRACKER, resume=True)
     assert "\n" not in str(error.value)
     assert os.lstat(tmp_path / name).st_ino == before.st_ino
 
@@ -151,7 +153,7 @@ def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
     folder = tmp_path / "run"
 
     def train():
-        with Run(folder, "name", config(*QUICK), Tracker(None)) as run:
+        with Run(folder, "name", config(*QUICK), NO_TRACKER) as run:
             run.begin(kernels={}, env={})
             run.log(1, {})
             shutil.rmtree(folder)
@@ -168,17 +170,17 @@ def test_a_run_whose_folder_is_deleted_is_not_ok(tmp_path, moment):
 
 def test_the_row_of_a_killed_run_says_so(tmp_path):
     """The row is there before begin(), which may come minutes later. A run that ends replaces it."""
-    run = Run(tmp_path, "name", config(*QUICK), Tracker(None))
+    run = Run(tmp_path, "name", config(*QUICK), NO_TRACKER)
     assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
     kill(run)
     assert read_row(tmp_path)["status"] == "stopped: killed"
-    run = Run(tmp_path, "name", config(*QUICK), Tracker(None))
+    run = Run(tmp_path, "name", config(*QUICK), NO_TRACKER)
     run.begin(kernels={}, env={})
     run.log(3, {"train/loss": 1.0})
     assert read_row(tmp_path)["status"] == "stopped: it was killed, or is still running"
     kill(run)
     assert read_row(tmp_path)["status"] == "stopped: killed after step 3"
-    run = Run(tmp_path, "name", config(*QUICK), Tracker(None), resume=True)
+    run = Run(tmp_path, "name", config(*QUICK), NO_TRACKER, resume=True)
     run.begin(kernels={}, env={})
     run.log(run.config.train.max_steps, {"train/loss": 1.0})
     kill(run)
@@ -188,11 +190,11 @@ def test_the_row_of_a_killed_run_says_so(tmp_path):
 
 
 def test_a_resumed_run_that_cannot_be_built_leaves_the_row(tmp_path):
-    with Run(tmp_path, "name", config(*QUICK), Tracker(None)) as run:
+    with Run(tmp_path, "name", config(*QUICK), NO_TRACKER) as run:
         run.begin(kernels={}, env={})
         run.log(1, {"train/loss": 1.0})
     row = (tmp_path / "result.json").read_bytes()
-    with pytest.raises(UserError, match="no such data"), Run(tmp_path, "n", config(*QUICK), Tracker(None), resume=True):
+    with pytest.raises(UserError, match="no such data"), Run(tmp_path, "n", config(*QUICK), NO_TRACKER, resume=True):
         raise UserError("no such data")
     assert (tmp_path / "result.json").read_bytes() == row
 
@@ -200,17 +202,17 @@ def test_a_resumed_run_that_cannot_be_built_leaves_the_row(tmp_path):
 def test_a_run_with_a_checkpoint_is_not_overwritten(tmp_path):
     """Without a line in metrics.jsonl, a run ended before its first step, unless it has checkpoints."""
     (tmp_path / "metrics.jsonl").touch()
-    kill(Run(tmp_path, "name", config(*QUICK), Tracker(None)))
+    kill(Run(tmp_path, "name", config(*QUICK), NO_TRACKER))
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match=r"already holds a run \(metrics.jsonl\)"):
-        Run(tmp_path, "name", config(*QUICK), Tracker(None))
+        Run(tmp_path, "name", config(*QUICK), NO_TRACKER)
 
 
 def test_a_copy_of_a_running_run_is_not_called_killed(tmp_path):
     """Nobody locks the copy. The original, and the copy of a run that has ended, keep their status."""
-    run = Run(tmp_path / "run", "name", config(*QUICK), Tracker(None))
+    run = Run(tmp_path / "run", "name", config(*QUICK), NO_TRACKER)
     with pytest.raises(UserError, match="is in use by a running process"):
-        Run(tmp_path / "run", "name", config(*QUICK), Tracker(None))
+        Run(tmp_path / "run", "name", config(*QUICK), NO_TRACKER)
     shutil.copytree(tmp_path / "run", tmp_path / "before")
     run.begin(kernels={}, env={})
     run.log(3, {"train/loss": 1.0})
@@ -219,7 +221,7 @@ def test_a_copy_of_a_running_run_is_not_called_killed(tmp_path):
     assert read_row(tmp_path / "after")["status"] == "stopped: killed after step 3, or copied while it ran"
     kill(run)
     assert read_row(tmp_path / "run")["status"] == "stopped: killed after step 3"
-    kill(Run(tmp_path / "after", "name", config(*QUICK), Tracker(None), resume=True))
+    kill(Run(tmp_path / "after", "name", config(*QUICK), NO_TRACKER, resume=True))
     assert read_row(tmp_path / "after")["status"] == "stopped: killed after step 3"
 
 
@@ -243,7 +245,7 @@ def test_the_folder_of_a_command_has_no_control_characters(tmp_path):
 
 def test_files_are_on_the_disk_before_they_replace_others(tmp_path, disk):
     """config.yaml and result.json are written to another file, which is fsynced and then renamed."""
-    with Run(tmp_path, "name", config(*QUICK), Tracker(None)) as run:
+    with Run(tmp_path, "name", config(*QUICK), NO_TRACKER) as run:
         run.begin(kernels={}, env={})
     synced, renames = disk[::2], disk[1::2]
     assert renames == [

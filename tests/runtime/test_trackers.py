@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.files import add_sha256
+from common.files import add_sha256, read_json
 from lab.start import ensure_home
-from runtime.tracker_process import TensorBoard, Wandb, read_id
-from runtime.trackers import LoggerConfig, make_tracker, track_ended_run
+from runtime.tracker_process import TensorBoard, Wandb
+from runtime.trackers import LoggerConfig, Tracker, track_ended_run
 
 WANDB = str(Path(sys.executable).with_name("wandb"))
 SMALL = (
@@ -73,9 +73,8 @@ def test_an_offline_run_has_the_keys_of_the_row_and_the_metrics(hotswap, tmp_pat
     history = [record for record in records if record["type"] == "history"]
     assert len(history) == len(lines) == 6
     text = json.dumps(history)
-    for key in LOGGED | {"perf_by_tokens/tokens_per_sec"}:
+    for key in LOGGED:
         assert key in text, f"{key} is in no logged line"
-    assert any("perf_by_tokens" in json.dumps(record) for record in records if record["type"] == "metric")
 
 
 def test_an_offline_run_says_how_to_upload_it_and_has_its_labels_and_its_sample(hotswap, tmp_path):
@@ -118,7 +117,7 @@ def test_a_job_that_left_no_row_is_a_run_in_wandb_with_the_reason(tmp_path):
 
 def test_the_line_about_a_sweep_quotes_its_folder(tmp_path):
     (tmp_path / "a b/1-x/wandb/offline-run-1").mkdir(parents=True)
-    tracker = make_tracker(OFFLINE)
+    tracker = Tracker(OFFLINE)
     assert tracker.view_line(tmp_path / "a b", sweep=True) == (
         f"wandb    offline; to upload: wandb sync '{tmp_path}/a b'/*/wandb/offline-run-*"
     )
@@ -160,8 +159,8 @@ def test_tensorboard_has_the_figures_the_sample_and_the_status(hotswap, tmp_path
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert losses == [(line["step"], pytest.approx(line["train/loss"])) for line in lines]
-    [status] = events.Tensors("status/text_summary")[-1].tensor_proto.string_val
-    assert status == b"ok"
+    [table] = events.Tensors("row/text_summary")[-1].tensor_proto.string_val
+    assert b"| status | ok |" in table
     assert "sample/text_summary" in events.Tags()["tensors"]
 
 
@@ -222,13 +221,10 @@ def test_a_command_makes_a_home_if_there_is_none(monkeypatch, tmp_path, capsys):
 
 
 def test_wandb_prints_nothing_if_its_cache_cannot_be_written(hotswap, tmp_path, monkeypatch):
-    """Its process writes its log below the run's folder instead. Otherwise it prints the log."""
     (tmp_path / "file").touch()  # root may write everywhere, but not below a file
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file/cache"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", "")  # monkeypatch removes the variable after the test
-    monkeypatch.delenv("WANDB_CACHE_DIR")
     assert hotswap(*SMALL, "train.max_steps=1")[::2] == (0, "")
-    assert [*tmp_path.glob("run/wandb/**/core-debug-*.log")]
+    assert [*tmp_path.glob("run/wandb/offline-run-*")]
 
 
 def test_the_run_continues_without_wandb_when_a_variable_of_wandb_has_a_wrong_value(hotswap, tmp_path, monkeypatch):
@@ -244,7 +240,7 @@ def test_a_resumed_run_is_the_same_run_in_wandb(hotswap, tmp_path):
     assert hotswap(*SMALL, "train.checkpoint_every=3", "train.resume=auto")[0] == 0
     runs = [path.name for path in (tmp_path / "run/wandb").glob("offline-run-*")]
     assert len(runs) == 2  # if both are of the same second, W&B adds a number to the name of the second one
-    assert all(read_id(tmp_path / "run/.wandb-id") in name for name in runs)
+    assert all(read_json(tmp_path / "run/.wandb-id")["id"] in name for name in runs)
 
 
 def make_folder(path):
@@ -274,11 +270,6 @@ def test_a_broken_id_is_replaced_with_one_warning(tmp_path, make):
     [(kind, text)] = told
     assert (kind, text.startswith(f"{path} cannot be ")) == ("warn", True)
     assert path.is_dir() or (wandb._id(tmp_path), len(told)) == (identity, 1)
-
-
-def test_the_id_of_an_older_version_is_read(tmp_path):
-    (tmp_path / ".wandb-id").write_text("0123456789ab")
-    assert Wandb(None, print)._id(tmp_path) == "0123456789ab"
 
 
 def test_a_failed_run_has_its_status_and_exit_code_in_wandb(hotswap, tmp_path, monkeypatch):
