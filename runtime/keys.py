@@ -11,18 +11,12 @@ OTHER_NAMES = {
     "warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps warmup_ratio",
     "weight_decay": "wd decay l2",
     "beta1": "b1 betas adam_beta1",
-    "beta2": "b2 adam_beta2",
     "grad_clip": "clip clip_grad max_grad_norm max_norm gradient_clip_val gradient_clipping clip_grad_norm",
     "batch_size": "bs batch mbs micro_batch_size device_batch_size per_device_train_batch_size train_batch_size",
-    "tokens_per_step": "global_batch_size total_batch_size grad_accum grad_accum_steps gradient_accumulation_steps "
-    "accumulate_grad_batches",
-    "max_steps": "steps iters max_iters num_steps n_steps train_steps num_iterations epochs num_epochs max_epochs "
-    "num_train_epochs lr_decay_iters",
-    "max_minutes": "minutes max_time time_limit hours",
-    "block_size": "ctx context context_length context_size ctx_len n_ctx n_positions seq_len seqlen seq_length "
-    "sequence_length max_seq_len max_length max_position_embeddings",
+    "tokens_per_step": "global_batch_size total_batch_size gradient_accumulation_steps accumulate_grad_batches",
+    "max_steps": "steps iters max_iters num_steps num_iterations epochs num_epochs num_train_epochs lr_decay_iters",
+    "block_size": "ctx context context_length n_ctx n_positions seq_len seq_length max_seq_len max_position_embeddings",
     "eval_every": "eval_interval eval_steps val_every val_check_interval",
-    "eval_batches": "eval_iters limit_val_batches",
     "log_every": "log_interval logging_steps print_every",
     "checkpoint_every": "save_every save_steps save_interval ckpt_every checkpoint_interval checkpoint_steps",
     "keep_checkpoints": "save_total_limit keep_last",
@@ -31,9 +25,7 @@ OTHER_NAMES = {
     "n_head": "heads n_heads num_heads num_attention_heads nhead",
     "n_kv_head": "kv_heads n_kv_heads num_kv_heads num_key_value_heads",
     "n_layer": "layers n_layers num_layers num_hidden_layers depth blocks n_block",
-    "vocab_size": "vocab n_vocab num_tokens padded_vocab_size",
     "pos": "rope position positions pos_emb position_embedding_type rotary",
-    "window": "sliding_window attention_window",
     "checkpointing": "gradient_checkpointing activation_checkpointing recompute remat",
     "init_from": "pretrained from_pretrained model_name model_name_or_path weights",
     "checkpoint": "ckpt ckpt_path model_path run",
@@ -45,18 +37,11 @@ OTHER_NAMES = {
     "impl": "attention attn_implementation flash flash_attention use_flash_attention",
     "data": "dataset dataset_name corpus",
     "path": "data_path data_dir file dataset_path",
-    "val_fraction": "val_split val_ratio validation_split",
-    "optim": "optimizer opt",
     "logger": "wandb tracker report_to tensorboard",
-    "project": "wandb_project",
-    "tags": "wandb_tags",
-    "seed": "random_seed rng",
     "max_new_tokens": "max_tokens n_tokens num_tokens length max_length",
     "temperature": "temp",
     "batch": "bs batch_size num_samples n_samples num_return_sequences",
 }
-# In other projects model.norm chooses a formula. Here kernels.norm chooses the backend of one formula
-OPS = {"norm", "linear", "mlp", "loss", "adamw", "decode"}
 
 
 def key_names(schema: type, prefix: str = "") -> Iterable[str]:
@@ -71,15 +56,10 @@ def explain_key(key: str, known: list[str]) -> str:
     """Return the error message for a key that is missing or that the schema, with the keys `known`, does not have."""
     if key in known:
         return f"{key} is missing: neither the command line nor a file in configs/ sets it"
-    group, _, last = key.rpartition(".")
+    group = key.rpartition(".")[0]
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     similar = similar_key(key, known, siblings)
-    if similar:
-        hint = f"did you mean {similar}?"
-    elif group == "model" and last in OPS and f"kernels.{last}" in known:
-        hint = f"kernels.{last} chooses the backend of {last}, and no key changes its formula"
-    else:
-        hint = f"the keys are: {', '.join(siblings or known)}"
+    hint = f"did you mean {similar}?" if similar else f"the keys are: {', '.join(siblings or known)}"
     return f"unknown key {key}; {hint}"
 
 
@@ -88,10 +68,8 @@ def similar_key(key: str, known: list[str], siblings: list[str]) -> str | None:
 
     `siblings` are the known keys in the same group. The other keys must be more similar: `task` is not logger.tags.
     """
-    group, _, last = key.rpartition(".")
+    last = key.rpartition(".")[2]
     others = [name for name in known if name not in siblings]
-    if group == "model":
-        others = [name for name in others if name.rpartition(".")[2] not in OPS]
     word = last.lower().replace("-", "_")
     for meaning in [last, *(name for name, synonyms in OTHER_NAMES.items() if word in synonyms.split())]:
         for name in (*siblings, *others):

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 
 import train
 from common.terminal import quote_exactly
-from kernels.names import ALL_OPS, config_groups, impls
+from kernels.names import config_groups, impls
 from runtime.command import command_line
 from runtime.config import UserError
-from runtime.keys import OPS, OTHER_NAMES, explain_key, key_names
+from runtime.keys import OTHER_NAMES, explain_key, key_names
 from scripts import evaluate, generate
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,7 @@ MEANT = {  # what is typed -> the key that it means
     evaluate.Config: {"bs": "batch_size", "seq_len": "block_size", "dataset": "data"},
     generate.Config: {"max_length": "max_new_tokens", "temp": "temperature", "bs": "batch", "topk": "top_k"},
 }
-UNLIKE = {train.Config: ["model.norms", "model.activation", "train.foo"], evaluate.Config: ["task", "lr"]}
+UNLIKE = {train.Config: ["model.activation", "train.foo"], evaluate.Config: ["task", "lr"]}
 
 
 @pytest.mark.parametrize("schema", MEANT, ids=lambda schema: schema.__module__)
@@ -184,12 +184,6 @@ def test_an_unknown_key_is_explained_by_its_meaning(schema):
     known = list(key_names(schema))
     for key, meant in MEANT[schema].items():
         assert explain_key(key, known) == f"unknown key {key}; did you mean {meant}?"
-
-
-def test_an_op_of_the_model_is_explained_by_the_key_that_chooses_its_backend():
-    assert {*ALL_OPS} - {"attention"} == OPS
-    line = "unknown key model.norm; kernels.norm chooses the backend of norm, and no key changes its formula"
-    assert explain_key("model.norm", list(key_names(train.Config))) == line
 
 
 @pytest.mark.parametrize("schema", UNLIKE, ids=lambda schema: schema.__module__)
