@@ -22,11 +22,12 @@ PART = re.compile(r"[^/]+/(data\.pkl|data/\d+|version|byteorder|\.format_version
 
 VALUES = {"NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINSTRING"}
 TEXTS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"}
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+# opcode -> how many values it replaces by one
+GROUPS = {"EMPTY_TUPLE": 0, "EMPTY_LIST": 0, "EMPTY_DICT": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+GROUPS |= {"REDUCE": 2, "NEWOBJ": 2, "BINPERSID": 1}
 CHANGES = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}  # opcode -> how many values it puts into the one below them
-CALLS = {"REDUCE": 2, "NEWOBJ": 2, "BINPERSID": 1}  # opcode -> how many values it replaces by one
 PUTS, GETS = {"BINPUT", "LONG_BINPUT", "MEMOIZE"}, {"BINGET", "LONG_BINGET"}
-WITHOUT_EFFECT = {"PROTO", "FRAME"}
+WITHOUT_EFFECT = {"PROTO", "FRAME", "STOP"}
 
 
 class Group:
@@ -84,14 +85,11 @@ def check_opcodes(content: bytes) -> set[str]:
             if type(value) is Group:
                 value.is_repeated = True
             stack.append(value)
-        elif name in ("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT"):
-            stack.append(Group([]))
-        elif name in TUPLES:
-            stack.append(Group(pop(stack, TUPLES[name])))
-        elif name in CALLS:
-            stack.append(Group(pop(stack, CALLS[name])))
+        elif name in GROUPS:
+            stack.append(Group(pop(stack, GROUPS[name])))
         elif name in CHANGES:
-            add(stack, pop(stack, CHANGES[name]))
+            members = pop(stack, CHANGES[name])
+            stack[-1].add(members)
         elif name == "MARK":
             marked.append(stack)
             stack = []
@@ -100,30 +98,21 @@ def check_opcodes(content: bytes) -> set[str]:
             stack.append(Group(members))
         elif name in ("APPENDS", "SETITEMS"):
             members, stack = stack, marked.pop()
-            add(stack, members)
+            stack[-1].add(members)
         elif name == "GLOBAL":
             names.add(argument)
             stack.append(None)
         elif name == "STACK_GLOBAL":
-            names.add(" ".join(pop(stack, 2)))
+            names.add(" ".join(reversed(pop(stack, 2))))
             stack.append(None)
-        elif name not in WITHOUT_EFFECT and name != "STOP":
+        elif name not in WITHOUT_EFFECT:
             raise ValueError(f"it has the opcode {name}")
     return names
 
 
 def pop(stack: list, count: int) -> list:
-    if len(stack) < count:
-        raise ValueError("it takes a value that is not there")
-    members = stack[-count:]
-    del stack[-count:]
-    return members
-
-
-def add(stack: list, members: list) -> None:
-    if not (stack and type(stack[-1]) is Group):
-        raise ValueError("it puts a value into one that is no container")
-    stack[-1].add(members)
+    """Take the last values from the stack, the last one first. Raises IndexError if there are fewer."""
+    return [stack.pop() for _ in range(count)]
 
 
 def check_saved(file: IO[bytes]) -> None:

@@ -7,14 +7,13 @@ integers only. With these, DCP reads the tensors, by torch.load(weights_only=Tru
 The import of this module takes 1.5 s.
 """
 
-import errno
 import io
 import math
 import os
 import pickle
 import warnings
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,32 +72,6 @@ class Place(NamedTuple):
     transform_descriptors: None = None
 
 
-class Part(io.RawIOBase):
-    """The bytes of a file at a place, as a file. That of DCP does not seek from the end."""
-
-    def __init__(self, file: IO[bytes], place: Place):
-        self.file, self.place, self.at = file, place, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.place.length}[whence]
-        if at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        self.at = at
-        return at
-
-    def readinto(self, buffer) -> int:
-        self.file.seek(self.place.offset + self.at)
-        count = self.file.readinto(memoryview(buffer)[: max(self.place.length - self.at, 0)])
-        self.at += count
-        return count
-
-
 class ShardReader(FileSystemReader):
     """Reads the tensors in the folder `shards`, and opens no other files than `names`, which are in this folder.
 
@@ -127,12 +100,12 @@ class ShardReader(FileSystemReader):
         """Fill the tensors of this rank's plan, after a check of each part of a shard that it needs."""
         for place in (self.storage_data[item.storage_index] for item in plan.items):
             with open_regular(self.folder / place.relative_path) as file:
-                try:
-                    check_saved(Part(file, place))
-                except OSError:
-                    raise
-                except Exception as error:
-                    raise pickle.UnpicklingError("it is no file of torch.save") from error
+                file.seek(place.offset)
+                content = file.read(min(place.length, os.fstat(file.fileno()).st_size))
+            try:
+                check_saved(io.BytesIO(content))
+            except Exception as error:
+                raise pickle.UnpicklingError("it is no file of torch.save") from error
         return super().read_data(plan, planner)
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -154,10 +127,7 @@ def reason_of(error: CheckpointException) -> str:
 
 
 def parse(content: bytes, names: set[str], bytes_on_disk: int) -> Metadata:
-    """Return DCP's description of the tensors in the files `names`. Raises an exception of any kind if there is none.
-
-    The tensors are fp32, and cannot take more bytes than their files have.
-    """
+    """Return DCP's description of the fp32 tensors in the files `names`. Raises any exception if it is wrong."""
     check_opcodes(content)
     top = state_of(InertUnpickler(io.BytesIO(content)).load(), f"{DCP}.metadata.Metadata")
     tensors, places, numbers = {}, {}, 0
@@ -166,7 +136,7 @@ def parse(content: bytes, names: set[str], bytes_on_disk: int) -> Metadata:
         chunks = [state_of(chunk, f"{DCP}.metadata.ChunkStorageMetadata") for chunk in entry["chunks"]]
         chunks = [ChunkStorageMetadata(size_of(chunk["offsets"]), size_of(chunk["sizes"])) for chunk in chunks]
         tensors[name] = TensorStorageMetadata(TensorProperties(), size_of(entry["size"]), chunks)
-        if not is_whole(tensors[name]):
+        if not is_whole(tensors[name]):  # a part of it would keep what was in the memory
             raise ValueError(f"its parts do not make up the tensor {value_text(name)}")
         numbers += math.prod(tensors[name].size)
     if FLOAT_BYTES * numbers > bytes_on_disk:
@@ -182,23 +152,16 @@ def parse(content: bytes, names: set[str], bytes_on_disk: int) -> Metadata:
 
 
 def is_whole(tensor: TensorStorageMetadata) -> bool:
-    """Return whether the chunks are the rows of the tensor, as FSDP cuts it: none is missing, none is there twice.
-
-    Otherwise a part of the tensor would keep what was in the memory.
-    """
+    """Return whether the chunks are the rows of the tensor, as FSDP cuts it: none is missing, none is there twice."""
     row, end, rest = 0, math.prod(tensor.size[:1]), tensor.size[1:]  # a scalar is one row
-    for chunk in sorted(filled(tensor.chunks), key=lambda chunk: chunk.offsets):
+    filled = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]  # with more ranks than rows, some are empty
+    for chunk in sorted(filled, key=lambda chunk: chunk.offsets):
         if len(chunk.sizes) != len(tensor.size) or chunk.sizes[1:] != rest:
             return False
         if chunk.offsets != (row, *[0] * len(rest))[: len(tensor.size)]:
             return False
         row += math.prod(chunk.sizes[:1])
     return row == end or math.prod(tensor.size) == 0
-
-
-def filled(chunks: list[ChunkStorageMetadata]) -> list[ChunkStorageMetadata]:
-    """Return the chunks that hold numbers. With more ranks than rows, some hold none."""
-    return [chunk for chunk in chunks if math.prod(chunk.sizes)]
 
 
 def state_of(value: Any, name: str) -> dict:
