@@ -95,15 +95,12 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 
 def verify(folder: Path) -> dict:
-    """Compare every file with the manifest, and return the manifest.
-
-    Raises UserError if a file differs, and Unreadable if one cannot be read or is not in the manifest.
-    """
+    """Return the manifest. Raises UserError if a file differs from it, Unreadable if one cannot be read or is extra."""
     facts = read_manifest(folder)
     for name, expected in facts["files"].items():
         problem = find_damage(folder / name, expected)
         check(problem is None, f"{folder} is damaged: {name} {problem}; choose another checkpoint")
-    others = sorted(map(printable_name, list_files(folder) - facts["files"].keys() - {MANIFEST}))
+    others = sorted(map(ascii, list_files(folder) - facts["files"].keys() - {MANIFEST}))
     if others:
         names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise Unreadable(
@@ -125,15 +122,8 @@ def list_files(folder: Path) -> set[str]:
         raise unreadable(folder, error) from error
 
 
-def printable_name(name: str) -> str:
-    return name if name.isprintable() else ascii(name)
-
-
 def find_damage(path: Path, expected: dict) -> str | None:
-    """Return how a file differs from its entry `expected` in the manifest, or None if it is the same.
-
-    Raises Unreadable if it cannot be read.
-    """
+    """Return how a file differs from `expected`, its entry in the manifest; None if it does not. Raises Unreadable."""
     try:
         if path.is_symlink():
             return "is a link"
@@ -150,10 +140,9 @@ def find_damage(path: Path, expected: dict) -> str | None:
 
 
 def newest_valid(folder: Path, after: int = -1) -> Path | None:
-    """Return the newest valid checkpoint in a `checkpoints` folder whose step is greater than `after`.
+    """Return the newest valid checkpoint in a `checkpoints` folder whose step is greater than `after`; None if none is.
 
-    None if there is none. Prints a warning for each invalid checkpoint that it skips. Raises Unreadable if a newer
-    checkpoint cannot be read.
+    Prints a warning for each invalid checkpoint that it skips. Raises Unreadable if a newer one cannot be read.
     """
     for path in list_steps(folder):
         if step_number(path) > after and not is_real_folder(path):
@@ -172,17 +161,11 @@ def newest_valid(folder: Path, after: int = -1) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, or the newest valid checkpoint of a run's folder.
-
-    Raises UserError if there is none, and Unreadable if the newest one cannot be read.
-    """
+    """Return `path` if it is a checkpoint, or a run's newest valid checkpoint. Raises UserError if there is none."""
     if is_checkpoint(path):
         return path
     newest = newest_valid(path / "checkpoints") or newest_valid(path)
-    check(
-        newest is not None,
-        f"{path} holds no valid checkpoint; name a run's folder (out/RUN) or one of its checkpoints",
-    )
+    check(newest is not None, f"{path} holds no valid checkpoint; name a run's folder or one of its checkpoints")
     return newest
 
 
@@ -225,10 +208,10 @@ def read_training(folder: Path) -> dict:
             check_saved(file)
         training = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         has_updates = isinstance(training, dict) and type(training.get("updates")) is int
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}; choose another checkpoint") from error
     except Exception as error:  # the unpickler may raise any exception
         reason = "it is damaged, or holds more than tensors and plain values"
+        if isinstance(error, OSError):
+            reason = error.strerror or error
         raise UserError(f"{path} cannot be read: {reason}; choose another checkpoint") from error
     check(has_updates, f"{path} is not of a run: `updates` is missing or wrong; choose another checkpoint")
     return training
@@ -236,20 +219,15 @@ def read_training(folder: Path) -> dict:
 
 @torch.no_grad()
 def load_state(folder: Path, state: State) -> dict:
-    """Fill the tensors of `state`, on any number of ranks, and return the other entries of training.pt.
-
-    Raises UserError if the checkpoint does not hold tensors of these names and shapes.
-    """
+    """Fill `state`, on any number of ranks. Returns the rest of training.pt. Raises UserError if it lacks one."""
     manifest, rest = read_manifest(folder), read_training(folder)
     is_whole = isinstance(rest.get("random"), list) and 0 <= rest["updates"] <= manifest["step"]
     check(is_whole, f"{folder / TRAINING} has a wrong `random` or `updates`; choose another checkpoint")
     if WEIGHTS not in manifest["files"]:
         open_shards(folder, manifest["files"]).load(flatten(state))
         return rest
-    saved = {
-        "model": read_tensors(folder / WEIGHTS),
-        **{group: rest.pop(group, None) for group in state if group != "model"},
-    }
+    saved = {group: rest.pop(group, None) for group in state}
+    saved["model"] = read_tensors(folder / WEIGHTS)
     for group, tensors in state.items():
         for name, tensor in tensors.items():
             whole = pick(saved, group, name, tensor.shape, folder)
@@ -286,10 +264,7 @@ def random_state(device: torch.device) -> dict:
 
 
 def restore_random_state(state: dict, device: torch.device) -> None:
-    """Set all random states of this process to `state`, which random_state() returned. Raises UserError if it did not.
-
-    Nothing but a checkpoint that somebody has made by hand can have another state.
-    """
+    """Set all random states of this process to what random_state() returned. Raises UserError if it did not."""
     try:
         torch.set_rng_state(state["torch"])
         if device.type == "cuda" and state["cuda"] is not None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from common.files import read_bytes
-from common.terminal import class_and_message, warn
+from common.terminal import one_line, warn
 from runtime.checkpoint import checkpoint_folders, is_real_folder, verify
 from runtime.config import UserError, check
 from runtime.folders import explain_unwritable
@@ -16,22 +16,17 @@ from runtime.manifest import MANIFEST, Unreadable, fsync, read_manifest, step_nu
 
 
 class CheckpointFolder:
-    """The newest `keep` checkpoints, and the one with the lowest validation loss.
-
-    With `replicate_to`, the folder replicate_to/RUN has a copy of the newest checkpoint.
-    """
+    """The newest `keep` checkpoints, the best one, and with `replicate_to` a copy of the newest in replicate_to/RUN."""
 
     def __init__(self, path: Path, keep: int, replicate_to: str | None):
         self.path, self.keep, self.lowest_loss = path, keep, math.inf
         self.replica = Path(replicate_to) / path.parent.resolve().name if replicate_to else None
 
     def begin(self, steps_before: int) -> float:
-        """Repair what a kill has left, and return the lowest validation loss of the checkpoints; infinity without one.
+        """Repair what a kill has left. Returns the lowest validation loss of the checkpoints; infinity without one.
 
-        It deletes the folder of an incomplete save, and lets `best` point to the checkpoint with the lowest loss. The
-        run resumes after step `steps_before`, so every later checkpoint is damaged, and moves aside. Raises UserError
-        if one cannot be moved, or if the copy would replace that of another run, and Unreadable if the folder or `best`
-        cannot be read.
+        The run resumes after step `steps_before`, so every later checkpoint is damaged, and moves aside. Raises
+        UserError if one cannot be moved, if the copy would replace that of another run, or if the folder is unreadable.
         """
         self._check_replica(steps_before)
         with explain_unwritable(self.path.parent):
@@ -52,26 +47,24 @@ class CheckpointFolder:
         if lowest != best:
             try:
                 self._link_best(lowest)
-            except UserError as error:
-                warn(error)
+            except (OSError, UserError) as error:
+                warn(f"{self.path / 'best'} cannot point to {lowest.name}: {one_line(error)}")
         return self.lowest_loss
 
     def complete(self, newest: Path, loss: float | None) -> None:
         """After the rename of the newest checkpoint: set `best`, delete old checkpoints, and copy the newest one.
 
-        `loss` is its validation loss. Raises UserError if `best` cannot be set or an old checkpoint cannot be deleted.
+        `loss` is its validation loss. Raises UserError if `best` or an old checkpoint cannot be changed.
         """
-        if loss is not None and loss < self.lowest_loss:
-            self._link_best(newest)
-            self.lowest_loss = loss
-        self._delete_old()
+        with explain_unwritable(self.path.parent):
+            if loss is not None and loss < self.lowest_loss:
+                self._link_best(newest)
+                self.lowest_loss = loss
+            self._delete_old()
         self.replicate(newest)
 
     def replicate(self, newest: Path) -> None:
-        """Copy the newest checkpoint and verify the copy, unless it is there. Then delete the other copies.
-
-        A failure is only a warning.
-        """
+        """Make a verified copy of the newest checkpoint, and delete the other copies. A failure is only a warning."""
         if not self.replica:
             return
         copy, temporary = self.replica / newest.name, self.replica / f".{newest.name}"
@@ -91,8 +84,7 @@ class CheckpointFolder:
                     shutil.rmtree(path)
         except (OSError, UserError, MemoryError) as error:
             shutil.rmtree(temporary, ignore_errors=True)  # it would use the space of the next copy
-            reason = getattr(error, "strerror", None) or str(error) or class_and_message(error)
-            warn(f"{newest} has no copy in {self.replica}: {reason}")
+            warn(f"{newest} has no copy in {self.replica}: {one_line(error)}")
 
     def _check_replica(self, steps_before: int) -> None:
         """Raise UserError if the copy would delete checkpoints of another run, or those that are left of a lost one."""
@@ -125,38 +117,34 @@ class CheckpointFolder:
             try:
                 loss = read_manifest(path)["val_loss"] if is_real_folder(path) else None
             except UserError as error:
-                if path == best:
-                    if isinstance(error, Unreadable):
-                        raise Unreadable(f"{error}, with train.resume=PATH out_dir=NEW") from error
-                    warn(error)
-                    set_aside(path)
-            else:
-                losses |= {path: loss} if loss is not None and math.isfinite(loss) else {}
+                if path != best:
+                    continue
+                if isinstance(error, Unreadable):
+                    raise
+                warn(error)
+                set_aside(path)
+                continue
+            if loss is not None and math.isfinite(loss):
+                losses[path] = loss
         return losses
 
     def _link_best(self, path: Path) -> None:
-        """Let `best` point to this checkpoint. Raises UserError if that cannot be done."""
+        """Let `best` point to this checkpoint. Raises OSError."""
         best, link = self.path / "best", self.path / ".best"
-        try:
-            if is_real_folder(best):  # the folder was copied with a tool that follows links
-                shutil.rmtree(best)
-            if os.path.lexists(link):  # of a killed save
-                remove(link)
-            link.symlink_to(path.name)
-            link.replace(best)
-        except OSError as error:
-            raise UserError(f"{best} cannot point to {path.name}: {error.strerror}") from error
+        if is_real_folder(best):  # the folder was copied with a tool that follows links
+            shutil.rmtree(best)
+        if os.path.lexists(link):  # of a killed save
+            remove(link)
+        link.symlink_to(path.name)
+        link.replace(best)
 
     def _delete_old(self) -> None:
-        """Delete all but the newest `keep` checkpoints and the best one. Raises UserError if that cannot be done."""
-        try:
-            for left in self.path.glob(".step-*-old"):  # of a deletion that failed
-                remove(left)
-            for path in checkpoint_folders(self.path)[self.keep :]:
-                if path != self._best():
-                    discard(path)
-        except OSError as error:
-            raise UserError(f"old checkpoints in {self.path} cannot be deleted: {error.strerror}") from error
+        """Delete all but the newest `keep` checkpoints and the best one. Raises OSError."""
+        for left in self.path.glob(".step-*-old"):  # of a deletion that failed
+            remove(left)
+        for path in checkpoint_folders(self.path)[self.keep :]:
+            if path != self._best():
+                discard(path)
 
 
 def is_copy(source: Path, target: Path) -> bool:
@@ -168,18 +156,12 @@ def is_copy(source: Path, target: Path) -> bool:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint step-N to damaged-step-N, or -2, -3 and so on, and print where it is.
-
-    No command reads or deletes it again. Raises UserError if it cannot be renamed.
-    """
+    """Rename a damaged checkpoint step-N to damaged-step-N (-2, -3, ...), which no command deletes. Raises OSError."""
     numbers = itertools.count(2)
     new = path.with_name(f"damaged-{path.name}")
     while os.path.lexists(new):
         new = path.with_name(f"damaged-{path.name}-{next(numbers)}")
-    try:
-        path.rename(new)
-    except OSError as error:
-        raise UserError(f"{path} is damaged and cannot be renamed: {error.strerror}; move it away") from error
+    path.rename(new)
     warn(f"{path} is damaged and is now {new}; delete it if nobody needs it")
 
 

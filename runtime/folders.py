@@ -23,36 +23,32 @@ def explain_unwritable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         path = Path(error.filename or folder)
-        where = f"{path.name}: " if path.parent == folder else ""
+        where = f"{path.relative_to(folder)}: " if path.is_relative_to(folder) and path != folder else ""
         advice = "free some space, or choose another folder" if error.errno in FULL else "choose another folder"
         raise UserError(f"out_dir={folder} cannot be written: {where}{one_line(error)}; {advice}") from None
 
 
 def file_name(text: object) -> str:
-    """Return the name for a file or folder. Raises UserError if it may be outside of its folder, hidden or a flag.
-
-    A name from a row or a config must pass here before it becomes a part of a path.
-    """
+    """Return `text`, the name of a file. Raises UserError if it may lead out of its folder, be hidden or be a flag."""
     is_name = isinstance(text, str) and text[:1] not in ("", ".", "-") and "/" not in text and printable(text) == text
     is_name = is_name and not set("\t\n") & set(text) and len(text.encode(errors="replace")) <= 240
     check(is_name, f"{value_text(text)} cannot name a file: it must be short text without / and control characters")
     return text
 
 
-def make_unique_folder(parent: Path, name: str) -> Path:
-    """Make and return the folder `parent/name`. If it exists, try `name-2`, `name-3` and so on."""
-    folder, number = parent / file_name(name), 1
-    while True:
-        try:
-            make_missing(folder)
-            return folder
-        except FileExistsError:
-            if not os.path.lexists(folder):
-                raise UserError(f"{parent} cannot be written: it is a broken link; choose an out_dir") from None
-            number += 1
-            folder = parent / f"{name}-{number}"
-        except OSError as error:
-            raise UserError(f"{parent} cannot be written: {error.strerror}; choose an out_dir") from None
+def make_unique_folder(name: str) -> Path:
+    """Make and return the folder out/<time>-<name>. If it exists, try <time>-<name>-2, -3 and so on."""
+    first = Path("out", file_name(f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"))
+    folder, number = first, 1
+    with explain_unwritable(first.parent):
+        while True:
+            try:
+                make_missing(folder)
+                return folder
+            except FileExistsError:
+                check(os.path.lexists(folder), "out cannot be written: it is a broken link; choose an out_dir")
+                number += 1
+                folder = first.with_name(f"{first.name}-{number}")
 
 
 def make_folder(out_dir: str | Path | None, name: str) -> Path:
@@ -64,7 +60,7 @@ def make_folder(out_dir: str | Path | None, name: str) -> Path:
     outlive_output()
     if out_dir:
         check(printable(out_dir) == str(out_dir), f"out_dir={out_dir} has control characters; choose another folder")
-    folder = Path(out_dir) if out_dir else make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    folder = Path(out_dir) if out_dir else make_unique_folder(name)
     with explain_unwritable(folder):
         if not folder.is_dir():
             make_missing(folder)

@@ -29,7 +29,8 @@ def is_damage(error: OSError) -> bool:
 
 def unreadable(path: Path, error: OSError) -> Unreadable:
     reason = error.strerror or error
-    return Unreadable(f"{path} cannot be read: {reason}; make it readable, or name another checkpoint by its path")
+    advice = "make it readable, or name another checkpoint by its path and, to resume, another out_dir"
+    return Unreadable(f"{path} cannot be read: {reason}; {advice}")
 
 
 def step_number(path: Path) -> int:
@@ -65,10 +66,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a checkpoint.
-
-    Raises UserError if it is missing or damaged, or of another folder, and Unreadable if it cannot be read.
-    """
+    """Return the manifest of a checkpoint. Raises UserError if it is not valid, and Unreadable if it cannot be read."""
     path = folder / MANIFEST
     try:
         facts, problem = read_json(path), "it is a link" if path.is_symlink() else None
@@ -87,27 +85,21 @@ def read_manifest(folder: Path) -> dict:
 
 
 def find_wrong_key(facts: dict) -> str | None:
-    """Return the first key of a manifest that is missing or has a wrong value; None if all are right.
-
-    The manifest may have more keys. The caller checks the values of the run's config.
-    """
-    step, elapsed, val_loss, config, data, files = map(
-        facts.get, ("step", "elapsed", "val_loss", "config", "data", "files")
-    )
-    if not isinstance(config, dict):
-        return "config"
-    figures, pauses, row = facts.get("figures", {}), facts.get("pauses"), facts.get("row")  # older versions wrote none
+    """Return the first key of a manifest that is missing or has a wrong value; None if all are right."""
+    elapsed, val_loss, pauses, row = facts.get("elapsed"), facts.get("val_loss"), facts.get("pauses"), facts.get("row")
+    config = facts.get("config")
+    is_config = isinstance(config, dict) and all(isinstance(config.get(group, {}), dict) for group in CONFIG_GROUPS)
     rules = {
-        "step": is_count(step),
+        "step": is_count(facts.get("step")),
         "elapsed": type(elapsed) in (int, float) and 0 <= elapsed < 1e18,
-        "val_loss": val_loss is None or type(val_loss) is float,
-        "metrics_lines": is_count(facts.get("metrics_lines", 0)),  # older versions wrote none
-        "config": all(isinstance(config.get(group, {}), dict) for group in CONFIG_GROUPS),
-        "data": isinstance(data, dict),
-        "files": isinstance(files, dict) and are_files(files),
-        "figures": isinstance(figures, dict),
-        "pauses": "figures" not in facts or (isinstance(pauses, dict) and pauses.keys() >= {"last_ms", "median_ms"}),
-        "row": row is None or ("figures" in facts and is_row(row) and config.keys() >= set(CHOICE)),
+        "val_loss": "val_loss" in facts and isinstance(val_loss, float | None),
+        "metrics_lines": is_count(facts.get("metrics_lines")),
+        "config": is_config,
+        "data": isinstance(facts.get("data"), dict),
+        "files": isinstance(facts.get("files"), dict) and are_files(facts["files"]),
+        "figures": isinstance(facts.get("figures"), dict),
+        "pauses": isinstance(pauses, dict) and pauses.keys() >= {"last_ms", "median_ms"},
+        "row": row is None or (is_row(row) and is_config and config.keys() >= set(CHOICE)),
     }
     return next((key for key, is_right in rules.items() if not is_right), None)
 

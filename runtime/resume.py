@@ -3,18 +3,16 @@
 import contextlib
 import math
 import os
-import time
 from collections.abc import Collection
 from pathlib import Path
 
-from common.files import last_line
 from common.terminal import override, printable, shell_command
 from runtime.checkpoint import checkpoint_folders, find_checkpoint, is_checkpoint, newest_valid, verify
 from runtime.command import command_line
 from runtime.config import UserError, check, value_text
-from runtime.folders import explain_unwritable, make_unique_folder
-from runtime.manifest import CHOICE, Unreadable, read_manifest, step_number
-from runtime.row import KILLED, read_known_row, write_row
+from runtime.folders import make_unique_folder
+from runtime.manifest import CHOICE, read_manifest, step_number
+from runtime.row import KILLED, read_known_row
 from runtime.run import Run
 from runtime.saver import Checkpoints
 from runtime.schedule import Due, TrainConfig, is_finished
@@ -31,16 +29,9 @@ def choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[P
     Raises UserError if there is no valid checkpoint, if the resumed run would delete newer checkpoints, or if a newer
     one cannot be read.
     """
-    try:
-        return _choose_folder(out_dir, resume, name)
-    except Unreadable as error:
-        raise UserError(f"train.resume={resume}: {error}, with train.resume=PATH out_dir=NEW") from error
-
-
-def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[Path, Path | None]:
     folder = Path(out_dir) if out_dir else None
     if resume is None:
-        return folder or make_unique_folder(Path("out"), f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"), None
+        return folder or make_unique_folder(name), None
     if resume == "auto":
         check(folder is not None, "train.resume=auto needs out_dir=..., the folder of the run to resume")
         newest = newest_valid(folder / "checkpoints")
@@ -62,10 +53,7 @@ def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[
     path = path.parent / path.resolve().name  # `best` is a link; its folder `checkpoints` may be a link, too
     run_folder = path.parent.parent if path.parent.name == "checkpoints" else None
     folder = folder or run_folder
-    check(
-        folder is not None,
-        f"train.resume={resume} is not in a run's folder; name a folder for the resumed run with out_dir=...",
-    )
+    check(folder is not None, f"train.resume={resume} is not in a run's folder; name a new folder with out_dir=...")
     if run_folder is None or folder.resolve() != run_folder.resolve():
         existing = [name for name in ("metrics.jsonl", "result.json", "checkpoints") if os.path.lexists(folder / name)]
         check(not existing, f"out_dir={folder} already holds a run ({', '.join(existing)}); choose another out_dir")
@@ -75,11 +63,9 @@ def _choose_folder(out_dir: str | None, resume: str | None, name: str) -> tuple[
 
 
 def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tuple[str | None, dict | None]:
-    """Return (line, None) if the run is ok, (None, manifest) if only its end is missing, or (None, None) if it
-    must train.
+    """Return (line, None) if the run is ok, (None, manifest) if only its end is missing, (None, None) if it must train.
 
-    `path` is the checkpoint to resume from. end_run() takes the manifest. `name` is for the row of a run without
-    one.
+    `path` is the checkpoint to resume from. end_run() takes the manifest. `name` is for the row of a run without one.
     """
     if path is None:
         return None, None
@@ -99,17 +85,8 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
     if manifest.get("row") and row["status"] != "ok" and not row["status"].startswith("wrong"):
         manifest["row"]["parity"] = row.get("parity")
         return None, manifest
-    if row["status"].startswith(KILLED):
-        if manifest["step"] < (t.max_steps or math.inf):  # its time is over: it ends after one more step
-            return None, None
-        figures = last_line(folder / "metrics.jsonl")
-        row |= figures if figures.pop("step", None) == manifest["step"] else {}
-        row["steps"] = manifest["step"]
-        row["status"] = (
-            f"failed: killed after its last step; the checkpoint {path} is complete, but the row's figures are lost"
-        )
-        with explain_unwritable(folder):
-            write_row(folder, row)
+    if row["status"].startswith(KILLED) and manifest["step"] < (t.max_steps or math.inf):
+        return None, None  # its time is over: it ends after one more step
     check(
         row["status"] == "ok",
         f"{path} is of the run's last step, and the run's status is {row['status']}; start it again in another folder",
@@ -118,17 +95,14 @@ def find_end(folder: Path, path: Path | None, t: TrainConfig, name: str) -> tupl
 
 
 def logged_figures(manifest: dict) -> dict | None:
-    """Return the figures of the checkpoint's step for metrics.jsonl. None in the manifest of an older version."""
+    """Return the figures of the checkpoint's step for metrics.jsonl; None for a new run, which has no manifest."""
     if "figures" not in manifest:
         return None
     return manifest["figures"] | {"checkpoint/pause_ms": manifest["pauses"]["last_ms"]}
 
 
 def saved_row(ended: dict, config: dict) -> dict:
-    """Return the row in find_end()'s manifest `ended`, for a process with this config, which has no figures itself.
-
-    Raises UserError if this process should prove figures of other kernels.
-    """
+    """Return the row in find_end()'s manifest `ended`. Raises UserError if this process should prove other kernels."""
     saved = {key: value for key, value in ended["row"].items() if key not in ("status", "parity")}
     parity = ended["row"].get("parity")
     if config["proof"] and isinstance(parity, dict) and parity.get("ok") is not None:
@@ -143,10 +117,7 @@ def saved_row(ended: dict, config: dict) -> dict:
 
 
 def end_run(run: Run, ended: dict, checkpoints: Checkpoints, signals: Signals) -> Due:
-    """Replace the training loop for a run whose last checkpoint is complete. `ended` is its manifest.
-
-    Returns what was due after the last step.
-    """
+    """Replace the training loop for a run with this manifest of its last step. Returns what was due after that step."""
     signals.start_loop(run.record)
     print(f"resumed  after the last step, {ended['step']}: what follows it is missing")
     with checkpoints:  # waits for the copy of the last checkpoint
@@ -155,10 +126,7 @@ def end_run(run: Run, ended: dict, checkpoints: Checkpoints, signals: Signals) -
 
 
 def checkpoint_model_config(out_dir: str | None, resume: str | None) -> dict | None:
-    """Return the model's config in the manifest of the checkpoint that the run will resume from.
-
-    The checkpoint is not verified. None if the run will not resume from a checkpoint.
-    """
+    """Return the model's config in the checkpoint that the run will resume from, unverified; None if there is none."""
     if resume is None or (resume == "auto" and out_dir is None):
         return None
     folder = Path(out_dir if resume == "auto" else resume)
@@ -178,7 +146,7 @@ def check_same_run(
 
     The model, the data and the order of the data must be the same. `fingerprint` identifies the data of this run. The
     keys of the config group `model` in `may_differ` may differ. The schedule and the optimizer may differ, too: then
-    the lines of schedule_lines() are printed.
+    a line is printed.
     """
     saved_config = {"model": {}, "train": {}, "data": {}, "optim": {}, **manifest["config"]}
     pairs = {}  # key -> (value now, value in the checkpoint)
@@ -187,38 +155,30 @@ def check_same_run(
             pairs[f"model.{key}"] = value, saved_config["model"].get(key)
     for key, value in fingerprint.items():
         pairs[f"data.{key}"] = value, manifest["data"].get(key)
-    for key in ("block_size", "tokens_per_step"):
-        pairs[f"train.{key}"] = config["train"][key], saved_config["train"].get(key)
-    for group, key in (("data", "mask_documents"), ("train", "overfit")):  # old checkpoints have neither
-        pairs[f"{group}.{key}"] = config[group].get(key, False), saved_config[group].get(key, False)
+    required = ("train", "block_size"), ("train", "tokens_per_step"), ("train", "overfit"), ("data", "mask_documents")
+    for group, key in required:
+        pairs[f"{group}.{key}"] = config[group][key], saved_config[group].get(key)
     pairs["seed"] = config["seed"], saved_config.get("seed")
-    differences = [f"{key}={now} (checkpoint: {value_text(then)})" for key, (now, then) in pairs.items() if now != then]
-    if differences:
+    if differences := describe_differences(pairs):
         raise UserError(
-            f"train.resume={path} is of another run: {', '.join(differences)}; pass the checkpoint's values, or start "
+            f"train.resume={path} is of another run: {differences}; pass the checkpoint's values, or start "
             f"a new run from its weights: {shell_command(override('init_from', path))}"
         )
-    for line in schedule_lines(saved_config, config):
-        print(line)
+    if changes := schedule_changes(saved_config, config):
+        print(f"changed  from here on: {changes}")
 
 
-def schedule_lines(saved: dict, config: dict) -> list[str]:
-    """Return a line with the changes of the schedule and the optimizer since `saved`, and one if no warm-up ends.
+def schedule_changes(saved: dict, config: dict) -> str:
+    """Return how the schedule and the optimizer differ from `saved`. Both may be on purpose or a mistake."""
+    keys = [("optim", key) for key in config["optim"] if key != "impl"]
+    keys += [("train", "max_steps"), ("train", "max_minutes")]
+    return describe_differences({f"{group}.{key}": (config[group][key], saved[group].get(key)) for group, key in keys})
 
-    Both may be on purpose or a mistake.
-    """
-    keys = [("optim", key) for key in config["optim"] if key != "impl"] + [
-        ("train", "max_steps"),
-        ("train", "max_minutes"),
-    ]
-    pairs = [(f"{group}.{key}", config[group][key], saved[group].get(key)) for group, key in keys]
-    changes = [f"{key}={now} (checkpoint: {value_text(then)})" for key, now, then in pairs if now != then]
-    lines = [f"changed  from here on: {', '.join(changes)}"] if changes else []
-    warmup, last = config["optim"]["warmup_steps"], config["train"]["max_steps"]
-    if last and warmup > last:
-        rate = f"the rate stays below optim.learning_rate={config['optim']['learning_rate']:g}"
-        lines.append(f"warm-up  optim.warmup_steps={warmup} is beyond the end, train.max_steps={last}: {rate}")
-    return lines
+
+def describe_differences(pairs: dict[str, tuple]) -> str:
+    """Return the keys with (value now, value in the checkpoint) that differ; an empty text if none does."""
+    differences = [f"{key}={now} (checkpoint: {value_text(then)})" for key, (now, then) in pairs.items() if now != then]
+    return ", ".join(differences)
 
 
 def command(folder: Path) -> str:

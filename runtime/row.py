@@ -22,8 +22,7 @@ KILLED = "stopped: killed"  # read_row() returns this instead of UNFINISHED if n
 def lock_folder(folder: Path) -> TextIO:
     """Make the folder and lock it, until this process ends or closes the returned file.
 
-    The file holds its own inode number: see is_copy(). Raises UserError if another process holds the lock, or as
-    make_folder() does.
+    The file holds the number of its inode: see is_copy(). Raises UserError if another process holds the lock.
     """
     make_folder(str(folder), folder.name)
     with explain_unwritable(folder), contextlib.ExitStack() as stack:
@@ -32,7 +31,7 @@ def lock_folder(folder: Path) -> TextIO:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.truncate(0)
-                print(add_crc32(json.dumps({"inode": os.fstat(file.fileno()).st_ino})), file=file, flush=True)
+                print(os.fstat(file.fileno()).st_ino, file=file, flush=True)
                 stack.pop_all()  # the file stays open, and so the lock is held
                 return file
             except BlockingIOError:
@@ -51,15 +50,11 @@ def is_in_use(folder: Path) -> bool:
 
 
 def is_copy(folder: Path) -> bool:
-    """Return whether the folder is a copy of a run's folder.
-
-    False if .lock is damaged, or is of an older version, which wrote no CRC-32.
-    """
+    """Return whether the folder is a copy of a run's folder: .lock has the number of another inode."""
     lock = folder / ".lock"
-    try:
-        return read_line(read_bytes(lock, at_most=4096).rstrip(b"\n"))["inode"] != lock.stat().st_ino
-    except (OSError, ValueError, KeyError, RecursionError):
-        return False
+    with contextlib.suppress(OSError, ValueError):
+        return int(read_bytes(lock, at_most=100)) != lock.stat().st_ino
+    return False
 
 
 def write_row(folder: Path, row: dict) -> None:
@@ -71,8 +66,7 @@ def write_row(folder: Path, row: dict) -> None:
 def read_row(folder: Path) -> dict | None:
     """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read.
 
-    The status of a killed run is KILLED, with its last step. In a copy of its folder, the status says that the run may
-    have been copied while it ran.
+    The status of a killed run is KILLED, with its last step, and in a copy of its folder a remark.
     """
     try:
         row = read_line(read_bytes(folder / "result.json").rstrip(b"\n"))
@@ -80,8 +74,6 @@ def read_row(folder: Path) -> dict | None:
         if status == UNFINISHED and not is_in_use(folder):
             step = last_line(folder / "metrics.jsonl").get("step")
             status = f"{KILLED} after step {step}" if step else KILLED
-            if step and step == row.get("config", {}).get("train", {}).get("max_steps"):
-                status += ", its last"  # resume.find_end() knows whether the last checkpoint is complete
             if is_copy(folder):
                 status += ", or copied while it ran"
         return row | {"status": status}
@@ -90,25 +82,18 @@ def read_row(folder: Path) -> dict | None:
 
 
 def read_known_row(folder: Path, advice: str) -> dict | None:
-    """Return the row in a run's folder; None if there is none.
-
-    Raises UserError with `advice` if a row is there and cannot be read: it may say that the run is done.
-    """
+    """Return the row in a run's folder; None if there is none. Raises UserError with `advice` if it cannot be read."""
     row, path = read_row(folder), folder / "result.json"
     check(row is not None or not os.path.lexists(path), f"{path} is damaged or cannot be read{advice}")
     return row
 
 
-def without_nonfinite(figures: dict) -> dict:
-    """Return the figures with None in place of NaN and infinity, at any depth."""
-    return {key: _finite(value) for key, value in figures.items()}
-
-
-def _finite(value):
+def without_nonfinite(value):
+    """Return the value with None in place of NaN and infinity, at any depth of its dicts and lists."""
     if isinstance(value, dict):
-        return without_nonfinite(value)
+        return {key: without_nonfinite(member) for key, member in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [without_nonfinite(member) for member in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

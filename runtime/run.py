@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from common.files import add_crc32, check_regular, open_regular, read_bytes, read_line, write_atomically
-from common.terminal import one_line, warn
+from common.terminal import warn
 from runtime.command import command_line
 from runtime.config import UserError, made_folders
 from runtime.folders import explain_unwritable
@@ -28,13 +28,11 @@ class Run:
     """A context manager that writes `result.json` when its block ends, also after an error.
 
     `row` is the result row so far. A new run writes its name and command at once, with the status UNFINISHED, and
-    begin() writes the whole row. After a SIGKILL the file still says UNFINISHED, and read_row() returns KILLED. At the
-    end the status becomes `ok`, `oom` or `failed: why`. If the exception has an attribute `status`, such as
-    `unavailable` or `stopped`, that word replaces `failed`.
+    begin() writes the whole row. At the end the status becomes `ok`, `oom` or `failed: why`; an attribute `status` of
+    the exception, such as `unavailable`, replaces `failed`.
 
     With `resume`, the folder may hold an earlier run. A run that ended before its first step is always overwritten.
-    Raises UserError if the folder holds a run or files that would be overwritten, if a running process uses it, or if
-    it cannot be written.
+    Raises UserError if the folder holds another run, if a running process uses it, or if it cannot be written.
     """
 
     def __init__(self, folder: Path, name: str, config: object, tracker: Tracker, resume: bool = False):
@@ -72,9 +70,8 @@ class Run:
     def truncate_metrics(self, step: int, expected: int = 0, figures: dict | None = None) -> None:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
 
-        Damaged lines are dropped with a warning, and so is the incomplete last line that a kill may leave. `expected`
-        is the number of lines that the checkpoint records. If lines are missing, a warning says how many. If only the
-        line of `step` is missing, begin() writes it from `figures`.
+        Damaged lines and an incomplete last line are dropped with a warning. `expected` is the number of lines that the
+        checkpoint records: a warning says how many are missing. If only that of `step` is, begin() writes `figures`.
         """
         path, kept, later, damaged, last = self.folder / "metrics.jsonl", [], 0, 0, 0
         with explain_unwritable(self.folder):
@@ -88,13 +85,14 @@ class Run:
                     later += 1
             except (ValueError, KeyError, TypeError, RecursionError):
                 warn(f"{path}: line {number} is damaged and is left out")
-                damaged += not later
+                if not later:
+                    damaged += 1
         has_lines = bool(lines) or not self.is_new  # a run that continues another one in a new folder has no lines yet
         if figures and has_lines and last != step:
             self.lost_line = step, figures
-        lost = expected - len(kept) - damaged - bool(self.lost_line)
+        lost = expected - len(kept) - damaged - (1 if self.lost_line else 0)
         if lost > 0 and has_lines:
-            warn(f"{path} has lost {lost} line{'s' * (lost > 1)} up to step {step}")
+            warn(f"{path} has lost {lost} {'line' if lost == 1 else 'lines'} up to step {step}")
         self.lines = len(kept)
         if kept != lines:
             with explain_unwritable(self.folder):
@@ -114,19 +112,12 @@ class Run:
             self.log(*self.lost_line)
 
     def log(self, step: int, figures: dict) -> None:
-        """Write one line of metrics.jsonl, and pass the figures to the tracker.
-
-        NaN and infinity become null, because JSON has neither. Raises UserError if the line cannot be written.
-        """
+        """Write a line of metrics.jsonl, null for NaN, and pass it to the tracker. Raises UserError if that fails."""
         self._check_folder()
         figures = without_nonfinite(figures)
-        try:
+        with explain_unwritable(self.folder):
             self.metrics.write(add_crc32(json.dumps({"step": step, **figures})) + "\n")
             self.lines += 1
-        except OSError as error:
-            raise UserError(
-                f"{self.folder} can no longer be written: {one_line(error)}; free some space, and resume"
-            ) from None
         self.tracker.log(step, figures)
 
     def _check_folder(self) -> None:
@@ -160,8 +151,7 @@ class Run:
         """Write the row, and unlock the folder. A resumed run that failed before begin() does not change the row.
 
         If an error ends the run before begin(), the folder is deleted, unless it existed before or a tracker uses it.
-        The row of an out-of-memory run is a result, so it stays. Raises UserError if the row of a run that is ok cannot
-        be written.
+        Raises UserError if the row of a run that is ok cannot be written.
         """
         unwritten = None
         if self.has_begun or self.is_new:
@@ -190,7 +180,7 @@ class Run:
             warn(unwritten)
 
     def record(self, status: str) -> None:
-        """Write the row with this status, before the end of the run. Print a warning if the disk is full."""
+        """Write the row with this status, before the end of the run. A full disk is a warning."""
         try:
             self._write_row(status)
         except UserError as error:
@@ -198,10 +188,8 @@ class Run:
 
     def _write_row(self, status: str) -> None:
         self.row |= {"status": status, "metrics_lines": self.lines}
-        try:
+        with explain_unwritable(self.folder):
             write_row(self.folder, self.row)
-        except OSError as error:
-            raise UserError(f"{self.result} cannot be written: {one_line(error)}") from None
 
 
 class SilentRun(Run):
@@ -210,26 +198,12 @@ class SilentRun(Run):
     def __init__(self, folder: Path):
         self.folder, self.row, self.lines = folder, {}, 0
 
-    def truncate_metrics(self, step: int, expected: int = 0, figures: dict | None = None) -> None:
-        """Do nothing."""
-
     def begin(self, **facts: dict) -> None:
         self.row.update(facts)
 
-    def log(self, step: int, figures: dict) -> None:
-        """Do nothing."""
+    def do_nothing(self, *_) -> None: ...
 
-    def write_sample(self, text: str) -> None:
-        """Do nothing."""
-
-    def close(self, status: str) -> None:
-        """Do nothing."""
-
-    def record(self, status: str) -> None:
-        """Do nothing."""
-
-    def _check_folder(self) -> None:
-        """Do nothing."""
+    truncate_metrics = log = write_sample = close = record = _check_folder = do_nothing
 
 
 def open_run(folder: Path, name: str, config: object, logger: LoggerConfig, resume: bool, ranks: Ranks) -> Run:

@@ -25,10 +25,7 @@ GATHERED_BYTES = 2**30  # how much of sharded tensors rank 0 gathers on its GPU 
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank has this object; rank 0 writes the files.
-
-    CheckpointFolder says which of them stay, and what `keep` and `replicate_to` do.
-    """
+    """The checkpoints of one run. Every rank has this object; rank 0 writes the files, in a CheckpointFolder."""
 
     def __init__(
         self,
@@ -127,10 +124,7 @@ class Checkpoints:
             raise error
 
     def _copy_to_host(self, state: State) -> tuple[State, torch.cuda.Event | None]:
-        """Copy the state to host memory on rank 0. Returns (the copies, the event after which they are complete).
-
-        On a GPU the copies run in a stream of their own while the training continues. On a CPU the event is None.
-        """
+        """Copy the state to the host on rank 0, on a GPU in another stream. Returns (the copies, their last event)."""
         copies: State = {group: {} for group in state}
         gathered_bytes = 0
         for group, tensors in state.items():
@@ -155,11 +149,7 @@ class Checkpoints:
     def _write(
         self, temporary: Path, state: State, rest: dict, facts: dict, ready: Future | torch.cuda.Event | None
     ) -> None:
-        """Write a checkpoint to `temporary`, rename it, and do what follows. The thread runs this.
-
-        It first waits for `ready`: the future of all shards, or the event of the copies. Raises UserError if the
-        checkpoint cannot be written.
-        """
+        """Wait for `ready`, write a checkpoint to `temporary`, and rename it. Raises UserError if that fails."""
         final = temporary.with_name(temporary.name[1:])
         try:
             if isinstance(ready, Future):
@@ -184,17 +174,8 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             cause = error.__context__ if isinstance(error.__context__, OSError) else error  # torch.save hides it
             reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0] or class_and_message(cause)
-            room = f"earlier checkpoints stay{free_room(self.folder)}"
-            raise UserError(f"{final} could not be written: {reason}; {room}") from error
+            raise UserError(f"{final} could not be written: {reason}; earlier checkpoints stay") from error
         self.checkpoint_folder.complete(final, facts["val_loss"])
-
-
-def free_room(folder: Path) -> str:
-    """Return the free room of the disk for an error; nothing if the disk does not answer."""
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(next(parent for parent in folder.parents if parent.is_dir())).free
-        return f", and {free / 2**30:.1f} GiB are free"
-    return ""
 
 
 def wait_for_shards(written: Future) -> None:

@@ -50,10 +50,8 @@ class TrainConfig:
             least = 1 if key in at_least_one else 0
             check(value is None or value >= least, f"train.{key}={value}: it must be at least {least}")
         check(self.on_nonfinite in ("stop", "skip"), f"train.on_nonfinite={self.on_nonfinite}: choose stop or skip")
-        check(
-            self.spike_factor is None or 1 < self.spike_factor < math.inf,
-            f"train.spike_factor={self.spike_factor}: it must be above 1, or null",
-        )
+        is_factor = self.spike_factor is None or 1 < self.spike_factor < math.inf
+        check(is_factor, f"train.spike_factor={self.spike_factor}: it must be above 1, or null")
         limits = [limit for limit in (self.max_steps, self.max_minutes) if limit is not None]
         check(bool(limits), "train.max_steps or train.max_minutes must be set, or the run would never end")
         check(all(0 < limit < math.inf for limit in limits), "train.max_steps and train.max_minutes must be above 0")
@@ -81,11 +79,6 @@ class TrainConfig:
         most = tokens // self.block_size
         divisors = [size for size in range(1, min(sequences, most) + 1) if sequences % size == 0]
         return max(divisors, default=1)
-
-    @property
-    def keeps_history(self) -> bool:
-        """Whether the optimizer keeps the last losses on the device, in which a spike is found."""
-        return self.spike_factor is not None
 
     @property
     def eval_samples(self) -> int:
@@ -121,11 +114,7 @@ class Due(NamedTuple):
 
 
 def due(t: TrainConfig, step: int, steps_before: int, seconds: float, stop_requested: float) -> Due:
-    """Return what is due after `step`.
-
-    The run had made `steps_before` steps when this process began, and has taken `seconds` in all. `stop_requested` is
-    not 0 if a rank has received a signal.
-    """
+    """Return what is due after `step`, `seconds` after a run's start. Earlier processes made `steps_before` steps."""
     finished = is_finished(t, step, seconds)
     end = bool(finished or stop_requested or step - steps_before == t.stop_after)
     log = step <= steps_before + WARMUP or step % t.log_every == 0
@@ -135,10 +124,7 @@ def due(t: TrainConfig, step: int, steps_before: int, seconds: float, stop_reque
 
 
 def predict_last_step(t: TrainConfig, step: int, meter: Meter) -> float:
-    """Return the step in which the run will end, for the learning rate. Infinity if that is not known yet.
-
-    It is max_steps, or an earlier step if max_minutes end before, at the speed so far.
-    """
+    """Return a run's last step, by max_steps, or by max_minutes at the speed so far; infinity if it is unknown."""
     last = t.max_steps or math.inf
     seconds = meter.seconds_per_step(step)
     if t.max_minutes is None or seconds is None:

@@ -168,14 +168,17 @@ def test_a_final_row_that_cannot_be_written_is_an_error(commands, monkeypatch, n
 
     def write_row(folder, row):
         if row["status"] != UNFINISHED:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "result.json")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/result.json")
         original(folder, row)
 
     monkeypatch.setattr(run, "write_row", write_row)
     code, out, err = commands[name]("run")
     *warnings, error = err.splitlines()
-    assert (code, error) == (1, "error: run/result.json cannot be written: No space left on device")
-    assert warnings == ["warning: run/result.json cannot be written: No space left on device"] * (name == "train")
+    line = (
+        "out_dir=run cannot be written: result.json: No space left on device; free some space, or choose another folder"
+    )
+    assert (code, error) == (1, f"error: {line}")
+    assert warnings == [f"warning: {line}"] * (name == "train")
     assert "done     " not in out
     assert read_row(Path("run"))["status"].startswith(KILLED)
 

@@ -23,7 +23,7 @@ from data.loader import Loader, Windows
 from kernels.registry import OPS, impls, unavailable
 from model import capture, generate
 from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
-from runtime.resume import schedule_lines
+from runtime.resume import schedule_changes
 from tests.runtime.test_unreadable import break_paths
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
 
@@ -243,19 +243,17 @@ def test_a_run_does_not_resume_with_another_config(hotswap, change, differs):
 
 
 def test_a_changed_schedule_is_a_line_when_a_run_resumes(hotswap):
-    """So are a changed optimizer, and a warm-up that is longer than the run."""
+    """So is a changed optimizer."""
     assert hotswap(*BASE, "train.max_steps=30", "train.stop_after=1")[0] == 0
     _, out, _ = hotswap(*BASE, "train.max_steps=30", "train.stop_after=1", RESUME)
     assert out.startswith("device ")
     changes = "train.max_steps=8", "optim.weight_decay=0.2", "train.max_minutes=5"
     code, out, err = hotswap(*BASE, *changes, RESUME)
     assert (code, err) == (0, "")
-    assert out.splitlines()[:2] == [
+    assert out.splitlines()[0] == (
         "changed  from here on: optim.weight_decay=0.2 (checkpoint: 0.1), train.max_steps=8 (checkpoint: 30), "
-        "train.max_minutes=5.0 (checkpoint: None)",
-        "warm-up  optim.warmup_steps=10 is beyond the end, train.max_steps=8: the rate stays below "
-        "optim.learning_rate=0.002",
-    ]
+        "train.max_minutes=5.0 (checkpoint: None)"
+    )
 
 
 def test_a_run_does_not_resume_on_another_text(hotswap):
@@ -306,14 +304,12 @@ def test_a_run_does_not_resume_if_its_newest_checkpoint_cannot_be_read(hotswap, 
     settings = *BASE, "train.checkpoint_every=2", "train.stop_after=4", "train.max_steps=8"
     assert hotswap(*settings)[0] == 0
     before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
-    reason = "run/checkpoints/step-000004/manifest.json cannot be read: Input/output error; make it readable, or name "
+    line = "error: run/checkpoints/step-000004/manifest.json cannot be read: Input/output error; make it readable, or "
+    line += "name another checkpoint by its path and, to resume, another out_dir\n"
     for word in ("auto", "run", "run/checkpoints/step-000004", "run/checkpoints/step-000002"):
         with monkeypatch.context() as patch:
             break_paths(patch, Path("run/checkpoints/step-000004/manifest.json"), "EIO")
             code, out, err = hotswap(*settings, f"train.resume={word}")
-        line = (
-            f"error: train.resume={word}: {reason}another checkpoint by its path, with train.resume=PATH out_dir=NEW\n"
-        )
         assert (code, out, err) == (1, "", line)
         assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     assert hotswap(*settings, RESUME)[0] == 0
@@ -424,7 +420,7 @@ def test_the_folder_of_a_resumed_run(hotswap):
     code, _, err = hotswap(*elsewhere, "train.resume=nowhere")
     assert (code, err) == (
         1,
-        "error: nowhere holds no valid checkpoint; name a run's folder (out/RUN) or one of its checkpoints\n",
+        "error: nowhere holds no valid checkpoint; name a run's folder or one of its checkpoints\n",
     )
 
 
@@ -727,4 +723,4 @@ def test_the_old_name_of_the_optimizer_is_no_change():
     """An old checkpoint's config has optim.impl, and no kernels.adamw."""
     optim = {"learning_rate": 1.0, "warmup_steps": 1}
     saved, now = ({"optim": optim | {"impl": impl}, "train": {"max_steps": 2}} for impl in ("torch", None))
-    assert schedule_lines(saved, now | {"train": {"max_steps": 2, "max_minutes": None}}) == []
+    assert schedule_changes(saved, now | {"train": {"max_steps": 2, "max_minutes": None}}) == ""

@@ -435,7 +435,7 @@ def saved(run, model, step=20, **config):
         step,
         {"model": weights, **moments},
         {"updates": step},
-        {"config": config, "val_loss": 2.5, "data": {}, "elapsed": 1.0},
+        {"config": config, "val_loss": 2.5, "data": {}, "elapsed": 1.0, "metrics_lines": 0, "figures": {}},
     )
     checkpoints.close()
     return run, moments

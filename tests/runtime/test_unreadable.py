@@ -50,12 +50,13 @@ def test_an_unreadable_checkpoint_is_neither_skipped_nor_deleted(tmp_path, monke
     before = contents(tmp_path)
     break_paths(monkeypatch, folder / place, name)
     reason = os.strerror(getattr(errno, name))
-    line = rf"^{folder / place} cannot be read: {reason}; make it readable, or name another checkpoint by its path"
+    advice = "make it readable, or name another checkpoint by its path and, to resume, another out_dir"
+    line = rf"^{folder / place} cannot be read: {reason}; {advice}"
     for read in (lambda: newest_valid(folder), lambda: find_checkpoint(tmp_path / "run")):
         with pytest.raises(Unreadable, match=f"{line}$"):
             read()
     if place in (".", "step-000002/manifest.json"):  # the best checkpoint, too, which a worse one would replace
-        with pytest.raises(Unreadable, match=line if place == "." else f"{line}, with train.resume=PATH out_dir=NEW$"):
+        with pytest.raises(Unreadable, match=line):
             open_checkpoints(folder)
     monkeypatch.undo()
     assert contents(tmp_path) == before
@@ -142,7 +143,8 @@ def test_a_checkpoint_that_cannot_be_moved_aside_is_an_error_of_one_line(tmp_pat
         raise OSError(errno.EROFS, "Read-only file system", str(path))
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(UserError, match=rf"^{tmp_path}/step-000002 is damaged and cannot be renamed: Read-only"):
+    line = f"^out_dir={tmp_path.parent} cannot be written: {tmp_path.name}/step-000002: Read-only"
+    with pytest.raises(UserError, match=line):
         open_checkpoints(tmp_path, steps_before=1)
     assert names(checkpoint_folders(tmp_path)) == ["step-000002", "step-000001"]
 

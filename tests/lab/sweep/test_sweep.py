@@ -33,6 +33,7 @@ def write_manifest(folder, proof):
     os.makedirs(folder)
     files = {name: {"size": 1, "sha256": "0" * 64} for name in ("training.pt", "model.safetensors")}
     facts = {"version": 1, "step": 1, "elapsed": 1.0, "config": {"proof": proof}, "data": {}, "files": files}
+    facts |= {"val_loss": None, "metrics_lines": 0, "figures": {}, "pauses": {"last_ms": 1.0, "median_ms": 1.0}}
     rest = "," + json.dumps(facts)[1:]
     digest = hashlib.sha256(rest.encode()).hexdigest()
     open(folder + "/manifest.json", "w").write('{"sha256": "' + digest + '"' + rest)
