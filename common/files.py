@@ -1,4 +1,4 @@
-"""Read and write files. All rooms may import this file, and it imports none of them.
+"""Read and write files. It imports no other room.
 
 A file is opened by open_regular(), so that a FIFO or a device in its place is an error and not a hang. A file that is
 written by write_atomically() has its old content or the new one, whenever the process is killed.
@@ -41,10 +41,7 @@ class NotRegularFile(OSError):
 
 
 def open_regular(path: str | os.PathLike, mode: str = "rb", buffering: int = -1, errors: str | None = None) -> IO:
-    """Open a regular file as open() does, a text as UTF-8. It never waits for the other end of a FIFO.
-
-    Raises OSError that names the file: also if it is a folder, a FIFO, a socket or a device.
-    """
+    """Open a regular file as open() does, a text as UTF-8; never wait for a FIFO. Raises OSError that names it."""
 
     def opener(name: str, flags: int) -> int:
         try:
@@ -103,10 +100,7 @@ def read_text(path: str | os.PathLike, at_most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a file, without its SHA-256.
-
-    Raises OSError, or ValueError if the SHA-256 is missing or is not of the rest of the file.
-    """
+    """Return the JSON object in a file, without its SHA-256. Raises OSError, or ValueError if the SHA-256 is wrong."""
     content = read_bytes(path)
     if content[:PREFIX_BYTES] != prefix(content[PREFIX_BYTES:]):
         raise ValueError("its SHA-256 is wrong, or missing (older versions wrote none)")
@@ -131,8 +125,7 @@ def replace_file(path: Path) -> Iterator[IO]:
     """A context with a file to write, which takes the place of `path` at its end, unless an exception ends it.
 
     A kill leaves the old content or the new one. After the context, the new content is on the disk; a power cut may
-    still bring the old file back, because the folder is not synced. Temporary files of killed processes are removed. An
-    OSError names the file, also if the disk is full.
+    still bring the old file back, because the folder is not synced. An OSError names `path`, also if the disk is full.
     """
     temporary = None
     try:
@@ -193,10 +186,9 @@ def add_crc32(text: str) -> str:
 
 
 def read_line(line: bytes) -> dict:
-    """Return the JSON object in a line of a .jsonl file or in result.json, without its CRC-32.
+    """Return the JSON object in a line of a .jsonl file or in result.json, without its CRC-32, and None for NaN.
 
-    NaN and infinity become None. Raises ValueError or RecursionError if it is no JSON object, or if the CRC-32 is
-    wrong. A line without a CRC-32 is not checked, because older versions wrote none.
+    Raises ValueError or RecursionError if it is no JSON object, or if the CRC-32 is wrong. A line without one is valid.
     """
     row = json.loads(line, parse_constant=lambda name: None)
     if not isinstance(row, dict):

@@ -1,7 +1,4 @@
-"""What is safe to print on a terminal, and commands to paste into it. All rooms may import this file.
-
-It imports none of them.
-"""
+"""What is safe to print on a terminal, and commands to paste into it. It imports no other room."""
 
 import contextlib
 import io
@@ -43,8 +40,7 @@ class LostOutput(OSError):
 class Output(io.FileIO):
     """The file below sys.stdout or sys.stderr. It drops bytes that the operating system refuses.
 
-    Later bytes appear again, for example when a full disk has room. Python's own file would raise the error in print(),
-    and once more in the flush at Python's exit.
+    Python's own file would raise the error in print(), and once more in the flush at Python's exit.
     """
 
     records = False  # whether this process records something: see outlive_output()
@@ -69,8 +65,7 @@ class Output(io.FileIO):
 def set_up_streams() -> None:
     """Let sys.stdout and sys.stderr write through Output, with \\xe9 for a character that the encoding lacks.
 
-    Child processes print such characters in the same way. A closed stdin is then empty, and what goes to a closed
-    stdout or stderr is lost.
+    Child processes do so, too. A closed stdin is then empty, and what goes to a closed stdout or stderr is lost.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         stream = getattr(sys, name)
@@ -115,7 +110,7 @@ def shell_command(*words: str | os.PathLike) -> str:
 def override(key: str, value: object) -> str:
     """Return the argument key=value of a command, with which Hydra reads exactly this value.
 
-    The value is a text, a path, a number, a bool, None, or a list of them. shell_command() adds the quotes for a shell.
+    The value is a text, a path, a number, a bool, None, or a list of them. A shell needs shell_command(), too.
     """
     return f"{key}={_hydra_value(value)}"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numbers import Integral
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from hotswap import rooms  # first: it lets Python find the rooms
 from hotswap.kernels import names, registry
@@ -78,8 +78,7 @@ def load(
     """Return the GPT of a run (out/RUN), a checkpoint, a Hugging Face GPT-2 ("gpt2") or nanoGPT's ckpt.pt.
 
     Any weights run under any choice of kernels. `fields` may change dropout, checkpointing and window, and shorten
-    block_size. build() describes the other arguments. Raises ValueError as build() does, and if the source cannot be
-    read.
+    block_size. The other arguments and the errors are those of build().
     """
     check(isinstance(source, str | os.PathLike), f"source={value_text(source)}: it must be text or a path")
     weights = pretrained.read_pretrained(str(expand_home(str(source))))
@@ -98,7 +97,8 @@ def make(shape: dict, kernels, attn, precision, device, **options) -> GPT:
             check_choice(group, value, [choice for choice in presets[group] if choice != "*"])
             groups[group] = presets[group][value]
     check_choice("precision", precision, PRECISIONS)
-    choice = parse({"model": shape, **groups}, Choice, complete=take_size)
+    # No tokenizer is named, so with vocab_size=None the model has the ids of bytes
+    choice = parse({"model": shape, **groups}, Choice, complete=lambda cfg: take_vocabulary(cfg, "data.tokenizer"))
     model = step.build(choice.model, choice.kernels, choice.attn, precision, find_device(device), **options)
     if choice.kernels.compile:
         model.compile(fullgraph=True)
@@ -110,16 +110,10 @@ def check_choice(key: str, value: object, choices) -> None:
     check(isinstance(value, str) and value in choices, f"{key}={value_text(value)}: choose {', '.join(choices)}")
 
 
-def take_size(cfg: DictConfig) -> None:
-    """Replace vocab_size=None. No tokenizer is named, so the model has the ids of bytes."""
-    take_vocabulary(cfg, "data.tokenizer")
-
-
 def op(name: str, impl: str, device: str | torch.device = "auto") -> Callable:
     """Return the function of a backend: op("norm", "triton") is norm() of kernels/norm/triton.py.
 
-    kernels/NAME/__init__.py gives its arguments. Raises ValueError if the backend does not exist, or cannot run on
-    `device`.
+    kernels/NAME/__init__.py gives its arguments. Raises ValueError if it does not exist, or cannot run on `device`.
     """
     check_choice("op", name, registry.ALL_OPS)
     check(isinstance(impl, str), f"impl={value_text(impl)}: it must be the name of a backend of {name}, or a path")

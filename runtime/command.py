@@ -34,10 +34,7 @@ def command_line(**changes: str) -> str:
 
 
 def arguments() -> list[str]:
-    """Return the overrides of this job as they were typed, and without Hydra all arguments.
-
-    Without resolve=False, OmegaConf replaces the interpolations ${...} in them, and drops the backslash of \\${...}.
-    """
+    """Return the overrides of this job as they were typed, with ${...} and \\${...}; without Hydra all arguments."""
     if not HydraConfig.initialized():
         return sys.argv[1:]
     return OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)

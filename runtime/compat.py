@@ -1,7 +1,7 @@
 """The private parts of libraries other than PyTorch that this room uses, and why. For PyTorch see torch_compat.py.
 
 This file does not import torch, because --help needs it and has to be quick. tests/runtime/test_compat.py fails if one
-of them changes, or is no longer needed. pyproject.toml lists the tested versions of Triton, and bounds hydra-core.
+of them changes, or is no longer needed.
 """
 
 import argparse
@@ -37,10 +37,7 @@ def reset_compile_counters() -> None:
 
 
 def compile_counters() -> dict[str, Counter]:
-    """Return torch.compile's counters: "stats", "graph_break", "inductor", "aot_autograd".
-
-    They are empty until something imports Dynamo. This function does not, because the import takes 1.5 s.
-    """
+    """Return torch.compile's counters; they are empty before the import of Dynamo, which takes 1.5 s."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters if dynamo else defaultdict(Counter)
 
@@ -65,18 +62,14 @@ def fa4_kernels() -> dict[tuple, object]:
 
 
 def shorten_argparse_errors() -> None:
-    """Print one line for an argument that Hydra's parser refuses.
-
-    argparse also prints the usage, which takes 8 lines, and hydra.main gives no access to its parser (hydra-core 1.3).
-    """
+    """Print one line for an argument that Hydra's parser refuses. argparse also prints the usage, 8 lines."""
     argparse.ArgumentParser.error = lambda _, message: sys.exit(f"error: {printable(message)}")
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return Hydra's flags in `words`, such as --config-dir=FOLDER, and the overrides.
+    """Return Hydra's flags in `words`, such as --config-dir=FOLDER, and the overrides. May exit with one line.
 
-    Hydra's parser (hydra-core 1.3) refuses overrides on both sides of a flag, and -m after an override. Exits with one
-    line if a flag is wrong.
+    Hydra's parser (hydra-core 1.3) refuses overrides on both sides of a flag, and -m after an override.
     """
     arguments = vars(get_args_parser().parse_intermixed_args(words))
     overrides = arguments.pop("overrides")
@@ -89,10 +82,7 @@ def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def register_hydra_plugins(module: ModuleType, *plugins: type) -> None:
-    """Let Hydra use the launcher and the sweeper in `module`, under the name hydra_plugins.hotswap.
-
-    Hydra 1.3 accepts plugins from the package hydra_plugins only. That package exists if other plugins are installed.
-    """
+    """Let Hydra, which accepts plugins from the package hydra_plugins only, use the plugins in `module`."""
     registry = Plugins.instance()  # imports hydra_plugins if it exists
     sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins")).hotswap = module
     for plugin in plugins:
@@ -102,7 +92,6 @@ def register_hydra_plugins(module: ModuleType, *plugins: type) -> None:
 def list_groups_quickly() -> None:
     """Let Hydra copy the list of its sources, and not all configs in them, each time that it lists a group.
 
-    For --help it lists 100 groups, and the copies take half of the time (hydra-core 1.3). Hydra copies so that a
-    change of the list in one copy does not change the others, and a shallow copy is enough for that.
+    For --help it lists 100 groups, and the copies take half of the time (hydra-core 1.3). It changes only the list.
     """
     config_repository.copy = SimpleNamespace(deepcopy=copy.copy)

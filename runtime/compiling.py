@@ -10,10 +10,9 @@ from runtime import compat
 def reset() -> None:
     """Drop everything that torch.compile has compiled, and set all counts to zero.
 
-    With hydra/launcher=basic all jobs of a sweep run in this process, and Dynamo compiles at most 8 versions of one
-    function. Without Dynamo nothing is compiled yet, and torch.compiler.reset() would import it, which takes 1.5 s.
+    With hydra/launcher=basic all jobs of a sweep run in this process, and Dynamo compiles a function at most 8 times.
     """
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import of Dynamo takes 1.5 s
         torch.compiler.reset()
     compat.reset_compile_counters()
 

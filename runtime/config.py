@@ -74,8 +74,7 @@ def cli(
     other choice on the command line with a dot in its name, such as attn=path/to/mine.py. `resolvers` adds texts to the
     YAML files: with {"backends": {"norm": "eager, triton"}}, ${backends:norm} becomes `eager, triton`. The program
     prints the message of a UserError after `error: ` and exits with 1; `errors` are more exceptions of this kind.
-    `complete` may change the composed config before it is checked. After Ctrl-C the exit code is 130;
-    runtime.signals.exit_quietly() has those of output that cannot be written.
+    `complete` may change the composed config before it is checked. For other exit codes see signals.exit_quietly().
     """
 
     def decorate(main: Callable[[T], None]) -> Callable[[], None]:
@@ -103,10 +102,7 @@ def cli(
 
 
 class Task:
-    """What Hydra calls with a composed config. It checks the config and calls the `main` of a program.
-
-    hydra/launcher=submitit_slurm pickles it for another process, which imports the program. There it raises UserError.
-    """
+    """What Hydra calls with a composed config, maybe in another process (submitit). It checks it, and calls `main`."""
 
     def __init__(self, main: Callable, schema: type, errors: tuple, complete: Callable | None):
         self.main, self.schema, self.errors, self.complete = main, schema, errors, complete
@@ -151,10 +147,7 @@ def import_task(module: str, program: list[str], flags: list[str]) -> Task:
 
 
 def run_hydra(configs: Path, name: str, task: Callable[[DictConfig], None]) -> None:
-    """Compose `configs/name.yaml` and the command line, and call `task` with the config, or print what --help asks for.
-
-    Raises Hydra's errors.
-    """
+    """Compose `configs/name.yaml` and the command line, and call `task` with it. Raises Hydra's errors."""
     OmegaConf.register_new_resolver(
         "commented_config", lambda *, _root_: commented_yaml(_root_, configs, name), replace=True
     )
@@ -168,10 +161,7 @@ def run_hydra(configs: Path, name: str, task: Callable[[DictConfig], None]) -> N
 
 @exit_quietly()
 def answer_help(configs: Path, name: str) -> None:
-    """If the command line asks for --help or a tab completion, print it and exit.
-
-    Does nothing if that fails: the program itself explains the error.
-    """
+    """Print what --help or a tab completion asks for, and exit. If that fails, the program explains the error."""
     if not {"-h", "--help", "-sc", "--shell-completion"}.intersection(sys.argv):
         exit_on_early_interrupt()
         return
@@ -320,12 +310,10 @@ def commented_yaml(cfg: DictConfig, configs: Path, name: str) -> str:
         """Yield ((group or "", key), line) for each line of YAML with one level of groups."""
         group = ""
         for line in text.splitlines():
-            key = line.split(":")[0]
-            if line.startswith(" "):
-                yield (group, key.strip()), line
-            else:
-                group = key
-                yield ("", key), line
+            key = line.split(":")[0].strip()
+            is_nested = line.startswith(" ")
+            yield (group if is_nested else "", key), line
+            group = group if is_nested else key
 
     comments = {}
     for path in configs.rglob("*.yaml"):

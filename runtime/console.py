@@ -17,11 +17,7 @@ tqdm.set_lock(threading.RLock())
 
 
 def header(row: dict, model: str, flops: str, data: str, folder: Path) -> str:
-    """Return the lines that a training run prints at its start.
-
-    `row` is the result row so far. `model` describes the model, `flops` is the formula of its FLOP a token, and `data`
-    describes the text.
-    """
+    """Return the lines that a training run prints at its start. `flops` is the formula of the model's FLOP a token."""
     config, processes = row["config"], row["world_size"]
     train, peak, measured_peak = config["train"], row["peak_flops"], row["measured_peak_flops"]
     kernels = [*kernel_texts(row).values(), *(["torch.compile"] if config["kernels"]["compile"] else [])]

@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from common.files import read_text
+from common.terminal import one_line
 from runtime.config import UserError, check, value_text
 from runtime.ranks import Ranks
 from runtime.timing import measured_flops
@@ -65,8 +65,7 @@ BF16_PEAK = {
 def select_device(name: str) -> torch.device:
     """Return find_device(name), and set the allocator and the precision of matmuls for the whole process.
 
-    A program of ours calls it before it uses a GPU. The package hotswap does not. A matmul in fp32 uses no TF32,
-    because fp32 is the reference of parity.
+    Our programs call it, the package hotswap does not. fp32 uses no TF32, because fp32 is the reference of parity.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
@@ -78,18 +77,13 @@ def select_device(name: str) -> torch.device:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises UserError if this machine does not have it.
-
-    The GPU cuda:N becomes the current one, because Triton launches kernels on the current GPU.
-    """
+    """Return the device for `auto`, `cpu`, `cuda` or `cuda:N`. Raises UserError if this machine does not have it."""
     name = value_text(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
-    check(
-        name == "cpu" or (kind == "cuda" and (not index or index.isdigit())),
-        f"device={name}: choose auto, cpu, cuda or cuda:N",
-    )
+    is_device = name == "cpu" or (kind == "cuda" and (not index or index.isdigit()))
+    check(is_device, f"device={name}: choose auto, cpu, cuda or cuda:N")
     if kind == "cuda":
         if not torch.cuda.is_available():
             reason = "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch sees no GPU"
@@ -97,7 +91,7 @@ def find_device(name: str | torch.device) -> torch.device:
         count = torch.cuda.device_count()
         check(int(index or 0) < count, f"device={name}: this machine has {count} GPU(s), numbered from 0")
         if index:
-            torch.cuda.set_device(int(index))
+            torch.cuda.set_device(int(index))  # Triton launches kernels on the current GPU
     return torch.device(name)
 
 
@@ -116,21 +110,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Ceiling:
-    """The peak speed of a device in FLOP/s, and the share of it that a throughput reaches.
-
-    `peak` is from the data sheet (None for an unknown GPU), and `measured` is the speed of a matmul on this device. The
-    job runs on `devices` such devices.
-    """
+    """The peak FLOP/s of a job on `devices` devices: `peak` by data sheet, if known, and `measured` with a matmul."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float, devices: int = 1):
         self.flops_per_token, self.devices = flops_per_token, devices
         self.peak, self.measured = peak_flops(device), measured_flops(device, dtype)
 
     def figures(self, tokens_per_sec: float | None) -> dict[str, float | None]:
-        """Return the throughput of the job, and its model FLOP utilisation relative to both peaks.
-
-        Without a throughput all figures are None.
-        """
+        """Return the throughput of the job and its model FLOP utilisation, or None for each without a throughput."""
         if tokens_per_sec is None:
             keys = ("tokens_per_sec", "tokens_per_sec_per_device", "mfu", "mfu_measured_peak")
             return {f"perf/{key}": None for key in keys}
@@ -145,10 +132,7 @@ class Ceiling:
 
 
 def check_step(asked: str, tokens: int, device: torch.device, **speed) -> None:
-    """Raise UserError if `asked` is auto, it chose the CPU, and a step's matmuls take more than LONGEST_STEP.
-
-    `device` and `speed` are the arguments of Ceiling.
-    """
+    """Raise UserError if `asked` is auto, it chose the CPU, and a step's matmuls take more than LONGEST_STEP."""
     if asked != "auto" or device.type != "cpu":
         return
     ceiling = Ceiling(device, **speed)
@@ -161,10 +145,7 @@ def check_step(asked: str, tokens: int, device: torch.device, **speed) -> None:
 
 
 def peak_memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | None]:
-    """Return the figures of process_peaks(). For several ranks each figure is the maximum over the ranks.
-
-    For several ranks there is also `mem/job_peak_gib`, the sum of the peaks over the ranks.
-    """
+    """Return process_peaks(); for several ranks their maxima, and the sum of the peaks as `mem/job_peak_gib`."""
     peaks = ranks.gather(process_peaks(device))
     figures = {key: None if value is None else max(peak[key] for peak in peaks) for key, value in peaks[0].items()}
     if not ranks.single:
@@ -174,10 +155,7 @@ def peak_memory(device: torch.device, ranks: Ranks) -> dict[str, float | int | N
 
 
 def process_peaks(device: torch.device) -> dict[str, float | int | None]:
-    """Return this process's peak memory in GiB, and on a GPU the allocator's number of retries.
-
-    On a GPU the peak is PyTorch's allocator's since reset_peak_memory(). On a CPU it is the largest resident set.
-    """
+    """Return this process's peak memory in GiB: PyTorch's since reset_peak_memory(), or the resident set on a CPU."""
     if device.type == "cuda":
         return {
             "mem/peak_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
@@ -186,9 +164,7 @@ def process_peaks(device: torch.device) -> dict[str, float | int | None]:
         }
     unit = 1 if platform.system() == "Darwin" else 1024  # ru_maxrss is in KiB on Linux
     return {
-        "mem/peak_allocated_gib": None,
-        "mem/peak_reserved_gib": None,
-        "mem/alloc_retries": None,
+        **dict.fromkeys(("mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/alloc_retries")),
         "mem/peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB,
     }
 
@@ -237,11 +213,7 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
 
 
 def git_commit() -> dict[str, str | None]:
-    """Return {"git_commit": "<sha>"} or "<sha>-dirty", or the text of the variable HOTSWAP_COMMIT if it is set.
-
-    HOTSWAP_COMMIT is for a copy of the tree without its history. If the commit is unknown, it is None, and
-    "git_commit_missing" says why.
-    """
+    """Return the commit, "<sha>" or "<sha>-dirty", or the variable HOTSWAP_COMMIT; or None, and why it is unknown."""
     if commit := os.environ.get("HOTSWAP_COMMIT"):
         return {"git_commit": commit}
     if not (ROOT / ".git").exists():  # git would use a repo in a parent folder
@@ -252,17 +224,12 @@ def git_commit() -> dict[str, str | None]:
 
 
 def _first_line(*command: str) -> tuple[str | None, str | None]:
-    """Return (the first line that a command prints in the repo's root, None), or (None, why there is no line).
-
-    The command may take 10 s.
-    """
-    if shutil.which(command[0]) is None:
-        return None, f"{command[0]} is not installed"
+    """Return (the first line that a command prints in the repo's root, None), or (None, why there is none in 10 s)."""
     try:
         options = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
         result = subprocess.run(command, cwd=ROOT, timeout=10, **options)
-    except subprocess.TimeoutExpired:
-        return None, f"{command[0]} took more than 10 s"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{command[0]} failed: {one_line(error)}"
     if result.returncode == 0 and result.stdout:
         return result.stdout.splitlines()[0], None
     why = result.stderr.splitlines() or [f"exit code {result.returncode}"]

@@ -1,9 +1,8 @@
 """The memory of the host that this process may use: the machine's, or less if a container or SLURM limits it.
 
-Linux limits a container with a control group. A group's limit holds for all processes in the group and in the groups
-below it. Version 2 of the groups (docs.kernel.org/admin-guide/cgroup-v2.html) and version 1 have different files. A
-container may see its group as the root, or may only know the name that the group has on the host, where it finds no
-files. So we read the files in every folder from this name up to the root.
+Linux limits a container with a control group, of version 2 (docs.kernel.org/admin-guide/cgroup-v2.html) or 1. A group's
+limit holds for all groups below it. A container may see its group as the root, or may only know the name that the group
+has on the host, where it finds no files. So we read the files in every folder from this name up to the root.
 """
 
 import os

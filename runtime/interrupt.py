@@ -1,7 +1,4 @@
-"""Ctrl-C while a command imports its modules. This file imports no slow module, because it is the first to be imported.
-
-While Python itself starts (20 ms, or 100 ms with the editable install), no code of this repo can answer.
-"""
+"""Ctrl-C while a command imports its modules. This file imports no slow module, because it is the first one."""
 
 import os
 import signal

@@ -23,8 +23,7 @@ MAX_SAMPLES = 200  # the most samples that a row holds
 class Meter:
     """Time, memory and compilations of the steps of this process. The clock starts when the Meter is made.
 
-    Before this process, a resumed run had made `steps_before` steps in `seconds_before` seconds. Only `elapsed` and
-    seconds_per_step() use these seconds.
+    Before this process, a resumed run had made `steps_before` steps in `seconds_before` seconds.
     """
 
     def __init__(

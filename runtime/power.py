@@ -75,10 +75,7 @@ def find_sensors(device: torch.device) -> Sensors | None:
 
 
 class PowerMeter:
-    """Adds up the energy of intervals, each from start() to stop(), and keeps samples of the other sensors.
-
-    It takes samples in a `with` block. An interval without stop() does not count.
-    """
+    """Adds up the energy of intervals, from start() to stop(). In a `with` block it also samples the other sensors."""
 
     def __init__(self, device: torch.device):
         self.sensors = find_sensors(device)
@@ -134,17 +131,17 @@ class PowerMeter:
         if None in gpus:
             return {}
         limits, seconds, joules, samples = zip(*gpus, strict=True)
-        everyone = sum(samples, Counter())
-        seen = {name: share(everyone, bit) for bit, name in REASONS.items()}
+        all_samples = sum(samples, Counter())
+        shares = {name: share(all_samples, bit) for bit, name in REASONS.items()}
         return {
-            "power/watts": sum(own / lasted for own, lasted in zip(joules, seconds, strict=True)),
+            "power/watts": sum(energy / duration for energy, duration in zip(joules, seconds, strict=True)),
             "power/limit_watts": sum(limits),
             "power/joules_per_token": sum(joules) / tokens,
-            "power/sm_mhz": min(statistics.median(sample.sm_mhz for sample in own.elements()) for own in samples),
+            "power/sm_mhz": min(statistics.median(sample.sm_mhz for sample in of_gpu.elements()) for of_gpu in samples),
             "power/max_sm_mhz": self.sensors.max_sm_mhz,
-            "power/celsius": max(sample.celsius for sample in everyone),
-            "power/at_limit": share(everyone, POWER_CAP),
-            "power/slowed_by": {name: part for name, part in seen.items() if part},
+            "power/celsius": max(sample.celsius for sample in all_samples),
+            "power/at_limit": share(all_samples, POWER_CAP),
+            "power/slowed_by": {name: part for name, part in shares.items() if part},
         }
 
 

@@ -54,7 +54,7 @@ class Ranks:
     """This process's rank in the job, and the communication between the ranks.
 
     `batch_ranks` ranks divide the batches of a step among them, and this one is number `batch_rank` of them. With
-    parallel=context batch_ranks is 1, because every rank takes all batches.
+    parallel=context there is one batch rank, because every rank takes all batches.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, batch_ranks: int | None = None):
@@ -122,11 +122,10 @@ class Ranks:
     @contextmanager
     def print_on_rank0_only(self) -> Iterator[None]:
         """Send the stdout of the other ranks to /dev/null within this context."""
-        with contextlib.ExitStack() as stack:
-            if not self.is_main:
-                nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-                stack.enter_context(contextlib.redirect_stdout(nowhere))
-            yield
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            stream = sys.stdout if self.is_main else nowhere
+            with contextlib.redirect_stdout(stream):
+                yield
 
     @contextmanager
     def share_failure(self) -> Iterator[None]:
@@ -171,18 +170,12 @@ def rank_device(device: str) -> str:
     """
     if not started_by_torchrun() or device == "cpu":
         return device
-    check(
-        not device.startswith("cuda:"),
-        f"device={device} under torchrun: each process takes a GPU of its own; use device=cuda",
-    )
+    check(not device.startswith("cuda:"), f"device={device} under torchrun: each process takes a GPU; use device=cuda")
     if device == "auto" and not torch.cuda.is_available():
         return "cpu"
     rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    check(
-        count == 0 or rank < count,
-        f"torchrun started {os.environ.get('LOCAL_WORLD_SIZE')} processes, and this machine has {count} GPU(s): lower "
-        "--nproc_per_node",
-    )
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    check(count == 0 or rank < count, f"torchrun started {size} processes for {count} GPU(s): lower --nproc_per_node")
     return f"cuda:{rank}"
 
 
@@ -210,13 +203,8 @@ def join_ranks(device: torch.device, parallel: str = "ddp", hang_minutes: float 
     ranks.watchdog.start(store.clone(), hang_minutes)
     try:
         with ranks.share_failure(), ranks.print_on_rank0_only(), ranks.at_exit:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=store,
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-            )
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
             yield ranks
         leave(ranks)
         # Skip the interpreter's shutdown: all files are closed. Once in a few hundred runs on a busy machine, rank 0
@@ -238,8 +226,7 @@ def unused_store(store: dist.Store, rank: int, world_size: int, hang_minutes: fl
     After a restart (--max-restarts), torchrun's store still has the addresses of the ended processes, and gloo would
     wait for them (PyTorch's issue 135712). So rank 0 chooses a new name. Each other rank writes a random word, and
     waits for the answer to this word. Rank 0 answers until all have confirmed, because the first words that it reads
-    may be of ended processes. Raises UserError after `hang_minutes`, but not before 1 minute, because a rank needs some
-    time to start, and not after 10.
+    may be of ended processes. Raises UserError after `hang_minutes`, but at least 1 and at most 10.
     """
     name = uuid.uuid4().hex
     minutes = min(10.0, max(1.0, hang_minutes or 10.0))
@@ -264,8 +251,7 @@ def unused_store(store: dist.Store, rank: int, world_size: int, hang_minutes: fl
 def wait_for_ranks(rank: int, missing: Callable[[], list[int]], minutes: float) -> None:
     """Call missing() until it returns no ranks. Raises UserError after `minutes`, or if the job's store is gone.
 
-    If a missing rank was killed, torchrun sends SIGTERM to the others. A store.wait() would not notice this signal.
-    After 30 s torchrun would kill this rank too, without a word.
+    A store.wait() would not notice SIGTERM, which torchrun sends if a rank was killed, 30 s before it kills this one.
     """
     end, names = time.monotonic() + 60 * minutes, "another"
     try:
@@ -285,10 +271,9 @@ def wait_for_ranks(rank: int, missing: Callable[[], list[int]], minutes: float) 
 
 
 def leave(ranks: Ranks) -> None:
-    """Wait for all ranks, and leave the process group.
+    """Wait for all ranks, because torchrun ends the others as soon as one has exited; then leave the process group.
 
-    Rank 0 may still be busy, and torchrun would end it as soon as another rank has exited. If the other ranks have
-    already left, a collective raises an error here, which is no failure of the job.
+    If the other ranks have already left, a collective raises an error here, which is no failure of the job.
     """
     with contextlib.suppress(dist.DistError, RuntimeError):
         ranks.gather(None)

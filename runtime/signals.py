@@ -47,7 +47,7 @@ class Signals:
 
     While `looping` is true, they only set `received` to the signal's name, but a second Ctrl-C raises Stopped. If the
     main thread does not raise it within HANDLER_SECONDS, a thread ends the process. With `requeue`, a SLURM job that
-    SIGUSR1 has stopped is put back into the queue at the end of this context.
+    SIGUSR1 has stopped is put back into the queue at the end.
     """
 
     count = 0  # of the signals that this process has handled
@@ -167,9 +167,8 @@ def exit_quietly() -> Iterator[None]:
     """Exit without a traceback after Ctrl-C (code 130), and if the output cannot be written.
 
     Ctrl-C raises KeyboardInterrupt within this context, and does nothing after it, because the program ends there.
-    If the reader of the output has ended, as in `python -m scripts.doctor | head -1`, the code is 141. On a full disk
-    the code is 1, and stderr gets a line. A command that records something goes on: see terminal.outlive_output(). A
-    terminal of any encoding can show the output.
+    If the reader of the output has ended, as in `python -m scripts.doctor | head -1`, the code is 141, and on a full
+    disk 1. A command that records something goes on: see terminal.outlive_output().
     """
     set_up_streams()
     if signal.getsignal(signal.SIGINT) in (exit_at_once, ignore_interrupt):

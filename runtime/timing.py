@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -25,10 +26,7 @@ def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
     size, largest, previous = 64, 8192 if device.type == "cuda" else 1024, None
     while True:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-
-        def multiply(a=a, b=b):
-            return a @ b
-
+        multiply = partial(torch.matmul, a, b)
         fastest = min(call_seconds(multiply, device, warmup=1, calls=2))
         # The next size has 8 times the FLOPs. But on a busy CPU a small call mostly waits for a core, some 20 ms
         growth = min(8.0, max(1.0, fastest / previous)) if previous else 0.0
@@ -52,10 +50,7 @@ def median_seconds(function: Callable[[], object], device: torch.device, enough:
 def call_seconds(
     function: Callable[[], object], device: torch.device, warmup: int = 3, calls: int = 10, enough: float = math.inf
 ) -> list[float]:
-    """Return the seconds of `calls` calls after `warmup` others. Each call is synchronised.
-
-    There are fewer calls if these have taken `enough` seconds together.
-    """
+    """Return the seconds of `calls` synchronised calls after `warmup` others; of fewer if they take `enough`."""
     for _ in range(warmup):
         function()
     seconds = []
@@ -73,12 +68,10 @@ def time_in_turns(
 ) -> dict[str, list[float]]:
     """Return {name: the seconds of a call of this function, one sample for each round}.
 
-    In each round every function has its turn, with as many calls as take `seconds`.
-
-    Device events time a GPU. Before each turn the GPU sleeps until the host has launched all calls of the turn. So the
-    GPU never waits for the host, as in a training step. Without the sleep, a call of less than a millisecond would
-    seem to take as long as Python takes to launch it. If the launches of a turn do not fit into the GPU's queue (about
-    1,000), the turn has fewer calls. If a function itself waits for the GPU, its time includes this wait.
+    In each round every function has its turn, with as many calls as take `seconds`. Before a turn the GPU sleeps until
+    the host has launched all calls, so it never waits for the host, as in a training step. Otherwise a call of less
+    than a millisecond would seem to take as long as its launch. If the launches do not fit into the GPU's queue (about
+    1,000), the turn has fewer calls.
     """
     # `enough`, because a slow function has one call in each turn, however exact its median is
     medians = {name: median_seconds(function, device, enough=5 * seconds) for name, function in functions.items()}
@@ -112,10 +105,7 @@ def _launch_seconds(function: Callable[[], object], device: torch.device) -> flo
 
 
 def _time_calls(function: Callable[[], object], calls: int, device: torch.device, sleep: float) -> tuple[float, bool]:
-    """Return (the seconds of all calls, whether the host had launched all of them before the first one began).
-
-    Before the calls, a GPU sleeps for `sleep` seconds.
-    """
+    """Return (the seconds of all calls, whether all were launched before the first began). A GPU sleeps before them."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):

@@ -3,9 +3,7 @@
 Each rank has a thread that counts a beat in the job's store once a second, and writes there where the main thread is. A
 rank whose beats stay the same is stopped, or its machine is down. A rank that beats, but has begun fewer collectives
 than the others, is late: its data, its disk or its GPU hangs. Time is counted in beats, so a job that is suspended as a
-whole and continued goes on.
-
-The time-outs of gloo and NCCL would end a hung job, too, but cannot say which rank is missing.
+whole and continued goes on. The time-outs of gloo and NCCL cannot say which rank is missing.
 """
 
 import contextlib
@@ -180,9 +178,6 @@ def is_ours(path: str) -> bool:
 
 def write_records(folder: Path, rank: int, world_size: int) -> None:
     """Write PyTorch's records of this rank's last collectives, for torchfrtrace."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for backend, record in flight_records().items():
-            (folder / f"{backend}-rank{rank}").write_bytes(name_groups(record, world_size))
-    except OSError as error:
-        warn(f"{folder} cannot be written: {error.strerror}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for backend, record in flight_records().items():
+        (folder / f"{backend}-rank{rank}").write_bytes(name_groups(record, world_size))

@@ -560,10 +560,10 @@ def test_impossible_settings_of_several_processes(monkeypatch):
         config(*BASE, "parallel=context")
     with pytest.raises(UserError, match=r"parallel=context divides model.n_kv_head=2 among 3 processes: choose a"):
         config(*BASE, "parallel=context", "model.n_head=6", "model.n_embd=126", "model.n_kv_head=2")
-    with pytest.raises(UserError, match=r"device=cuda:1 under torchrun: each process takes a GPU of its own"):
+    with pytest.raises(UserError, match=r"device=cuda:1 under torchrun: each process takes a GPU; use device=cuda"):
         rank_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match=r"torchrun started 3 processes, and this machine has 2 GPU\(s\): lower"):
+    with pytest.raises(UserError, match=r"torchrun started 3 processes for 2 GPU\(s\): lower"):
         rank_device("cuda")
     assert rank_device("cpu") == "cpu"
 
