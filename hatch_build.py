@@ -1,8 +1,7 @@
 """Choose the files of the wheel and of the source archive, and put the rooms inside the package `hotswap`.
 
-In a checkout the files are those that git tracks, so that a file such as data/.env is never shipped. An unpacked source
-archive has no .git: there they are the files with the suffixes of this repo. An editable install leaves all files in
-the checkout.
+In a checkout these are the files that git tracks, so a file such as data/.env is never shipped. An unpacked source
+archive has no .git: there they are the files with the suffixes of this repo. An editable install copies no file.
 """
 
 import os

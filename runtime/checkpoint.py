@@ -111,7 +111,7 @@ def verify(folder: Path) -> dict:
 
 
 def list_files(folder: Path) -> set[str]:
-    """Return the names of the files in a checkpoint, with those in the folder `shards` as shards/NAME."""
+    """Return the names of the files in a checkpoint. A file in the folder `shards` is shards/NAME."""
     try:
         names = set(os.listdir(folder))
         if SHARDS in names and is_real_folder(folder / SHARDS):

@@ -26,7 +26,7 @@ class CheckpointFolder:
         """Repair what a kill has left. Returns the lowest validation loss of the checkpoints; infinity without one.
 
         The run resumes after step `steps_before`, so every later checkpoint is damaged, and moves aside. Raises
-        UserError if one cannot be moved, if the copy would replace that of another run, or if the folder is unreadable.
+        UserError if one cannot be moved, if the copy would replace another run's copy, or if the folder is unreadable.
         """
         self._check_replica(steps_before)
         with explain_unwritable(self.path.parent):
@@ -87,7 +87,7 @@ class CheckpointFolder:
             warn(f"{newest} has no copy in {self.replica}: {one_line(error)}")
 
     def _check_replica(self, steps_before: int) -> None:
-        """Raise UserError if the copy would delete checkpoints of another run, or those that are left of a lost one."""
+        """Raise UserError if the copy would delete the checkpoints of another run, or the last ones of a lost run."""
         if not self.replica:
             return
         for path in (self.replica / "metrics.jsonl", self.replica / "best", self.replica.parent / "metrics.jsonl"):

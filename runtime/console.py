@@ -70,8 +70,7 @@ def kernel_texts(row: dict) -> dict[str, str]:
 
 def progress_bar(total: int | None, initial: int, unit: str = "step") -> tqdm:
     """Return a progress bar. If stdout is not a terminal, the bar is hidden, and only lines from bar.write() appear."""
-    hidden = not sys.stdout.isatty()
-    return tqdm(total=total, initial=initial, unit=unit, disable=hidden, leave=False, file=sys.stdout)
+    return tqdm(total=total, initial=initial, unit=unit, disable=not sys.stdout.isatty(), leave=False, file=sys.stdout)
 
 
 def step_line(step: int, last: int | None, figures: dict, warmup: bool) -> str:

@@ -1,6 +1,6 @@
 """The folders that commands make, and what happens if they cannot be made.
 
-At the end of a job, runtime/config.py removes the ones that stayed empty.
+At the end of a job, runtime/config.py removes the folders that stayed empty.
 """
 
 import contextlib

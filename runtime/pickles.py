@@ -52,17 +52,18 @@ class Group:
 
 def size_of(value: Group | str | None) -> int:
     """Return the steps that a walk over the value takes, without one for the value itself."""
-    return value.size if type(value) is Group else len(value) // 100 if value else 0
+    if type(value) is Group:
+        return value.size
+    return len(value) // 100 if value else 0
 
 
 def check_opcodes(content: bytes) -> set[str]:
     """Return the names in a pickle, such as "torch Size". Raises ValueError, or another Exception, if it may explode.
 
-    It follows the stack with the sizes of the values as trees, so a value counts as often as it is used. Each opcode
-    makes one value and uses it at most once, but those that get a value from the memo. The sum of their sizes is
-    bounded. So all trees together, and each hash, comparison and text of a value, take about the size of the pickle.
-    A size stays right: a value that was repeated may not change, and one in another is only reached by the memo.
-    Opcodes that no file of PyTorch has are refused.
+    It follows the stack with the size of each value as a tree, so a value counts as often as it is used. Each opcode
+    makes one value and uses it at most once, except an opcode that gets a value from the memo: the sum of the sizes of
+    these values is bounded. So all trees together, and each hash, comparison and text of a value, take about the size
+    of the pickle. A repeated value may not change, so its size stays right. Other opcodes than PyTorch's are refused.
     """
     stack, marked, memo, names = [], [], {}, set()
     repeated = 0

@@ -71,7 +71,7 @@ class Run:
         """Keep the lines of metrics.jsonl up to `step`. A resumed run logs the later steps again.
 
         Damaged lines and an incomplete last line are dropped with a warning. `expected` is the number of lines that the
-        checkpoint records: a warning says how many are missing. If only that of `step` is, begin() writes `figures`.
+        checkpoint records: a warning says how many are missing. If only the last one is, begin() writes `figures`.
         """
         path, kept, later, damaged, last = self.folder / "metrics.jsonl", [], 0, 0, 0
         with explain_unwritable(self.folder):

@@ -26,7 +26,7 @@ KILLED = {"status": "stopped: killed"}  # the row of a run whose process ended w
 
 
 class Library:
-    """A tracker's library. Its methods are those of trackers.Tracker, and get JSON. Any of them may raise anything.
+    """A tracker's library. It has the methods of trackers.Tracker, which get JSON. Any of them may raise anything.
 
     `logger` has the fields of LoggerConfig, and the limits `init_seconds`, `finish_seconds` and `call_seconds`.
     tell("say", line) prints a line on stdout, tell("warn", text) a warning, and tell("stop") acts as Ctrl-C does.
