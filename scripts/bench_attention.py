@@ -89,8 +89,8 @@ def main(cfg: Config) -> None:
     heads = f"{cfg.heads} heads of {cfg.head_dim}"
     print(f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {shape.batch}, {heads}\n")
     print(attention_table(rows))
-    if find_spec("matplotlib") and any("both/ms" in row for row in rows):
-        files.append(attention_plot(rows, folder / "attention.png"))
+    if find_spec("matplotlib"):
+        files += attention_plot(rows, folder / "attention.png")
     print(f"\ndone     {', '.join(map(str, files))}")
     labels = [f"attention/{row['T']}/{row['impl']}" for row in rows]
     track_rows(tracker, "bench-attention", cfg, dict(zip(labels, rows, strict=True)), folder)

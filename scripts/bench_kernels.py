@@ -67,7 +67,7 @@ def main(cfg: Config) -> None:
     print(f"{env['device']}, {versions}, {cfg.dtype}, medians of {cfg.rounds} rounds\n")
     print(table(rows))
     if find_spec("matplotlib"):
-        files.append(roofline(rows, folder / "roofline.png"))
+        files += roofline(rows, folder / "roofline.png")
     print(f"\nceiling  {copy:.3g} TB/s of a copy, {matmul:.3g} TFLOP/s of a large matmul")
     print(f"done     {', '.join(map(str, files))}")
     labels = [f"{row['op']}/{row['shape']}/{row['impl']}" for row in rows]

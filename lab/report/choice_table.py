@@ -17,7 +17,7 @@ RATIO_COLUMNS = ["ratio", "ratio_low", "ratio_high", "baseline", "parity", "comm
 
 @dataclass
 class Line:
-    """A line of a table: its cells, the command that measures it again, and the choice that it shows, if it is one."""
+    """A line of a table: its cells, the command that measures it again, and the choice that it shows, if any."""
 
     cells: list[str]
     command: str = ""
@@ -58,22 +58,17 @@ def choice_table(id: str, title: str, choices: list[Choice]) -> Table:
     return Table(id, title, "", list(columns), lines)
 
 
-def choice_columns(choices: list[Choice], hover: bool = False) -> dict[str, Callable[[Choice], str]]:
-    """Return the columns of choices that are all of training, or all of generation; empty columns are left out.
-
-    With `hover` there are more, which only the text over a point has room for.
-    """
+def choice_columns(choices: list[Choice]) -> dict[str, Callable[[Choice], str]]:
+    """Return the columns of choices that are all of training, or all of generation; empty columns are left out."""
     cells = figure_columns(choice.row for choice in choices)
-    cells |= {"caches": number_cell("{}", "perf/cache"), "parity": parity_cell, "proof": proof_cell}
-    if hover:
-        cells |= {"ms a step": number_cell("{:.3f}", "perf/step_ms", "gen/step_ms")}
-        cells |= {"recompilations": number_cell("{}", "perf/recompiles")}
-        cells |= {"graph breaks": number_cell("{}", "perf/graph_breaks")}
-    else:
-        cells["most time in"] = longest_families
+    cells["caches"] = number_cell("{}", "perf/cache")
+    cells["parity"] = lambda row: verdict_text(row.get("parity"), ["loss", "gradient"])
+    cells["proof"] = lambda row: verdict_text(row.get("proof"), ["logits"])
+    cells["most time in"] = longest_families
     columns = {name: lambda choice, cell=cell: cell(choice.row) for name, cell in cells.items()}
     columns["peak GiB"] = lambda choice: f"{choice.memory:.{2 if choice.generates else 1}f}" if choice.memory else ""
-    columns = {"choice": lambda choice: choice.title, "tokens/s": speed_cell, "of the baseline": ratio_cell, **columns}
+    first = {"choice": lambda choice: choice.title, "tokens/s": speed_cell}
+    columns = {**first, "of the baseline": lambda choice: choice.ratio_text, **columns}
     return {name: cell for name, cell in columns.items() if any(map(cell, choices))}
 
 
@@ -86,10 +81,6 @@ def speed_cell(choice: Choice) -> str:
     return f"{choice.speed:,.0f} ({low:,.0f} to {high:,.0f}){runs}"
 
 
-def ratio_cell(choice: Choice) -> str:
-    return choice.comparison_text if choice.comparison else ""
-
-
 def longest_families(row: dict) -> str:
     """Return the three families of kernels that take most of a step, such as "gemm 68.0 ms, mlp 9.5 ms"."""
     families = (row.get("receipt") or {}).get("families") or {}
@@ -97,18 +88,11 @@ def longest_families(row: dict) -> str:
     return ", ".join(f"{family} {ms:.3g} ms" for family, ms in longest)
 
 
-def parity_cell(row: dict) -> str:
-    """Return whether parity holds, with its errors and their bounds; empty if the row has no parity."""
-    return verdict_text(row.get("parity"), ["loss", "gradient"])
-
-
-def proof_cell(row: dict) -> str:
-    """Return what the proof of a generation found; empty if the row has none."""
-    return verdict_text(row.get("proof"), ["logits"])
-
-
 def verdict_text(proof: dict | None, names: list[str]) -> str:
-    """Return a text such as "holds, loss 2.1e-03 of 1.0e-02": an error and its bound, or why nothing is claimed."""
+    """Return a text such as "holds, loss 2.1e-03 of 1.0e-02": an error and its bound, or why nothing is claimed.
+
+    Empty if the row has no proof.
+    """
     if not proof:
         return ""
     pairs = [(name, proof.get(f"{name}_error"), proof.get(f"{name}_bound")) for name in names]
@@ -120,9 +104,11 @@ def verdict_text(proof: dict | None, names: list[str]) -> str:
 def failures(source: ReportSource) -> list[Line]:
     """Return a line for each row without a result."""
     lines = []
-    for choice, row in source.failed_runs:
-        reason = "too short" if row["status"] == "ok" else row["status"]
-        lines.append(Line([choice.title, reason], choice.command, choice))
+    for choice in source.all_choices:
+        for row in choice.rows:
+            if not speed(row):
+                reason = "too short" if row["status"] == "ok" else row["status"]
+                lines.append(Line([choice.title, reason], choice.command, choice))
     for row in source.benchmarks["attention"]:
         if row.get("status", "ok") != "ok":
             lines.append(Line([f"attention {row['impl']}, T = {row['T']:,}", row["status"]]))
@@ -137,12 +123,12 @@ def failures(source: ReportSource) -> list[Line]:
 def notes(source: ReportSource) -> list[str]:
     """Return sentences: how the choices are compared, and which files are left out."""
     sentences = []
-    others = [choice for choice in source.measured if not choice.is_baseline]
-    if others:
+    if len(source.measured) > 1:
         first = "" if source.from_results else "the kernels of the first job, else "
         sentences.append(
             f"Each choice is compared with the baseline of its settings: {first}compile · sdpa, else eager, else the "
-            "choice that ran first. A tie means that the 95% interval contains 1."
+            "choice that ran first. A tie means that the 95% interval contains 1. With --force all are compared with "
+            "the first choice, whatever their settings."
         )
     if any(slower_cell(choice.row) for choice in source.measured):
         sentences.append(
@@ -151,16 +137,6 @@ def notes(source: ReportSource) -> list[str]:
         )
     if source.left_out:
         sentences.append(f"Left out, because they are damaged or lack values: {'; '.join(source.left_out)}.")
-    if any(choice.comparison.ratio is None for choice in others):
-        sentences.append(
-            "A ratio without an interval compares the medians only, because its runs have too few timed intervals."
-        )
-    if any(choice.comparison.differs for choice in source.measured):
-        sentences.append(
-            "With --force every choice is compared with the first, and the table names the other settings that differ."
-        )
-    elif any(choice.not_compared for choice in source.measured):
-        sentences.append("Choices at other settings are not compared. --force compares them, and names what differs.")
     return sentences
 
 
@@ -170,10 +146,8 @@ def wandb_table(source: ReportSource) -> list[list]:
     numbers = {key: None for row in rows for key in row if "/" in key and isinstance(row[key], int | float)}
     lines = [["choice", "model", "precision", "status", *numbers, *RATIO_COLUMNS]]
     for choice in source.choices:
-        ratios = [None] * 4
-        if comparison := choice.comparison:
-            low, high = (comparison.ratio.low, comparison.ratio.high) if comparison.ratio else (None, None)
-            ratios = [comparison.value, low, high, comparison.base.title]
+        ratios = [choice.ratio.value, choice.ratio.low, choice.ratio.high] if choice.ratio else [None] * 3
+        ratios.append(choice.base.title if choice.base else None)
         parity = (choice.row.get("parity") or {}).get("ok")
         for row in choice.rows:
             settings = [choice.title, choice.model, choice.precision, row["status"]]

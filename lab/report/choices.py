@@ -1,8 +1,7 @@
 """Group runs into choices of kernels, name each choice, and compare it with its baseline."""
 
-import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lab.report.describe import BASELINE, choice_name, commit, model_size, prefill_name, prompt_tokens
 from lab.rerun import rerun_command
@@ -13,37 +12,14 @@ BASELINES = " · ".join(BASELINE), "eager ·"  # the names of baselines start wi
 
 
 @dataclass
-class Comparison:
-    """A choice's speed over its baseline's."""
-
-    base: "Choice"
-    value: float
-    ratio: compare.Ratio | None  # with a 95% interval; None if there are too few timed intervals for one
-    differs: list[str]  # what differs besides the kernels; only --force compares such choices
-
-    @property
-    def short(self) -> str:
-        """The ratio without the name of the baseline: "1.200x (1.194 to 1.206), other precision"."""
-        text = str(self.ratio or f"{self.value:.2f}x")
-        return f"{text}, other {setting_names(self.differs)}" if self.differs else text
-
-
-@dataclass
 class Choice:
     """Runs with equal settings on one machine, in the order in which they ran: of training, or of generation."""
 
     rows: list[dict]
-    losses: dict[int, float] = field(default_factory=dict)  # step -> training loss, from the first run that has any
-    times_training: bool = True  # False if the time of its steps includes evaluations
     number: int = 0
-    model: str = ""  # "124M"
     qualifier: str = ""  # the settings that distinguish it from choices of the same name: "124M · bf16"
-    comparison: Comparison | None = None  # None without a speed
-    not_compared: str = ""  # why no other choice is compared with it
-
-    @property
-    def id(self) -> str:
-        return f"choice{self.number}"
+    base: "Choice | None" = None  # the choice that it is compared with; None without a speed
+    ratio: compare.Ratio | None = None  # of their speeds; None if there are too few timed intervals
 
     @property
     def row(self) -> dict:
@@ -62,6 +38,11 @@ class Choice:
     @property
     def generates(self) -> bool:
         return compare.is_generation(self.row)
+
+    @property
+    def model(self) -> str:
+        """A name such as "124M"; empty if the run ended before it had a model."""
+        return model_size(self.row)
 
     @property
     def precision(self) -> str:
@@ -91,13 +72,13 @@ class Choice:
         return max(filter(None, peaks), default=None)
 
     @property
-    def is_baseline(self) -> bool:
-        return self.comparison is not None and self.comparison.base is self
-
-    @property
-    def comparison_text(self) -> str:
-        """The ratio, "baseline", or why nothing is compared with it. The choice must have a comparison."""
-        return (self.not_compared or "baseline") if self.is_baseline else self.comparison.short
+    def ratio_text(self) -> str:
+        """The ratio of the speeds, such as "1.200x (1.194 to 1.206)", or "baseline"; empty without a speed."""
+        if self.base is None:
+            return ""
+        if self.base is self:
+            return "baseline"
+        return str(self.ratio or f"{self.speed / self.base.speed:.2f}x")
 
     @property
     def command(self) -> str:
@@ -107,40 +88,16 @@ class Choice:
         """Return what differs besides the kernels, a line each."""
         return compare.differences(self.row, other.row)
 
-    def payback(self) -> float | None:
-        """Return the steps after which this choice has caught up with its baseline: lab.sweep.compare.payback_steps.
 
-        An old row without timed intervals counts as one interval, its median step. None for a baseline, and for a
-        choice that never catches up or cannot be compared.
-        """
-        if self.comparison is None or self.comparison.differs or self.is_baseline:
-            return None
-        pair = self.row, self.comparison.base.row
-        if any(row.get("perf/first_step_s") is None for row in pair):
-            return None
-        row, base = (row | {"perf/laps_s": compare.step_seconds(row) or [row["perf/step_ms"] / 1e3]} for row in pair)
-        return compare.payback_steps(row, base)
-
-
-def setting_names(differences: list[str]) -> str:
-    """Return the names of the settings that differ, three at most."""
-    names = [line.partition(":")[0].rpartition(".")[2] for line in differences]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def group_runs(runs: list[tuple[dict, dict[int, float]]]) -> list[Choice]:
-    """Make choices of (row, losses by step), oldest first."""
+def group_runs(rows: list[dict]) -> list[Choice]:
+    """Make choices of rows, oldest first."""
     choices: list[Choice] = []
-    sizes = {json.dumps(row["config"]["model"]): model_size(row) for row, _ in runs if row.get("parameters")}
-    for row, losses in runs:
-        choice = Choice([row], losses, number=len(choices))
+    for row in rows:
+        choice = Choice([row], number=len(choices))
         match = next((other for other in choices if is_same_choice(choice, other)), None)
         if match:
             match.rows.append(row)
-            match.losses = match.losses or losses
         else:
-            choice.model = model_size(row) or sizes.get(json.dumps(row.get("config", {}).get("model")), "")
             choices.append(choice)
     return choices
 
@@ -153,27 +110,29 @@ def is_same_choice(one: Choice, other: Choice) -> bool:
     row, other_row = one.row, other.row
     if not ("config" in row and "config" in other_row):
         return False
-    if compare.settings_key(row) != compare.settings_key(other_row):
-        return False
-    return not ("env" in row and "env" in other_row and one.differences(other))
+    return compare.settings(row) == compare.settings(other_row) and not one.differences(other)
 
 
 def set_qualifiers(choices: list[Choice]) -> None:
     """Set the qualifier of each choice: the settings that distinguish it from the others.
 
-    All choices are of training, or all of generation.
-    The qualifier has the model and the precision if they vary among all choices. It has another setting only if the
-    setting varies among choices whose titles are equal so far.
+    All choices are of training, or all of generation. The qualifier has the model and the precision if they vary among
+    all choices. It has another setting only if the setting varies among choices whose titles are equal so far.
     """
-    settings = [identifying_settings(choice).values() for choice in choices]
-    for position, values in enumerate(zip(*settings, strict=True)):
-        groups = [choice.title if position > 1 else "" for choice in choices]  # 0 and 1 are the model and the precision
-        variants: dict[str, set[str]] = {}
-        for group, value in zip(groups, values, strict=True):
-            variants.setdefault(group, set()).add(value)
-        for choice, group, value in zip(choices, groups, values, strict=True):
-            if value and len(variants[group]) > 1:
-                choice.qualifier = " · ".join(filter(None, (choice.qualifier, value)))
+    settings = [identifying_settings(choice) for choice in choices]
+    for name in settings[0] if settings else ():
+        titles = ["" if name in ("model", "precision") else choice.title for choice in choices]
+        texts = varying_texts(titles, [each[name] for each in settings])
+        for choice, text in zip(choices, texts, strict=True):
+            choice.qualifier = " · ".join(filter(None, (choice.qualifier, text)))
+
+
+def varying_texts(titles: list[str], texts: list[str]) -> list[str]:
+    """Return each text that varies among those with the same title; "" for the others."""
+    variants: dict[str, set[str]] = {}
+    for title, text in zip(titles, texts, strict=True):
+        variants.setdefault(title, set()).add(text)
+    return [text if len(variants[title]) > 1 else "" for title, text in zip(titles, texts, strict=True)]
 
 
 def identifying_settings(choice: Choice) -> dict[str, str]:
@@ -185,7 +144,7 @@ def identifying_settings(choice: Choice) -> dict[str, str]:
         **(generation_sizes(row) if choice.generates else training_sizes(row)),
         "device": row.get("env", {}).get("device", ""),
         "commit": commit(row) if "env" in row else "",
-        "id": choice.id,
+        "number": f"choice {choice.number}",
     }
 
 
@@ -218,13 +177,7 @@ def compare_choices(choices: list[Choice], force: bool, from_results: bool) -> N
         candidates = [choice for prefix in prefixes for choice in group if choice.name.startswith(prefix)]
         base = choices[0] if force else [*candidates, *group][0]
         for choice in group:
-            ratio = compare.ratio(choice.rows, base.rows)
-            value = ratio.value if ratio else choice.speed / base.speed
-            differs = [] if base in group else choice.differences(base)
-            choice.comparison = Comparison(base, value, ratio, differs)
-        if len(group) == 1 and base is group[0] and base is not choices[0]:
-            reason = "alone at its settings" if from_results else f"other {setting_names(base.differences(choices[0]))}"
-            base.not_compared = f"not compared: {reason}"
+            choice.base, choice.ratio = base, compare.ratio(choice.rows, base.rows)
 
 
 def comparable_groups(choices: list[Choice]) -> list[list[Choice]]:

@@ -2,7 +2,7 @@
 
 Colour-blind readers can distinguish them. The first six are Okabe and Ito's (https://jfly.uni-koeln.de/color/); the
 others are some of Paul Tol's "muted" (https://personal.sron.nl/~pault/). The colours of parts are mostly "muted".
-page.css defines `var(--ink)` and the other variables, for a light and for a dark page.
+page.css has INK, QUIET, CARD and GRID, too.
 """
 
 from collections.abc import Collection, Iterable
@@ -10,7 +10,7 @@ from itertools import cycle
 
 from lab.report.describe import kernels_family
 
-INK, QUIET, CARD, GRID = "var(--ink)", "var(--quiet)", "var(--card)", "var(--grid)"
+INK, QUIET, CARD, GRID = "black", "#6c6e75", "white", "#e8e8e5"
 CHOICE_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"]
 FAMILY_COLOURS = dict(zip(("triton", "compile", "triton + compile", "eager"), CHOICE_COLOURS, strict=False))
 BACKEND_COLOURS = [*CHOICE_COLOURS, "#8C6BB1", "#999933", "#8B5A2B", "#7F8C8D", "#44AA99", "#AA4499", "#DDCC77"]
@@ -40,26 +40,20 @@ def choice_colours(choices: Iterable[str], backends: Collection[str] = ()) -> di
 
 
 def choice_symbols(choices: Iterable[str]) -> dict[str, str]:
-    """Return the symbol of its attention for each name of a choice.
-
-    If two choices have the same family of kernels and the same attention, the later one has an open symbol.
-    """
-    attentions: dict[str, str] = {}
-    symbols: dict[str, str] = {}
-    looks = set()
-    for name in dict.fromkeys(choices):
-        attention = name.partition(" · ")[2]
-        symbol = attentions.setdefault(attention, SYMBOLS[len(attentions) % len(SYMBOLS)])
-        look = kernels_family(name), symbol
-        symbols[name] = f"{symbol}-open" if look in looks else symbol
-        looks.add(look)
-    return symbols
+    """Return the symbol of its attention for each name of a choice."""
+    return attention_looks(choices, SYMBOLS)
 
 
 def choice_dashes(choices: Iterable[str]) -> dict[str, str]:
-    """Return the dash of its attention for each name of a choice. References are drawn with "dash"."""
-    symbols = choice_symbols(choices)
-    return {name: DASHES[SYMBOLS.index(symbol.removesuffix("-open")) % len(DASHES)] for name, symbol in symbols.items()}
+    """Return the dash of its attention for each name of a choice."""
+    return attention_looks(choices, DASHES)
+
+
+def attention_looks(choices: Iterable[str], looks: tuple[str, ...]) -> dict[str, str]:
+    attentions: dict[str, str] = {}
+    for name in (names := list(dict.fromkeys(choices))):
+        attentions.setdefault(name.partition(" · ")[2], looks[len(attentions) % len(looks)])
+    return {name: attentions[name.partition(" · ")[2]] for name in names}
 
 
 def part_colours(parts: Iterable[str]) -> dict[str, str]:

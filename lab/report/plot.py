@@ -4,26 +4,37 @@ import html
 import math
 import textwrap
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lab.report.colours import INK
 
-HOVER, HOVER_LINE = "%{customdata[1]}<extra></extra>", "%{meta[1]}<extra></extra>"
+HOVER, HOVER_LINE = "%{customdata[0]}<extra></extra>", "%{meta[0]}<extra></extra>"
+
+
+class Origin(NamedTuple):
+    """What page.js knows of a point or of a whole line.
+
+    The command is "" if the row has none that may run again. A filter ignores an origin whose setting is "".
+    """
+
+    hover: str  # HTML
+    command: str
+    model: str = ""
+    precision: str = ""
 
 
 @dataclass
 class Point:
-    """A point, or a horizontal bar, whose y is a category. Texts are plain; `hover` is HTML of hover_text()."""
+    """A point, or a horizontal bar, whose y is a category. Texts are plain."""
 
     x: float
     y: float | str
-    id: str = ""  # of a choice
-    hover: str = ""
+    origin: Origin | None = None
     colour: str = ""  # "": the colour of the series
     symbol: str = "circle"  # Plotly's name
     ring: float = 0
     text: str = ""
     spread: tuple[float, float] | None = None  # the ends of the whiskers
-    entry: dict | None = None  # page_entry() of a point that is of no choice
 
 
 @dataclass
@@ -41,7 +52,7 @@ class Series:
     side: str = ""  # of bars: bars of one side are stacked; of texts: their place
     opacity: float = 1
     legend: bool = True
-    line: tuple[str, str] | None = None  # (id, hover text) of the whole line; then the points have none
+    origin: Origin | None = None  # of a whole line; then its points have none
     template: str = ""  # stands above the line's hover text
 
 
@@ -82,33 +93,6 @@ def line(name: str, values: dict[float, float], **settings) -> Series:
     return Series(name, "lines", [Point(x, y) for x, y in values.items()], **settings)
 
 
-def page_entry(model: str, precisions: list[str], command: str | None) -> dict:
-    """Return what page.js knows of an id: the settings of the filters, and the command that measures it again.
-
-    The command is "" if a row has none that may run again, and None for a reference line.
-    """
-    return {"model": model, "precisions": precisions, "command": command}
-
-
-def measured_point(
-    x: float, y: float | str, lines: list[str], command: str | None, model: str, precisions: list[str], **style
-) -> Point:
-    """Return a point of a benchmark with the arguments of hover_text() and page_entry()."""
-    entry = page_entry(model, precisions, command)
-    return Point(x, y, hover=hover_text(lines, command or ""), entry=entry, **style)
-
-
-def number_points(panels: list[Panel]) -> dict[str, dict]:
-    """Give an id to each point with an entry; return id -> entry."""
-    entries = {}
-    for panel in panels:
-        for point in (point for series in (panel.figure.series if panel.figure else []) for point in series.points):
-            if point.entry:
-                point.id = f"{panel.id}{len(entries)}"
-                entries[point.id] = point.entry
-    return entries
-
-
 def plotly(figure: Figure) -> dict:
     """Return the figure for page.js: `data` and `layout` of Plotly, and the height of a row."""
     xaxis, yaxis = {"title": {"text": figure.x}}, {"title": {"text": figure.y}}
@@ -121,8 +105,6 @@ def plotly(figure: Figure) -> dict:
         ticks, texts, ends = octave_ticks(figure)
         xaxis |= {"type": "log", "rangemode": "normal", "range": list(map(math.log10, ends))}
         xaxis |= {"tickmode": "array", "tickvals": ticks, "ticktext": texts, "tickangle": 0}
-    if any(series.side == "middle right" for series in figure.series):
-        layout["margin"] = {"r": 48}  # of the texts
     for axis, distance in figure.log.items():
         layout[f"{axis}axis"] |= {"type": "log", "dtick": distance}
     if figure.below:
@@ -156,12 +138,12 @@ def trace(series: Series) -> dict:
         sides = {"array": [point.spread[1] - point.x for point in points]}
         sides["arrayminus"] = [point.x - point.spread[0] for point in points]
         values["error_x"] = sides | {"type": "data", "symmetric": False, "color": INK, "thickness": 1, "width": 3}
-    if series.line:
-        values |= {"meta": series.line, "hovertemplate": series.template + HOVER_LINE}
-    elif points[0].id:
-        values |= {"customdata": [[point.id, point.hover] for point in points], "hovertemplate": HOVER}
-    if not (series.line and series.line[1]) and not any(point.hover for point in points):
-        values |= {"hovertemplate": None, "hoverinfo": "skip"}
+    if series.origin:
+        values |= {"meta": series.origin, "hovertemplate": series.template + HOVER_LINE}
+    elif points[0].origin:
+        values |= {"customdata": [point.origin for point in points], "hovertemplate": HOVER}
+    else:
+        values["hoverinfo"] = "skip"
     return values
 
 
@@ -203,13 +185,8 @@ def wrap(text: str, width: int, **options) -> list[str]:
     return textwrap.wrap(text[: 13 * width], width, max_lines=12, placeholder=" ...", **options)
 
 
-def hover_text(lines: list[str], command: str) -> str:
-    """Return HTML for Plotly: the lines, the first in bold, and the command in italics."""
+def make_origin(lines: list[str], command: str, model: str = "", precision: str = "") -> Origin:
+    """Return the origin whose hover text is the lines, the first in bold, and the command in italics."""
     title, *rest = [markup(part) for line in lines for part in wrap(line, 58)] or [""]
     command_lines = [f"<i>{markup(part)}</i>" for part in wrap(command, 54, break_on_hyphens=False)]
-    return "<br>".join([f"<b>{title}</b>", *rest, "", *command_lines])
-
-
-def format_values(values: dict[str, float | str | None]) -> list[str]:
-    """Format each value by its key, a template such as "{:.1f} ms a step"; leave out values of None."""
-    return [template.format(value) for template, value in values.items() if value is not None]
+    return Origin("<br>".join([f"<b>{title}</b>", *rest, "", *command_lines]), command, model, precision)

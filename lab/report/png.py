@@ -5,14 +5,13 @@ from pathlib import Path
 
 from common.files import write_atomically
 from common.terminal import printable
-from lab.report.colours import CARD, GRID, INK, QUIET
+from lab.report.colours import GRID, QUIET
 from lab.report.plot import Figure, Series, octave_ticks
 
 # Plotly's names -> matplotlib's
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "triangle-up": "^", "star": "*"}
 MARKERS |= {"x": "X", "pentagon": "p", "triangle-down": "v", "hexagon": "h"}
 LINES = {"solid": "-", "dot": ":", "longdash": "--", "dash": "-."}
-PAGE_COLOURS = {INK: "black", QUIET: "#6c6e75", CARD: "white", GRID: "#e8e8e5"}
 
 
 def plain(text: str, width: int = 80) -> str:
@@ -43,8 +42,11 @@ def save(figure, path: Path) -> Path:
     return path
 
 
-def draw_figures(figures: list[Figure], path: Path) -> Path:
-    """Draw figures side by side; bars share their categories."""
+def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
+    """Draw figures side by side; bars share their categories. Return [path], or [] if no figure has points."""
+    figures = [figure for figure in figures if figure]
+    if not figures:
+        return []
     first = figures[0]
     categories = dict.fromkeys(point.y for point in first.series[0].points) if first.row else ()
     sizes = {"figsize": (13, 1 + 0.55 * len(categories)) if first.row else (6.5 * len(figures) + 1.5, 5.5)}
@@ -58,7 +60,7 @@ def draw_figures(figures: list[Figure], path: Path) -> Path:
         for panel, series in [(top, figure.series), *([(bottom, figure.below)] if figure.below else [])]:
             for one_series in series:
                 draw_series(panel, one_series)
-            panel.grid(color=PAGE_COLOURS[GRID], axis="x" if figure.row else "both")
+            panel.grid(color=GRID, axis="x" if figure.row else "both")
             panel.set_axisbelow(True)
             panel.spines[["top", "right"]].set_visible(False)
         top.set(ylabel=figure.y, **{f"{axis}scale": "log" for axis in figure.log})
@@ -70,7 +72,7 @@ def draw_figures(figures: list[Figure], path: Path) -> Path:
             top.minorticks_off()
         if figure.below:
             bottom.set_ylabel(figure.y_below)
-            bottom.axhline(0, color=PAGE_COLOURS[QUIET], linewidth=1)
+            bottom.axhline(0, color=QUIET, linewidth=1)
         if figure.row:
             top.xaxis.set_major_formatter("{x:,.0f}")
             top.set_ylim(len(categories) - 0.4, -0.6)  # downwards
@@ -78,11 +80,11 @@ def draw_figures(figures: list[Figure], path: Path) -> Path:
         top.set_title(plain(figure.title, 160) if figure.title else "", loc="left", fontsize=9)
     if len([each for each in first.series if each.name]) > 1:
         axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    return save(drawing, path)
+    return [save(drawing, path)]
 
 
 def draw_series(panel, series: Series) -> None:
-    points, colour = series.points, PAGE_COLOURS.get(series.colour, series.colour)
+    points, colour = series.points, series.colour
     label = plain(series.name) if series.name and series.legend else None
     if series.mode == "bars":
         categories = ["\n".join(map(plain, point.y.split("\n")[:3])) for point in points]

@@ -64,9 +64,9 @@ def write_readmes() -> Iterator[Path]:
 def draw_results() -> Iterator[Path]:
     """Draw roofline.png, attention.png and curves.png of each device that has such rows; yield each file."""
     for file in sorted(rows.RESULTS.glob("*/kernels.jsonl")):
-        yield roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
+        yield from roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
     for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):
-        yield attention_plot(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
+        yield from attention_plot(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
     for folder in sorted(rows.RESULTS.glob("*/curves")):
         if runs := curves(folder.parent.name):
-            yield curves_plot(runs, folder.with_name("curves.png"))
+            yield from curves_plot(runs, folder.with_name("curves.png"))

@@ -4,24 +4,21 @@ A choice is of training or of generation. Rows of scripts.evaluate are left out.
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from common.terminal import warn
-from lab.report.choices import Choice, comparable_groups, compare_choices, group_runs, set_qualifiers
+from lab.report.choices import Choice, compare_choices, group_runs, set_qualifiers
 from lab.report.describe import newest_choices, newest_searches, prompt_tokens
-from lab.rows import curve_file, read_jsonl, read_metrics, read_run
+from lab.rows import read_jsonl, read_run
 from lab.sweep.compare import is_generation, sequences
-from lab.sweep.table import speed
-from runtime.config import UserError, check
+from runtime.config import check
 
 BENCHMARKS = "kernels", "context", "attention", "judge"  # the names of their .jsonl files
 COLLECTED = "train.jsonl", "generate.jsonl"  # the files of runs in results/<device>/
 
 
-class Line(NamedTuple):
+class StoredRow(NamedTuple):
     """A row and its place: a result.json, or a line of a .jsonl file."""
 
     row: dict
@@ -46,18 +43,12 @@ class ReportSource:
     @property
     def measured_choices(self) -> list[Choice]:
         """The choices with a speed, by model and precision, fastest first."""
-        choices = [choice for choice in self.choices if choice.times_training and choice.speed]
-        return sorted(choices, key=lambda choice: (millions(choice.model), choice.precision, -choice.speed))
+        return sort_measured(self.choices)
 
     @property
     def measured_generations(self) -> list[Choice]:
         """The choices of generation with a speed, by model, precision, batch and prompt, fastest first."""
-
-        def order(choice: Choice) -> tuple:
-            sizes = sequences(choice.row), prompt_tokens(choice.row)
-            return millions(choice.model), choice.precision, *sizes, -choice.speed
-
-        return sorted((choice for choice in self.generations if choice.speed), key=order)
+        return sort_measured(self.generations)
 
     @property
     def measured(self) -> list[Choice]:
@@ -79,21 +70,19 @@ class ReportSource:
         return [*self.choices, *self.generations]
 
     @property
-    def largest_group(self) -> list[Choice]:
-        """The measured choices of training in the largest comparable group."""
-        return max(comparable_groups(self.measured_choices), key=len)
-
-    @property
     def searches(self) -> list[dict]:
         """The newest search of each choice that found a length."""
         return newest_searches([row for row in self.benchmarks["context"] if found_length(row)])
 
-    @property
-    def failed_runs(self) -> Iterator[tuple[Choice, dict]]:
-        """The rows without a speed, with their choices."""
-        for choice in self.all_choices:
-            if choice.times_training:
-                yield from ((choice, row) for row in choice.rows if not speed(row))
+
+def sort_measured(choices: list[Choice]) -> list[Choice]:
+    """Return the choices with a speed, by model (124M before 1558M), precision and sizes, fastest first."""
+
+    def order(choice: Choice) -> tuple:
+        sizes = (sequences(choice.row), prompt_tokens(choice.row)) if choice.generates else ()
+        return len(choice.model), choice.model, choice.precision, *sizes, -choice.speed
+
+    return sorted((choice for choice in choices if choice.speed), key=order)
 
 
 def read_source(folder: Path, force: bool = False) -> ReportSource:
@@ -101,7 +90,7 @@ def read_source(folder: Path, force: bool = False) -> ReportSource:
     return make_source(folder, *read_lines(folder), force)
 
 
-def make_source(folder: Path, lines: list[Line], left_out: list[str], force: bool = False) -> ReportSource:
+def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force: bool = False) -> ReportSource:
     """Compare the choices of these lines of a folder.
 
     With `force`, choices that differ in more than their kernels are compared too. Raises UserError if there are no rows
@@ -112,10 +101,9 @@ def make_source(folder: Path, lines: list[Line], left_out: list[str], force: boo
         rows.setdefault(line.path.name, []).append(line.row)
     jobs = [line for line in lines if line.path.name == "result.json"]
     from_results = any((folder / name).exists() for name in COLLECTED)
-    runs = [(line.row, run_losses(line.path.parent, line.row)) for line in jobs if is_run(line.row)]
-    for name in COLLECTED:
-        runs += [(row, read_curve(folder, row)) for row in newest_choices(rows.get(name, []))]
-    all_choices = group_runs(runs)
+    collected = [row for row in rows.get("train.jsonl", []) if not row["config"]["train"]["eval_every"]]
+    runs = [line.row for line in jobs if is_run(line.row)] + newest_choices(collected)
+    all_choices = group_runs(runs + newest_choices(rows.get("generate.jsonl", [])))
     choices, generations = ([choice for choice in all_choices if choice.generates == kind] for kind in (False, True))
     benchmarks = {name: rows.get(f"{name}.jsonl", []) for name in BENCHMARKS}
     benchmarks["context"] += [line.row for line in jobs if is_search(line.row)]
@@ -124,23 +112,19 @@ def make_source(folder: Path, lines: list[Line], left_out: list[str], force: boo
         f"{folder} has no rows of training, of generation or of a benchmark: name the folder of a sweep, or one in "
         "results/",
     )
-    if from_results:
-        for choice in choices:  # the README's table of throughput shows the same rows
-            choice.times_training = not choice.row["config"]["train"]["eval_every"]
     for same_kind in (choices, generations):
         set_qualifiers(same_kind)
-        measured = [choice for choice in same_kind if choice.times_training and choice.speed]
-        compare_choices(measured, force, from_results)
+        compare_choices([choice for choice in same_kind if choice.speed], force, from_results)
     return ReportSource(folder, choices, generations, benchmarks, from_results, left_out)
 
 
-def read_lines(folder: Path) -> tuple[list[Line], list[str]]:
+def read_lines(folder: Path) -> tuple[list[StoredRow], list[str]]:
     """Return (the lines of a folder that hold a row, the places that hold none)."""
     lines, left_out = [], []
     for path in job_results(folder):
         row = read_run(path.parent)
         if row:
-            lines.append(Line(row, path))
+            lines.append(StoredRow(row, path))
         else:
             left_out.append(str(path))
     paths = [folder / name for name in COLLECTED]
@@ -148,7 +132,7 @@ def read_lines(folder: Path) -> tuple[list[Line], list[str]]:
         paths += sorted({*folder.glob(f"*/{name}.jsonl"), *folder.glob(f"{name}.jsonl")})
     for path in paths:
         good, bad = read_jsonl(path)
-        lines += [Line(row, path, number) for number, row in good]
+        lines += [StoredRow(row, path, number) for number, row in good]
         left_out += [f"{path}, line {number}" for number in bad]
     return lines, left_out
 
@@ -174,32 +158,3 @@ def job_results(folder: Path) -> list[Path]:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.parent.name)]
 
     return sorted({*folder.glob("*/result.json"), *folder.glob("result.json")}, key=by_number)
-
-
-def run_losses(run: Path, row: dict) -> dict[int, float]:
-    """Return read_losses() of a run. Prints a warning if its metrics.jsonl is damaged or has lost lines."""
-    try:
-        read_metrics(run, row)
-    except UserError as error:
-        warn(error)
-    return read_losses(run / "metrics.jsonl")
-
-
-def read_losses(path: Path) -> dict[int, float]:
-    """Return step -> training loss from a metrics.jsonl or from a file in curves/. Lines without both are left out."""
-    pairs = [(line.get("step"), line.get("train/loss")) for _, line in read_jsonl(path)[0]]
-    return {step: loss for step, loss in pairs if isinstance(step, int) and isinstance(loss, int | float)}
-
-
-def read_curve(folder: Path, row: dict) -> dict[int, float]:
-    """Return the losses in curves/; empty if their last step is not the row's, because they are of another run."""
-    try:
-        losses = read_losses(curve_file(folder, row))
-    except UserError:  # no run of ours has this name
-        return {}
-    return losses if max(losses, default=0) == row.get("steps") else {}
-
-
-def millions(model: str) -> float:
-    """Return 124.0 for "124M"; 0.0 for ""."""
-    return float(model.removesuffix("M") or 0)

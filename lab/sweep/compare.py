@@ -6,7 +6,6 @@ A B B A, in which a drift of the machine cancels (Box, Hunter and Hunter 2005). 
 n-th run of A.
 """
 
-import json
 import math
 import random
 import statistics
@@ -99,11 +98,6 @@ def settings(row: dict) -> dict:
     return config | {"train": train}
 
 
-def settings_key(row: dict) -> str:
-    """Return a text that is equal for two rows if their settings() are equal."""
-    return json.dumps(settings(row), sort_keys=True)
-
-
 def differences(row: dict, base: dict) -> list[str]:
     """Return a line for each difference of two rows besides their kernels. Compare only rows without differences.
 
@@ -119,11 +113,12 @@ def differences(row: dict, base: dict) -> list[str]:
     return lines
 
 
-def value_differences(key: str, value, base) -> list[str]:
+def value_differences(key: str, value: Any, base: Any) -> list[str]:
+    """Return a line for each of differing_values()."""
     return [f"{name}: {now}, baseline {then}" for name, now, then in differing_values(key, value, base)]
 
 
-def differing_values(key: str, value, base) -> Iterator[tuple[str, Any, Any]]:
+def differing_values(key: str, value: Any, base: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (dotted key, value, base value) for each difference of two values, which may be dicts of dicts."""
     if isinstance(value, dict) and isinstance(base, dict):
         for k in sorted(value | base):
@@ -211,9 +206,9 @@ def widening(samples: int) -> float:
 def payback_steps(row: dict, base: dict) -> float | None:
     """Return the number of steps after which faster steps make up for a longer first step, as of torch.compile.
 
-    0 if the first step is not longer; None if the steps are not faster, or if a row has no speed.
+    0 if the first step is not longer; None if the steps are not faster, or if a row lacks these figures.
     """
-    if not (step_seconds(row) and step_seconds(base)):
+    if None in [each.get(key) for key in ("perf/first_step_s", "perf/step_ms") for each in (row, base)]:
         return None
     extra_start = row["perf/first_step_s"] - base["perf/first_step_s"]
     saved_per_step = (base["perf/step_ms"] - row["perf/step_ms"]) / 1e3

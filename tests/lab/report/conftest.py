@@ -19,7 +19,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def open_page(browser):
-    """open_page(folder, ...) shows the folder's report in a tab, with all filters off.
+    """open_page(folder, ...) shows the folder's report in a tab.
 
     Calls with the same arguments share a tab, because loading a page takes 2.7 s of CPU time. The module's last test
     fails if a page has loaded anything from a network, or has printed an error.
@@ -27,7 +27,7 @@ def open_page(browser):
     contexts, requests, errors = [], [], []
 
     @functools.cache
-    def open_tab(folder, width, **options):
+    def open_page(folder, width=1280, **options):
         context = browser.new_context(viewport={"width": width, "height": 900}, offline=True, **options)
         contexts.append(context)
         tab = context.new_page()
@@ -35,13 +35,6 @@ def open_page(browser):
         tab.on("console", lambda message: errors.append(message.text))
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.goto((folder / "report.html").as_uri())
-        return tab
-
-    def open_page(folder, width=1280, **options):
-        tab = open_tab(folder, width, **options)
-        for selector in ("#model", "#precision"):
-            if tab.is_visible(selector) and tab.input_value(selector):
-                tab.select_option(selector, "")
         return tab
 
     yield open_page

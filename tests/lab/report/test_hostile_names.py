@@ -27,6 +27,7 @@ from tests.lab.report.sample_rows import (
 MARKUP = "<img src=x onerror=document.title=1>"
 NAMES = [r"$\frac$", "$", "$a$ and $b$", "_hidden", "a_b^c", "\\", "%s {x} {0} %{y}", "<b>&amp;</b>", MARKUP]
 NAMES += ["x" * 5000, "two words " * 900, "a\nb\x1b[2J", "|`|[x](javascript:1)", "</script><!-- end -->"]
+LOSSES = {1: 5.0, 2: 4.0}
 NAMES += ["\u202e\u0000", "漢字", " ", ""]
 # Words in the sample rows that a hostile row may replace: backends, a device, a family of kernels, a shape, a version
 WORDS = ["triton", "flash", "NVIDIA H200", "gemm", "124m", "2.11.0", "f3adfe01", "cold"]
@@ -99,11 +100,9 @@ def test_a_figure_of_matplotlib_shows_a_name_as_text(report, folder, name, tmp_p
     drawn = {
         "attention_plot": lambda path: figures.attention_plot(report.benchmarks["attention"], path),
         "roofline": lambda path: figures.roofline(report.benchmarks["kernels"], path),
-        "curves_plot": lambda path: figures.curves_plot(
-            [Curve(make_row(), each, {1: 5.0, 2: 4.0}, {}) for each in NAMES], path
-        ),
+        "curves_plot": lambda path: figures.curves_plot([Curve(make_row(), each, LOSSES, {}) for each in NAMES], path),
         "speed_plot": lambda path: figures.speed_plot(choices, choice_colours(c.name for c in choices), path),
-        "speed_figure": lambda path: [speed_figure(row, path) for row in verdicts][-1],
+        "speed_figure": lambda path: [speed_figure(row, path) for row in verdicts][-1:],
     }
     plots = {key for key, value in vars(figures).items() if "path" in getattr(value, "__annotations__", ())}
     assert plots - {"draw_figures"} == drawn.keys() - {"speed_figure"}  # a new figure needs a case
@@ -113,7 +112,8 @@ def test_a_figure_of_matplotlib_shows_a_name_as_text(report, folder, name, tmp_p
         texts.extend(text.get_text().replace(r"\$", "$") for text in figure.findobj(lambda a: hasattr(a, "get_text")))
 
     monkeypatch.setattr(Figure, "savefig", save)
-    assert drawn[name](tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert drawn[name](tmp_path / "x.png") == [tmp_path / "x.png"]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     for each in NAMES:
         beginning = " ".join(each.split())[:20]
         if beginning.isprintable():
