@@ -18,7 +18,7 @@ from kernels.registry import check_name
 from lab.bench.attention import AttentionShape, default_lengths, measure, record_fastest_at_length
 from lab.bench.op import as_list, contestants
 from lab.commands import command
-from lab.report.figures import attention_plot
+from lab.report.bench_panels import draw_attention
 from lab.report.tables import attention_table
 from lab.rows import track_rows, write_rows
 from runtime.config import check
@@ -90,7 +90,7 @@ def main(cfg: Config) -> None:
     print(f"{env['device']}, torch {env['torch']}, {cfg.dtype}, batch {shape.batch}, {heads}\n")
     print(attention_table(rows))
     if find_spec("matplotlib"):
-        files += attention_plot(rows, folder / "attention.png")
+        files += draw_attention(rows, folder / "attention.png")
     print(f"\ndone     {', '.join(map(str, files))}")
     labels = [f"attention/{row['T']}/{row['impl']}" for row in rows]
     track_rows(tracker, "bench-attention", cfg, dict(zip(labels, rows, strict=True)), folder)

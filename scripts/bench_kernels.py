@@ -16,7 +16,7 @@ from tqdm import tqdm
 from kernels.registry import check_name, contract
 from lab.bench.op import DTYPES, OpConfig, as_list, measure, table
 from lab.commands import command
-from lab.report.figures import roofline
+from lab.report.bench_panels import draw_roofline
 from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
@@ -67,7 +67,7 @@ def main(cfg: Config) -> None:
     print(f"{env['device']}, {versions}, {cfg.dtype}, medians of {cfg.rounds} rounds\n")
     print(table(rows))
     if find_spec("matplotlib"):
-        files += roofline(rows, folder / "roofline.png")
+        files += draw_roofline(rows, folder / "roofline.png")
     print(f"\nceiling  {copy:.3g} TB/s of a copy, {matmul:.3g} TFLOP/s of a large matmul")
     print(f"done     {', '.join(map(str, files))}")
     labels = [f"{row['op']}/{row['shape']}/{row['impl']}" for row in rows]

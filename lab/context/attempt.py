@@ -65,15 +65,15 @@ class SimulatedRanks(Ranks):
 
 def build_trainer(
     recipe: Recipe, length: int, device: torch.device, ranks: Ranks
-) -> tuple[GPT, Optimizer, tuple[Tensor, ...]]:
-    """Return the arguments of a training step: model, optimizer, and a batch of one sequence of random tokens.
+) -> tuple[GPT, Optimizer, list[tuple[Tensor, ...]]]:
+    """Return the arguments of a training step: model, optimizer, and the micro-batches.
 
-    Several ranks split the sequence.
+    There is one micro-batch, with one sequence of random tokens. Several ranks split the sequence.
     """
     model = with_positions(recipe, length).build(device)
     prepare(model, "context", recipe.kernels.compile, recipe.seed, ranks)
     batch = torch.randint(recipe.model.vocab_size, (2, 1, length), device=device).unbind()
-    return model, recipe.make_optimizer(model, ranks), batch
+    return model, recipe.make_optimizer(model, ranks), [batch]
 
 
 def build_decoder(recipe: Recipe, length: int, device: torch.device) -> tuple[Decoder, Tensor]:
@@ -87,11 +87,11 @@ def build_decoder(recipe: Recipe, length: int, device: torch.device) -> tuple[De
 
 def train(recipe: Recipe, length: int, device: torch.device, ranks: Ranks) -> dict[str, float]:
     """Run two training steps. Return the seconds of the second one, and its loss."""
-    model, optimizer, batch = build_trainer(recipe, length, device, ranks)
+    model, optimizer, batches = build_trainer(recipe, length, device, ranks)
     for _ in range(2):
         synchronize(device)
         start = time.perf_counter()
-        loss = train_step(model, optimizer, [batch], recipe.optim.learning_rate)[0].item()
+        loss = train_step(model, optimizer, batches, recipe.optim.learning_rate)[0].item()
         synchronize(device)
     return {"seconds": time.perf_counter() - start, "loss": loss}
 
@@ -244,16 +244,9 @@ def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dic
         kept = tokens_before_last_chunks(length)  # all 246 chunks of 4 million tokens took 25 s, and the last 0.3 s
         parts, opaque = predict_generation(groups, recipe.generate, (1, length), NEW_TOKENS, device, kept)
     else:
-        parts, opaque = predict_training(recipe, length, device)
+        start = partial(build_trainer, device=device, ranks=SimulatedRanks(0, world_size()))
+        parts, opaque = predict_parts(recipe, device, start, length, world_size() * recipe_chunk(recipe, 1))
     return {"T": length, **{f"{part}_gib": size / GIB for part, size in parts.items()}, "opaque": sorted(opaque)}
-
-
-def predict_training(recipe: Recipe, length: int, device: torch.device) -> tuple[dict[str, float], set[str]]:
-    def start(recipe: Recipe, length: int) -> tuple[GPT, Optimizer, list[tuple[Tensor, ...]]]:
-        model, optimizer, batch = build_trainer(recipe, length, device, SimulatedRanks(0, world_size()))
-        return model, optimizer, [batch]
-
-    return predict_parts(recipe, device, start, length, world_size() * recipe_chunk(recipe, 1))
 
 
 def window_is_free(recipe: Recipe, device: torch.device) -> bool:

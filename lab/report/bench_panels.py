@@ -1,11 +1,11 @@
 """The figures of the benchmarks: the longest context, kernels under the roofline, attention against T."""
 
-import itertools
 from itertools import cycle
+from pathlib import Path
 
 from common.terminal import override, shell_command
 from kernels.registry import TRAINING_OPS
-from lab.report.colours import CARD
+from lab.report.colours import CARD, choice_colours
 from lab.report.describe import (
     attention_settings,
     choice_name,
@@ -15,6 +15,7 @@ from lab.report.describe import (
     search_settings,
 )
 from lab.report.plot import Figure, Panel, Point, Series, figure, line, make_origin, wrap
+from lab.report.png import draw_figures
 from lab.report.source import ReportSource
 from lab.rerun import rerun_command
 
@@ -34,15 +35,11 @@ ATTENTION_UNITS = {"both/ms": "ms", "both/peak_gib": "peak GiB"}
 
 
 def benchmark_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
-    search, op, attention = "max_context kernels=triton", "bench_kernels op=norm", "bench_attention"
-    if source.on_cpu:
-        search, op = "max_context model=tiny memory_gib=0.1", f"{op} shape=768 dtype=float32"
-        attention = f"{attention} lengths='[64,128]' dtype=float32"
     kernels, attentions = source.benchmarks["kernels"], source.benchmarks["attention"]
     figures = {
-        "context": ("The longest context", context_figure(source.searches, colours), search),
-        "roofline": ("Kernels under the roofline", roofline_figure(kernels, colours), op),
-        "attention": ("Attention against the context", attention_figure(attentions, colours), attention),
+        "context": ("The longest context", context_figure(source.searches, colours), "max_context kernels=triton"),
+        "roofline": ("Kernels under the roofline", roofline_figure(kernels, colours), "bench_kernels op=norm"),
+        "attention": ("Attention against the context", attention_figure(attentions, colours), "bench_attention"),
     }
     panels = []
     for name, (title, each, script) in figures.items():
@@ -129,5 +126,16 @@ def attention_command(row: dict) -> str:
     settings |= {key: value for key, value in attention_settings(row).items() if value}
     if row["batch"] is None:
         settings["batch"] = None  # the default is 1
-    words = itertools.starmap(override, settings.items())
+    words = [override(key, value) for key, value in settings.items()]
     return rerun_command({"command": shell_command("python", "-m", "scripts.bench_attention", *words)})
+
+
+def draw_attention(rows: list[dict], path: Path) -> list[Path]:
+    """Draw time and memory of attention over T. Return the files: none without times."""
+    colours = choice_colours([], [row["impl"] for row in rows])
+    return draw_figures([attention_figure(rows, colours, key) for key in ATTENTION_UNITS], path)
+
+
+def draw_roofline(rows: list[dict], path: Path) -> list[Path]:
+    """Draw the newest row of each kernel under its machine's roofline. Return the files: none without speeds."""
+    return draw_figures([roofline_figure(rows, choice_colours([], [row["impl"] for row in rows]))], path)

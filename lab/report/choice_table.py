@@ -10,9 +10,7 @@ from lab.report.max_context_table import HEAD, search_cells
 from lab.report.source import ReportSource, found_length
 from lab.report.tables import markdown_table, markdown_text
 from lab.rerun import rerun_command
-from lab.sweep.table import figure_columns, number_cell, slower_cell, speed
-
-RATIO_COLUMNS = ["ratio", "ratio_low", "ratio_high", "baseline", "parity", "command"]
+from lab.sweep.table import figure_columns, number_cell, speed
 
 
 @dataclass
@@ -30,7 +28,6 @@ class Table:
 
     id: str
     title: str
-    text: str
     columns: list[str]
     lines: list[Line]
 
@@ -40,14 +37,12 @@ def report_tables(source: ReportSource) -> list[Table]:
     searches = [Line(search_cells(row), rerun_command(row)) for row in source.searches]
     verdicts = source.benchmarks["judge"][::-1]
     verdict_lines = [Line(verdict.verdict_cells(row), rerun_command(row)) for row in verdicts]
-    sentence = "The verdict is that of the training. A pair of figures has the judged backend first."
-    no_result = "These runs failed, did not fit, were wrong, or were too short."
     tables = [
-        Table("verdicts", "Verdicts", sentence, verdict.COLUMNS, verdict_lines),
+        Table("verdicts", "Verdicts", verdict.COLUMNS, verdict_lines),
         choice_table("choices", "Every choice", source.measured_choices),
         choice_table("generations", "Every choice of generation", source.measured_generations),
-        Table("searches", "Every longest context", "", HEAD, searches),
-        Table("failures", "No result", no_result, ["run", "reason"], failures(source)),
+        Table("searches", "Every longest context", HEAD, searches),
+        Table("failures", "No result", ["run", "reason"], failures(source)),
     ]
     return [table for table in tables if table.lines]
 
@@ -55,7 +50,7 @@ def report_tables(source: ReportSource) -> list[Table]:
 def choice_table(id: str, title: str, choices: list[Choice]) -> Table:
     columns = choice_columns(choices)
     lines = [Line([cell(choice) for cell in columns.values()], choice.command, choice) for choice in choices]
-    return Table(id, title, "", list(columns), lines)
+    return Table(id, title, list(columns), lines)
 
 
 def choice_columns(choices: list[Choice]) -> dict[str, Callable[[Choice], str]]:
@@ -64,7 +59,6 @@ def choice_columns(choices: list[Choice]) -> dict[str, Callable[[Choice], str]]:
     cells["caches"] = number_cell("{}", "perf/cache")
     cells["parity"] = lambda row: verdict_text(row.get("parity"), ["loss", "gradient"])
     cells["proof"] = lambda row: verdict_text(row.get("proof"), ["logits"])
-    cells["most time in"] = longest_families
     columns = {name: lambda choice, cell=cell: cell(choice.row) for name, cell in cells.items()}
     columns["peak GiB"] = lambda choice: f"{choice.memory:.{2 if choice.generates else 1}f}" if choice.memory else ""
     first = {"choice": lambda choice: choice.title, "tokens/s": speed_cell}
@@ -79,13 +73,6 @@ def speed_cell(choice: Choice) -> str:
     (low, high), count = choice.spread, len(choice.speeds)
     runs = f", {count} runs" if count > 1 else ""
     return f"{choice.speed:,.0f} ({low:,.0f} to {high:,.0f}){runs}"
-
-
-def longest_families(row: dict) -> str:
-    """Return the three families of kernels that take most of a step, such as "gemm 68.0 ms, mlp 9.5 ms"."""
-    families = (row.get("receipt") or {}).get("families") or {}
-    longest = sorted(families.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{family} {ms:.3g} ms" for family, ms in longest)
 
 
 def verdict_text(proof: dict | None, names: list[str]) -> str:
@@ -109,9 +96,6 @@ def failures(source: ReportSource) -> list[Line]:
             if not speed(row):
                 reason = "too short" if row["status"] == "ok" else row["status"]
                 lines.append(Line([choice.title, reason], choice.command, choice))
-    for row in source.benchmarks["attention"]:
-        if row.get("status", "ok") != "ok":
-            lines.append(Line([f"attention {row['impl']}, T = {row['T']:,}", row["status"]]))
     for row in source.benchmarks["context"]:
         if not found_length(row):
             shortest = f"not even 128 tokens: {row.get('context/train/limit')}"
@@ -130,29 +114,23 @@ def notes(source: ReportSource) -> list[str]:
             "choice that ran first. A tie means that the 95% interval contains 1. With --force all are compared with "
             "the first choice, whatever their settings."
         )
-    if any(slower_cell(choice.row) for choice in source.measured):
-        sentences.append(
-            "Slower than eager: an op whose backend took longer than eager when both were timed alone on this GPU "
-            "(scripts.doctor speed=true), and how many times as long. `of compile`: beside eager under torch.compile."
-        )
+    if source.benchmarks["judge"]:
+        sentences.append("A verdict is that of the training. A pair of figures has the judged backend first.")
     if source.left_out:
         sentences.append(f"Left out, because they are damaged or lack values: {'; '.join(source.left_out)}.")
     return sentences
 
 
 def wandb_table(source: ReportSource) -> list[list]:
-    """Return the head and a line for each run of training: its settings, all numbers of its row, and its ratio."""
+    """Return the head and a line for each run of training: its settings, all numbers of its row, and its command."""
     rows = [row for choice in source.choices for row in choice.rows]
     numbers = {key: None for row in rows for key in row if "/" in key and isinstance(row[key], int | float)}
-    lines = [["choice", "model", "precision", "status", *numbers, *RATIO_COLUMNS]]
+    lines = [["choice", "model", "precision", "status", *numbers, "of the baseline", "command"]]
     for choice in source.choices:
-        ratios = [choice.ratio.value, choice.ratio.low, choice.ratio.high] if choice.ratio else [None] * 3
-        ratios.append(choice.base.title if choice.base else None)
-        parity = (choice.row.get("parity") or {}).get("ok")
         for row in choice.rows:
             settings = [choice.title, choice.model, choice.precision, row["status"]]
             values = [row.get(key) if speed(row) else None for key in numbers]
-            lines.append([*settings, *values, *ratios, parity, choice.command])
+            lines.append([*settings, *values, choice.ratio_text, choice.command])
     return lines
 
 

@@ -120,9 +120,9 @@ def set_qualifiers(choices: list[Choice]) -> None:
     all choices. It has another setting only if the setting varies among choices whose titles are equal so far.
     """
     settings = [identifying_settings(choice) for choice in choices]
-    for name in settings[0] if settings else ():
+    for name in max(settings, key=len, default=()):  # a run that failed before it had a config has fewer
         titles = ["" if name in ("model", "precision") else choice.title for choice in choices]
-        texts = varying_texts(titles, [each[name] for each in settings])
+        texts = varying_texts(titles, [each.get(name, "") for each in settings])
         for choice, text in zip(choices, texts, strict=True):
             choice.qualifier = " · ".join(filter(None, (choice.qualifier, text)))
 
@@ -137,33 +137,21 @@ def varying_texts(titles: list[str], texts: list[str]) -> list[str]:
 
 def identifying_settings(choice: Choice) -> dict[str, str]:
     """Return the settings that a qualifier may have, the most important first. The last is unique."""
-    row = choice.row
-    return {
-        "model": choice.model,
-        "precision": choice.precision,
-        **(generation_sizes(row) if choice.generates else training_sizes(row)),
-        "device": row.get("env", {}).get("device", ""),
-        "commit": commit(row) if "env" in row else "",
-        "number": f"choice {choice.number}",
-    }
-
-
-def training_sizes(row: dict) -> dict[str, str]:
-    train, gpus = row.get("config", {}).get("train", {}), row.get("world_size", 1)
-    return {
-        "batch": f"{train.get('batch_size')} x {train.get('block_size')}" if train else "",
-        "GPUs": f"{gpus} GPUs" if gpus > 1 else "1 GPU",
-        "steps": f"{train.get('max_steps')} steps",
-    }
-
-
-def generation_sizes(row: dict) -> dict[str, str]:
-    return {
-        "batch": f"batch {compare.sequences(row)}",
-        "prompt": f"prompt {prompt_tokens(row):,}",
-        "new tokens": f"{row['config']['max_new_tokens']} new tokens",
-        "prefill": prefill_name(row["config"]),
-    }
+    row, config = choice.row, choice.row.get("config", {})
+    settings = {"model": choice.model, "precision": choice.precision}
+    if choice.generates:
+        settings["batch"] = f"batch {compare.sequences(row)}"
+        settings["prompt"] = f"prompt {prompt_tokens(row):,}"
+        settings["new tokens"] = f"{config['max_new_tokens']} new tokens"
+        settings["prefill"] = prefill_name(config)
+    elif config:
+        train, gpus = config.get("train", {}), row.get("world_size", 1)
+        settings["batch"] = f"{train.get('batch_size')} x {train.get('block_size')}"
+        settings["GPUs"] = f"{gpus} GPUs" if gpus > 1 else "1 GPU"
+        settings["steps"] = f"{train.get('max_steps')} steps"
+    settings["device"] = row.get("env", {}).get("device", "")
+    settings["commit"] = commit(row) if "env" in row else ""
+    return settings | {"number": f"choice {choice.number}"}
 
 
 def compare_choices(choices: list[Choice], force: bool, from_results: bool) -> None:

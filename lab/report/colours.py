@@ -14,7 +14,7 @@ INK, QUIET, CARD, GRID = "black", "#6c6e75", "white", "#e8e8e5"
 CHOICE_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"]
 FAMILY_COLOURS = dict(zip(("triton", "compile", "triton + compile", "eager"), CHOICE_COLOURS, strict=False))
 BACKEND_COLOURS = [*CHOICE_COLOURS, "#8C6BB1", "#999933", "#8B5A2B", "#7F8C8D", "#44AA99", "#AA4499", "#DDCC77"]
-BACKEND_COLOURS.append("#882255")
+BACKEND_COLOURS += ["#882255"]
 SYMBOLS = "circle", "square", "diamond", "cross", "triangle-up", "x", "star", "pentagon", "triangle-down", "hexagon"
 DASHES = "solid", "dot", "longdash"  # "dash" is for references
 PART_COLOURS = ["#4477AA", "#88CCEE", "#44AA99", "#DDCC77", "#CC6677", "#AA4499", "#999933", "#117733", "#882255"]
@@ -28,32 +28,23 @@ def choice_colours(choices: Iterable[str], backends: Collection[str] = ()) -> di
     A backend that is a family has the family's colour. The other backends have colours of their own.
     """
     families = {name: kernels_family(name) for name in choices}
-    used = set(map(FAMILY_COLOURS.get, families.values()))
+    colours = assign_colours(families.values(), FAMILY_COLOURS)
+    return {name: colours[family] for name, family in families.items()} | assign_colours(backends, colours)
+
+
+def assign_colours(names: Iterable[str], fixed: dict[str, str]) -> dict[str, str]:
+    """Return a colour for each name: its own in `fixed`, or else the next of BACKEND_COLOURS that none of these has."""
+    names = list(dict.fromkeys(names))
+    used = {fixed[name] for name in names if name in fixed}
     free = cycle([colour for colour in BACKEND_COLOURS if colour not in used])
-    colours = {}
-    for family in dict.fromkeys(families.values()):
-        colours[family] = FAMILY_COLOURS.get(family) or next(free)
-    shared = {name: colours[name] for name in backends if name in colours}
-    free = cycle([colour for colour in BACKEND_COLOURS if colour not in shared.values()])
-    own = {name: shared.get(name) or next(free) for name in dict.fromkeys(backends)}
-    return {name: colours[family] for name, family in families.items()} | own
+    return {name: fixed.get(name) or next(free) for name in names}
 
 
-def choice_symbols(choices: Iterable[str]) -> dict[str, str]:
-    """Return the symbol of its attention for each name of a choice."""
-    return attention_looks(choices, SYMBOLS)
-
-
-def choice_dashes(choices: Iterable[str]) -> dict[str, str]:
-    """Return the dash of its attention for each name of a choice."""
-    return attention_looks(choices, DASHES)
-
-
-def attention_looks(choices: Iterable[str], looks: tuple[str, ...]) -> dict[str, str]:
-    attentions: dict[str, str] = {}
-    for name in (names := list(dict.fromkeys(choices))):
-        attentions.setdefault(name.partition(" · ")[2], looks[len(attentions) % len(looks)])
-    return {name: attentions[name.partition(" · ")[2]] for name in names}
+def attention_styles(choices: Iterable[str], styles: tuple[str, ...]) -> dict[str, str]:
+    """Return the style of its attention for each name of a choice; `styles` is SYMBOLS or DASHES."""
+    names = {name: name.partition(" · ")[2] for name in choices}
+    attentions = dict(zip(dict.fromkeys(names.values()), cycle(styles), strict=False))
+    return {name: attentions[attention] for name, attention in names.items()}
 
 
 def part_colours(parts: Iterable[str]) -> dict[str, str]:

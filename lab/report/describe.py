@@ -105,7 +105,7 @@ def choice_name(config: dict) -> str:
 
 def prefill_name(config: dict) -> str:
     """Return the kernels and attention of the prefill if the decoder is not blocks; otherwise ""."""
-    if not {"kernels", "attn"} <= config.keys() or not decoder(config):
+    if not decoder(config):
         return ""
     return f"prefill {kernels_name(config['kernels'])} · {attention_name(config['attn'])}"
 
@@ -132,16 +132,6 @@ def kernels_family(name: str) -> str:
 def attention_name(attn: dict) -> str:
     """Return a name such as "flash fa4" for a row's config.attn."""
     return f"{attn['impl']} {attn['version']}" if attn.get("version") else attn["impl"]
-
-
-def attention_limits(row: dict) -> str:
-    """Return the attention's window and fewer K/V heads, such as "window 64, 4 K/V heads"; usually empty."""
-    model, limits = row["config"]["model"], []
-    if model.get("window"):
-        limits.append(f"window {model['window']}")
-    if model.get("n_kv_head"):
-        limits.append(f"{model['n_kv_head']} K/V heads")
-    return ", ".join(limits)
 
 
 def sessions(rows: list[dict]) -> dict[tuple, list[dict]]:
@@ -217,12 +207,13 @@ def newest_searches(rows: list[dict]) -> list[dict]:
 def search_settings(row: dict) -> list[str]:
     """Return a search's [model, precision, kernels, attention, positions and limits, checkpointing, GiB].
 
-    A setting that the row does not have is "".
+    The limits are those of attention, such as "window 64, 4 K/V heads". A setting that the row does not have is "".
     """
     model, memory = row["config"]["model"], f"{row['memory_gib']:.4g}" if row.get("memory_gib") else ""
-    positions = ", ".join(filter(None, (model.get("pos"), attention_limits(row))))
+    limits = [model.get("pos"), model.get("window") and f"window {model['window']}"]
+    limits.append(model.get("n_kv_head") and f"{model['n_kv_head']} K/V heads")
     checkpointing = (model.get("checkpointing") or "") + (", attention kept" if model.get("keep_attention") else "")
     if row.get("world_size", 1) > 1:
         memory = f"{row['world_size']} x {memory}"
     cells = [model_size(row), row["config"]["precision"], kernels_cell(row), attention_cell(row)]
-    return [*cells, positions, checkpointing, memory]
+    return [*cells, ", ".join(filter(None, limits)), checkpointing, memory]

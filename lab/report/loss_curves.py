@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, stdev
 
 from lab import rows as results
+from lab.report.colours import CHOICE_COLOURS
 from lab.report.describe import kernels_cell
+from lab.report.panels import LossCurve, loss_figure
+from lab.report.png import LINES, draw_figures
 from lab.report.tables import markdown_table
 from lab.sweep.table import speed_cell
 
@@ -73,18 +77,15 @@ def with_reference(runs: list[Curve]) -> list[tuple[Curve, Curve]]:
 
 
 def agreement(device: str) -> str:
-    """Return a sentence for each loss curve after the first: how much its training losses differ from the first's."""
-    runs = curves(device)
-    if len(runs) < 2:
-        return (
-            "There is only one loss curve." if runs else "There is no loss curve: scripts.collect --curves keeps one."
-        )
-    first, *others = runs
-    sentences = []
-    for run in others:
+    """Return a sentence for each later loss curve: how much its training losses differ from the first curve's.
+
+    A curve without a step of the first curve has no sentence.
+    """
+    runs, sentences = curves(device), []
+    for run in runs[1:]:
+        first = runs[0]
         steps = sorted(first.training.keys() & run.training.keys())
         if not steps:
-            sentences.append(f"`{first.name}` and `{run.name}` have no training loss of the same step.")
             continue
         gaps = [abs(first.training[step] - run.training[step]) for step in steps]
         sentences.append(
@@ -127,3 +128,19 @@ def long_runs(device: str) -> str:
         compared = [spread(gaps, "+.4f"), times(speeds)] if any(gaps) else ["", ""]
         lines.append([*choice, "mean", spread(losses, ".4f"), compared[0], "", compared[1]])
     return markdown_table([*head, "to the same loss"], lines)
+
+
+def draw_curves(device: str, path: Path) -> list[Path]:
+    """Draw the losses of each run, and below them the differences from the first run of the same seed.
+
+    A choice has a colour, and a seed has a style of line. Return the files: none without a curve.
+    """
+    runs = curves(device)
+    choices, seeds = list(dict.fromkeys(run.choice for run in runs)), list(dict.fromkeys(run.seed for run in runs))
+    drawn = []
+    for run, first in with_reference(runs):
+        style = {"name": run.name, "colour": CHOICE_COLOURS[choices.index(run.choice) % len(CHOICE_COLOURS)]}
+        style |= {"dash": [*LINES][seeds.index(run.seed) % len(LINES)], "width": 1}
+        drawn.append(LossCurve(run.losses, first.losses, style))
+    y = "validation loss" if runs and runs[0].losses is runs[0].validation else "training loss"
+    return draw_figures([loss_figure(drawn, y, "above the first of its seed")], path)

@@ -20,11 +20,6 @@ def max_context_table(rows: list[dict]) -> str:
 
 def search_cells(row: dict) -> list[str]:
     """Return the cells of a search under HEAD."""
-    return [*search_settings(row), *length_cells(row)]
-
-
-def length_cells(row: dict) -> list[str]:
-    """Return the longest T of training with its seconds and memory, and the longest T of generation."""
     train = {key.removeprefix("context/train/"): value for key, value in row.items()}
     trained, generated = length_cell(row, "train"), length_cell(row, "generate")
     computed = row.get("context/generate/computed")
@@ -33,7 +28,7 @@ def length_cells(row: dict) -> list[str]:
     if not generated and row.get("status", "").startswith("stopped"):
         generated = "stopped"
     if not trained:
-        return [train.get("limit") or "", "", "", generated]
+        return [*search_settings(row), train.get("limit") or "", "", "", generated]
     seconds = f"{train['seconds']:.3g}"
     if train.get("window") != row["config"]["model"].get("window"):
         seconds += f" with window {train['window']}"
@@ -42,7 +37,7 @@ def length_cells(row: dict) -> list[str]:
     peak = f"{train['peak_gib']:.2f}"
     if prediction := train.get("prediction"):
         peak += f" ({prediction['peak_gib']:.2f})"
-    return [f"**{trained}**", seconds, peak, generated]
+    return [*search_settings(row), f"**{trained}**", seconds, peak, generated]
 
 
 def length_cell(row: dict, mode: str) -> str:

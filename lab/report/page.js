@@ -32,11 +32,6 @@ const MARKS = {
   pentagon: "⬟", hexagon: "⬢", solid: "━", dot: "•••", longdash: "━ ━", dash: "╍╍",
 };
 
-function markOf({ line, marker }) {
-  const name = marker ? marker.symbol : line.dash;
-  return String(name).endsWith("open") ? "○" : MARKS[name] || MARKS.circle;
-}
-
 // Returns a legend that has each name once; a single name needs no legend. Plotly's own legend cuts long names on a phone.
 function legend(traces) {
   const named = new Map(traces.filter((trace) => trace.name && trace.showlegend !== false).map((trace) => [trace.name, trace]));
@@ -45,7 +40,8 @@ function legend(traces) {
     const label = document.createElement("span"), mark = label.appendChild(document.createElement("i"));
     const { line, marker } = trace;
     mark.style.color = line?.color || (Array.isArray(marker.color) ? ink : marker.color);
-    mark.textContent = markOf(trace);
+    const shape = String(marker ? marker.symbol : line.dash);
+    mark.textContent = shape.endsWith("open") ? "○" : MARKS[shape] || MARKS.circle;
     label.insertAdjacentHTML("beforeend", name); // escaped in Python, for Plotly
     return label;
   });

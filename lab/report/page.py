@@ -13,13 +13,12 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 
 from common.files import read_text, write_atomically
-from lab.report.bench_panels import benchmark_panels
+from lab.report.bench_panels import benchmark_panels, draw_attention, draw_roofline
 from lab.report.choice_table import notes, report_markdown, report_tables, wandb_table
 from lab.report.choices import comparable_groups
 from lab.report.colours import choice_colours
 from lab.report.describe import choice_name, model_size
-from lab.report.figures import attention_plot, roofline, speed_plot
-from lab.report.panels import choice_panels
+from lab.report.panels import choice_panels, draw_speeds
 from lab.report.plot import plotly
 from lab.report.source import ReportSource, StoredRow, make_source, read_lines
 from runtime import trackers
@@ -82,9 +81,9 @@ def draw_pictures(source: ReportSource) -> list[Path]:
         if source.from_results:  # rows of many sessions: the picture shows the largest group of comparable choices
             choices = max(comparable_groups(choices), key=len)
         colours = choice_colours(choice.name for choice in source.choices)
-        pictures += speed_plot(choices, colours, source.folder / "speed.png")
-    pictures += roofline(source.benchmarks["kernels"], source.folder / "roofline.png")
-    return pictures + attention_plot(source.benchmarks["attention"], source.folder / "attention.png")
+        pictures += draw_speeds(choices, colours, source.folder / "speed.png")
+    pictures += draw_roofline(source.benchmarks["kernels"], source.folder / "roofline.png")
+    return pictures + draw_attention(source.benchmarks["attention"], source.folder / "attention.png")
 
 
 def render_page(source: ReportSource) -> str:
@@ -140,9 +139,8 @@ def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:
     name = source.folder.resolve().name
     configs = [row.get("config", {}) for choice in source.all_choices for row in choice.rows]
     logger = next((config["logger"] for config in configs if "logger" in config), {})
-    group = trackers.group_of(source.folder.resolve())
-    keys = {"project": "hotswap", "entity": None, "group": group, "job_type": None, "tags": [], "notes": None}
-    keys = {key: logger.get(key) or default for key, default in keys.items()}
-    config = LoggerConfig("wandb", mode, **keys)
+    keys = {"project": "hotswap", "entity": None, "group": trackers.group_of(source.folder.resolve())}
+    keys |= {"job_type": None, "tags": [], "notes": None}
+    config = LoggerConfig("wandb", mode, **{key: logger.get(key) or default for key, default in keys.items()})
     folder = trackers.Tracker(config).publish_report(source.folder, name, wandb_table(source), files)
     return [Path(folder)] if folder else []

@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from lab.report.choice_table import choice_columns
 from lab.report.choices import Choice, comparable_groups, identifying_settings, varying_texts
-from lab.report.colours import GRID, INK, SYMBOLS, choice_dashes, choice_symbols, part_colours
+from lab.report.colours import DASHES, GRID, INK, SYMBOLS, attention_styles, part_colours
 from lab.report.describe import prompt_tokens
 from lab.report.plot import Figure, Origin, Panel, Point, Series, figure, line, make_origin, wrap
+from lab.report.png import draw_figures
 from lab.report.source import ReportSource
 from lab.sweep.compare import payback_steps, sequences
 from runtime.console import kernel_texts
@@ -17,7 +19,6 @@ Losses = dict[int, float]  # step -> loss
 MEMORY_PARTS = "weights", "gradients", "optimizer", "activations", "workspace"
 MEMORY_SIDES = {"predicted": 0.5, "measured": 1.0}  # the opacity of their bars
 GENERATE = "python -m scripts.generate +sweep=generate checkpoint=random"
-GENERATE_ON_CPU = "python -m scripts.generate -m checkpoint=random model=tiny prompt_tokens=64 batch=1,8 proof=true"
 TEXT = {
     "speed": ("Speed", "Tokens a second. The whiskers are p20 to p80 of one run, or the range of several runs."),
     "memory": (
@@ -41,8 +42,6 @@ TEXT = {
 def choice_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
     """Return the panels of training and of generation."""
     train = "python train.py " + ("+experiment=throughput kernels=compile" if source.from_results else "+sweep=kernels")
-    if source.on_cpu:
-        train = "python train.py -m +experiment=smoke kernels=eager,compile proof=true"
     choices, generations = source.measured_choices, source.measured_generations
     training = {
         "speed": speed_figure(choices, colours),
@@ -57,9 +56,8 @@ def choice_panels(source: ReportSource, colours: dict[str, str]) -> list[Panel]:
         "prompts": generation_figure(generations, colours, "prompt", prompt_tokens, "tokens of the prompt"),
         "decoding": families_figure(generations),
     }
-    generate = GENERATE_ON_CPU if source.on_cpu else GENERATE
     panels = [Panel(name, *TEXT[name], train, each) for name, each in training.items()]
-    return panels + [Panel(name, *TEXT[name], generate, each) for name, each in generation.items()]
+    return panels + [Panel(name, *TEXT[name], GENERATE, each) for name, each in generation.items()]
 
 
 def choice_origin(choice: Choice, lines: list[str] | None = None) -> Origin:
@@ -90,9 +88,11 @@ def speed_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | Non
     return figure("tokens/s", "", [Series("", "bars", points)], row=52)
 
 
-def peak_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
-    points = [Point(choice.memory or 0, axis_label(choice), colour=colours[choice.name]) for choice in choices]
-    return figure("GiB at the peak", "", [Series("", "bars", points)], row=52)
+def draw_speeds(choices: list[Choice], colours: dict[str, str], path: Path) -> list[Path]:
+    """Draw tokens/s and peak memory of each choice, the first choice on top. Return the files."""
+    peaks = [Point(choice.memory or 0, axis_label(choice), colour=colours[choice.name]) for choice in choices]
+    peak_figure = figure("GiB at the peak", "", [Series("", "bars", peaks)], row=52)
+    return draw_figures([speed_figure(choices, colours), peak_figure], path)
 
 
 def memory_figure(choices: list[Choice]) -> Figure | None:
@@ -114,7 +114,7 @@ def memory_figure(choices: list[Choice]) -> Figure | None:
 def tradeoff_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
     """Return tokens/s over GiB."""
     series = []
-    for name, symbol in choice_symbols(choice.name for choice in choices).items():
+    for name, symbol in attention_styles((choice.name for choice in choices), SYMBOLS).items():
         shown = [choice for choice in choices if choice.name == name and choice.memory]
         points = [choice_point(choice, choice.memory, choice.speed, symbol=symbol) for choice in shown]
         series.append(Series(name, "markers", points, colours[name], size=14))
@@ -162,25 +162,25 @@ def loss_figure(curves: list[LossCurve], y: str, y_below: str) -> Figure | None:
 def parity_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
     """Return the losses of each choice and of eager in fp32, and below them the differences."""
     references: dict[tuple, LossCurve] = {}
-    curves, dashes = [], choice_dashes(choice.name for choice in choices)
+    curves, dashes = [], attention_styles((choice.name for choice in choices), DASHES)
     for choice in choices:
         parities = [row["parity"] for row in choice.rows if (row.get("parity") or {}).get("losses")]
         if not parities:
             continue
         losses, reference = (dict(enumerate(parities[0][key], 1)) for key in ("losses", "reference"))
-        style = {"name": "reference: eager in fp32", "dash": "dash", "width": 1.5, "template": "%{y:.4f}<br>"}
+        style = {"name": "reference: eager in fp32", "dash": "dash", "width": 1.5}
         style["origin"] = Origin("reference", "", choice.model, choice.precision)
         key = choice.model, choice.precision, *reference.values()
         references.setdefault(key, LossCurve(reference, reference, style))
         style = {"name": choice.name, "colour": colours[choice.name], "dash": dashes[choice.name]}
-        style |= {"origin": choice_origin(choice), "template": "%{y:.4f}<br>"}
+        style["origin"] = choice_origin(choice)
         curves.append(LossCurve(losses, reference, style))
     return loss_figure([*curves, *references.values()], "loss", "difference")
 
 
 def payback_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | None:
     """Return the seconds since the start over steps, and a ring where a choice overtakes its baseline."""
-    series, dashes = [], choice_dashes(choice.name for choice in choices)
+    series, dashes = [], attention_styles((choice.name for choice in choices), DASHES)
     for group in comparable_groups([choice for choice in choices if choice.row.get("perf/first_step_s") is not None]):
         base = next((choice for choice in group if choice.base is choice), None)
         if base is None or len(group) < 2:
@@ -191,15 +191,13 @@ def payback_figure(choices: list[Choice], colours: dict[str, str]) -> Figure | N
         for choice, payback in zip(group, paybacks, strict=True):
             start, step = choice.row["perf/first_step_s"], choice.row["perf/step_ms"] / 1e3
             style = {"colour": colours[choice.name], "dash": dashes[choice.name], "origin": choice_origin(choice)}
-            style["template"] = "%{y:.0f} s after %{x:.0f} steps<br>"
             seconds = {last * i / 24: start + last * i / 24 * step for i in range(25)}
             series.append(line(choice.name, seconds, **style))
             if payback and payback <= last:
                 y = start + payback * step
                 lines = [f"ahead of {base.title} after {payback:,.0f} steps, {y:,.0f} s"]
                 ring = choice_point(choice, payback, y, lines, ring=2.5)
-                style = {"size": 13, "ring_colour": INK, "legend": False}
-                series.append(Series("crossing", "markers", [ring], colours[choice.name], **style))
+                series.append(Series("", "markers", [ring], colours[choice.name], size=13, ring_colour=INK))
     return figure("steps after the first", "seconds", series)
 
 

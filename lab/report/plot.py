@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lab.report.colours import INK
 
-HOVER, HOVER_LINE = "%{customdata[0]}<extra></extra>", "%{meta[0]}<extra></extra>"
+HOVER, HOVER_LINE = "%{customdata[0]}<extra></extra>", "%{x:.0f}: %{y:.4f}<br>%{meta[0]}<extra></extra>"
 
 
 class Origin(NamedTuple):
@@ -39,9 +39,9 @@ class Point:
 
 @dataclass
 class Series:
-    """Points with one name in the legend."""
+    """Points of one kind."""
 
-    name: str
+    name: str  # in the legend, which omits ""
     mode: str  # "bars", or a mode of Plotly's scatter, such as "lines+markers"
     points: list[Point]
     colour: str = INK
@@ -51,9 +51,7 @@ class Series:
     ring_colour: str = ""  # "": the colour of the point
     side: str = ""  # of bars: bars of one side are stacked; of texts: their place
     opacity: float = 1
-    legend: bool = True
     origin: Origin | None = None  # of a whole line; then its points have none
-    template: str = ""  # stands above the line's hover text
 
 
 @dataclass
@@ -121,7 +119,7 @@ def trace(series: Series) -> dict:
     label = markup if isinstance(points[0].y, str) else float
     rings = {"color": series.ring_colour or one(fills), "width": one([point.ring for point in points])}
     marker = {"color": one(fills), "opacity": series.opacity}
-    values = {"name": markup(series.name), "showlegend": series.legend, "marker": marker}
+    values = {"name": markup(series.name), "marker": marker}
     values |= {"x": [point.x for point in points], "y": [label(point.y) for point in points]}
     if mode == "bars":
         values |= {"type": "bar", "orientation": "h", "offsetgroup": series.side}
@@ -139,7 +137,7 @@ def trace(series: Series) -> dict:
         sides["arrayminus"] = [point.x - point.spread[0] for point in points]
         values["error_x"] = sides | {"type": "data", "symmetric": False, "color": INK, "thickness": 1, "width": 3}
     if series.origin:
-        values |= {"meta": series.origin, "hovertemplate": series.template + HOVER_LINE}
+        values |= {"meta": series.origin, "hovertemplate": HOVER_LINE}
     elif points[0].origin:
         values |= {"customdata": [point.origin for point in points], "hovertemplate": HOVER}
     else:

@@ -85,7 +85,7 @@ def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
 
 def draw_series(panel, series: Series) -> None:
     points, colour = series.points, series.colour
-    label = plain(series.name) if series.name and series.legend else None
+    label = plain(series.name) if series.name else None
     if series.mode == "bars":
         categories = ["\n".join(map(plain, point.y.split("\n")[:3])) for point in points]
         panel.barh(categories, [point.x for point in points], color=[point.colour or colour for point in points])

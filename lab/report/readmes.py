@@ -11,10 +11,10 @@ from common.files import read_text, write_atomically
 from lab import rows
 from lab.judge.verdict import verdict_table
 from lab.report import tables
+from lab.report.bench_panels import draw_attention, draw_roofline
 from lab.report.compiled_table import compiled
 from lab.report.course import course
-from lab.report.figures import attention_plot, curves_plot, roofline
-from lab.report.loss_curves import agreement, curves, long_runs
+from lab.report.loss_curves import agreement, draw_curves, long_runs
 from lab.report.max_context_table import max_context
 from lab.report.peers import peers
 from lab.report.rungs import rungs
@@ -64,9 +64,8 @@ def write_readmes() -> Iterator[Path]:
 def draw_results() -> Iterator[Path]:
     """Draw roofline.png, attention.png and curves.png of each device that has such rows; yield each file."""
     for file in sorted(rows.RESULTS.glob("*/kernels.jsonl")):
-        yield from roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
+        yield from draw_roofline(rows.read_rows(file.parent.name, "kernels"), file.with_name("roofline.png"))
     for file in sorted(rows.RESULTS.glob("*/attention.jsonl")):
-        yield from attention_plot(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
+        yield from draw_attention(rows.read_rows(file.parent.name, "attention"), file.with_name("attention.png"))
     for folder in sorted(rows.RESULTS.glob("*/curves")):
-        if runs := curves(folder.parent.name):
-            yield from curves_plot(runs, folder.with_name("curves.png"))
+        yield from draw_curves(folder.parent.name, folder.with_name("curves.png"))

@@ -7,14 +7,14 @@ for each table, one commit without changes, the same versions and settings, and 
 import re
 import shlex
 from datetime import datetime
-from typing import NamedTuple
 
 from kernels.registry import called_backend
 from lab.report.describe import commit, model_size, prompt_tokens
 from lab.report.tables import markdown_table, markdown_text, ratio_to_baseline, shown_run
 from lab.rows import read_rows
+from lab.sweep import table
 from lab.sweep.compare import MACHINE, differences, is_generation, sequences, value_differences
-from lab.sweep.table import PEAK, Cell, number_cell, slower_cell, speed
+from lab.sweep.table import Cell, slower_cell, speed
 from runtime.config import check
 
 MEASURE = "scripts/measure.sh rungs"
@@ -39,24 +39,9 @@ CHOICE = re.compile(r"(kernels|attn|precision)[\w.]*=")
 COMMON_TRAINING, COMMON_DECODING = {"precision=bf16"}, {"precision=bf16", "attn=sdpa"}  # the words of all rungs
 VERSION = re.compile(r"(torch|triton|cudnn|cuda) [\d.]+\S*")
 HEAD = ["rung", "what computes", "kernel lines", "tokens/s", "gain"]
-TRAINING_COLUMNS: dict[str, Cell] = {
-    "GiB": number_cell("{:.1f}", *PEAK),
-    "first step": number_cell("{:.1f} s", "perf/first_step_s"),
-    "loss": number_cell("{:.3f}", "train/loss"),
-}
-DECODING_COLUMNS: dict[str, Cell] = {
-    "GiB": number_cell("{:.2f}", *PEAK),
-    "first step": number_cell("{:.1f} s", "gen/warmup_s"),
-}
-
-
-class Rung(NamedTuple):
-    """A rung of the sitting: its words, its runs, and the runs that it is compared with."""
-
-    words: str
-    runs: list[dict]
-    bases: list[dict]  # empty for the first rung
-    base: str  # the words of `bases` if they are not the rung before; otherwise ""
+TRAINING_COLUMNS = {"GiB": table.TRAINING["peak GiB"], "first step": table.TRAINING["first step"]}
+TRAINING_COLUMNS["loss"] = table.TRAINING["loss"]
+DECODING_COLUMNS = {"GiB": table.GENERATION["peak GiB"], "first step": table.GENERATION["start"]}
 
 
 def rungs(device: str) -> str:
@@ -68,9 +53,9 @@ def rungs(device: str) -> str:
     check_sitting(device, training, decoding)
     parts = []
     for ladder, runs, columns in ((TRAINING, training, TRAINING_COLUMNS), (DECODING, decoding, DECODING_COLUMNS)):
-        if rungs := measured_rungs(ladder, runs):
-            lines = [rung_cells(rung, columns) for rung in rungs]
-            parts += [title(rungs[0].runs[0]), markdown_table([*HEAD, *columns], lines)]
+        if lines := ladder_lines(ladder, runs, columns):
+            row = next(row for each in runs.values() for row in each if speed(row))
+            parts += [title(row), markdown_table([*HEAD, *columns], lines)]
     return "\n\n".join([*parts, note(device, training | decoding)])
 
 
@@ -142,25 +127,22 @@ def check_sitting(device: str, *ladders: dict[str, list[dict]]) -> None:
             )
 
 
-def measured_rungs(ladder: dict[str, str | None], runs: dict[str, list[dict]]) -> list[Rung]:
-    """Return the rungs with a speed, in the order of the ladder."""
+def ladder_lines(
+    ladder: dict[str, str | None], runs: dict[str, list[dict]], columns: dict[str, Cell]
+) -> list[list[str]]:
+    """Return the table's line of each rung with a speed, in the order of the ladder."""
     measured = [words for words in ladder if any(map(speed, runs[words]))]
-    rungs = []
+    lines = []
     for before, words in zip([None, *measured], measured, strict=False):
         base = ladder[words] if ladder[words] in measured else before
-        rungs.append(Rung(words, runs[words], runs[base] if base else [], base if base and base != before else ""))
-    return rungs
-
-
-def rung_cells(rung: Rung, columns: dict[str, Cell]) -> list[str]:
-    """Return the rung's line of the table."""
-    row = shown_run(rung.runs)
-    first = min(filter(speed, rung.runs), key=lambda run: run["started"])  # the others find its kernels compiled
-    gain = ratio_to_baseline(rung.runs, rung.bases) if rung.bases else ""
-    if rung.base:
-        gain += f" of `{rung.base}`"
-    cells = [f"`{rung.words}`", what_computes(row), lines_cell(row), f"**{speed(row):,.0f}**", gain]
-    return [*cells, *(cell(first if name == "first step" else row) for name, cell in columns.items())]
+        gain = ratio_to_baseline(runs[words], runs[base]) if base else ""
+        if base != before:
+            gain += f" of `{base}`"
+        row = shown_run(runs[words])
+        first = min(filter(speed, runs[words]), key=lambda run: run["started"])  # the others find its kernels compiled
+        cells = [f"`{words}`", what_computes(row), lines_cell(row), f"**{speed(row):,.0f}**", gain]
+        lines.append([*cells, *(cell(first if name == "first step" else row) for name, cell in columns.items())])
+    return lines
 
 
 def computing_kernels(row: dict) -> dict[str, str]:

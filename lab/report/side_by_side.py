@@ -17,9 +17,7 @@ def side_by_side(folders: list[Path]) -> str:
     first folder is in another one.
     """
     first, *others = map(read_source, folders)
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = list(map(str, folders))
+    names = list(map(str, folders))
     lines = []
     for choice in first.measured:
         line = [choice.title, f"{choice.speed:,.0f}"]
@@ -28,7 +26,7 @@ def side_by_side(folders: list[Path]) -> str:
             line += [f"{match.speed:,.0f}", ratio_cell(match, choice)] if match else ["", ""]
         if any(line[2:]):
             lines.append(line)
-    check(lines, f"{', '.join(map(str, folders))} have no measured choice in common: their configs differ")
+    check(lines, f"{', '.join(names)} have no measured choice in common: their configs differ")
     head = ["choice", names[0]]
     parts = ["", "Tokens/s, and the ratio with its 95% interval. A tie means that the interval contains 1."]
     base = next(iter(first.environments), {})

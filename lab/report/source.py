@@ -61,11 +61,6 @@ class ReportSource:
         return [row["env"] for row in rows if row.get("env")]
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether no row is of a machine with a GPU. With a GPU, the environment has a driver."""
-        return bool(self.environments) and not any(env.get("driver") for env in self.environments)
-
-    @property
     def all_choices(self) -> list[Choice]:
         return [*self.choices, *self.generations]
 

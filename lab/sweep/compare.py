@@ -81,10 +81,7 @@ def step_seconds(row: dict) -> list[float]:
 
 
 def work_seconds(row: dict) -> list[float]:
-    """Return the seconds of equal work in each timed interval: of a training step, or of one generated token.
-
-    Compared training steps have the same number of tokens.
-    """
+    """Return the seconds of equal work in each timed interval: of a training step, or of one generated token."""
     tokens = sequences(row) if is_generation(row) else 1
     return [seconds / tokens for seconds in step_seconds(row)]
 
@@ -144,9 +141,7 @@ def pair_runs(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:
 
 
 def log_ratio(seconds: list[float], base_seconds: list[float], resample: Callable = list) -> float:
-    """Return the logarithm of the ratio of a run's speed to its baseline's, by the median over the intervals.
-
-    `seconds` are work_seconds() of the run, and `base_seconds` are work_seconds() of its baseline.
+    """Return the logarithm of the ratio of two runs' speeds, from their work_seconds(): the median over the intervals.
 
     Each interval is compared with the baseline's interval of the same steps, because both work on the same batches. (On
     an H200, steps of GPT-2 124M in bf16 differ by 4%, by the same amount in every run. The ratios of two runs' steps

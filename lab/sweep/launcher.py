@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.plugins import launcher, sweeper
 from omegaconf import DictConfig, OmegaConf
 
@@ -80,7 +80,7 @@ class Sweeper(sweeper.Sweeper):
         products = [self.product(words), *(self.product([*words, *ablation]) for ablation in self.ablations)]
         jobs = [list(job) for job in dict.fromkeys(itertools.chain(*products))]
         self.validate_batch_is_legal(jobs)
-        return [job.return_value for job in self.launcher.launch(jobs, initial_job_idx=0)]
+        return list(self.launcher.launch(jobs, initial_job_idx=0))
 
     def product(self, words: list[str]) -> itertools.product:
         """Return every combination of the overrides' values. If a key is repeated, its last override counts."""
@@ -110,22 +110,27 @@ class Launcher(launcher.Launcher):
         groups = {field.name: self.config[field.name] for field in fields(LauncherConfig)}
         cfg = parse(OmegaConf.create(groups), LauncherConfig)
         tracker = Tracker(cfg.logger)
-        folder = Path(cfg.out_dir or self.default_folder())
+        sweep = self.config.hydra.runtime.choices.get("sweep")
+        suffix = f"-{sweep}" if sweep else ""
+        folder = Path(cfg.out_dir or f"out/{time.strftime('%Y%m%d-%H%M%S')}-sweep{suffix}")
         repeats = cfg.sweep.repeats
         gpus = gpu_slots(cfg.device)
         if repeats > 1:
             gpus = gpus[:repeats]  # each repeat of all jobs takes one GPU
-        words = [list(map(as_typed, words)) for words in job_overrides]
-        added = self.added_overrides(folder)
+        words, added = [list(map(as_typed, words)) for words in job_overrides], []
+        logger = replace(cfg.logger, group=cfg.logger.group or group_of(folder))  # the runs are one group
+        if logger.name != "none" and cfg.logger.group is None:
+            added.append(override("logger.group", logger.group))
         jobs = plan_jobs(folder, words, added, config_flags, gpus, repeats, cfg.sweep.own_caches)
         pace = "one at a time" if len(gpus) == 1 else f"{len(gpus)} at a time, each on a GPU of its own"
         with lock_folder(folder) as lock, Signals() as signals:
             signals.looping = True
             print(f"sweep    {len(jobs)} jobs, {sum(job.done for job in jobs)} of them done before; {pace}")
             print(f"folder   {folder}", flush=True)
-            left = [job for job in jobs if not job.done]
             run_jobs(jobs, gpus, cfg.sweep.timeout, lock, signals)
-            self.track_failures(left, replace(cfg.logger, group=cfg.logger.group or group_of(folder)))
+            for job in jobs:
+                if job.died:  # it could not send its row itself
+                    track_ended_run(logger, job.folder, job.row)
         print_table(jobs)
         if line := tracker.view_line(folder, sweep=True):
             print(line)
@@ -138,30 +143,7 @@ class Launcher(launcher.Launcher):
         print(printable(f"done     {folder}; as a page: {page}"))
         if any(job.row["status"].startswith(("failed", "wrong")) for job in jobs):
             sys.exit(1)
-        results = []
-        for job in jobs:
-            result = JobReturn(job.words, status=JobStatus.COMPLETED)
-            result.return_value = job.row
-            results.append(result)
-        return results
-
-    def default_folder(self) -> str:
-        sweep = self.config.hydra.runtime.choices.get("sweep")
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-sweep"
-        return f"out/{name}-{sweep}" if sweep else f"out/{name}"
-
-    def added_overrides(self, folder: Path) -> list[str]:
-        """Return the override that makes the runs of this sweep one group in the tracker."""
-        logger = self.config.logger
-        if logger.name == "none" or logger.group is not None:
-            return []
-        return [override("logger.group", group_of(folder))]
-
-    def track_failures(self, jobs: list[SweepJob], logger: LoggerConfig) -> None:
-        """Send to the tracker the rows of jobs that ended without a status, such as killed jobs."""
-        for job in jobs:
-            if job.died:
-                track_ended_run(logger, job.folder, job.row)
+        return []  # the sweeper needs no results
 
 
 def print_table(jobs: list[SweepJob]) -> None:

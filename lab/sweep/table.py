@@ -35,13 +35,10 @@ def token_ms_cell(row: dict) -> str:
     return "" if None in quantiles else " / ".join(f"{ms:.2f}" for ms in quantiles)
 
 
-def speculates(row: dict) -> bool:
-    return bool((row.get("config", {}).get("generate") or {}).get("speculate"))
-
-
 def accepted_cell(row: dict) -> str:
     """Return how many tokens a step adds to a sequence; empty if the row drafts no tokens."""
-    return f"{row['gen/accepted_tokens']:.2f}" if speculates(row) and row.get("gen/accepted_tokens") else ""
+    drafts = (row.get("config", {}).get("generate") or {}).get("speculate")
+    return f"{row['gen/accepted_tokens']:.2f}" if drafts and row.get("gen/accepted_tokens") else ""
 
 
 def number_cell(template: str, *keys: str) -> Cell:

@@ -5,8 +5,7 @@ from kernels.registry import contract, load
 from lab import rows as lab_rows
 from lab.bench import attention
 from lab.bench.attention import AttentionShape, measure
-from lab.report.bench_panels import attention_command
-from lab.report.figures import attention_plot
+from lab.report.bench_panels import attention_command, draw_attention
 from lab.report.tables import attention_benchmarks, attention_table
 
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ def test_a_backend_that_does_not_fit_has_a_row_without_times(monkeypatch, tmp_pa
     fits["both/peak_gib"] = 0.25
     last_line = attention_table([fits, full]).splitlines()[-1]
     assert [cell.strip() for cell in last_line.strip("|").split("|")] == ["24", "5.00 ms, 0.25 GiB", "oom"]
-    [path] = attention_plot([fits, full], tmp_path / "plot.png")
+    [path] = draw_attention([fits, full], tmp_path / "plot.png")
     assert path.stat().st_size > 1000
 
 

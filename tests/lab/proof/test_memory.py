@@ -97,9 +97,9 @@ def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tm
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 100 * cfg.model.n_embd * 4)  # 100 tokens
 
     def work():
-        model, optimizer, batch = attempt.build_trainer(cfg.recipe, length, CPU, Ranks())
+        model, optimizer, batches = attempt.build_trainer(cfg.recipe, length, CPU, Ranks())
         optimizer.state()
-        train_step(model, optimizer, [batch], 1e-3)
+        train_step(model, optimizer, batches, 1e-3)
 
     work()  # the first call makes allocations that later calls do not repeat
     # The op mlp calls sum_rows(), which runs 8 programs. The interpreter keeps their sums until the op ends
@@ -121,7 +121,7 @@ def test_predicted_peak_of_a_step_equals_the_peak_of_the_allocator(overrides, tm
 def test_predicted_activations_are_the_tensors_that_autograd_saves(overrides, checkpointing):
     skip_if_unavailable(overrides)
     cfg = config(f"model.checkpointing={checkpointing}", *overrides)
-    model, _, batch = attempt.build_trainer(cfg.recipe, 72, CPU, Ranks())
+    model, _, [batch] = attempt.build_trainer(cfg.recipe, 72, CPU, Ranks())
     inputs = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *batch)}
     saved = {}  # address -> bytes
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lab.judge.verdict import page, speed_figure
-from lab.report import figures
+from lab.report import bench_panels, loss_curves, panels
 from lab.report.colours import choice_colours
 from lab.report.loss_curves import Curve
 from lab.report.page import write_report
@@ -27,7 +27,6 @@ from tests.lab.report.sample_rows import (
 MARKUP = "<img src=x onerror=document.title=1>"
 NAMES = [r"$\frac$", "$", "$a$ and $b$", "_hidden", "a_b^c", "\\", "%s {x} {0} %{y}", "<b>&amp;</b>", MARKUP]
 NAMES += ["x" * 5000, "two words " * 900, "a\nb\x1b[2J", "|`|[x](javascript:1)", "</script><!-- end -->"]
-LOSSES = {1: 5.0, 2: 4.0}
 NAMES += ["\u202e\u0000", "漢字", " ", ""]
 # Words in the sample rows that a hostile row may replace: backends, a device, a family of kernels, a shape, a version
 WORDS = ["triton", "flash", "NVIDIA H200", "gemm", "124m", "2.11.0", "f3adfe01", "cold"]
@@ -91,21 +90,25 @@ def test_the_page_and_the_markdown_have_no_markup_of_a_row(folder, report):
     assert max(map(len, markdown.splitlines())) < 20_000
 
 
-@pytest.mark.parametrize("name", ["attention_plot", "roofline", "curves_plot", "speed_plot", "speed_figure"])
+@pytest.mark.parametrize("name", ["draw_attention", "draw_roofline", "draw_curves", "draw_speeds", "speed_figure"])
 @pytest.mark.filterwarnings("ignore:.*Glyph")
 def test_a_figure_of_matplotlib_shows_a_name_as_text(report, folder, name, tmp_path, monkeypatch):
     """Two $ would begin a formula, and `_` would hide the label. A long name is cut."""
     choices, texts, savefig = report.measured_choices, [], Figure.savefig
     verdicts = [row for _, row in read_jsonl(folder / "judge.jsonl")[0]]
     drawn = {
-        "attention_plot": lambda path: figures.attention_plot(report.benchmarks["attention"], path),
-        "roofline": lambda path: figures.roofline(report.benchmarks["kernels"], path),
-        "curves_plot": lambda path: figures.curves_plot([Curve(make_row(), each, LOSSES, {}) for each in NAMES], path),
-        "speed_plot": lambda path: figures.speed_plot(choices, choice_colours(c.name for c in choices), path),
+        "draw_attention": lambda path: bench_panels.draw_attention(report.benchmarks["attention"], path),
+        "draw_roofline": lambda path: bench_panels.draw_roofline(report.benchmarks["kernels"], path),
+        "draw_curves": lambda path: loss_curves.draw_curves("h200", path),
+        "draw_speeds": lambda path: panels.draw_speeds(choices, choice_colours(c.name for c in choices), path),
         "speed_figure": lambda path: [speed_figure(row, path) for row in verdicts][-1:],
     }
-    plots = {key for key, value in vars(figures).items() if "path" in getattr(value, "__annotations__", ())}
-    assert plots - {"draw_figures"} == drawn.keys() - {"speed_figure"}  # a new figure needs a case
+    names = {
+        name for module in (bench_panels, loss_curves, panels) for name in vars(module) if name.startswith("draw_")
+    }
+    assert names - {"draw_figures"} == drawn.keys() - {"speed_figure"}  # a new figure needs a case
+    runs = [Curve(make_row(), each, {1: 5.0, 2: 4.0}, {}) for each in NAMES]
+    monkeypatch.setattr(loss_curves, "curves", lambda device: runs)
 
     def save(figure, *args, **options):
         savefig(figure, *args, **options)

@@ -6,7 +6,7 @@ import pytest
 
 from kernels import tuned
 from lab import rows
-from lab.report import figures, loss_curves, readmes, tables
+from lab.report import bench_panels, loss_curves, readmes, tables
 from lab.report.readmes import fill
 from runtime.row import read_row
 from scripts import collect, report
@@ -129,13 +129,13 @@ def test_curves_are_compared_and_drawn(results, tmp_path):
         collect_run(write_run(tmp_path / str(seed) / "a", losses=losses, seed=seed), curves=True)
     sentence = "Over 3 steps, the losses of `a-seed1` and `a-seed2` differ by 0.2500 in the mean and by 0.5000 at most."
     assert sentence in loss_curves.agreement("h200")
-    [path] = figures.curves_plot(loss_curves.curves("h200"), tmp_path / "curves.png")
+    [path] = loss_curves.draw_curves("h200", tmp_path / "curves.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_rows_without_losses_give_sentences_and_no_figure(results, tmp_path):
+def test_rows_without_losses_give_no_sentence_and_no_figure(results, tmp_path):
     """Nothing to compare is an ordinary state of a new folder in results/."""
-    assert loss_curves.agreement("h200") == "There is no loss curve: scripts.collect --curves keeps one."
+    assert loss_curves.agreement("h200") == ""
     assert cells(loss_curves.long_runs("h200")) == []
     for name, seed, lines in (("empty", 1, []), ("a", 1, [(1, 5.0)]), ("b", 2, [(2, 4.0)])):
         (tmp_path / name).mkdir()
@@ -145,7 +145,7 @@ def test_rows_without_losses_give_sentences_and_no_figure(results, tmp_path):
         collect_run(folder, curves=True)
         if name == "empty":
             assert list(readmes.draw_results()) == []
-    assert loss_curves.agreement("h200") == "`a-seed1` and `b-seed2` have no training loss of the same step."
+    assert loss_curves.agreement("h200") == ""
     assert list(readmes.draw_results()) == [results / "h200/curves.png"]
     assert cells(loss_curves.long_runs("h200")) == []
 
@@ -268,6 +268,6 @@ def test_kernels_have_a_table_and_a_roofline(results, tmp_path):
         [*kernel, "triton", "1.000", "**1.000** (1.900 to 2.100)", rates, "100.0%", "2.0e-03", "", "5918f41+"],
         [*kernel, "eager", "1.000", "**2.000** (1.900 to 2.100)", rates, "50.0%", "2.0e-03", "0.25", "unknown"],
     ]
-    [path] = figures.roofline([row, faster, update], tmp_path / "roof.png")
+    [path] = bench_panels.draw_roofline([row, faster, update], tmp_path / "roof.png")
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert figures.roofline([{key: row[key] for key in row if key != "both/tflops"}], tmp_path / "none.png") == []
+    assert bench_panels.draw_roofline([row | {"both/tflops": None}], tmp_path / "none.png") == []
