@@ -24,7 +24,7 @@ from tests.test_train import metrics, row
 SETTINGS = [*BASE, "train.checkpoint_every=5", "train.max_steps=10", "train.eval_every=5", "train.eval_batches=1"]
 SETTINGS += ["train.sample_tokens=3", "device=cpu"]
 LAST = "run/checkpoints/step-000010"
-# scripts.crashtest kills runs there, too, in forks of a process that computes nothing
+# tests.crashtest kills runs there, too, in forks of a process that computes nothing
 NEEDS_FORK = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="PyTorch with CUDA has no backward in forks")
 FIGURES = "step", "tokens", "train/loss", "train/grad_norm", "train/lr", "train/refused_steps", "val/loss"
 

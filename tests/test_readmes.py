@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from lab.report.readmes import fill
 from model.vocabulary import take_vocabulary
 from runtime.config import parse
+from tests.crashtest.__main__ import parse_arguments
 from tests.test_train import config
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +62,7 @@ def test_every_command_of_a_readme_is_valid(monkeypatch, name, command):
 
 
 def check(words):
-    """Check the words behind `python` or `torchrun`: train.py, a command in scripts/, or pytest."""
+    """Check the words behind `python` or `torchrun`: train.py, a command in scripts/, pytest, or tests.crashtest."""
     if words[0].startswith("--"):
         options = torchrun_parser().parse_args(words)
         world_size = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
@@ -76,6 +77,8 @@ def check(words):
         assert (ROOT / words[0]).is_file()
     elif words[:2] == ["-m", "pytest"]:
         assert all((ROOT / word).exists() for word in words[2:] if "/" in word and "path/to/" not in word)
+    elif words[:2] == ["-m", "tests.crashtest"]:
+        check_train(parse_arguments(words[2:]).training)
     else:
         assert words[0] == "-m"
         check_script(words[1].removeprefix("scripts."), words[2:])

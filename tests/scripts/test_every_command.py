@@ -102,7 +102,6 @@ MAKE_A_FOLDER = {
     "bench_attention": ("make_folder", "lengths=[8]", "device=cpu"),
     "bench_kernels": ("make_folder", "op=norm", "shape=narrow", "device=cpu"),
     "course": ("make_folder",),
-    "crashtest": ("make_folder",),
     "doctor": ("make_folder", "matrix=true", "device=cpu"),
     "evaluate": (
         "choose_folder",

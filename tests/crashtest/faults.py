@@ -5,7 +5,7 @@ import random
 import signal
 from typing import NamedTuple
 
-from lab.crashtest.inject import CAN_FAIL, CHANGE, Operation
+from tests.crashtest.inject import CAN_FAIL, CHANGE, Operation
 
 SMALL = ["model=tiny", "model.n_layer=2", "train.batch_size=2", "train.block_size=64", "train.tokens_per_step=128"]
 SMALL += ["train.max_steps=15", "train.checkpoint_every=3", "train.eval_every=5", "train.eval_batches=1"]

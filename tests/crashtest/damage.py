@@ -6,14 +6,14 @@ import shutil
 from pathlib import Path
 
 from common.files import read_bytes
-from lab.crashtest.faults import ODD, Fault
 from runtime.checkpoint import checkpoint_folders
+from tests.crashtest.faults import ODD, Fault
 
 
 class Damage:
     """The damage of one file below `folder`, which holds a run's folder `run` and its data in `data`.
 
-    `done` says what was done; it is None if there is no file to damage.
+    `description` says what was done; it is None if there is no file to damage.
     """
 
     def __init__(self, fault: Fault, folder: Path):
@@ -22,11 +22,11 @@ class Damage:
         files = files_of(folder, rng.choice(["checkpoint", "run", "data"]) if fault.kind in ODD else what)
         files = [path for path in files if fault.kind in ODD or path.stat().st_size]
         self.path = rng.choice(files) if files else None
-        self.done = None
+        self.description = None
         if self.path:
             self.before, self.mode = read_bytes(self.path), self.path.stat().st_mode
             detail = self._put(how) if fault.kind in ODD else self._change(how, rng)
-            self.done = f"{how} in {self.path.relative_to(folder)}{detail}"
+            self.description = f"{how} in {self.path.relative_to(folder)}{detail}"
 
     @property
     def in_checkpoint(self) -> bool:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from lab.crashtest.damage import Damage
-from lab.crashtest.faults import DAMAGES, ERRORS, KILL, KILL_AT, KINDS, ODD, Fault
 from lab.rows import read_jsonl
 from runtime.checkpoint import checkpoint_folders, verify
 from runtime.config import UserError
 from runtime.manifest import read_manifest
 from runtime.row import read_row
+from tests.crashtest.damage import Damage
+from tests.crashtest.faults import DAMAGES, ERRORS, KILL, KILL_AT, KINDS, ODD, Fault
 
 FIGURES = "train/loss", "train/grad_norm", "val/loss"
 READ_SECONDS = 30
@@ -80,7 +80,7 @@ class Disturbed:
     def __init__(self, folder: Path, expected: Undisturbed):
         self.folder, self.expected, self.run = folder, expected, folder / "run"
         self.events: list[tuple[str, str]] = []  # the kind of each fault that happened, and what it did
-        self.gone: set[int] = set()  # the steps whose lines in metrics.jsonl were damaged
+        self.damaged_steps: set[int] = set()  # the steps whose lines in metrics.jsonl were damaged
 
     @bounded
     def damage(self, fault: Fault) -> tuple[Damage, str | None]:
@@ -88,9 +88,9 @@ class Disturbed:
         steps, before = read_figures(self.run).keys(), self._row()
         damage = Damage(fault, self.folder)
         if fault.kind in ODD:  # the resumed run reads it, in a process of its own
-            self.gone |= steps if damage.done and damage.path.name == "metrics.jsonl" else set()
+            self.damaged_steps |= steps if damage.description and damage.path.name == "metrics.jsonl" else set()
             return damage, None
-        self.gone |= steps - read_figures(self.run).keys()
+        self.damaged_steps |= steps - read_figures(self.run).keys()
         is_other = self._row() not in (None, before)
         return damage, "its row is now read as another one" if is_other else None
 
@@ -108,8 +108,8 @@ class Disturbed:
         return [int(path.name.removeprefix("step-")) for path in folders if is_valid(path)]
 
     @bounded
-    def find_fault(self, kind: str, end: End, before: list[int], damage: Damage | None = None) -> str | None:
-        """Return what is wrong with the end of one process that this kind of fault disturbed; None if nothing is.
+    def check_end(self, kind: str, end: End, before: list[int], damage: Damage | None = None) -> str | None:
+        """Return what is wrong with the end of a process that this kind of fault disturbed; None if nothing is.
 
         `before` is valid_steps() before the process started, and after the damage.
         """
@@ -133,8 +133,8 @@ class Disturbed:
         return None
 
     @bounded
-    def find_loss(self) -> str | None:
-        """Return what the ended run lacks; None if nothing.
+    def find_difference(self) -> str | None:
+        """Return the first difference from the undisturbed run, after the end; None if there is none.
 
         Its figures must be the undisturbed run's, without the lines of metrics.jsonl that were damaged. Its row must
         have the same keys, but without speeds if fewer steps than a warm-up were left. The link `best` must lead to the
@@ -142,7 +142,7 @@ class Disturbed:
         """
         found, expected = read_figures(self.run), self.expected
         for step in sorted({*expected.figures, *found}):
-            if found.get(step) != expected.figures.get(step) and not (step in self.gone and step not in found):
+            if found.get(step) != expected.figures.get(step) and not (step in self.damaged_steps and step not in found):
                 return f"step {step} has {found.get(step)} instead of {expected.figures.get(step)}"
         row = read_row(self.run) or {}
         if row.get("status") != "ok":
