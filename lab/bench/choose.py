@@ -5,16 +5,14 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.compat import FakeTensorMode
 from kernels.fastest import entry_name, record_fastest
 from kernels.registry import contract, impls, load
-from kernels.speeds import store_speeds
 from lab.bench import attention
-from lab.bench.op import DTYPES, available_backends, measure
-from lab.bench.probe import ERRORS, Probe, first_word, run_probes
-from runtime.device import OutOfMemory, explain_out_of_memory
+from lab.bench.op import DTYPES, available_backends
+from lab.bench.probe import ERRORS, first_word
+from lab.bench.speed import Call, store, time_backends
 
-PROBE_ROWS = {"cuda": 256, "cpu": 64}  # on a CPU also of the timing: with all rows it takes minutes
+CPU_ROWS = 64  # with all rows it takes minutes
 LIMIT = 120.0  # seconds of one probe
 HEADS, HEAD_DIM = 12, 64  # GPT-2 124M's; scripts.bench_attention auto=true takes others
 
@@ -24,49 +22,24 @@ def fill_op(op: str, shapes: list[str], dtype_name: str, rounds: int, device: to
 
     A backend must be right in a probe, which has the same widths and fewer rows.
     """
-    module, dtype = contract(op), DTYPES[dtype_name]
+    module = contract(op)
     names = [impl for impl in impls(op) if impl != "auto"]
     for shape_name in shapes:
-        shape = (module.SHAPES | module.CASES)[shape_name]
-        width = shape["shape"][-1]
-        small = shape | {"shape": (PROBE_ROWS[device.type], width)}
-        groups = [[Probe(op, impl, small, dtype)] for impl in names]
-        statuses = {impl: status for impl, [status] in zip(names, run_probes(groups, device, LIMIT), strict=True)}
-        right = [impl for impl, status in statuses.items() if first_word(status) == "ok"]
-        for impl, status in statuses.items():
-            if first_word(status) in ERRORS:
-                yield f"without  {op}={impl} at {shape_name}: {status}"
-        if not right:
+        arguments = (module.SHAPES | module.CASES)[shape_name]
+        *leading, width = arguments["shape"]
+        count = CPU_ROWS if device.type == "cpu" else math.prod(leading)
+        call = Call(op, arguments | {"shape": (count, width)}, DTYPES[dtype_name], trains=True)
+        call, rows = time_backends(call, names, rounds, device, LIMIT)
+        for row in rows:
+            if first_word(row["status"]) in (*ERRORS, "oom"):
+                yield f"without  {op}={row['impl']} at {shape_name}: {row['status']}"
+        rows = [row for row in rows if "both/ms" in row]
+        if not rows:
             yield f"without  {op} at {shape_name}: no backend gives correct results"
             continue
-        rows, timed = time_backends(
-            op, shape_name, shape if device.type == "cuda" else small, right, dtype_name, rounds, device
-        )
-        with FakeTensorMode():
-            inputs = module.inputs(**timed, dtype=dtype, device=device)
-        store_speeds(op, inputs, rows, device)
-        entry = entry_name(op, inputs.values(), shape.get("fp8", False))
+        store(call, rows, device)
+        entry = entry_name(op, call.fake_inputs(device).values(), arguments.get("fp8", False))
         yield record_fastest(entry, width, *choose_fastest(rows), device)
-
-
-def time_backends(
-    op: str, shape_name: str, shape: dict, names: list[str], dtype_name: str, rounds: int, device: torch.device
-) -> tuple[list[dict], dict]:
-    """Return (the benchmark's rows, the shape that was timed).
-
-    While a backend does not fit into the memory, halve the number of rows of x.
-    """
-    *_, width = shape["shape"]
-    count = torch.Size(shape["shape"]).numel() // width
-    while True:
-        try:
-            with explain_out_of_memory(f"op={op} shape={shape_name}", "the size: choose a smaller shape"):
-                fewer = shape | {"shape": (count, width)}
-                return measure(op, shape_name, fewer, names, dtype_name, rounds, device)[0], fewer
-        except OutOfMemory:
-            if count <= PROBE_ROWS[device.type]:
-                raise
-            count //= 2
 
 
 def choose_fastest(rows: list[dict]) -> tuple[str, dict[str, float]]:

@@ -58,6 +58,11 @@ class Call:
     def inputs(self, device: torch.device) -> dict:
         return contract(self.op).inputs(**self.arguments, dtype=self.dtype, device=device)
 
+    def fake_inputs(self, device: torch.device) -> dict:
+        """Return inputs() as fake tensors, which take no memory."""
+        with FakeTensorMode():
+            return self.inputs(device)
+
 
 def step_shape(config: GPTConfig, device: torch.device) -> tuple[int, int]:
     """Return (sequences, tokens of each) of a training step: what train.py takes on a GPU, and few tokens on a CPU."""
@@ -219,6 +224,4 @@ def describe_row(row: dict, rows: list[dict]) -> str:
 
 def store(call: Call, rows: list[dict], device: torch.device, path: Path | None = None) -> None:
     """Store the times of time_backends() as kernels.speeds.store_speeds() does."""
-    with FakeTensorMode():
-        inputs = call.inputs(device)
-    store_speeds(call.op, inputs, [row for row in rows if "forward/ms" in row], device, path)
+    store_speeds(call.op, call.fake_inputs(device), [row for row in rows if "forward/ms" in row], device, path)

@@ -33,7 +33,7 @@ def run(called, monkeypatch, tables, tmp_path):
     def probe(groups, device, limit):
         return [["ok: torch" if probe.impl == "eager" else "unavailable: no"] for [probe] in groups]
 
-    for room in ("lab.bench.choose", "scripts.doctor"):
+    for room in ("lab.bench.speed", "scripts.doctor"):
         monkeypatch.setattr(f"{room}.run_probes", probe)
     monkeypatch.setattr(judge, "settle", lambda *_: verdict_of(90))
     for name in ("measured_bandwidth", "measured_flops"):

@@ -18,7 +18,6 @@ from kernels.norm import triton as norm
 from kernels.registry import OPS, backend, contract
 from kernels.tuned import launch_parameters, read_table, write_table
 from lab.bench import tune as tuning
-from lab.bench.choose import time_backends
 from lab.bench.compile_ahead import launches_only_compile
 from scripts import tune
 
@@ -251,9 +250,9 @@ def test_auto_stores_the_fastest_right_backend(command, tables, monkeypatch):
     def times(works, device, rounds):
         return {work: [seconds[work.split()[0]] / (2 if "forward" in work else 1)] * rounds for work in works}
 
-    monkeypatch.setattr("lab.bench.choose.run_probes", probe)
+    monkeypatch.setattr("lab.bench.speed.run_probes", probe)
     monkeypatch.setattr(backend("loss", "torch_chunked"), "unavailable", lambda device: None)  # it needs torch 2.13
-    monkeypatch.setattr("lab.bench.op.time_in_turns", times)
+    monkeypatch.setattr("lab.bench.speed.time_in_turns", times)
     words = "op=loss", "auto=true", "shape=one_row", "dtype=float32", "rounds=2"
     code, out, err = command(*words)
     assert (code, err) == (0, "")
@@ -271,19 +270,3 @@ def test_auto_chooses_for_the_shapes_of_gpt2_on_a_cpu():
     config = tune.Config(None, True, None, None, "cpu", 1, None, False, None)
     assert {each.op: each.shape for each in config.configs} == {op: list(contract(op).SHAPES) for op in OPS}
     assert tune.Config("norm", False, None, None, "cpu", 1, None, False, None).configs[0].shape == ["768"]
-
-
-def test_auto_times_fewer_rows_if_a_backend_does_not_fit(monkeypatch):
-    tried = []
-
-    def measure(op, shape_name, shape, *_):
-        tried.append(shape["shape"])
-        if shape["shape"][0] > 100:
-            raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB")
-        return [{"impl": "eager"}], {}
-
-    monkeypatch.setattr("lab.bench.choose.measure", measure)
-    cpu = torch.device("cpu")
-    rows, timed = time_backends("norm", "wide", {"shape": (4, 100, 8)}, ["eager"], "float32", 1, cpu)
-    assert (rows, timed) == ([{"impl": "eager"}], {"shape": (100, 8)})
-    assert tried == [(400, 8), (200, 8), (100, 8)]
