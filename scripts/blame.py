@@ -10,7 +10,6 @@ The exit code is 0 if the step goes wrong again, and 1 if it does not, or after 
 The folder may be from somebody else, so a run whose backends are not of kernels/ is refused without --trust.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -20,10 +19,10 @@ from lab.proof.blame import Replay, check_ids, check_repeatable, read_kept, repl
 from lab.recipe import Recipe
 from lab.rerun import check_backends
 from lab.rows import read_run
-from runtime import compat
 from runtime.config import UserError, check, parse, path_argument
 from runtime.device import OutOfMemory, select_device
 from runtime.signals import exit_quietly
+from scripts import flag_parser
 from train import Config as TrainConfig
 
 
@@ -60,12 +59,7 @@ def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
 
 @exit_quietly()
 def main() -> None:
-    compat.shorten_argparse_errors()
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.blame",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = flag_parser("blame", __doc__)
     parser.add_argument("run", type=path_argument, metavar="RUN", help="the folder of a run with a nonfinite-step-*.pt")
     parser.add_argument("--step", type=int, help="the kept step; default: the first")
     parser.add_argument("--trust", action="store_true", help="run the run's backends also from outside of kernels/")

@@ -12,7 +12,6 @@ as those that a person wrote.
 a run on fewer GPUs into that folder, for comparison.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -20,11 +19,11 @@ from common.terminal import outlive_output, printable
 from kernels.tuned import device_slug
 from lab import rows
 from lab.old_rows import rename_gluon
-from runtime import compat
 from runtime.config import UserError, path_argument
 from runtime.folders import file_name
 from runtime.row import read_row
 from runtime.signals import exit_quietly
+from scripts import flag_parser
 
 # A key that only one command's config has -> the file for the command's rows, without .jsonl
 KINDS = {"train": "train", "probe": "context", "batch": "generate"}
@@ -69,12 +68,7 @@ def collect(run: Path, row: dict, curves: bool, beside: str | None = None) -> Pa
 
 @exit_quietly()
 def main() -> None:
-    compat.shorten_argparse_errors()
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.collect",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = flag_parser("collect", __doc__)
     parser.add_argument("runs", nargs="+", type=path_argument, metavar="out/RUN", help="the folder of a finished run")
     parser.add_argument("--curves", action="store_true", help="also copy the losses")
     parser.add_argument("--beside", metavar="DEVICE", help="a folder in results/ instead of the run's own")

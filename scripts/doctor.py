@@ -193,5 +193,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv = ["matrix=true" if argument == "--matrix" else argument for argument in sys.argv]
     main()

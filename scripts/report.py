@@ -15,18 +15,13 @@ from common.terminal import LostOutput, outlive_output, printable
 from lab.report.page import publish, write_report
 from lab.report.readmes import draw_results, write_readmes
 from lab.report.side_by_side import side_by_side
-from runtime import compat
 from runtime.config import UserError, path_argument
 from runtime.signals import exit_quietly
+from scripts import flag_parser
 
 
 def parse_arguments() -> argparse.Namespace:
-    compat.shorten_argparse_errors()
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = flag_parser("report", __doc__)
     parser.add_argument(
         "folders",
         nargs="*",

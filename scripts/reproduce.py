@@ -10,7 +10,6 @@ The exit code is 0 if the speeds are a tie, which means that the interval contai
 or slower, and 1 after an error.
 """
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +19,11 @@ from lab.rerun import rerun_words
 from lab.rows import read_run, read_whole
 from lab.sweep.compare import Ratio, differing_values, ratio, settings, step_seconds
 from lab.sweep.table import speed
-from runtime import compat
 from runtime.config import UserError, check, path_argument, value_text
 from runtime.folders import file_name, make_folder
 from runtime.row import read_row
 from runtime.signals import exit_quietly
+from scripts import flag_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHER_SPEED = 2  # the exit code if the new run is faster or slower
@@ -155,12 +154,7 @@ def reproduce(path: Path, name: str | None, out_dir: Path | None) -> Ratio:
 
 @exit_quietly()
 def main() -> None:
-    compat.shorten_argparse_errors()
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = flag_parser("reproduce", __doc__)
     parser.add_argument("rows", type=path_argument, metavar="ROWS", help="a file of rows, or the folder of a run")
     parser.add_argument("row", nargs="?", metavar="ROW", help="a line, or a part of command, name or commit")
     parser.add_argument(

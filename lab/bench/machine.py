@@ -3,8 +3,6 @@
 import os
 import platform
 import re
-import shutil
-import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -14,10 +12,9 @@ from pathlib import Path
 import torch
 
 from common.files import read_text
-from kernels.attention._flash import kernel_folder
 from kernels.fastest import FILL_COMMAND
 from kernels.registry import KernelError, cpp_compiler
-from kernels.tuned import is_choice, read_table, table_paths, tables_in_use
+from kernels.tuned import is_choice, read_table, tables_in_use
 from runtime.device import GIB
 from runtime.host_memory import total_memory
 
@@ -26,7 +23,7 @@ PACKAGES = ("flash-attn-4", "flash-attn", "liger-kernel", "quack-kernels", "wand
 
 
 def describe_machine(device: torch.device, env: dict) -> Iterator[str]:
-    """Yield lines about the GPU, the host, versions, packages, the compiler, free disk space, and tables."""
+    """Yield lines about the GPU, the host, versions, packages, the compiler, and tables."""
     versions = {"python": env["python"], "torch": env["torch"], "cuda": torch.version.cuda}
     versions |= {"cudnn": torch.backends.cudnn.version(), "triton": env["triton"]}
     yield f"gpu      {describe_gpu(device, env['driver'])}"
@@ -35,7 +32,6 @@ def describe_machine(device: torch.device, env: dict) -> Iterator[str]:
     yield f"tested   {compare_versions(env, read_tested_versions())}"
     yield f"packages {describe_packages()}"
     yield f"compiler {cpp_compiler() or 'none, but torch.compile needs one: apt install g++'}"
-    yield f"disk     {describe_disk(device)}"
     yield from describe_tables(device)
 
 
@@ -69,29 +65,14 @@ def describe_gpu(device: torch.device, driver: str | None) -> str:
 
 
 def describe_packages() -> str:
-    present, absent = [], []
+    """Return the installed ones of PACKAGES with their versions, and the absent ones."""
+    installed, absent = [], []
     for name in PACKAGES:
         try:
-            present.append(f"{name} {version(name)}")
+            installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             absent.append(name)
-    parts = [", ".join(present)] if present else []
-    if absent:
-        parts.append(f"absent: {', '.join(absent)}")
-    return "; ".join(parts)
-
-
-def describe_disk(device: torch.device) -> str:
-    """Return the free space of each file system that has runs, token shards, tables or compilers' caches."""
-    triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton"
-    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
-    uses: dict[int, tuple[int, list[str]]] = {}  # file system -> (free bytes, our folders on it)
-    for path in map(Path, ("out", ".cache", table_paths(device)[0].parent, triton, inductor, kernel_folder())):
-        absolute = path.expanduser().absolute()
-        existing = next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
-        _, names = uses.setdefault(existing.stat().st_dev, (shutil.disk_usage(existing).free, []))
-        names.append(str(path))
-    return "; ".join(f"{free / GIB:.1f} GiB free for {', '.join(names)}" for free, names in uses.values())
+    return f"{', '.join(installed) or 'none'}; absent: {', '.join(absent) or 'none'}"
 
 
 def describe_tables(device: torch.device) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import subprocess
 import sys
 
@@ -31,7 +30,7 @@ def test_the_machine_and_every_backend_are_listed(called):
     assert max(map(len, out.splitlines())) <= 100
     machine, backends, last_line = out.split("\n\n")
     assert machine.startswith("gpu      ")
-    for label in ("host", "versions", "tested", "packages", "compiler", "disk", "tuned"):
+    for label in ("host", "versions", "tested", "packages", "compiler", "tuned"):
         assert re.search(rf"^{label:<8} \S", machine, re.MULTILINE)
     assert f"torch {torch.__version__}" in machine
     assert re.search(
@@ -131,14 +130,6 @@ def test_the_table_of_a_readme_equals_the_printed_one_when_the_matrix_is_kept(ca
 def test_a_mistake_prints_one_line(called, arguments, message):
     code, _, err = called("doctor.py", doctor.main, *arguments)
     assert (code, err) == (1, f"error: {message}\n")
-
-
-def test_matrix_is_set_when_the_flag_is_given(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["doctor.py", "--matrix", "keep=true", "op=gemm"])
-    monkeypatch.delitem(sys.modules, "scripts.doctor")
-    with pytest.raises(SystemExit):
-        runpy.run_module("scripts.doctor", run_name="__main__")
-    assert capsys.readouterr().err == f"error: op=gemm: choose {', '.join(ALL_OPS)}\n"
 
 
 def test_a_device_that_repeats_its_bits_passes_the_soak(called):

@@ -4,7 +4,7 @@ import torch
 
 from kernels.fastest import FILL_COMMAND
 from kernels.tuned import write_table
-from lab.bench.machine import describe_disk, describe_gpu, describe_tables
+from lab.bench.machine import describe_gpu, describe_tables
 
 
 def test_lines_count_the_entries_of_the_user_table_and_of_the_repo_table(tables):
@@ -32,15 +32,3 @@ def test_a_gpu_is_described_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     line = "NVIDIA H200, 139.5 GiB, compute capability 9.0, driver 580.159; GPUs here: 8"
     assert describe_gpu(torch.device("cuda"), "580.159") == line
-
-
-def test_the_caches_of_all_compilers_are_listed(monkeypatch, tmp_path):
-    """The folders need not exist yet. Without a variable, FlashAttention-4's is the user's cache of this repo."""
-    names = [f"{name}_CACHE_DIR" for name in ("TRITON", "TORCHINDUCTOR", "FLASH_ATTENTION_CUTE_DSL")]
-    for name in names:
-        monkeypatch.setenv(name, str(tmp_path / name))
-    line = describe_disk(torch.device("cpu"))
-    assert all(str(tmp_path / name) in line for name in names)
-    monkeypatch.delenv(names[-1])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert str(tmp_path / "hotswap/flash-attn-4") in describe_disk(torch.device("cpu"))
