@@ -13,6 +13,7 @@ CUDA_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 CUDA_INCLUDE = re.compile(r'^#include "(.+\.cuh)"', re.MULTILINE)  # a .h is for the CPU's emulator
 KERNEL_DECORATOR = re.compile(r"(\w+\.)?jit\b|helion\.kernel\b")
 Line = tuple[Path, int]  # a file, and the number of a line with code
+Name = tuple[Path, str]  # a file, and a name in it
 
 
 def kernel_lines(impls: dict[str, str]) -> dict[str, int]:
@@ -32,117 +33,120 @@ def kernel_lines(impls: dict[str, str]) -> dict[str, int]:
     return lines
 
 
+class Source:
+    """A file of kernels/. `defined[n]` and `used[n]` are the names that statement n at its top defines and uses.
+
+    A used name is (file, name), of this file or of a module of kernels/. `imports` has the (file, name) of each name
+    that the file imports from such a module. `defines_kernel` says whether a function has the decorator triton.jit,
+    gluon.jit or helion.kernel, or CUDA source is beside the file.
+    """
+
+    def __init__(self, path: Path):
+        text = read_text(path)
+        tree = ast.parse(text)
+        self.path, self.lines, self.body = path, text.splitlines(), tree.body
+        self.imports: dict[str, tuple[Path, str]] = {}
+        self.modules: dict[str, Path] = {}  # `from kernels.mlp import _fp8` imports a module
+        for node in ast.walk(tree):
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                name = alias.asname or alias.name
+                if file := module_file(node.module):
+                    self.imports[name] = file, alias.name
+                if module := module_file(f"{node.module}.{alias.name}"):
+                    self.modules[name] = module
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        decorators = [ast.unparse(decorator) for function in functions for decorator in function.decorator_list]
+        self.defines_kernel = any(map(KERNEL_DECORATOR.match, decorators)) or path.with_suffix(".cu").is_file()
+        self.defined = [names_defined(statement) for statement in self.body]
+
+    @functools.cached_property
+    def used(self) -> list[set[Name]]:
+        return [self._names_used(statement) for statement in self.body]
+
+    def _names_used(self, statement: ast.stmt) -> set[Name]:
+        """Return the names that a statement uses. An import uses none, because another statement uses its names.
+
+        A module as a value, as in `(_few if step.few else _many).product()`, uses all names of the module.
+        """
+        if isinstance(statement, ast.ImportFrom):
+            return set()
+        nodes = list(ast.walk(statement))
+        attributes = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        names = set()
+        for node in nodes:
+            if isinstance(node, ast.Name):
+                names.add((self.path, node.id))
+                if module := self.modules.get(node.id):
+                    attribute = attributes.get(id(node))
+                    found = [attribute] if attribute else set().union(*read_source(module).defined)
+                    names |= {(module, name) for name in found}
+        return names
+
+    def statements_of(self, name: str) -> set[int]:
+        """Return the statements that define a name, and those that only register its function with PyTorch.
+
+        Such a statement defines no name: `@forward.register_fake def _(...)`, `forward.register_autograd(...)`.
+        """
+        is_function = any(isinstance(node, ast.FunctionDef) and node.name == name for node in self.body)
+        found = set()
+        for number, (defined, used) in enumerate(zip(self.defined, self.used, strict=True)):
+            if name in defined or (is_function and not defined and (self.path, name) in used):
+                found.add(number)
+        return found
+
+
+@functools.cache
+def read_source(path: Path) -> Source:
+    return Source(path)
+
+
 @functools.cache
 def backend_lines(backend: Path) -> frozenset[Line]:
     """Return the lines of a backend's code; none if no file among them defines a kernel."""
-    body = read_source(backend).body
-    used = {(backend, number) for number in range(len(body))}
-    names = {name for number in range(len(body)) for name in names_used(backend, number)}
-    names |= {name for statement in body for name in names_imported(statement)}  # some are for registry.py alone
-    followed: set[tuple[Path, str]] = set()
+    source = read_source(backend)
+    statements = {backend: set(range(len(source.body)))}  # file -> the numbers of the statements that the backend needs
+    names = set().union(*source.used, source.imports.values())  # some imports are for registry.py alone
+    followed: set[Name] = set()
     while names - followed:
         path, name = (names - followed).pop()
         followed.add((path, name))
-        if path == backend or is_kernel_code(path):
-            found = {(path, number) for number in statements_of(path, name)} - used
-            used |= found
-            names |= {each for statement in found for each in names_used(*statement)}
-            names |= {imported_names(path)[name]} if name in imported_names(path) else set()
-    files = {path for path, _ in used}
-    if not any(map(defines_kernel, files)):
+        source = read_source(path)
+        if path == backend or source.defines_kernel or is_in_op(path):
+            new = source.statements_of(name) - statements.setdefault(path, set())
+            statements[path] |= new
+            names |= {each for number in new for each in source.used[number]}
+            if name in source.imports:
+                names.add(source.imports[name])
+    files = [path for path, numbers in statements.items() if numbers]
+    if not any(read_source(path).defines_kernel for path in files):
         return frozenset()
     cuda = {source for path in files for source in cuda_files(path.with_suffix(".cu"))}
-    code = {(path, line) for path, number in used for line in code_lines(path, read_source(path).body[number])}
-    return frozenset(code | {(path, line) for path in cuda for line in cuda_lines(path)})
+    lines = {(path, line) for path in cuda for line in cuda_lines(path)}
+    for path in files:
+        source = read_source(path)
+        for number in statements[path]:
+            lines |= {(path, line) for line in code_lines(source.lines, source.body[number])}
+    return frozenset(lines)
 
 
-@functools.cache
-def read_source(path: Path) -> ast.Module:
-    return ast.parse(read_text(path))
+def is_in_op(path: Path) -> bool:
+    """Return whether a file of kernels/ is in an op's folder, and is not the contract."""
+    return len(path.relative_to(ROOT).parts) > 1 and path.name != "__init__.py"
 
 
-def is_kernel_code(path: Path) -> bool:
-    """Return whether a file of kernels/ is in an op's folder and not its contract, or defines a kernel."""
-    in_op = len(path.relative_to(ROOT).parts) > 1 and path.name != "__init__.py"
-    return in_op or defines_kernel(path)
-
-
-@functools.cache
-def defines_kernel(path: Path) -> bool:
-    """Return whether a function has the decorator triton.jit, gluon.jit or helion.kernel, or CUDA source is beside."""
-    functions = [node for node in ast.walk(read_source(path)) if isinstance(node, ast.FunctionDef)]
-    decorators = [ast.unparse(decorator) for function in functions for decorator in function.decorator_list]
-    return any(map(KERNEL_DECORATOR.match, decorators)) or path.with_suffix(".cu").is_file()
-
-
-@functools.cache
-def names_bound(path: Path, number: int) -> frozenset[str]:
+def names_defined(statement: ast.stmt) -> set[str]:
     """Return the names that a statement at the top of a file defines or imports."""
-    statement = read_source(path).body[number]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return frozenset({statement.name} - {"_"})
-    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        return {statement.name} - {"_"}
+    names = set()
     for node in ast.walk(statement):
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-    return frozenset(names)
-
-
-@functools.cache
-def names_used(path: Path, number: int) -> frozenset[tuple[Path, str]]:
-    """Return (file, name) of each name that a statement at the top of a file uses: of this file, and of kernels/.
-
-    Of a module that it uses as a value, as in `(_few if step.few else _many).product()`, these are all names.
-    """
-    modules = imported_modules(path)
-    statement = read_source(path).body[number]
-    if isinstance(statement, ast.ImportFrom):
-        return frozenset()  # another statement uses some of these names
-    nodes = list(ast.walk(statement))
-    names = {(path, node.id) for node in nodes if isinstance(node, ast.Name)}
-    owners = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    for node in nodes:
-        names |= names_imported(node)
-        if isinstance(node, ast.Name) and node.id in modules:
-            module = modules[node.id]
-            names |= {(module, name) for name in ([owners[id(node)]] if id(node) in owners else all_names(module))}
-    return frozenset(names)
-
-
-def all_names(path: Path) -> set[str]:
-    return {name for number in range(len(read_source(path).body)) for name in names_bound(path, number)}
-
-
-def names_imported(node: ast.AST) -> set[tuple[Path, str]]:
-    """Return (file, name) of each name that a statement imports from a module of kernels/."""
-    module = module_file(node.module) if isinstance(node, ast.ImportFrom) else None
-    return {(module, alias.name) for alias in node.names} if module else set()
-
-
-@functools.cache
-def imported_names(path: Path) -> dict[str, tuple[Path, str]]:
-    """Return name -> (file, name there) of the names that a file imports from modules of kernels/."""
-    names = {}
-    for node in ast.walk(read_source(path)):
-        if found := names_imported(node):
-            [module] = {module for module, _ in found}
-            names |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
     return names
 
 
-@functools.cache
-def imported_modules(path: Path) -> dict[str, Path]:
-    """Return name -> file of the modules of kernels/ that a file imports: `from kernels.mlp import _fp8`."""
-    modules = {}
-    for node in ast.walk(read_source(path)):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if module := module_file(f"{node.module}.{alias.name}"):
-                    modules[alias.asname or alias.name] = module
-    return modules
-
-
-@functools.cache
 def module_file(module: str | None) -> Path | None:
     """Return the file of a module of kernels/; None for any other module."""
     first, *parts = (module or "").split(".")
@@ -152,33 +156,12 @@ def module_file(module: str | None) -> Path | None:
     return next(filter(Path.is_file, (folder.with_suffix(".py"), folder / "__init__.py")), None)
 
 
-@functools.cache
-def statements_of(path: Path, name: str) -> list[int]:
-    """Return the statements at the top of a file that define a name, and those that only register it with PyTorch.
-
-    Such a statement defines no name: `@forward.register_fake def _(...)`, `forward.register_autograd(...)`.
-    """
-    numbers = []
-    for number in range(len(read_source(path).body)):
-        bound = names_bound(path, number)
-        registers = not bound and (path, name) in names_used(path, number) and defines_function(path, name)
-        if name in bound or registers:
-            numbers.append(number)
-    return numbers
-
-
-def defines_function(path: Path, name: str) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in read_source(path).body)
-
-
-def code_lines(path: Path, statement: ast.stmt) -> Iterator[int]:
+def code_lines(lines: list[str], statement: ast.stmt) -> Iterator[int]:
     """Yield the numbers of a statement's lines without blank lines, comments and docstrings."""
     docstrings: set[int] = set()
     for node in ast.walk(statement):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str
-        if is_text:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str:
             docstrings |= set(range(node.lineno, node.end_lineno + 1))
-    lines = read_text(path).splitlines()
     first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
     for number in range(first, statement.end_lineno + 1):
         text = lines[number - 1].strip()
