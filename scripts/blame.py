@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.terminal import printable
 from kernels.registry import KernelError
-from lab.proof.blame import Replay, check_ids, check_repeatable, read_kept, replay, swaps, verdict
+from lab.proof.blame import Replay, check_ids, check_repeatable, read_step, replay, swaps, verdict
 from lab.recipe import Recipe
 from lab.rerun import check_backends
 from lab.rows import read_run
@@ -26,7 +26,7 @@ from scripts import flag_parser
 from train import Config as TrainConfig
 
 
-def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
+def blame(run: Path, number: int | None, device_name: str, trust: bool) -> bool:
     """Print the page. Return whether the step goes wrong again."""
     row = read_run(run)
     check(
@@ -36,15 +36,15 @@ def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
     if not trust:
         check_backends(row["config"], f"the config of {run}", "read it, and add --trust to run it")
     cfg = parse(row["config"], TrainConfig)
-    kept, device = read_kept(run, step), select_device(device_name)
+    step, device = read_step(run, number), select_device(device_name)
     recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
-    check_ids(kept, cfg.model)
+    check_ids(step, cfg.model)
     recipes, replays = list(swaps(recipe)), []
-    if line := check_repeatable(kept, device, recipes[0][1], recipes[-1][1]):
+    if line := check_repeatable(step, device, recipes[0][1], recipes[-1][1]):
         print(printable(line))
     for name, swapped in recipes:
         try:
-            replays.append(replay(name, swapped, kept, device))
+            replays.append(replay(name, swapped, step, device))
         except (OutOfMemory, KernelError) as error:
             if not replays:
                 raise
@@ -53,7 +53,7 @@ def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
             print(f"replay   {name}", flush=True)
         if replays[0].first is None:  # nothing to repair
             break
-    print(printable(verdict(replays, kept)))
+    print(printable(verdict(replays, step)))
     return replays[0].first is not None
 
 
@@ -61,7 +61,7 @@ def blame(run: Path, step: int | None, device_name: str, trust: bool) -> bool:
 def main() -> None:
     parser = flag_parser("blame", __doc__)
     parser.add_argument("run", type=path_argument, metavar="RUN", help="the folder of a run with a nonfinite-step-*.pt")
-    parser.add_argument("--step", type=int, help="the kept step; default: the first")
+    parser.add_argument("--step", type=int, help="the number of the step; default: the first one")
     parser.add_argument("--trust", action="store_true", help="run the run's backends also from outside of kernels/")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     arguments = parser.parse_args()

@@ -1,10 +1,11 @@
 """Find the op behind a step whose loss or gradient is not finite.
 
-The kept batches of the step run again, forward and backward, without an update and without torch.compile: first with
-the run's backends, then with one op at a time swapped to eager, then with all of them. Each call of an op is watched.
-The first call that makes NaN or infinity out of finite tensors is the culprit. If swapping its op gives finite
-figures, its backend is to blame; if eager PyTorch gives the same, it is the weights, the data or the learning rate.
-Before that, the step is replayed twice: if eager PyTorch does not repeat its bits, the machine is to blame.
+The run stored the batches of the step. They run again, forward and backward, without an update and without
+torch.compile: first with the run's backends, then with one op at a time swapped to eager, then with all of them. Each
+call of an op is watched. The first call that makes NaN or infinity out of finite tensors is the culprit. If the step is
+finite with this op swapped to eager, its backend is to blame. If eager PyTorch gives the same, it is the weights, the
+data or the learning rate. Before that, the step is replayed twice: if eager PyTorch does not repeat its bits, the
+machine is to blame.
 """
 
 import functools
@@ -31,10 +32,10 @@ from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory
 
 
-class Kept(NamedTuple):
-    """The batches of a refused step, and the weights that it started from."""
+class BadStep(NamedTuple):
+    """The batches of a step whose loss or gradient is not finite, and the weights that it started from."""
 
-    step: int
+    number: int
     batches: list[Batch]
     weights: dict[str, Tensor]
     weights_step: int  # the weights after this step: step - 1, or older
@@ -54,41 +55,44 @@ class Replay(NamedTuple):
         return f"not run: {self.failure}" if self.failure else self.first or "every call is finite"
 
 
-def read_kept(run: Path, step: int | None) -> Kept:
-    """Return the kept step of the run's folder: `step`, or the first one.
+def read_step(run: Path, number: int | None) -> BadStep:
+    """Return the bad step of the run's folder: step `number`, or the first one.
 
     If the run had train.on_nonfinite=skip or sharded weights, the file has no weights. Then the weights are
     read from the newest valid checkpoint before the step. Raises UserError if the file is damaged.
     """
-    steps = {path: path.stem.rpartition("-")[2] for path in sorted(run.glob("nonfinite-step-*.pt"))}
-    paths = {int(digits): path for path, digits in steps.items() if digits.isdecimal()}
+    paths = {}
+    for path in sorted(run.glob("nonfinite-step-*.pt")):
+        digits = path.stem.rpartition("-")[2]
+        if digits.isdecimal():
+            paths[int(digits)] = path
     check(bool(paths), f"{run} has no nonfinite-step-*.pt: a run writes it when a loss or gradient is not finite")
-    check(step is None or step in paths, f"--step {step}: {run} has the steps {', '.join(map(str, paths))}")
-    step = min(paths) if step is None else step
-    kept = step_file.read_step(paths[step])
-    check(kept["step"] == step, f"{paths[step]} is of step {kept['step']}: it was renamed")
-    if "weights" in kept:
-        return Kept(step, kept["batches"], kept["weights"], step - 1)
+    check(number is None or number in paths, f"--step {number}: {run} has the steps {', '.join(map(str, paths))}")
+    number = min(paths) if number is None else number
+    facts = step_file.read_step(paths[number])
+    check(facts["step"] == number, f"{paths[number]} is of step {facts['step']}: it was renamed")
+    if "weights" in facts:
+        return BadStep(number, facts["batches"], facts["weights"], number - 1)
     for checkpoint in checkpoint_folders(run / "checkpoints"):  # the newest first
-        if step_number(checkpoint) < step:
+        if step_number(checkpoint) < number:
             try:
-                return Kept(step, kept["batches"], read_weights(checkpoint), step_number(checkpoint))
+                return BadStep(number, facts["batches"], read_weights(checkpoint), step_number(checkpoint))
             except UserError as error:
                 warn(error)
-    raise UserError(f"{paths[step]} has no weights, and {run} has no valid checkpoint before step {step}")
+    raise UserError(f"{paths[number]} has no weights, and {run} has no valid checkpoint before step {number}")
 
 
-def check_ids(kept: Kept, model: GPTConfig) -> None:
-    """Raise UserError if the model cannot take the kept batches: an id would be read outside of its embedding."""
-    for x, y, *starts in kept.batches:
+def check_ids(step: BadStep, model: GPTConfig) -> None:
+    """Raise UserError if the model cannot take the batches: an id would be read outside of its embedding."""
+    for x, y, *starts in step.batches:
         ids_fit = bool(((x >= 0) & (x < model.vocab_size) & (y >= IGNORED) & (y < model.vocab_size)).all())
         starts_fit = all(bool(((start >= 0) & (start <= torch.arange(x.shape[1]))).all()) for start in starts)
         check(
             x.numel() > 0 and ids_fit and starts_fit,
-            f"the batches of step {kept.step} do not fit the run's model, which has model.vocab_size="
+            f"the batches of step {step.number} do not fit the run's model, which has model.vocab_size="
             f"{model.vocab_size}: they are damaged, or of another run",
         )
-        model.check_length(x.shape[1], key=f"the batches of step {kept.step}: ")
+        model.check_length(x.shape[1], key=f"the batches of step {step.number}: ")
 
 
 def swaps(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
@@ -108,32 +112,32 @@ def with_eager(recipe: Recipe, op: str) -> Recipe:
     return replace(recipe, kernels=replace(recipe.kernels, **{op: "eager"}))
 
 
-def replay(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Replay:
+def replay(swap: str, recipe: Recipe, step: BadStep, device: torch.device) -> Replay:
     """Run the batches forward and backward, up to the first call that is not finite.
 
     Raises KernelError if the code of a backend raises an error.
     """
     try:
-        return run_batches(swap, recipe, kept, device)
+        return run_batches(swap, recipe, step, device)
     except (UserError, KernelError):
         raise
     except Exception as error:  # a backend may raise any error
         raise KernelError(f"{swap}: a backend fails with {shorten(class_and_message(error), 200)}") from error
 
 
-def run_batches(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> Replay:
+def run_batches(swap: str, recipe: Recipe, step: BadStep, device: torch.device) -> Replay:
     """Do what replay() does. A backend's own error is not caught."""
     found: list[str] = []
     sums: list[Tensor] = []  # of the outputs: once a number is NaN, the loss and the gradients are NaN, too
-    with explain_out_of_memory(f"the batch of step {kept.step}, {swap}", "the use of this GPU by other programs"):
+    with explain_out_of_memory(f"the batch of step {step.number}, {swap}", "the use of this GPU by other programs"):
         model = recipe.build(device)
         try:
-            model.load_state_dict(kept.weights)
+            model.load_state_dict(step.weights)
         except RuntimeError as error:
             reason = shorten(str(error), 200)
-            raise UserError(f"the weights of step {kept.weights_step} do not fit the run's config: {reason}") from None
+            raise UserError(f"the weights of step {step.weights_step} do not fit the run's config: {reason}") from None
         watch_ops(model, found, sums)
-        for batch in kept.batches:
+        for batch in step.batches:
             loss = model(*(tensor.to(device) for tensor in batch))
             loss.backward()
             if found:
@@ -150,7 +154,7 @@ def run_batches(swap: str, recipe: Recipe, kept: Kept, device: torch.device) -> 
     return Replay(swap, loss.item(), found[0] if found else None, bits=bits)
 
 
-def check_repeatable(kept: Kept, device: torch.device, recipe: Recipe, eager: Recipe) -> str | None:
+def check_repeatable(step: BadStep, device: torch.device, recipe: Recipe, eager: Recipe) -> str | None:
     """Replay the step twice. If the bits differ, replay it twice with all ops eager.
 
     Returns a line if only the run's backends differ. Raises UserError if eager PyTorch differs: its kernels are
@@ -158,14 +162,14 @@ def check_repeatable(kept: Kept, device: torch.device, recipe: Recipe, eager: Re
     """
 
     def is_repeated(recipe: Recipe) -> bool:
-        first, again = (replay("replayed twice", recipe, kept, device) for _ in range(2))
+        first, again = (replay("replayed twice", recipe, step, device) for _ in range(2))
         return first.bits == again.bits
 
     if is_repeated(recipe):
         return None
     check(
         is_repeated(eager),
-        f"the machine is to blame: two replays of step {kept.step} with eager PyTorch give different bits; test "
+        f"the machine is to blame: two replays of step {step.number} with eager PyTorch give different bits; test "
         "it with python -m scripts.doctor soak=10",
     )
     return "Two replays differ in their bits, and with all ops eager they do not: a backend is not deterministic."
@@ -180,10 +184,10 @@ def watch_ops(model: nn.Module, found: list[str], sums: list[Tensor]) -> None:
         for op in OPS:
             if op in vars(module):  # the op's function; a submodule of this name is not in vars()
                 where = f"{op} in {name}" if name else op
-                setattr(module, op, watched(vars(module)[op], where, found, sums))
+                setattr(module, op, watch_function(vars(module)[op], where, found, sums))
 
 
-def watched(function: Callable, where: str, found: list[str], sums: list[Tensor]) -> Callable:
+def watch_function(function: Callable, where: str, found: list[str], sums: list[Tensor]) -> Callable:
     """Return the function with a test of its tensors, forward and backward, and a checksum of its outputs."""
 
     def call(*arguments, **options):
@@ -228,7 +232,7 @@ def float_tensors(values: Iterable) -> list[Tensor]:
     return [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()]
 
 
-def verdict(replays: list[Replay], kept: Kept) -> str:
+def verdict(replays: list[Replay], step: BadStep) -> str:
     """Return the page: a table with a line for each replay, and the first op and layer that is not finite."""
     run, *swapped = replays
     lines = [[one.swap, "" if one.loss is None else f"{one.loss:.4g}", one.result] for one in replays]
@@ -242,5 +246,5 @@ def verdict(replays: list[Replay], kept: Kept) -> str:
         sentence = f"The first is {run.first}. No swap that could run here repairs the step."
     else:
         sentence = f"The first is {run.first}. Eager PyTorch goes wrong, too: look at the weights and the batch."
-    weights = f"The weights are those after step {kept.weights_step}, the batches are of step {kept.step}."
+    weights = f"The weights are those after step {step.weights_step}, the batches are of step {step.number}."
     return f"{table}\n\n{sentence}\n{weights}"

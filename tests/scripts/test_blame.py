@@ -11,7 +11,7 @@ import torch
 from kernels.linear.triton import linear
 from kernels.norm.triton import norm_in_fp8
 from lab.proof import blame as proof
-from lab.proof.blame import Kept, Replay, replay, verdict, watched
+from lab.proof.blame import BadStep, Replay, replay, verdict, watch_function
 from model.step_file import write_step
 from runtime.device import OutOfMemory
 from runtime.row import read_row, write_row
@@ -213,7 +213,7 @@ def test_a_swap_that_cannot_run_is_a_line_of_the_page(command, hotswap, monkeypa
 
 
 def test_a_swap_that_did_not_run_does_not_clear_eager():
-    kept = Kept(2, [], {}, 1)
+    kept = BadStep(2, [], {}, 1)
     page = verdict([Replay("as in the run", torch.nan, "loss"), Replay("all ops eager", None, None, "full")], kept)
     assert "The first is loss. No swap that could run here repairs the step.\n" in page
 
@@ -241,7 +241,7 @@ def test_a_gradient_norm_that_overflows_is_named(monkeypatch):
 
     model = Model()
     recipe = SimpleNamespace(build=lambda device: model)
-    kept = Kept(1, [(torch.zeros(1),)], model.state_dict(), 0)
+    kept = BadStep(1, [(torch.zeros(1),)], model.state_dict(), 0)
     first = replay("as in the run", recipe, kept, torch.device("cpu")).first
     assert first == "the gradient norm: it overflows, and every gradient is finite"
 
@@ -258,12 +258,12 @@ def test_an_output_in_fp8_is_watched_like_any_other(fp8_on_a_cpu):
 
     found = []
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
-    watched(broken, "norm", found, [])(x, None)
+    watch_function(broken, "norm", found, [])(x, None)
     assert found == ["norm, its output"]
     found.clear()
     in_fp8, _ = norm_in_fp8(x, None, weight, None)
     w = torch.full((96, 64), 1e-3, device=device)
-    y = watched(lambda x: linear(x, w, None, fp8=True), "linear", found, [])(in_fp8)
+    y = watch_function(lambda x: linear(x, w, None, fp8=True), "linear", found, [])(in_fp8)
     y.backward(torch.full_like(y, torch.nan))
     assert found == ["the gradient that reaches linear", "linear, its gradient"]
 
