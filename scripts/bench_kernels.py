@@ -14,9 +14,10 @@ import torch
 from tqdm import tqdm
 
 from kernels.registry import check_name, contract
-from lab.bench.op import DTYPES, OpConfig, as_list, measure, table
+from lab.bench.op import DTYPES, OpConfig, as_list, measure
 from lab.commands import command
 from lab.report.bench_panels import draw_roofline
+from lab.report.tables import KERNEL_COLUMNS, columns_table
 from lab.rows import track_rows, write_rows
 from runtime.config import check
 from runtime.device import environment, explain_out_of_memory, select_device
@@ -65,7 +66,7 @@ def main(cfg: Config) -> None:
     check(bool(rows), f"op={cfg.op}: no backend takes these shapes; the lines above say why")
     versions = f"torch {env['torch']}, triton {env['triton']}"
     print(f"{env['device']}, {versions}, {cfg.dtype}, medians of {cfg.rounds} rounds\n")
-    print(table(rows))
+    print(columns_table(KERNEL_COLUMNS, rows))
     if find_spec("matplotlib"):
         files += draw_roofline(rows, folder / "roofline.png")
     print(f"\nceiling  {copy:.3g} TB/s of a copy, {matmul:.3g} TFLOP/s of a large matmul")

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 
 from common.terminal import warn
@@ -233,49 +233,36 @@ def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.de
     return works
 
 
-def prepare_contestants(
-    op: str, names: list[str], shape: dict, inputs: dict, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, Callable], dict[str, dict], list[Tensor], dict[str, str]]:
-    """Return (name -> function, name -> errors and memory, output gradients, name -> why it cannot take this shape).
-
-    Raises Unavailable if one of `names` cannot take this shape.
-    """
-    functions, facts, douts, reasons = {}, {}, [], {}
-    for name, function in contestants(op, names, device).items():
-        try:
-            load(op, backend_of(name), device, optional_arguments(inputs))
-            if name == "compile" and inputs.get("fp8") and (reason := choose_ptxas(device)):
-                raise Unavailable(f"torch.compile in fp8 cannot run here: {reason}")
-            douts = douts or random_gradients(outputs(out_of_place(contract(op), function), inputs), inputs)
-            own_scales = getattr(backend(op, backend_of(name)), "OWN_SCALES", False)
-            row_errors = errors(function, contract(op), shape, dtype, device, own_scales)
-        except Unavailable as reason:
-            if names:
-                raise
-            reasons[name] = str(reason)
-            continue
-        functions[name] = function
-        facts[name] = {**row_errors, "extra_gib": extra_memory(function, inputs, douts, device)}
-    return functions, facts, douts, reasons
-
-
 def measure(
     op: str, shape_name: str, shape: dict, names: list[str], dtype_name: str, rounds: int, device: torch.device
 ) -> tuple[list[dict], dict[str, str]]:
     """Return (the rows of one shape, name -> why the backend cannot take this shape).
 
-    `shape` has the arguments of the contract's inputs().
+    `shape` has the arguments of the contract's inputs(). Raises Unavailable if one of `names` cannot take this shape.
     """
     module, dtype = contract(op), DTYPES[dtype_name]
     inputs = module.inputs(**shape, dtype=dtype, device=device)
-    functions, facts, douts, reasons = prepare_contestants(op, names, shape, inputs, dtype, device)
-    works = floors(module, shape, dtype, device)
-    for name, function in functions.items():
-        works[f"{name} forward"] = lambda function=function: outputs(function, inputs)
-        works[f"{name} both"] = lambda function=function: forward_and_backward(function, inputs, douts)
+    works, facts, douts, reasons = {}, {}, [], {}
+    for name, function in contestants(op, names, device).items():
+        try:
+            load(op, backend_of(name), device, optional_arguments(inputs))
+            if name == "compile" and inputs.get("fp8") and (reason := choose_ptxas(device)):
+                raise Unavailable(f"torch.compile in fp8 cannot run here: {reason}")
+            douts = douts or random_gradients(outputs(out_of_place(module, function), inputs), inputs)
+            own_scales = getattr(backend(op, backend_of(name)), "OWN_SCALES", False)
+            row_errors = errors(function, module, shape, dtype, device, own_scales)
+        except Unavailable as reason:
+            if names:
+                raise
+            reasons[name] = str(reason)
+            continue
+        facts[name] = {**row_errors, "extra_gib": extra_memory(function, inputs, douts, device)}
+        works[f"{name} forward"] = partial(outputs, function, inputs)
+        works[f"{name} both"] = partial(forward_and_backward, function, inputs, douts)
+    works = floors(module, shape, dtype, device) | works
     samples = {work: quantiles(seconds) for work, seconds in time_in_turns(works, device, rounds).items()}
     cost, rows = module.cost(**shape, dtype=dtype), []
-    for name in functions:
+    for name in facts:
         row = {"op": op, "shape": shape_name, "impl": name, "dtype": dtype_name}
         row["executed"] = describe(op, backend_of(name), **shape, dtype=dtype, device=device)
         rows.append({**row, **speeds(name, samples, cost), **facts[name]})
@@ -302,26 +289,3 @@ def speeds(name: str, samples: dict[str, tuple[float, float, float]], cost: dict
             floor = sum(samples[f"floor {part}"][1] for part in ways)
             figures |= {f"{way}/floor_ms": 1e3 * floor, f"{way}/of_floor": floor / median}
     return figures
-
-
-def table(rows: list[dict]) -> str:
-    """Return the rows as text, for the terminal."""
-    unit, _ = UNITS[contract(rows[0]["op"]).BOUND]
-    head = ["shape", "impl", "forward ms", "both ms", f"both {unit}", "of the floor", "error", "gradients", "extra GiB"]
-    lines = []
-    for row in rows:
-        share, extra = row["both/of_floor"], row["extra_gib"]
-        lines.append(
-            [
-                row["shape"],
-                row["impl"],
-                f"{row['forward/ms']:.3f}",
-                f"{row['both/ms']:.3f} ({row['both/ms/p20']:.3f} to {row['both/ms/p80']:.3f})",
-                f"{row[f'both/{unit}']:.2f}",
-                f"{100 * share:.1f}%" if share else "",
-                f"{row['error/out']:.1e}",
-                f"{row['error/gradients']:.1e}",
-                "" if extra is None else f"{extra:.2f}",
-            ]
-        )
-    return tabulate(lines, head, tablefmt="plain", disable_numparse=True)

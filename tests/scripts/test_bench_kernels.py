@@ -18,7 +18,7 @@ def test_the_command_writes_rows_and_prints_a_table(called, monkeypatch, tmp_pat
     arguments = "op=norm", "impl=[eager]", "shape=narrow", "dtype=float32", "rounds=2"
     code, out, _ = called("bench_kernels.py", bench_kernels.main, *arguments)
     assert code == 0
-    assert re.search(r"^narrow +eager +\d+\.\d{3} +\d+\.\d{3} \(", out, re.MULTILINE)
+    assert re.search(r"\| narrow +\| eager +\| \d+\.\d{3} +\| \*\*\d+\.\d{3}\*\* \(", out, re.MULTILINE)
     [file] = tmp_path.glob("out/*-bench-norm/kernels.jsonl")
     row = json.loads(file.read_text())
     assert (row["op"], row["impl"], row["env"]["torch"]) == ("norm", "eager", torch.__version__)

@@ -35,7 +35,6 @@ def test_row_has_the_times_the_rates_and_the_share_of_the_floor(op, monkeypatch)
     assert row["both/of_floor"] == (None if op == "attention" else pytest.approx(2 / 5))
     assert 0 < row["error/gradients"] < 1e-5
     assert json.loads(json.dumps(row)) == row
-    assert f"{row['both/ms']:.3f}" in bench.table([row])
 
 
 def test_errors_are_relative_to_the_exact_result():
