@@ -13,11 +13,11 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from common.terminal import printable
@@ -134,19 +134,15 @@ def print_speeds(results: Iterator[tuple[list[str], list[dict]]]) -> list[dict]:
     return rows
 
 
-def stop_with(errors: list[str]) -> None:
+def exit_with(errors: list[str]) -> None:
     """Print the errors, and exit with 1 if there are any."""
     if errors:
         print(printable("\n".join(errors)), file=sys.stderr)
         sys.exit(1)
 
 
-def take_model(cfg: DictConfig) -> None:
-    """Let model.vocab_size=null be the size for the tokenizer bytes: this command has no key that names another."""
-    take_vocabulary(cfg, "tokenizer")
-
-
-@command(Config, "doctor", complete=take_model)
+# model.vocab_size=null is the size for the tokenizer bytes, because no key of this command names another
+@command(Config, "doctor", complete=partial(take_vocabulary, key="tokenizer"))
 def main(cfg: Config) -> None:
     device, tracker = select_device(cfg.device), Tracker(cfg.logger)
     env = environment(device)
@@ -165,7 +161,7 @@ def main(cfg: Config) -> None:
         labels = [f"{row['step']}/{row['op']}/{row['impl']}" for row in rows]
         track_rows(tracker, "doctor-speed", cfg, dict(zip(labels, rows, strict=True)))
         wrong = [row for row in rows if first_word(row["status"]) in ERRORS]
-        stop_with([f"error: {row['op']}={row['impl']} {row['status']}" for row in wrong])
+        exit_with([f"error: {row['op']}={row['impl']} {row['status']}" for row in wrong])
         return
     folder = make_folder(cfg.out_dir, "doctor") if cfg.matrix else None
     if not cfg.matrix:
@@ -189,7 +185,7 @@ def main(cfg: Config) -> None:
     print(f"\ndone     {total}: {', '.join(f'{count} {name}' for name, count in counts.items())}", flush=True)
     answers = {f"{row['op']}/{row['impl']}": row for row in rows}
     track_rows(tracker, "doctor", cfg, {"answers": dict(counts), **answers}, folder)
-    stop_with(errors)
+    exit_with(errors)
 
 
 if __name__ == "__main__":

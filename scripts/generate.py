@@ -44,7 +44,6 @@ register_sweeps()  # for Hydra's -m and +sweep=generate
 
 @dataclass
 class Config(GenerationKeys):
-    prompts: str | None
     batch: int
     out_dir: str | None
     proof: bool
@@ -89,7 +88,7 @@ def main(cfg: Config) -> None:
         longest = prompts.longest_prompt(given)
         prompts.check_room(len(longest.ids) + 1, f"{longest.where} and a token for proof=true", recipe.source)
     chosen = [prompt for prompt in given for _ in range(cfg.batch)]
-    if (cfg.prompts, cfg.prompt_tokens) == (None, None):
+    if cfg.prompts is None and cfg.prompt_tokens is None:
         cfg.prompt = given[0].text  # on a terminal, the command of the row would ask for a prompt without it
     name = f"generate-{recipe.name}"
     folder, _ = choose_folder(cfg.out_dir, None, name)  # after all checks, so that a mistake leaves no empty folder
@@ -139,8 +138,8 @@ def generate(
         written, arrivals = writing.write_texts(steps, chosen, recipe.make_texts(len(chosen)), run.folder, raw)
         power.stop()
     print("\n", flush=True)
-    made = sum(arrival.tokens for arrival in arrivals) // len(chosen)
-    least = measure.least_bytes(decoder, recipe.precision, lengths, made)
+    steps_made = sum(arrival.tokens for arrival in arrivals) // len(chosen)
+    least = measure.least_bytes(decoder, recipe.precision, lengths, steps_made)
     figures |= measure.figures(decoder, idx, lengths, first_token, arrivals, least, bandwidth)
     run.row |= figures  # now, because the repetitions below may be interrupted
     figures |= measure.power_figures(power, decoder, idx, lengths, new_tokens)

@@ -8,11 +8,12 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from common.terminal import printable, shell_command
 from kernels.registry import AttnConfig, KernelsConfig, backend, label, missing_argument
@@ -138,9 +139,8 @@ def choose_modes(mode: str | None, attn: AttnConfig, decode: str, precision: str
     reason = None
     if precision == "fp8":
         reason = "precision=fp8 cannot generate: choose precision=bf16"
-    elif decode == "blocks":
-        reason = missing_argument(backend("attention", attn.impl).attention, "lengths")
-        reason = reason and f"it reads a cache, but {reason}"
+    elif decode == "blocks" and (lack := missing_argument(backend("attention", attn.impl).attention, "lengths")):
+        reason = f"it reads a cache, but {lack}"
     check(mode != "generate" or not reason, f"mode=generate cannot run: {reason}")
     if mode:
         return [mode]
@@ -177,12 +177,8 @@ def search_modes(
         run.row |= Search(prober, recipe, mode, prediction, run, earlier).longest()
 
 
-def complete_config(cfg: DictConfig) -> None:
-    """Let model.vocab_size=null be the size for the tokenizer bytes: this command has no key that names another."""
-    take_vocabulary(cfg, "tokenizer")
-
-
-@command(Config, "max_context", complete=complete_config)
+# model.vocab_size=null is the size for the tokenizer bytes, because no key of this command names another
+@command(Config, "max_context", complete=partial(take_vocabulary, key="tokenizer"))
 def main(cfg: Config) -> None:
     if cfg.probe:
         run_probe(cfg.recipe, cfg.mode, cfg.probe, cfg.length, cfg.memory_gib, cfg.device, cfg.shortened)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure the rows in results/ again: scripts/measure.sh GROUP ...
 #
-# Rows of before name triton where Gluon ran. The groups below name gluon, for a Hopper GPU.
+# In older rows `triton` names what `gluon` names now. The groups below name gluon, for a Hopper GPU.
 # GROUP is the name of a function below, from `rungs` on. The training text is sotu.txt in the root of the repo: a few
 # MB of any text. Sweeps use all GPUs, torchrun the first two; the other commands use the first GPU of
 # CUDA_VISIBLE_DEVICES. If a job fails, its row says why, and the next job starts. After Ctrl-C, the same group resumes

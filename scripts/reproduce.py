@@ -1,4 +1,4 @@
-"""Run a kept row again on this machine: `python -m scripts.reproduce results/h200/train.jsonl 20`.
+"""Run a stored row again on this machine: `python -m scripts.reproduce results/h200/train.jsonl 20`.
 
 ROWS is a file of rows in results/, or the folder of a run. ROW names one row of a file: its line, or a part of its
 command, name or commit that no other row has. The row's command runs again in a new folder. A row may be from somebody
@@ -94,20 +94,18 @@ def check_row(row: dict) -> None:
         raise UserError(f"a value of this row is missing or wrong ({class_and_message(error)[:200]})") from None
 
 
-def comparison_lines(row: dict, kept: dict, compared: Ratio) -> list[str]:
-    """Return the lines that compare a new row with the kept one."""
-    return [speed_line(row, kept, compared), *filter(None, [loss_line(row, kept)]), *difference_lines(row, kept)]
+def comparison_lines(row: dict, original: dict, speeds: Ratio) -> list[str]:
+    """Return the lines that compare a new row with the original: speed, loss, and what differs."""
+    ran = f"speed    {speed(row):,.0f} tok/s, the row has {speed(original):,.0f}"
+    lines = [f"{ran}: {speeds.verdict}, {speeds.value:.3f}x ({speeds.interval})"]
+    if loss := loss_line(row, original):
+        lines.append(loss)
+    return lines + difference_lines(row, original)
 
 
-def speed_line(row: dict, kept: dict, compared: Ratio) -> str:
-    """Return a line about the speed."""
-    ran = f"speed    {speed(row):,.0f} tok/s, the row has {speed(kept):,.0f}"
-    return f"{ran}: {compared.verdict}, {compared.value:.3f}x ({compared.interval})"
-
-
-def loss_line(row: dict, kept: dict) -> str | None:
+def loss_line(row: dict, original: dict) -> str | None:
     """Return a line about the last training losses; None for a generation, which has none."""
-    now, then = row.get("train/loss"), kept.get("train/loss")
+    now, then = row.get("train/loss"), original.get("train/loss")
     if now is None or then is None:
         return None
     if now == then:
@@ -115,12 +113,12 @@ def loss_line(row: dict, kept: dict) -> str | None:
     return f"loss     {now:.6g}, the row's is {then:.6g}: {abs(now - then) / then:.1e} of it apart"
 
 
-def difference_lines(row: dict, kept: dict) -> list[str]:
+def difference_lines(row: dict, original: dict) -> list[str]:
     """Return a line for each difference of the environments, of the kernels that ran, and of the configs."""
     parts = {
-        "": (row["env"], kept.get("env", {})),
-        "kernels.": (row["kernels"], kept.get("kernels", {})),
-        "config.": (settings(row), settings(kept)),
+        "": (row["env"], original.get("env", {})),
+        "kernels.": (row["kernels"], original.get("kernels", {})),
+        "config.": (settings(row), settings(original)),
     }
     lines = []
     for prefix, (here, there) in parts.items():
@@ -132,24 +130,24 @@ def difference_lines(row: dict, kept: dict) -> list[str]:
 
 def reproduce(path: Path, name: str | None, out_dir: Path | None) -> Ratio:
     """Run the row again and print the comparison. Return the ratio of the new speed to the row's."""
-    line, kept = choose_row(read_source(path), name, path)
+    line, original = choose_row(read_source(path), name, path)
     where = f"{path}" if path.is_dir() else f"{path}, line {line}"
     try:
-        check_row(kept)
-        reproduction_command(kept, Path("out"))  # refuses before it makes a folder
-        folder = make_folder(out_dir, f"reproduce-{file_name(kept.get('name'))}")
+        check_row(original)
+        reproduction_command(original, Path("out"))  # refuses before it makes a folder
+        folder = make_folder(out_dir, f"reproduce-{file_name(original.get('name'))}")
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    print(printable(f"row      {where}: {kept['name']}, started {kept.get('started')}"))
-    print(printable(f"command  {shell_command(*rerun_words(kept))}\n"), flush=True)
-    code = subprocess.run(reproduction_command(kept, folder), stdin=subprocess.DEVNULL).returncode
+    print(printable(f"row      {where}: {original['name']}, started {original.get('started')}"))
+    print(printable(f"command  {shell_command(*rerun_words(original))}\n"), flush=True)
+    code = subprocess.run(reproduction_command(original, folder), stdin=subprocess.DEVNULL).returncode
     row = read_row(folder)
     check(code == 0 and row is not None, f"{where}: its command failed here with exit code {code}; see its lines above")
-    compared = ratio([row], [kept])
-    check(compared is not None, f"{where}: its command was too short here to measure a speed with a spread")
-    print(printable("\n" + "\n".join(comparison_lines(row, kept, compared))))
+    speeds = ratio([row], [original])
+    check(speeds is not None, f"{where}: its command was too short here to measure a speed with a spread")
+    print(printable("\n" + "\n".join(comparison_lines(row, original, speeds))))
     print(f"done     {folder / 'result.json'}")
-    return compared
+    return speeds
 
 
 @exit_quietly()
@@ -162,10 +160,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     try:
-        compared = reproduce(arguments.rows, arguments.row, arguments.out_dir)
+        speeds = reproduce(arguments.rows, arguments.row, arguments.out_dir)
     except UserError as error:
         sys.exit(f"error: {printable(error)}")
-    sys.exit(0 if compared.verdict == "tie" else OTHER_SPEED)
+    sys.exit(0 if speeds.verdict == "tie" else OTHER_SPEED)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kernels.registry import OPS, Unavailable, backend, contract, impls, load
 from kernels.tuned import is_choice, read_table, table_paths, write_table
 from lab.bench.choose import fill_attention, fill_op
 from lab.bench.op import OpConfig
-from lab.bench.tune import UNFIT, Budget, fastest, gains, search_order, table, tune_shape
+from lab.bench.tune import UNFIT, Budget, choose_parameters, gains, search_order, table, tune_shape
 from lab.commands import command
 from lab.rows import track_rows
 from runtime.config import check
@@ -95,7 +95,7 @@ def main(cfg: Config) -> None:
     what = f"op={cfg.op}" if cfg.op else "all ops"
     shapes = ", ".join(dict.fromkeys(shape for config in cfg.configs for shape in config.shape))
     check(entries, f"{what} {cfg.dtype}: nothing to tune here at {shapes}: choose another op, dtype, shape or minutes")
-    best = [rows[-1] | fastest(rows) for rows in entries.values()]
+    best = [rows[-1] | choose_parameters(rows) for rows in entries.values()]
     print(printable(f"\n{table(best)}\n"))
     print(*gains(best), sep="\n")
     if budget.not_tried:
@@ -137,7 +137,8 @@ def store_parameters(
                     for row in tune_shape(op, name, dtype, rounds, device, budget):
                         rows = entries.setdefault(row["entry"], [])
                         rows.append(row)
-                        write_table(path, {row["entry"]: {**fastest(rows), "timed": row["timed"], **measured}})
+                        entry = {**choose_parameters(rows), "timed": row["timed"], **measured}
+                        write_table(path, {row["entry"]: entry})
             except (Unavailable, OutOfMemory, *UNFIT) as error:
                 if len(configs) == 1:
                     raise

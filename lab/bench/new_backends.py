@@ -48,7 +48,7 @@ def tracked_files() -> frozenset[str]:
     return frozenset(map(os.fsdecode, listed.split(b"\0")))
 
 
-def shipped(op: str) -> list[str]:
+def tracked_backends(op: str) -> list[str]:
     """Return the names of the op's backends that are part of this repo."""
     return [impl for impl in files(op) if f"{ROOT.name}/{op}/{impl}.py" in tracked_files()]
 
@@ -63,7 +63,7 @@ def check_new_backends(
     """
     if not kernels.check:
         return {}
-    chosen = {op: impl for op, impl in impl_by_op(kernels, attn, ops).items() if impl not in shipped(op)}
+    chosen = {op: impl for op, impl in impl_by_op(kernels, attn, ops).items() if impl not in tracked_backends(op)}
     paths = {op: CACHE / f"{cache_key(op, impl, device)}.json" for op, impl in chosen.items()}
     statuses = {}
     for op, path in paths.items():

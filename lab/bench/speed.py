@@ -170,7 +170,8 @@ def prepare(
     """
     while True:
         inputs, works, found = call.inputs(device), {}, dict(statuses)
-        for name in (name for name, status in statuses.items() if first_word(status) == "ok"):
+        right = [name for name, status in statuses.items() if first_word(status) == "ok"]
+        for name in right:
             try:
                 prepared = prepare_works(call, name, inputs, device)
                 for work in prepared.values():

@@ -21,7 +21,7 @@ def cell(answers: dict[str, str]) -> str:
     return "; ".join(parts) or "no"
 
 
-def places_of(answers: dict[str, dict[str, str]], status: str) -> str:
+def columns_with(answers: dict[str, dict[str, str]], status: str) -> str:
     """Return the columns in which a backend has this status: "fp32 769; compile".
 
     A column has the values with this status after it, unless all of its values have it.
@@ -41,7 +41,7 @@ def reasons(op: str, impl: str, answers: dict[str, dict[str, str]]) -> list[str]
     lines = []
     for status in dict.fromkeys(status for values in answers.values() for status in values.values()):
         if first_word(status) != "ok":
-            where = "" if runs_nowhere(answers) else f" {places_of(answers, status)}"
+            where = "" if runs_nowhere(answers) else f" {columns_with(answers, status)}"
             lines.append(f"- `{op}={impl}`{where}: {status.removeprefix('unavailable: ')}")
     return lines
 

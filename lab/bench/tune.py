@@ -109,13 +109,13 @@ def tune_shape(
         row = {"entry": entry, "timed": way, "shape": shape_name, "tried": len(distinct), **rejected}
         row |= {"default": default_text, "p20": ms[default_text][0]}
         row["medians"] = {text: median for text, (_, median, _) in ms.items()}
-        row |= fastest([row])
+        row |= choose_parameters([row])
         budget.spent_since(start)
         yield row
         best[kernel] = row["parameters"]
 
 
-def fastest(rows: list[dict]) -> dict:
+def choose_parameters(rows: list[dict]) -> dict:
     """Return the best parameters for all the shapes of one entry. The milliseconds are sums over the shapes."""
     default = rows[0]["default"]
     common = [text for text in rows[0]["medians"] if all(text in row["medians"] for row in rows)]

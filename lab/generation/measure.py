@@ -55,23 +55,24 @@ def decode_speed(arrivals: list[Arrival], batch: int, drafts: bool, graph_tokens
     group = min(max(1, SAMPLE_STEPS // per_arrival), len(arrivals) - 1)
     if group < 1:
         return {"gen/decode_tokens_per_sec": None, "gen/step_ms": None, "gen/laps_s": []}
-    laps, step_seconds, token_ms = [], [], []
+    intervals, step_seconds, token_ms = [], [], []
     for start in range(0, len(arrivals) - group, group):
         seconds = arrivals[start + group].time - arrivals[start].time
         tokens = sum(step.tokens for step in arrivals[start + 1 : start + 1 + group])
-        laps.append(seconds * batch / tokens)
-        step_seconds.append(seconds / group if drafts else laps[-1])
+        intervals.append(seconds * batch / tokens)
+        step_seconds.append(seconds / group if drafts else intervals[-1])
     for before, step in pairwise(arrivals):
         token_ms.append(1e3 * (step.time - before.time) * batch / step.tokens)
     token_ms.sort()
-    p20, median, p80 = quantiles([batch / lap for lap in laps])
+    tails = {f"gen/token_ms/p{p}": token_ms[min(len(token_ms) - 1, len(token_ms) * p // 100)] for p in (50, 95, 99)}
+    p20, median, p80 = quantiles([batch / seconds for seconds in intervals])
     return {
         "gen/decode_tokens_per_sec": median,
         "gen/decode_tokens_per_sec/p20": p20,
         "gen/decode_tokens_per_sec/p80": p80,
         "gen/step_ms": 1e3 * statistics.median(step_seconds),
-        "gen/laps_s": laps,
-        **{f"gen/token_ms/p{p}": token_ms[min(len(token_ms) - 1, len(token_ms) * p // 100)] for p in (50, 95, 99)},
+        "gen/laps_s": intervals,
+        **tails,
     }
 
 

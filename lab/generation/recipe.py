@@ -91,6 +91,7 @@ class GenerationKeys:
 
     checkpoint: str | None
     prompt: str | None
+    prompts: str | None
     prompt_tokens: int | None
     max_new_tokens: int | None
     temperature: float
@@ -111,7 +112,7 @@ class GenerationKeys:
             bool(self.checkpoint),
             "checkpoint is missing: pass a run (out/RUN), a checkpoint, gpt2, a folder, or random",
         )
-        given = [key for key in ("prompt", "prompts", "prompt_tokens") if getattr(self, key, None) is not None]
+        given = [key for key in ("prompt", "prompts", "prompt_tokens") if getattr(self, key) is not None]
         check(len(given) < 2, f"{' and '.join(given)} are given: choose one of them")
         for key in ("prompt_tokens", "max_new_tokens"):
             value = getattr(self, key)

@@ -116,8 +116,9 @@ def training_words(claim: Claim, device: torch.device, words: list[str]) -> list
 
     Both runs use kernels=triton on a GPU and kernels=eager on a CPU, or kernels=compile with against="compile".
     """
-    others = "compile" if claim.against == "compile" else "triton" if device.type == "cuda" else "eager"
-    settings = ON_GPU if device.type == "cuda" else ON_CPU
+    settings, others = (ON_GPU, "triton") if device.type == "cuda" else (ON_CPU, "eager")
+    if claim.against == "compile":
+        others = "compile"
     if device.index:
         settings = [*settings, f"device={device}"]
     return [*settings, f"kernels={others}", *words]

@@ -182,7 +182,9 @@ def verdict_cells(row: dict) -> list[str]:
 
     def pair(key: str, form: str) -> str:
         values = [figures.get(key) for figures in training]
-        return " and ".join("none" if value is None else form.format(value) for value in values) if any(values) else ""
+        if not any(values):
+            return ""
+        return " and ".join("none" if value is None else form.format(value) for value in values)
 
     answers = [first_word(status) for status in row["cases"].values()]
     run = [word for word in answers if word != "unavailable"]
@@ -217,7 +219,11 @@ def speed_figure(row: dict, path: Path) -> Path:
     bars.append(("in training", training["value"], training["low"], training["high"]))
     figure, axes = subplots(figsize=(8, 2.6))
     for y, (name, value, low, high) in enumerate(bars):
-        colour = FASTER if low > 1 else SLOWER if high < 1 else GREY
+        colour = GREY
+        if low > 1:
+            colour = FASTER
+        elif high < 1:
+            colour = SLOWER
         axes.errorbar(value, y, xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=4)
         axes.annotate(f"{name}: {value:.3f}x ({low:.3f} to {high:.3f})", (value, y), (0, 8), textcoords="offset points")
     axes.axvline(1, color=GREY, linewidth=1)

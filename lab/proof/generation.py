@@ -54,7 +54,11 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
         gaps.append(truth.max(-1).values - truth.gather(-1, new[row, :, None])[:, 0])
     error, eager_error, scale = (torch.stack(values).max().item() for values in (errors, eager_errors, scales))
     bound = 2 * eager_error + torch.finfo(model.ln_f.dtype).eps / 2 * scale
-    return {"new_tokens": new_tokens, "compared": len(gaps), **judge(torch.cat(gaps), error, bound, lossy(options))}
+    return {
+        "new_tokens": new_tokens,
+        "compared": len(gaps),
+        **judge(torch.cat(gaps), error, bound, describe_rounding(options)),
+    }
 
 
 def compared_rows(batch: int) -> list[int]:
@@ -62,7 +66,7 @@ def compared_rows(batch: int) -> list[int]:
     return sorted({place * (batch - 1) // (ROWS - 1) for place in range(ROWS)})
 
 
-def lossy(options: dict) -> str | None:
+def describe_rounding(options: dict) -> str | None:
     """Return a text that says what the decoder rounds on purpose, or None."""
     kv = options["options"].kv
     if getattr(backend("decode", options["decode"]), "LOSSY", False):

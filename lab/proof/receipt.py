@@ -27,7 +27,7 @@ AFTER_OPS: Patterns = {
     "elementwise and sums": (r"(?i)elementwise|reduce|triton_|fused|aten::(add|mul|div|sum|neg)",),
 }
 OTHER = "other"
-KEPT = 24  # kernels of a receipt that the row stores
+MOST_KERNELS = 24  # of a receipt, in the row
 
 
 def family_of(name: str, op_patterns: Patterns) -> str:
@@ -90,7 +90,7 @@ def make_receipt(
         claims["decode"] = described["decode"], ()
     wrong = missing_kernel(receipt, claims)
     unchecked = [op for op, (_, patterns) in claims.items() if not patterns]
-    receipt["kernels"] = receipt["kernels"][:KEPT]
+    receipt["kernels"] = receipt["kernels"][:MOST_KERNELS]
     return {**receipt, "wrong": wrong, "unchecked": unchecked, "lines": kernel_lines(impls)}
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kernels.names import ALL_OPS
-from lab.bench.new_backends import shipped
+from lab.bench.new_backends import tracked_backends
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 LIMIT = 2**31
@@ -177,6 +177,7 @@ def kernel_names(gluon: bool = True) -> set[str]:
     for path in KERNELS.rglob("*.py"):
         if "gluon" in path.stem and not gluon:
             continue
-        if path.stem.startswith("_") or path.parent.name not in ALL_OPS or path.stem in shipped(path.parent.name):
+        op = path.parent.name
+        if path.stem.startswith("_") or op not in ALL_OPS or path.stem in tracked_backends(op):
             names |= set(re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE))
     return names - {"launch_next_kernel"}  # a function that kernels call

@@ -38,7 +38,7 @@ def test_the_vocabulary_is_of_bytes_when_no_tokenizer_is_named():
     take_random_model(cfg)
     assert cfg.model.vocab_size == SIZES["bytes"]
     cfg = composed("max_context", "model=tiny")
-    max_context.complete_config(cfg)
+    max_context.main.new_task().complete(cfg)
     assert cfg.model.vocab_size == SIZES["bytes"]
 
 

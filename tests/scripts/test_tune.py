@@ -109,10 +109,10 @@ def test_the_stored_parameters_are_the_best_over_all_shapes_of_an_entry():
         {"default": default, "p20": 0.99, "medians": medians, "shape": shape}
         for shape, medians in (("short", short), ("long", long))
     ]
-    best = tuning.fastest(rows)
+    best = tuning.choose_parameters(rows)
     assert best == {"parameters": {"ROWS": 2}, "ms": 2.0, "default_ms": 2.0, "shape": "short, long"}
     del short[good], long[good]
-    assert tuning.fastest(rows)["parameters"] == {"ROWS": 1}
+    assert tuning.choose_parameters(rows)["parameters"] == {"ROWS": 1}
 
 
 def test_the_table_keeps_the_finished_kernels_when_the_search_is_interrupted(command, tables, monkeypatch):

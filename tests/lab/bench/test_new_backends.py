@@ -46,12 +46,12 @@ def test_the_backends_that_git_tracks_are_this_repos(monkeypatch, tmp_path):
     for module in ("lab.bench.new_backends", "kernels.lookup"):
         monkeypatch.setattr(f"{module}.ROOT", tmp_path / "kernels")
     monkeypatch.setattr(new_backends, "tracked_files", new_backends.tracked_files.__wrapped__)
-    assert new_backends.shipped("norm") == []
+    assert new_backends.tracked_backends("norm") == []
     for words in (["init", "-q"], ["add", "kernels/norm/triton.py"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
-    assert new_backends.shipped("norm") == ["triton"]
+    assert new_backends.tracked_backends("norm") == ["triton"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert new_backends.shipped("norm") == []
+    assert new_backends.tracked_backends("norm") == []
 
 
 def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_path):

@@ -57,7 +57,7 @@ def test_the_last_graph_does_not_count_if_its_tokens_were_cut():
 
 def test_a_receipt_is_that_of_one_token(monkeypatch):
     """A greedy token needs one maximum, and a graph of 8 tokens has 8."""
-    monkeypatch.setattr("lab.proof.receipt.KEPT", 1000)
+    monkeypatch.setattr("lab.proof.receipt.MOST_KERNELS", 1000)
     kernels, attn = KernelsConfig(), AttnConfig("eager")
     row = {"kernels": dict.fromkeys(("norm", "attention", "mlp", "decode"), "eager")}
     decoders = [Decoder(varied_gpt(), 1, 24, GREEDY) for _ in range(2)]
