@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.files import read_bytes
 from runtime.checkpoint import checkpoint_folders
-from tests.crashtest.faults import ODD, Fault
+from tests.crashtest.faults import REPLACEMENTS, Fault
 
 
 class Damage:
@@ -19,13 +19,13 @@ class Damage:
     def __init__(self, fault: Fault, folder: Path):
         rng = random.Random(fault.seed)
         how, _, what = fault.kind.partition(" in ")
-        files = files_of(folder, rng.choice(["checkpoint", "run", "data"]) if fault.kind in ODD else what)
-        files = [path for path in files if fault.kind in ODD or path.stat().st_size]
+        files = files_of(folder, rng.choice(["checkpoint", "run", "data"]) if fault.kind in REPLACEMENTS else what)
+        files = [path for path in files if fault.kind in REPLACEMENTS or path.stat().st_size]
         self.path = rng.choice(files) if files else None
         self.description = None
         if self.path:
             self.before, self.mode = read_bytes(self.path), self.path.stat().st_mode
-            detail = self._put(how) if fault.kind in ODD else self._change(how, rng)
+            detail = self._put(how) if fault.kind in REPLACEMENTS else self._change(how, rng)
             self.description = f"{how} in {self.path.relative_to(folder)}{detail}"
 
     @property

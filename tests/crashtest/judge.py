@@ -18,7 +18,7 @@ from runtime.config import UserError
 from runtime.manifest import read_manifest
 from runtime.row import read_row
 from tests.crashtest.damage import Damage
-from tests.crashtest.faults import DAMAGES, ERRORS, KILL, KILL_AT, KINDS, ODD, Fault
+from tests.crashtest.faults import DAMAGES, ERRORS, KILL, KILL_AT, KINDS, REPLACEMENTS, Fault
 
 FIGURES = "train/loss", "train/grad_norm", "val/loss"
 READ_SECONDS = 30
@@ -55,7 +55,7 @@ class Hang(Exception):
     """A function that reads the files of a run did not return."""
 
 
-def bounded(method: Callable) -> Callable:
+def limit_time(method: Callable) -> Callable:
     """Decorator: raise Hang after READ_SECONDS. Otherwise a FIFO that read_row() opens would hang the judge, too."""
 
     @functools.wraps(method)
@@ -82,12 +82,12 @@ class Disturbed:
         self.events: list[tuple[str, str]] = []  # the kind of each fault that happened, and what it did
         self.damaged_steps: set[int] = set()  # the steps whose lines in metrics.jsonl were damaged
 
-    @bounded
+    @limit_time
     def damage(self, fault: Fault) -> tuple[Damage, str | None]:
         """Damage a file. Returns the damage, and what is lost already: the row, if it is now read as another one."""
         steps, before = read_figures(self.run).keys(), self._row()
         damage = Damage(fault, self.folder)
-        if fault.kind in ODD:  # the resumed run reads it, in a process of its own
+        if fault.kind in REPLACEMENTS:  # the resumed run reads it, in a process of its own
             self.damaged_steps |= steps if damage.description and damage.path.name == "metrics.jsonl" else set()
             return damage, None
         self.damaged_steps |= steps - read_figures(self.run).keys()
@@ -101,13 +101,13 @@ class Disturbed:
             row["status"] = "stopped"
         return row
 
-    @bounded
+    @limit_time
     def valid_steps(self) -> list[int]:
         """Return the steps of the valid checkpoints, the newest first."""
         folders = checkpoint_folders(self.run / "checkpoints")
         return [int(path.name.removeprefix("step-")) for path in folders if is_valid(path)]
 
-    @bounded
+    @limit_time
     def check_end(self, kind: str, end: End, before: list[int], damage: Damage | None = None) -> str | None:
         """Return what is wrong with the end of a process that this kind of fault disturbed; None if nothing is.
 
@@ -132,7 +132,7 @@ class Disturbed:
             return f"it went on with step {first[1]}, and the newest valid checkpoint was {max(before, default=0)}"
         return None
 
-    @bounded
+    @limit_time
     def find_difference(self) -> str | None:
         """Return the first difference from the undisturbed run, after the end; None if there is none.
 

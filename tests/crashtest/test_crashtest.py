@@ -20,7 +20,7 @@ from common.files import add_crc32
 from tests.crashtest import __main__ as script
 from tests.crashtest import faults, inject, tracker
 from tests.crashtest.damage import Damage
-from tests.crashtest.faults import CHANGES, DAMAGES, ERRORS, FULL_LOG, KILL, KILL_AT, KINDS, ODD, Fault
+from tests.crashtest.faults import CHANGES, DAMAGES, ERRORS, FULL_LOG, KILL, KILL_AT, KINDS, REPLACEMENTS, Fault
 from tests.crashtest.inject import CAN_FAIL, CHANGE, Operation
 from tests.crashtest.judge import Disturbed, End, Hang
 from tests.runtime.test_tracker_process import SHORT
@@ -197,7 +197,7 @@ def test_a_damage_changes_one_place_of_one_file(tmp_path, kind):
         assert path.read_bytes() == old
 
 
-@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("kind", REPLACEMENTS)
 def test_an_odd_file_takes_the_place_of_any_file(tmp_path, kind):
     places = set()
     for seed in range(60):
