@@ -215,22 +215,28 @@ def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.de
     for way in cost:
         if hasattr(module, "products"):
             sizes = module.products(**shape)[way]
-            if shape.get("fp8"):
-                pairs = [[torch.randn(*size, device=device).to(E4M3) for size in ((m, k), (n, k))] for m, k, n in sizes]
-                units = [torch.ones((), device=device) for _ in range(2)]  # at multiples of 16 bytes, for cuBLAS
-                works[f"floor {way}"] = lambda pairs=pairs, units=units: [
-                    product(*pair, units, dtype) for pair in pairs
-                ]
-            else:
-                pairs = [
-                    [torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n))] for m, k, n in sizes
-                ]
-                works[f"floor {way}"] = lambda pairs=pairs: [a @ b for a, b in pairs]
+            works[f"floor {way}"] = make_matmuls(sizes, shape.get("fp8", False), dtype, device)
         elif module.BOUND == "bytes":
-            source = torch.randint(256, (cost[way][1] // 2,), dtype=torch.uint8, device=device)
-            target = torch.empty_like(source)
-            works[f"floor {way}"] = lambda source=source, target=target: target.copy_(source)
+            works[f"floor {way}"] = make_copy(cost[way][1], device)
     return works
+
+
+def make_matmuls(
+    sizes: list[tuple[int, int, int]], fp8: bool, dtype: torch.dtype, device: torch.device
+) -> Callable[[], list[Tensor]]:
+    """Return a function that multiplies (m, k) by (k, n) for each (m, k, n) in `sizes`."""
+    if fp8:
+        pairs = [[torch.randn(*size, device=device).to(E4M3) for size in ((m, k), (n, k))] for m, k, n in sizes]
+        units = [torch.ones((), device=device) for _ in range(2)]  # at multiples of 16 bytes, for cuBLAS
+        return lambda: [product(*pair, units, dtype) for pair in pairs]
+    pairs = [[torch.randn(*size, device=device).to(dtype) for size in ((m, k), (k, n))] for m, k, n in sizes]
+    return lambda: [a @ b for a, b in pairs]
+
+
+def make_copy(moved: int, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that moves so many bytes: it reads one half and writes the other."""
+    source = torch.randint(256, (moved // 2,), dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
 
 
 def measure(

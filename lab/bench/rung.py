@@ -35,7 +35,7 @@ from kernels.fp8 import E4M3, E5M2, choose_ptxas
 from kernels.gpu import gpu_unavailable, is_hopper
 from kernels.lookup import import_file, module_name
 from kernels.registry import contract, load
-from lab.bench.op import forward_and_backward, largest_error, outputs, random_gradients
+from lab.bench.op import forward_and_backward, largest_error, make_copy, outputs, random_gradients
 from runtime.config import UserError
 from runtime.device import environment, select_device
 from runtime.meter import quantiles
@@ -189,9 +189,7 @@ def time_with_floor(
     The last name is "floor": a copy of as many bytes, or a matmul of as many FLOPs, whichever takes longer here.
     """
     flops, moved = (sum(numbers) for numbers in zip(*cost.values(), strict=True))
-    bytes_copied = torch.ones(moved // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(bytes_copied)
-    samples = time_in_turns({**works, "floor": lambda: target.copy_(bytes_copied)}, device, ROUNDS)
+    samples = time_in_turns({**works, "floor": make_copy(moved, device)}, device, ROUNDS)
     matmul_seconds = flops / measured_flops(device, dtype)
     if matmul_seconds < statistics.median(samples["floor"]):
         return "bytes", samples
