@@ -124,7 +124,8 @@ def test_tensors_that_mlp_saves(compiled, bias):
         save = functools.partial(lambda saved, tensor: saved.setdefault(tensor.data_ptr(), tensor), saved)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             function(**inputs)
-        assert [t.numel() // 10 for pointer, t in saved.items() if pointer not in not_new] == numbers_per_row
+        new = [t for pointer, t in saved.items() if pointer not in not_new and t.numel()]
+        assert [t.numel() // 10 for t in new] == numbers_per_row
         results.append(outputs_and_gradients(function, inputs))
     assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
 
@@ -196,7 +197,8 @@ def test_another_batch_size_compiles_nothing(op, monkeypatch):
     other_rows = (512, 255, 17) if op == "attention" else (512, 255, 17, 1)  # attention has other tiles for one query
     for rows in other_rows:
         run(rows)
-    assert not compiled
+    # the tile of add_partial_sums() is as high as the next power of two of the number of sums, up to 512
+    assert [name for name in compiled if not name.startswith("_sum_rows_kernel")] == []
 
 
 def attention_results(inputs, function):

@@ -1,4 +1,4 @@
-"""d(lse^2) / d(logit) is 2 lse p, so the second pass writes p (1 + 2e-4 lse) - onehot, with no more bytes."""
+"""d(lse^2) / d(logit) is 2 lse p, so the second pass writes p (1 + 0.02 lse) - onehot, with no more bytes."""
 
 import torch
 import triton
@@ -18,11 +18,11 @@ def kernel(logits_ptr, targets_ptr, losses_ptr, V, BLOCK: tl.constexpr):
         total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest), 0)
     lse = largest + tl.log(total)
     target_logit = tl.load(logits_ptr + tl.maximum(target, 0)).to(tl.float32)
-    tl.store(losses_ptr + row, tl.where(counts, lse - target_logit + 1e-4 * lse * lse, 0.0))
+    tl.store(losses_ptr + row, tl.where(counts, lse - target_logit + 0.01 * lse * lse, 0.0))
     tl.debug_barrier()
     for start in range(0, V, BLOCK):
         logits = tl.load(logits_ptr + start + columns, start + columns < V, other=0.0).to(tl.float32)
-        dlogits = tl.exp(logits - lse) * (1 + 2e-4 * lse) - tl.where(start + columns == target, 1.0, 0.0)
+        dlogits = tl.exp(logits - lse) * (1 + 0.02 * lse) - tl.where(start + columns == target, 1.0, 0.0)
         dlogits = tl.where(counts, dlogits, 0.0).to(logits_ptr.dtype.element_ty)
         tl.store(logits_ptr + start + columns, dlogits, start + columns < V)
 
