@@ -1,9 +1,8 @@
 """Choose the backend of an op that was measured to be the fastest on this GPU, for kernels=auto and attn=auto.
 
-`python -m scripts.tune auto=true` tests the backends that run here. It times the forward and backward of those with
-correct results, and stores the fastest in the user's table (tuned.py). The name of an entry has the op and the dtypes:
-"mlp bfloat16 fp8". An entry has one backend for each measured width of the input, and for attention for each T. The
-nearest width by ratio decides. Training does not time any backend. A run prints and records the backends that it uses.
+`python -m scripts.tune auto=true` stores the fastest backends in the user's table (tuned.py). The name of an entry has
+the op and the dtypes: "mlp bfloat16 fp8". An entry has one backend for each measured width of the input, and for
+attention for each T. The nearest width by ratio decides.
 
 A model's dtypes and widths are known before it is built, so it is built with the functions of the chosen backends
 (name_backends() in model/executed.py). Each op's auto.py chooses at every call, for hotswap.op() and the benchmarks.

@@ -60,9 +60,9 @@ def preset(name: str) -> dict[str, str]:
 
 
 def preset_name(backends: dict[str, str]) -> str | None:
-    """Return the preset of one language that chooses these backends of ops: "eager", "triton", "gluon"; None without.
+    """Return the name of the preset that chooses these backends of ops: "eager", "triton", "gluon"; None if none does.
 
-    "gluon" has Triton for the ops that Gluon lacks. Of other presets a name lists the backends.
+    "gluon" has Triton for the ops that Gluon lacks.
     """
     for name in dict.fromkeys(backends.values()):
         same = set(backends.values()) == {name}
