@@ -105,8 +105,8 @@ def score(model: GPT, batches: Iterable[Batch], lengths: np.ndarray, device: tor
 def summary(figures: dict) -> str:
     """Return the figures in one line."""
     bits = figures["val/bits_per_byte"]
+    bits = "no" if bits is None else f"{bits:.4f}"
     return (
         f"val      loss {figures['val/loss']:.4f} nats a token, perplexity {figures['val/perplexity']:,.2f}, "
-        f"{'no' if bits is None else f'{bits:.4f}'} bits per byte; {figures['tokens']:,} tokens, "
-        f"{figures['bytes']:,} bytes of text"
+        f"{bits} bits per byte; {figures['tokens']:,} tokens, {figures['bytes']:,} bytes of text"
     )

@@ -1,4 +1,4 @@
-"""Read the rows of the time when `triton` ran Gluon on Hopper: what ran is named gluon.
+"""Name gluon in old rows, in which `triton` ran Gluon on Hopper.
 
 Such a row says "Gluon" in what it ran: "triton (triton 3.6.0, Gluon)". No newer row does. The files stay as they are;
 only readers get the new names, so tables, comparisons and reproduced commands name what computed.
@@ -58,8 +58,8 @@ def choose_in_command(command: str, choices: dict[str, str]) -> str:
         words = shlex.split(command)
     except ValueError:  # it is no shell command, and cannot be run again either
         return command
-    kept = [word for word in words if word.partition("=")[0] not in choices]
-    return shell_command(*kept, *(f"{key}={value}" for key, value in choices.items()))
+    others = [word for word in words if word.partition("=")[0] not in choices]
+    return shell_command(*others, *(f"{key}={value}" for key, value in choices.items()))
 
 
 def rename_in_verdict(row: dict, cases: dict) -> dict:

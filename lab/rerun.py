@@ -2,7 +2,7 @@
 
 Only programs of this repo and overrides of their keys remain, and they are quoted again. An override may not choose
 Hydra's own settings, configs of another folder, or the code of a kernel that is not in kernels/, because such a word
-runs any program. The check is of the value that Hydra reads, because Hydra reads $\\{prompt\\} as ${prompt}.
+runs any program. The check reads a value as Hydra does, because Hydra reads $\\{prompt\\} as ${prompt}.
 """
 
 import functools
@@ -51,14 +51,14 @@ def rerun_words(row: dict) -> list[str]:
         check(is_training, f"its command is of none of train.py, {', '.join(PROGRAMS)}: {brief(command)}")
         program, arguments = ["train.py"], words[1:]
     is_judge = program[-1] == "scripts.judge"  # its words after -- are for train.py
-    kept = []
+    allowed = []
     for word in arguments:
         if program[-1] == "scripts.generate" and word.startswith("prompt="):  # it quotes this word for Hydra
             check(printable(word) == word, f"{brief(word)} in its command has control characters")
-            kept.append(word)
+            allowed.append(word)
         elif (is_judge and word == "--") or not is_own(check_word(word)):
-            kept.append(word)
-    return [*launcher, *program, *kept]
+            allowed.append(word)
+    return [*launcher, *program, *allowed]
 
 
 def rerun_command(row: dict) -> str:

@@ -64,7 +64,7 @@ def read_jsonl(path: Path) -> tuple[list[tuple[int, dict]], dict[int, str]]:
 def read_run(folder: Path) -> dict | None:
     """Return the row in a run's folder as read_row() does, with the names of today; None if it has none."""
     row = read_row(folder)
-    return row and rename_gluon(row)[0]
+    return rename_gluon(row)[0] if row else None
 
 
 def read_lines(path: Path) -> list[bytes]:

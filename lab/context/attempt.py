@@ -139,12 +139,14 @@ def run_attempt(
     whole cache.
     """
     row, ranks = {"T": length, "shortened": shortened, "status": "ok"}, ranks or Ranks()
-    work, options = (partial(train, ranks=ranks), {}) if mode == "train" else (generate, {"kept": 0})
-    if shortened and mode == "train":
-        recipe = replace(recipe, model=replace(recipe.model, window=WINDOW))
-    elif shortened:
-        options["kept"] = tokens_before_last_chunks(length)
-    row |= {"window": recipe.model.window} if mode == "train" else {"computed": length - options["kept"]}
+    if mode == "train":
+        work, options = partial(train, ranks=ranks), {}
+        if shortened:
+            recipe = replace(recipe, model=replace(recipe.model, window=WINDOW))
+        row["window"] = recipe.model.window
+    else:
+        work, options = generate, {"kept": tokens_before_last_chunks(length) if shortened else 0}
+        row["computed"] = length - options["kept"]
     reset_peak_memory(device)
     if device.type == "cpu":
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)  # by default the heap keeps up to 32 MiB of freed memory
@@ -236,8 +238,9 @@ def memory_limits(memory_gib: float | None, device: torch.device) -> tuple[float
 def predict(recipe: Recipe, mode: str, length: int, device: torch.device) -> dict:
     """Predict the GiB that run_attempt() would take: the weights, the mode's other parts, and the peak.
 
-    `opaque` names the ops of which only the fakes' allocations are predicted. For every decoder, the prediction is for
-    blocks, because all share the prefill, which takes more than a step. It leaves out copies of the weights by pack().
+    `opaque` names the ops that hide memory from the prediction, which sees only what their fakes allocate. For every
+    decoder, the prediction is for blocks, because all share the prefill, which takes more than a step. It leaves out
+    copies of the weights by pack().
     """
     if mode == "generate":
         groups = with_positions(recipe, length + NEW_TOKENS).groups

@@ -72,14 +72,14 @@ class Prober:
         overrides = [f"{key}={value}" for key, value in overrides.items()]
         words = [sys.executable, *launcher, *self.command, *overrides]
         # The child runs in the current folder, where relative paths on the command line start
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])
-        }
+        python_path = os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))
         with (
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as err,
         ):
-            child = subprocess.Popen(words, env=environment, stdout=out, stderr=err, start_new_session=True)
+            child = subprocess.Popen(
+                words, env=os.environ | {"PYTHONPATH": python_path}, stdout=out, stderr=err, start_new_session=True
+            )
             try:
                 code = child.wait(60 * minutes)
             except subprocess.TimeoutExpired:

@@ -67,9 +67,12 @@ def context_figure(searches: list[dict], colours: dict[str, str]) -> Figure | No
 
 def search_text(row: dict) -> str:
     """Return the settings of a search besides its choice."""
-    model, precision, _, _, positions, checkpointing, memory = search_settings(row)
-    checkpoints = "" if checkpointing in ("", "none") else f"checkpointing={checkpointing}"
-    return " ".join(filter(None, [model, precision, positions, checkpoints, memory and f"{memory} GiB"]))
+    model, precision, _, _, *texts, checkpointing, memory = search_settings(row)
+    if checkpointing not in ("", "none"):
+        texts.append(f"checkpointing={checkpointing}")
+    if memory:
+        texts.append(f"{memory} GiB")
+    return " ".join(filter(None, [model, precision, *texts]))
 
 
 def roofline_figure(rows: list[dict], colours: dict[str, str]) -> Figure | None:
@@ -87,7 +90,9 @@ def roofline_figure(rows: list[dict], colours: dict[str, str]) -> Figure | None:
         words = (override(key, row[key]) for key in ("op", "shape", "impl", "dtype"))
         command = rerun_command({"command": shell_command("python", "-m", "scripts.bench_kernels", *words)})
         intensity, symbol = row["both/tflops"] / row["both/tb_per_s"], MARK_OF_OP.get(row["op"], OTHER_MARK)[0]
-        origin = make_origin(kernel_lines(row), command)
+        lines = [f"{row['op']} {row['impl']}: {row['both/ms']:.3f} ms", f"{row['shape']}, {row['dtype']}"]
+        lines.append(f"{row['both/tflops']:.1f} TFLOP/s, {row['both/tb_per_s']:.2f} TB/s")
+        origin = make_origin(lines, command)
         points.setdefault(row["impl"], []).append(Point(intensity, row["both/tflops"], origin, symbol=symbol, ring=1))
     intensities = [ridge, *(point.x for each in points.values() for point in each)]
     roof = {x: min(peak, bandwidth * x) for x in sorted({min(intensities) / 3, ridge, max(intensities) * 3})}
@@ -97,16 +102,6 @@ def roofline_figure(rows: list[dict], colours: dict[str, str]) -> Figure | None:
         series.append(Series(impl, "markers", each, colours[impl], size=11, ring_colour=CARD))
     title, log = f"a copy and a matmul: {speeds}; {SYMBOLS_TEXT}", {"x": 1, "y": 1}
     return figure("FLOP/byte, each tensor moved once", "TFLOP/s", series, log=log, title=title)
-
-
-def kernel_lines(row: dict) -> list[str]:
-    """Return the lines over a kernel's point."""
-    ms, low, high = (row[f"both/ms{quantile}"] for quantile in ("", "/p20", "/p80"))
-    return [
-        f"{row['op']} {row['impl']}: {ms:.3f} ms ({low:.3f} to {high:.3f})",
-        f"{row['shape']}, {row['dtype']}, forward + backward",
-        f"{row['both/tflops']:.1f} TFLOP/s, {row['both/tb_per_s']:.2f} TB/s",
-    ]
 
 
 def attention_figure(rows: list[dict], colours: dict[str, str], key: str = "both/ms") -> Figure | None:

@@ -12,6 +12,8 @@ from lab.report.tables import markdown_table, markdown_text
 from lab.rerun import rerun_command
 from lab.sweep.table import figure_columns, number_cell, speed
 
+ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit"
+
 
 @dataclass
 class Line:
@@ -105,8 +107,13 @@ def failures(source: ReportSource) -> list[Line]:
 
 
 def notes(source: ReportSource) -> list[str]:
-    """Return sentences: how the choices are compared, and which files are left out."""
-    sentences = []
+    """Return sentences: on which machines the rows are, how choices are compared, and which files are left out."""
+    machines = []
+    for key in ENVIRONMENT:
+        length = 7 if key == "git_commit" else None
+        if values := dict.fromkeys(str(env[key])[:length] for env in source.environments if env.get(key)):
+            machines.append(f"{key} {', '.join(values)}")
+    sentences = [f"Environment: {'; '.join(machines)}."] if machines else []
     if len(source.measured) > 1:
         first = "" if source.from_results else "the kernels of the first job, else "
         sentences.append(

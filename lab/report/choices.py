@@ -84,33 +84,27 @@ class Choice:
     def command(self) -> str:
         return rerun_command(self.row)
 
-    def differences(self, other: "Choice") -> list[str]:
-        """Return what differs besides the kernels, a line each."""
-        return compare.differences(self.row, other.row)
-
 
 def group_runs(rows: list[dict]) -> list[Choice]:
     """Make choices of rows, oldest first."""
     choices: list[Choice] = []
     for row in rows:
-        choice = Choice([row], number=len(choices))
-        match = next((other for other in choices if is_same_choice(choice, other)), None)
+        match = next((choice for choice in choices if is_same_choice(row, choice.row)), None)
         if match:
             match.rows.append(row)
         else:
-            choices.append(choice)
+            choices.append(Choice([row], number=len(choices)))
     return choices
 
 
-def is_same_choice(one: Choice, other: Choice) -> bool:
-    """Return whether both have the same config and the same machine.
+def is_same_choice(row: dict, other: dict) -> bool:
+    """Return whether both rows have the same config and the same machine.
 
-    A row of a run that never started has no machine, and matches any machine.
+    The row of a run that never started has no machine, and matches any machine.
     """
-    row, other_row = one.row, other.row
-    if not ("config" in row and "config" in other_row):
+    if not ("config" in row and "config" in other):
         return False
-    return compare.settings(row) == compare.settings(other_row) and not one.differences(other)
+    return compare.settings(row) == compare.settings(other) and not compare.differences(row, other)
 
 
 def set_qualifiers(choices: list[Choice]) -> None:
@@ -172,7 +166,7 @@ def comparable_groups(choices: list[Choice]) -> list[list[Choice]]:
     """Group choices that differ in nothing but their kernels."""
     groups: list[list[Choice]] = []
     for choice in choices:
-        group = next((group for group in groups if not choice.differences(group[0])), None)
+        group = next((group for group in groups if not compare.differences(choice.row, group[0].row)), None)
         if group:
             group.append(choice)
         else:

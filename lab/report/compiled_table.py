@@ -56,8 +56,8 @@ def is_of(device: str, gpu: str) -> bool:
 def compiled(what: str) -> str:
     """Return a table: of the capabilities if `what` is "capabilities", and of the kernels if it is "kernels"."""
     triton, usage = read_usage()
-    version = f"Compiled with triton {triton}."
-    return f"{capability_table(usage) if what == 'capabilities' else kernel_table(usage)}\n\n{version}"
+    table = capability_table(usage) if what == "capabilities" else kernel_table(usage)
+    return f"{table}\n\nCompiled with triton {triton}."
 
 
 def capability_table(usage: dict[int, Usage]) -> str:
@@ -83,7 +83,7 @@ def capability_table(usage: dict[int, Usage]) -> str:
 
 
 def kernel_table(usage: dict[int, Usage]) -> str:
-    """Return the table of the kernels that are compiled for several capabilities. A cell is empty if it is not one."""
+    """Return the table of the kernels that are compiled for several capabilities, with empty cells for the others."""
     names = dict.fromkeys(name for used in usage.values() for name in used)
     shared_names = [name for name in names if sum(name in used for used in usage.values()) > 1]
     lines = [[name, *(usage_cell(usage[capability].get(name)) for capability in GPUS)] for name in shared_names]

@@ -21,7 +21,7 @@ def model_size(row: dict) -> str:
 def commit(row: dict) -> str:
     """Return "5918f41"; "5918f41+" if the tree had uncommitted changes."""
     name = row["env"].get("git_commit") or "unknown"
-    return name[:7] + "+" * name.endswith("-dirty")
+    return f"{name[:7]}+" if name.endswith("-dirty") else name[:7]
 
 
 def batch_cell(row: dict) -> str:
@@ -210,8 +210,11 @@ def search_settings(row: dict) -> list[str]:
     The limits are those of attention, such as "window 64, 4 K/V heads". A setting that the row does not have is "".
     """
     model, memory = row["config"]["model"], f"{row['memory_gib']:.4g}" if row.get("memory_gib") else ""
-    limits = [model.get("pos"), model.get("window") and f"window {model['window']}"]
-    limits.append(model.get("n_kv_head") and f"{model['n_kv_head']} K/V heads")
+    limits = [model.get("pos")]
+    if model.get("window"):
+        limits.append(f"window {model['window']}")
+    if model.get("n_kv_head"):
+        limits.append(f"{model['n_kv_head']} K/V heads")
     checkpointing = (model.get("checkpointing") or "") + (", attention kept" if model.get("keep_attention") else "")
     if row.get("world_size", 1) > 1:
         memory = f"{row['world_size']} x {memory}"

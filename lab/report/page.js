@@ -1,9 +1,8 @@
 // Draws the panels, filtered by model and precision, and copies commands.
 const figures = JSON.parse(document.getElementById("data").textContent);
 const filters = { model: document.getElementById("model"), precision: document.getElementById("precision") };
-const [ink, quiet, card, grid] = ["--ink", "--quiet", "--card", "--grid"].map(
-  (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim(),
-);
+const style = getComputedStyle(document.documentElement);
+const [ink, quiet, card, grid] = ["--ink", "--quiet", "--card", "--grid"].map((name) => style.getPropertyValue(name).trim());
 const touch = matchMedia("(pointer: coarse)").matches;
 
 // Returns whether the filters show an object with these settings. A filter ignores a setting that is "".

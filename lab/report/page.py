@@ -6,7 +6,6 @@ page.html.j2, page.css and page.js.
 
 import contextlib
 import json
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,9 +25,8 @@ from runtime.config import UserError, check
 from runtime.trackers import LoggerConfig
 
 HERE = Path(__file__).parent
-# of a row with wrong or missing values
+# a row with wrong or missing values may raise these
 ROW_ERRORS = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError)
-ENVIRONMENT = "device", "driver", "cuda", "cudnn", "torch", "triton", "python", "git_commit"
 
 
 def write_report(folder: Path, force: bool = False) -> tuple[list[Path], ReportSource]:
@@ -96,39 +94,22 @@ def render_page(source: ReportSource) -> str:
     colours = choice_colours(names, backends)
     panels = [*choice_panels(source, colours), *benchmark_panels(source, colours)]
     figures = {panel.id: plotly(panel.figure) for panel in panels if panel.figure}
-    models = [*(choice.model for choice in source.all_choices), *map(model_size, source.searches)]
-    precisions = [choice.precision for choice in source.all_choices]
-    precisions += [row["config"]["precision"] for row in source.searches]
+    models = {choice.model for choice in source.all_choices} | set(map(model_size, source.searches))
+    precisions = {choice.precision for choice in source.all_choices}
+    precisions |= {row["config"]["precision"] for row in source.searches}
     jinja = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return jinja.get_template("page.html.j2").render(
         name=source.folder.resolve().name,
-        filters={"Model": options(models), "Precision": options(precisions)},
+        filters={"Model": sorted(models - {""}), "Precision": sorted(precisions - {""})},
         panels=panels,
         notes=notes(source),
         tables=report_tables(source),
         colours=colours,
-        environment=environment(source),
         css=read_text(HERE / "page.css"),
         js=read_text(HERE / "page.js"),
         plotly=get_plotlyjs(),
         figures=json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     )
-
-
-def options(values: Iterable[str]) -> list[str]:
-    """Return the values of a filter, short ones first: 124M before 1558M."""
-    return sorted({*values} - {""}, key=lambda value: (len(value), value))
-
-
-def environment(source: ReportSource) -> dict[str, str]:
-    """Return the versions and devices of all rows: "torch" -> "2.11.0, 2.12.0"."""
-    texts = {}
-    for key in ENVIRONMENT:
-        length = 7 if key == "git_commit" else None
-        values = dict.fromkeys(str(env[key])[:length] for env in source.environments if env.get(key))
-        if values:
-            texts[key.removeprefix("git_")] = ", ".join(values)
-    return texts
 
 
 def publish(source: ReportSource, mode: str, files: list[Path]) -> list[Path]:

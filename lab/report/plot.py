@@ -131,7 +131,11 @@ def trace(series: Series) -> dict:
     if mode == "lines":
         del values["marker"]
     if any(point.text for point in points):
-        values |= {"text": [markup(point.text) for point in points]} | text_style(series)
+        values["text"] = [markup(point.text) for point in points]
+        if mode == "bars":  # inside the bar if it has the room
+            values |= {"textposition": "auto", "insidetextanchor": "start", "textangle": 0, "constraintext": "none"}
+        else:
+            values |= {"textposition": series.side, "cliponaxis": False}
     if points[0].spread:
         sides = {"array": [point.spread[1] - point.x for point in points]}
         sides["arrayminus"] = [point.x - point.spread[0] for point in points]
@@ -143,13 +147,6 @@ def trace(series: Series) -> dict:
     else:
         values["hoverinfo"] = "skip"
     return values
-
-
-def text_style(series: Series) -> dict:
-    """Return how Plotly writes the texts of points: inside a bar if it has the room."""
-    if series.mode != "bars":
-        return {"textposition": series.side, "cliponaxis": False}
-    return {"textposition": "auto", "insidetextanchor": "start", "textangle": 0, "constraintext": "none"}
 
 
 def one(values: list) -> object:

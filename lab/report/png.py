@@ -54,12 +54,14 @@ def draw_figures(figures: list[Figure | None], path: Path) -> list[Path]:
         sizes |= {"sharey": "row", "width_ratios": [3] + [2] * (len(figures) - 1)}
     if first.below:
         sizes |= {"sharex": "col", "height_ratios": [3, 2]}
-    drawing, axes = subplots(1 + bool(first.below), len(figures), squeeze=False, **sizes)
+    drawing, axes = subplots(2 if first.below else 1, len(figures), squeeze=False, **sizes)
     for column, figure in enumerate(figures):
         top, bottom = axes[0][column], axes[-1][column]
-        for panel, series in [(top, figure.series), *([(bottom, figure.below)] if figure.below else [])]:
-            for one_series in series:
-                draw_series(panel, one_series)
+        for series in figure.series:
+            draw_series(top, series)
+        for series in figure.below:
+            draw_series(bottom, series)
+        for panel in {top, bottom}:
             panel.grid(color=GRID, axis="x" if figure.row else "both")
             panel.set_axisbelow(True)
             panel.spines[["top", "right"]].set_visible(False)

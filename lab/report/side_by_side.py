@@ -23,7 +23,11 @@ def side_by_side(folders: list[Path]) -> str:
         line = [choice.title, f"{choice.speed:,.0f}"]
         for source in others:
             match = next((other for other in source.measured if have_same_settings(other, choice)), None)
-            line += [f"{match.speed:,.0f}", ratio_cell(match, choice)] if match else ["", ""]
+            if match:
+                compared = ratio(match.rows, choice.rows)  # None without timed intervals
+                line += [f"{match.speed:,.0f}", str(compared or f"{match.speed / choice.speed:.2f}x")]
+            else:
+                line += ["", ""]
         if any(line[2:]):
             lines.append(line)
     check(lines, f"{', '.join(names)} have no measured choice in common: their configs differ")
@@ -50,8 +54,3 @@ def agree_on_common_keys(value: Any, other: Any) -> bool:
     if isinstance(value, dict) and isinstance(other, dict):
         return all(agree_on_common_keys(value[key], other[key]) for key in value.keys() & other.keys())
     return value == other
-
-
-def ratio_cell(choice: Choice, base: Choice) -> str:
-    """Return the ratio with its interval. Without timed intervals there is only the ratio of the medians."""
-    return str(ratio(choice.rows, base.rows) or f"{choice.speed / base.speed:.2f}x, without an interval")

@@ -124,19 +124,20 @@ def differing_values(key: str, value: Any, base: Any) -> Iterator[tuple[str, Any
         yield key, value, base
 
 
+def gpu_of(run: dict) -> str | None:
+    """Return the GPU of a run; None on a CPU, and if the run ended before it had an environment."""
+    return run.get("env", {}).get("gpu")
+
+
 def pair_runs(rows: list[dict], bases: list[dict]) -> list[tuple[dict, dict]]:
     """Pair the n-th run of one choice with the n-th run of the other, GPU by GPU.
 
     If no GPU ran both choices, the runs are paired in their order.
     """
-
-    def on_gpu(runs: list[dict], gpu: str | None) -> list[dict]:
-        return [run for run in runs if run["env"].get("gpu") == gpu]
-
-    shared = {row["env"].get("gpu") for row in rows} & {base["env"].get("gpu") for base in bases}
     pairs = []
-    for gpu in sorted(shared, key=str):
-        pairs += zip(on_gpu(rows, gpu), on_gpu(bases, gpu), strict=False)
+    for gpu in sorted(set(map(gpu_of, rows)) & set(map(gpu_of, bases)), key=str):
+        runs, base_runs = ([run for run in each if gpu_of(run) == gpu] for each in (rows, bases))
+        pairs += zip(runs, base_runs, strict=False)
     return pairs or list(zip(rows, bases, strict=False))
 
 
@@ -183,7 +184,7 @@ def ratio(rows: list[dict], bases: list[dict]) -> Ratio | None:
         low=math.exp(min(low, value) - margin),
         high=math.exp(max(high, value) + margin),
         runs=len(pairs),
-        other_gpu=any(row["env"].get("gpu") != base["env"].get("gpu") for row, base in compared),
+        other_gpu=any(gpu_of(row) != gpu_of(base) for row, base in compared),
     )
 
 

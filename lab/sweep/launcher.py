@@ -67,9 +67,10 @@ class Sweeper(sweeper.Sweeper):
         self.ablations = [[ablation] if isinstance(ablation, str) else ablation for ablation in ablations]
 
     def setup(self, *, hydra_context, task_function, config: DictConfig) -> None:
-        parts = {"hydra_context": hydra_context, "task_function": task_function, "config": config}
         self.hydra_context, self.config = hydra_context, config
-        self.launcher = Plugins.instance().instantiate_launcher(**parts)
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> list:
         check(

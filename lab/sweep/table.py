@@ -110,7 +110,8 @@ def sweep_table(choices: dict[str, list[dict]]) -> str:
     lines = [["job", "tokens/s", "of the first", "p20 to p80", *columns]]
     for name in fastest:
         row, tokens_per_sec = median_run(measured[name]), statistics.median(map(speed, measured[name]))
-        ratio_to_first = ratio_cell(choices[name], first_comparable(row, choices.values()))
+        first = first_comparable(row, choices.values())
+        ratio_to_first = "" if first is choices[name] else str(ratio(choices[name], first) or "")
         cells = [spread_cell(row), *(cell(row) for cell in columns.values())]
         lines.append([name, f"{tokens_per_sec:,.0f}", ratio_to_first, *cells])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -133,8 +134,3 @@ def first_comparable(row: dict, choices: Iterable[list[dict]]) -> list[dict]:
         if base and not differences(row, base):
             return runs
     return []
-
-
-def ratio_cell(rows: list[dict], bases: list[dict]) -> str:
-    """Return the ratio of the speeds; empty for the baseline itself, and if a choice has no speed."""
-    return "" if rows is bases else str(ratio(rows, bases) or "")

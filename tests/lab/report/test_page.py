@@ -173,7 +173,7 @@ def test_markup_in_a_row_is_shown_as_text(open_page, tmp_path):
     write_report(tmp_path)
     tab = open_page(tmp_path)
     assert tab.title() == f"hotswap: {tmp_path.name}"
-    assert script in tab.inner_text("footer")
+    assert script in tab.inner_text("#notes")
     assert f"failed: {script}" in tab.inner_text("#failures")
     assert script in tab.locator("#failures .copy").get_attribute("data-command")
 
@@ -215,7 +215,8 @@ def test_the_picture_of_a_folder_in_results_shows_one_comparison(monkeypatch, tm
 
 def test_report_md_has_the_table_the_pictures_and_the_failures(source):
     text = (source.folder / "report.md").read_text()
-    assert text.startswith("# mine\n\nEach choice is compared with the baseline of its settings")
+    assert text.startswith("# mine\n\nEnvironment: device NVIDIA H200; driver 580.159.04; cuda 13.0; ")
+    assert "\n\nEach choice is compared with the baseline of its settings" in text
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
     cells = next(cells for cells in table if cells[0].startswith("triton + compile · flash (124M · amp)"))
     assert str(source.measured_choices[0].ratio) in cells[2]

@@ -85,6 +85,15 @@ def test_old_and_short_runs_lack_some_figures(key):
     assert cells(sweep_table({"1": [short]}))[-1] == ["1", "too short"]
 
 
+def test_a_repeat_that_died_before_it_had_an_environment_has_no_part_in_the_table():
+    dead = {"name": "1-blocks.2", "command": "python train.py", "status": "failed: exit code -9 (Killed)"}
+    runs = {"1-blocks": [make_run(), dead], "2-triton": [make_run("triton", 4000.0), make_run("triton", 4000.0)]}
+    assert [line[:3] for line in cells(sweep_table(runs))[1:]] == [
+        ["2-triton", "4,000", "2.000x (1.990 to 2.010, 1 run)"],
+        ["1-blocks", "2,000", "1,995 to 2,005"],
+    ]
+
+
 def test_the_rest_of_a_line_is_the_median_run():
     runs = [make_run(tokens_per_sec=speed, **{"gen/ttft_ms": speed / 1000}) for speed in (5000.0, 2000.0, 3000.0)]
     [line] = cells(sweep_table({"1": runs}))[1:]
