@@ -66,7 +66,7 @@ def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
     choice = KernelsConfig(mlp="triton_recompute"), AttnConfig("sdpa"), CPU
     assert check_new_backends(*choice) == {}
-    monkeypatch.setattr(new_backends, "shipped", lambda op: {"auto", "eager", "triton", "sdpa"})
+    monkeypatch.setattr(new_backends, "tracked_backends", lambda op: {"auto", "eager", "triton", "sdpa"})
     assert check_new_backends(KernelsConfig(mlp="triton_recompute", check=False), *choice[1:]) == {}
     assert check_new_backends(*choice) == check_new_backends(*choice) == {"mlp": "ok: torch"}
     assert probed == [("mlp", "triton_recompute")]
@@ -78,7 +78,7 @@ def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_
 def test_a_wrong_answer_is_an_error_each_time(monkeypatch, tmp_path):
     monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [["wrong: out0"] for _ in groups])
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
-    monkeypatch.setattr(new_backends, "shipped", lambda op: [] if op == "norm" else impls(op))
+    monkeypatch.setattr(new_backends, "tracked_backends", lambda op: [] if op == "norm" else impls(op))
     for _ in range(2):
         with pytest.raises(WrongKernel) as error:
             check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
@@ -92,7 +92,7 @@ def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(monkeypatch, t
     late = "undecided: no answer within 120 s"
     monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [[late] for _ in groups])
     monkeypatch.setattr(new_backends, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(new_backends, "shipped", lambda op: [] if op == "norm" else impls(op))
+    monkeypatch.setattr(new_backends, "tracked_backends", lambda op: [] if op == "norm" else impls(op))
     with pytest.raises(KernelError, match=rf"^kernels/norm/eager.py could not be checked \({late}\): ") as error:
         check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
     assert not isinstance(error.value, WrongKernel)
@@ -112,7 +112,7 @@ def test_a_new_decoder_is_checked_for_generation_and_a_new_optimizer_for_trainin
 
     monkeypatch.setattr(new_backends, "run_probes", answer)
     monkeypatch.setattr(new_backends, "CACHE", tmp_path)
-    monkeypatch.setattr(new_backends, "shipped", lambda name: ["blocks"] if name == op else impls(name))
+    monkeypatch.setattr(new_backends, "tracked_backends", lambda name: ["blocks"] if name == op else impls(name))
     choice = KernelsConfig(**{op: impl}), AttnConfig("sdpa"), CPU
     assert check_new_backends(*choice) == check_new_backends(*choice, {*TRAINING_OPS, *GENERATION_OPS} - {op}) == {}
     assert probed == []
