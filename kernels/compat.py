@@ -5,7 +5,7 @@ versions. PyTorch has no public names for what this file imports from modules wi
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -17,16 +17,6 @@ from torch.autograd import profiler
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode  # noqa: F401
 
 from common.files import read_text
-
-
-def python_function(op: Callable) -> object:
-    """Return the Python function behind a torch.library.custom_op, to call it without the dispatcher (direct.py).
-
-    The decorator replaces the function by the operator, which has no public attribute for the function. The public
-    torch.library.get_kernel(op, "CPU").call_boxed skips the dispatcher too, but it is slower: an empty op takes 12 us
-    through the dispatcher, 6 us with call_boxed and 2 us as a function (torch 2.13, on a CPU).
-    """
-    return op._init_fn
 
 
 def is_observed() -> bool:

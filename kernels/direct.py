@@ -30,26 +30,16 @@ def custom_op(
     setup_context: Callable | None = None,
     mutates_args: Sequence[str] = (),
 ) -> Callable:
-    """Define `function` as the operator `name`, and return bypass_dispatcher() of the operator.
+    """Define `function` as the operator `name`. Return a function that calls it without the dispatcher where possible.
 
-    `fake` takes the same arguments and only allocates the outputs, for torch.compile and fake tensors.
+    `fake` takes the same arguments and only allocates the outputs, for torch.compile and fake tensors. `backward` and
+    `setup_context` are the autograd of both; then there is no second derivative, and the function takes no keywords.
+    What `backward` returns for an argument that needs no gradient is ignored, for example the empty tensor for a
+    missing bias: an operator cannot return None. An operator without a backward goes through the dispatcher whenever
+    gradients are on, because the dispatcher raises when a gradient is asked for.
     """
     op = torch.library.custom_op(name, function, mutates_args=mutates_args)
     op.register_fake(fake)
-    return bypass_dispatcher(op, backward, setup_context)
-
-
-def bypass_dispatcher(
-    op: Callable, backward: Callable | None = None, setup_context: Callable | None = None
-) -> Callable:
-    """Return a function that does what the torch.library.custom_op `op` does, without the dispatcher where possible.
-
-    `backward` and `setup_context` become the autograd of both the operator and the function, which then refuses a
-    second derivative and takes no keywords. What `backward` returns for an argument that needs no gradient is ignored,
-    for example the empty tensor for a missing bias: an operator cannot return None. An op without a backward goes
-    through the dispatcher whenever gradients are on, because the dispatcher raises when a gradient is asked for.
-    """
-    function = compat.python_function(op)
     call_undispatched = function
     if backward:
 

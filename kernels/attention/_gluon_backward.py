@@ -75,7 +75,7 @@ from kernels.attention._gluon_turns import (
     wait_for_turns,
 )
 from kernels.attention._triton_tiles import align
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import multiprocessors
 from kernels.hopper.registers import exp2, to_fp32
 from kernels.hopper.ring import Ring, start_barriers, start_ring
@@ -437,8 +437,7 @@ LAUNCH = {
 }
 
 
-@torch.library.custom_op("hotswap::attention_gluon_bwd", mutates_args=())
-def attention_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
+def launch_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float) -> Tensor:
     """Return dq, dk and dv in one tensor, as packed.gradient_buffer() allocates it. refusal() of gluon.py is None."""
     grads = gradient_buffer(q, k)
     dq, dk, dv = gradient_views(grads, q, k)
@@ -490,5 +489,4 @@ def attention_bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return grads
 
 
-attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
-attention_bwd = bypass_dispatcher(attention_bwd)
+attention_bwd = custom_op("hotswap::attention_gluon_bwd", launch_backward, lambda dout, q, k, *_: gradient_buffer(q, k))

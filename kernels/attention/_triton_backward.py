@@ -17,7 +17,7 @@ from kernels.attention._triton_tiles import (
     tile_parameters,
     visible_keys,
 )
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import is_hopper
 from kernels.packed import gradient_buffer, gradient_views
 
@@ -202,8 +202,7 @@ def _dkdv_kernel(
     store_tile(dv_ptr, dk_strides, dv, b, head % Hkv, n, Tk, D, BLOCK_N, BLOCK_D, TMA)
 
 
-@torch.library.custom_op("hotswap::attention_bwd", mutates_args=())
-def attention_bwd(
+def launch_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -284,5 +283,4 @@ def attention_bwd(
     return grads
 
 
-attention_bwd.register_fake(lambda dout, q, k, *_: gradient_buffer(q, k))
-attention_bwd = bypass_dispatcher(attention_bwd)
+attention_bwd = custom_op("hotswap::attention_bwd", launch_backward, lambda dout, q, k, *_: gradient_buffer(q, k))

@@ -153,8 +153,8 @@ def candidates(kernel: str, default: dict) -> list[dict]:
     return [as_parameters(*size) for size in sizes]
 
 
-def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate out (B, Tq, H, D) and lse (B, H, Tq rounded up to a multiple of 4) fp32 of an attention's forward."""
+def empty_outputs(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Allocate out (B, Tq, H, D) and lse (B, H, Tq rounded up to a multiple of 4) fp32. Also the fake of a forward."""
     B, Tq, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, H, (Tq + 3) // 4 * 4, dtype=torch.float32)
 

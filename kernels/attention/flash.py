@@ -33,7 +33,7 @@ from kernels.attention._flash import (
     newest_version,
     version_unavailable,
 )
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.packed import align_rows, gradient_buffer, gradient_views
 from kernels.registry import Unavailable
 
@@ -105,8 +105,7 @@ def cached_bounds(starts: Tensor, tensor_version: int) -> tuple[Tensor, Tensor]:
         return document_bounds(starts)
 
 
-@torch.library.custom_op("hotswap::flash_fwd", mutates_args=())
-def flash_fwd(
+def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -129,8 +128,7 @@ def flash_fwd(
     return out.view(q.shape) if documents else out.contiguous(), lse
 
 
-@flash_fwd.register_fake
-def _(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def empty_outputs(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *_, bounds, _sizes, _version = arguments
     B, Tq, H, _ = q.shape
     lse_shape = (B, H, Tq) if bounds is None else (H, B * Tq)
@@ -149,8 +147,7 @@ def pack(documents: Documents | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.flatten(0, 1) for tensor in tensors) if documents else tensors
 
 
-@torch.library.custom_op("hotswap::flash_bwd", mutates_args=())
-def flash_bwd(
+def launch_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -175,9 +172,8 @@ def flash_bwd(
     return grads
 
 
-@flash_bwd.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, *_: object) -> Tensor:
-    """Also allocate what the kernels allocate in fp32, so that lab/proof/memory.py counts it.
+def empty_gradients(dout: Tensor, q: Tensor, k: Tensor, *_: object) -> Tensor:
+    """Allocate the gradients, and what the kernels allocate in fp32, so that lab/proof/memory.py counts it.
 
     All versions allocate sums of dq, and two numbers per query. If query heads share a key head, versions 3 and 4 also
     allocate sums of dk and dv. (Version 2 then allocates dk and dv of every query head, in 16 bits.)
@@ -203,8 +199,8 @@ def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | N
     return *gradient_views(grads, q, k), *no_gradients
 
 
-flash_bwd = bypass_dispatcher(flash_bwd)
-flash_fwd = bypass_dispatcher(flash_fwd, _backward, _setup_context)
+flash_bwd = custom_op("hotswap::flash_bwd", launch_backward, empty_gradients)
+flash_fwd = custom_op("hotswap::flash_fwd", launch_forward, empty_outputs, _backward, _setup_context)
 
 
 def attention(
@@ -225,5 +221,5 @@ def attention(
         # torch.compile itself merges equal calls of an operator; an inference tensor has no version
         cacheable = not torch.compiler.is_compiling() and not starts.is_inference()
         bounds, sizes = cached_bounds(starts, starts._version) if cacheable else document_bounds(starts)
-    # bypass_dispatcher() takes no keywords
+    # an operator with a backward takes no keywords
     return flash_fwd(q, k, v, causal, scale, window, lengths, bounds, sizes, version)[0]

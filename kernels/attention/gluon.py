@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from kernels.attention._gluon_backward import BLOCK, LAUNCH, attention_bwd
 from kernels.attention._gluon_forward import forward
 from kernels.attention._triton_tiles import align, empty_outputs
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import hopper_unavailable
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.packed import gradient_views
@@ -29,15 +29,11 @@ HEAD_DIMS = tuple(LAUNCH)
 unavailable = partial(hopper_unavailable, "attention")
 
 
-@torch.library.custom_op("hotswap::attention_gluon_fwd", mutates_args=())
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """q (B, T, H, D), k and v (B, T, Hkv, D) -> out (B, T, H, D) and lse, as from attention_fwd() of triton.py."""
     out, lse = empty_outputs(q)
     forward(align(q), align(k), align(v), out, lse, scale)
     return out, lse
-
-
-attention_fwd.register_fake(lambda q, *_: empty_outputs(q))
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -51,7 +47,7 @@ def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | N
     return *gradient_views(grads, q, k), None
 
 
-attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
+attention_fwd = custom_op("hotswap::attention_gluon_fwd", launch_forward, empty_outputs, _backward, _setup_context)
 
 
 def refusal(q: Tensor, k: Tensor, causal: bool = True) -> str | None:

@@ -61,7 +61,7 @@ from kernels.attention._triton_tiles import (
     tile_parameters,
     visible_keys,
 )
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, multiprocessors
 from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
@@ -189,8 +189,7 @@ def count_splits(programs: int, keys: int, device: torch.device) -> int:
     return 2 ** max(0, limit.bit_length() - 1)
 
 
-@torch.library.custom_op("hotswap::attention_fwd", mutates_args=())
-def attention_fwd(
+def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -264,9 +263,6 @@ def attention_fwd(
     return out, lse
 
 
-attention_fwd.register_fake(lambda q, *_: empty_outputs(q))
-
-
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, starts, _, ctx.causal, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, starts)
@@ -279,7 +275,7 @@ def _backward(ctx: FunctionCtx, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | N
     return *gradient_views(grads, q, k), None, None, None, None, None
 
 
-attention_fwd = bypass_dispatcher(attention_fwd, _backward, _setup_context)
+attention_fwd = custom_op("hotswap::attention_fwd", launch_forward, empty_outputs, _backward, _setup_context)
 
 
 def attention(

@@ -30,7 +30,7 @@ from torch import Tensor
 from kernels import sampling as contract
 from kernels.decode._step import can_launch_early
 from kernels.decode._tiles import launch_next_kernel, wait_for_earlier_kernels
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.sampling import Sampling
 
 ID_FACTOR, POSITION_FACTOR = tl.constexpr(contract.ID_FACTOR), tl.constexpr(contract.POSITION_FACTOR)
@@ -350,8 +350,7 @@ def launch(
     )
 
 
-@torch.library.custom_op("hotswap::sample_tokens", mutates_args=())
-def draw_tokens(
+def launch_draw(
     logits: Tensor, seeds: Tensor, positions: Tensor, n_vocab: int, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
     tokens = empty_tokens(logits)
@@ -360,12 +359,11 @@ def draw_tokens(
     return tokens
 
 
-@draw_tokens.register_fake
 def empty_tokens(logits: Tensor, *_: object) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
-draw_tokens = bypass_dispatcher(draw_tokens)
+draw_tokens = custom_op("hotswap::sample_tokens", launch_draw, empty_tokens)
 
 
 def sample_tokens(logits: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:

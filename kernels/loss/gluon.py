@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import hopper_unavailable, make_context_current, multiprocessors
 from kernels.gpu import triton_and_cublas_detail as detail  # noqa: F401
 from kernels.hopper.registers import exp2, split_columns
@@ -143,8 +143,7 @@ def exponentials(x: Tensor, weight: Tensor, target_logits: Tensor, out: Tensor) 
     return sums
 
 
-@torch.library.custom_op("hotswap::linear_cross_entropy_gluon", mutates_args=())
-def linear_cross_entropy(
+def compute_loss(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, whole: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
@@ -152,8 +151,9 @@ def linear_cross_entropy(
     return linear_cross_entropy_in_chunks(x, weight, targets, ignore_index, gradients, whole, exponentials=exponentials)
 
 
-linear_cross_entropy.register_fake(empty_outputs)
-linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, _in_forward.setup_context)
+linear_cross_entropy = custom_op(
+    "hotswap::linear_cross_entropy_gluon", compute_loss, empty_outputs, backward, _in_forward.setup_context
+)
 
 
 def refusal(x: Tensor, weight: Tensor, *rest: object, fp8: bool = False) -> str | None:

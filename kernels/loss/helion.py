@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, gpu_unavailable, package_unavailable, triton_and_cublas_detail
 from kernels.loss._in_forward import setup_context
 from kernels.loss.triton import apply_to_rows, backward, empty_outputs, linear_cross_entropy_in_chunks, softmax_launch
@@ -38,8 +38,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index
     kernel(logits, targets, losses, ignore_index, write)
 
 
-@torch.library.custom_op("hotswap::helion_linear_cross_entropy", mutates_args=())
-def linear_cross_entropy(
+def compute_loss(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does."""
@@ -48,8 +47,9 @@ def linear_cross_entropy(
     )
 
 
-linear_cross_entropy.register_fake(empty_outputs)
-linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
+linear_cross_entropy = custom_op(
+    "hotswap::helion_linear_cross_entropy", compute_loss, empty_outputs, backward, setup_context
+)
 
 
 def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:

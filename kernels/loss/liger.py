@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.gpu import gpu_unavailable, package_unavailable, triton_and_cublas_detail
 from kernels.loss._in_forward import setup_context
 from kernels.loss.triton import apply_to_rows, backward, empty_outputs
@@ -29,8 +29,7 @@ def detail(**inputs: Any) -> str:
     return f"liger-kernel {version('liger-kernel')}, {triton_and_cublas_detail(**inputs)}"
 
 
-@torch.library.custom_op("hotswap::liger_linear_cross_entropy", mutates_args=())
-def linear_cross_entropy(
+def compute_loss(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, gradients: bool, x_multiples: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients, as linear_cross_entropy() of triton.py does.
@@ -48,13 +47,14 @@ def linear_cross_entropy(
     return (loss_sum, dx, dweight) if gradients else (loss_sum, x.new_empty(0), x.new_empty(0))
 
 
-@linear_cross_entropy.register_fake
-def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def empty_outputs_of_liger(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     loss_sum, dx, dweight = empty_outputs(x, weight, *rest)
     return loss_sum, dx, dweight.to(weight.dtype)  # Liger rounds its sum in fp32
 
 
-linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
+linear_cross_entropy = custom_op(
+    "hotswap::liger_linear_cross_entropy", compute_loss, empty_outputs_of_liger, backward, setup_context
+)
 
 
 def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:

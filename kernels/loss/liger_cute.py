@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op, empty_gradients
 from kernels.gpu import hopper_unavailable, package_unavailable
 from kernels.registry import Unavailable
 
@@ -35,8 +35,7 @@ def detail(**inputs: Any) -> str:
     return f"liger-kernel {version('liger-kernel')}, cutlass-dsl {version('nvidia-cutlass-dsl')}"
 
 
-@torch.library.custom_op("hotswap::liger_scaled_cross_entropy", mutates_args=())
-def token_losses(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def compute_losses(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Map x (N, C), weight (V, C) and targets (N,) to the loss and the log-sum-exp of each token, (N,) in fp32.
 
     The loss of a token with the target ignore_index is 0. C is a multiple of WIDTH.
@@ -47,13 +46,11 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) 
     return losses, lse
 
 
-@token_losses.register_fake
-def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def empty_losses(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], dtype=torch.float32), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("hotswap::liger_scaled_cross_entropy_bwd", mutates_args=())
-def gradients(
+def compute_gradients(
     dlosses: Tensor, x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """Return dx and dweight. dlosses is (N,)."""
@@ -61,9 +58,6 @@ def gradients(
 
     options = {"temperature": 1.0, "ignore_index": ignore_index, "hidden_size": x.shape[1]}
     return fused_scaled_cross_entropy_backward(dlosses, x, weight, targets, lse, **options)
-
-
-gradients.register_fake(lambda dlosses, x, weight, *_: (torch.empty_like(x), torch.empty_like(weight)))
 
 
 def _setup_context(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -76,8 +70,10 @@ def _backward(ctx: FunctionCtx, dlosses: Tensor, _dlse: Tensor | None) -> tuple[
     return *gradients(dlosses, *ctx.saved_tensors, ctx.ignore_index), None, None
 
 
-gradients = bypass_dispatcher(gradients)
-token_losses = bypass_dispatcher(token_losses, _backward, _setup_context)
+gradients = custom_op(
+    "hotswap::liger_scaled_cross_entropy_bwd", compute_gradients, lambda dlosses, *inputs: empty_gradients(*inputs[:2])
+)
+token_losses = custom_op("hotswap::liger_scaled_cross_entropy", compute_losses, empty_losses, _backward, _setup_context)
 
 
 def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels import compat
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 from kernels.loss._in_forward import backward, setup_context
 from kernels.registry import Unavailable
 
@@ -35,8 +35,7 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-@torch.library.custom_op("hotswap::torch_linear_cross_entropy", mutates_args=())
-def linear_cross_entropy(
+def compute_loss(
     x: Tensor, weight: Tensor, targets: Tensor, class_weight: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of class_weight * loss in fp32, and its gradients for x (N, C), weight (V, C) and targets (N,).
@@ -49,15 +48,16 @@ def linear_cross_entropy(
     return loss.float(), dx, dweight
 
 
-@linear_cross_entropy.register_fake
-def _(
+def empty_outputs(
     x: Tensor, weight: Tensor, targets: Tensor, class_weight: Tensor, ignore_index: int, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight = (tensor.new_empty(tensor.shape if gradients else (0, 0)) for tensor in (x, weight))
     return x.new_empty((), dtype=torch.float32), dx, dweight
 
 
-linear_cross_entropy = bypass_dispatcher(linear_cross_entropy, backward, setup_context)
+linear_cross_entropy = custom_op(
+    "hotswap::torch_linear_cross_entropy", compute_loss, empty_outputs, backward, setup_context
+)
 
 
 def loss(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -1) -> Tensor:

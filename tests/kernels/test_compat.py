@@ -20,11 +20,6 @@ from lab.bench.machine import read_tested_versions
 from runtime.compiling import graphs
 
 
-@torch.library.custom_op("hotswap_test::compat_triple", mutates_args=())
-def triple(x: torch.Tensor) -> torch.Tensor:
-    return 3 * x
-
-
 class CountsFormatting:
     """An argument of an operator that counts how often it is formatted."""
 
@@ -52,25 +47,6 @@ def test_a_condition_about_an_open_size_makes_no_graph():
         assert compiled(torch.ones(size)).sum() == 3 * size
         assert multiply(torch.ones(size)).sum() == (3 if size == 17 else 2) * size
     assert counter.frame_count == 1
-
-
-def test_python_function_skips_the_dispatcher(monkeypatch):
-    def fail(*_):
-        raise AssertionError("the dispatcher was called")
-
-    function = compat.python_function(triple)
-    monkeypatch.setattr(type(triple), "__call__", fail)
-    assert function(torch.ones(2)).tolist() == [3, 3]
-    with torch.profiler.profile() as profiler:
-        function(torch.ones(2))
-    assert not [event.name for event in profiler.events() if "compat_triple" in event.name]
-
-
-def test_python_function_is_still_needed():
-    """No public attribute of a custom op is its Python function."""
-    function = compat.python_function(triple)
-    public = [name for name in public_names(triple, "") if getattr(triple, name, None) is function]
-    assert not public, f"a custom op has its Python function in {public}: use that in place of python_function()"
 
 
 def test_fake_mode_is_the_active_mode():

@@ -1,34 +1,30 @@
-"""bypass_dispatcher(): a custom op has the same results without the dispatcher, and observers still see operators."""
+"""custom_op(): an operator has the same results without the dispatcher, and observers still see operators."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels.direct import bypass_dispatcher
+from kernels.direct import custom_op
 
 calls = []
 
 
-@torch.library.custom_op("hotswap_test::twice", mutates_args=())
-def twice(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def launch_forward(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     calls.append("forward")
     return x * (2 * factor), x.new_ones(len(x))
 
 
-@twice.register_fake
-def _(x, factor):
+def empty_outputs(x, factor):
     return torch.empty_like(x), x.new_empty(len(x))
 
 
-@torch.library.custom_op("hotswap_test::twice_bwd", mutates_args=())
-def twice_bwd(dy: Tensor, factor: float) -> Tensor:
+def launch_backward(dy: Tensor, factor: float) -> Tensor:
     calls.append("backward")
     return dy * (2 * factor)
 
 
-twice_bwd.register_fake(lambda dy, factor: torch.empty_like(dy))
-twice_bwd = bypass_dispatcher(twice_bwd)
+twice_bwd = custom_op("hotswap_test::twice_bwd", launch_backward, lambda dy, factor: torch.empty_like(dy))
 
 
 def setup_context(ctx, inputs, output):
@@ -42,7 +38,7 @@ def backward(ctx, dy, dones):
     return twice_bwd(dy * ones, ctx.factor), None
 
 
-twice = bypass_dispatcher(twice, backward, setup_context)
+twice = custom_op("hotswap_test::twice", launch_forward, empty_outputs, backward, setup_context)
 
 
 @pytest.fixture
