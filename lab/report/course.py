@@ -12,7 +12,7 @@ from tabulate import tabulate
 from common.files import read_text
 from lab.bench.rung import rungs
 from lab.report.describe import commit
-from lab.report.tables import markdown_table
+from lab.report.tables import markdown_text
 from lab.rows import read_rows
 from lab.sweep.table import speed
 
@@ -27,13 +27,11 @@ def course(device: str) -> str:
     lines = []
     for path in rungs():
         text, run = read_text(path), runs.get(path.stem)
-        title = ast.get_docstring(ast.parse(text)).splitlines()[0].removesuffix(".")
+        rung, _, title = ast.get_docstring(ast.parse(text)).splitlines()[0].removesuffix(".").partition(":")
         cells = share_cells(measured[path.stem]) if path.stem in measured else [""] * len(HEAD[1:])
         tokens = f"**{speed(run):,.0f}** ({speed(run) / speed(runs[None]):.2f}x)" if run and None in runs else ""
-        lines.append([title, str(len(text.splitlines())), *cells, tokens])
-    table = markdown_table(["rung", "lines", *HEAD[1:], "tokens/s"], lines)
-    for number, path in enumerate(rungs(), start=1):
-        table = table.replace(f"| Rung {number}:", f"| [Rung {number}]({path.name}):")
+        lines.append([f"[{rung}]({path.name}):{markdown_text(title)}", len(text.splitlines()), *cells, tokens])
+    table = tabulate(lines, ["rung", "lines", *HEAD[1:], "tokens/s"], tablefmt="github", disable_numparse=True)
     return "\n\n".join(filter(None, [table, source_note(measured, runs)]))
 
 
