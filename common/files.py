@@ -186,7 +186,7 @@ def add_crc32(text: str) -> str:
 
 
 def read_line(line: bytes) -> dict:
-    """Return the JSON object in a line of a .jsonl file or in result.json, without its CRC-32, and None for NaN.
+    """Return the JSON object in a line of a .jsonl file or in result.json, without its CRC-32. NaN becomes None.
 
     Raises ValueError or RecursionError if it is no JSON object, or if the CRC-32 is wrong. A line without one is valid.
     """

@@ -78,7 +78,7 @@ def load(
     """Return the GPT of a run (out/RUN), a checkpoint, a Hugging Face GPT-2 ("gpt2") or nanoGPT's ckpt.pt.
 
     Any weights run under any choice of kernels. `fields` may change dropout, checkpointing and window, and shorten
-    block_size. The other arguments and the errors are those of build().
+    block_size. See build() for the other arguments. Raises ValueError as build() does, and if the source is unreadable.
     """
     check(isinstance(source, str | os.PathLike), f"source={value_text(source)}: it must be text or a path")
     weights = pretrained.read_pretrained(str(expand_home(str(source))))

@@ -219,7 +219,7 @@ def read_training(folder: Path) -> dict:
 
 @torch.no_grad()
 def load_state(folder: Path, state: State) -> dict:
-    """Fill `state`, on any number of ranks. Returns the rest of training.pt. Raises UserError if it lacks one."""
+    """Fill the tensors of `state`, on any number of ranks. Returns the rest of training.pt. May raise UserError."""
     manifest, rest = read_manifest(folder), read_training(folder)
     is_whole = isinstance(rest.get("random"), list) and 0 <= rest["updates"] <= manifest["step"]
     check(is_whole, f"{folder / TRAINING} has a wrong `random` or `updates`; choose another checkpoint")

@@ -67,7 +67,7 @@ def shorten_argparse_errors() -> None:
 
 
 def split_flags(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return Hydra's flags in `words`, such as --config-dir=FOLDER, and the overrides. May exit with one line.
+    """Return Hydra's flags in `words`, such as --config-dir=FOLDER, and the overrides. Exits if a flag is wrong.
 
     Hydra's parser (hydra-core 1.3) refuses overrides on both sides of a flag, and -m after an override.
     """

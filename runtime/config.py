@@ -102,7 +102,7 @@ def cli(
 
 
 class Task:
-    """What Hydra calls with a composed config, maybe in another process (submitit). It checks it, and calls `main`."""
+    """What Hydra calls with a composed config, maybe in another process (submitit): check it, and call `main`."""
 
     def __init__(self, main: Callable, schema: type, errors: tuple, complete: Callable | None):
         self.main, self.schema, self.errors, self.complete = main, schema, errors, complete

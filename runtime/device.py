@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from common.files import read_text
-from common.terminal import one_line
 from runtime.config import UserError, check, value_text
 from runtime.ranks import Ranks
 from runtime.timing import measured_flops
@@ -110,7 +109,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Ceiling:
-    """The peak FLOP/s of a job on `devices` devices: `peak` by data sheet, if known, and `measured` with a matmul."""
+    """The peak FLOP/s of one of `devices`: `peak` by its data sheet, None if unknown, and `measured` with a matmul."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float, devices: int = 1):
         self.flops_per_token, self.devices = flops_per_token, devices
@@ -213,7 +212,7 @@ def environment(device: torch.device) -> dict[str, str | int | None]:
 
 
 def git_commit() -> dict[str, str | None]:
-    """Return the commit, "<sha>" or "<sha>-dirty", or the variable HOTSWAP_COMMIT; or None, and why it is unknown."""
+    """Return `git_commit`, "<sha>" or "<sha>-dirty" or the variable HOTSWAP_COMMIT; if None, also why it is unknown."""
     if commit := os.environ.get("HOTSWAP_COMMIT"):
         return {"git_commit": commit}
     if not (ROOT / ".git").exists():  # git would use a repo in a parent folder
@@ -229,7 +228,7 @@ def _first_line(*command: str) -> tuple[str | None, str | None]:
         options = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
         result = subprocess.run(command, cwd=ROOT, timeout=10, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{command[0]} failed: {one_line(error)}"
+        return None, f"{command[0]} failed: {error}"
     if result.returncode == 0 and result.stdout:
         return result.stdout.splitlines()[0], None
     why = result.stderr.splitlines() or [f"exit code {result.returncode}"]

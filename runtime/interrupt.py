@@ -1,4 +1,4 @@
-"""Ctrl-C while a command imports its modules. This file imports no slow module, because it is the first one."""
+"""Ctrl-C while a command imports its modules. It is imported first, so it imports no slow module."""
 
 import os
 import signal

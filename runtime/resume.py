@@ -117,7 +117,7 @@ def saved_row(ended: dict, config: dict) -> dict:
 
 
 def end_run(run: Run, ended: dict, checkpoints: Checkpoints, signals: Signals) -> Due:
-    """Replace the training loop for a run with this manifest of its last step. Returns what was due after that step."""
+    """Complete a run whose loop had ended; `ended` is find_end()'s manifest. Returns what is due after it."""
     signals.start_loop(run.record)
     print(f"resumed  after the last step, {ended['step']}: what follows it is missing")
     with checkpoints:  # waits for the copy of the last checkpoint
@@ -169,7 +169,7 @@ def check_same_run(
 
 
 def schedule_changes(saved: dict, config: dict) -> str:
-    """Return how the schedule and the optimizer differ from `saved`. Both may be on purpose or a mistake."""
+    """Return how the schedule and the optimizer differ from `saved`, on purpose or by mistake."""
     keys = [("optim", key) for key in config["optim"] if key != "impl"]
     keys += [("train", "max_steps"), ("train", "max_minutes")]
     return describe_differences({f"{group}.{key}": (config[group][key], saved[group].get(key)) for group, key in keys})

@@ -66,7 +66,7 @@ def write_row(folder: Path, row: dict) -> None:
 def read_row(folder: Path) -> dict | None:
     """Return the row in a run's folder, its status in one line; None if it is missing or cannot be read.
 
-    The status of a killed run is KILLED, with its last step, and in a copy of its folder a remark.
+    The status of a killed run is KILLED, with its last step. In a copy of its folder, it says that it may be a copy.
     """
     try:
         row = read_line(read_bytes(folder / "result.json").rstrip(b"\n"))

@@ -50,7 +50,7 @@ def median_seconds(function: Callable[[], object], device: torch.device, enough:
 def call_seconds(
     function: Callable[[], object], device: torch.device, warmup: int = 3, calls: int = 10, enough: float = math.inf
 ) -> list[float]:
-    """Return the seconds of `calls` synchronised calls after `warmup` others; of fewer if they take `enough`."""
+    """Return the seconds of `calls` synchronised calls after `warmup` others, or of fewer that took `enough` s."""
     for _ in range(warmup):
         function()
     seconds = []

@@ -63,7 +63,7 @@ class Wandb(Library):
             self._finish_run(exit_code=0 if row["status"] == "ok" else 1)
 
     def publish_report(self, folder: str, name: str, table: list[list], files: list[str]) -> str | None:
-        """Publish a report as a run: see trackers.publish_report(). Returns the run's folder, or None without one."""
+        """Publish a report as a run: see trackers.Tracker. Returns the run's folder, or None without one."""
         import wandb
 
         title = f"{name[:100]}-report"

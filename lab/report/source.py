@@ -96,6 +96,7 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
         rows.setdefault(line.path.name, []).append(line.row)
     jobs = [line for line in lines if line.path.name == "result.json"]
     from_results = any((folder / name).exists() for name in COLLECTED)
+    # The steps of a run with evaluations are not timed alone, so the README's table of throughput omits it, too
     collected = [row for row in rows.get("train.jsonl", []) if not row["config"]["train"]["eval_every"]]
     runs = [line.row for line in jobs if is_run(line.row)] + newest_choices(collected)
     all_choices = group_runs(runs + newest_choices(rows.get("generate.jsonl", [])))
@@ -104,8 +105,8 @@ def make_source(folder: Path, lines: list[StoredRow], left_out: list[str], force
     benchmarks["context"] += [line.row for line in jobs if is_search(line.row)]
     check(
         all_choices or any(benchmarks.values()),
-        f"{folder} has no rows of training, of generation or of a benchmark: name the folder of a sweep, or one in "
-        "results/",
+        f"{folder} has no rows of training without evaluations, of generation or of a benchmark: name the folder of a "
+        "sweep, or one in results/",
     )
     for same_kind in (choices, generations):
         set_qualifiers(same_kind)

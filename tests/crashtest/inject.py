@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,8 @@ def preload() -> None:
     if os.environ.pop(STARTED, None):
         os.unlink(os.environ.pop("LD_PRELOAD"))  # the programs that this one starts do not need it
     else:
+        if not shutil.which("cc"):
+            sys.exit("error: the crash test compiles faults.c and finds no cc: apt install gcc")
         file, library = tempfile.mkstemp(".so", "crashtest-")
         os.close(file)
         compile_to(library)

@@ -77,7 +77,7 @@ def test_a_row_says_why_its_commit_is_unknown(monkeypatch, tmp_path):
         patch.setattr(subprocess, "run", time_out)
         assert missing().endswith("timed out after 10 seconds")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert missing() == "git failed: No such file or directory"
+    assert missing() == "git failed: [Errno 2] No such file or directory: 'git'"
     monkeypatch.setenv("HOTSWAP_COMMIT", "abc")
     row = device.environment(torch.device("cpu"))
     assert row["git_commit"] == "abc"

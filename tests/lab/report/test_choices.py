@@ -189,7 +189,7 @@ def test_a_mistake_is_one_line(called, tmp_path):
     with pytest.raises(UserError, match="name the folder of a sweep"):
         read_source(tmp_path)
     write_row(tmp_path / "evaluation", {"name": "evaluation", "status": "ok", "config": {"checkpoint": "out/mine"}})
-    with pytest.raises(UserError, match="no rows of training, of generation or of a benchmark"):
+    with pytest.raises(UserError, match="no rows of training without evaluations, of generation or of a benchmark"):
         read_source(tmp_path / "evaluation")
     code, out, err = called("report.py", report.main, tmp_path / "none")
     assert (code, out) == (1, "")
