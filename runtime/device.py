@@ -109,7 +109,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Ceiling:
-    """The peak FLOP/s of one of `devices`: `peak` by its data sheet, None if unknown, and `measured` with a matmul."""
+    """The peak FLOP/s of one of `devices` devices: `peak` by its data sheet or None, and `measured` with a matmul."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, flops_per_token: float, devices: int = 1):
         self.flops_per_token, self.devices = flops_per_token, devices

@@ -172,6 +172,15 @@ def test_a_program_starts_again_once_with_the_library(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_the_command_ends_with_one_line_without_a_compiler(tmp_path):
+    environment = {**os.environ, "PATH": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "from tests.crashtest.inject import preload; preload()"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: the crash test compiles faults.c and finds no cc: apt install gcc\n"
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_damage_changes_one_place_of_one_file(tmp_path, kind):
     """Only the newest checkpoint is damaged, never an older one. A damage can be undone."""
