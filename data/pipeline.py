@@ -5,6 +5,7 @@ are complete. An interrupted preparation resumes from the last record in that fo
 """
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import shutil
@@ -90,6 +91,9 @@ def write_shards(
         with preparation_lock(unfinished, wait):
             if is_complete(folder):  # the process that had the lock completed it
                 return
+            for path in (folder, unfinished):
+                if path.exists() and not path.is_dir():  # shutil.rmtree() would wait for the writer of a FIFO
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             try:
                 tokenize(unfinished, source, tokenizer, workers, watch, shard_tokens)
             except BaseException as error:

@@ -33,8 +33,8 @@ class Shard:
 
     `known` is the shard's entry in the index on the disk, or None. Error messages end with `remedy`. With `verify`, the
     tokens are read even if the file's size and time are unchanged. With `is_nanogpt`, the file may lack the header, and
-    the user may replace it. Raises DataError if the file cannot be read, if it is not a shard, if its tokens have
-    another SHA-256, or if it holds an id of n_vocab or more.
+    the user may replace it. Raises DataError if the file cannot be read, if it is not a shard, if the SHA-256 of its
+    tokens is not the known one, or if it holds an id of n_vocab or more.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ def stamp(stat: os.stat_result) -> tuple[int, int, int]:
 
 def has_wider_ids(tokens: np.ndarray) -> bool:
     """Return whether every second number of `tokens`, (n,) uint16, is 0: they are ids of 4 or 8 bytes."""
-    start = tokens[:GUESS_TOKENS]
-    return len(start) >= 16 and bool(start.any()) and not start[1::2].any()
+    part = tokens[len(tokens) // 4 * 2 :][:GUESS_TOKENS]  # not at the start, where another program's header may be
+    return len(part) >= 8 and bool(part.any()) and not part[1::2].any()
 
 
 def read_facts(file: IO[bytes], count: int) -> dict:

@@ -69,12 +69,20 @@ def test_each_file_of_a_data_set_must_be_a_regular_file(config, tmp_path, kind):
         (tmp_path / "kept").rename(path)
     assert open_dataset(config)
     folder.rename(tmp_path / "kept")
-    path = folder.with_name(f"{folder.name}.partial") / "progress.json"
-    path.parent.mkdir()
+    unfinished = folder.with_name(f"{folder.name}.partial")
+    path = unfinished / "progress.json"
+    unfinished.mkdir()
     with make_odd(kind, path):
         line = one_line(open_dataset, config)
         assert f"it is {kind}, and must be a regular file" in line
         assert str(path) in line
+    path.rmdir() if kind == "a folder" else path.unlink()
+    unfinished.rmdir()
+    for path in (folder, unfinished):
+        if kind != "a folder":
+            with make_odd(kind, path):
+                assert one_line(open_dataset, config).endswith(f": Not a directory ({path})")
+            path.unlink()
 
 
 @pytest.mark.parametrize("kind", KINDS)

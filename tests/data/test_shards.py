@@ -305,6 +305,15 @@ def test_a_nanogpt_file_of_another_dtype_is_an_error(tmp_path, dtype, count):
         open_nanogpt_shards(tmp_path, 50257, tmp_path / "cache")
 
 
+def test_a_numpy_file_of_wider_ids_is_an_error(tmp_path):
+    """Its header is not zero."""
+    for name in ("train", "val"):
+        with (tmp_path / f"{name}.bin").open("wb") as file:  # np.save() adds .npy to a path
+            np.save(file, np.arange(100))
+    with pytest.raises(DataError, match=r"train.bin is not a good token shard: .* so its ids have 4 or 8 bytes"):
+        open_nanogpt_shards(tmp_path, 50257, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("ids", [np.zeros(100), np.arange(100) % 2, np.arange(100) % 4, np.arange(100)[::-1]])
 def test_a_nanogpt_file_with_many_zeros_is_none_of_another_dtype(tmp_path, ids):
     for name in ("train", "val"):

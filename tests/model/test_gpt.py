@@ -198,7 +198,7 @@ def test_kernels_fp8_names_the_ops_in_fp8():
             ops_in_fp8(["mlp"])
     assert KernelsConfig(fp8=["loss", "mlp"]) == KernelsConfig(fp8=["mlp", "loss", "mlp"])
     assert KernelsConfig(fp8=["loss", "mlp", "linear"]) == KernelsConfig()
-    for wrong in (["norm"], ["mpl"], 3, ["decode"]):
+    for wrong in (["norm"], ["mpl"], 3, ["decode"], [["mlp"]]):
         with pytest.raises(KernelError, match=r"a list of ops that can run in fp8: linear, mlp, loss$"):
             KernelsConfig(fp8=wrong)
     with pytest.raises(KernelError, match=r"^kernels\.fp8 needs precision=fp8: "):
