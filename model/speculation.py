@@ -2,7 +2,8 @@
 
 A step reads hardly more bytes for five tokens than for one. So a step gets the last token and a draft of the next
 tokens, and draws a token after each of them. It accepts the draft up to the first token that differs from the drawn
-token. The draws do not depend on the number of tokens in a step (kernels/sampling.py), so the text stays the same.
+token. The draws do not depend on the number of tokens in a step (kernels/sampling.py). So the text stays the same,
+unless a step of several tokens rounds the logits differently.
 
 The draft copies the tokens that followed an earlier occurrence of the last tokens: "prompt lookup" (Saxena 2023,
 github.com/apoorvumang/prompt-lookup-decoding). It needs no second model. It is often right where a text repeats itself,

@@ -132,7 +132,7 @@ def block_mask(
 
 
 def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks (..., N) of a row are selected, (...), and their indices first in (..., N), both int32."""
+    """Map `selected` (..., N) bool to counts (...) and indices (..., N), both int32: the selected blocks come first."""
     indices = selected.byte().argsort(dim=-1, descending=True, stable=True)
     return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 

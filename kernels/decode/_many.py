@@ -258,9 +258,9 @@ def norm(step: Step, arguments: dict) -> Tensor:
 def product(
     step: Step, name: str, x: Tensor | dict, weight: Matrix, bias: Tensor | None = None, **cache: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor | None]:
-    """Do what product() of _few.py does, for many rows. If K is split, return (its PARTS sums (PARTS, N, OUT), bias).
+    """Do what product() of _few.py does, for many rows. Return (sums over parts of K, bias) if K is split.
 
-    Raises Unavailable if W has more tiles of rows than a grid can have.
+    The sums are (PARTS, N, OUT) in fp32. Raises Unavailable if W has more tiles of rows than a grid can have.
     """
     x = norm(step, x) if isinstance(x, dict) else x
     W, scale = split_scales(weight)

@@ -147,8 +147,8 @@ def linear_cross_entropy_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute linear_cross_entropy(), a chunk of tokens at a time.
 
-    `cross_entropy` is cross_entropy_() or a function like it. If `exponentials` is given, the gradients do not need it:
-    see unnormalised_gradient().
+    `cross_entropy` is cross_entropy_() or a function like it. With `exponentials`, unnormalised_gradient() takes its
+    place where gradients are needed.
     """
     N, V = len(x), len(weight)
     chunk = N if whole else chunk_tokens("linear_cross_entropy", x, V, LOGITS_BYTES)
