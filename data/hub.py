@@ -6,9 +6,10 @@ A local folder of parquet, JSON or text files is read in the same way, without a
 import re
 from collections.abc import Iterator
 
+from common.terminal import warn
 from data.corpus import Document, Source, split_of, text_of
 from data.errors import DataError, hub_error
-from data.paths import file_stamps, files_below, local_path
+from data.paths import ROW_SUFFIXES, file_stamps, files_below, known_suffix, local_path
 from data.tokenizer import is_reachable
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -37,6 +38,7 @@ class Hub(Source):
         self.name = f"data set {self.path}"  # for messages
         self.subset, self.column, self.val_fraction = subset, column, val_fraction
         self.files = files_below(folder.resolve()) if self.is_local else []
+        self.data_files: list[str] = []  # the files of the stream, if `datasets` tells them
         self.identity = [self.path, subset, column, file_stamps(self.files)]
 
     def documents(self, position: dict | None = None) -> Iterator[Document]:
@@ -50,7 +52,8 @@ class Hub(Source):
         if position:
             self.stream.load_state_dict(position["stream"])
         for row in self.rows():
-            if (text := text_of(row, self.column, self.name)) is not None:
+            where = "" if isinstance(row.get(self.column), str) else self.place()  # not for every row: it takes 20 us
+            if (text := text_of(row, self.column, where)) is not None:
                 yield Document(split_of(text, self.val_fraction), text)
 
     def position(self) -> dict:
@@ -67,7 +70,11 @@ class Hub(Source):
             if not self.is_local:
                 self.revision = self.revision or HfApi().dataset_info(self.path, timeout=10).sha
                 options = {"revision": self.revision}
-            return datasets.load_dataset(self.path, self.subset, split="train", streaming=True, **options)
+            builder = datasets.load_dataset_builder(self.path, self.subset, **options)
+            files_by_split = builder.config.data_files or {}
+            self.data_files = files_by_split.get("train", [])
+            self.warn_of_unread_files({file for files in files_by_split.values() for file in files})
+            return builder.as_streaming_dataset(split="train")
         except Exception as error:  # `datasets` calls many libraries, and passes on any error of theirs
             raise DataError(f"{self.name} cannot be opened: {hub_error(error)}") from error
 
@@ -77,7 +84,28 @@ class Hub(Source):
             yield from self.stream
         except Exception as error:
             remedy = "" if self.is_local else "; run the same command again"
-            raise DataError(f"{self.name}: the stream stopped early: {hub_error(error)}{remedy}") from error
+            raise DataError(f"{self.place()}: the stream stopped early: {hub_error(error)}{remedy}") from error
+
+    def place(self) -> str:
+        """Return the file that the stream reads, or the data set if that is not known, for an error message."""
+        state = self.stream.state_dict()
+        while "examples_iterable" in state:
+            state = state["examples_iterable"]
+        number = state.get("shard_idx", len(self.data_files))
+        if len(self.data_files) == self.stream.num_shards and number < len(self.data_files):
+            return self.data_files[number]
+        return self.name
+
+    def warn_of_unread_files(self, read: set[str]) -> None:
+        """Print a warning if local files may hold text, but are not among the files that are `read`."""
+        text_files = (file for file in self.files if known_suffix(file) in (".txt", *ROW_SUFFIXES))
+        unread = [file for file in text_files if str(file) not in read]
+        if unread:
+            more = f" and {len(unread) - 1} more files" if unread[1:] else ""
+            warn(
+                f"{unread[0]}{more} are not read: with data=hub, all files of a folder need the same ending, in lower "
+                "case, and none may be in a linked folder"
+            )
 
 
 def why_hub_is_unreachable() -> str | None:

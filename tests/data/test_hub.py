@@ -66,11 +66,13 @@ def test_a_resumed_stream_reads_the_revision_of_its_start(monkeypatch):
     opened = []
     newest = SimpleNamespace(dataset_info=lambda path, timeout: SimpleNamespace(sha="newest"))
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: newest)
+    builder = SimpleNamespace(config=SimpleNamespace(data_files=None), as_streaming_dataset=lambda split: None)
 
-    def load_dataset(*words, revision, **options):
+    def load_dataset_builder(*words, revision):
         opened.append((words, revision))
+        return builder
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
     hub = Hub("owner/name", "subset")
     for hub.revision in (None, "first"):
         hub.open_stream()
@@ -183,12 +185,12 @@ UNNOTICED = {**UNNOTICED_ALONE, "int.jsonl": 301, "list.jsonl": 301, "object.jso
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_an_error_that_names_its_folder(tmp_path, name):
+def test_a_broken_file_is_an_error_that_names_it_or_its_folder(tmp_path, name):
     """Alone, and behind a good file. The error does not advise to run the command again, which would not help."""
-    line = f"data set {re.escape(str(tmp_path))}(: | cannot be )(?!.*again).*"
+    line = f"(data set )?{re.escape(str(tmp_path))}(/{re.escape(name)})?(: | cannot be )(?!.*again).*"
 
     def outcome():
-        """Return the number of texts, or the error: "named" if it is one line that names the folder."""
+        """Return the number of texts, or the error: "named" if it is one line that names the file or the folder."""
         try:
             return len(texts_of(Hub(str(tmp_path))))
         except DataError as error:
@@ -202,14 +204,29 @@ def test_a_broken_file_is_an_error_that_names_its_folder(tmp_path, name):
         assert outcome() in ("named", 300 + UNNOTICED.get(name, -1000))
 
 
-def test_a_broken_file_on_the_hub_is_an_error(folder):
+def test_a_broken_file_on_the_hub_is_named(folder):
     """There the same command may help, because the network may have failed."""
     (folder / "train-00001-of-00003.parquet").write_bytes(b"junk" * 100)
     hub = Hub(str(folder))
     hub.stream = hub.open_stream()
     hub.is_local = False
-    with pytest.raises(DataError, match=r"^data set .*: the stream stopped early: .*; run the same command again"):
+    with pytest.raises(DataError, match=r"/train-00001-of-00003.parquet: the stream stopped early: .*; run the same"):
         list(hub.rows())
+
+
+def test_files_that_datasets_passes_over_are_a_warning(folder, tmp_path, capsys):
+    """It takes files with one ending, in lower case. The folder is a link here."""
+    for name in ("B.TXT", "c.jsonl"):
+        (folder / name).write_text('{"text": "row"}\n')
+    (tmp_path / "linked").symlink_to(folder)
+    source = Hub(str(tmp_path / "linked"))
+    assert len(texts_of(source)) == len(list(filter(None, TEXTS)))
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {folder}/B.TXT and 1 more files are not read: ")
+    for name in ("B.TXT", "c.jsonl"):
+        (folder / name).unlink()
+    texts_of(Hub(str(tmp_path / "linked")))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_of_the_user_is_not_taken_for_the_cache(tmp_path):
