@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 
 from hotswap import rooms  # first: it lets Python find the rooms
 from hotswap.kernels import names, registry
+from hotswap.kernels.compat import inductor_options
 from hotswap.model import pretrained, step
 from hotswap.model.config import PRECISIONS, GPTConfig
 from hotswap.model.generate import generate
@@ -101,7 +102,7 @@ def make(shape: dict, kernels, attn, precision, device, **options) -> GPT:
     choice = parse({"model": shape, **groups}, Choice, complete=lambda cfg: take_vocabulary(cfg, "data.tokenizer"))
     model = step.build(choice.model, choice.kernels, choice.attn, precision, find_device(device), **options)
     if choice.kernels.compile:
-        model.compile(fullgraph=True)
+        model.compile(fullgraph=True, options=inductor_options())
     return model
 
 

@@ -47,20 +47,26 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def prepare_inductor() -> None:
-    """Change two settings of Inductor, for every later use of torch.compile. The import takes 2 s.
+def inductor_options() -> dict[str, bool]:
+    """Return options of torch.compile with which a Triton kernel gets a Python float, such as a scale, as fp32.
 
-    Inductor passes a Python float, such as a scale, to a Triton kernel as fp64, but Triton itself as fp32. In fp64 a
-    tile times the scale is fp64, too: FlashAttention did not compile, and an epsilon made a whole norm fp64.
-
-    Inductor also writes all arguments of a custom op into an error message, which it never shows. The message doubles
-    in length with every layer before the op. With custom ops in 12 layers, the compilation did not finish (torch 2.11).
-    torch 2.13 still writes the arguments.
+    Triton itself passes fp32, but Inductor fp64. In fp64 a tile times the scale is fp64, too: FlashAttention did not
+    compile, and an epsilon made a whole norm fp64. The import takes a second, which torch.compile needs anyway.
     """
     from torch._inductor import config
+
+    name = "_use_fp64_for_unbacked_floats"
+    return {name: False} if hasattr(config, name) else {}
+
+
+def shorten_operator_errors() -> None:
+    """Stop Inductor from writing all arguments of a custom op into an error message, which it never shows.
+
+    The message doubles in length with every layer before the op. With custom ops in 12 layers, the compilation did not
+    finish (torch 2.11). torch 2.13 still writes the arguments.
+    """
     from torch._inductor.exc import OperatorIssue
 
-    config._use_fp64_for_unbacked_floats = False
     OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
 
 

@@ -265,7 +265,7 @@ def resolve(
     if kernels.compile and in_fp8 and rounds_in_inductor(kernels, attn) and (reason := fp8.choose_ptxas(device)):
         raise Unavailable(f"kernels.compile=true with precision=fp8 cannot run here: {reason}")
     if kernels.compile:
-        compat.prepare_inductor()
+        compat.shorten_operator_errors()  # imports Inductor, which takes 2 s
     check_available(kernels, attn, device)
     functions = {}
     for op, impl in impl_by_op(kernels, attn).items():

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kernels.compat import inductor_options
+
 
 def add_tensors(targets: list[Tensor], terms: list[Tensor]) -> None:
     """Add each term to its target, which may have another dtype. See copy_tensors() in runtime/torch_compat.py."""
@@ -27,7 +29,8 @@ def compile_graph(graph: torch.fx.GraphModule, examples: list, decompositions: d
     table = {**select_decomp_table(), **decompositions}
     # The key of AOTAutograd's cache does not contain the table, so the cache would return code made with another table
     with config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, examples, config_patches={"coordinate_descent_tuning": True}, decompositions=table)
+        options = {"coordinate_descent_tuning": True, **inductor_options()}
+        return compile_fx(graph, examples, config_patches=options, decompositions=table)
 
 
 def inductor(graph: torch.fx.GraphModule, examples: list) -> Callable:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from kernels.compat import inductor_options
 from model.config import GPTConfig
 from model.context import split_sequences
 from model.gpt import GPT
@@ -72,12 +73,13 @@ def compile_parts(model: GPT, ranks: Ranks) -> None:
     The backward of a compiled function returns all its gradients at its end, and the ranks average them block by block.
     Also, torch.compile cannot trace FSDP's gathering.
     """
+    options = inductor_options()
     if ranks.single:
-        model.compile(fullgraph=True)
+        model.compile(fullgraph=True, options=options)
         return
     for block in model.h:
-        block.forward = torch.compile(block.forward, fullgraph=True)
-    model.head_loss = torch.compile(model.head_loss, fullgraph=True)
+        block.forward = torch.compile(block.forward, fullgraph=True, options=options)
+    model.head_loss = torch.compile(model.head_loss, fullgraph=True, options=options)
 
 
 def shard(model: GPT, ranks: Ranks, keep_gathered: bool) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from common.terminal import shell_command
 from lab.start import start_command
 
 if sys.argv[0] == "-m":  # Python imports this package before it runs the command, and then puts the file's path here
@@ -15,4 +16,5 @@ def flag_parser(name: str, description: str) -> argparse.ArgumentParser:
 
     compat.shorten_argparse_errors()
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(f"python -m scripts.{name}", description=description, formatter_class=formatter)
+    command = shell_command("python", "-m", f"scripts.{name}")
+    return argparse.ArgumentParser(command, description=description, formatter_class=formatter)

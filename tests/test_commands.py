@@ -105,8 +105,11 @@ def test_printed_commands_have_the_path_that_they_are_about(name, tmp_path, monk
     path = Path(name)
     start = ["python", "train.py", "--config-dir=a (1)"]
     assert read_command(resume.command(path)) == (start, {"seed": 3, "out_dir": name, "train.resume": "auto"})
-    saved = {"config": {"model": {"n_layer": 1}, "train": {"block_size": 1, "tokens_per_step": 1}}, "data": {}}
-    saved["config"] |= {"data": {}, "seed": 1}
+    step = {"block_size": 1, "tokens_per_step": 1, "overfit": False}
+    saved = {
+        "config": {"model": {"n_layer": 1}, "train": step, "data": {"mask_documents": False}, "seed": 1},
+        "data": {},
+    }
     with pytest.raises(UserError) as error:
         resume.check_same_run(saved, saved["config"] | {"seed": 2}, {}, path)
     assert read_command(str(error.value).rpartition("its weights: ")[2]) == ([], {"init_from": name})

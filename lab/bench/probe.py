@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.files import read_bytes
 from kernels.check import broken_rule, out_of_place, outputs_and_gradients, why_wrong
-from kernels.compat import prepare_inductor
+from kernels.compat import inductor_options
 from kernels.registry import Unavailable, backend, contract, describe, is_silent_triton, load, unavailable
 from lab import compat
 from lab.bench.op import optional_arguments
@@ -105,8 +105,7 @@ def probe_status(probe: Probe, device: torch.device) -> str:
         function = load(op, impl, device, needs=optional_arguments(inputs))
         if probe.compiled:
             outputs_and_gradients(out_of_place(module, function), inputs)  # torch.compile would hide Unavailable
-            prepare_inductor()
-            function = torch.compile(function, fullgraph=True)
+            function = torch.compile(function, fullgraph=True, options=inductor_options())
         wrong = why_wrong(op, impl, function, inputs, probe.dtype, strict=not probe.compiled)
     except Unavailable as reason:
         return f"unavailable: {reason}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.check import broken_rule, exact_results, outputs_and_gradients
-from kernels.compat import prepare_inductor
+from kernels.compat import inductor_options
 from kernels.lookup import import_file
 from kernels.registry import backend, contract, load
 from lab.bench.op import OPTIONAL
@@ -100,9 +100,9 @@ def test_a_rung_under_torch_compile(path):
     """As in a model with kernels.compile=true. rung 11 has no backward."""
     op, rung = op_of(path), load_rung(path)
     inputs = contract(op).inputs(**rung.SHAPES["cpu"], dtype=DTYPE, device=DEVICE)
-    prepare_inductor()
     torch.compiler.reset()
-    results = outputs_and_gradients(torch.compile([*rung.KERNELS.values()][-1], fullgraph=True), inputs)
+    function = torch.compile([*rung.KERNELS.values()][-1], fullgraph=True, options=inductor_options())
+    results = outputs_and_gradients(function, inputs)
     eager = outputs_and_gradients(load(op, "eager", DEVICE), inputs)
     assert broken_rule(results, eager, exact_results(op, "eager", inputs), inputs, DTYPE) is None
 

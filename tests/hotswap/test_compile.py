@@ -1,7 +1,5 @@
 """torch.compile makes few graphs for many shapes, with every preset of kernels and attention."""
 
-from functools import partialmethod
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -29,7 +27,11 @@ def graphs(monkeypatch):
     """Count the graphs of model.compile(), which hotswap.build() calls. Inductor would take a minute."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(hotswap.GPT, "compile", partialmethod(torch.nn.Module.compile, backend=counter))
+
+    def compile_model(model, fullgraph, options):  # options are for Inductor
+        torch.nn.Module.compile(model, fullgraph=fullgraph, backend=counter)
+
+    monkeypatch.setattr(hotswap.GPT, "compile", compile_model)
     return counter
 
 

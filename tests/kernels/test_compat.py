@@ -109,22 +109,22 @@ def test_storage_id_is_still_needed():
 
 def test_operator_errors_do_not_format_arguments(monkeypatch):
     monkeypatch.setattr(exc.OperatorIssue, "operator_str", exc.OperatorIssue.operator_str)  # restored after the test
-    compat.prepare_inductor()
+    compat.shorten_operator_errors()
     argument = CountsFormatting()
     error = exc.LoweringException(ValueError("too large"), "the target", [argument], {"key": argument})
     assert "too large" in str(error)
     assert "the target" in str(error)
-    assert argument.count == 0, "PyTorch formats arguments elsewhere: change prepare_inductor()"
+    assert argument.count == 0, "PyTorch formats arguments elsewhere: change shorten_operator_errors()"
 
 
-def test_shorter_operator_errors_are_still_needed():
+def test_shorten_operator_errors_is_still_needed():
     """A fresh copy of PyTorch's module has no patch."""
     spec = find_spec("torch._inductor.exc")
     fresh = module_from_spec(spec)
     spec.loader.exec_module(fresh)
     argument = CountsFormatting()
     fresh.LoweringException(ValueError("too large"), "the target", [argument], {})
-    assert argument.count, "PyTorch no longer formats the arguments: remove that line of prepare_inductor()"
+    assert argument.count, "PyTorch no longer formats the arguments: remove shorten_operator_errors()"
 
 
 def inductor_type_of_a_float() -> str:
@@ -133,12 +133,10 @@ def inductor_type_of_a_float() -> str:
         return signature_of(SizeArg("scale", 0.125), size_dtype=None)
 
 
-def test_triton_kernels_get_floats_as_fp32(monkeypatch):
-    monkeypatch.setattr(exc.OperatorIssue, "operator_str", exc.OperatorIssue.operator_str)
-    with config.patch(_use_fp64_for_unbacked_floats=True):
-        assert inductor_type_of_a_float() == "fp64", "PyTorch passes fp32: remove that line of prepare_inductor()"
-        compat.prepare_inductor()
-        assert inductor_type_of_a_float() == "fp32", "the setting has no effect: change prepare_inductor()"
+def test_inductor_options_pass_floats_as_fp32():
+    assert inductor_type_of_a_float() == "fp64", "PyTorch passes fp32: remove inductor_options()"
+    with config.patch(compat.inductor_options()):
+        assert inductor_type_of_a_float() == "fp32", "the option has no effect: change inductor_options()"
 
 
 def compile_12_lengths():

@@ -112,7 +112,7 @@ def test_labels_of_choices():
 
 
 def test_resolve_stops_inductor_from_formatting_all_arguments():
-    """The text of the arguments before a custom op doubles with every layer (compat.prepare_inductor)."""
+    """The text of the arguments before a custom op doubles with every layer (compat.shorten_operator_errors)."""
     from torch._inductor.exc import MissingOperatorWithoutDecomp
 
     class Unprintable:
