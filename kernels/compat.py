@@ -50,8 +50,8 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def inductor_options() -> dict[str, bool]:
     """Return options of torch.compile with which a Triton kernel gets a Python float, such as a scale, as fp32.
 
-    Triton itself passes fp32, but Inductor fp64. In fp64 a tile times the scale is fp64, too: FlashAttention did not
-    compile, and an epsilon made a whole norm fp64. The import takes a second, which torch.compile needs anyway.
+    Triton itself passes fp32, but Inductor fp64. A tile times an fp64 scale is fp64, too: rung 12 of course/ did
+    not compile (torch 2.11). The import takes a second, which torch.compile needs anyway.
     """
     from torch._inductor import config
 

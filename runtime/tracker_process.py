@@ -125,7 +125,7 @@ class Wandb(Library):
                 return
             except Exception as error:  # W&B may raise anything
                 where = "offline; `wandb sync` uploads it" if mode == "online" else "without W&B"
-                self.tell("warn", f"{what} continues {where}: {one_line(error)}")
+                self.tell("warn", f"{what} continues {where}: {explain(error)}")
 
     def _finish_run(self, exit_code: int | None = None) -> None:
         seconds = self.logger.finish_seconds
@@ -191,6 +191,11 @@ class TensorBoard(Library):
 LIBRARIES = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
+def explain(error: BaseException) -> str:
+    """Return one line of at most 300 characters, with the file of an OSError, which one_line() leaves out."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 class Popen(subprocess.Popen):
     """Starts each process in this process's group, so that one signal ends all. W&B would start it in a session."""
 
@@ -221,7 +226,7 @@ def serve(connection: socket.socket) -> None:
                 is_running = method not in ("finish", "publish_report")
                 answer = getattr(library, method)(*arguments)
             except BaseException as error:  # a library may raise anything, and may exit
-                send("fail", one_line(error))
+                send("fail", explain(error))
                 return
             signal.setitimer(signal.ITIMER_REAL, 0)
             send("done", answer)

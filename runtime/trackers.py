@@ -20,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.files import last_line
-from common.terminal import one_line, printable, warn
+from common.terminal import printable, warn
 from runtime.command import program
 from runtime.config import check
 from runtime.signals import Signals, describe_exit
-from runtime.tracker_process import LIBRARIES, MAX_CHARACTERS
+from runtime.tracker_process import LIBRARIES, MAX_CHARACTERS, explain
 
 ROOT = Path(__file__).resolve().parents[1]
 INIT_SECONDS = 10  # if W&B has not answered after this time, the run continues offline
@@ -137,7 +137,7 @@ class Tracker:
                 self._wait(seconds + (self.limits[0] if len(self.limits) > 1 else 0))
         except Exception as error:
             self._end()
-            why = f"{LIBRARIES[self.config.name].title} failed ({one_line(error)})"
+            why = f"{LIBRARIES[self.config.name].title} failed ({explain(error)})"
             warn(f"{why}, and the command continues without it; its own files have all figures")
         finally:
             if is_last:

@@ -339,7 +339,7 @@ def test_a_process_that_cannot_be_started_is_a_warning(fake, tmp_path, capfd, mo
     fake.log(1, {"loss": 2.5})
     fake.finish(ROW)
     err = capfd.readouterr().err
-    assert err.startswith("warning: W&B failed (No such file or directory")
+    assert err.startswith("warning: W&B failed ([Errno 2] No such file or directory")
     assert err.count("\n") == 1
 
 
