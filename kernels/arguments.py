@@ -39,7 +39,7 @@ def check_arguments(op: str, contract: ModuleType, function: Callable) -> Callab
     conflict = getattr(contract, "conflict", None)
     has_matmuls = contract.BOUND == "flops"
 
-    @functools.wraps(function)
+    @functools.wraps(function, updated=())  # a function of torch.compile() has attributes that it must not find here
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         sizes = {}  # of each dimension

@@ -156,7 +156,7 @@ def is_silent_triton(module: ModuleType) -> bool:
 def refuse_interpreted_bf16(op: str, impl: str, function: Callable) -> Callable:
     """Return a function that raises Unavailable for bf16, in which Triton's interpreter gives wrong results."""
 
-    @functools.wraps(function)
+    @functools.wraps(function, updated=())
     def call(*arguments: Any, **named: Any) -> Any:
         for value in (*arguments, *named.values()):
             if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
@@ -184,7 +184,7 @@ def load(op: str, impl: str, device: torch.device, needs: Sequence[str] = (), ve
     if os.environ.get("TRITON_INTERPRET") == "1" and is_silent_triton(backend(op, impl)):
         function = refuse_interpreted_bf16(op, impl, function)
     if version:
-        function = functools.update_wrapper(functools.partial(function, version=version), function)
+        function = functools.update_wrapper(functools.partial(function, version=version), function, updated=())
     for argument in needs:
         if reason := missing_argument(function, argument, op):
             raise Unavailable(f"{op}={impl} cannot run this: {reason}")
