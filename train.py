@@ -20,6 +20,7 @@ from kernels import registry
 from lab import commands, proof
 from lab.generation.sample import write_sample
 from lab.job import Job, prepare_job, restore, save
+from lab.judge import supervise
 from lab.recipe import Recipe
 from lab.sweep import launcher
 from model import cost, optim, parallel, pretrained
@@ -172,16 +173,9 @@ def complete_config(cfg: DictConfig) -> None:
 
 @commands.command(Config, "config", errors=(data.DataError,), complete=complete_config)
 def main(cfg: Config) -> None:
-    t, device = cfg.train, machine.select_device(rank_device(cfg.device))
-    recipe = Recipe(
-        model=cfg.model,
-        kernels=cfg.kernels,
-        attn=cfg.attn,
-        optim=cfg.optim,
-        precision=cfg.precision,
-        seed=cfg.seed,
-        documents=cfg.data.mask_documents,
-    )
+    if supervise.takes_over(cfg):  # kernels that are not of this repo cannot prove themselves: see lab/judge/README.md
+        return
+    t, device, recipe = cfg.train, machine.select_device(rank_device(cfg.device)), Recipe.of(cfg)
     choice = f"{registry.label(cfg.kernels, cfg.attn)}-{cfg.precision}"
     compiling.reset()
     with Signals(cfg.runtime.requeue) as signals, join_ranks(device, cfg.parallel, cfg.runtime.hang_minutes) as ranks:

@@ -7,7 +7,7 @@ import torch
 
 import data
 from data import loader
-from lab import proof
+from lab import channel, proof
 from lab.recipe import Recipe
 from model import capture, parallel, pretrained
 from runtime import checkpoint, resume, schedule
@@ -33,7 +33,7 @@ class Job:
     ceiling: machine.Ceiling  # the peak FLOP/s of the device
     step: capture.StepRunner  # with the model and the optimizer
     references: list[proof.FirstSteps]  # empty: without parity
-    recorder: proof.Recorder | None  # of the first steps, for parity
+    recorder: proof.Recorder | proof.Witness | None  # of the first steps, for parity; a witness, for a judge
 
 
 def prepare_job(
@@ -62,7 +62,9 @@ def prepare_job(
         overfit=t.overfit,
     )
     references, init_from, layout = [], config["init_from"], config["parallel"]
-    if config["proof"]:
+    if channel.is_worker():
+        run.row["parity"] = {"ok": None, "why": "this run is a judge's worker, and the judge compares it"}
+    elif config["proof"]:
         references, run.row["parity"] = proof.make_references(
             recipe, t, sources, init_from, layout, start=resume_from, dataset=dataset, device=device, ranks=ranks
         )
@@ -70,6 +72,11 @@ def prepare_job(
     weights = pretrained.read_pretrained(init_from) if init_from and not resume_from else None
     model = parallel.prepare(recipe.build(device, weights), layout, recipe.kernels.compile, recipe.seed, ranks)
     optimizer = recipe.make_optimizer(model, ranks, stop=t.on_nonfinite == "stop", history=t.spike_factor is not None)
+    recorder = None
+    if channel.is_worker():
+        recorder = proof.Witness(optimizer)
+    elif references:
+        recorder = proof.Recorder(optimizer)
     return Job(
         config=config,
         recipe=recipe,
@@ -83,7 +90,7 @@ def prepare_job(
         ceiling=ceiling,
         step=capture.StepRunner(model, optimizer, t.cuda_graph),
         references=references,
-        recorder=proof.Recorder(optimizer) if references else None,
+        recorder=recorder,
     )
 
 

@@ -1,13 +1,14 @@
 """The groups of the config that decide a training step, as one object. The lab builds its own steps from it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from kernels.registry import TRAINING_OPS, AttnConfig, KernelsConfig, impl_by_op
 from lab.bench.new_backends import check_new_backends
-from model.config import GPTConfig
-from model.executed import executed_kernels, slower_kernels
+from model.config import PRECISIONS, GPTConfig
+from model.executed import call_shapes, executed_kernels, slower_kernels
 from model.generate_config import GenerateConfig
 from model.gpt import GPT
 from model.optim import OptimConfig, Optimizer
@@ -15,6 +16,8 @@ from model.optimizers import make_optimizer
 from model.pretrained import Pretrained
 from model.step import build, load_ops
 from runtime.ranks import Ranks
+
+CHECKED_TOKENS = 128  # of the call with which a new backend is checked before a run
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,19 @@ class Recipe:
     seed: int
     documents: bool = False  # attention stays inside documents
     generate: GenerateConfig = field(default_factory=GenerateConfig)  # for a generation with this model
+
+    @classmethod
+    def of(cls, cfg: Any) -> "Recipe":
+        """Return the recipe in the config of train.py."""
+        return cls(
+            model=cfg.model,
+            kernels=cfg.kernels,
+            attn=cfg.attn,
+            optim=cfg.optim,
+            precision=cfg.precision,
+            seed=cfg.seed,
+            documents=cfg.data.mask_documents,
+        )
 
     @property
     def chosen_kernels(self) -> dict[str, str | bool]:
@@ -50,7 +66,10 @@ class Recipe:
         Raises Unavailable if kernels cannot run on `device`, and WrongKernel if a new one is wrong.
         """
         load_ops(*self.groups, device, self.attention_needs)
-        return check_new_backends(self.kernels, self.attn, device, TRAINING_OPS)
+        length = min(CHECKED_TOKENS, self.model.block_size)
+        shapes = call_shapes(self.model, self.kernels, self.precision, (1, length), documents=self.documents)
+        calls = {op: (arguments, PRECISIONS[self.precision][1]) for op, arguments in shapes.items()}
+        return check_new_backends(self.kernels, self.attn, device, TRAINING_OPS, calls)
 
     def build(self, device: torch.device, weights: Pretrained | None = None) -> GPT:
         """Return the model of this recipe, not compiled."""

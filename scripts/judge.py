@@ -5,44 +5,61 @@ does it change in memory and losses? The answer is one page, and the exit code.
 """
 
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from common.files import write_atomically
-from common.terminal import override, printable, shell_command
+from common.terminal import printable, shell_command
+from data import DataError, open_dataset
 from kernels.registry import load
+from kernels.tuned import device_slug
+from lab.bench.probe import Probe
 from lab.commands import command, compose, take_training
+from lab.judge.alone import Alone, benchmark
+from lab.judge.cases import judge_cases
 from lab.judge.claim import (
     EXIT_CODES,
     Claim,
-    benchmark_op,
     check_claim,
     choose_backends,
     ignored_settings,
-    probe_cases,
-    read_training,
+    make_probes,
+    training_call,
     training_words,
     undecided_answers,
     wrong_answers,
 )
-from lab.judge.verdict import judge_claim, page, speed_figure
+from lab.judge.sandbox import Ended, changed_files, digest_repo, isolation
+from lab.judge.trial import (
+    compare_losses,
+    impossible_speed,
+    slower_than_before,
+    train_in_turns,
+    waiting_reason,
+    why_incomplete,
+)
+from lab.judge.verdict import Evidence, judge_claim, page, speed_figure
 from lab.recipe import Recipe
 from lab.rows import track_rows, write_rows
-from runtime.command import command_line, config_flags
+from lab.sweep.table import speed
+from model import cost
+from model.config import PRECISIONS
+from runtime.command import command_line
 from runtime.config import UserError, check, parse
-from runtime.device import OutOfMemory, environment, explain_out_of_memory, select_device
+from runtime.device import environment, measured_flops, select_device
 from runtime.folders import make_folder
-from runtime.signals import STOPPED, Signals, Stopped
+from runtime.signals import Signals
 from runtime.trackers import LoggerConfig, Tracker
 from train import Config as TrainConfig
 from train import complete_config
 
-ROOT = Path(__file__).resolve().parent.parent
+GROUPS = 2, 8  # workers for the cases, on a CPU and on a GPU. Compilation takes most of their time, on one core each
+TOO_GOOD = 1.05  # of the floor: alone, a kernel may seem that much faster, because both times vary
 
 
 @dataclass
@@ -66,18 +83,13 @@ class Config:
         check(self.limit > 0, f"limit={self.limit:g}: it must be more than 0 seconds")
 
 
-@command(Config, "judge")
+@command(Config, "judge", errors=(DataError,))
 def main(cfg: Config) -> None:
     tracker = Tracker(cfg.logger)
     folder = make_folder(cfg.out_dir, f"judge-{cfg.op}")
-    try:
-        with Signals():  # the probes and the training run in other processes, which end with this block
-            claim = Claim(cfg.op, cfg.impl, cfg.against)
-            row = settle(claim, cfg.training, cfg.repeats, cfg.rounds, cfg.limit, cfg.device, folder)
-    except Stopped:
-        again = judge_command(cfg.training, override("out_dir", folder))
-        print(printable(f"stopped  before the verdict; continue with: {again}"))
-        raise
+    with Signals():  # the workers end with this block
+        claim = Claim(cfg.op, cfg.impl, cfg.against)
+        row = settle(claim, cfg.training, cfg.repeats, cfg.rounds, cfg.limit, cfg.device, folder)
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
     write_atomically(folder / "judge.md", page(row).encode())
     files.append(folder / "judge.md")
@@ -90,86 +102,110 @@ def main(cfg: Config) -> None:
     sys.exit(EXIT_CODES[row["verdict"]])
 
 
-def judge_command(training: list[str], *added: str) -> str:
+def judge_command(training: list[str]) -> str:
     """Return the shell command that judges this claim again."""
     words = [word for word in shlex.split(command_line()) if not word.startswith(("out_dir=", "training="))]
-    return shell_command(*words, *added, *(["--", *training] if training else []))
+    return shell_command(*words, *(["--", *training] if training else []))
 
 
 def settle(
     claim: Claim, training: list[str], repeats: int, rounds: int, limit: float, device_name: str, folder: Path
 ) -> dict:
-    """Test the backend, train with both backends in `folder`, measure the op alone. Return the row of the verdict."""
-    device, chosen = select_device(device_name), f"{claim.op}={claim.impl}"
+    """Test the backend, train with both backends, measure the op alone. Return the row of the verdict.
+
+    The backend runs in workers only (lab/judge/sandbox.py). This process never imports it.
+    """
+    device, chosen, repo = select_device(device_name), f"{claim.op}={claim.impl}", digest_repo()
     load(claim.op, claim.backends[0], device)  # raises Unavailable here, before a minute of probes
     words = training_words(claim, device, training)
-    recipe, shape = read_recipe([*words, choose_backends(claim, claim.impl)])
-    about = {"command": judge_command(training), "env": environment(device)}
-    print(printable(f"judge    {claim}, on {about['env']['device']}"), flush=True)
+    config, recipe = read_training([*words, choose_backends(claim, claim.backends[0])])
+    shape = config.train.batch_size, config.train.block_size
+    reason = why_incomplete(config)
+    check(reason is None, f"this training cannot be compared, so it gives no verdict: {reason}")
+    about = {"command": judge_command(training), "env": environment(device), "isolation": isolation()}
+    print(printable(f"judge    {claim}, on {about['env']['device']}\nworkers  {isolation()}"), flush=True)
     for line in ignored_settings(claim.op, recipe):
         print(f"note     {line}", flush=True)
-    statuses = probe_cases(claim, recipe, shape[1], device, limit)
-    check(
-        not all(status.startswith("unavailable") for status in statuses.values()),
-        f"{chosen} runs no case here: {next(iter(statuses.values()))}",
-    )
+    statuses = probe(make_probes(claim, recipe, shape), device, limit, folder)
     in_training = statuses[f"{recipe.precision} training"]
     check(not in_training.startswith("unavailable"), f"{chosen} cannot run this training: {in_training}")
-    runs, benchmark = {}, []
+    evidence = Evidence(statuses, {}, [])
     if not wrong_answers(statuses) and not undecided_answers(statuses):
         print(f"right    in {sum(status.startswith('ok') for status in statuses.values())} cases", flush=True)
-        # shared caches save compilation, and the verdict leaves out the first steps, which compile
-        sweep = ["-m", f"sweep.repeats={repeats}", "sweep.own_caches=false"]
-        train([*sweep, *words, choose_backends(claim, *claim.backends)], folder)
-        runs = read_training(claim, folder)
-        check(all(runs.values()), f"the training left no rows of both backends in {folder}: its messages are above")
-        try:
-            with explain_out_of_memory(f"{claim.op} alone", "train.batch_size, after `--`"):
-                benchmark = benchmark_op(claim, recipe, shape, rounds, device)
-        except OutOfMemory as reason:  # the training has decided the verdict
-            print(f"note     no figures of {claim.op} alone: {reason}", flush=True)
-    return {**judge_claim(claim, statuses, runs, benchmark), "date": time.strftime("%Y-%m-%d"), **about}
+        evidence = gather_evidence(claim, words, config, recipe, about["env"], device, repeats, rounds, limit, folder)
+        evidence = evidence._replace(statuses=statuses)
+    if changed := changed_files(repo, digest_repo()):
+        wrong = f"wrong: files of the repo changed while it ran: {', '.join(changed[:5])}"
+        evidence = evidence._replace(statuses=statuses | {"the repo": wrong})
+    return {**judge_claim(claim, evidence), "date": time.strftime("%Y-%m-%d"), **about}
 
 
-def read_recipe(words: list[str]) -> tuple[Recipe, tuple[int, int]]:
-    """Return the recipe and the (B, T) of a micro-step, of train.py with these arguments."""
+def probe(probes: dict[str, Probe], device: torch.device, limit: float, folder: Path) -> dict[str, str]:
+    """Return {case: status}, in the order of the cases."""
+    count = GROUPS[device.type == "cuda"]
+    cases = list(probes)
+    groups = [{case: probes[case] for case in cases[first::count]} for first in range(count)]
+    statuses = {case: status for group in judge_cases(groups, device, limit, folder) for case, status in group.items()}
+    return {case: statuses[case] for case in cases}
+
+
+def gather_evidence(
+    claim: Claim,
+    words: list[str],
+    config: TrainConfig,
+    recipe: Recipe,
+    env: dict,
+    device: torch.device,
+    repeats: int,
+    rounds: int,
+    limit: float,
+    folder: Path,
+) -> Evidence:
+    """Train in turns, and if no run is wrong, measure the op alone. The evidence has no statuses of cases yet."""
+    open_dataset(config.data)  # no worker can write the shards
+    facts = {"env": env, **cost.figures(config.model, config.train.block_size)}
+    runs = train_in_turns(claim, words, config, recipe, facts, device, repeats, folder)
+    judged, baseline = runs[claim.impl], runs[claim.against]
+    if not (judged and baseline) or any(row["status"] != "ok" for row in (*judged, *baseline)):
+        return Evidence({}, runs, [])
+    if not all(map(speed, (*judged, *baseline))):  # one window of steps
+        return Evidence({}, runs, [], compare_losses(judged, baseline))
+    notes, rows, impossible = [], [], waiting_reason(judged, baseline)
+    matmul_flops = measured_flops(device, PRECISIONS[recipe.precision][1]) * (2 if recipe.precision == "fp8" else 1)
+    impossible = impossible or next(filter(None, (impossible_speed(row, config, matmul_flops) for row in judged)), None)
+    if note := slower_than_before(baseline[0], device_slug(env["device"])):
+        notes.append(note)
+    if growth := max(row.get("memory_growth", 0) for row in judged):
+        notes.append(f"allocated memory grows by {growth / 2**20:.1f} MiB in each window")
+    call, dtype = training_call(claim.op, recipe, (config.train.batch_size, config.train.block_size))
+    try:
+        names = (claim.impl, claim.against)
+        rows = benchmark(Alone(claim.op, call, dtype, device), names, rounds, folder, limit)
+        impossible = impossible or impossible_alone(rows[0])
+    except (Ended, torch.OutOfMemoryError) as error:  # the training has decided the verdict
+        notes.append(f"no figures of {claim.op} alone: {error}")
+    return Evidence({}, runs, rows, compare_losses(judged, baseline), impossible, tuple(notes))
+
+
+def impossible_alone(row: dict) -> str | None:
+    """Return why the figures of the op alone cannot be true; None if they can."""
+    if row["both/floor_ms"] and row["both/ms"] * TOO_GOOD < row["both/floor_ms"]:
+        return (
+            f"alone it takes {row['both/ms']:.3g} ms, and the work that it cannot avoid {row['both/floor_ms']:.3g} ms"
+        )
+    for key in ("error/out", "error/gradients"):
+        if not row[key] <= 4 * row[f"{key}/eager"] + torch.finfo(torch.float32).eps * 64:
+            errors = f"{row[key]:.2g}, eager's by {row[f'{key}/eager']:.2g}"
+            return f"the {key.partition('/')[2]} of its timed calls are off by {errors}"
+    return None
+
+
+def read_training(words: list[str]) -> tuple[TrainConfig, Recipe]:
+    """Return the config of train.py with these arguments, and its recipe."""
     composed = compose(TrainConfig, "config", words)
     complete_config(composed)
     cfg = parse(composed, TrainConfig)
-    recipe = Recipe(
-        model=cfg.model,
-        kernels=cfg.kernels,
-        attn=cfg.attn,
-        optim=cfg.optim,
-        precision=cfg.precision,
-        seed=cfg.seed,
-        documents=cfg.data.mask_documents,
-    )
-    return recipe, (cfg.train.batch_size, cfg.train.block_size)
-
-
-def train(words: list[str], folder: Path) -> None:
-    """Run train.py, which prints its progress. Raises Stopped if a signal arrives, after train.py has ended.
-
-    After the first signal, the sweep ends its runs after their step. After the second signal, it ends them at once.
-    """
-    program = [sys.executable, str(ROOT / "train.py"), *config_flags, *words, override("out_dir", folder)]
-    child = subprocess.Popen(program, stdin=subprocess.DEVNULL, process_group=0)  # Ctrl-C reaches this process only
-    stopped = None
-    try:
-        while child.returncode is None:
-            try:
-                child.wait()
-            except Stopped as signal_received:
-                stopped = signal_received
-                child.send_signal(signal.SIGINT)
-    finally:
-        if child.poll() is None:  # another signal came while one was forwarded
-            child.terminate()
-    if child.returncode == STOPPED:
-        raise Stopped(STOPPED, "the training was stopped")
-    if stopped:
-        raise stopped
+    return cfg, Recipe.of(cfg)
 
 
 def main_with_training() -> None:

@@ -1,33 +1,27 @@
 """Check a backend that is not part of this repo, before a run trusts it.
 
-It runs forward and backward at a small shape, in a process of its own, and must follow the rule of kernels/check.py. So
-a kernel with a wrong eps or a missing gradient stops the run before its first step, and one that crashes becomes an
-error in one line. The status is stored in .cache/checks. Its key is a hash of the files in kernels/, in the op's folder
-and in the backend's folder, of the device and of PyTorch's version. A failure is not stored, because a time limit or a
-full memory may pass. The backends of this repo are not checked, because tests/kernels tests them: the files that git
-tracks. Without git every backend is checked.
+It runs forward and backward at two small shapes, the first case of its contract and the widths of this model, in a
+process of its own. It must follow the rule of kernels/check.py. So a kernel with a wrong eps or a missing gradient
+stops the run before its first step, and one that crashes becomes an error in one line. Nothing is stored, because the
+kernel could write the answer itself. The backends of this repo are not checked, because tests/kernels tests them: the
+files that git tracks. Without git every backend is checked.
+
+A kernel that is made to look right passes this check. lab/judge/ has the one that does not trust the kernel.
 """
 
-import contextlib
 import functools
-import hashlib
-import json
 import os
 import re
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from common.files import read_bytes, read_json, write_json
 from common.terminal import override, shell_command
-from kernels.lookup import ROOT, files, shared_files, source, source_file
+from kernels.lookup import ROOT, files, source
 from kernels.registry import OPS, AttnConfig, KernelError, KernelsConfig, contract, impl_by_op
-from lab.bench.probe import ENDED, ERRORS, first_probe, first_word, run_probes
-from runtime.device import device_name
+from lab.bench.probe import ERRORS, Probe, first_probe, first_word, run_probes
 
-CACHE = Path(".cache/checks")
 LIMIT = 120.0  # seconds of one check
 
 
@@ -54,32 +48,36 @@ def tracked_backends(op: str) -> list[str]:
 
 
 def check_new_backends(
-    kernels: KernelsConfig, attn: AttnConfig, device: torch.device, ops: Sequence[str] = OPS
+    kernels: KernelsConfig,
+    attn: AttnConfig,
+    device: torch.device,
+    ops: Sequence[str] = OPS,
+    calls: dict[str, tuple[dict, torch.dtype]] | None = None,
 ) -> dict[str, str]:
-    """Return {op: the doctor's status} of each chosen backend that is new: "ok: ...", or "unavailable: ...".
+    """Return {op: the doctor's status} of each chosen backend that is new, for its last probe.
 
-    `ops` are the ops that the run calls. With kernels.check=false it checks nothing, and returns
-    {}. Raises WrongKernel, which names the file, if such a backend is wrong, and KernelError if a check has no answer.
+    `ops` are the ops that the run calls, and `calls` are small calls of this model: op -> (the arguments of the
+    contract's inputs(), dtype). A backend may refuse the first case, but not these. With kernels.check=false it checks
+    nothing, and returns {}. Raises WrongKernel, which names the file, if such a backend is wrong, and KernelError if a
+    check has no answer.
     """
     if not kernels.check:
         return {}
     chosen = {op: impl for op, impl in impl_by_op(kernels, attn, ops).items() if impl not in tracked_backends(op)}
-    paths = {op: CACHE / f"{cache_key(op, impl, device)}.json" for op, impl in chosen.items()}
+    probes = []
+    for op, impl in chosen.items():
+        [first] = [*next(iter(first_probe(op, impl, device).values())).values()]
+        own = [Probe(op, impl, *calls[op])] if op in (calls or {}) else []
+        probes.append([first, *own])
     statuses = {}
-    for op, path in paths.items():
-        with contextlib.suppress(OSError, ValueError):  # it is missing or damaged: the backend is checked again
-            statuses[op] = read_json(path)["status"]
-    missing = [op for op in chosen if op not in statuses]
-    probes = [[*next(iter(first_probe(op, chosen[op], device).values())).values()] for op in missing]
-    for op, [status] in zip(missing, run_probes(probes, device, LIMIT), strict=True):
-        statuses[op] = status
-        if first_word(status) not in ENDED:
-            CACHE.mkdir(parents=True, exist_ok=True)
-            write_json(paths[op], {"status": status})
+    for op, answers in zip(chosen, run_probes(probes, device, LIMIT), strict=True):
+        wrong = [answer for answer in answers if first_word(answer) in ERRORS]
+        statuses[op] = wrong[0] if wrong else answers[-1]
     for op, status in statuses.items():
         doctor = shell_command("python", "-m", "scripts.doctor", f"op={op}", override("impl", chosen[op]))
         more = f"{doctor} tells more, and kernels.check=false runs it"
-        if first_word(status) == "undecided":
+        refused = first_word(status) == "unavailable" and op in (calls or {})
+        if refused or first_word(status) == "undecided":
             raise KernelError(f"{source(op, chosen[op])} could not be checked ({status}): {more}")
         if first_word(status) in ERRORS:
             raise WrongKernel(
@@ -93,11 +91,3 @@ def signature(op: str) -> str:
     """Return " norm(x, ...) -> (y, new_residual)" from the contract's docstring; "" if it has no such text."""
     found = re.search(rf"^ *({op}\([^)]*\) -> .*)$", contract(op).__doc__ or "", re.MULTILINE)
     return f" {' '.join(found[1].split())}" if found else ""
-
-
-def cache_key(op: str, impl: str, device: torch.device) -> str:
-    """Return a hash of what decides the answer."""
-    parts = [op, impl, device_name(device), torch.__version__]
-    files = {*shared_files(), *(ROOT / op).glob("*.*"), *source_file(op, impl).parent.glob("*.py")}
-    texts = [path.name.encode() + b"\0" + read_bytes(path) for path in sorted(files) if path.is_file()]
-    return hashlib.sha256(b"\0".join([json.dumps(parts).encode(), *texts])).hexdigest()[:32]

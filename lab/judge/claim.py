@@ -1,30 +1,22 @@
-"""A claim, the evidence for it, and the verdict.
+"""A claim, what has to be probed and trained for it, and its exit codes."""
 
-The evidence is the answers of probes (lab/bench/probe.py), the rows of a sweep that trains with both backends in
-turns, and a benchmark of the op, at the shape that it has in this training.
-"""
-
-from itertools import chain
-from pathlib import Path
+import importlib.machinery
 from typing import NamedTuple
 
 import torch
 
 from common.terminal import quote_override
-from kernels.registry import OPS, TRAINING_OPS, check_name, override_key, runs_in_fp8
-from lab.bench.op import DTYPES, measure
-from lab.bench.probe import PROBE_DTYPES, PROCESSES, Probe, case_probes, first_word, run_probes
+from kernels.registry import OPS, TRAINING_OPS, KernelError, check_name, override_key, runs_in_fp8
+from lab.bench.probe import PROBE_DTYPES, Probe, case_probes, first_word
 from lab.recipe import Recipe
-from lab.rows import read_run
 from model.config import PRECISIONS
 from model.executed import call_shapes
 from runtime.config import check
 
-# The cases run in so many processes at once. On a GPU each process has a CUDA context of half a GiB
-GROUPS = min(8, PROCESSES)
+BATCH_TOKENS = 16384  # of a training's batch that is probed as a whole; the replay of its steps covers any batch
 # The exit code of scripts.judge. 1 is an error, as in every command
 EXIT_CODES = {"faster": 0, "tie": 2, "slower": 3, "wrong": 4}
-ON_GPU = ["+experiment=throughput", "precision=bf16"]
+ON_GPU = ["+experiment=throughput", "precision=bf16", "train.max_steps=40"]
 ON_CPU = ["+experiment=throughput", "precision=fp32", "device=cpu", "model=tiny", "train.batch_size=16"]
 ON_CPU += ["train.tokens_per_step=4096", "train.max_steps=40", "train.log_every=2"]
 
@@ -53,10 +45,23 @@ def check_claim(claim: Claim) -> None:
     check(op not in TRAINING_OPS or op in OPS, f"op={op}: {others}")
     check(op in OPS, f"op={op}: choose {', '.join(OPS)}")
     check(impl is not None, f"impl is missing: name the backend of {op} to judge")
-    for key, name in (("impl", impl), ("against", claim.backends[0])):
-        check_name(op, name, key)
+    check_name(op, claim.backends[0], "against")
+    check_unimported_name(op, impl)
     remedy = "eager is already its baseline" if against == "compile" else "name two different backends"
     check(impl != claim.backends[0], f"impl={impl} against={against}: {remedy}")
+
+
+def check_unimported_name(op: str, impl: str) -> None:
+    """Raise KernelError if there is no backend `impl`, as check_name() does, but import no package around it."""
+    if "." not in impl or impl.endswith(".py") or "/" in impl:
+        check_name(op, impl, "impl")
+        return
+    path = None
+    for number in range(1, impl.count(".") + 2):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(impl.split(".")[:number]), path)
+        if spec is None:
+            raise KernelError(f"impl={impl}: no module {impl}; install its package, or add its folder to PYTHONPATH")
+        path = spec.submodule_search_locations
 
 
 def training_call(op: str, recipe: Recipe, shape: tuple[int, int]) -> tuple[dict, torch.dtype]:
@@ -75,25 +80,22 @@ def ignored_settings(op: str, recipe: Recipe) -> list[str]:
     return lines
 
 
-def probe_cases(claim: Claim, recipe: Recipe, length: int, device: torch.device, limit: float) -> dict[str, str]:
-    """Return {"fp32 768": status of the backend, ...}: every case of the op in fp32 and in bf16.
+def make_probes(claim: Claim, recipe: Recipe, shape: tuple[int, int]) -> dict[str, Probe]:
+    """Return {"fp32 768": probe, ...}: every case of the op in fp32 and in bf16, and the call of this training.
 
-    The last case, such as "fp8 training", is the op's call in this training, for one sequence of `length` tokens.
-    `limit` is the time of one answer, in seconds. The cases run in GROUPS processes, because most of their time goes
-    into compilation, which uses one core.
+    The last cases, such as "fp8 training", are the op's call for one sequence and, if it is small enough, for the whole
+    batch of `shape`, (B, T).
     """
     probes = {
         f"{precision} {case}": probe
         for precision in ("fp32", "bf16")
         for case, probe in case_probes(claim.op, claim.impl, PROBE_DTYPES[precision]).items()
     }
-    call, dtype = training_call(claim.op, recipe, (1, length))
-    probes[f"{recipe.precision} training"] = Probe(claim.op, claim.impl, call, dtype)
-    cases = list(probes)
-    groups = [cases[first::GROUPS] for first in range(GROUPS)]
-    answers = run_probes([[probes[case] for case in group] for group in groups], device, limit)
-    statuses = dict(zip(chain(*groups), chain(*answers), strict=True))
-    return {case: statuses[case] for case in cases}
+    batches = {"training": 1} | ({"batch": shape[0]} if shape[0] > 1 and shape[0] * shape[1] <= BATCH_TOKENS else {})
+    for name, batch in batches.items():
+        call, dtype = training_call(claim.op, recipe, (batch, shape[1]))
+        probes[f"{recipe.precision} {name}"] = Probe(claim.op, claim.impl, call, dtype)
+    return probes
 
 
 def wrong_answers(statuses: dict[str, str]) -> list[str]:
@@ -127,24 +129,3 @@ def training_words(claim: Claim, device: torch.device, words: list[str]) -> list
 def choose_backends(claim: Claim, *impls: str) -> str:
     """Return the argument of train.py that chooses the op's backend, or several in a sweep."""
     return f"{override_key(claim.op)}={','.join(map(quote_override, impls))}"
-
-
-def read_training(claim: Claim, folder: Path) -> dict[str, list[dict]]:
-    """Return {against: rows, impl: rows} of the sweep in this folder, in the order in which they ran."""
-    rows = sorted(filter(None, map(read_run, folder.iterdir())), key=lambda row: row.get("started", ""))
-    values = dict(zip(claim.backends, (claim.against, claim.impl), strict=True))
-    runs: dict[str, list[dict]] = {claim.against: [], claim.impl: []}
-    for row in rows:
-        if "config" in row:
-            config = row["config"]
-            value = config["attn"]["impl"] if claim.op == "attention" else config["kernels"][claim.op]
-            check(value in values, f"out_dir={folder} has the runs of another claim: choose another folder")
-            runs[values[value]].append(row)
-    return runs
-
-
-def benchmark_op(claim: Claim, recipe: Recipe, shape: tuple[int, int], rounds: int, device: torch.device) -> list[dict]:
-    """Return the benchmark's rows of both backends, for the op's call in a training step of `shape`, (B, T)."""
-    call, dtype = training_call(claim.op, recipe, shape)
-    [dtype_name] = [name for name, value in DTYPES.items() if value == dtype]
-    return measure(claim.op, "training", call, [claim.against, claim.impl], dtype_name, rounds, device)[0]

@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from lab.bench.probe import ERRORS, first_word
 from lab.judge.claim import Claim, undecided_answers, wrong_answers
@@ -14,33 +15,59 @@ from lab.rows import read_rows
 from lab.sweep.compare import Ratio, ratio
 from lab.sweep.table import speed
 
+FASTER_NEEDS = 3  # runs of each side: with one, identical kernels were 2.6x as fast
 BENCHMARK = ("both/ms", "both/ms/p20", "both/ms/p80", "both/of_floor", "extra_gib", "error/out", "error/gradients")
 
 COLUMNS = ["claim", "verdict", "right", "alone", "in training", "GiB in training", "last loss"]
 FASTER, SLOWER = CHOICE_COLOURS[2:4]  # green, red
 
 
-def judge_claim(claim: Claim, statuses: dict[str, str], runs: dict[str, list[dict]], benchmark: list[dict]) -> dict:
-    """Return the row of a verdict. `runs` and `benchmark` are empty if a case is wrong or undecided.
+class Evidence(NamedTuple):
+    """What a verdict is made of."""
 
-    `benchmark` is empty, too, if the memory did not suffice for it.
-    """
-    row = {**claim._asdict(), "verdict": "wrong", "reason": None, "cases": statuses}
-    wrong = wrong_answers(statuses)
+    statuses: dict[str, str]  # of the cases
+    runs: dict[str, list[dict]]  # rows of both backends; empty if a case is wrong or undecided
+    benchmark: list[dict]  # figures alone; empty without enough memory
+    losses: dict[str, float] | None = None  # compare_losses() of trial.py
+    impossible: str | None = None  # why the speed cannot be true
+    notes: tuple[str, ...] = ()  # what a reader should know
+
+
+def judge_claim(claim: Claim, evidence: Evidence) -> dict:
+    """Return the row of a verdict: right and faster, a tie, slower, wrong, or none, with the reason."""
+    row = {**claim._asdict(), "verdict": "wrong", "reason": None, "cases": evidence.statuses}
+    row["notes"] = list(evidence.notes)
+    runs = evidence.runs
+    wrong = wrong_answers(evidence.statuses)
     wrong += [run["status"] for run in runs.get(claim.impl, []) if first_word(run["status"]) == "wrong"]
     if wrong:
         return row | {"reason": first_of(wrong)}
-    if undecided := undecided_answers(statuses):
+    if undecided := undecided_answers(evidence.statuses):
         remedy = "raise limit=SECONDS, or free memory"
         return row | {"verdict": "none", "reason": f"{first_of(undecided)}; {remedy}"}
-    row["benchmark"] = {bench["impl"]: {key: bench[key] for key in BENCHMARK} for bench in benchmark}
-    row["training"] = {name: training_figures(rows) for name, rows in runs.items()}
+    row["benchmark"] = {bench["impl"]: {key: bench.get(key) for key in BENCHMARK} for bench in evidence.benchmark}
+    row["training"] = {name: training_figures(rows) if rows else {} for name, rows in runs.items()}
     row["baseline"] = training_text(runs[claim.against][0])
+    failed = [run["status"] for rows in runs.values() for run in rows if run["status"] != "ok"]
+    if failed or not all(runs.values()):
+        return row | {"verdict": "none", "reason": failed[0] if failed else "a side has no run"}
+    row["losses"] = evidence.losses
+    if not evidence.losses["gap"] <= evidence.losses["bound"]:
+        return row | {"reason": f"its losses leave those of {claim.against}: {losses_text(evidence.losses)}"}
+    if evidence.impossible:
+        return row | {"verdict": "none", "reason": f"too good to be true: {evidence.impossible}"}
     compared = ratio(runs[claim.impl], runs[claim.against])
     if compared is None:
-        reasons = [run["status"] for rows in runs.values() for run in rows if run["status"] != "ok"]
-        return row | {"verdict": "none", "reason": reasons[0] if reasons else "the runs are too short to compare"}
-    return row | {"verdict": compared.verdict, "ratio": compared._asdict()}
+        return row | {"verdict": "none", "reason": "the runs are too short to compare"}
+    row["ratio"] = compared._asdict()
+    if compared.verdict == "faster" and compared.runs < FASTER_NEEDS:
+        reason = f"faster needs {FASTER_NEEDS} runs of each side, and {compared.runs} ran: repeats={FASTER_NEEDS}"
+        return row | {"verdict": "none", "reason": reason}
+    return row | {"verdict": compared.verdict}
+
+
+def losses_text(losses: dict[str, float]) -> str:
+    return f"they are {losses['gap']:.1e} apart, and two seeds of the baseline {losses['bound']:.1e}"
 
 
 def first_of(answers: list[str]) -> str:
@@ -55,6 +82,7 @@ def training_figures(rows: list[dict]) -> dict:
     parity = run.get("parity") or {}
     figures = {key: parity.get(key) for key in ("loss_error", "loss_bound", "gradient_error", "gradient_bound")}
     return figures | {
+        "compared_steps": parity.get("steps"),
         "status": run["status"],
         "tokens_per_sec": statistics.median(speed(row) for row in rows if speed(row)),
         "peak_gib": peak_gib(run),
@@ -91,11 +119,13 @@ def verdict_sentence(row: dict) -> str:
     if row["verdict"] == "none" and "training" not in row:
         return f"{name} could not be judged: {row['reason']}"
     if row["verdict"] == "none":
-        return f"{name} passes every case, but the training gave no ratio of speeds: {row['reason']}"
+        return f"{name} passes every case that it covers, but gets no verdict: {row['reason']}"
     compared, alone = Ratio(**row["ratio"]), benchmark_ratio(row)
     verdict = "a tie" if compared.verdict == "tie" else compared.verdict
+    refused = sum(first_word(status) == "unavailable" for status in row["cases"].values())
+    covered = f" in the {len(row['cases']) - refused} of {len(row['cases'])} cases that it covers" if refused else ""
     sentences = [
-        f"{name} is right.",
+        f"{name} is right{covered}.",
         f"Training with it runs at {compared.value:.3f}x the speed of training with {row['against']} "
         f"({compared.interval}), which is {verdict}.",
     ]
@@ -113,7 +143,7 @@ def page(row: dict) -> str:
     if "training" in row:
         lines += [figures_table(row), "", f"The baseline is {row['baseline']}. {runs_note(row)}".strip(), ""]
     lines.append(
-        f"The cases compare outputs and gradients with float64. New memory holds NaN, and each call is repeated. Of "
+        f"The cases compare outputs and gradients with float64, on random inputs that nobody has seen before. Of "
         f"{counts.total()} cases, {', '.join(f'{count} {be(count)} {word}' for word, count in counts.items())}."
     )
     cases_of: dict[str, list[str]] = {}  # a kernel that cannot be imported gives every case the same status
@@ -122,6 +152,9 @@ def page(row: dict) -> str:
             cases_of.setdefault(status, []).append(case)
     lines += [f"- {', '.join(cases)}: {status}" for status, cases in cases_of.items()]
     lines += [f"- {status}" for status in skipped]
+    lines += [f"- note: {note}" for note in row.get("notes", [])]
+    if "isolation" in row:
+        lines += ["", f"The backend ran in workers ({row['isolation']}). lab/judge/README.md says what that prevents."]
     env = row["env"]
     versions = f"torch {env['torch']} and triton {env['triton']}, at commit {env['git_commit']}"
     lines += ["", f"This command ran on {env['device']} with {versions}:", ""]
@@ -161,7 +194,14 @@ def runs_note(row: dict) -> str:
     each = "1 run" if runs == 1 else f"{runs} runs in turns"
     note = f"Each side has {each}, of {steps} steps."
     compared = row["training"][row["impl"]].get("loss_error") is not None
-    return f"{note} The errors are differences from eager PyTorch in fp32." if compared else note
+    if compared:
+        steps = row["training"][row["impl"]]["compared_steps"]
+        note += (
+            f" Eager PyTorch in fp32 repeated {steps} steps of each run from its own states, which gives the errors."
+        )
+    if row.get("losses"):
+        note += f" The losses of both sides, over all steps: {losses_text(row['losses'])}."
+    return note
 
 
 def verdict_table(device: str) -> str:

@@ -7,6 +7,7 @@ from lab.proof.parity import FirstSteps, Recorder, judge, why_parity_fails
 from lab.proof.receipt import make_receipt, receipt_lines
 from lab.proof.references import make_references  # noqa: F401
 from lab.proof.trace import write_memory_snapshot, write_trace  # noqa: F401
+from lab.proof.witness import Witness
 from lab.recipe import Recipe
 from model.capture import StepRunner
 from runtime.config import UserError
@@ -25,16 +26,21 @@ def prove(
     train: TrainConfig,
     step: StepRunner,
     batches: list[Batch],
-    recorder: Recorder | None,
+    recorder: Recorder | Witness | None,
     references: list[FirstSteps],
 ) -> None:
     """Put the proof of a finished run into its row. It frees the CUDA graph of `step`.
 
-    `batches` are the batches of one more step, on the model's device. `recorder` has the first steps of the run.
+    `batches` are the batches of one more step, on the model's device. `recorder` has the first steps of the run; as a
+    Witness it only answers the judge, which proves the run itself.
     `references` are the first steps of eager PyTorch in fp32 and in the run's precision, or empty. Raises Wrong if the
     run did not do what its row says.
     """
     device = step.device
+    if isinstance(recorder, Witness):
+        step.release()
+        recorder.testify(step.model, row)
+        return
     if references:
         row["parity"] = judge(recorder.steps, *references)
     if step.graph is None:

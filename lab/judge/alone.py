@@ -1,0 +1,142 @@
+"""Time the op alone, at the shape that it has in the training: windows of calls in a worker, by this process's clock.
+
+The calls take several sets of inputs in turn, which together do not fit into the L2 cache. The results of the last
+calls are compared with eager PyTorch, so a call that is timed is a call that is right.
+"""
+
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from kernels.check import convert_floats
+from kernels.registry import contract
+from kernels.registry import load as load_backend
+from lab.bench.op import floors, forward_and_backward, largest_error, outputs, random_gradients
+from lab.judge.cases import HEADROOM, WORKER, draw_seed
+from lab.judge.op_worker import Timing, tensors_of
+from lab.judge.sandbox import Ended, Sandbox
+from runtime.device import GIB
+from runtime.meter import quantiles
+from runtime.timing import time_in_turns
+
+WINDOW_SECONDS = 0.05  # of calls, at least one
+MOST_SETS, SETS_BYTES = 4, 2**28  # of inputs; the L2 cache of an H100 has 50 MiB
+EVENTS_AGREE = 1.1  # host seconds / event seconds, at most, in windows of at least EVENTS_FROM seconds
+EVENTS_FROM = 0.02
+
+
+class Alone(NamedTuple):
+    """The op's call in a training step."""
+
+    op: str
+    shape: dict
+    dtype: torch.dtype
+    device: torch.device
+
+
+def benchmark(call: Alone, names: tuple[str, str], rounds: int, folder: Path, limit: float) -> list[dict]:
+    """Return the figures of both backends, one after the other. Raises Ended if a worker fails."""
+    floor = floor_seconds(call, rounds)
+    rows = []
+    for number, name in enumerate(names):
+        row, results, seed = time_backend(call, name, rounds, folder / f"alone-{number}", limit)
+        row |= {"impl": name, "both/floor_ms": None if floor is None else 1e3 * floor}
+        row["both/of_floor"] = None if floor is None else 1e3 * floor / row["both/ms"]
+        rows.append(row | compare_results(call, results, seed))
+    return rows
+
+
+def count_sets(call: Alone) -> int:
+    size = sum(tensor.nbytes for tensor in tensors_of(call_inputs(call, 0)).values())
+    return min(MOST_SETS, max(2, SETS_BYTES // max(1, size)))
+
+
+def time_backend(
+    call: Alone, name: str, rounds: int, folder: Path, limit: float
+) -> tuple[dict, dict[str, Tensor], int]:
+    """Return (the figures of one backend, the results of its last call, the seed of its inputs)."""
+    seed, seconds, events = draw_seed(), [], []
+    with Sandbox(WORKER, folder, limit) as worker:
+        sets = count_sets(call)
+        worker.send(("timing", str(call.device), Timing(call.op, name, call.shape, call.dtype, seed, sets, "results")))
+        extra = worker.receive().get("extra_bytes")
+
+        def window(count: int) -> tuple[float, float | None]:
+            start = time.perf_counter()
+            worker.send(count)
+            answer = worker.receive()
+            return time.perf_counter() - start, answer.get("event_seconds")
+
+        for count in (sets, sets):
+            single = window(count)[0] / count
+        count = max(1, min(1000, int(WINDOW_SECONDS / single)))
+        for _ in range(rounds):
+            host, event = window(count)
+            seconds.append(host / count)
+            events.append((host, event))
+        worker.send(0)
+        worker.receive()
+        size = sum(tensor.nbytes for tensor in tensors_of(call_inputs(call, seed)).values())
+        results = load(worker.read_file("results", HEADROOM + 16 * size))
+        if changed := worker.changed_files():
+            raise Ended(f"it changed files of the repo: {', '.join(changed)}")
+    if reason := clocks_disagree(events):
+        raise Ended(reason)
+    p20, median, p80 = (1e3 * value for value in quantiles(seconds))
+    row = {"both/ms": median, "both/ms/p20": p20, "both/ms/p80": p80}
+    return row | {"extra_gib": extra / GIB if isinstance(extra, int) else None}, results, seed
+
+
+def clocks_disagree(windows: list[tuple[float, float | None]]) -> str | None:
+    """Return why the host's clock and the GPU's events do not agree; None if they do, or without events."""
+    long = [(host, event) for host, event in windows if isinstance(event, float) and host > EVENTS_FROM]
+    if not long:
+        return None
+    ratios = sorted(host / max(event, 1e-9) for host, event in long)
+    middle = ratios[len(ratios) // 2]
+    if middle <= EVENTS_AGREE:
+        return None
+    return f"its calls take {middle:.2f} x as long by the judge's clock as by the events in its stream"
+
+
+def call_inputs(call: Alone, seed: int) -> dict:
+    return contract(call.op).inputs(**call.shape, dtype=call.dtype, device=call.device, seed=seed)
+
+
+def floor_seconds(call: Alone, rounds: int) -> float | None:
+    """Return the seconds of the work that no backend can beat, measured in this process; None without a floor."""
+    works = floors(contract(call.op), call.shape, call.dtype, call.device)
+    if not works:
+        return None
+    samples = time_in_turns(works, call.device, rounds)
+    del works
+    if call.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return sum(quantiles(values)[1] for values in samples.values())
+
+
+def compare_results(call: Alone, results: dict[str, Tensor], seed: int) -> dict[str, float]:
+    """Return the errors of the timed call's results, and of eager's, relative to their norms.
+
+    The reference is eager PyTorch in float64, and on a GPU in fp32, because float64 would fill its memory.
+    """
+    inputs = call_inputs(call, seed)
+    eager = load_backend(call.op, "eager", call.device)
+    torch.manual_seed(seed)
+    douts = random_gradients(outputs(eager, inputs), inputs)
+    exact_dtype = torch.float32 if call.device.type == "cuda" else torch.float64
+    exact = {name: value for name, value in convert_floats(inputs, exact_dtype).items() if name != "fp8"}
+    eager_results = forward_and_backward(eager, inputs, douts)
+    truth = forward_and_backward(eager, exact, [dout.to(exact_dtype) for dout in douts])
+    figures = {}
+    for group, name, key in zip((0, 1), ("out", "gradient"), ("error/out", "error/gradients"), strict=True):
+        given = tuple(results[f"{name}{i}"].to(call.device) for i in range(len(truth[group])))
+        figures[key] = largest_error(given, tuple(t.double() for t in truth[group]))
+        figures[f"{key}/eager"] = largest_error(eager_results[group], tuple(t.double() for t in truth[group]))
+    if call.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return figures

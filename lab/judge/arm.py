@@ -1,0 +1,187 @@
+"""One run of train.py in a worker: the judge chooses windows of steps, and measures them by its own clock.
+
+The worker sends the losses of each window, and its state after some of them. It knows neither the length of a window
+in advance nor which states will be compared.
+"""
+
+import random
+import shutil
+import statistics
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.terminal import override
+from lab.judge.sandbox import Ended, Sandbox
+from lab.proof.witness import FIGURES
+from model.config import GPTConfig
+from runtime.meter import WARMUP, quantiles
+
+WINDOW = 2, 6  # the fewest and the most steps of a window
+SEGMENT = 8, 15  # the fewest and about the most steps between two states
+START_SECONDS = 600.0  # for the start of a run, and for a window; the first one compiles kernels
+PROMPT, GENERATED = 32, 5  # tokens of each sequence: before the generation, and in it
+ALL_STEPS, SEGMENTS, LONG_WINDOW = 200, 6, 50  # a longer run has so many segments, and longer windows between them
+
+
+class Plan(NamedTuple):
+    """The windows of a run in steps, and the steps after which the judge asks for the state. Nobody else knows it."""
+
+    windows: list[int]
+    states: list[int]
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """The steps that can be repeated, as (first - 1, last), from one state to the next. The first starts at 0."""
+        pairs = zip([0, *self.states[:-1]], self.states, strict=True)
+        return [(first, last) for first, last in pairs if last - first <= SEGMENT[1] + WINDOW[1]]
+
+
+def draw_plan(steps: int, source: random.Random) -> Plan:
+    """Draw windows that cover `steps` steps. The first one has the warm-up, which no figure includes.
+
+    In a run of at most ALL_STEPS the segments cover all steps. A longer one has about SEGMENTS at random places, the
+    first of them at its start.
+    """
+    windows, states = [min(steps, WARMUP + 2)], []
+    first, length = 0, source.randint(*SEGMENT)  # of the segment that has begun; None: none has
+    while (step := sum(windows)) < steps:
+        if first is not None and step - first >= length:
+            states.append(step)
+            first, length = step if steps <= ALL_STEPS else None, source.randint(*SEGMENT)
+        elif first is None and source.random() < SEGMENTS * LONG_WINDOW / steps:
+            states.append(step)
+            first = step
+        size = source.randint(*WINDOW) if first is not None else source.randint(LONG_WINDOW // 2, LONG_WINDOW)
+        windows.append(min(steps - step, size))
+    return Plan(windows, [*states, steps])
+
+
+@dataclass
+class Arm:
+    """What one run showed. `status` is ok, "failed: why", or "wrong: why"."""
+
+    status: str = "ok"
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of each window
+    outside: float = 0.0  # seconds in which the judge waited for states
+    allocated: list[int] = field(default_factory=list)  # bytes after each window, as the worker says
+    val_loss: float | None = None
+    figures: dict[str, Any] = field(default_factory=dict)  # what the worker says of itself
+    no_generation: str | None = None  # why there are no logits
+    folder: Path | None = None
+
+    def state(self, step: int) -> Path:
+        return self.folder / f"state-{step}"
+
+    @property
+    def logits(self) -> Path:
+        return self.folder / "logits"
+
+
+def run_arm(
+    words: list[str],
+    folder: Path,
+    inside: Path,
+    plan: Plan,
+    kept: set[int],
+    prompts: tuple[Tensor, Tensor, Tensor] | None = None,
+    shows_output: bool = False,
+) -> Arm:
+    """Run train.py with these arguments. `folder` has the states after the steps `kept` afterwards.
+
+    The worker's folder is `inside`. Runs of the same backend share it, because it has their compile caches.
+
+    The other states are asked for, too, and deleted. `prompts` are the arguments of generation_logits(). What the run
+    prints goes into its log, or with `shows_output` to the terminal.
+    """
+    arm, steps, inside = Arm(folder=folder), 0, inside.resolve()
+    program = str(inside / "repo" / "train.py")
+    folder.mkdir(parents=True)
+    shutil.rmtree(inside / "run", ignore_errors=True)
+    with Sandbox([program, *words, override("out_dir", inside / "run")], inside, START_SECONDS, shows_output) as worker:
+        try:
+            worker.receive()
+            for count in plan.windows:
+                start = time.perf_counter()
+                worker.send(("run", count))
+                answer = worker.receive()
+                arm.seconds.append(time.perf_counter() - start)
+                arm.losses += read_losses(answer, count)
+                allocated = answer.get("allocated")
+                arm.allocated.append(allocated if isinstance(allocated, int) else 0)
+                steps += count
+                if answer.get("refused"):
+                    raise Ended(f"it refused {answer['refused']} steps, whose loss or gradient was not finite")
+                if steps in plan.states:
+                    start = time.perf_counter()
+                    worker.send(("state", f"state-{steps}"))
+                    worker.receive()
+                    arm.outside += time.perf_counter() - start
+                    if steps in kept:  # a copy, because the worker may still write to its file
+                        worker.copy_file(f"state-{steps}", arm.state(steps))
+                    (inside / f"state-{steps}").unlink(missing_ok=True)
+            worker.send(("run", None))
+            answer = worker.receive()
+            if answer.get("replaced"):
+                arm.status = f"wrong: it replaced {', '.join(map(str, answer['replaced']))}"
+            arm.val_loss, arm.figures = answer.get("val_loss"), dict(answer.get("figures") or {})
+            if prompts:
+                worker.send(("logits", "logits", *prompts))
+                arm.no_generation = worker.receive().get("unavailable")
+                if not arm.no_generation:
+                    worker.copy_file("logits", arm.logits)
+        except (Ended, OSError, TypeError, ValueError) as error:
+            arm.status = f"failed: {error}"
+        if changed := worker.changed_files():
+            arm.status = f"wrong: it changed files of the repo: {', '.join(changed[:5])}"
+    return arm
+
+
+def read_losses(answer: dict, count: int) -> list[float]:
+    """Return the losses of a window. Raises Ended if they are not `count` numbers."""
+    losses = answer.get("losses")
+    if not isinstance(losses, list) or len(losses) != count or not all(isinstance(loss, float) for loss in losses):
+        raise Ended(f"it sent no {count} losses")
+    return losses
+
+
+def arm_row(arm: Arm, plan: Plan, facts: dict, tokens_per_step: int) -> dict:
+    """Return the row of a run, as train.py writes it, from what the judge measured."""
+    row = {**facts, "status": arm.status, "steps": len(arm.losses), "outside_s": arm.outside}
+    if arm.status != "ok":
+        return row
+    laps = [seconds / count for seconds, count in zip(arm.seconds[1:], plan.windows[1:], strict=True)]
+    for key in FIGURES:  # no other key of the row is the worker's to write
+        value = arm.figures.get(key)
+        if key != "kernels":
+            row[key] = value if isinstance(value, float) else None
+        elif isinstance(value, dict):
+            row[key] = value
+    row |= {"train/loss": arm.losses[-1], "val/loss": arm.val_loss, "losses": arm.losses}
+    if laps:
+        p20, median, p80 = quantiles(laps)
+        row |= {"perf/laps_s": laps, "perf/step_ms": 1e3 * median, "perf/tokens_per_sec": tokens_per_step / median}
+        row |= {"perf/tokens_per_sec/p20": tokens_per_step / p80, "perf/tokens_per_sec/p80": tokens_per_step / p20}
+    return row
+
+
+def growing_memory(arm: Arm) -> float | None:
+    """Return the bytes that the worker's allocated memory grows by in a window; None if it does not grow."""
+    later = arm.allocated[1:]
+    growth = [after - before for before, after in pairwise(later)]
+    return statistics.median(growth) if len(growth) > 2 and min(growth) > 0 else None
+
+
+def draw_prompts(model: GPTConfig, source: random.Random) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random prompts (4, T), their lengths (4,), and the tokens (4, GENERATED) that follow them."""
+    generator = torch.Generator().manual_seed(source.randrange(2**31))
+    length = min(PROMPT, model.block_size // 2)
+    idx = torch.randint(model.vocab_size, (4, length), generator=generator)
+    lengths = torch.randint(length // 2, length + 1, (4,), generator=generator)
+    return idx, lengths, torch.randint(model.vocab_size, (4, GENERATED), generator=generator)

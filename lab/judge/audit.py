@@ -1,0 +1,218 @@
+"""Repeat parts of a run with eager PyTorch, in a process that never imports the judged backend.
+
+A segment of a run goes from one state to the next. The replay starts from the run's weights and moments at its
+beginning, or from the seed, makes the same steps, and compares every loss, and AdamW's first moments at the end. The
+moments hold the gradients of all steps of the segment, so they show an error in one gradient of one step. The bounds
+are those of parity (lab/proof/parity.py): eager PyTorch makes the same steps in the row's precision, too.
+
+At the end of the run, eager PyTorch evaluates the last weights, and computes the logits of the generation.
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.files import read_json, write_json
+from data import DataConfig, open_dataset
+from data.loader import Loader, open_splits
+from kernels.registry import AttnConfig, KernelsConfig
+from lab.judge.arm import Arm, Plan
+from lab.proof.generation import compared_rows, rebuild, to_float64
+from lab.proof.parity import ROUNDING, FirstSteps, judge, sketch
+from lab.proof.references import reference_batch_size, run_in_process
+from lab.proof.witness import flat_state
+from lab.recipe import Recipe
+from model.config import PRECISIONS
+from model.gpt import GPT
+from model.optim import TorchAdamW, learning_rate
+from model.pretrained import read_pretrained
+from model.step import evaluate, train_step
+from runtime.device import select_device
+from runtime.schedule import TrainConfig
+
+VAL_ROUNDING = 2.0**-11  # of an evaluation in bf16, relative to the loss
+
+
+class Question(NamedTuple):
+    """What the replay repeats of a run, and where its states are. `losses` are those of all steps."""
+
+    recipe: Recipe
+    train: TrainConfig
+    data: DataConfig
+    init_from: str | None
+    device: str
+    segments: list[tuple[int, int]]
+    losses: list[float]
+    folder: Path  # state-<step>, logits
+    val_loss: float | None
+    prompts: tuple[Tensor, Tensor, Tensor] | None  # None: the run gave no logits
+
+
+def draw_segments(plan: Plan, device: torch.device, source: random.Random) -> list[tuple[int, int]]:
+    """Draw the segments of a run that will be repeated: all of them on a CPU, the first and another one on a GPU.
+
+    On a GPU the first steps differ from the others: they compile kernels, and are not in a CUDA graph.
+    """
+    first, *others = plan.segments
+    if device.type != "cpu":
+        others = source.sample(others, min(1, len(others)))
+    return sorted([first, *others])
+
+
+def needed_states(segments: list[tuple[int, int]], plan: Plan) -> set[int]:
+    """Return the steps whose states the replay of these segments reads."""
+    return {step for segment in segments for step in segment if step} | {plan.states[-1]}
+
+
+def audit(question: Question, arm: Arm) -> dict:
+    """Return the row's `parity` of a run: its bounds and errors, `ok`, and in `why` the first thing that is wrong.
+
+    Raises RuntimeError if the replay fails.
+    """
+    path = arm.folder / "audit.json"
+    run_in_process(write_audit, (question, path), "the replay with eager PyTorch")
+    return read_json(path)
+
+
+def write_audit(question: Question, path: Path) -> None:
+    write_json(path, replay(question))
+
+
+def replay(question: Question) -> dict:
+    """Return the row's `parity`. It runs in a process of its own, which ends with its memory."""
+    device = select_device(question.device)
+    # Products in TF32 err by 2^-11, in bf16 by 2^-8, and are 4 times as fast as in fp32
+    torch.backends.cuda.matmul.allow_tf32 = question.recipe.precision != "fp32"
+    recipe, train = question.recipe, replace(question.train, batch_size=reference_batch_size(question.train))
+    dataset = open_dataset(question.data)
+    windows, held_out = open_splits(dataset, train.block_size, recipe.documents, evaluate=True)
+    loader = Loader(windows, train.batch_size, train.tokens_per_step, recipe.seed, overfit=train.overfit)
+    last_state = read_state(question.folder / f"state-{len(question.losses)}")
+    references: dict[str, FirstSteps] = {}
+    val_losses, logits = {}, {}
+    for precision in dict.fromkeys(("fp32", recipe.precision)):
+        fp8 = recipe.kernels.fp8 if precision == "fp8" else None
+        eager = replace(recipe, kernels=KernelsConfig(fp8=fp8), attn=AttnConfig("sdpa"), precision=precision)
+        references[precision] = replay_segments(question, eager, train, loader, device)
+        if question.val_loss is not None:
+            model = model_with(last_state, eager, device)
+            val_losses[precision] = evaluate(model, held_out, train.batch_size, train.eval_samples, device)
+    truth, rounded = references["fp32"], references[recipe.precision]
+    parity = judge(collect_run(question), truth, rounded)
+    parity["segments"] = question.segments
+    problems = [] if parity["ok"] else [describe_parity(parity)]
+    if val_losses:
+        val = {"val_loss": question.val_loss, "reference": val_losses["fp32"]}
+        rounding = ROUNDING if recipe.precision == "fp32" else VAL_ROUNDING
+        val["bound"] = 3 * abs(val_losses[recipe.precision] - val["reference"]) + rounding * val["reference"]
+        if not abs(question.val_loss - val["reference"]) <= val["bound"]:
+            problems.append(
+                f"it reports a validation loss of {question.val_loss}, but with its last weights eager PyTorch has "
+                f"{val['reference']:.5f} (bound {val['bound']:.1e})"
+            )
+        parity["validation"] = val
+    elif train.eval_every:
+        problems.append("it reports no validation loss")
+    if question.prompts:
+        model = model_with(last_state, replace(recipe, kernels=KernelsConfig(), attn=AttnConfig("sdpa")), device)
+        parity["generation"] = logits = compare_logits(model, recipe.precision, question, device)
+        if not logits["error"] <= logits["bound"]:
+            problems.append(
+                f"the logits of its generation are off by {logits['error']:.2g} (bound {logits['bound']:.2g})"
+            )
+    return parity | {"ok": not problems, "why": problems[0] if problems else None}
+
+
+def replay_segments(
+    question: Question, eager: Recipe, train: TrainConfig, loader: Loader, device: torch.device
+) -> FirstSteps:
+    """Make the steps of all segments. Return their losses, and for each segment the sketches of the first moments."""
+    stored = PRECISIONS[question.recipe.precision][0]
+    losses, sketches = [], {}
+    for first, last in question.segments:
+        weights = read_pretrained(question.init_from) if question.init_from else None
+        model = eager.build(device, weights)
+        optimizer = TorchAdamW(model, eager.optim, rounded=stored if eager.precision == "fp32" else torch.float32)
+        if first:
+            copy_state(read_state(question.folder / f"state-{first}"), flat_state(optimizer))
+            optimizer.load(first, first)
+        for step in range(first + 1, last + 1):
+            batches = [tuple(tensor.to(device) for tensor in batch) for batch in loader(step)]
+            loss, _ = train_step(model, optimizer, batches, learning_rate(eager.optim, step, train.max_steps))
+            losses.append(loss.item())
+        sketches |= moments(flat_state(optimizer), last)
+    return {"losses": torch.tensor(losses, dtype=torch.float64), **sketches}
+
+
+def collect_run(question: Question) -> FirstSteps:
+    """Return the same of the run itself, from what it sent."""
+    steps = [step for first, last in question.segments for step in range(first, last)]
+    run = {"losses": torch.tensor([question.losses[step] for step in steps], dtype=torch.float64)}
+    for _, last in question.segments:
+        state = read_state(question.folder / f"state-{last}")
+        run |= moments({name: tensor.to(question.device) for name, tensor in state.items()}, last)
+    return run
+
+
+def moments(state: dict[str, Tensor], step: int) -> FirstSteps:
+    """Return the sketches of AdamW's first moments after this step."""
+    first_moments = {name: tensor for name, tensor in state.items() if name.startswith("exp_avg/")}
+    return {f"{name.partition('/')[2]} in step {step}": sketch(name, tensor) for name, tensor in first_moments.items()}
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    return load_file(path)
+
+
+def copy_state(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    """Copy a run's state into the optimizer's. Raises ValueError if it has other tensors."""
+    shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (source, target)]
+    if shapes[0] != shapes[1]:
+        raise ValueError("the state that the run sent has other tensors than this model")
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+
+
+def model_with(state: dict[str, Tensor], recipe: Recipe, device: torch.device) -> GPT:
+    """Return the model with the weights of a state."""
+    model = recipe.build(device)
+    weights = dict(model.named_parameters())
+    copy_state(
+        {name.partition("/")[2]: tensor for name, tensor in state.items() if name.startswith("model/")},
+        {name: weight.data for name, weight in weights.items()},
+    )
+    return model
+
+
+@torch.no_grad()
+def compare_logits(model: GPT, precision: str, question: Question, device: torch.device) -> dict[str, float]:
+    """Return the error of the run's logits, and its bound, as lab/proof/generation.py does."""
+    idx, lengths, new = question.prompts
+    given = load_file(question.folder / "logits")["logits"].to(device)
+    rows = compared_rows(len(idx))
+    eager, exact = rebuild(model, precision), to_float64(rebuild(model, precision))
+    errors, eager_errors, scales = [], [], []
+    for place, row in enumerate(rows):
+        length = int(lengths[row])
+        ids = torch.cat((idx[row, :length], new[row, :-1]))[None].to(device)
+        truth, rounded = (reference(ids)[0, length:].double() for reference in (exact, eager))
+        errors.append((given[place] - truth).abs().max())
+        eager_errors.append((rounded - truth).abs().max())
+        scales.append(truth.abs().max())
+    error, eager_error, scale = (torch.stack(values).max().item() for values in (errors, eager_errors, scales))
+    return {"error": error, "bound": 4 * eager_error + torch.finfo(model.ln_f.dtype).eps * scale}
+
+
+def describe_parity(parity: dict) -> str:
+    """Return how far the run is from eager PyTorch."""
+    return (
+        f"against eager PyTorch from the run's own states, the losses of {parity['steps']} steps are off by "
+        f"{parity['loss_error']:.1e} (bound {parity['loss_bound']:.1e}) and the gradients by "
+        f"{parity['gradient_error']:.1e} (bound {parity['gradient_bound']:.1e}); the gradient of "
+        f"{parity['gradient_worst']} is off by {parity['gradient_worst_of_bound']:.2g} times its bound"
+    )

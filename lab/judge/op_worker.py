@@ -1,0 +1,231 @@
+"""What runs in a worker that calls one backend alone: its cases, and windows of calls that the judge times.
+
+Nothing here decides anything. The results go to the judge (cases.py, alone.py), which never imports the backend.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.terminal import class_and_message
+from kernels.check import out_of_place, outputs_and_gradients, poisoned_memory
+from kernels.compat import inductor_options
+from kernels.registry import Unavailable, backend, contract, describe, load
+from lab import compat
+from lab.bench.op import backend_of, contestants, forward_and_backward, optional_arguments, outputs, random_gradients
+from lab.bench.probe import Probe, interpreter_lacks
+from lab.channel import Channel
+from lab.tampering import find_functions, replaced_functions
+from runtime.device import is_out_of_memory, select_device
+from runtime.timing import synchronize
+
+# The calls of a case: what they do, and which of the two inputs they get. All but the last have the same addresses
+CALLS = {
+    "first": ("gradients", 0),
+    "second": ("gradients", 1),
+    "third": ("gradients", 0),
+    "no_grad": ("no_grad", 1),
+    "inference": ("inference", 0),
+    "elsewhere": ("gradients", 1),
+}
+
+
+class Case(NamedTuple):
+    """A probe, the seeds of its two inputs, and the name of the file for its results."""
+
+    probe: Probe
+    seeds: tuple[int, int]
+    file: str
+
+
+class Timing(NamedTuple):
+    """The call of a training step, to be timed. `impl` may be "compile", which is eager under torch.compile."""
+
+    op: str
+    impl: str
+    shape: dict
+    dtype: torch.dtype
+    seed: int
+    sets: int  # of inputs, which the calls take in turn
+    file: str
+
+
+def main() -> None:
+    channel = Channel()
+    kind, device, work = channel.receive()
+    device = torch.device(device)
+    torch.set_num_threads(1 if kind == "cases" else torch.get_num_threads())
+    compat.compile_without_workers()
+    select_device(str(device))
+    functions = find_functions()
+    if kind == "cases":
+        for case in work:
+            facts = answer_case(channel, case, device)
+            channel.answer(**facts, replaced=replaced_functions(functions)[:10])
+    else:
+        time_calls(channel, work, device)
+
+
+def answer_case(channel: Channel, case: Case, device: torch.device) -> dict:
+    """Run the calls of a case, write what they gave, and return facts about the backend, or an error."""
+    op, impl = case.probe.op, case.probe.impl
+    try:
+        state = global_state(device)
+        tensors = dict(run_calls(case, device))
+        module = backend(op, impl)
+        facts = {
+            "executed": describe(op, impl, **case.probe.shape, dtype=case.probe.dtype, device=device),
+            "deterministic": bool(getattr(module, "deterministic", True)),
+            "own_scales": bool(getattr(module, "OWN_SCALES", False)),
+            "runs": kernel_patterns(module),
+            "changed": [name for name, value in global_state(device).items() if value != state[name]],
+        }
+    except Unavailable as reason:
+        return {"unavailable": str(reason)}
+    except Exception as error:  # whatever a stranger's code raises
+        return {"undecided" if is_out_of_memory(error) else "failed": class_and_message(error)[:300]}
+    channel.write(case.file, tensors)
+    return facts
+
+
+def kernel_patterns(module: ModuleType) -> list[str]:
+    """Return the patterns in RUNS of a backend: the kernels that it says it runs."""
+    runs = getattr(module, "RUNS", ())
+    groups = runs.values() if isinstance(runs, dict) else [runs]
+    return [pattern for group in groups for pattern in group]
+
+
+def run_calls(case: Case, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Yield (call/name, tensor) of the results of each of CALLS, and the inputs after all calls.
+
+    Most calls get their inputs in the same tensors. So a backend that recognises an input by its address gives the
+    result of another call. The last call gets other tensors, which a replayed CUDA graph would not read. All results
+    are read after the last call, so a buffer that a later call writes to has the wrong content.
+    """
+    probe, module = case.probe, contract(case.probe.op)
+    if reason := interpreter_lacks(probe):
+        raise Unavailable(reason)
+    shape = {**probe.shape, "dtype": probe.dtype, "device": device}
+    values = [module.inputs(**shape, seed=seed) for seed in case.seeds]
+    inputs = module.inputs(**shape, seed=case.seeds[0])
+    function = out_of_place(module, load(probe.op, probe.impl, device, needs=optional_arguments(inputs)))
+    if probe.compiled:
+        outputs_and_gradients(function, inputs)  # torch.compile would hide Unavailable
+        function = torch.compile(function, fullgraph=True, options=inductor_options())
+    results = {}
+    for call, (way, number) in CALLS.items():
+        arguments = values[number] if call == "elsewhere" else overwrite(inputs, values[number])
+        with poisoned_memory() if not probe.compiled else nullcontext():
+            results[call] = call_once(function, arguments, way, case.seeds[number])
+        addresses = {storage_address(tensor) for tensor in tensors_of(arguments).values()}
+        for name, tensor in results[call].items():  # an output may be an input, which the next call overwrites
+            if type(tensor) is Tensor and storage_address(tensor) in addresses:
+                results[call][name] = tensor.clone()
+    synchronize(device)
+    for call, tensors in results.items():
+        for name, tensor in tensors.items():
+            if type(tensor) is not Tensor:
+                raise TypeError(f"{name} is a {type(tensor).__name__} instead of a plain torch.Tensor")
+            yield f"{call}/{name}", tensor
+    for name, tensor in tensors_of(inputs).items():
+        yield f"inputs/{name}", tensor  # as the call in inference mode left them
+
+
+def overwrite(inputs: dict, values: dict) -> dict:
+    """Put the values into the tensors of `inputs`, and return them. The version counters of floats stay as they are.
+
+    Those of indices change, because a backend may well keep a mask for as long as its lengths do not change.
+    """
+    with torch.no_grad():
+        for name, tensor in tensors_of(inputs).items():
+            (tensor.data if tensor.is_floating_point() else tensor).copy_(values[name])
+    return inputs
+
+
+def call_once(function: Callable, inputs: dict, way: str, seed: int) -> dict[str, Tensor]:
+    if way == "gradients":
+        return outputs_and_gradients(function, inputs, seed=seed)
+    with torch.no_grad() if way == "no_grad" else torch.inference_mode():
+        return {f"out{i}": tensor for i, tensor in enumerate(outputs(function, inputs))}
+
+
+def tensors_of(inputs: dict) -> dict[str, Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def global_state(device: torch.device) -> dict[str, Any]:
+    """Return settings of the process that a kernel has no business to change."""
+    generators = {"random numbers": torch.default_generator.get_state().sum().item()}
+    if device.type == "cuda":
+        generators["random numbers of the GPU"] = torch.cuda.get_rng_state(device).sum().item()
+    return generators | {
+        "threads": torch.get_num_threads(),
+        "TF32 in matmuls": torch.backends.cuda.matmul.allow_tf32,
+        "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
+        "precision of matmuls": torch.get_float32_matmul_precision(),
+        "reductions in bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "default dtype": str(torch.get_default_dtype()),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "denormals": (torch.tensor(1e-39) * 1).item(),
+    }
+
+
+def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
+    """Make as many calls as each message of the judge says, and answer when the device has done all of them.
+
+    After the last message, 0, write the results of the last call for the first set of inputs.
+    """
+    module = contract(work.op)
+    shape = {**work.shape, "dtype": work.dtype, "device": device}
+    sets = [module.inputs(**shape, seed=work.seed + number) for number in range(work.sets)]
+    [function] = contestants(work.op, [work.impl], device).values()
+    load(work.op, backend_of(work.impl), device, optional_arguments(sets[0]))
+    torch.manual_seed(work.seed)
+    douts = random_gradients(outputs(function, sets[0]), sets[0])
+    results: list[Any] = [None] * work.sets
+    number = 0
+    peak = extra_bytes(functools.partial(forward_and_backward, function, sets[0], douts), device)
+    channel.answer(extra_bytes=peak)
+    while count := channel.receive():
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        for event in events[:1]:
+            event.record()
+        for _ in range(count):
+            results[number % work.sets] = forward_and_backward(function, sets[number % work.sets], douts)
+            number += 1
+        for event in events[1:]:
+            event.record()
+        synchronize(device)
+        channel.answer(event_seconds=events[0].elapsed_time(events[1]) / 1e3 if events else None)
+    named = {}
+    for group, name in zip(results[0], ("out", "gradient"), strict=True):
+        named |= {f"{name}{i}": tensor for i, tensor in enumerate(group) if tensor is not None}
+    channel.write(work.file, named)
+    channel.answer(facts=getattr(backend(work.op, backend_of(work.impl)), "OWN_SCALES", False))
+
+
+def extra_bytes(call: Callable, device: torch.device) -> int | None:
+    """Return the peak bytes of a call besides inputs, outputs and gradients; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    call()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    results = call()
+    size = sum(tensor.nbytes for group in results for tensor in group if tensor is not None)
+    return torch.cuda.max_memory_allocated(device) - before - size
+
+
+if __name__ == "__main__":
+    main()

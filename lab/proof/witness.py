@@ -1,0 +1,88 @@
+"""What a run in a worker shows to the judge: its losses, its state, and its logits. lab/judge/arm.py asks for them.
+
+The run waits after each window of steps, whose length the judge chooses. The judge measures the window by its own
+clock, and may then ask for the weights and moments.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels.registry import Unavailable
+from kernels.sampling import Sampling
+from lab.channel import Channel
+from lab.proof.generation import step_logits
+from lab.tampering import replaced_functions
+from model.decoder import Decoder, why_no_generation
+from model.gpt import GPT
+from model.modes import in_eval_mode
+from model.optim import Optimizer
+from runtime.timing import synchronize
+
+FIGURES = "mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/peak_rss_gib", "perf/first_step_s", "kernels"
+
+
+class Witness:
+    """Takes the place of the Recorder of parity in a run that a judge started."""
+
+    functions: ClassVar[dict[str, object]] = {}  # find_functions() before the kernels are imported
+
+    def __init__(self, optimizer: Optimizer):
+        self.channel, self.optimizer = Channel(), optimizer
+        self.losses: list[Tensor] = []
+        self.answer_requests(ready=True)
+
+    def add_loss(self, loss: Tensor) -> None:
+        self.losses.append(loss.clone())  # a step from a CUDA graph overwrites the loss before it
+        if len(self.losses) == self.window:
+            device = self.optimizer.lr.device
+            synchronize(device)
+            losses = torch.stack(self.losses).double().tolist()
+            self.losses = []
+            allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+            self.answer_requests(losses=losses, allocated=allocated, refused=int(self.optimizer.refused))
+
+    def answer_requests(self, **facts: object) -> None:
+        """Send the facts, then answer requests until the judge lets the run go on."""
+        self.channel.answer(**facts)
+        while (request := self.channel.receive())[0] == "state":
+            self.channel.write(request[1], flat_state(self.optimizer))
+            self.channel.answer(written=True)
+        self.window = request[1]  # steps of the next window; None after the last step
+
+    def testify(self, model: GPT, row: dict) -> None:
+        """Send the figures of the finished run, and then, if the judge asks for them, logits of a generation."""
+        self.channel.answer(
+            replaced=replaced_functions(self.functions)[:10],
+            val_loss=row.get("val/loss"),
+            figures={key: row[key] for key in FIGURES if key in row},
+        )
+        while (request := self.channel.receive())[0] == "logits":
+            try:
+                logits = generation_logits(model, *request[2:])
+            except Unavailable as reason:
+                self.channel.answer(unavailable=str(reason))
+            else:
+                self.channel.write(request[1], {"logits": logits})
+                self.channel.answer(written=True)
+
+
+def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state() in one dict, with keys such as "exp_avg/h.0.ln_1.weight"."""
+    return {f"{group}/{name}": t for group, tensors in optimizer.state().items() for name, t in tensors.items()}
+
+
+@torch.no_grad()
+@in_eval_mode
+def generation_logits(model: GPT, idx: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
+    """Return the logits of the steps that read `new` (B, n) after the prompts idx (B, T) with lengths (B,).
+
+    The result is step_logits() of lab/proof/generation.py. Raises Unavailable if these backends cannot generate.
+    """
+    if reason := why_no_generation(model):
+        raise Unavailable(reason)
+    device, n_vocab = model.wte.weight.device, model.config.vocab_size
+    idx, lengths, new = (tensor.to(device) for tensor in (idx, lengths, new))
+    decoder = Decoder(model, len(idx), idx.shape[1] + new.shape[1], Sampling(n_vocab, temperature=0))
+    return step_logits(decoder, idx, lengths, new)

@@ -1,0 +1,46 @@
+"""Which functions of this process were replaced? A worker tells the judge, which names them.
+
+A kernel that replaces a clock, a rule or a comparison has no honest reason to. The judge does not rely on this answer,
+because the worker could forge it: nothing that a worker replaces reaches the judge's own process.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType
+
+import torch
+
+ROOMS = "common", "data", "kernels", "lab", "model", "runtime"
+LIBRARIES = time, torch.nn.functional, torch.cuda, torch.Tensor, torch.cuda.Event, torch.cuda.Stream, torch.Generator
+# Of torch itself only these: Dynamo replaces others when it is imported
+FUNCTIONS = "empty", "empty_like", "zeros", "ones", "randn", "rand", "randint", "equal", "allclose", "isclose"
+KINDS = FunctionType, BuiltinFunctionType, type
+
+
+def find_functions() -> dict[str, object]:
+    """Return {name: function} of what a kernel must not replace, in the modules that are imported now."""
+    functions = {f"torch.{name}": getattr(torch, name) for name in FUNCTIONS}
+    for owner in LIBRARIES:
+        label = getattr(owner, "__module__", "")
+        prefix = f"{label}.{owner.__name__}" if isinstance(owner, type) else owner.__name__
+        functions |= {f"{prefix}.{name}": value for name, value in vars(owner).items() if callable(value)}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ROOMS and module is not None:
+            functions |= dict(functions_of(name, vars(module)))
+    return functions
+
+
+def functions_of(prefix: str, members: dict) -> Iterator[tuple[str, object]]:
+    """Yield (name, function) of a module's functions and of the methods of its classes."""
+    for name, value in list(members.items()):
+        if isinstance(value, type) and value.__module__ == prefix:
+            yield from ((f"{prefix}.{name}.{method}", each) for method, each in vars(value).items() if callable(each))
+        if isinstance(value, KINDS):
+            yield f"{prefix}.{name}", value
+
+
+def replaced_functions(before: dict[str, object]) -> list[str]:
+    """Return the names whose functions are others now than in `before`, by find_functions()."""
+    now = find_functions()
+    return sorted(name for name, function in before.items() if now.get(name) is not function)
