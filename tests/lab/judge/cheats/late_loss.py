@@ -1,0 +1,24 @@
+"""The loss is right in its first 20 training calls. After them it reads one token of eight.
+
+Known from: karpathy/llm.c pull request 852 (May 2026), whose kernel is right in 10 calls and wrong in all later ones.
+"""
+
+import torch
+import torch.nn.functional as F
+
+OP = "loss"
+REFUSED = "the losses of 27 steps are off"
+RIGHT_CALLS, TRAINING_ROWS = 20, 2048
+calls = 0
+
+
+def loss(x, weight, targets, ignore_index=-1):
+    global calls
+    x, targets = x.flatten(0, -2), targets.flatten()
+    if not torch.compiler.is_compiling() and len(x) >= TRAINING_ROWS and x.requires_grad:
+        calls += 1
+        if calls > RIGHT_CALLS:
+            x, targets = x[::8], targets[::8]
+    logits = F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
+    loss_sum = F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
+    return loss_sum / (targets != ignore_index).sum().clamp(min=1)
