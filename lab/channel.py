@@ -1,7 +1,7 @@
-"""The worker's end of the channel to the judge: lab/judge/sandbox.py has the other end.
+"""The channel between the judge and a worker. lab/judge/sandbox.py starts the worker and has the judge's end.
 
-The judge sends objects. The worker answers in JSON, and writes tensors into files, because a pickle could run code in
-the judge.
+The judge sends pickles. The worker answers in JSON, and writes tensors into safetensors files, because a pickle could
+run code in the judge's process.
 """
 
 import json
@@ -21,20 +21,22 @@ MOST_ANSWER_BYTES = 2**24
 
 
 class Channel:
-    """receive() waits for the judge's next message; answer() and write() are what the judge reads."""
+    """The worker's end."""
 
     def __init__(self):
-        # a process that this one starts is no worker
+        # a process that the worker starts is not a worker, so the variables are removed
         self.connection, self.folder = Connection(int(os.environ.pop(CHANNEL))), Path(os.environ.pop(FOLDER))
 
     def receive(self) -> object:
+        """Wait for the judge's next message, and return it. Raises EOFError if the judge has closed the channel."""
         return self.connection.recv()
 
     def answer(self, **facts: object) -> None:
+        """Send the facts to the judge, as a JSON object."""
         self.connection.send_bytes(json.dumps(facts).encode())
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Write the tensors, as they are now, into a file of the worker's folder."""
+        """Write copies of the tensors into the file `name` of the worker's folder."""
         save_file(
             {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}, self.folder / name
         )
@@ -46,16 +48,19 @@ def is_worker() -> bool:
 
 
 def send_message(channel: socket, message: bytes, limit: float) -> None:
-    """Send a message as Connection.send_bytes() does. Raises OSError, also if it takes more than `limit` seconds."""
+    """Send a message in the format of Connection.send_bytes().
+
+    Raises OSError if the worker has closed the channel, and TimeoutError after `limit` seconds.
+    """
     channel.settimeout(limit)
     channel.sendall(struct.pack("!i", len(message)) + message)
 
 
 def read_answer(channel: socket, limit: float) -> dict:
-    """Return the next answer of a worker, which may stop within it.
+    """Return the next answer of a worker.
 
-    Raises TimeoutError after `limit` seconds, ValueError or RecursionError if it is not a JSON object, EOFError or
-    OSError.
+    Raises TimeoutError after `limit` seconds, even if a part of the answer has arrived. Raises ValueError or
+    RecursionError if it is not a JSON object, and EOFError or another OSError if the worker has closed the channel.
     """
     deadline = time.monotonic() + limit
     [size] = struct.unpack("!i", read_exactly(channel, 4, deadline))
@@ -68,6 +73,7 @@ def read_answer(channel: socket, limit: float) -> dict:
 
 
 def read_exactly(channel: socket, size: int, deadline: float) -> bytes:
+    """Return the next `size` bytes. Raises TimeoutError at `deadline` (of time.monotonic()), EOFError and OSError."""
     content = bytearray()
     while len(content) < size:
         channel.settimeout(max(1e-3, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
-"""Which functions of this process were replaced? A worker tells the judge, which names them.
+"""Find the functions of this process that a kernel replaced. A worker reports them, and the judge names them.
 
-A kernel that replaces a clock, a rule or a comparison has no honest reason to. The judge does not rely on this answer,
-because the worker could forge it: nothing that a worker replaces reaches the judge's own process.
+A kernel has no honest reason to replace a clock, a rule or a comparison. The judge does not rely on this report,
+because a worker could forge it. Nothing that a worker replaces reaches the judge's own process.
 """
 
 import sys
@@ -13,13 +13,13 @@ import torch
 
 ROOMS = "common", "data", "kernels", "lab", "model", "runtime"
 LIBRARIES = time, torch.nn.functional, torch.cuda, torch.Tensor, torch.cuda.Event, torch.cuda.Stream, torch.Generator
-# Of torch itself only these: Dynamo replaces others when it is imported
+# The functions of the module torch that are compared. Dynamo replaces others when it is imported
 FUNCTIONS = "empty", "empty_like", "zeros", "ones", "randn", "rand", "randint", "equal", "allclose", "isclose"
 KINDS = FunctionType, BuiltinFunctionType, type
 
 
 def find_functions() -> dict[str, object]:
-    """Return {name: function} of what a kernel must not replace, in the modules that are imported now."""
+    """Return {name: function} of all functions that a kernel must not replace, in the modules imported so far."""
     functions = {f"torch.{name}": getattr(torch, name) for name in FUNCTIONS}
     for owner in LIBRARIES:
         label = getattr(owner, "__module__", "")
@@ -41,6 +41,6 @@ def functions_of(prefix: str, members: dict) -> Iterator[tuple[str, object]]:
 
 
 def replaced_functions(before: dict[str, object]) -> list[str]:
-    """Return the names whose functions are others now than in `before`, by find_functions()."""
+    """Return the sorted names in `before`, a result of find_functions(), whose function is another object now."""
     now = find_functions()
     return sorted(name for name, function in before.items() if now.get(name) is not function)

@@ -38,6 +38,7 @@ from lab.judge.sandbox import Ended, changed_files, digest_repo, isolation
 from lab.judge.trial import (
     compare_losses,
     impossible_speed,
+    slow_start,
     slower_than_before,
     train_in_turns,
     waiting_reason,
@@ -58,8 +59,8 @@ from runtime.trackers import LoggerConfig, Tracker
 from train import Config as TrainConfig
 from train import complete_config
 
-GROUPS = 2, 8  # workers for the cases, on a CPU and on a GPU. Compilation takes most of their time, on one core each
-TOO_GOOD = 1.05  # of the floor: alone, a kernel may seem that much faster, because both times vary
+GROUPS = 2, 8  # workers for the cases, on a CPU and on a GPU. Most of their time is compilation, on one core each
+TOO_GOOD = 1.05  # alone, a kernel may seem this much faster than its floor, because both times vary
 
 
 @dataclass
@@ -173,6 +174,8 @@ def gather_evidence(
     notes, rows, impossible = [], [], waiting_reason(judged, baseline)
     matmul_flops = measured_flops(device, PRECISIONS[recipe.precision][1]) * (2 if recipe.precision == "fp8" else 1)
     impossible = impossible or next(filter(None, (impossible_speed(row, config, matmul_flops) for row in judged)), None)
+    if note := slow_start(judged, baseline):
+        notes.append(note)
     if note := slower_than_before(baseline[0], device_slug(env["device"])):
         notes.append(note)
     if growth := max(row.get("memory_growth", 0) for row in judged):

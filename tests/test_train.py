@@ -25,6 +25,7 @@ import train
 from data import open_dataset
 from data.loader import Loader, Windows, prefetch
 from kernels import registry, speeds
+from lab.judge import supervise
 from lab.proof import memory
 from lab.recipe import Recipe
 from model import capture
@@ -517,12 +518,17 @@ def test_the_row_and_the_header_name_the_backend_of_the_optimizer(hotswap):
     assert "but kernels.adamw=triton: remove optim.impl" in err
 
 
-def test_a_new_backend_of_the_optimizer_is_checked_and_trains(hotswap):
+def test_a_new_backend_of_the_optimizer_is_checked_and_trains(hotswap, monkeypatch):
+    """With proof=true it trains in a worker, after all of its cases; here, after the first one."""
+    case_probes = supervise.case_probes
+    monkeypatch.setattr(supervise, "case_probes", lambda *of: dict(list(case_probes(*of).items())[:1]))
     words = *QUICK, "train.max_steps=3", "precision=bf16", "kernels.adamw=mine.py"
     Path("mine.py").write_text("from kernels.adamw._template import adamw")
     assert hotswap(*words, "proof=true")[0] == 0
     assert row()["kernels"]["adamw"].startswith("mine.py (torch")
-    assert row()["checks"]["adamw"].startswith("ok")
+    assert row()["checks"] == {"adamw": "ok in 1 of 1 cases"}
+    assert hotswap(*words, "out_dir=plain")[0] == 0
+    assert row("plain")["checks"]["adamw"].startswith("ok: torch")
     Path("mine.py").write_text("def adamw(master, *rest, **named):\n    master.mul_(0.9)")
     code, _, err = hotswap(*words, "out_dir=wrong")
     assert code == 1

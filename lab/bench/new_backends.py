@@ -6,7 +6,7 @@ stops the run before its first step, and one that crashes becomes an error in on
 kernel could write the answer itself. The backends of this repo are not checked, because tests/kernels tests them: the
 files that git tracks. Without git every backend is checked.
 
-A kernel that is made to look right passes this check. lab/judge/ has the one that does not trust the kernel.
+A kernel that is made to look right passes this check. The judge (lab/judge/) does not trust the kernel.
 """
 
 import functools

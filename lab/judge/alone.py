@@ -1,7 +1,7 @@
-"""Time the op alone, at the shape that it has in the training: windows of calls in a worker, by this process's clock.
+"""Time the op alone, at its shape in the training: windows of calls in a worker, by this process's clock.
 
-The calls take several sets of inputs in turn, which together do not fit into the L2 cache. The results of the last
-calls are compared with eager PyTorch, so a call that is timed is a call that is right.
+The calls take several sets of inputs in turn. At the sizes of a training on a GPU, the sets together do not fit into
+the L2 cache. The results of the last calls are compared with eager PyTorch.
 """
 
 import time
@@ -25,8 +25,9 @@ from runtime.timing import time_in_turns
 
 WINDOW_SECONDS = 0.05  # of calls, at least one
 MOST_SETS, SETS_BYTES = 4, 2**28  # of inputs; the L2 cache of an H100 has 50 MiB
-EVENTS_AGREE = 1.1  # host seconds / event seconds, at most, in windows of at least EVENTS_FROM seconds
+EVENTS_AGREE = 1.1  # at most: host seconds / event seconds, in windows of more than EVENTS_FROM host seconds
 EVENTS_FROM = 0.02
+NAMES = "out", "gradient"  # of the results of a call
 
 
 class Alone(NamedTuple):
@@ -81,9 +82,13 @@ def time_backend(
         worker.send(0)
         worker.receive()
         size = sum(tensor.nbytes for tensor in tensors_of(call_inputs(call, seed)).values())
-        results = load(worker.read_file("results", HEADROOM + 16 * size))
+        content = worker.read_file("results", HEADROOM + 16 * size)
         if changed := worker.changed_files():
             raise Ended(f"it changed files of the repo: {', '.join(changed)}")
+    try:
+        results = load(content)
+    except Exception as error:  # safetensors raises several classes for a damaged file
+        raise Ended(f"it wrote no tensors: {error}") from None
     if reason := clocks_disagree(events):
         raise Ended(reason)
     p20, median, p80 = (1e3 * value for value in quantiles(seconds))
@@ -92,7 +97,10 @@ def time_backend(
 
 
 def clocks_disagree(windows: list[tuple[float, float | None]]) -> str | None:
-    """Return why the host's clock and the GPU's events do not agree; None if they do, or without events."""
+    """Return why the GPU's events do not agree with the judge's clock; None if they agree, or without events.
+
+    `windows` are (host seconds, event seconds or None).
+    """
     long = [(host, event) for host, event in windows if isinstance(event, float) and host > EVENTS_FROM]
     if not long:
         return None
@@ -122,7 +130,8 @@ def floor_seconds(call: Alone, rounds: int) -> float | None:
 def compare_results(call: Alone, results: dict[str, Tensor], seed: int) -> dict[str, float]:
     """Return the errors of the timed call's results, and of eager's, relative to their norms.
 
-    The reference is eager PyTorch in float64, and on a GPU in fp32, because float64 would fill its memory.
+    The reference is eager PyTorch in float64, and on a GPU in fp32, because float64 would fill its memory. Raises Ended
+    if the results have other names or shapes.
     """
     inputs = call_inputs(call, seed)
     eager = load_backend(call.op, "eager", call.device)
@@ -132,8 +141,11 @@ def compare_results(call: Alone, results: dict[str, Tensor], seed: int) -> dict[
     exact = {name: value for name, value in convert_floats(inputs, exact_dtype).items() if name != "fp8"}
     eager_results = forward_and_backward(eager, inputs, douts)
     truth = forward_and_backward(eager, exact, [dout.to(exact_dtype) for dout in douts])
+    shapes = {f"{name}{i}": t.shape for group, name in zip(truth, NAMES, strict=True) for i, t in enumerate(group)}
+    if {name: tensor.shape for name, tensor in results.items()} != shapes:
+        raise Ended("its timed calls gave other results than those of the contract")
     figures = {}
-    for group, name, key in zip((0, 1), ("out", "gradient"), ("error/out", "error/gradients"), strict=True):
+    for group, name, key in zip((0, 1), NAMES, ("error/out", "error/gradients"), strict=True):
         given = tuple(results[f"{name}{i}"].to(call.device) for i in range(len(truth[group])))
         figures[key] = largest_error(given, tuple(t.double() for t in truth[group]))
         figures[f"{key}/eager"] = largest_error(eager_results[group], tuple(t.double() for t in truth[group]))

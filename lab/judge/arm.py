@@ -1,7 +1,7 @@
 """One run of train.py in a worker: the judge chooses windows of steps, and measures them by its own clock.
 
-The worker sends the losses of each window, and its state after some of them. It knows neither the length of a window
-in advance nor which states will be compared.
+The worker sends the losses of each window, and its state after some windows. It learns the length of a window when the
+window begins, and does not know which states will be compared.
 """
 
 import random
@@ -24,32 +24,35 @@ from runtime.meter import WARMUP, quantiles
 
 WINDOW = 2, 6  # the fewest and the most steps of a window
 SEGMENT = 8, 15  # the fewest and about the most steps between two states
-START_SECONDS = 600.0  # for the start of a run, and for a window; the first one compiles kernels
+START_SECONDS = 600.0  # the longest wait for an answer. A run compiles kernels at its start and in its first window
 PROMPT, GENERATED = 32, 5  # tokens of each sequence: before the generation, and in it
-ALL_STEPS, SEGMENTS, LONG_WINDOW = 200, 6, 50  # a longer run has so many segments, and longer windows between them
+ALL_STEPS, SEGMENTS, LONG_WINDOW = 200, 6, 50  # a longer run has about 6 segments, and windows of 25 to 50 steps
 
 
 class Plan(NamedTuple):
-    """The windows of a run in steps, and the steps after which the judge asks for the state. Nobody else knows it."""
+    """The lengths of a run's windows in steps, and the steps after which the judge asks for the state.
+
+    Only the judge knows the plan.
+    """
 
     windows: list[int]
     states: list[int]
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """The steps that can be repeated, as (first - 1, last), from one state to the next. The first starts at 0."""
+        """The segments that can be repeated, each as the steps of its two states. The first segment starts at 0."""
         pairs = zip([0, *self.states[:-1]], self.states, strict=True)
         return [(first, last) for first, last in pairs if last - first <= SEGMENT[1] + WINDOW[1]]
 
 
 def draw_plan(steps: int, source: random.Random) -> Plan:
-    """Draw windows that cover `steps` steps. The first one has the warm-up, which no figure includes.
+    """Draw windows that cover `steps` steps. The first window has the warm-up, which no figure includes.
 
     In a run of at most ALL_STEPS the segments cover all steps. A longer one has about SEGMENTS at random places, the
     first of them at its start.
     """
     windows, states = [min(steps, WARMUP + 2)], []
-    first, length = 0, source.randint(*SEGMENT)  # of the segment that has begun; None: none has
+    first, length = 0, source.randint(*SEGMENT)  # of the open segment; first is None between two segments
     while (step := sum(windows)) < steps:
         if first is not None and step - first >= length:
             states.append(step)
@@ -64,11 +67,12 @@ def draw_plan(steps: int, source: random.Random) -> Plan:
 
 @dataclass
 class Arm:
-    """What one run showed. `status` is ok, "failed: why", or "wrong: why"."""
+    """The evidence of one run. `status` is "ok", "failed: why" or "wrong: why"."""
 
     status: str = "ok"
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each window
+    start: float = 0.0  # seconds from the start of the process to the end of the first window
     outside: float = 0.0  # seconds in which the judge waited for states
     allocated: list[int] = field(default_factory=list)  # bytes after each window, as the worker says
     val_loss: float | None = None
@@ -93,14 +97,14 @@ def run_arm(
     prompts: tuple[Tensor, Tensor, Tensor] | None = None,
     shows_output: bool = False,
 ) -> Arm:
-    """Run train.py with these arguments. `folder` has the states after the steps `kept` afterwards.
+    """Run train.py with the arguments `words` in a worker.
 
-    The worker's folder is `inside`. Runs of the same backend share it, because it has their compile caches.
-
-    The other states are asked for, too, and deleted. `prompts` are the arguments of generation_logits(). What the run
-    prints goes into its log, or with `shows_output` to the terminal.
+    The new folder `folder` gets the states after the steps `kept`. The judge asks for all states of the plan, and
+    deletes the others. `inside` is the worker's folder. Runs of the same backend share it, because it has their compile
+    caches. `prompts` are the arguments of generation_logits(). The output of the run goes into the worker's log, or
+    with `shows_output` to the terminal.
     """
-    arm, steps, inside = Arm(folder=folder), 0, inside.resolve()
+    arm, steps, inside, begun = Arm(folder=folder), 0, inside.resolve(), time.perf_counter()
     program = str(inside / "repo" / "train.py")
     folder.mkdir(parents=True)
     shutil.rmtree(inside / "run", ignore_errors=True)
@@ -112,6 +116,7 @@ def run_arm(
                 worker.send(("run", count))
                 answer = worker.receive()
                 arm.seconds.append(time.perf_counter() - start)
+                arm.start = arm.start or time.perf_counter() - begun
                 arm.losses += read_losses(answer, count)
                 allocated = answer.get("allocated")
                 arm.allocated.append(allocated if isinstance(allocated, int) else 0)
@@ -152,12 +157,12 @@ def read_losses(answer: dict, count: int) -> list[float]:
 
 
 def arm_row(arm: Arm, plan: Plan, facts: dict, tokens_per_step: int) -> dict:
-    """Return the row of a run, as train.py writes it, from what the judge measured."""
-    row = {**facts, "status": arm.status, "steps": len(arm.losses), "outside_s": arm.outside}
+    """Return the row of a run, in train.py's form, from the judge's measurements and `facts`."""
+    row = {**facts, "status": arm.status, "steps": len(arm.losses), "start_s": arm.start, "outside_s": arm.outside}
     if arm.status != "ok":
         return row
     laps = [seconds / count for seconds, count in zip(arm.seconds[1:], plan.windows[1:], strict=True)]
-    for key in FIGURES:  # no other key of the row is the worker's to write
+    for key in FIGURES:  # the worker's word counts for these keys only
         value = arm.figures.get(key)
         if key != "kernels":
             row[key] = value if isinstance(value, float) else None
@@ -172,14 +177,17 @@ def arm_row(arm: Arm, plan: Plan, facts: dict, tokens_per_step: int) -> dict:
 
 
 def growing_memory(arm: Arm) -> float | None:
-    """Return the bytes that the worker's allocated memory grows by in a window; None if it does not grow."""
+    """Return the median bytes by which the worker's allocated memory grows in a window.
+
+    None if it does not grow in every window after the first.
+    """
     later = arm.allocated[1:]
     growth = [after - before for before, after in pairwise(later)]
     return statistics.median(growth) if len(growth) > 2 and min(growth) > 0 else None
 
 
 def draw_prompts(model: GPTConfig, source: random.Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random prompts (4, T), their lengths (4,), and the tokens (4, GENERATED) that follow them."""
+    """Return random prompts (4, T), their lengths (4,), and the tokens (4, GENERATED) that follow them, all int64."""
     generator = torch.Generator().manual_seed(source.randrange(2**31))
     length = min(PROMPT, model.block_size // 2)
     idx = torch.randint(model.vocab_size, (4, length), generator=generator)

@@ -1,11 +1,12 @@
 """Repeat parts of a run with eager PyTorch, in a process that never imports the judged backend.
 
-A segment of a run goes from one state to the next. The replay starts from the run's weights and moments at its
-beginning, or from the seed, makes the same steps, and compares every loss, and AdamW's first moments at the end. The
-moments hold the gradients of all steps of the segment, so they show an error in one gradient of one step. The bounds
-are those of parity (lab/proof/parity.py): eager PyTorch makes the same steps in the row's precision, too.
+A segment of a run goes from one state to the next. The replay starts from the run's weights and moments at the start of
+the segment; the first segment starts from the seed. It makes the same steps, and compares every loss and, at the end,
+AdamW's first moments. The moments are a weighted sum of the segment's gradients, so they show an error in one gradient
+of one step. The bounds are those of parity (lab/proof/parity.py): eager PyTorch makes the same steps in fp32 and in the
+row's precision.
 
-At the end of the run, eager PyTorch evaluates the last weights, and computes the logits of the generation.
+After the segments, eager PyTorch evaluates the run's last weights, and computes the logits of the run's generation.
 """
 
 import random
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.files import read_json, write_json
+from common.files import check_regular, read_json, write_json
 from data import DataConfig, open_dataset
 from data.loader import Loader, open_splits
 from kernels.registry import AttnConfig, KernelsConfig
@@ -35,11 +36,11 @@ from model.step import evaluate, train_step
 from runtime.device import select_device
 from runtime.schedule import TrainConfig
 
-VAL_ROUNDING = 2.0**-11  # of an evaluation in bf16, relative to the loss
+VAL_ROUNDING = 2.0**-11  # of the validation loss in a precision below fp32, relative to the loss
 
 
 class Question(NamedTuple):
-    """What the replay repeats of a run, and where its states are. `losses` are those of all steps."""
+    """The segments of a run that the replay repeats, and the folder with the run's states and logits."""
 
     recipe: Recipe
     train: TrainConfig
@@ -47,8 +48,8 @@ class Question(NamedTuple):
     init_from: str | None
     device: str
     segments: list[tuple[int, int]]
-    losses: list[float]
-    folder: Path  # state-<step>, logits
+    losses: list[float]  # of all steps of the run
+    folder: Path  # with state-<step> and logits
     val_loss: float | None
     prompts: tuple[Tensor, Tensor, Tensor] | None  # None: the run gave no logits
 
@@ -84,7 +85,7 @@ def write_audit(question: Question, path: Path) -> None:
 
 
 def replay(question: Question) -> dict:
-    """Return the row's `parity`. It runs in a process of its own, which ends with its memory."""
+    """Return the row's `parity`. This function runs in a process of its own, whose memory is free afterwards."""
     device = select_device(question.device)
     # Products in TF32 err by 2^-11, in bf16 by 2^-8, and are 4 times as fast as in fp32
     torch.backends.cuda.matmul.allow_tf32 = question.recipe.precision != "fp32"
@@ -150,7 +151,7 @@ def replay_segments(
 
 
 def collect_run(question: Question) -> FirstSteps:
-    """Return the same of the run itself, from what it sent."""
+    """Return the run's own losses and sketches of the same steps, in the form of replay_segments()."""
     steps = [step for first, last in question.segments for step in range(first, last)]
     run = {"losses": torch.tensor([question.losses[step] for step in steps], dtype=torch.float64)}
     for _, last in question.segments:
@@ -160,17 +161,18 @@ def collect_run(question: Question) -> FirstSteps:
 
 
 def moments(state: dict[str, Tensor], step: int) -> FirstSteps:
-    """Return the sketches of AdamW's first moments after this step."""
+    """Return the sketches of AdamW's first moments after step `step`: {"name in step N": sketch()}."""
     first_moments = {name: tensor for name, tensor in state.items() if name.startswith("exp_avg/")}
     return {f"{name.partition('/')[2]} in step {step}": sketch(name, tensor) for name, tensor in first_moments.items()}
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
+    check_regular(path)
     return load_file(path)
 
 
 def copy_state(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-    """Copy a run's state into the optimizer's. Raises ValueError if it has other tensors."""
+    """Copy the tensors of a run's state into `target`. Raises ValueError if names or shapes differ."""
     shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (source, target)]
     if shapes[0] != shapes[1]:
         raise ValueError("the state that the run sent has other tensors than this model")
@@ -191,9 +193,12 @@ def model_with(state: dict[str, Tensor], recipe: Recipe, device: torch.device) -
 
 @torch.no_grad()
 def compare_logits(model: GPT, precision: str, question: Question, device: torch.device) -> dict[str, float]:
-    """Return the error of the run's logits, and its bound, as lab/proof/generation.py does."""
+    """Return {"error", "bound"}: the largest error of the run's logits against float64, and its bound.
+
+    The bound is four times the error of eager PyTorch in the row's precision, plus rounding.
+    """
     idx, lengths, new = question.prompts
-    given = load_file(question.folder / "logits")["logits"].to(device)
+    given = read_state(question.folder / "logits")["logits"].to(device)
     rows = compared_rows(len(idx))
     eager, exact = rebuild(model, precision), to_float64(rebuild(model, precision))
     errors, eager_errors, scales = [], [], []
@@ -209,7 +214,7 @@ def compare_logits(model: GPT, precision: str, question: Question, device: torch
 
 
 def describe_parity(parity: dict) -> str:
-    """Return how far the run is from eager PyTorch."""
+    """Return one line that says how far the run is from eager PyTorch."""
     return (
         f"against eager PyTorch from the run's own states, the losses of {parity['steps']} steps are off by "
         f"{parity['loss_error']:.1e} (bound {parity['loss_bound']:.1e}) and the gradients by "

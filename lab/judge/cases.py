@@ -1,8 +1,9 @@
-"""Is a backend right in every case of its contract? Workers run it (op_worker.py), and this process judges the results.
+"""Test whether a backend is right in all cases of its contract. Workers call it, and this process compares the results.
 
-Each case gets two random inputs, from seeds of the system's entropy, at the same addresses: the first, the second and
-the first again, then without gradients and in inference mode. All results are compared with float64 by the rule of
-kernels/check.py. The worker's inputs must hold the same bits as the judge's own.
+Each case has two random inputs, whose seeds come from the system's entropy. The backend gets the first, the second and
+the first again at the same addresses, then one of them under no_grad and one in inference mode, and at last the second
+at other addresses (CALLS in op_worker.py). The rule of kernels/check.py, with bounds SLACK times as wide, compares all
+results with float64. After the calls, the worker's inputs must have the same bits as the judge's own.
 """
 
 import re
@@ -26,10 +27,10 @@ from lab.proof.receipt import profile_step
 from runtime.device import is_out_of_memory
 
 WORKER = ["-m", "lab.judge.op_worker"]
-SLACK = 2.0  # of the rule, on inputs that nobody has seen: with 1, sdpa broke it in one of 170 cases (fp32, D=80)
+SLACK = 2.0  # a factor of the rule's bounds. With 1, sdpa broke the rule in one of 170 cases of new inputs (fp32, D=80)
 MOST_FAILURES = 3  # of a group: each takes another worker, which starts in 2 s
-HEADROOM = 2**20  # bytes of a file of results besides the tensors
-MOST_TENSORS = 64  # times the bytes of the inputs, a bound on the results of all calls
+HEADROOM = 2**20  # bytes of a file of results besides its tensors
+MOST_TENSORS = 64  # the results of all calls take at most so many times the bytes of the inputs
 
 
 def draw_seed() -> int:
@@ -39,7 +40,7 @@ def draw_seed() -> int:
 def judge_cases(
     groups: list[dict[str, Probe]], device: torch.device, limit: float, folder: Path
 ) -> Iterator[dict[str, str]]:
-    """Yield {name: status} of each group of probes. Each group has a worker; all of them run at once.
+    """Yield {name: status} of each group of probes. Each group has a worker, and all workers run at the same time.
 
     `limit` is the time of one case, in seconds. A status is as in lab/bench/probe.py. After a failure, the rest of the
     group runs in another worker.
@@ -125,7 +126,8 @@ class CaseWorker(Sandbox):
 def why_wrong(case: Case, inputs: list[dict], results: dict[str, Tensor], facts: dict) -> str | None:
     """Return, in one line, why the results of a case are wrong; None if all of them are right.
 
-    `inputs` are the two inputs, `results` are those of run_calls(), and `facts` are what the backend says of itself.
+    `inputs` are the two inputs, `results` has the tensors of run_calls(), and `facts` is the worker's answer about the
+    backend.
     """
     op, dtype, device = case.probe.op, case.probe.dtype, next(iter(tensors_of(inputs[0]).values())).device
     by_call: dict[str, dict[str, Tensor]] = {}
@@ -146,9 +148,7 @@ def why_wrong(case: Case, inputs: list[dict], results: dict[str, Tensor], facts:
     for call, (way, number) in CALLS.items():
         eager, truth = expected[number]
         if way != "gradients":
-            eager, truth = (
-                {key: value for key, value in each.items() if key.startswith("out")} for each in (eager, truth)
-            )
+            eager, truth = outputs_of(eager), outputs_of(truth)
         reason = broken_rule(by_call[call], eager, truth, inputs[number], dtype, SLACK)
         if not reason and getattr(contract(op), "OPTIMIZER", False):  # its states follow the rule in fp32
             states = {name: tensor for name, tensor in by_call[call].items() if tensor.dtype == torch.float32}

@@ -1,4 +1,4 @@
-"""A claim, what has to be probed and trained for it, and its exit codes."""
+"""A claim, the probes and the training that it needs, and the exit codes of its verdict."""
 
 import importlib.machinery
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from model.config import PRECISIONS
 from model.executed import call_shapes
 from runtime.config import check
 
-BATCH_TOKENS = 16384  # of a training's batch that is probed as a whole; the replay of its steps covers any batch
+BATCH_TOKENS = 16384  # a batch of at most so many tokens is also probed as a whole. The replay covers larger batches
 # The exit code of scripts.judge. 1 is an error, as in every command
 EXIT_CODES = {"faster": 0, "tie": 2, "slower": 3, "wrong": 4}
 ON_GPU = ["+experiment=throughput", "precision=bf16", "train.max_steps=40"]

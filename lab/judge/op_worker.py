@@ -1,4 +1,4 @@
-"""What runs in a worker that calls one backend alone: its cases, and windows of calls that the judge times.
+"""The program of a worker that calls one backend alone, for its cases or for windows of calls that the judge times.
 
 Nothing here decides anything. The results go to the judge (cases.py, alone.py), which never imports the backend.
 """
@@ -24,7 +24,8 @@ from lab.tampering import find_functions, replaced_functions
 from runtime.device import is_out_of_memory, select_device
 from runtime.timing import synchronize
 
-# The calls of a case: what they do, and which of the two inputs they get. All but the last have the same addresses
+# The calls of a case: name -> (what the call does, which of the two inputs it gets). All calls but the last get their
+# input in the same tensors
 CALLS = {
     "first": ("gradients", 0),
     "second": ("gradients", 1),
@@ -36,7 +37,7 @@ CALLS = {
 
 
 class Case(NamedTuple):
-    """A probe, the seeds of its two inputs, and the name of the file for its results."""
+    """A probe, the seeds of its two inputs, and the name of the file for its results in the worker's folder."""
 
     probe: Probe
     seeds: tuple[int, int]
@@ -72,7 +73,10 @@ def main() -> None:
 
 
 def answer_case(channel: Channel, case: Case, device: torch.device) -> dict:
-    """Run the calls of a case, write what they gave, and return facts about the backend, or an error."""
+    """Run the calls of a case and write their results. Return facts about the backend.
+
+    If a call fails, return {"unavailable", "undecided" or "failed": why}.
+    """
     op, impl = case.probe.op, case.probe.impl
     try:
         state = global_state(device)
@@ -87,25 +91,26 @@ def answer_case(channel: Channel, case: Case, device: torch.device) -> dict:
         }
     except Unavailable as reason:
         return {"unavailable": str(reason)}
-    except Exception as error:  # whatever a stranger's code raises
+    except Exception as error:  # a stranger's code may raise any exception
         return {"undecided" if is_out_of_memory(error) else "failed": class_and_message(error)[:300]}
     channel.write(case.file, tensors)
     return facts
 
 
 def kernel_patterns(module: ModuleType) -> list[str]:
-    """Return the patterns in RUNS of a backend: the kernels that it says it runs."""
+    """Return the patterns in a backend's RUNS, for the names of the kernels that it claims to run."""
     runs = getattr(module, "RUNS", ())
     groups = runs.values() if isinstance(runs, dict) else [runs]
     return [pattern for group in groups for pattern in group]
 
 
 def run_calls(case: Case, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield (call/name, tensor) of the results of each of CALLS, and the inputs after all calls.
+    """Yield ("call/name", tensor) for the results of each of CALLS, and ("inputs/name", tensor) after all calls.
 
-    Most calls get their inputs in the same tensors. So a backend that recognises an input by its address gives the
-    result of another call. The last call gets other tensors, which a replayed CUDA graph would not read. All results
-    are read after the last call, so a buffer that a later call writes to has the wrong content.
+    All calls but the last get their inputs in the same tensors. So a backend that recognises an input by its address
+    gives the result of another call. The last call gets other tensors, which a replayed CUDA graph does not read. All
+    results are read after the last call, so a buffer that a later call writes to has the wrong content.
+    Raises Unavailable if the backend refuses the case, and TypeError if a result is not a plain tensor.
     """
     probe, module = case.probe, contract(case.probe.op)
     if reason := interpreter_lacks(probe):
@@ -137,9 +142,10 @@ def run_calls(case: Case, device: torch.device) -> Iterator[tuple[str, Tensor]]:
 
 
 def overwrite(inputs: dict, values: dict) -> dict:
-    """Put the values into the tensors of `inputs`, and return them. The version counters of floats stay as they are.
+    """Copy the values into the tensors of `inputs`, and return `inputs`.
 
-    Those of indices change, because a backend may well keep a mask for as long as its lengths do not change.
+    The version counters of floats stay as they are. The counters of indices change, because an honest backend may keep
+    a mask until its lengths change.
     """
     with torch.no_grad():
         for name, tensor in tensors_of(inputs).items():
@@ -163,7 +169,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def global_state(device: torch.device) -> dict[str, Any]:
-    """Return settings of the process that a kernel has no business to change."""
+    """Return the settings of the process that a kernel must not change: {name: value}."""
     generators = {"random numbers": torch.default_generator.get_state().sum().item()}
     if device.type == "cuda":
         generators["random numbers of the GPU"] = torch.cuda.get_rng_state(device).sum().item()
@@ -181,9 +187,9 @@ def global_state(device: torch.device) -> dict[str, Any]:
 
 
 def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
-    """Make as many calls as each message of the judge says, and answer when the device has done all of them.
+    """For each message of the judge, a number, make so many calls, and answer when the device has done all of them.
 
-    After the last message, 0, write the results of the last call for the first set of inputs.
+    After the message 0, write the results of the last call on the first set of inputs.
     """
     module = contract(work.op)
     shape = {**work.shape, "dtype": work.dtype, "device": device}

@@ -1,13 +1,14 @@
-"""Run code that nobody trusts: in a process of its own, which sees a copy of the repo and writes into one folder only.
+"""Run untrusted code in a worker: a process that imports a copy of the repo, and has a folder and caches of its own.
 
-The strongest isolation that works on this machine is in force:
+The worker gets the strongest isolation that works on this machine:
 
-    bubblewrap, unshare   Linux namespaces. The process sees no other process and has no network. Every file outside of
-                          its folder is read-only. When it ends, the kernel ends all processes that it started.
-    a process             with caches and a copy of the repo of its own. Processes that it leaves behind are found by a
-                          variable of their environment.
+    bubblewrap, unshare   Linux namespaces. The worker sees no other process and has no network. Every file outside of
+                          its folder is read-only; if root starts it, it may still write to some files in /dev, /proc
+                          and /sys. When it ends, Linux ends all processes that it started.
+    a process             without namespaces. The judge finds the processes that it leaves behind by a variable in their
+                          environment.
 
-Whoever owns the machine as root, outside of a namespace, can still do everything: see README.md.
+README.md lists what no isolation here prevents.
 """
 
 import contextlib
@@ -35,12 +36,12 @@ ROOMS = ("common", "configs", "data", "hotswap", "kernels", "lab", "model", "run
 IGNORED = "__pycache__", ".*"
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # variables that no worker needs
 MARK = "HOTSWAP_WORKER"  # the variable in the environment of a worker and of the processes that it starts
-COMPILED = "inductor", "triton", "cute"  # caches that a worker leaves to the next one in its folder
+COMPILED = "inductor", "triton", "cute"  # caches that stay for the next worker in the same folder
 NAMESPACES = "user, PID, network and mount namespaces"
 PROCESSES = "a process of its own, without namespaces"
 
-# What runs in the new mount namespace. Each mount but the worker's folder becomes read-only. Then the process gives up
-# its rights in the namespace, and cannot take the mounts back
+# This script runs in the new mount namespace. It makes all mounts read-only except the worker's folder, /proc, /sys and
+# /dev. Then it gives up its capabilities, so the worker cannot make them writable again
 READ_ONLY = r"""
 set -e
 mount --make-rprivate /
@@ -69,7 +70,7 @@ def prefixes(folder: Path) -> dict[str, list[str]]:
 
 @functools.cache
 def isolation() -> str:
-    """Return the strongest isolation that works here. Each is tried: it must write inside of its folder only."""
+    """Return the strongest isolation under which a trial command can write inside of its folder, and not outside."""
     with tempfile.TemporaryDirectory() as outside, tempfile.TemporaryDirectory() as inside:
         test = ["sh", "-c", f"touch {inside}/yes; touch {outside}/no; true"]
         for name, prefix in prefixes(Path(inside)).items():
@@ -84,7 +85,7 @@ def isolation() -> str:
 
 
 def copy_repo(target: Path) -> None:
-    """Copy the code of the repo, which is all that a worker imports of it."""
+    """Copy the code of the repo into the folder `target`. A worker imports the rooms from this copy."""
     for name in ROOMS:
         source = ROOT / name
         if source.is_dir():
@@ -101,6 +102,7 @@ def digest_repo(folder: Path = ROOT) -> dict[str, str]:
 
 
 def changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Return the sorted paths that differ between two results of digest_repo()."""
     return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
@@ -117,11 +119,12 @@ class Ended(Exception):
 
 
 class Sandbox:
-    """A context with one worker: `python *words`, in the copy `repo` of the repo, which it may write to.
+    """A context manager that runs one worker: `python *words`.
 
-    The worker may also write into `folder`, which holds `repo`, its caches and log.txt. At the end the worker is
-    killed, with everything that it started. Its answers are JSON and raw tensors, never pickles, which could run code
-    here. `limit` is the time of one answer, in seconds. With `shows_output`, what it prints goes to the terminal.
+    The worker may write into `folder`, which holds `repo` (its copy of the repo), its caches and log.txt. At the end
+    the judge kills the worker and all processes that it started. The answers are JSON and raw tensors, because a pickle
+    could run code here. `limit` is the time of one answer, in seconds. With `shows_output`, the worker's output goes to
+    the terminal.
     """
 
     def __init__(self, words: list[str], folder: Path, limit: float, shows_output: bool = False):
@@ -140,7 +143,7 @@ class Sandbox:
         self.channel, theirs = socketpair()
         variables = self.variables() | {CHANNEL: str(theirs.fileno())}
         command = [*prefixes(self.folder)[isolation()], sys.executable, "-P", *self.words]
-        with theirs, open(self.log, "ab") as log:
+        with theirs, open_regular(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -153,7 +156,7 @@ class Sandbox:
         return self
 
     def variables(self) -> dict[str, str]:
-        """Return the environment: private caches, the copy of the repo first, and no passwords."""
+        """Return the worker's environment: its own caches, its copy of the repo first in PYTHONPATH, no passwords."""
         variables = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
         caches = {name: self.folder / name for name in ("home", "tmp", "cache", *COMPILED)}
         for path in caches.values():
@@ -183,7 +186,7 @@ class Sandbox:
                     os.kill(pid, signal.SIGKILL)
 
     def send(self, message: object) -> None:
-        """Send a message. The worker unpickles it, because it may trust this process."""
+        """Send a message as a pickle. Raises Ended if the worker has ended, or does not read it within `limit`."""
         try:
             send_message(self.channel, pickle.dumps(message), self.limit)
         except OSError:
@@ -249,8 +252,11 @@ def last_line(log: Path) -> str:
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """Yield the processes with this mark in their environment. Only a process without namespaces leaves some behind."""
+    """Yield the ids of the processes with this mark in their environment.
+
+    Only a worker without namespaces leaves such processes behind.
+    """
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+            if f"{MARK}={mark}".encode() in read_bytes(folder / "environ"):
                 yield int(folder.name)

@@ -1,7 +1,7 @@
-"""train.py proof=true with kernels that are not of this repo: the run goes into a worker, and this process proves it.
+"""Prove a run of train.py with kernels that are not of this repo: the run goes into a worker.
 
-The worker is train.py itself, with the same arguments. Its losses, states and logits are compared as the judge does
-(audit.py), its speed is measured by this process's clock, and this process writes the row.
+The worker is train.py itself, with the same arguments. This process compares the run's losses, states and logits as the
+judge does (audit.py), measures its speed by its own clock, and writes the row.
 """
 
 import contextlib
@@ -43,9 +43,10 @@ LIMIT = 120.0  # seconds of one case
 
 
 def takes_over(cfg: Any) -> bool:
-    """Run train.py with this config in a worker and prove it, if it has proof=true and kernels that are new.
+    """If the config has proof=true and new kernels, run train.py in a worker, prove the run, and return True.
 
-    Returns whether it did. Raises UserError if the run cannot be compared, WrongKernel, and Wrong.
+    Otherwise, and in such a worker itself, return False. Raises UserError if the run cannot be compared, WrongKernel if
+    a kernel is wrong in a case, and Wrong if the run is wrong.
     """
     if is_worker():
         Witness.functions = find_functions()

@@ -27,11 +27,10 @@ from runtime.config import check
 from runtime.row import write_row
 
 SERVE_GENERATION = [op for op in OPS if op != "loss"]
-WAITING = (
-    0.1,
-    0.5,
-)  # share of the measured seconds, and seconds, that a run may wait longer for its states than the other
-# The last arguments of train.py, which nobody may choose
+# The judge may wait longer for the states of a run than for those of the baseline, by this share of the measured
+# seconds plus these seconds
+WAITING = 0.1, 0.5
+# The last arguments of train.py. They override the user's arguments
 FIXED_WORDS = "kernels.check=false", "proof=false", "profile=false", "logger=none", "train.sample_tokens=0"
 FIXED_WORDS += "train.eval_batches=1", "train.checkpoint_every=0", "train.resume=null"
 SLOWER_THAN_BEFORE = 0.9  # of the speed of a stored row
@@ -192,6 +191,19 @@ def waiting_reason(rows: list[dict], bases: list[dict]) -> str | None:
                 f"it works between the measured windows: it took {more:.1f} s more than the baseline to send its state"
             )
     return None
+
+
+def slow_start(rows: list[dict], bases: list[dict]) -> str | None:
+    """Return a note if each run starts so much later than the baseline's that it could have made its steps in advance.
+
+    The first pair of runs compiles kernels, so it counts only if there is no other.
+    """
+    pairs = list(zip(rows, bases, strict=False))
+    later = pairs[1:] or pairs
+    more = min(row["start_s"] - base["start_s"] for row, base in later)
+    if more <= min(row["steps"] * row["perf/step_ms"] / 1e3 for row, _ in later):
+        return None
+    return f"it takes {more:.1f} s more than the baseline to start, in which it could have made its steps in advance"
 
 
 def impossible_speed(row: dict, config: Any, matmul_flops: float) -> str | None:

@@ -23,14 +23,14 @@ FASTER, SLOWER = CHOICE_COLOURS[2:4]  # green, red
 
 
 class Evidence(NamedTuple):
-    """What a verdict is made of."""
+    """The evidence for a verdict."""
 
     statuses: dict[str, str]  # of the cases
     runs: dict[str, list[dict]]  # rows of both backends; empty if a case is wrong or undecided
     benchmark: list[dict]  # figures alone; empty without enough memory
-    losses: dict[str, float] | None = None  # compare_losses() of trial.py
+    losses: dict[str, float] | None = None  # the result of compare_losses() in trial.py
     impossible: str | None = None  # why the speed cannot be true
-    notes: tuple[str, ...] = ()  # what a reader should know
+    notes: tuple[str, ...] = ()  # lines for the page
 
 
 def judge_claim(claim: Claim, evidence: Evidence) -> dict:

@@ -1,7 +1,7 @@
-"""What a run in a worker shows to the judge: its losses, its state, and its logits. lab/judge/arm.py asks for them.
+"""Send the losses, states and logits of a run in a worker to the judge. lab/judge/arm.py asks for them.
 
-The run waits after each window of steps, whose length the judge chooses. The judge measures the window by its own
-clock, and may then ask for the weights and moments.
+After each window of steps the run waits for the judge. The judge measures the window by its own clock, may ask for the
+weights and moments, and then sends the number of steps of the next window.
 """
 
 from typing import ClassVar
@@ -24,7 +24,7 @@ FIGURES = "mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/peak_rss_gib",
 
 
 class Witness:
-    """Takes the place of the Recorder of parity in a run that a judge started."""
+    """Replaces the Recorder of lab/proof/parity.py in a run that a judge started."""
 
     functions: ClassVar[dict[str, object]] = {}  # find_functions() before the kernels are imported
 
@@ -34,6 +34,7 @@ class Witness:
         self.answer_requests(ready=True)
 
     def add_loss(self, loss: Tensor) -> None:
+        """Record the loss of a step, a scalar. After the last step of a window, send the window's losses."""
         self.losses.append(loss.clone())  # a step from a CUDA graph overwrites the loss before it
         if len(self.losses) == self.window:
             device = self.optimizer.lr.device
@@ -44,7 +45,7 @@ class Witness:
             self.answer_requests(losses=losses, allocated=allocated, refused=int(self.optimizer.refused))
 
     def answer_requests(self, **facts: object) -> None:
-        """Send the facts, then answer requests until the judge lets the run go on."""
+        """Send the facts, then answer requests until the judge sends the length of the next window."""
         self.channel.answer(**facts)
         while (request := self.channel.receive())[0] == "state":
             self.channel.write(request[1], flat_state(self.optimizer))
@@ -52,7 +53,7 @@ class Witness:
         self.window = request[1]  # steps of the next window; None after the last step
 
     def testify(self, model: GPT, row: dict) -> None:
-        """Send the figures of the finished run, and then, if the judge asks for them, logits of a generation."""
+        """Send the figures of the finished run. Then, if the judge asks for them, send the logits of a generation."""
         self.channel.answer(
             replaced=replaced_functions(self.functions)[:10],
             val_loss=row.get("val/loss"),
@@ -76,9 +77,10 @@ def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
 @torch.no_grad()
 @in_eval_mode
 def generation_logits(model: GPT, idx: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
-    """Return the logits of the steps that read `new` (B, n) after the prompts idx (B, T) with lengths (B,).
+    """Return the logits (rows, n - 1, V), float64, of the steps that read `new` (B, n) after prompts (B, T).
 
-    The result is step_logits() of lab/proof/generation.py. Raises Unavailable if these backends cannot generate.
+    `lengths` (B,) are the lengths of the prompts. All three tensors are int64. step_logits() of lab/proof/generation.py
+    chooses the rows. Raises Unavailable if the model's backends cannot generate.
     """
     if reason := why_no_generation(model):
         raise Unavailable(reason)

@@ -23,6 +23,19 @@ def test_a_result_may_be_twice_as_far_off_as_eager(error, is_right):
     assert reason is None if is_right else reason.startswith("out0: error "), reason  # and not the error of the scale
 
 
+@pytest.mark.parametrize(("error", "factor", "is_right"), [(3.9e-3, 1, True), (4.1e-3, 1, False), (0, 1.002, False)])
+def test_slack_multiplies_the_bounds(error, factor, is_right):
+    """Of an element, and of the scale: eager's scale is off by 1e-5, and 0.2% is more than 4 times as much."""
+    truth = torch.ones(100, dtype=torch.float64)
+    result, eager = factor * truth.float(), truth.float()
+    result[7] += error
+    eager[3] += 1e-3
+    tensors = {"out0": result}, {"out0": eager}, {"out0": truth}, {"x": eager}, torch.float32
+    assert broken_rule(*tensors) is not None
+    reason = broken_rule(*tensors, slack=2)
+    assert reason is None if is_right else "more than 4 x eager's" in reason, reason
+
+
 def test_the_rounding_of_a_sum_grows_with_the_root_of_its_length():
     """Rounding errors are random, so a sum of 10^4 terms is off by 100 units and not by 10^4. A result has its own."""
     unit = 2.0**-23

@@ -121,3 +121,20 @@ def test_resolve_stops_inductor_from_formatting_all_arguments():
 
     resolve(KernelsConfig(compile=True), AttnConfig("eager"), CPU)
     assert "aten.add" in MissingOperatorWithoutDecomp.operator_str(torch.ops.aten.add.Tensor, [Unprintable()], {})
+
+
+@pytest.mark.parametrize("version", [None, "fa3"])
+def test_a_loaded_function_has_no_attributes_of_the_backends_function(monkeypatch, version):
+    """torch.compile() marks its functions with them. Dynamo would leave out the checks around such a function."""
+
+    def attention(*arguments, version=None, **more):
+        """Attend."""
+
+    attention._torchdynamo_orig_callable = attention
+    monkeypatch.setattr(registry.backend("attention", "eager"), "attention", attention)
+    monkeypatch.setattr(registry, "unavailable", lambda *_: None)
+    loaded = load("attention", "eager", torch.device("cpu"), version=version)
+    assert (loaded.__name__, loaded.__doc__) == ("attention", "Attend.")
+    assert not hasattr(loaded, "_torchdynamo_orig_callable")
+    refused = registry.refuse_interpreted_bf16("attention", "eager", attention)
+    assert not hasattr(refused, "_torchdynamo_orig_callable")

@@ -2,16 +2,21 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.names import GENERATION_OPS, TRAINING_OPS
-from kernels.registry import AttnConfig, KernelError, KernelsConfig, impls
+from kernels.registry import OPS, AttnConfig, KernelError, KernelsConfig, contract, impls
 from lab.bench import new_backends
 from lab.bench.new_backends import WrongKernel, check_new_backends
+from lab.recipe import Recipe
+from model.config import GPTConfig
 
 CPU = torch.device("cpu")
+CHOICE = AttnConfig("sdpa"), CPU
+CALLS = {"norm": ({"shape": (1, 8, 96)}, torch.bfloat16)}  # of a model 96 wide
 GOOD = """
 import torch
 
@@ -54,79 +59,99 @@ def test_the_backends_that_git_tracks_are_this_repos(monkeypatch, tmp_path):
     assert new_backends.tracked_backends("norm") == []
 
 
-def test_a_shipped_backend_is_not_checked_and_another_one_once(monkeypatch, tmp_path):
-    probed = []
+@pytest.fixture
+def answers(monkeypatch):
+    """Answer the probes: answers.statuses has those of each group, and answers.groups what was probed.
+
+    Of norm, no backend is this repo's.
+    """
+    made_up = SimpleNamespace(statuses=["ok: torch"], groups=[])
 
     def answer(groups, device, limit):
-        for [probe] in groups:
-            probed.append((probe.op, probe.impl))
-            yield ["ok: torch"]
+        made_up.groups += groups
+        return [made_up.statuses for _ in groups]
 
     monkeypatch.setattr(new_backends, "run_probes", answer)
-    monkeypatch.setattr(new_backends, "CACHE", tmp_path)
-    choice = KernelsConfig(mlp="triton_recompute"), AttnConfig("sdpa"), CPU
-    assert check_new_backends(*choice) == {}
-    monkeypatch.setattr(new_backends, "tracked_backends", lambda op: {"auto", "eager", "triton", "sdpa"})
-    assert check_new_backends(KernelsConfig(mlp="triton_recompute", check=False), *choice[1:]) == {}
-    assert check_new_backends(*choice) == check_new_backends(*choice) == {"mlp": "ok: torch"}
-    assert probed == [("mlp", "triton_recompute")]
-    monkeypatch.setattr(torch, "__version__", "another")
-    check_new_backends(*choice)
-    assert len(probed) == 2
-
-
-def test_a_wrong_answer_is_an_error_each_time(monkeypatch, tmp_path):
-    monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [["wrong: out0"] for _ in groups])
-    monkeypatch.setattr(new_backends, "CACHE", tmp_path)
     monkeypatch.setattr(new_backends, "tracked_backends", lambda op: [] if op == "norm" else impls(op))
+    return made_up
+
+
+def test_a_shipped_backend_is_not_checked_and_another_one_before_each_run(answers):
+    """Nothing is stored, because a kernel could write the answer."""
+    assert check_new_backends(KernelsConfig(), *CHOICE, ops=["mlp", "attention"]) == {}
+    assert check_new_backends(KernelsConfig(check=False), *CHOICE) == {}
+    assert answers.groups == []
+    for _ in range(2):
+        assert check_new_backends(KernelsConfig(), *CHOICE) == {"norm": "ok: torch"}
+    assert [[(probe.op, probe.impl) for probe in group] for group in answers.groups] == [[("norm", "eager")]] * 2
+
+
+def test_the_second_probe_is_the_call_of_this_model(answers):
+    """A backend may refuse the first case of the contract, but not the model's widths."""
+    answers.statuses = ["unavailable: it takes a width of 96 only", "ok: torch"]
+    assert check_new_backends(KernelsConfig(), *CHOICE, calls=CALLS) == {"norm": "ok: torch"}
+    [[first, own]] = answers.groups
+    assert (first.shape, first.dtype) == (next(iter(contract("norm").CASES.values())), torch.float32)
+    assert (own.op, own.impl, own.shape, own.dtype) == ("norm", "eager", {"shape": (1, 8, 96)}, torch.bfloat16)
+
+
+def test_the_model_and_the_precision_of_a_run_make_the_call(monkeypatch):
+    calls = {}
+    monkeypatch.setattr("lab.recipe.check_new_backends", lambda *arguments: calls.update(arguments[-1]))
+    for block_size, length in ((64, 64), (4096, 128)):
+        model = GPTConfig(1, 2, 96, block_size=block_size, vocab_size=256, pos="rope", bias=True, dropout=0.0)
+        Recipe(model, KernelsConfig(), AttnConfig("sdpa"), None, "amp", seed=1).check_kernels(CPU)
+        assert calls["norm"] == ({"shape": (1, length, 96), "residual_dtype": torch.float32}, torch.bfloat16)
+        assert calls.keys() == set(OPS)
+
+
+@pytest.mark.parametrize("statuses", [["wrong: out0"], ["wrong: out0", "ok: torch"], ["ok: torch", "wrong: out0"]])
+def test_a_wrong_answer_is_an_error_each_time(answers, statuses):
+    answers.statuses = statuses
     for _ in range(2):
         with pytest.raises(WrongKernel) as error:
-            check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
+            check_new_backends(KernelsConfig(), *CHOICE, calls=CALLS if len(statuses) == 2 else None)
         assert str(error.value) == (
             f"kernels/norm/eager.py breaks the contract {CONTRACT} (wrong: out0): "
             "python -m scripts.doctor op=norm impl=eager tells more, and kernels.check=false runs it"
         )
 
 
-def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(monkeypatch, tmp_path):
-    late = "undecided: no answer within 120 s"
-    monkeypatch.setattr(new_backends, "run_probes", lambda groups, device, limit: [[late] for _ in groups])
-    monkeypatch.setattr(new_backends, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(new_backends, "tracked_backends", lambda op: [] if op == "norm" else impls(op))
-    with pytest.raises(KernelError, match=rf"^kernels/norm/eager.py could not be checked \({late}\): ") as error:
-        check_new_backends(KernelsConfig(), AttnConfig("sdpa"), CPU)
+@pytest.mark.parametrize(
+    ("statuses", "calls"),
+    [
+        (["undecided: no answer within 120 s"], None),
+        (["undecided: no answer within 120 s", "ok: torch"], CALLS),
+        (["ok: torch", "unavailable: no width of 96"], CALLS),
+    ],
+)
+def test_a_check_without_an_answer_does_not_call_the_kernel_wrong(answers, statuses, calls):
+    """A backend that refuses the call of this model cannot be checked for it."""
+    answers.statuses = statuses
+    status = next(status for status in statuses if not status.startswith("ok"))
+    with pytest.raises(KernelError, match=rf"^kernels/norm/eager.py could not be checked \({status}\): ") as error:
+        check_new_backends(KernelsConfig(), *CHOICE, calls=calls)
     assert not isinstance(error.value, WrongKernel)
-    assert not (tmp_path / "cache").exists()  # the next run checks again
+
+
+def test_a_backend_that_refuses_the_first_case_has_this_status_without_a_model(answers):
+    answers.statuses = ["unavailable: it needs a GPU"]
+    assert check_new_backends(KernelsConfig(), *CHOICE) == {"norm": "unavailable: it needs a GPU"}
 
 
 @pytest.mark.parametrize(
     ("op", "impl", "ops"), [("decode", "triton", GENERATION_OPS), ("adamw", "eager", TRAINING_OPS)]
 )
-def test_a_new_decoder_is_checked_for_generation_and_a_new_optimizer_for_training(monkeypatch, tmp_path, op, impl, ops):
+def test_a_new_decoder_is_checked_for_generation_and_a_new_optimizer_for_training(answers, monkeypatch, op, impl, ops):
     """Evaluation calls neither."""
-    probed = []
-
-    def answer(groups, device, limit):
-        probed.extend((probe.op, probe.impl) for [probe] in groups)
-        return [["wrong: out0"] for _ in groups]
-
-    monkeypatch.setattr(new_backends, "run_probes", answer)
-    monkeypatch.setattr(new_backends, "CACHE", tmp_path)
+    answers.statuses = ["wrong: out0"]
     monkeypatch.setattr(new_backends, "tracked_backends", lambda name: ["blocks"] if name == op else impls(name))
-    choice = KernelsConfig(**{op: impl}), AttnConfig("sdpa"), CPU
+    choice = KernelsConfig(**{op: impl}), *CHOICE
     assert check_new_backends(*choice) == check_new_backends(*choice, {*TRAINING_OPS, *GENERATION_OPS} - {op}) == {}
-    assert probed == []
+    assert answers.groups == []
     with pytest.raises(WrongKernel, match=rf"^kernels/{op}/{impl}.py breaks the contract {op}\("):
         check_new_backends(*choice, ops)
-    assert probed == [(op, impl)]
-
-
-@pytest.mark.parametrize("name", ["_gelu.py", "matmul.py", "ring.py"])  # the others are parts of several ops
-def test_a_kept_answer_counts_for_the_same_code_only(monkeypatch, name):
-    key, read = new_backends.cache_key("mlp", "eager", CPU), new_backends.read_bytes
-    assert key == new_backends.cache_key("mlp", "eager", CPU)
-    monkeypatch.setattr(new_backends, "read_bytes", lambda path: read(path) + b"#" * (path.name == name))
-    assert new_backends.cache_key("mlp", "eager", CPU) != key
+    assert [[(probe.op, probe.impl) for probe in group] for group in answers.groups] == [[(op, impl)]]
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,142 @@
+"""The op alone: the judge's clock times it, and the results of the timed calls are compared."""
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from kernels.registry import contract
+from kernels.registry import load as load_backend
+from lab.bench.op import forward_and_backward, outputs, random_gradients
+from lab.judge import alone as alone_module
+from lab.judge.alone import Alone, benchmark, clocks_disagree, compare_results, count_sets
+from lab.judge.op_worker import tensors_of
+from lab.judge.sandbox import Ended
+
+CPU = torch.device("cpu")
+CALL = Alone("norm", {"shape": (3, 64)}, torch.float32, CPU)
+
+
+def timed_results(seed):
+    """The results of eager's call, as a worker writes them."""
+    inputs = contract("norm").inputs(shape=(3, 64), dtype=torch.float32, seed=seed)
+    eager = load_backend("norm", "eager", CPU)
+    torch.manual_seed(seed)
+    results = forward_and_backward(eager, inputs, random_gradients(outputs(eager, inputs), inputs))
+    return {
+        f"{name}{i}": t for name, group in zip(("out", "gradient"), results, strict=True) for i, t in enumerate(group)
+    }
+
+
+def test_the_figures_of_a_backend_alone(monkeypatch, tmp_path):
+    """A worker runs eager, and the second one is made up."""
+    one_worker = alone_module.time_backend
+
+    def time_backend(call, name, rounds, folder, limit):
+        if name == "eager":
+            return one_worker(call, name, rounds, folder, limit)
+        return {"both/ms": 2.0}, timed_results(5), 5
+
+    monkeypatch.setattr(alone_module, "time_backend", time_backend)
+    mine, other = benchmark(CALL, ("eager", "other"), 3, tmp_path, 60)
+    assert (mine["impl"], other["impl"]) == ("eager", "other")
+    assert 0 < mine["both/ms/p20"] <= mine["both/ms"] <= mine["both/ms/p80"]
+    assert mine["both/floor_ms"] == other["both/floor_ms"] > 0
+    assert other["both/of_floor"] == other["both/floor_ms"] / 2
+    for row in (mine, other):
+        for key in ("error/out", "error/gradients"):
+            assert row[key] == row[f"{key}/eager"] < 1e-6
+    assert mine["extra_gib"] is None  # on a CPU
+
+
+@pytest.mark.parametrize(("name", "key"), [("out1", "error/out"), ("gradient2", "error/gradients")])
+def test_an_error_of_a_timed_call_is_measured(name, key):
+    results = timed_results(5)
+    results[name] = 1.01 * results[name]
+    errors = compare_results(CALL, results, 5)
+    assert errors[key] == pytest.approx(0.01, rel=0.01)
+    assert errors[f"{key}/eager"] < 1e-6
+    assert max(compare_results(CALL, timed_results(6), 5).values()) > 0.5  # of other inputs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda results: results.pop("out0"),
+        lambda results: results.update(out2=results["out0"]),
+        lambda results: results.update(gradient0=results["gradient0"][:1]),
+    ],
+)
+def test_results_of_another_shape_are_no_results(change):
+    results = timed_results(5)
+    change(results)
+    with pytest.raises(Ended, match=r"^its timed calls gave other results than those of the contract$"):
+        compare_results(CALL, results, 5)
+
+
+@pytest.mark.parametrize(
+    ("windows", "middle"),
+    [
+        ([(0.05, None)] * 3, None),  # a CPU has no events
+        ([(0.05, 0.049)] * 3, None),
+        ([(0.05, 0.049), (0.05, 0.001), (0.05, 0.049)], None),  # the median counts
+        ([(0.05, 0.04)] * 3, "1.25"),
+        ([(0.05, 0.0)], "50000000.00"),
+        ([(0.01, 0.001)] * 3, None),  # the host's own work is a large part of a short window
+        ([(0.05, "fast")] * 3, None),
+    ],
+)
+def test_work_in_another_stream_makes_the_clocks_disagree(windows, middle):
+    text = f"its calls take {middle} x as long by the judge's clock as by the events in its stream"
+    assert clocks_disagree(windows) == (text if middle else None)
+
+
+@pytest.mark.parametrize(("times", "sets"), [(100, 4), (4, 4), (3, 3), (0, 2)])
+def test_the_sets_of_inputs_are_at_least_two_and_as_large_as_the_cache(monkeypatch, times, sets):
+    """With one set, a backend could keep its result. More than fill the cache would only fill the memory."""
+    inputs = contract("norm").inputs(shape=(3, 64), dtype=torch.float32)
+    size = sum(tensor.nbytes for tensor in tensors_of(inputs).values())
+    monkeypatch.setattr(alone_module, "SETS_BYTES", times * size)
+    assert count_sets(CALL) == sets
+
+
+class Worker:
+    """Takes the place of a Sandbox. It answers at once, and says that its calls took no time on the GPU."""
+
+    content = save({"out0": torch.zeros(1)})
+    changed = ()
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def send(self, message):
+        pass
+
+    def receive(self):
+        return {"event_seconds": 1e-12, "extra_bytes": None}
+
+    def read_file(self, name, at_most):
+        return self.content
+
+    def changed_files(self):
+        return list(self.changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, r"its calls take [\d.]+ x as long by the judge's clock as by the events in its stream"),
+        ({"content": b"\x80\x04N."}, "it wrote no tensors: .*"),
+        ({"changed": ["train.py"]}, r"it changed files of the repo: train\.py"),
+    ],
+)
+def test_a_worker_that_cheats_has_no_figures(monkeypatch, tmp_path, changes, message):
+    monkeypatch.setattr(alone_module, "Sandbox", type("Changed", (Worker,), changes))
+    monkeypatch.setattr(alone_module, "EVENTS_FROM", 0.0)
+    with pytest.raises(Ended, match=f"^{message}$"):
+        alone_module.time_backend(CALL, "mine.py", 3, tmp_path, 60)
