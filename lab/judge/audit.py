@@ -2,13 +2,14 @@
 
 A segment of a run goes from one state to the next. The replay starts from the run's weights and moments at the start of
 the segment; the first segment starts from the seed. It makes the same steps, and compares every loss and, at the end,
-AdamW's first moments. The moments are a weighted sum of the segment's gradients, so they show an error in one gradient
-of one step. The bounds are those of parity (lab/proof/parity.py): eager PyTorch makes the same steps in fp32 and in the
-row's precision.
+AdamW's first moments and the weights. The moments are a weighted sum of the segment's gradients, so they show an error
+in one gradient of one step. The bounds are those of parity (lab/proof/parity.py): eager PyTorch makes the same steps in
+fp32 and in the row's precision.
 
 After the segments, eager PyTorch evaluates the run's last weights, and computes the logits of the run's generation.
 """
 
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from model.step import evaluate, train_step
 from runtime.device import select_device
 from runtime.schedule import TrainConfig
 
+WEIGHTS_FACTOR, WEIGHTS_ROUNDING = 3.0, 0.05  # of a change of the weights; measured in fp32 (tiny model): 1e-4
 VAL_ROUNDING = 2.0**-11  # of the validation loss in a precision below fp32, relative to the loss
 
 
@@ -94,7 +96,7 @@ def replay(question: Question) -> dict:
     windows, held_out = open_splits(dataset, train.block_size, recipe.documents, evaluate=True)
     loader = Loader(windows, train.batch_size, train.tokens_per_step, recipe.seed, overfit=train.overfit)
     last_state = read_state(question.folder / f"state-{len(question.losses)}")
-    references: dict[str, FirstSteps] = {}
+    references: dict[str, Replayed] = {}
     val_losses, logits = {}, {}
     for precision in dict.fromkeys(("fp32", recipe.precision)):
         fp8 = recipe.kernels.fp8 if precision == "fp8" else None
@@ -104,7 +106,8 @@ def replay(question: Question) -> dict:
             model = model_with(last_state, eager, device)
             val_losses[precision] = evaluate(model, held_out, train.batch_size, train.eval_samples, device)
     truth, rounded = references["fp32"], references[recipe.precision]
-    parity = judge(collect_run(question), truth, rounded)
+    run, run_weights = collect_run(question)
+    parity = judge(run, truth.steps, rounded.steps)
     parity["segments"] = question.segments
     problems = [] if parity["ok"] else [describe_parity(parity)]
     if val_losses:
@@ -126,15 +129,29 @@ def replay(question: Question) -> dict:
             problems.append(
                 f"the logits of its generation are off by {logits['error']:.2g} (bound {logits['bound']:.2g})"
             )
+    parity["weights"] = weights = compare_weights(run_weights, truth, rounded)
+    if not weights["error"] <= weights["bound"]:
+        problems.append(
+            f"its weights are not those that its gradients give: they are off by {weights['error']:.1e} of their "
+            f"change (bound {weights['bound']:.1e})"
+        )
     return parity | {"ok": not problems, "why": problems[0] if problems else None}
+
+
+class Replayed(NamedTuple):
+    """The losses and first moments of all segments, and the sketches of the weights at the end and start of each."""
+
+    steps: FirstSteps
+    weights: dict[str, Tensor]
+    starts: dict[str, Tensor]
 
 
 def replay_segments(
     question: Question, eager: Recipe, train: TrainConfig, loader: Loader, device: torch.device
-) -> FirstSteps:
-    """Make the steps of all segments. Return their losses, and for each segment the sketches of the first moments."""
+) -> Replayed:
+    """Make the steps of all segments."""
     stored = PRECISIONS[question.recipe.precision][0]
-    losses, sketches = [], {}
+    losses, sketches, weights_after, weights_before = [], {}, {}, {}
     for first, last in question.segments:
         weights = read_pretrained(question.init_from) if question.init_from else None
         model = eager.build(device, weights)
@@ -142,28 +159,51 @@ def replay_segments(
         if first:
             copy_state(read_state(question.folder / f"state-{first}"), flat_state(optimizer))
             optimizer.load(first, first)
+        weights_before |= sketch_group("model", flat_state(optimizer), last)
         for step in range(first + 1, last + 1):
             batches = [tuple(tensor.to(device) for tensor in batch) for batch in loader(step)]
             loss, _ = train_step(model, optimizer, batches, learning_rate(eager.optim, step, train.max_steps))
             losses.append(loss.item())
-        sketches |= moments(flat_state(optimizer), last)
-    return {"losses": torch.tensor(losses, dtype=torch.float64), **sketches}
+        sketches |= sketch_group("exp_avg", flat_state(optimizer), last)
+        weights_after |= sketch_group("model", flat_state(optimizer), last)
+    steps = {"losses": torch.tensor(losses, dtype=torch.float64), **sketches}
+    return Replayed(steps, weights_after, weights_before)
 
 
-def collect_run(question: Question) -> FirstSteps:
-    """Return the run's own losses and sketches of the same steps, in the form of replay_segments()."""
+def collect_run(question: Question) -> tuple[FirstSteps, dict[str, Tensor]]:
+    """Return (steps, weights) of the run itself, in the form of Replayed."""
     steps = [step for first, last in question.segments for step in range(first, last)]
     run = {"losses": torch.tensor([question.losses[step] for step in steps], dtype=torch.float64)}
+    weights = {}
     for _, last in question.segments:
         state = read_state(question.folder / f"state-{last}")
-        run |= moments({name: tensor.to(question.device) for name, tensor in state.items()}, last)
-    return run
+        state = {name: tensor.to(question.device) for name, tensor in state.items()}
+        run |= sketch_group("exp_avg", state, last)
+        weights |= sketch_group("model", state, last)
+    return run, weights
 
 
-def moments(state: dict[str, Tensor], step: int) -> FirstSteps:
-    """Return the sketches of AdamW's first moments after step `step`: {"name in step N": sketch()}."""
-    first_moments = {name: tensor for name, tensor in state.items() if name.startswith("exp_avg/")}
-    return {f"{name.partition('/')[2]} in step {step}": sketch(name, tensor) for name, tensor in first_moments.items()}
+def sketch_group(group: str, state: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+    """Return {"name in step N": sketch()} of the first moments, `exp_avg`, or of the weights, `model`."""
+    tensors = {name: tensor for name, tensor in state.items() if name.startswith(f"{group}/")}
+    return {f"{name.partition('/')[2]} in step {step}": sketch(name, tensor) for name, tensor in tensors.items()}
+
+
+def compare_weights(run: dict[str, Tensor], truth: Replayed, rounded: Replayed) -> dict[str, float]:
+    """Return {"error", "bound"}: how far the run's weights are from the replay's, relative to what the steps changed.
+
+    AdamW's steps are as long for small gradients as for large ones, so rounding changes many small ones.
+    """
+    change = length(truth.weights, truth.starts)
+    error, rounding = (length(weights, truth.weights) for weights in (run, rounded.weights))
+    if not change:
+        return {"error": math.inf if error else 0.0, "bound": 0.0}
+    return {"error": error / change, "bound": WEIGHTS_FACTOR * rounding / change + WEIGHTS_ROUNDING}
+
+
+def length(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Return the length of the difference of two sets of sketches."""
+    return math.sqrt(sum((a[name].double() - b[name]).square().sum().item() for name in b))
 
 
 def read_state(path: Path) -> dict[str, Tensor]:

@@ -188,9 +188,13 @@ def names_eager_kernel(op: str, impl: str, inputs: dict, patterns: list) -> str 
     eager = load_eager(op, device)
     with warnings.catch_warnings(action="ignore"):  # PyTorch 2.11 warns that it clears events
         profiled = profile_step(lambda: outputs_and_gradients(eager, inputs), device, {})
-    for pattern in patterns:
+    for pattern in map(str, patterns):
+        try:
+            expression = re.compile(pattern)
+        except re.error as error:
+            return f"its RUNS has the pattern {pattern}, which is no regular expression: {error}"
         for kernel in profiled["kernels"]:
-            if re.search(str(pattern), kernel["name"]):
+            if expression.search(kernel["name"]):
                 return f"its RUNS has the pattern {pattern}, which {kernel['name']}, a kernel of eager PyTorch, matches"
     return None
 

@@ -140,7 +140,7 @@ def page(row: dict) -> str:
     counts = Counter(map(first_word, row["cases"].values()))
     skipped = sorted({status for status in row["cases"].values() if first_word(status) == "unavailable"})
     lines = [f"# {row['op']}: {row['impl']} against {row['against']}", "", f"**{verdict_sentence(row)}**", ""]
-    if "training" in row:
+    if "training" in row and row["verdict"] != "wrong":  # a wrong backend has no speed
         lines += [figures_table(row), "", f"The baseline is {row['baseline']}. {runs_note(row)}".strip(), ""]
     lines.append(
         f"The cases compare outputs and gradients with float64, on random inputs that nobody has seen before. Of "

@@ -99,6 +99,7 @@ def test_a_right_run_in_a_lower_precision_agrees_within_its_rounding(tmp_path, p
     parity = replay(question)
     assert (parity["ok"], parity["why"]) == (True, None)
     assert 0 < parity["loss_error"] <= parity["loss_bound"] < 0.1
+    assert 0 < parity["weights"]["error"] <= parity["weights"]["bound"] < 1
     assert 0 < parity["gradient_error"] <= parity["gradient_bound"] < 0.1
     wrong = [*question.losses[:-1], question.losses[-1] + 4 * parity["loss_bound"]]
     assert not replay(question._replace(losses=wrong))["ok"]
@@ -135,6 +136,18 @@ def test_weights_that_the_run_did_not_have_are_wrong(change):
     """The steps after them have other losses."""
     question = change("state-4", {"model/h.0.mlp.c_fc.weight": lambda weight: weight + 0.01})
     assert replay(question._replace(prompts=None))["ok"] is False
+
+
+def test_weights_that_change_between_two_segments_are_wrong(honest, change):
+    """The run goes on from them, so its losses and moments agree with a replay that starts there."""
+    weights = replay(honest._replace(prompts=None))["weights"]
+    assert weights["error"] <= 1e-3 < weights["bound"]
+    question = change("state-7", {"model/h.0.mlp.c_fc.weight": lambda weight: weight + 0.01})
+    val_loss = replay(question._replace(prompts=None))["validation"]["reference"]
+    parity = replay(question._replace(prompts=None, val_loss=val_loss))
+    assert parity["loss_error"] <= parity["loss_bound"]
+    assert parity["ok"] is False
+    assert parity["why"].startswith("its weights are not those that its gradients give: they are off by ")
 
 
 def test_only_the_drawn_segments_are_repeated(honest):

@@ -223,6 +223,7 @@ def test_a_pattern_that_a_kernel_of_eager_matches_proves_nothing(inputs):
     reason = names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel", "aten::native_layer_norm"])
     assert reason.startswith("its RUNS has the pattern aten::native_layer_norm, which ")
     assert names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel"]) is None
+    assert "is no regular expression" in names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel("])
     assert names_eager_kernel("norm", "eager", inputs[0], ["aten::native_layer_norm"]) is None
 
 

@@ -140,6 +140,7 @@ def test_losses_further_apart_than_two_seeds_are_wrong(gap, is_wrong):
         reason = f"its losses leave those of eager: they are {gap:.1e} apart, and two seeds of the baseline 3.0e-02"
         assert row["reason"] == reason
         assert f"**norm=triton is wrong: {reason}**" in page(row)
+        assert "tokens/s" not in page(row)
 
 
 def test_a_speed_that_cannot_be_true_gives_no_verdict():
