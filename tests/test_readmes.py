@@ -19,9 +19,8 @@ from tests.crashtest.__main__ import parse_arguments
 from tests.test_train import config
 
 ROOT = Path(__file__).parents[1]
-READMES = {
-    path.relative_to(ROOT).as_posix(): path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md")]
-}
+PATHS = [*ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md"), ROOT / "lab/judge/README.md"]
+READMES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
 COMMAND = re.compile(r"(?:^ *|`)((?:[A-Z_]+=\S+ )*(?:python|torchrun|make|scripts/measure\.sh) [^`#\n]+)", re.MULTILINE)
 COMMANDS = [
     (name, command.strip())
