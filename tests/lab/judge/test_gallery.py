@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # 27 steps of two micro-steps of 2,048 tokens, because the cheats in training wait for so many calls and so many rows
 SMALL = ["model=tiny", "data.tokenizer=bytes", "train.batch_size=16", "train.block_size=128", "train.max_steps=27"]
 SMALL += ["train.tokens_per_step=4096", "model.n_embd=64", "model.n_head=2"]
-SOME_CASES = 4  # of the contract in each precision; the calls of the training come on top
+SOME_CASES = 2  # of the contract in each precision; the calls of the training come on top
 
 
 def constants(path: Path) -> dict:
@@ -61,7 +61,8 @@ def composed():
 def judge(path: Path, folder: Path) -> str:
     """Return what the judge says about a backend: ok, or why it is refused."""
     claim = Claim(constants(path)["OP"], str(path), "eager")
-    words = [*training_words(claim, DEVICE, []), *SMALL]
+    steps = [] if "REFUSED" in constants(path) else ["train.max_steps=9"]  # nothing waits for a step
+    words = [*training_words(claim, DEVICE, []), *SMALL, *steps]
     config, recipe = read_training([*words, choose_backends(claim, "eager")])
     probes = make_probes(claim, recipe, (config.train.batch_size, config.train.block_size))
     probes = {case: probe for case, probe in probes.items() if not probe.compiled}
