@@ -37,7 +37,7 @@ def blame(run: Path, number: int | None, device_name: str, trust: bool) -> bool:
         check_backends(row["config"], f"the config of {run}", "read it, and add --trust to run it")
     cfg = parse(row["config"], TrainConfig)
     step, device = read_step(run, number), select_device(device_name)
-    recipe = Recipe(cfg.model, cfg.kernels, cfg.attn, cfg.optim, cfg.precision, cfg.seed, cfg.data.mask_documents)
+    recipe = Recipe.of(cfg)
     check_ids(step, cfg.model)
     recipes, replays = list(swaps(recipe)), []
     if line := check_repeatable(step, device, recipes[0][1], recipes[-1][1]):

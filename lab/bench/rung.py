@@ -85,7 +85,7 @@ def load_solution(path: str) -> Callable:
     if not callable(solution):
         raise UserError(f"{path} defines no function solution(...): its arguments are those of exercise() in the rung")
 
-    @functools.wraps(solution)
+    @functools.wraps(solution, updated=())  # see kernels/arguments.py
     def checked_solution(**inputs):
         results = solution(**inputs)
         tensors = results if isinstance(results, tuple) else (results,)

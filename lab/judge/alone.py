@@ -19,7 +19,6 @@ from lab.bench.op import floors, forward_and_backward, largest_error, outputs, r
 from lab.judge.cases import HEADROOM, WORKER, draw_seed
 from lab.judge.op_worker import Timing, tensors_of
 from lab.judge.sandbox import Ended, Sandbox
-from runtime.device import GIB
 from runtime.meter import quantiles
 from runtime.timing import time_in_turns
 
@@ -64,7 +63,7 @@ def time_backend(
     with Sandbox(WORKER, folder, limit) as worker:
         sets = count_sets(call)
         worker.send(("timing", str(call.device), Timing(call.op, name, call.shape, call.dtype, seed, sets, "results")))
-        extra = worker.receive().get("extra_bytes")
+        extra = worker.receive().get("extra_gib")
 
         def window(count: int) -> tuple[float, float | None]:
             start = time.perf_counter()
@@ -93,7 +92,7 @@ def time_backend(
         raise Ended(reason)
     p20, median, p80 = (1e3 * value for value in quantiles(seconds))
     row = {"both/ms": median, "both/ms/p20": p20, "both/ms/p80": p80}
-    return row | {"extra_gib": extra / GIB if isinstance(extra, int) else None}, results, seed
+    return row | {"extra_gib": extra if isinstance(extra, float) else None}, results, seed
 
 
 def clocks_disagree(windows: list[tuple[float, float | None]]) -> str | None:

@@ -5,7 +5,6 @@ window begins, and does not know which states will be compared.
 """
 
 import random
-import shutil
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -107,7 +106,6 @@ def run_arm(
     arm, steps, inside, begun = Arm(folder=folder), 0, inside.resolve(), time.perf_counter()
     program = str(inside / "repo" / "train.py")
     folder.mkdir(parents=True)
-    shutil.rmtree(inside / "run", ignore_errors=True)
     with Sandbox([program, *words, override("out_dir", inside / "run")], inside, START_SECONDS, shows_output) as worker:
         try:
             worker.receive()

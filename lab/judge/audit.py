@@ -24,7 +24,7 @@ from data import DataConfig, open_dataset
 from data.loader import Loader, open_splits
 from kernels.registry import AttnConfig, KernelsConfig
 from lab.judge.arm import Arm, Plan
-from lab.proof.generation import compared_rows, rebuild, to_float64
+from lab.proof.generation import reference_logits
 from lab.proof.parity import ROUNDING, FirstSteps, judge, sketch
 from lab.proof.references import reference_batch_size, run_in_process
 from lab.proof.witness import flat_state
@@ -237,15 +237,11 @@ def compare_logits(model: GPT, precision: str, question: Question, device: torch
 
     The bound is four times the error of eager PyTorch in the row's precision, plus rounding.
     """
-    idx, lengths, new = question.prompts
+    idx, lengths, new = (tensor.to(device) for tensor in question.prompts)
     given = read_state(question.folder / "logits")["logits"].to(device)
-    rows = compared_rows(len(idx))
-    eager, exact = rebuild(model, precision), to_float64(rebuild(model, precision))
     errors, eager_errors, scales = [], [], []
-    for place, row in enumerate(rows):
-        length = int(lengths[row])
-        ids = torch.cat((idx[row, :length], new[row, :-1]))[None].to(device)
-        truth, rounded = (reference(ids)[0, length:].double() for reference in (exact, eager))
+    for place, (_, *references) in enumerate(reference_logits(model, precision, idx, lengths, new)):
+        truth, rounded = (reference[1:] for reference in references)  # the run sends no logits of the prefill
         errors.append((given[place] - truth).abs().max())
         eager_errors.append((rounded - truth).abs().max())
         scales.append(truth.abs().max())

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from kernels.check import broken_rule, default_dout, out_of_place, outputs_and_gradients
+from kernels.check import float64_results, out_of_place, outputs_and_gradients, why_inexact
 from kernels.registry import contract
 from kernels.registry import load as load_backend
 from lab.bench.probe import ENDED, Probe, first_word
@@ -31,6 +31,14 @@ SLACK = 2.0  # a factor of the rule's bounds. With 1, sdpa broke the rule in one
 MOST_FAILURES = 3  # of a group: each takes another worker, which starts in 2 s
 HEADROOM = 2**20  # bytes of a file of results besides its tensors
 MOST_TENSORS = 64  # the results of all calls take at most so many times the bytes of the inputs
+
+DESCRIPTIONS = {  # of the calls in op_worker.py, for an error that the first call does not have
+    "second": "a call with other numbers at the same addresses",
+    "third": "a third call, with the first numbers",
+    "no_grad": "a call under torch.no_grad()",
+    "inference": "a call under torch.inference_mode()",
+    "elsewhere": "a call with inputs at other addresses",
+}
 
 
 def draw_seed() -> int:
@@ -142,19 +150,12 @@ def why_wrong(case: Case, inputs: list[dict], results: dict[str, Tensor], facts:
     expected = []
     for values, seed in zip(inputs, case.seeds, strict=True):
         eager = outputs_and_gradients(load_eager(op, device), values, seed=seed)
-        exact = {name: value for name, value in values.items() if name != "fp8" or not facts.get("own_scales")}
-        options = {"seed": seed, "dtype": torch.float64, "dout": default_dout(values)}
-        expected.append((eager, outputs_and_gradients(contract(op).reference, exact, **options)))
+        expected.append((eager, float64_results(op, values, bool(facts.get("own_scales")), seed=seed)))
     for call, (way, number) in CALLS.items():
         eager, truth = expected[number]
         if way != "gradients":
             eager, truth = outputs_of(eager), outputs_of(truth)
-        reason = broken_rule(by_call[call], eager, truth, inputs[number], dtype, SLACK)
-        if not reason and getattr(contract(op), "OPTIMIZER", False):  # its states follow the rule in fp32
-            states = {name: tensor for name, tensor in by_call[call].items() if tensor.dtype == torch.float32}
-            exact_states = {name: truth[name] for name in states}
-            reason = broken_rule(states, eager, exact_states, inputs[number], torch.float32, SLACK)
-        if reason:
+        if reason := why_inexact(op, by_call[call], eager, truth, inputs[number], dtype, SLACK):
             return reason if call == "first" else f"{reason} (in {DESCRIPTIONS[call]})"
     if reason := names_eager_kernel(op, case.probe.impl, inputs[0], facts.get("runs") or []):
         return reason
@@ -166,15 +167,6 @@ def why_wrong(case: Case, inputs: list[dict], results: dict[str, Tensor], facts:
 
 def load_eager(op: str, device: torch.device) -> Callable:
     return out_of_place(contract(op), load_backend(op, "eager", device))
-
-
-DESCRIPTIONS = {
-    "second": "a call with other numbers at the same addresses",
-    "third": "a third call, with the first numbers",
-    "no_grad": "a call under torch.no_grad()",
-    "inference": "a call under torch.inference_mode()",
-    "elsewhere": "a call with inputs at other addresses",
-}
 
 
 def names_eager_kernel(op: str, impl: str, inputs: dict, patterns: list) -> str | None:

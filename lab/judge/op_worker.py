@@ -3,7 +3,6 @@
 Nothing here decides anything. The results go to the judge (cases.py, alone.py), which never imports the backend.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import ModuleType
@@ -17,7 +16,15 @@ from kernels.check import out_of_place, outputs_and_gradients, poisoned_memory
 from kernels.compat import inductor_options
 from kernels.registry import Unavailable, backend, contract, describe, load
 from lab import compat
-from lab.bench.op import backend_of, contestants, forward_and_backward, optional_arguments, outputs, random_gradients
+from lab.bench.op import (
+    backend_of,
+    contestants,
+    extra_memory,
+    forward_and_backward,
+    optional_arguments,
+    outputs,
+    random_gradients,
+)
 from lab.bench.probe import Probe, interpreter_lacks
 from lab.channel import Channel
 from lab.tampering import find_functions, replaced_functions
@@ -200,8 +207,8 @@ def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
     douts = random_gradients(outputs(function, sets[0]), sets[0])
     results: list[Any] = [None] * work.sets
     number = 0
-    peak = extra_bytes(functools.partial(forward_and_backward, function, sets[0], douts), device)
-    channel.answer(extra_bytes=peak)
+    forward_and_backward(function, sets[0], douts)  # compiles and tunes, which takes memory, too
+    channel.answer(extra_gib=extra_memory(function, sets[0], douts, device))
     while count := channel.receive():
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         for event in events[:1]:
@@ -217,20 +224,7 @@ def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
     for group, name in zip(results[0], ("out", "gradient"), strict=True):
         named |= {f"{name}{i}": tensor for i, tensor in enumerate(group) if tensor is not None}
     channel.write(work.file, named)
-    channel.answer(facts=getattr(backend(work.op, backend_of(work.impl)), "OWN_SCALES", False))
-
-
-def extra_bytes(call: Callable, device: torch.device) -> int | None:
-    """Return the peak bytes of a call besides inputs, outputs and gradients; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    call()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    results = call()
-    size = sum(tensor.nbytes for group in results for tensor in group if tensor is not None)
-    return torch.cuda.max_memory_allocated(device) - before - size
+    channel.answer(written=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ model's own (rounded) weights, and again in the run's precision, which gives the
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -40,14 +41,9 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
             text += tokens
     new = torch.tensor(texts, device=device)  # (B, new_tokens)
     logits = step_logits(greedy, idx, lengths, new)
-    eager = rebuild(model, precision)
-    exact = to_float64(rebuild(model, precision))
     errors, eager_errors, scales, gaps = [], [], [], []
-    for place, row in enumerate(compared_rows(len(idx))):
-        length = int(lengths[row])
-        ids = torch.cat((idx[row, :length], new[row, :-1]))[None]
-        with torch.no_grad():
-            truth, rounded = (reference(ids)[0, length - 1 :, :n_vocab].double() for reference in (exact, eager))
+    for place, (row, *references) in enumerate(reference_logits(model, precision, idx, lengths, new)):
+        truth, rounded = (reference[:, :n_vocab] for reference in references)
         errors.append((logits[place, :, :n_vocab] - truth[1:]).abs().max())
         eager_errors.append((rounded - truth).abs().max())
         scales.append(truth.abs().max())
@@ -59,6 +55,24 @@ def prove(decoder: Decoder, options: dict, precision: str, idx: Tensor, lengths:
         "compared": len(gaps),
         **judge(torch.cat(gaps), error, bound, describe_rounding(options)),
     }
+
+
+@torch.no_grad()
+def reference_logits(
+    model: GPT, precision: str, idx: Tensor, lengths: Tensor, new: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (row, exact logits, eager's logits), both (n, V) float64, for each of compared_rows().
+
+    They are the logits after the prompt's last token, and after each token of new (B, n) except the last. One forward
+    of eager PyTorch reads the prompt and the tokens, in float64 and in the precision of the run.
+    """
+    eager = rebuild(model, precision)
+    exact = to_float64(rebuild(model, precision))
+    for row in compared_rows(len(idx)):
+        length = int(lengths[row])
+        ids = torch.cat((idx[row, :length], new[row, :-1]))[None]
+        truth, rounded = (reference(ids)[0, length - 1 :].double() for reference in (exact, eager))
+        yield row, truth, rounded
 
 
 def compared_rows(batch: int) -> list[int]:

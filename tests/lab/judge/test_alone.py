@@ -118,7 +118,7 @@ class Worker:
         pass
 
     def receive(self):
-        return {"event_seconds": 1e-12, "extra_bytes": None}
+        return {"event_seconds": 1e-12, "extra_gib": None}
 
     def read_file(self, name, at_most):
         return self.content
