@@ -202,7 +202,13 @@ def measured_flops(device, dtype):
 
 @pytest.fixture
 def called(monkeypatch, capsys):
-    """Run a command in this process: called("train.py", train.main, "key=value") -> (exit code, stdout, stderr)."""
+    """Run a command in this process: called("train.py", train.main, "key=value") -> (exit code, stdout, stderr).
+
+    Hydra forgets the choices that a test adds, such as attn=path/to/mine.py. An error lists all choices, and --help in
+    a later test would list the folders above attn=../../mine.py, for more than 10 minutes.
+    """
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
     # Each run would measure the peak of the CPU again, which is 0.35 s of the 1.1 s of a quick run of train.py
     monkeypatch.setattr("runtime.device.measured_flops", measured_flops)
     # Hydra composes the whole config a first time to read hydra.mode, which is 0.15 s of the 0.4 s of a quick command
@@ -323,12 +329,9 @@ def tables(monkeypatch, tmp_path):
 def hotswap(called, monkeypatch, tmp_path):
     """Run train.py in this process: hotswap("kernels=compile") -> (exit code, stdout, stderr).
 
-    The current folder is an empty one, so each test has its own runs and token shards. Hydra forgets the choices that a
-    test adds, such as attn=path/to/mine.py: an error lists all choices.
+    The current folder is an empty one, so each test has its own runs and token shards.
     """
     import train
 
-    store = ConfigStore.instance()
-    monkeypatch.setattr(store, "repo", copy.deepcopy(store.repo))
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: called("train.py", train.main, *arguments, f"data.cache={tmp_path / 'tokens'}")
