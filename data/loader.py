@@ -94,19 +94,28 @@ class Loader:
         self.windows, self.batch_size, self.seed = windows, batch_size, seed
         self.rank, self.world_size, self.overfit = rank, world_size, overfit
         self.samples_per_step = tokens_per_step // windows.block_size
+        self.shifts: list[tuple[int, int]] = []
 
     def __call__(self, step: int) -> list[Batch]:
         if self.overfit:
             step = 1
         positions = range((step - 1) * self.samples_per_step, step * self.samples_per_step)
-        samples = np.array([self.sample_at(position) for position in positions])
+        shift = sum(samples for first_step, samples in self.shifts if first_step <= step)
+        samples = np.array([self.sample_at(position, shift) for position in positions])
         samples = samples.reshape(-1, self.world_size, self.batch_size)  # (micro-batches, ranks, samples)
         return [self.windows.batch(micro_batch) for micro_batch in samples[:, self.rank]]
 
-    def sample_at(self, position: int) -> int:
+    def shift(self, first_step: int, samples: int) -> None:
+        """From `first_step` on, move the start of each epoch's order by so many samples.
+
+        The judge shifts a run's batches while it trains, so the run cannot know them before.
+        """
+        self.shifts = [*self.shifts, (first_step, samples)]  # a new list, because a thread may read the old one
+
+    def sample_at(self, position: int, shift: int = 0) -> int:
         """Return the number of the sample at `position` in the endless sequence of epochs."""
         epoch, index = divmod(position, len(self.windows))
-        return int(epoch_order(self.seed, epoch, len(self.windows))[index])
+        return int(epoch_order(self.seed, epoch, len(self.windows))[(index + shift) % len(self.windows)])
 
 
 def open_splits(

@@ -74,7 +74,7 @@ def prepare_job(
     optimizer = recipe.make_optimizer(model, ranks, stop=t.on_nonfinite == "stop", history=t.spike_factor is not None)
     recorder = None
     if channel.is_worker():
-        recorder = proof.Witness(optimizer)
+        recorder = proof.Witness(optimizer, batches)
     elif references:
         recorder = proof.Recorder(optimizer)
     return Job(

@@ -38,10 +38,8 @@ from lab.judge.sandbox import Ended, changed_files, digest_repo, isolation
 from lab.judge.trial import (
     compare_losses,
     impossible_speed,
-    slow_start,
     slower_than_before,
     train_in_turns,
-    waiting_reason,
     why_incomplete,
 )
 from lab.judge.verdict import Evidence, judge_claim, page, speed_figure
@@ -171,11 +169,9 @@ def gather_evidence(
         return Evidence({}, runs, [])
     if not all(map(speed, (*judged, *baseline))):  # one window of steps
         return Evidence({}, runs, [], compare_losses(judged, baseline))
-    notes, rows, impossible = [], [], waiting_reason(judged, baseline)
+    notes, rows = [], []
     matmul_flops = measured_flops(device, PRECISIONS[recipe.precision][1]) * (2 if recipe.precision == "fp8" else 1)
-    impossible = impossible or next(filter(None, (impossible_speed(row, config, matmul_flops) for row in judged)), None)
-    if note := slow_start(judged, baseline):
-        notes.append(note)
+    impossible = next(filter(None, (impossible_speed(row, config, matmul_flops) for row in judged)), None)
     if note := slower_than_before(baseline[0], device_slug(env["device"])):
         notes.append(note)
     if growth := max(row.get("memory_growth", 0) for row in judged):

@@ -1,14 +1,14 @@
 """One run of train.py in a worker: the judge chooses windows of steps, and measures them by its own clock.
 
-The worker sends the losses of each window, and its state after some windows. It learns the length of a window when the
-window begins, and does not know which states will be compared.
+The worker sends the losses of each window, and its state after some windows. It learns the length of a window and most
+of its batches when the window begins, and does not know which states will be compared.
 """
 
 import random
 import statistics
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from common.terminal import override
 from lab.judge.sandbox import Ended, Sandbox
-from lab.proof.witness import FIGURES
+from lab.proof.witness import FIGURES, first_shifted_step
 from model.config import GPTConfig
 from runtime.meter import WARMUP, quantiles
 
-WINDOW = 2, 6  # the fewest and the most steps of a window
+WINDOW = 3, 6  # the fewest and the most steps of a window. The run knows the batches of the first three before it
 SEGMENT = 8, 15  # the fewest and about the most steps between two states
 START_SECONDS = 600.0  # the longest wait for an answer. A run compiles kernels at its start and in its first window
 PROMPT, GENERATED = 32, 5  # tokens of each sequence: before the generation, and in it
@@ -31,11 +31,23 @@ ALL_STEPS, SEGMENTS, LONG_WINDOW = 200, 6, 50  # a longer run has about 6 segmen
 class Plan(NamedTuple):
     """The lengths of a run's windows in steps, and the steps after which the judge asks for the state.
 
-    Only the judge knows the plan.
+    `shifts` has for each window the number of samples by which the batches after its first steps move. Only the judge
+    knows the plan, and both sides of a comparison get the same one.
     """
 
     windows: list[int]
     states: list[int]
+    shifts: list[int]
+
+    @property
+    def starts(self) -> list[int]:
+        """The steps before each window."""
+        return [0, *accumulate(self.windows[:-1])]
+
+    @property
+    def loader_shifts(self) -> list[tuple[int, int]]:
+        """The shifts of the run's Loader."""
+        return [(first_shifted_step(start), shift) for start, shift in zip(self.starts, self.shifts, strict=True)]
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -61,7 +73,7 @@ def draw_plan(steps: int, source: random.Random) -> Plan:
             first = step
         size = source.randint(*WINDOW) if first is not None else source.randint(LONG_WINDOW // 2, LONG_WINDOW)
         windows.append(min(steps - step, size))
-    return Plan(windows, [*states, steps])
+    return Plan(windows, [*states, steps], [source.randrange(2**31) for _ in windows])
 
 
 @dataclass
@@ -72,7 +84,6 @@ class Arm:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each window
     start: float = 0.0  # seconds from the start of the process to the end of the first window
-    outside: float = 0.0  # seconds in which the judge waited for states
     allocated: list[int] = field(default_factory=list)  # bytes after each window, as the worker says
     val_loss: float | None = None
     figures: dict[str, Any] = field(default_factory=dict)  # what the worker says of itself
@@ -109,9 +120,9 @@ def run_arm(
     with Sandbox([program, *words, override("out_dir", inside / "run")], inside, START_SECONDS, shows_output) as worker:
         try:
             worker.receive()
-            for count in plan.windows:
+            for count, shift in zip(plan.windows, plan.shifts, strict=True):
                 start = time.perf_counter()
-                worker.send(("run", count))
+                worker.send(("run", count, shift))
                 answer = worker.receive()
                 arm.seconds.append(time.perf_counter() - start)
                 arm.start = arm.start or time.perf_counter() - begun
@@ -122,14 +133,12 @@ def run_arm(
                 if answer.get("refused"):
                     raise Ended(f"it refused {answer['refused']} steps, whose loss or gradient was not finite")
                 if steps in plan.states:
-                    start = time.perf_counter()
                     worker.send(("state", f"state-{steps}"))
                     worker.receive()
-                    arm.outside += time.perf_counter() - start
                     if steps in kept:  # a copy, because the worker may still write to its file
                         worker.copy_file(f"state-{steps}", arm.state(steps))
                     (inside / f"state-{steps}").unlink(missing_ok=True)
-            worker.send(("run", None))
+            worker.send(("run", None, 0))
             answer = worker.receive()
             if answer.get("replaced"):
                 arm.status = f"wrong: it replaced {', '.join(map(str, answer['replaced']))}"
@@ -156,10 +165,13 @@ def read_losses(answer: dict, count: int) -> list[float]:
 
 def arm_row(arm: Arm, plan: Plan, facts: dict, tokens_per_step: int) -> dict:
     """Return the row of a run, in train.py's form, from the judge's measurements and `facts`."""
-    row = {**facts, "status": arm.status, "steps": len(arm.losses), "start_s": arm.start, "outside_s": arm.outside}
+    row = {**facts, "status": arm.status, "steps": len(arm.losses), "start_s": arm.start}
     if arm.status != "ok":
         return row
-    laps = [seconds / count for seconds, count in zip(arm.seconds[1:], plan.windows[1:], strict=True)]
+    # no figure includes the first window, which compiles, and those after a state: while the judge reads the state, the
+    # worker could make the steps whose batches it knows
+    windows = list(zip(plan.starts, plan.windows, arm.seconds, strict=True))[1:]
+    laps = [seconds / count for start, count, seconds in windows if start not in plan.states]
     for key in FIGURES:  # the worker's word counts for these keys only
         value = arm.figures.get(key)
         if key != "kernels":

@@ -50,6 +50,7 @@ class Question(NamedTuple):
     init_from: str | None
     device: str
     segments: list[tuple[int, int]]
+    shifts: list[tuple[int, int]]  # of the run's Loader
     losses: list[float]  # of all steps of the run
     folder: Path  # with state-<step> and logits
     val_loss: float | None
@@ -95,6 +96,7 @@ def replay(question: Question) -> dict:
     dataset = open_dataset(question.data)
     windows, held_out = open_splits(dataset, train.block_size, recipe.documents, evaluate=True)
     loader = Loader(windows, train.batch_size, train.tokens_per_step, recipe.seed, overfit=train.overfit)
+    loader.shifts = question.shifts
     last_state = read_state(question.folder / f"state-{len(question.losses)}")
     references: dict[str, Replayed] = {}
     val_losses, logits = {}, {}

@@ -95,6 +95,7 @@ def prove_run(cfg: Any, recipe: Recipe, run: Run, device: torch.device) -> None:
     source = random.SystemRandom()
     open_dataset(cfg.data)  # the worker cannot write the shards
     plan = draw_plan(cfg.train.max_steps, source)
+    plan = plan._replace(shifts=[0] * len(plan.windows))  # the batches are those of a run without proof
     segments = draw_segments(plan, device, source)
     prompts = draw_prompts(cfg.model, source)
     words = [as_typed(word) for word in sys.argv[1:]]
@@ -113,7 +114,7 @@ def prove_run(cfg: Any, recipe: Recipe, run: Run, device: torch.device) -> None:
     ceiling = Ceiling(device, PRECISIONS[cfg.precision][1], run.row["flops_per_token"])
     run.row |= ceiling.figures(speed(run.row))
     try:
-        run.row["parity"] = audit(make_question(cfg, recipe, arm, device, segments, prompts), arm)
+        run.row["parity"] = audit(make_question(cfg, recipe, arm, device, plan, segments, prompts), arm)
     except RuntimeError as error:
         raise UserError(f"the run was not compared: {error}") from error
     shutil.rmtree(run.folder / "judge", ignore_errors=True)

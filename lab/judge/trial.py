@@ -14,7 +14,7 @@ import torch
 
 from common.terminal import printable
 from kernels.registry import OPS
-from lab.judge.arm import Arm, arm_row, draw_plan, draw_prompts, growing_memory, run_arm
+from lab.judge.arm import Arm, Plan, arm_row, draw_plan, draw_prompts, growing_memory, run_arm
 from lab.judge.audit import Question, audit, draw_segments, needed_states
 from lab.judge.claim import Claim, choose_backends
 from lab.proof.parity import ROUNDING
@@ -27,9 +27,6 @@ from runtime.config import check
 from runtime.row import write_row
 
 SERVE_GENERATION = [op for op in OPS if op != "loss"]
-# The judge may wait longer for the states of a run than for those of the baseline, by this share of the measured
-# seconds plus these seconds
-WAITING = 0.1, 0.5
 # The last arguments of train.py. They override the user's arguments
 FIXED_WORDS = "kernels.check=false", "proof=false", "profile=false", "logger=none", "train.sample_tokens=0"
 FIXED_WORDS += "train.eval_batches=1", "train.checkpoint_every=0", "train.resume=null"
@@ -98,7 +95,7 @@ def train_in_turns(
             if is_judged and row["status"] == "ok":
                 evaluated = replace(config.train, eval_batches=1, eval_every=config.train.max_steps)
                 question = make_question(
-                    replace(config, train=evaluated), replace(recipe, seed=seed), arm, device, segments, prompts
+                    replace(config, train=evaluated), replace(recipe, seed=seed), arm, device, plan, segments, prompts
                 )
                 row["parity"], row["status"] = judge_run(question, arm)
                 row["no_generation"] = arm.no_generation
@@ -128,6 +125,7 @@ def make_question(
     recipe: Recipe,
     arm: Arm,
     device: torch.device,
+    plan: Plan,
     segments: list[tuple[int, int]],
     prompts: tuple | None,
 ) -> Question:
@@ -138,6 +136,7 @@ def make_question(
         init_from=config.init_from,
         device=str(device),
         segments=segments,
+        shifts=plan.loader_shifts,
         losses=arm.losses,
         folder=arm.folder,
         val_loss=arm.val_loss,
@@ -180,30 +179,6 @@ def later_differences(losses: list[float], others: list[float]) -> list[float]:
 
 def rms(values: list[float]) -> float:
     return math.sqrt(statistics.fmean(value * value for value in values)) if values else 0.0
-
-
-def waiting_reason(rows: list[dict], bases: list[dict]) -> str | None:
-    """Return why a run's speed is not all of its time: the judge waited for its states too long; None if it did not."""
-    for row, base in zip(rows, bases, strict=False):
-        more = row["outside_s"] - base["outside_s"]
-        if more > WAITING[1] + WAITING[0] * row["steps"] * row["perf/step_ms"] / 1e3:
-            return (
-                f"it works between the measured windows: it took {more:.1f} s more than the baseline to send its state"
-            )
-    return None
-
-
-def slow_start(rows: list[dict], bases: list[dict]) -> str | None:
-    """Return a note if each run starts so much later than the baseline's that it could have made its steps in advance.
-
-    The first pair of runs compiles kernels, so it counts only if there is no other.
-    """
-    pairs = list(zip(rows, bases, strict=False))
-    later = pairs[1:] or pairs
-    more = min(row["start_s"] - base["start_s"] for row, base in later)
-    if more <= min(row["steps"] * row["perf/step_ms"] / 1e3 for row, _ in later):
-        return None
-    return f"it takes {more:.1f} s more than the baseline to start, in which it could have made its steps in advance"
 
 
 def impossible_speed(row: dict, config: Any, matmul_flops: float) -> str | None:

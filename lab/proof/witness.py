@@ -1,7 +1,7 @@
 """Send the losses, states and logits of a run in a worker to the judge. lab/judge/arm.py asks for them.
 
 After each window of steps the run waits for the judge. The judge measures the window by its own clock, may ask for the
-weights and moments, and then sends the number of steps of the next window.
+weights and moments, and then sends the number of steps of the next window, and a shift of the batches after it.
 """
 
 from typing import ClassVar
@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from data.loader import PREFETCHED_STEPS, Loader
 from kernels.registry import Unavailable
 from kernels.sampling import Sampling
 from lab.channel import Channel
@@ -28,13 +29,15 @@ class Witness:
 
     functions: ClassVar[dict[str, object]] = {}  # find_functions() before the kernels are imported
 
-    def __init__(self, optimizer: Optimizer):
-        self.channel, self.optimizer = Channel(), optimizer
+    def __init__(self, optimizer: Optimizer, batches: Loader):
+        self.channel, self.optimizer, self.batches = Channel(), optimizer, batches
         self.losses: list[Tensor] = []
+        self.steps = 0
         self.answer_requests(ready=True)
 
     def add_loss(self, loss: Tensor) -> None:
         """Record the loss of a step, a scalar. After the last step of a window, send the window's losses."""
+        self.steps += 1
         self.losses.append(loss.clone())  # a step from a CUDA graph overwrites the loss before it
         if len(self.losses) == self.window:
             device = self.optimizer.lr.device
@@ -45,12 +48,13 @@ class Witness:
             self.answer_requests(losses=losses, allocated=allocated, refused=int(self.optimizer.refused))
 
     def answer_requests(self, **facts: object) -> None:
-        """Send the facts, then answer requests until the judge sends the length of the next window."""
+        """Send the facts, then answer requests until the judge sends the next window."""
         self.channel.answer(**facts)
         while (request := self.channel.receive())[0] == "state":
             self.channel.write(request[1], flat_state(self.optimizer))
             self.channel.answer(written=True)
-        self.window = request[1]  # steps of the next window; None after the last step
+        _, self.window, samples = request  # the steps of the next window; None after the last step
+        self.batches.shift(first_shifted_step(self.steps), samples)
 
     def testify(self, model: GPT, row: dict) -> None:
         """Send the figures of the finished run. Then, if the judge asks for them, send the logits of a generation."""
@@ -67,6 +71,11 @@ class Witness:
             else:
                 self.channel.write(request[1], {"logits": logits})
                 self.channel.answer(written=True)
+
+
+def first_shifted_step(steps: int) -> int:
+    """Return the first step whose batch a run has not read after `steps` steps. A thread reads in advance."""
+    return steps + PREFETCHED_STEPS + 1
 
 
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:

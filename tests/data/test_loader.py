@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.loader import IGNORED, Loader, Windows, evaluation_batches, prefetch
+from data.loader import IGNORED, PREFETCHED_STEPS, Loader, Windows, evaluation_batches, prefetch
 from data.shards import open_shards
 from tests.data.test_shards import damage, write_split
 
@@ -73,6 +73,32 @@ def test_batches_are_a_pure_function_of_seed_and_step(windows):
     assert first_ids(loader(7)) == step_7
     orders = {tuple(first_ids(Loader(windows, 5, 15 * T, seed)(1))) for seed in range(5)}
     assert len(orders) == 5
+
+
+def test_a_shift_moves_the_batches_of_later_steps(windows):
+    """Each shift counts from its first step on, on top of those before it, and an epoch still has every sample once."""
+    usual, loader = (Loader(windows, 5, 5 * T, seed=1) for _ in range(2))
+    loader.shift(2, 5)
+    loader.shift(4, 2**31)
+    assert len(windows) == 15
+    assert first_ids(loader(1)) == first_ids(usual(1))
+    assert [first_ids(loader(step)) for step in (2, 3)] == [first_ids(usual(step)) for step in (3, 1)]
+    moved = Loader(windows, 5, 5 * T, seed=1)
+    moved.shift(1, (5 + 2**31) % 15)
+    assert [first_ids(loader(step)) for step in (4, 5, 6)] == [first_ids(moved(step)) for step in (4, 5, 6)]
+    epoch = [sample for step in (4, 5, 6) for sample in first_ids(moved(step))]
+    assert sorted(epoch) == sorted(first_ids([windows.batch(np.arange(15))]))
+
+
+def test_a_shift_reaches_every_step_that_prefetch_has_not_read(windows):
+    """The judge shifts the batches after a step, when the thread may have read PREFETCHED_STEPS more."""
+    loader, usual = Loader(windows, 2, 4 * T, seed=1), Loader(windows, 2, 4 * T, seed=1)
+    stream = prefetch(loader, 1, torch.device("cpu"))
+    steps = [next(stream) for _ in range(2)]
+    loader.shift(2 + PREFETCHED_STEPS + 1, 3)
+    steps += [next(stream) for _ in range(6)]
+    usual.shift(6, 3)
+    assert [first_ids(batches) for batches, _ in steps] == [first_ids(usual(step)) for step in range(1, 9)]
 
 
 def test_overfit_gives_every_step_the_batches_of_step_1(windows):

@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
+from data.loader import PREFETCHED_STEPS
 from lab.judge import arm as arms
 from lab.judge import sandbox
 from lab.judge.arm import (
@@ -38,6 +39,7 @@ def test_the_segments_cover_all_steps_of_a_run(steps):
         assert plan.segments == list(pairwise([0, *plan.states]))
         assert max(last - first for first, last in plan.segments) <= LONGEST
         assert max(plan.windows[1:], default=1) <= WINDOW[1]
+        assert min(plan.windows[1:-1], default=WINDOW[0]) >= WINDOW[0] == PREFETCHED_STEPS
 
 
 @pytest.mark.parametrize("steps", [ALL_STEPS + 1, 2000])
@@ -97,7 +99,6 @@ def test_the_speed_of_a_run_is_that_of_its_windows_by_the_judges_clock():
     figures = {"mem/peak_rss_gib": 2.0, "kernels": {"norm": "mine"}, "mem/peak_allocated_gib": "none"}
     figures |= {"mem/peak_reserved_gib": None}
     forged = {
-        "outside_s": 0.0,
         "start_s": 0.0,
         "steps": 1e9,
         "status": None,
@@ -109,17 +110,16 @@ def test_the_speed_of_a_run_is_that_of_its_windows_by_the_judges_clock():
         losses=[5.0, 4.0, 3.0, 2.0],
         seconds=[9.0, 1.0, 4.0],
         start=7.5,
-        outside=2.5,
         val_loss=3.5,
         figures=figures | forged,
     )
-    row = arm_row(arm, Plan([1, 1, 2], [4]), {"config": {"seed": 1}}, tokens_per_step=100)
+    row = arm_row(arm, Plan([1, 1, 2], [4], [0, 0, 0]), {"config": {"seed": 1}}, tokens_per_step=100)
     assert (row["perf/laps_s"], row["perf/step_ms"]) == ([1.0, 2.0], 1500.0)
     assert row["perf/tokens_per_sec"] == pytest.approx(100 / 1.5)
     assert row["perf/tokens_per_sec/p20"] < row["perf/tokens_per_sec"] < row["perf/tokens_per_sec/p80"]
     assert (row["train/loss"], row["val/loss"], row["losses"]) == (2.0, 3.5, [5.0, 4.0, 3.0, 2.0])
     assert (row["status"], row["steps"], row["config"]) == ("ok", 4, {"seed": 1})
-    assert (row["start_s"], row["outside_s"]) == (7.5, 2.5)
+    assert row["start_s"] == 7.5
     assert (row["mem/peak_rss_gib"], row["kernels"]) == (2.0, {"norm": "mine"})
     assert row["mem/peak_allocated_gib"] is row["mem/peak_reserved_gib"] is row["perf/first_step_s"] is None
     assert "memory_growth" not in row
@@ -127,8 +127,24 @@ def test_the_speed_of_a_run_is_that_of_its_windows_by_the_judges_clock():
 
 def test_a_run_that_is_not_ok_has_no_speed():
     arm = Arm(status="failed: exit code 1", losses=[5.0], seconds=[9.0])
-    row = arm_row(arm, Plan([1, 1, 2], [4]), {"name": "mine"}, tokens_per_step=100)
-    assert row == {"name": "mine", "status": "failed: exit code 1", "steps": 1, "start_s": 0.0, "outside_s": 0.0}
+    row = arm_row(arm, Plan([1, 1, 2], [4], [0, 0, 0]), {"name": "mine"}, tokens_per_step=100)
+    assert row == {"name": "mine", "status": "failed: exit code 1", "steps": 1, "start_s": 0.0}
+
+
+def test_a_window_after_a_state_is_in_no_figure():
+    """While the judge reads the state, the run could make the three steps whose batches it knows."""
+    arm = Arm(losses=17 * [5.0], seconds=[9.0, 4.0, 1.0, 5.0])
+    row = arm_row(arm, Plan([5, 4, 3, 5], [9, 17], [0, 0, 0, 0]), {}, tokens_per_step=100)
+    assert row["perf/laps_s"] == [1.0, 1.0]
+    assert len(row["losses"]) == 17
+
+
+def test_a_run_learns_the_batches_of_a_window_when_the_window_begins():
+    """Before it, the run knows those of its first three steps, because a thread reads them in advance."""
+    plan = Plan([5, 4, 3], [12], [20, 30, 40])
+    assert plan.loader_shifts == [(4, 20), (9, 30), (13, 40)]
+    shifts = [draw_plan(40, random.Random(seed)).shifts for seed in range(2)]
+    assert len(set(shifts[0]) | set(shifts[1])) == len(shifts[0]) + len(shifts[1])
 
 
 def test_prompts_fit_the_model():
@@ -145,7 +161,7 @@ ANSWERS = """
 answer(ready=True)
 losses = 0
 while True:
-    kind, value = receive()
+    kind, value, *shift = receive()
     if kind == "state":
         (folder / value).write_text(f"state after {losses} losses")
         answer(written=True)
@@ -153,10 +169,10 @@ while True:
         break
     else:
         losses += value
-        answer(losses=value * [5.0], allocated=None, refused=0)
+        answer(losses=value * [float(*shift)], allocated=None, refused=0)
 answer(replaced=[], val_loss=4.0, figures={"mem/peak_rss_gib": 1.0})
 """
-PLAN = Plan([3, 2, 1], [5, 6])
+PLAN = Plan([3, 2, 1], [5, 6], [7, 8, 9])
 
 
 @pytest.fixture
@@ -181,9 +197,9 @@ def run(monkeypatch, tmp_path):
 
 def test_a_run_gives_its_losses_and_the_states_that_are_kept(run, tmp_path):
     arm = run(ANSWERS)
-    assert (arm.status, arm.losses, arm.val_loss) == ("ok", 6 * [5.0], 4.0)
+    assert (arm.status, arm.losses, arm.val_loss) == ("ok", [7.0, 7.0, 7.0, 8.0, 8.0, 9.0], 4.0)
     assert (len(arm.seconds), arm.allocated, arm.figures) == (3, [0, 0, 0], {"mem/peak_rss_gib": 1.0})
-    assert min(arm.start, arm.outside) > 0
+    assert arm.start > 0
     assert arm.state(6).read_text() == "state after 6 losses"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["state-6"]
     assert not list((tmp_path / "worker").glob("state-*"))

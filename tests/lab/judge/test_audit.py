@@ -20,7 +20,7 @@ from model.step import evaluate, train_step
 from tests.test_train import config
 
 CPU = torch.device("cpu")
-STEPS, STATES = 7, [4, 7]
+STEPS, STATES, SHIFTS = 7, [4, 7], [(3, 5), (6, 1234)]
 TINY = "model=tiny", "model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16", "data=text"
 TINY += "train.batch_size=2", "train.block_size=16", "train.tokens_per_step=64", f"train.max_steps={STEPS}"
 TINY += "train.eval_every=7", "train.eval_batches=1", "optim.warmup_steps=2", "optim.learning_rate=1e-3"
@@ -34,6 +34,7 @@ def run_of(folder, precision):
     recipe = Recipe.of(cfg)
     windows, held_out = open_splits(open_dataset(cfg.data), 16, False, evaluate=True)
     loader = Loader(windows, 2, 64, cfg.seed)
+    loader.shifts = SHIFTS
     model = recipe.build(CPU)
     optimizer = TorchAdamW(model, cfg.optim)
     losses = []
@@ -51,7 +52,8 @@ def run_of(folder, precision):
         data=cfg.data,
         init_from=None,
         device="cpu",
-        segments=Plan([STEPS], STATES).segments,
+        segments=Plan([STEPS], STATES, []).segments,
+        shifts=SHIFTS,
         losses=losses,
         folder=folder,
         val_loss=evaluate(model, held_out, 2, cfg.train.eval_samples, CPU),
@@ -103,6 +105,14 @@ def test_a_right_run_in_a_lower_precision_agrees_within_its_rounding(tmp_path, p
     assert 0 < parity["gradient_error"] <= parity["gradient_bound"] < 0.1
     wrong = [*question.losses[:-1], question.losses[-1] + 4 * parity["loss_bound"]]
     assert not replay(question._replace(losses=wrong))["ok"]
+
+
+def test_a_run_that_did_not_shift_its_batches_is_wrong(honest):
+    """It could have made its steps before the windows that the judge measures."""
+    for shifts in ([], SHIFTS[:1], SHIFTS[1:]):
+        parity = replay(honest._replace(shifts=shifts, prompts=None))
+        assert parity["ok"] is False
+        assert parity["loss_error"] > parity["loss_bound"]
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
@@ -218,11 +228,11 @@ def test_all_segments_are_repeated_on_a_cpu_and_two_on_a_gpu():
     seconds = {segments[1] for segments in drawn}
     assert seconds <= set(plan.segments[1:])
     assert len(seconds) > 5
-    alone = Plan([5], [5])
+    alone = Plan([5], [5], [0])
     assert draw_segments(alone, torch.device("cuda"), random.Random(1)) == [(0, 5)]
 
 
 def test_the_states_around_each_segment_are_kept_and_the_last_one():
-    plan = Plan([3, 5, 8], [3, 8, 16])
+    plan = Plan([3, 5, 8], [3, 8, 16], [0, 0, 0])
     assert needed_states([(0, 3)], plan) == {3, 16}
     assert needed_states([(3, 8)], plan) == {3, 8, 16}

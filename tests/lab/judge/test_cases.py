@@ -81,7 +81,7 @@ def test_a_run_imports_the_backend_in_another_process(candidate, monkeypatch, tm
     (tmp_path / "text.txt").write_text("sheep, " * 2000)
     data = override("data.path", tmp_path / "text.txt"), override("data.cache", tmp_path / "tokens")
     words = [*TINY, "precision=fp32", "device=cpu", *data, override("kernels.norm", candidate), *FIXED_WORDS, "seed=5"]
-    arm = run_arm(words, tmp_path / "run", tmp_path / "worker", Plan([5, 2], [7]), {7})
+    arm = run_arm(words, tmp_path / "run", tmp_path / "worker", Plan([5, 2], [7], [3, 4]), {7})
     assert (arm.status, len(arm.losses), len(arm.seconds)) == ("ok", 7, 2)
     assert (arm.figures["kernels"]["norm"].partition(" ")[0], arm.state(7).exists()) == (candidate, True)
     pid = int((tmp_path / "worker/tmp/pid").read_text())

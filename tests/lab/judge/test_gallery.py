@@ -15,6 +15,7 @@ import hydra
 import pytest
 import torch
 
+from data import open_dataset
 from kernels.names import backend_names, config_groups
 from lab import commands
 from lab.judge.arm import draw_plan, draw_prompts, run_arm
@@ -80,6 +81,7 @@ def judge(path: Path, folder: Path) -> str:
     for case in own:
         if not statuses[case].startswith("ok"):
             return f"{case}: {statuses[case]}"
+    open_dataset(config.data)  # no worker can write the shards
     source = random.SystemRandom()
     plan = draw_plan(config.train.max_steps, source)
     segments = draw_segments(plan, DEVICE, source)
@@ -89,7 +91,7 @@ def judge(path: Path, folder: Path) -> str:
     if arm.status != "ok":
         return arm.status
     config = replace(config, train=replace(config.train, eval_batches=1))
-    return judge_run(make_question(config, replace(recipe, seed=3), arm, DEVICE, segments, prompts), arm)[1]
+    return judge_run(make_question(config, replace(recipe, seed=3), arm, DEVICE, plan, segments, prompts), arm)[1]
 
 
 @pytest.mark.exhaustive

@@ -13,10 +13,8 @@ from lab.judge.trial import (
     compare_losses,
     impossible_speed,
     judge_run,
-    slow_start,
     slower_than_before,
     train_in_turns,
-    waiting_reason,
     why_incomplete,
 )
 from lab.recipe import Recipe
@@ -86,7 +84,7 @@ def test_the_runs_take_turns_and_a_repeat_has_one_seed_and_one_plan(monkeypatch,
     seeds = [word for run in mocked.runs for word in run.words if word.startswith("seed=")]
     assert (seeds[0::2], len(set(seeds))) == (seeds[1::2], 3)
     for first, second in zip(mocked.runs[0::2], mocked.runs[1::2], strict=True):
-        assert first.plan == second.plan
+        assert first.plan == second.plan  # the batches, too
     for run in mocked.runs:
         is_judged = run.folder.name.endswith("judged")
         assert run.words[:2] == ["model=tiny", f"kernels.norm={'mine.py' if is_judged else 'eager'}"]
@@ -112,6 +110,7 @@ def test_a_row_has_the_config_of_its_run(monkeypatch, tmp_path):
     assert (question.recipe.seed, question.device) == (row["config"]["seed"], "cpu")
     assert (question.train.eval_every, question.train.eval_batches) == (24, 1)
     assert question.segments == mocked.runs[1].plan.segments
+    assert question.shifts == mocked.runs[1].plan.loader_shifts
 
 
 def test_the_judged_attention_and_a_loss_have_their_keys(monkeypatch, tmp_path):
@@ -181,25 +180,6 @@ def test_a_loss_that_is_no_number_is_out_of_bounds_in_any_repeat(place):
     judged[place]["losses"][1] = math.nan
     losses = compare_losses(judged, rows([5.0, 5.0], [5.0, 6.0]))
     assert not losses["gap"] <= losses["bound"]
-
-
-@pytest.mark.parametrize(("outside", "is_long"), [(3.4, False), (3.6, True)])
-def test_a_run_that_works_between_the_windows_is_named(outside, is_long):
-    """It may take 0.5 s and a tenth of its 10 s longer than the baseline, which took 2 s, to send its states."""
-    honest = {"outside_s": 2.0, "steps": 100, "perf/step_ms": 100.0}
-    reason = waiting_reason([honest, honest | {"outside_s": outside}], [honest, honest])
-    text = f"it took {outside - 2:.1f} s more than the baseline to send its state"
-    assert reason == (f"it works between the measured windows: {text}" if is_long else None)
-
-
-def test_a_start_that_is_longer_by_all_steps_is_a_note():
-    """The first pair compiles kernels, so it counts only without another pair."""
-    base = {"start_s": 5.0, "steps": 40, "perf/step_ms": 100.0}
-    late, compiling = base | {"start_s": 9.5}, base | {"start_s": 60.0}
-    text = "it takes 4.5 s more than the baseline to start, in which it could have made its steps in advance"
-    assert slow_start([compiling, late, late], [base] * 3) == text
-    assert slow_start([compiling, base, late], [base] * 3) is None
-    assert slow_start([late], [base]) == text
 
 
 def test_a_step_cannot_be_faster_than_its_matmuls():

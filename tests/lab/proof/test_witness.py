@@ -43,6 +43,16 @@ def judge(monkeypatch, tmp_path):
         yield call
 
 
+class Batches:
+    """In place of a Loader: notes its shifts."""
+
+    def __init__(self):
+        self.shifts = []
+
+    def shift(self, *shift):
+        self.shifts.append(shift)
+
+
 def model_and_optimizer():
     model = varied_gpt(replace(SMALL, n_layer=1))
     return model, TorchAdamW(model, OPTIM)
@@ -66,12 +76,12 @@ def test_a_worker_takes_its_channel_out_of_the_environment(judge, tmp_path):
 
 def test_a_run_sends_its_losses_after_each_window_and_its_state_if_asked(judge, tmp_path):
     """A step from a CUDA graph writes each loss to the same tensor."""
-    model, optimizer = model_and_optimizer()
-    judge("run", 2)
-    witness, loss = Witness(optimizer), torch.tensor(0.0)
+    (model, optimizer), batches = model_and_optimizer(), Batches()
+    judge("run", 2, 10)
+    witness, loss = Witness(optimizer, batches), torch.tensor(0.0)
     assert judge() == {"ready": True}
     witness.add_loss(loss.fill_(5.0))
-    for message in (("state", "state-2"), ("state", "again"), ("run", 1)):
+    for message in (("state", "state-2"), ("state", "again"), ("run", 1, 20)):
         judge(*message)
     witness.add_loss(loss.fill_(4.0))
     assert judge() == {"losses": [5.0, 4.0], "allocated": None, "refused": 0}
@@ -81,10 +91,11 @@ def test_a_run_sends_its_losses_after_each_window_and_its_state_if_asked(judge, 
     for name, parameter in model.named_parameters():
         assert torch.equal(state[f"model/{name}"], parameter)
     optimizer.refused += 1
-    judge("run", None)
+    judge("run", None, 0)
     witness.add_loss(loss.fill_(3.0))
     assert judge() == {"losses": [3.0], "allocated": None, "refused": 1}
     witness.add_loss(loss)  # a step after the last window has no number
+    assert batches.shifts == [(4, 10), (6, 20), (7, 0)]  # a thread has read the batches of three more steps
     witness.channel.connection.close()
 
 
@@ -92,9 +103,9 @@ def test_a_run_sends_its_losses_after_each_window_and_its_state_if_asked(judge, 
 def test_a_finished_run_sends_its_figures_and_the_logits_of_a_generation(judge, monkeypatch, tmp_path, refuses):
     functions = {"time.time": None}  # not what time.time is
     monkeypatch.setattr(Witness, "functions", functions)
-    model, optimizer = model_and_optimizer()
-    judge("run", None)
-    witness = Witness(optimizer)
+    (model, optimizer), batches = model_and_optimizer(), Batches()
+    judge("run", None, 0)
+    witness = Witness(optimizer, batches)
     judge()
     if refuses:
         monkeypatch.setattr(witnesses, "why_no_generation", lambda model: "it has no cache")
