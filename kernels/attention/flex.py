@@ -10,6 +10,7 @@ compiled training step computes them once for all layers.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kernels.compat import allow_graphs, fake_mode
+from kernels.direct import custom_op
 
 BLOCK = 128  # PyTorch's default
 RUNS = "flex_attention", "flex_attention_backward"
@@ -118,23 +120,25 @@ def block_mask(
     nonempty = (k + BLOCK > lowest_first) & (k <= highest_last)
     full = (k >= highest_first) & (k + BLOCK - 1 <= lowest_last) & (q + BLOCK <= queries)
     size = batch, 1, len(q), len(k)
-    partial_counts, partial_indices = list_blocks((nonempty & ~full).expand(size))
-    full_counts, full_indices = list_blocks(full.expand(size))
-    return BlockMask.from_kv_blocks(
-        kv_num_blocks=partial_counts,
-        kv_indices=partial_indices,
-        full_kv_num_blocks=full_counts,
-        full_kv_indices=full_indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=is_visible,
-        seq_lengths=(queries, keys),
-    )
+    partial, full = (nonempty & ~full).expand(size), full.expand(size)
+    lists = [list_blocks(selected) for selected in (partial, full, partial.mT, full.mT)]  # key blocks, query blocks
+    return BlockMask((queries, keys), *itertools.chain(*lists), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible)
 
 
 def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
     """Map `selected` (..., N) bool to counts (...) and indices (..., N), both int32: the selected blocks come first."""
     indices = selected.byte().argsort(dim=-1, descending=True, stable=True)
     return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
+
+
+def empty_lists(selected: Tensor) -> tuple[Tensor, Tensor]:
+    counts, indices = (selected.new_empty(size, dtype=torch.int32) for size in (selected.shape[:-1], selected.shape))
+    return counts, indices
+
+
+# An operator, because its results are contiguous. Without gradients, PyTorch 2.11's Inductor may give counts (2, 1, 1)
+# the strides (1, 2, 2), and its kernel, which multiplies by the second of them, reads beyond the counts
+list_blocks = custom_op("hotswap::list_blocks", list_blocks, empty_lists)
 
 
 @functools.cache  # without a limit: a captured CUDA graph reads its mask in every replay, so no mask may be freed

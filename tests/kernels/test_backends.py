@@ -16,7 +16,15 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from kernels import fp8
-from kernels.check import broken_rule, float_tensors, outputs_and_gradients, poisoned_memory, why_wrong
+from kernels.check import (
+    broken_rule,
+    exact_results,
+    float_tensors,
+    out_of_place,
+    outputs_and_gradients,
+    poisoned_memory,
+    why_wrong,
+)
 from kernels.compat import TorchDispatchMode
 from kernels.registry import (
     OPS,
@@ -29,6 +37,7 @@ from kernels.registry import (
     load,
     unavailable,
 )
+from lab.judge.op_worker import call_once
 from model.recompute import save_or_recompute
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -140,6 +149,20 @@ def test_against_float64(op, impl, case, dtype, device, poison, fp8_on_a_cpu):
     inputs = case_inputs(op, case, dtype, device)
     function = load_or_skip(op, impl, device, inputs)
     assert why_wrong(op, impl, function, inputs, dtype) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["no_grad", "inference"])
+@pytest.mark.parametrize(("op", "impl", "case"), CASES)
+def test_without_gradients(op, impl, case, way):
+    """The outputs follow the rule. A backend may then run other kernels, such as those that Inductor generates."""
+    device = torch.device("cuda")
+    inputs = case_inputs(op, case, torch.bfloat16, device)
+    function = load_or_skip(op, impl, device, inputs)
+    got = call_once(out_of_place(contract(op), function), inputs, way, seed=0)
+    eager = call_once(out_of_place(contract(op), load(op, "eager", device)), inputs, way, seed=0)
+    truth = {name: tensor for name, tensor in exact_results(op, impl, inputs).items() if name in eager}
+    assert_as_good_as_eager(got, eager, truth, inputs, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("op", "impl"), BACKENDS)

@@ -12,7 +12,7 @@ from kernels.adamw import MULTIPLE
 from kernels.adamw import inputs as adamw_inputs
 from kernels.adamw.eager import adamw as eager_adamw
 from kernels.adamw.triton import adamw as triton_adamw
-from kernels.attention import document_starts, flash
+from kernels.attention import document_starts, flash, flex
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
 from kernels.norm.triton import norm_in_fp8
@@ -93,6 +93,7 @@ def other_calls(device):
         (triton_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (eager_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (flash.document_bounds, {"starts": starts}),
+        (flex.list_blocks, {"selected": (starts[:, None] > 1).expand(2, 3, 8)}),
         (functools.partial(_sampling.sample_tokens, sampling=Sampling(300, top_k=7)), draw),
         (lambda **arguments: norm_in_fp8(**arguments)[1], case_inputs("norm", "fp32_residual", dtype, device)),
     ]
@@ -136,7 +137,7 @@ def test_opcheck_of_flash(flash_calls):
 
 
 @pytest.mark.parametrize("device", DEVICES[-1:])  # beside a GPU, Triton does not run on the CPU
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(6))
 def test_opcheck_of_other_operators(number, device, fp8_on_a_cpu):
     opcheck(recorded(*other_calls(torch.device(device))[number]))
 

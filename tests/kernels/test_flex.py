@@ -67,14 +67,14 @@ def test_forward(case):
     """The output follows the rule inside another torch.compile, without a graph break, and in direct calls.
 
     The other torch.compile is without Inductor, whose C++ takes 8 s to compile for each case. So there are direct calls
-    for three cases: the kernel for one query, lengths, and documents with a window and grouped heads.
+    for two cases: the kernel for one query, and documents with a window and grouped heads.
     """
     inputs = detached(case_inputs("attention", case, torch.float32, "cpu"))
     truth = {"out": contract.reference(**{k: v.double() if k in "qkv" else v for k, v in inputs.items()})}
     eager = {"out": contract.reference(**inputs)}
     torch.compiler.reset()
     functions = [torch.compile(flex.attention, fullgraph=True, backend="aot_eager")]
-    if case in ("decode", "lengths_chunk", "documents_window"):
+    if case in ("decode", "documents_window"):
         functions.append(flex.attention)
     for function in functions:
         assert_as_good_as_eager({"out": function(**inputs)}, eager, truth, inputs, torch.float32)
@@ -124,12 +124,12 @@ def test_a_fake_mask_is_not_cached(monkeypatch):
 
 
 def test_layers_share_the_mask_of_documents():
-    """The graph of three layers sorts each of the mask's four tables once."""
+    """The graph of three layers makes each of the mask's four lists once."""
     starts = torch.zeros(2, 300, dtype=torch.int32)
-    sorts = []
+    lists = []
 
     def keep(graph, _):
-        sorts.append(sum("sort" in str(node.target) for node in graph.graph.nodes))
+        lists.append(sum("list_blocks" in str(node.target) for node in graph.graph.nodes))
         return graph
 
     def layers(x, starts):  # uses the mask without the kernel, which has no backward on a CPU
@@ -142,7 +142,7 @@ def test_layers_share_the_mask_of_documents():
     torch.compile(layers, fullgraph=True, backend=aot_autograd(fw_compiler=keep, partition_fn=inductor_partition()))(
         torch.ones(2, requires_grad=True), starts
     ).sum().backward()
-    assert sorts == [4, 0]  # forward, backward
+    assert lists == [4, 0]  # forward, backward
 
 
 def inductor_partition():
