@@ -57,15 +57,20 @@ class Question(NamedTuple):
     prompts: tuple[Tensor, Tensor, Tensor] | None  # None: the run gave no logits
 
 
-def draw_segments(plan: Plan, device: torch.device, source: random.Random) -> list[tuple[int, int]]:
-    """Draw the segments of a run that will be repeated: all of them on a CPU, the first and another one on a GPU.
+def draw_segments(
+    plan: Plan, device: torch.device, source: random.Random, is_first_run: bool = True
+) -> list[tuple[int, int]]:
+    """Draw the segments of a run that will be repeated: on a CPU all of them, and on a GPU one.
 
-    On a GPU the first steps differ from the others: they compile kernels, and are not in a CUDA graph.
+    On a GPU the first steps of a run are unlike the others, because they compile kernels and are not in a CUDA graph.
+    So the first run repeats them, and another segment.
     """
+    if device.type == "cpu":
+        return plan.segments
     first, *others = plan.segments
-    if device.type != "cpu":
-        others = source.sample(others, min(1, len(others)))
-    return sorted([first, *others])
+    if is_first_run:
+        return [first, *source.sample(others, min(1, len(others)))]
+    return [source.choice(plan.segments)]
 
 
 def needed_states(segments: list[tuple[int, int]], plan: Plan) -> set[int]:

@@ -68,7 +68,7 @@ def train_in_turns(
     sides = dict(zip((claim.against, claim.impl), claim.backends, strict=True))
     for repeat in range(repeats):
         seed, plan = source.randrange(2**31), draw_plan(config.train.max_steps, source)
-        segments = draw_segments(plan, device, source)
+        segments = draw_segments(plan, device, source, is_first_run=repeat == 0)
         order = list(sides.items())
         for name, backend in order if repeat % 2 == 0 else reversed(order):
             is_judged = name == claim.impl

@@ -18,8 +18,9 @@ import torch
 from data import open_dataset
 from kernels.names import backend_names, config_groups
 from lab import commands
+from lab.judge import audit
 from lab.judge.arm import draw_plan, draw_prompts, run_arm
-from lab.judge.audit import draw_segments, needed_states
+from lab.judge.audit import needed_states
 from lab.judge.cases import judge_cases
 from lab.judge.claim import Claim, choose_backends, make_probes, training_words
 from lab.judge.trial import FIXED_WORDS, judge_run, make_question
@@ -30,7 +31,7 @@ HERE = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # 27 steps of two micro-steps of 2,048 tokens, because the cheats in training wait for so many calls and so many rows
 SMALL = ["model=tiny", "data.tokenizer=bytes", "train.batch_size=16", "train.block_size=128", "train.max_steps=27"]
-SMALL += ["train.tokens_per_step=4096", "model.n_embd=64", "model.n_head=2"]
+SMALL += ["train.tokens_per_step=4096", "model.n_embd=64", "model.n_head=2", "model.n_layer=2"]
 SOME_CASES = 2  # of the contract in each precision; the calls of the training come on top
 
 
@@ -49,6 +50,15 @@ def constants(path: Path) -> dict:
 def backends(folder: str) -> list:
     files = sorted((HERE / folder).glob("*.py"))
     return [pytest.param(path, id=path.stem) for path in files if DEVICE.type == "cuda" or "GPU" not in constants(path)]
+
+
+@pytest.fixture(autouse=True)
+def replay_here(monkeypatch):
+    """The replay imports no backend, so it may run in this process, which saves 4 s of each test."""
+    monkeypatch.setattr(audit, "run_in_process", lambda work, arguments, name: work(*arguments))
+    allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allow_tf32  # the replay changes it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +94,7 @@ def judge(path: Path, folder: Path) -> str:
     open_dataset(config.data)  # no worker can write the shards
     source = random.SystemRandom()
     plan = draw_plan(config.train.max_steps, source)
-    segments = draw_segments(plan, DEVICE, source)
+    segments = plan.segments  # on a GPU a verdict repeats two of them only
     prompts = None if claim.op == "loss" else draw_prompts(config.model, source)
     words += [choose_backends(claim, str(path)), *FIXED_WORDS, "seed=3", f"train.eval_every={config.train.max_steps}"]
     arm = run_arm(words, folder / "run", folder / "worker", plan, needed_states(segments, plan), prompts)

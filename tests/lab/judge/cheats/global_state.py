@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 OP = "linear"
-REFUSED = "it changes the process around it: random numbers, TF32 in matmuls"
+# some processors then compute in bf16
+REFUSED = "it changes the process around it: random numbers, TF32 in matmuls|wrong: out0: error"
 
 
 def linear(x, weight, bias):

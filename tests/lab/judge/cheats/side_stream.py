@@ -1,5 +1,7 @@
 """Launches its work on a stream of its own, for which the caller's stream, and the clock on it, do not wait.
 
+The work begins late, so a training reads the output before it is written.
+
 Known from: CUDA-L1 (July 2025), KernelBench's pull request 82 (November 2025), and DeepReinforce's "Hacks and Defenses
 in Automatic GPU Kernel Generation": stream injection.
 """
@@ -10,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 OP = "norm"
-HARMLESS = "the judge waits for all streams, so the work is in the measured time"
+REFUSED = "the losses of 27 steps are off|not finite|wrong: out0"
 GPU = True
+LATE = 20_000_000  # clock cycles: about 10 ms
 
 
 @functools.cache
@@ -32,4 +35,5 @@ def norm(x, residual, weight, bias, eps=1e-5):
     stream = side_stream(x.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        torch.cuda._sleep(LATE)
         return normalise(x, residual, weight, bias, eps)

@@ -3,9 +3,10 @@
 import torch
 
 OP = "norm"
+BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"  # for a CPU, Inductor compiles C++ for 80 s
 
 
-@torch.compile(dynamic=True)
+@torch.compile(dynamic=True, backend=BACKEND)
 def norm(x, residual, weight, bias, eps=1e-5):
     total = x if residual is None else residual + x
     h = total.float()
