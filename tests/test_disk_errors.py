@@ -122,9 +122,15 @@ def test_one_failing_write(hotswap, disk, tmp_path, resumed, stays):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("stays", [False, True])
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    ("resumed", "stays", "code"),
+    [
+        (False, False, errno.EIO),
+        (False, True, errno.ENOSPC),
+        (True, False, errno.ENOSPC),
+        (True, True, errno.EIO),
+    ],
+)
 def test_more_failing_writes(hotswap, disk, resumed, stays, code):
     """Every eighth write. All 8 walks over every write take 6 minutes on one core."""
     walk(hotswap, disk, resumed, stays, code, step=8)

@@ -23,21 +23,25 @@ GPUS = {
 Usage = dict[str, list[int]]  # name of a kernel -> [registers of a thread, bytes of stack, bytes of shared memory]
 
 
-def write_usage(triton: str, usage: dict[int, Usage]) -> None:
-    """Write results/compiled.json, one line for a kernel and a capability. `triton` is the version that compiled."""
+def write_usage(triton: str, sources: str, usage: dict[int, Usage]) -> None:
+    """Write results/compiled.json, one line for a kernel and a capability.
+
+    `triton` is the version that compiled, and `sources` the digest of what it compiled.
+    """
     entries = {f"{capability} {name}": used for capability in usage for name, used in usage[capability].items()}
-    lines = [json.dumps({name: value})[1:-1] for name, value in {"triton": triton, **entries}.items()]
+    entries = {"triton": triton, "sources": sources, **entries}
+    lines = [json.dumps({name: value})[1:-1] for name, value in entries.items()]
     write_atomically(rows.RESULTS / "compiled.json", add_sha256("{\n" + ",\n".join(lines) + "\n}"))
 
 
-def read_usage() -> tuple[str, dict[int, Usage]]:
+def read_usage() -> tuple[str, str, dict[int, Usage]]:
     """Return what write_usage() wrote."""
     entries = read_json(rows.RESULTS / "compiled.json")
-    triton, usage = entries.pop("triton"), {capability: {} for capability in GPUS}
+    triton, sources, usage = entries.pop("triton"), entries.pop("sources"), {capability: {} for capability in GPUS}
     for entry, used in entries.items():
         capability, _, name = entry.partition(" ")
         usage[int(capability)][name] = used
-    return triton, usage
+    return triton, sources, usage
 
 
 def timed_devices() -> set[str]:
@@ -55,7 +59,7 @@ def is_of(device: str, gpu: str) -> bool:
 
 def compiled(what: str) -> str:
     """Return a table: of the capabilities if `what` is "capabilities", and of the kernels if it is "kernels"."""
-    triton, usage = read_usage()
+    triton, _, usage = read_usage()
     table = capability_table(usage) if what == "capabilities" else kernel_table(usage)
     return f"{table}\n\nCompiled with triton {triton}."
 

@@ -3,6 +3,7 @@
 compile_triton.py compiles, and lab/report/compiled_table.py makes the tables of the READMEs from the file.
 """
 
+import hashlib
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import triton
 
 from lab.report.compiled_table import GPUS, Usage, write_usage
 
+ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"^(.*): (\d+) registers, (\d+) bytes of stack, (\d+) of shared memory$", re.MULTILINE)
 
 
@@ -21,9 +23,16 @@ def compile_for(capability: int) -> tuple[int, str]:
     """Compile every kernel for this compute capability in another process: return its exit code and its output."""
     command = [sys.executable, "-m", "tests.kernels.compile_triton", str(capability)]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
-    options = {"capture_output": True, "text": True, "env": environment, "cwd": Path(__file__).parents[2]}
+    options = {"capture_output": True, "text": True, "env": environment, "cwd": ROOT}
     done = subprocess.run(command, **options)
     return done.returncode, done.stdout + done.stderr
+
+
+def digest_sources() -> str:
+    """Return a SHA-256 that changes with the code from which compile_triton.py makes the kernels."""
+    files = [ROOT / "tests/kernels/compile_triton.py", *sorted((ROOT / "kernels").rglob("*.py"))]
+    texts = [text for text in map(Path.read_text, files) if re.search(r"^(import|from) triton\b", text, re.MULTILINE)]
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def read_lines(text: str) -> Usage:
@@ -41,7 +50,7 @@ def main() -> None:
         if code:
             sys.exit(f"{text}\nerror: a kernel does not compile for compute capability {capability / 10}: see above")
     usage = {capability: read_lines(text) for capability, (_, text) in zip(GPUS, results, strict=True)}
-    write_usage(triton.__version__, usage)
+    write_usage(triton.__version__, digest_sources(), usage)
     print(*(f"{capability / 10}: {len(used)} kernels" for capability, used in usage.items()), sep="\n")
 
 

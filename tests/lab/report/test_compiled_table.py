@@ -20,8 +20,8 @@ def test_the_tables_name_what_was_timed_and_what_was_not(monkeypatch, tmp_path):
     assert used == {"norm forward": [40, 8, 2048], "matmul OUT 768, K 64": [255, 0, 101376]}
     usage = dict.fromkeys(compiled_table.GPUS, used)
     usage[90] = {**used, "only here": [1, 0, 0], "only here in fp32": [2, 800, 0]}
-    compiled_table.write_usage("3.7.1", usage)
-    assert compiled_table.read_usage() == ("3.7.1", usage)
+    compiled_table.write_usage("3.7.1", "5f", usage)
+    assert compiled_table.read_usage() == ("3.7.1", "5f", usage)
     text = fill("<!-- compiled: capabilities -->\n<!-- end -->\n<!-- compiled: kernels -->\n<!-- end -->")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     table = {line[0]: line[1:] for line in lines}
