@@ -10,7 +10,6 @@ compiled training step computes them once for all layers.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,15 +119,23 @@ def block_mask(
     nonempty = (k + BLOCK > lowest_first) & (k <= highest_last)
     full = (k >= highest_first) & (k + BLOCK - 1 <= lowest_last) & (q + BLOCK <= queries)
     size = batch, 1, len(q), len(k)
-    partial, full = (nonempty & ~full).expand(size), full.expand(size)
-    lists = [list_blocks(selected) for selected in (partial, full, partial.mT, full.mT)]  # key blocks, query blocks
-    return BlockMask((queries, keys), *itertools.chain(*lists), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible)
+    partial_counts, partial_indices = list_blocks((nonempty & ~full).expand(size))
+    full_counts, full_indices = list_blocks(full.expand(size))
+    return BlockMask.from_kv_blocks(
+        kv_num_blocks=partial_counts,
+        kv_indices=partial_indices,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(queries, keys),
+    )
 
 
 def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
     """Map `selected` (..., N) bool to counts (...) and indices (..., N), both int32: the selected blocks come first."""
     indices = selected.byte().argsort(dim=-1, descending=True, stable=True)
-    return selected.sum(-1, dtype=torch.int32), indices.to(torch.int32)
+    return selected.sum(-1, dtype=torch.int32).contiguous(), indices.to(torch.int32).contiguous()
 
 
 def empty_lists(selected: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def other_calls(device):
         (triton_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (eager_adamw, adamw_inputs((2 * MULTIPLE,), dtype=dtype, device=device)),
         (flash.document_bounds, {"starts": starts}),
-        (flex.list_blocks, {"selected": (starts[:, None] > 1).expand(2, 3, 8)}),
+        (flex.list_blocks, {"selected": (starts[:, None] > 1).expand(2, 3, 8).mT}),
         (functools.partial(_sampling.sample_tokens, sampling=Sampling(300, top_k=7)), draw),
         (lambda **arguments: norm_in_fp8(**arguments)[1], case_inputs("norm", "fp32_residual", dtype, device)),
     ]
