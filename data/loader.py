@@ -1,8 +1,9 @@
 """Batches of token ids, as a pure function of (seed, step, rank).
 
-So a checkpoint holds no state of the loader. A sample is a window of block_size + 1 tokens of one shard. The last
-target of a window is the first input of the next one. An epoch visits every sample once, in a random order that depends
-only on (seed, epoch). The samples of a step do not depend on how it is divided into micro-batches and ranks.
+So a checkpoint holds no state of the loader. (Only a judge moves the order of a run: Loader.shift().) A sample is a
+window of block_size + 1 tokens of one shard. The last target of a window is the first input of the next one. An epoch
+visits every sample once, in a random order that depends only on (seed, epoch). The samples of a step do not depend on
+how it is divided into micro-batches and ranks.
 """
 
 import itertools
@@ -100,22 +101,25 @@ class Loader:
         if self.overfit:
             step = 1
         positions = range((step - 1) * self.samples_per_step, step * self.samples_per_step)
-        shift = sum(samples for first_step, samples in self.shifts if first_step <= step)
-        samples = np.array([self.sample_at(position, shift) for position in positions])
+        offset = sum(samples for first_step, samples in self.shifts if first_step <= step)
+        samples = np.array([self.sample_at(position, offset) for position in positions])
         samples = samples.reshape(-1, self.world_size, self.batch_size)  # (micro-batches, ranks, samples)
         return [self.windows.batch(micro_batch) for micro_batch in samples[:, self.rank]]
 
     def shift(self, first_step: int, samples: int) -> None:
-        """From `first_step` on, move the start of each epoch's order by so many samples.
+        """From `first_step` on, start each epoch's order `samples` further on. Earlier shifts stay.
 
-        The judge shifts a run's batches while it trains, so the run cannot know them before.
+        A judge shifts the batches of a run while it trains, so that the run cannot know them in advance.
         """
-        self.shifts = [*self.shifts, (first_step, samples)]  # a new list, because a thread may read the old one
+        self.shifts = [*self.shifts, (first_step, samples)]  # a new list: a thread may read the old one
 
-    def sample_at(self, position: int, shift: int = 0) -> int:
-        """Return the number of the sample at `position` in the endless sequence of epochs."""
+    def sample_at(self, position: int, offset: int = 0) -> int:
+        """Return the number of the sample at `position` in the endless sequence of epochs.
+
+        `offset` is the place in each epoch's order at which the epoch starts.
+        """
         epoch, index = divmod(position, len(self.windows))
-        return int(epoch_order(self.seed, epoch, len(self.windows))[(index + shift) % len(self.windows)])
+        return int(epoch_order(self.seed, epoch, len(self.windows))[(index + offset) % len(self.windows)])
 
 
 def open_splits(
@@ -140,8 +144,8 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
 def prefetch(loader: Loader, first_step: int, device: torch.device) -> Iterator[tuple[list[Batch], float]]:
     """Yield (micro-batches on `device`, seconds that the caller waited for them) for each step from `first_step` on.
 
-    A thread reads the next PREFETCHED_STEPS steps. For a GPU it puts the batches into pinned memory, so that the host
-    does not wait for the copy.
+    A thread reads the next PREFETCHED_STEPS steps, and after a shift of the loader it reads them again. For a GPU it
+    puts the batches into pinned memory, so that the host does not wait for the copy.
     """
 
     def read(step: int) -> list[Batch]:
@@ -151,12 +155,17 @@ def prefetch(loader: Loader, first_step: int, device: torch.device) -> Iterator[
         return [tuple(tensor.pin_memory() for tensor in batch) for batch in batches]
 
     with ThreadPoolExecutor(1) as thread:
-        pending = deque(thread.submit(read, first_step + i) for i in range(PREFETCHED_STEPS))
-        for step in itertools.count(first_step + PREFETCHED_STEPS):
+        pending, shifts = deque(), None
+        for step in itertools.count(first_step):
+            if shifts is not loader.shifts:  # what the thread has read is of the old order
+                shifts = loader.shifts
+                for reading in pending:
+                    reading.cancel()
+                pending = deque(thread.submit(read, step + i) for i in range(PREFETCHED_STEPS))
             start = time.perf_counter()
             batches = pending.popleft().result()
             wait_seconds = time.perf_counter() - start
-            pending.append(thread.submit(read, step))
+            pending.append(thread.submit(read, step + PREFETCHED_STEPS))
             yield [tuple(tensor.to(device, non_blocking=True) for tensor in batch) for batch in batches], wait_seconds
 
 

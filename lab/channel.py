@@ -18,6 +18,7 @@ from torch import Tensor
 CHANNEL = "HOTSWAP_CHANNEL"  # the variable with the number of the worker's end
 FOLDER = "HOTSWAP_WORKER_FOLDER"  # the variable with the folder for files
 MOST_ANSWER_BYTES = 2**24
+DEEPEST_ANSWER = 8  # lists and objects inside of each other
 
 
 class Channel:
@@ -66,10 +67,25 @@ def read_answer(channel: socket, limit: float) -> dict:
     [size] = struct.unpack("!i", read_exactly(channel, 4, deadline))
     if not 0 <= size <= MOST_ANSWER_BYTES:
         raise ValueError("too large")
-    answer = json.loads(read_exactly(channel, size, deadline))
+    # an integer of 400 digits would be too large for a float
+    answer = json.loads(read_exactly(channel, size, deadline), parse_int=lambda digits: int(digits[:18]))
     if not isinstance(answer, dict):
         raise ValueError("not an object")
-    return answer
+    return clean(answer, DEEPEST_ANSWER)
+
+
+def clean(value: object, levels: int) -> object:
+    """Return a value of JSON with each string in one line, so that no string looks like a part of a page.
+
+    Raises ValueError if it has more levels of lists and objects, or a string that cannot be written in UTF-8.
+    """
+    if isinstance(value, str):
+        return " ".join(value.encode().decode().split())
+    if isinstance(value, (dict, list)) and not levels:
+        raise ValueError("too many levels")
+    if isinstance(value, dict):
+        return {clean(key, 0): clean(part, levels - 1) for key, part in value.items()}
+    return [clean(part, levels - 1) for part in value] if isinstance(value, list) else value
 
 
 def read_exactly(channel: socket, size: int, deadline: float) -> bytes:

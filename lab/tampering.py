@@ -1,4 +1,4 @@
-"""Find the functions of this process that a kernel replaced. A worker reports them, and the judge names them.
+"""Find what a kernel changed in this process, functions and settings. A worker reports it, and the judge names it.
 
 A kernel has no honest reason to replace a clock, a rule or a comparison. The judge does not rely on this report,
 because a worker could forge it. Nothing that a worker replaces reaches the judge's own process.
@@ -44,3 +44,19 @@ def replaced_functions(before: dict[str, object]) -> list[str]:
     """Return the sorted names in `before`, a result of find_functions(), whose function is another object now."""
     now = find_functions()
     return sorted(name for name, function in before.items() if now.get(name) is not function)
+
+
+def process_settings() -> dict[str, object]:
+    """Return {name: value} of settings that a kernel must not change, and that no part of hotswap changes."""
+    return {
+        "threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "denormals": (torch.tensor(1e-39) * 1).item(),
+    }
+
+
+def changed_settings(before: dict[str, object]) -> list[str]:
+    """Return the names in `before`, a result of process_settings(), whose value is another one now."""
+    now = process_settings()
+    return [name for name, value in before.items() if now[name] != value]

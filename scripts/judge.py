@@ -34,7 +34,7 @@ from lab.judge.claim import (
     undecided_answers,
     wrong_answers,
 )
-from lab.judge.sandbox import Ended, changed_files, digest_repo, isolation
+from lab.judge.sandbox import Ended, changed_files, changed_packages, digest_repo, isolation, stamp_packages
 from lab.judge.trial import (
     compare_losses,
     impossible_speed,
@@ -114,7 +114,8 @@ def settle(
 
     The backend runs in workers only (lab/judge/sandbox.py). This process never imports it.
     """
-    device, chosen, repo = select_device(device_name), f"{claim.op}={claim.impl}", digest_repo()
+    device, chosen = select_device(device_name), f"{claim.op}={claim.impl}"
+    repo, packages = digest_repo(), stamp_packages()
     load(claim.op, claim.backends[0], device)  # raises Unavailable here, before a minute of probes
     words = training_words(claim, device, training)
     config, recipe = read_training([*words, choose_backends(claim, claim.backends[0])])
@@ -133,9 +134,9 @@ def settle(
         print(f"right    in {sum(status.startswith('ok') for status in statuses.values())} cases", flush=True)
         evidence = gather_evidence(claim, words, config, recipe, about["env"], device, repeats, rounds, limit, folder)
         evidence = evidence._replace(statuses=statuses)
-    if changed := changed_files(repo, digest_repo()):
-        wrong = f"wrong: files of the repo changed while it ran: {', '.join(changed[:5])}"
-        evidence = evidence._replace(statuses=statuses | {"the repo": wrong})
+    if changed := changed_files(repo, digest_repo()) or changed_packages(packages):
+        wrong = f"wrong: files of the repo or of packages changed while it ran: {', '.join(changed[:5])}"
+        evidence = evidence._replace(statuses=statuses | {"the code": wrong})
     return {**judge_claim(claim, evidence), "date": time.strftime("%Y-%m-%d"), **about}
 
 
@@ -174,6 +175,8 @@ def gather_evidence(
     impossible = next(filter(None, (impossible_speed(row, config, matmul_flops) for row in judged)), None)
     if note := slower_than_before(baseline[0], device_slug(env["device"])):
         notes.append(note)
+    if reason := judged[0].get("no_generation"):
+        notes.append(f"no logits of a generation were compared: {reason}")
     if growth := max(row.get("memory_growth", 0) for row in judged):
         notes.append(f"allocated memory grows by {growth / 2**20:.1f} MiB in each window")
     call, dtype = training_call(claim.op, recipe, (config.train.batch_size, config.train.block_size))

@@ -155,7 +155,11 @@ def compile_a_kernel(monkeypatch):
 
 @case("data.loader: prefetch")
 def read_batches():
-    return raised(next, loader.prefetch(fail, 1, CPU))
+    class Broken:
+        shifts = ()
+        __call__ = fail
+
+    return raised(next, loader.prefetch(Broken(), 1, CPU))
 
 
 @case("data.tokenizer: is_reachable")

@@ -139,12 +139,13 @@ def list_blocks(selected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_lists(selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the results of list_blocks()."""
     counts, indices = (selected.new_empty(size, dtype=torch.int32) for size in (selected.shape[:-1], selected.shape))
     return counts, indices
 
 
-# An operator, because its results are contiguous. Without gradients, PyTorch 2.11's Inductor may give counts (2, 1, 1)
-# the strides (1, 2, 2), and its kernel, which multiplies by the second of them, reads beyond the counts
+# An operator, so that Inductor keeps the strides. In a graph without gradients PyTorch 2.11 may give counts (2, 1, 1)
+# the strides (1, 2, 2). Its kernel multiplies by the second of them, and reads beyond the counts
 list_blocks = custom_op("hotswap::list_blocks", list_blocks, empty_lists)
 
 

@@ -201,8 +201,9 @@ def extra_memory(function: Callable, inputs: dict, douts: list[Tensor], device: 
     reset_peak_memory(device)
     before = torch.cuda.memory_allocated(device)
     results = forward_and_backward(function, inputs, douts)
-    result_bytes = sum(tensor.nbytes for group in results for tensor in group if tensor is not None)
-    return (torch.cuda.max_memory_allocated(device) - before - result_bytes) / GIB
+    storages = [tensor.untyped_storage() for group in results for tensor in group if tensor is not None]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # two gradients may be one tensor
+    return (torch.cuda.max_memory_allocated(device) - before - sum(sizes.values())) / GIB
 
 
 def floors(module: ModuleType, shape: dict, dtype: torch.dtype, device: torch.device) -> dict[str, Callable]:

@@ -1,7 +1,7 @@
 """One run of train.py in a worker: the judge chooses windows of steps, and measures them by its own clock.
 
-The worker sends the losses of each window, and its state after some windows. It learns the length of a window and most
-of its batches when the window begins, and does not know which states will be compared.
+The worker sends the losses of each window, and its state after some windows. It learns the length and the batches of a
+window when the window begins, and does not know which states will be compared.
 """
 
 import random
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from common.terminal import override
 from lab.judge.sandbox import Ended, Sandbox
-from lab.proof.witness import FIGURES, first_shifted_step
+from lab.proof.witness import FIGURES
 from model.config import GPTConfig
 from runtime.meter import WARMUP, quantiles
 
-WINDOW = 3, 6  # the fewest and the most steps of a window. The run knows the batches of the first three before it
+WINDOW = 2, 4  # the fewest and the most steps of a window
 SEGMENT = 8, 15  # the fewest and about the most steps between two states
 START_SECONDS = 600.0  # the longest wait for an answer. A run compiles kernels at its start and in its first window
+LARGEST_LOSS = 1e9  # the sum of the squares of larger numbers could overflow
 PROMPT, GENERATED = 32, 5  # tokens of each sequence: before the generation, and in it
 ALL_STEPS, SEGMENTS, LONG_WINDOW = 200, 6, 50  # a longer run has about 6 segments, and windows of 25 to 50 steps
 
@@ -31,8 +32,8 @@ ALL_STEPS, SEGMENTS, LONG_WINDOW = 200, 6, 50  # a longer run has about 6 segmen
 class Plan(NamedTuple):
     """The lengths of a run's windows in steps, and the steps after which the judge asks for the state.
 
-    `shifts` has for each window the number of samples by which the batches after its first steps move. Only the judge
-    knows the plan, and both sides of a comparison get the same one.
+    `shifts` has for each window the number of samples by which the order of the data moves. Only the judge knows the
+    plan, and both sides of a comparison get the same one.
     """
 
     windows: list[int]
@@ -41,13 +42,13 @@ class Plan(NamedTuple):
 
     @property
     def starts(self) -> list[int]:
-        """The steps before each window."""
+        """For each window, the number of steps before it."""
         return [0, *accumulate(self.windows[:-1])]
 
     @property
     def loader_shifts(self) -> list[tuple[int, int]]:
-        """The shifts of the run's Loader."""
-        return [(first_shifted_step(start), shift) for start, shift in zip(self.starts, self.shifts, strict=True)]
+        """Loader.shifts of the run: for each window (its first step, samples)."""
+        return [(start + 1, shift) for start, shift in zip(self.starts, self.shifts, strict=True)]
 
     @property
     def segments(self) -> list[tuple[int, int]]:
@@ -83,7 +84,6 @@ class Arm:
     status: str = "ok"
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # of each window
-    start: float = 0.0  # seconds from the start of the process to the end of the first window
     allocated: list[int] = field(default_factory=list)  # bytes after each window, as the worker says
     val_loss: float | None = None
     figures: dict[str, Any] = field(default_factory=dict)  # what the worker says of itself
@@ -114,7 +114,7 @@ def run_arm(
     caches. `prompts` are the arguments of generation_logits(). The output of the run goes into the worker's log, or
     with `shows_output` to the terminal.
     """
-    arm, steps, inside, begun = Arm(folder=folder), 0, inside.resolve(), time.perf_counter()
+    arm, steps, inside = Arm(folder=folder), 0, inside.resolve()
     program = str(inside / "repo" / "train.py")
     folder.mkdir(parents=True)
     with Sandbox([program, *words, override("out_dir", inside / "run")], inside, START_SECONDS, shows_output) as worker:
@@ -125,7 +125,6 @@ def run_arm(
                 worker.send(("run", count, shift))
                 answer = worker.receive()
                 arm.seconds.append(time.perf_counter() - start)
-                arm.start = arm.start or time.perf_counter() - begun
                 arm.losses += read_losses(answer, count)
                 allocated = answer.get("allocated")
                 arm.allocated.append(allocated if isinstance(allocated, int) else 0)
@@ -138,10 +137,12 @@ def run_arm(
                     if steps in kept:  # a copy, because the worker may still write to its file
                         worker.copy_file(f"state-{steps}", arm.state(steps))
                     (inside / f"state-{steps}").unlink(missing_ok=True)
-            worker.send(("run", None, 0))
+            worker.send(("run", None))
             answer = worker.receive()
             if answer.get("replaced"):
                 arm.status = f"wrong: it replaced {', '.join(map(str, answer['replaced']))}"
+            elif answer.get("changed"):
+                arm.status = f"wrong: it changes the process around it: {', '.join(map(str, answer['changed']))}"
             arm.val_loss, arm.figures = answer.get("val_loss"), dict(answer.get("figures") or {})
             if prompts:
                 worker.send(("logits", "logits", *prompts))
@@ -156,22 +157,27 @@ def run_arm(
 
 
 def read_losses(answer: dict, count: int) -> list[float]:
-    """Return the losses of a window. Raises Ended if they are not `count` numbers."""
+    """Return the losses of a window. Raises Ended if they are not `count` floats of at most LARGEST_LOSS, or NaN."""
     losses = answer.get("losses")
     if not isinstance(losses, list) or len(losses) != count or not all(isinstance(loss, float) for loss in losses):
         raise Ended(f"it sent no {count} losses")
+    if any(abs(loss) > LARGEST_LOSS for loss in losses):
+        raise Ended(f"it sent a loss of more than {LARGEST_LOSS:g}")
     return losses
 
 
 def arm_row(arm: Arm, plan: Plan, facts: dict, tokens_per_step: int) -> dict:
     """Return the row of a run, in train.py's form, from the judge's measurements and `facts`."""
-    row = {**facts, "status": arm.status, "steps": len(arm.losses), "start_s": arm.start}
+    row = {**facts, "status": arm.status, "steps": len(arm.losses)}
     if arm.status != "ok":
         return row
-    # no figure includes the first window, which compiles, and those after a state: while the judge reads the state, the
-    # worker could make the steps whose batches it knows
+    # No figure includes the first window, which compiles, or a window that the replay could not contain
     windows = list(zip(plan.starts, plan.windows, arm.seconds, strict=True))[1:]
-    laps = [seconds / count for start, count, seconds in windows if start not in plan.states]
+    laps = [
+        seconds / count
+        for start, count, seconds in windows
+        if any(first <= start and start + count <= last for first, last in plan.segments)
+    ]
     for key in FIGURES:  # the worker's word counts for these keys only
         value = arm.figures.get(key)
         if key != "kernels":

@@ -6,8 +6,9 @@ at other addresses (CALLS in op_worker.py). The rule of kernels/check.py, with b
 results with float64. After the calls, the worker's inputs must have the same bits as the judge's own.
 """
 
-import re
 import secrets
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
+from common.terminal import class_and_message
 from kernels.check import float64_results, out_of_place, outputs_and_gradients, why_inexact
 from kernels.registry import contract
 from kernels.registry import load as load_backend
@@ -31,6 +33,9 @@ SLACK = 2.0  # a factor of the rule's bounds. With 1, sdpa broke the rule in one
 MOST_FAILURES = 3  # of a group: each takes another worker, which starts in 2 s
 HEADROOM = 2**20  # bytes of a file of results besides its tensors
 MOST_TENSORS = 64  # the results of all calls take at most so many times the bytes of the inputs
+
+# Prints the first name that a pattern matches. It runs in another process, because a search may take for ever
+SEARCH = "import re, sys; print(next(filter(re.compile(sys.argv[1]).search, sys.argv[2:]), ''))"
 
 DESCRIPTIONS = {  # of the calls in op_worker.py, for an error that the first call does not have
     "second": "a call with other numbers at the same addresses",
@@ -69,8 +74,9 @@ def judge_cases(
 
 
 def has_failed(statuses: dict[str, str]) -> bool:
-    """Return whether so many cases failed that the others need not run."""
-    return [first_word(status) for status in statuses.values()].count("failed") >= MOST_FAILURES
+    """Return whether so many cases failed, or had no answer in time, that the others need not run."""
+    words = [first_word(status) for status in statuses.values()]
+    return words.count("failed") + words.count("undecided") >= MOST_FAILURES
 
 
 class CaseWorker(Sandbox):
@@ -96,6 +102,8 @@ class CaseWorker(Sandbox):
             except Ended as reason:
                 no_time = str(reason).startswith("no answer") or "SIGKILL" in str(reason)  # or the memory was full
                 statuses[name] = f"{'undecided' if no_time else 'failed'}: {reason}"
+            except (TypeError, ValueError) as error:
+                statuses[name] = f"failed: its answer is not that of a worker: {error}"
             if first_word(statuses[name]) in ENDED:
                 break
         if changed := self.changed_files():
@@ -180,14 +188,18 @@ def names_eager_kernel(op: str, impl: str, inputs: dict, patterns: list) -> str 
     eager = load_eager(op, device)
     with warnings.catch_warnings(action="ignore"):  # PyTorch 2.11 warns that it clears events
         profiled = profile_step(lambda: outputs_and_gradients(eager, inputs), device, {})
+    names = [kernel["name"] for kernel in profiled["kernels"]]
     for pattern in map(str, patterns):
         try:
-            expression = re.compile(pattern)
-        except re.error as error:
-            return f"its RUNS has the pattern {pattern}, which is no regular expression: {error}"
-        for kernel in profiled["kernels"]:
-            if expression.search(kernel["name"]):
-                return f"its RUNS has the pattern {pattern}, which {kernel['name']}, a kernel of eager PyTorch, matches"
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", SEARCH, pattern, *names], capture_output=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+            return f"its RUNS has the pattern {pattern}, which cannot be searched: {class_and_message(error)[:200]}"
+        if done.returncode:
+            return f"its RUNS has the pattern {pattern}, which is no regular expression"
+        if found := done.stdout.decode(errors="replace").strip():
+            return f"its RUNS has the pattern {pattern}, which {found}, a kernel of eager PyTorch, matches"
     return None
 
 

@@ -27,7 +27,7 @@ from lab.bench.op import (
 )
 from lab.bench.probe import Probe, interpreter_lacks
 from lab.channel import Channel
-from lab.tampering import find_functions, replaced_functions
+from lab.tampering import find_functions, process_settings, replaced_functions
 from runtime.device import is_out_of_memory, select_device
 from runtime.timing import synchronize
 
@@ -180,17 +180,17 @@ def global_state(device: torch.device) -> dict[str, Any]:
     generators = {"random numbers": torch.default_generator.get_state().sum().item()}
     if device.type == "cuda":
         generators["random numbers of the GPU"] = torch.cuda.get_rng_state(device).sum().item()
-    return generators | {
-        "threads": torch.get_num_threads(),
-        "TF32 in matmuls": torch.backends.cuda.matmul.allow_tf32,
-        "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
-        "precision of matmuls": torch.get_float32_matmul_precision(),
-        "reductions in bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        "default dtype": str(torch.get_default_dtype()),
-        "gradients": torch.is_grad_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "denormals": (torch.tensor(1e-39) * 1).item(),
-    }
+    return (
+        generators
+        | process_settings()
+        | {
+            "TF32 in matmuls": torch.backends.cuda.matmul.allow_tf32,
+            "TF32 in cuDNN": torch.backends.cudnn.allow_tf32,
+            "precision of matmuls": torch.get_float32_matmul_precision(),
+            "reductions in bf16": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+            "gradients": torch.is_grad_enabled(),
+        }
+    )
 
 
 def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:

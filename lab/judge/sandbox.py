@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,34 @@ def digest_repo(folder: Path = ROOT) -> dict[str, str]:
     """Return {path in the repo: SHA-256} of the code in a checkout or in a copy."""
     files = [path for name in ROOMS for path in (folder / name, *(folder / name).rglob("*"))]
     files = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
-    return {str(path.relative_to(folder)): hashlib.sha256(read_bytes(path)).hexdigest() for path in sorted(files)}
+    return {str(path.relative_to(folder)): digest_file(path) for path in sorted(files)}
+
+
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file, or why it cannot be read: a worker may put a file of any size into its copy."""
+    try:
+        return hashlib.sha256(read_bytes(path)).hexdigest()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+
+
+def stamp_packages() -> dict[str, str]:
+    """Return {path: size and ctime} of Python's own and the installed packages, if workers may write to them.
+
+    Linux sets a file's ctime at each change, and no program can set it. So it also shows a file that was restored.
+    """
+    if isolation() != PROCESSES:
+        return {}
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    paths = [Path(root, name) for folder in folders for root, _, names in os.walk(folder) for name in names]
+    stamps = {str(path): path.lstat() for path in paths}
+    return {path: f"{stamp.st_size} {stamp.st_ctime_ns}" for path, stamp in stamps.items()}
+
+
+def changed_packages(before: dict[str, str]) -> list[str]:
+    """Return the sorted paths that changed since stamp_packages() returned `before`. New files are no change."""
+    after = stamp_packages() if before else {}
+    return sorted(path for path, stamp in before.items() if after.get(path) != stamp)
 
 
 def changed_files(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -135,7 +163,7 @@ class Sandbox:
     def __enter__(self) -> "Sandbox":
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():  # an earlier worker may have left links, which lead out of the folder
-            if path.name not in COMPILED:
+            if path.name not in COMPILED or path.is_symlink() or not path.is_dir():
                 remove(path)
         self.repo.mkdir()
         copy_repo(self.repo)
@@ -218,9 +246,12 @@ class Sandbox:
         return changed_files(self.digest, digest_repo(self.repo))
 
     def copy_file(self, name: str, target: Path) -> None:
-        """Copy a file that the worker wrote. Raises Ended if it is no regular file."""
+        """Copy a file that the worker wrote. Raises Ended if it is no regular file, or too large for the disk."""
         try:
             with open_regular(self.folder / name) as source, open_regular(target, "wb") as copy:
+                size = os.fstat(source.fileno()).st_size
+                if size > shutil.disk_usage(target.parent).free // 2:
+                    raise Ended(f"its file {name} has {size / 1e9:.3g} GB, more than half of the free disk")
                 shutil.copyfileobj(source, copy, 2**24)
         except OSError as error:
             raise Ended(f"it wrote no readable file {name}: {error}") from None

@@ -28,7 +28,7 @@ from lab.judge.trial import make_question, why_incomplete
 from lab.proof import Witness, Wrong
 from lab.recipe import Recipe
 from lab.sweep.table import speed
-from lab.tampering import find_functions
+from lab.tampering import find_functions, process_settings
 from model import cost
 from model.config import PRECISIONS
 from runtime import resume
@@ -49,7 +49,7 @@ def takes_over(cfg: Any) -> bool:
     a kernel is wrong in a case, and Wrong if the run is wrong.
     """
     if is_worker():
-        Witness.functions = find_functions()
+        Witness.functions, Witness.settings = find_functions(), process_settings()
         return False
     chosen = impl_by_op(cfg.kernels, cfg.attn, TRAINING_OPS)
     new = {op: impl for op, impl in chosen.items() if impl not in tracked_backends(op)}
@@ -96,7 +96,7 @@ def prove_run(cfg: Any, recipe: Recipe, run: Run, device: torch.device) -> None:
     open_dataset(cfg.data)  # the worker cannot write the shards
     plan = draw_plan(cfg.train.max_steps, source)
     plan = plan._replace(shifts=[0] * len(plan.windows))  # the batches are those of a run without proof
-    segments = draw_segments(plan, device, source)
+    segments = draw_segments(plan, device, source, is_first_run=True)
     prompts = draw_prompts(cfg.model, source)
     words = [as_typed(word) for word in sys.argv[1:]]
     words += ["logger=none", "kernels.check=false", "train.resume=null"]

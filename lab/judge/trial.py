@@ -156,7 +156,7 @@ def judge_run(question: Question, arm: Arm) -> tuple[dict, str]:
 
 
 def compare_losses(rows: list[dict], bases: list[dict]) -> dict[str, float]:
-    """Return {"gap", "bound"}: how far the losses of both backends are apart, over all steps, and the seeds' spread.
+    """Return {"gap", "bound"}: how far the losses of both backends are apart, and the spread of the seeds.
 
     Both runs of a repeat have the same weights and batches at the start. Later their rounding errors grow, so the
     losses may be as far apart as those of two seeds, in the root mean square over the last half of the steps. Without a

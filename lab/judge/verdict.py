@@ -80,9 +80,10 @@ def training_figures(rows: list[dict]) -> dict:
     if not speed(run):
         return {"status": run["status"]}
     parity = run.get("parity") or {}
+    compared = [row["parity"]["steps"] for row in rows if (row.get("parity") or {}).get("steps")]
     figures = {key: parity.get(key) for key in ("loss_error", "loss_bound", "gradient_error", "gradient_bound")}
     return figures | {
-        "compared_steps": parity.get("steps"),
+        "compared_steps": sum(compared) or None,  # of all runs
         "status": run["status"],
         "tokens_per_sec": statistics.median(speed(row) for row in rows if speed(row)),
         "peak_gib": peak_gib(run),
@@ -196,11 +197,9 @@ def runs_note(row: dict) -> str:
     compared = row["training"][row["impl"]].get("loss_error") is not None
     if compared:
         steps = row["training"][row["impl"]]["compared_steps"]
-        note += (
-            f" Eager PyTorch in fp32 repeated {steps} steps of each run from its own states, which gives the errors."
-        )
+        note += f" Eager PyTorch in fp32 repeated {steps} steps of them from their own states, which gives the errors."
     if row.get("losses"):
-        note += f" The losses of both sides, over all steps: {losses_text(row['losses'])}."
+        note += f" The losses of both sides, over the last half of the steps: {losses_text(row['losses'])}."
     return note
 
 

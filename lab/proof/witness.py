@@ -1,7 +1,7 @@
 """Send the losses, states and logits of a run in a worker to the judge. lab/judge/arm.py asks for them.
 
 After each window of steps the run waits for the judge. The judge measures the window by its own clock, may ask for the
-weights and moments, and then sends the number of steps of the next window, and a shift of the batches after it.
+weights and moments, and then sends the number of steps of the next window and a shift of its batches.
 """
 
 from typing import ClassVar
@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from data.loader import PREFETCHED_STEPS, Loader
+from data.loader import Loader
 from kernels.registry import Unavailable
 from kernels.sampling import Sampling
 from lab.channel import Channel
 from lab.proof.generation import step_logits
-from lab.tampering import replaced_functions
+from lab.tampering import changed_settings, replaced_functions
 from model.decoder import Decoder, why_no_generation
 from model.gpt import GPT
 from model.modes import in_eval_mode
@@ -28,6 +28,7 @@ class Witness:
     """Replaces the Recorder of lab/proof/parity.py in a run that a judge started."""
 
     functions: ClassVar[dict[str, object]] = {}  # find_functions() before the kernels are imported
+    settings: ClassVar[dict[str, object]] = {}  # process_settings() before the kernels are imported
 
     def __init__(self, optimizer: Optimizer, batches: Loader):
         self.channel, self.optimizer, self.batches = Channel(), optimizer, batches
@@ -53,13 +54,15 @@ class Witness:
         while (request := self.channel.receive())[0] == "state":
             self.channel.write(request[1], flat_state(self.optimizer))
             self.channel.answer(written=True)
-        _, self.window, samples = request  # the steps of the next window; None after the last step
-        self.batches.shift(first_shifted_step(self.steps), samples)
+        _, self.window, *shift = request  # the steps of the next window; None after the last step, without a shift
+        for samples in shift:
+            self.batches.shift(self.steps + 1, samples)
 
     def testify(self, model: GPT, row: dict) -> None:
         """Send the figures of the finished run. Then, if the judge asks for them, send the logits of a generation."""
         self.channel.answer(
             replaced=replaced_functions(self.functions)[:10],
+            changed=changed_settings(self.settings),
             val_loss=row.get("val/loss"),
             figures={key: row[key] for key in FIGURES if key in row},
         )
@@ -71,11 +74,6 @@ class Witness:
             else:
                 self.channel.write(request[1], {"logits": logits})
                 self.channel.answer(written=True)
-
-
-def first_shifted_step(steps: int) -> int:
-    """Return the first step whose batch a run has not read after `steps` steps. A thread reads in advance."""
-    return steps + PREFETCHED_STEPS + 1
 
 
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.loader import IGNORED, PREFETCHED_STEPS, Loader, Windows, evaluation_batches, prefetch
+from data.loader import IGNORED, Loader, Windows, evaluation_batches, prefetch
 from data.shards import open_shards
 from tests.data.test_shards import damage, write_split
 
@@ -90,14 +90,15 @@ def test_a_shift_moves_the_batches_of_later_steps(windows):
     assert sorted(epoch) == sorted(first_ids([windows.batch(np.arange(15))]))
 
 
-def test_a_shift_reaches_every_step_that_prefetch_has_not_read(windows):
-    """The judge shifts the batches after a step, when the thread may have read PREFETCHED_STEPS more."""
+def test_prefetch_reads_the_steps_after_a_shift_again(windows):
+    """The judge shifts the batches after a step, when the thread may have read more steps."""
     loader, usual = Loader(windows, 2, 4 * T, seed=1), Loader(windows, 2, 4 * T, seed=1)
     stream = prefetch(loader, 1, torch.device("cpu"))
     steps = [next(stream) for _ in range(2)]
-    loader.shift(2 + PREFETCHED_STEPS + 1, 3)
+    time.sleep(0.1)
+    loader.shift(3, 3)
     steps += [next(stream) for _ in range(6)]
-    usual.shift(6, 3)
+    usual.shift(3, 3)
     assert [first_ids(batches) for batches, _ in steps] == [first_ids(usual(step)) for step in range(1, 9)]
 
 
@@ -152,6 +153,7 @@ def test_prefetch_yields_the_batches_of_the_loader_and_the_wait_time(windows):
             time.sleep(0.1)
         return loader(step)
 
+    slow_loader.shifts = []
     stream = prefetch(slow_loader, 2, torch.device("cpu"))
     steps = [next(stream)]
     step_2_is_done.set()
@@ -165,6 +167,7 @@ def test_prefetch_raises_the_error_of_the_loader(windows):
     def broken_loader(step):
         raise DataError("the shard is missing")
 
+    broken_loader.shifts = []
     with pytest.raises(DataError, match="the shard is missing"):
         next(prefetch(broken_loader, 1, torch.device("cpu")))
 

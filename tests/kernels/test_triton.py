@@ -34,8 +34,6 @@ if torch.cuda.is_available():
     DTYPES, VOCABS = [torch.float32, torch.bfloat16], [131, 16384]
 else:
     DTYPES, VOCABS = [torch.float32], [131]  # Triton's interpreter does not support bf16
-
-
 ALWAYS = 80, 90  # capabilities. All six take 5 minutes on one core
 
 
@@ -44,11 +42,11 @@ ALWAYS = 80, 90  # capabilities. All six take 5 minutes on one core
 def test_kernels_compile_and_do_not_spill(capability):
     """compile_triton.py compiles every kernel for this compute capability. results/compiled.json has what they need.
 
-    If `make compiled` wrote the file from this code with this version, it is compiled again for ALWAYS only.
+    While the file is of this code and this version, only the capabilities in ALWAYS are compiled again.
     """
     version, sources, usage = compiled_table.read_usage()
     if (version, sources) == (triton.__version__, compiled.digest_sources()) and capability not in ALWAYS:
-        return
+        pytest.skip("results/compiled.json is up to date")
     code, text = compiled.compile_for(capability)
     assert code == 0, text
     used = compiled.read_lines(text)

@@ -42,6 +42,7 @@ def command(called, monkeypatch, tmp_path):
 
         monkeypatch.setattr(script, "probe", lambda *_: evidence.statuses)
         monkeypatch.setattr(script, "gather_evidence", gather)
+        monkeypatch.setattr(script, "stamp_packages", dict)  # reads 90,000 files where there are no namespaces
         return *called("judge.py", script.main_with_training, *ARGUMENTS, "out_dir=judged", *arguments), trained
 
     return call
@@ -96,12 +97,19 @@ def test_what_the_training_shows_decides_the_exit_code(command, tmp_path, option
 
 @pytest.mark.parametrize("cases", [CASES, CASES | {"fp32 769": "undecided: no answer within 120 s"}])
 def test_a_backend_that_changes_files_of_the_repo_is_wrong(command, monkeypatch, cases):
-    """It could have changed the judge."""
+    """It could have changed the judge, or PyTorch."""
     contents = iter([{"lab/judge/verdict.py": "a", "train.py": "b"}, {"lab/judge/verdict.py": "c", "train.py": "b"}])
     monkeypatch.setattr(script, "digest_repo", lambda: next(contents))
     code, out, err, _ = command(evidence_of(80, cases=cases))
     assert (code, err) == (4, "")
-    assert "wrong: files of the repo changed while it ran: lab/judge/verdict.py**" in out
+    assert "wrong: files of the repo or of packages changed while it ran: lab/judge/verdict.py**" in out
+
+
+def test_a_backend_that_changes_installed_packages_is_wrong(command, monkeypatch):
+    monkeypatch.setattr(script, "changed_packages", lambda before: ["torch/nn/functional.py"])
+    code, out, _, _ = command(evidence_of(80))
+    assert code == 4
+    assert "changed while it ran: torch/nn/functional.py**" in out
 
 
 def test_a_backend_that_cannot_run_here_is_an_error(command):
@@ -325,4 +333,4 @@ def test_a_tiny_training_on_a_cpu(called, monkeypatch, tmp_path):
     no_verdict = "error: no verdict: faster needs 3 runs of each side, and 1 ran: repeats=3\n"
     assert (code, err) in [(1, no_verdict), (2, ""), (3, "")]
     assert ("**loss=torch_chunked is right" in out) == (code != 1)
-    assert "Eager PyTorch in fp32 repeated 22 steps of each run from its own states" in out
+    assert "Eager PyTorch in fp32 repeated 22 steps of them from their own states" in out

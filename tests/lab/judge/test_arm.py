@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from data.loader import PREFETCHED_STEPS
 from lab.judge import arm as arms
 from lab.judge import sandbox
 from lab.judge.arm import (
@@ -39,7 +38,6 @@ def test_the_segments_cover_all_steps_of_a_run(steps):
         assert plan.segments == list(pairwise([0, *plan.states]))
         assert max(last - first for first, last in plan.segments) <= LONGEST
         assert max(plan.windows[1:], default=1) <= WINDOW[1]
-        assert min(plan.windows[1:-1], default=WINDOW[0]) >= WINDOW[0] == PREFETCHED_STEPS
 
 
 @pytest.mark.parametrize("steps", [ALL_STEPS + 1, 2000])
@@ -73,6 +71,12 @@ def test_losses_that_are_not_the_numbers_of_a_window_are_refused(losses):
         read_losses({"losses": losses}, 2)
 
 
+@pytest.mark.parametrize("loss", [1e154, -2e9, math.inf])
+def test_losses_whose_squares_could_overflow_are_refused(loss):
+    with pytest.raises(Ended, match=r"^it sent a loss of more than 1e\+09$"):
+        read_losses({"losses": [5.0, loss]}, 2)
+
+
 def test_the_losses_of_a_window_are_read():
     assert read_losses({"losses": [5.0, 4.5]}, 2) == [5.0, 4.5]
     assert math.isnan(read_losses({"losses": [math.nan]}, 1)[0])  # the comparison calls it wrong
@@ -99,7 +103,6 @@ def test_the_speed_of_a_run_is_that_of_its_windows_by_the_judges_clock():
     figures = {"mem/peak_rss_gib": 2.0, "kernels": {"norm": "mine"}, "mem/peak_allocated_gib": "none"}
     figures |= {"mem/peak_reserved_gib": None}
     forged = {
-        "start_s": 0.0,
         "steps": 1e9,
         "status": None,
         "config": {},
@@ -109,7 +112,6 @@ def test_the_speed_of_a_run_is_that_of_its_windows_by_the_judges_clock():
     arm = Arm(
         losses=[5.0, 4.0, 3.0, 2.0],
         seconds=[9.0, 1.0, 4.0],
-        start=7.5,
         val_loss=3.5,
         figures=figures | forged,
     )
@@ -119,7 +121,6 @@ def test_the_speed_of_a_run_is_that_of_its_windows_by_the_judges_clock():
     assert row["perf/tokens_per_sec/p20"] < row["perf/tokens_per_sec"] < row["perf/tokens_per_sec/p80"]
     assert (row["train/loss"], row["val/loss"], row["losses"]) == (2.0, 3.5, [5.0, 4.0, 3.0, 2.0])
     assert (row["status"], row["steps"], row["config"]) == ("ok", 4, {"seed": 1})
-    assert row["start_s"] == 7.5
     assert (row["mem/peak_rss_gib"], row["kernels"]) == (2.0, {"norm": "mine"})
     assert row["mem/peak_allocated_gib"] is row["mem/peak_reserved_gib"] is row["perf/first_step_s"] is None
     assert "memory_growth" not in row
@@ -128,21 +129,27 @@ def test_the_speed_of_a_run_is_that_of_its_windows_by_the_judges_clock():
 def test_a_run_that_is_not_ok_has_no_speed():
     arm = Arm(status="failed: exit code 1", losses=[5.0], seconds=[9.0])
     row = arm_row(arm, Plan([1, 1, 2], [4], [0, 0, 0]), {"name": "mine"}, tokens_per_step=100)
-    assert row == {"name": "mine", "status": "failed: exit code 1", "steps": 1, "start_s": 0.0}
+    assert row == {"name": "mine", "status": "failed: exit code 1", "steps": 1}
 
 
-def test_a_window_after_a_state_is_in_no_figure():
-    """While the judge reads the state, the run could make the three steps whose batches it knows."""
-    arm = Arm(losses=17 * [5.0], seconds=[9.0, 4.0, 1.0, 5.0])
-    row = arm_row(arm, Plan([5, 4, 3, 5], [9, 17], [0, 0, 0, 0]), {}, tokens_per_step=100)
-    assert row["perf/laps_s"] == [1.0, 1.0]
-    assert len(row["losses"]) == 17
+def test_a_window_between_two_segments_is_in_no_figure():
+    """No replay could contain it, and the worker knows that from its length."""
+    plan = draw_plan(1000, random.Random(1))
+    assert max(plan.windows) > LONGEST
+    arm = Arm(
+        losses=1000 * [5.0],
+        seconds=[9.0, *(count * (1.0 if count <= WINDOW[1] else 0.1) for count in plan.windows[1:])],
+    )
+    laps = arm_row(arm, plan, {}, tokens_per_step=100)["perf/laps_s"]
+    assert set(laps) == {1.0}
+    assert len(laps) > 10
+    short = Plan([5, 4, 3, 5], [9, 17], [0, 0, 0, 0])
+    assert len(arm_row(Arm(losses=17 * [5.0], seconds=[9.0, 1.0, 1.0, 1.0]), short, {}, 100)["perf/laps_s"]) == 3
 
 
 def test_a_run_learns_the_batches_of_a_window_when_the_window_begins():
-    """Before it, the run knows those of its first three steps, because a thread reads them in advance."""
     plan = Plan([5, 4, 3], [12], [20, 30, 40])
-    assert plan.loader_shifts == [(4, 20), (9, 30), (13, 40)]
+    assert plan.loader_shifts == [(1, 20), (6, 30), (10, 40)]
     shifts = [draw_plan(40, random.Random(seed)).shifts for seed in range(2)]
     assert len(set(shifts[0]) | set(shifts[1])) == len(shifts[0]) + len(shifts[1])
 
@@ -199,7 +206,6 @@ def test_a_run_gives_its_losses_and_the_states_that_are_kept(run, tmp_path):
     arm = run(ANSWERS)
     assert (arm.status, arm.losses, arm.val_loss) == ("ok", [7.0, 7.0, 7.0, 8.0, 8.0, 9.0], 4.0)
     assert (len(arm.seconds), arm.allocated, arm.figures) == (3, [0, 0, 0], {"mem/peak_rss_gib": 1.0})
-    assert arm.start > 0
     assert arm.state(6).read_text() == "state after 6 losses"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["state-6"]
     assert not list((tmp_path / "worker").glob("state-*"))
@@ -217,6 +223,13 @@ def test_a_run_gives_its_losses_and_the_states_that_are_kept(run, tmp_path):
             "failed: it wrote no readable file state-6: ",
         ),
         ("replaced=[]", "replaced=['time.time']", "wrong: it replaced time.time"),
+        ("replaced=[]", "replaced=[], changed=['threads']", "wrong: it changes the process around it: threads"),
+        ("replaced=[]", "replaced=True", "failed: 'bool' object is not iterable"),
+        (
+            "losses = 0",
+            "losses = 0; (folder / 'repo/kernels/big').touch(); os.truncate(folder / 'repo/kernels/big', 2**31)",
+            "wrong: it changed files",
+        ),
         ('figures={"mem/peak_rss_gib": 1.0}', "figures=5", "failed: 'int' object is not iterable"),
         ("losses = 0", "losses = 0; open(folder / 'repo/train.py', 'a').write('#')", "wrong: it changed files of the "),
         ("losses = 0", "losses = 0; import shutil; shutil.rmtree(folder / 'repo')", "wrong: it changed files of the "),

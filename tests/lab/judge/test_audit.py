@@ -160,6 +160,38 @@ def test_weights_that_change_between_two_segments_are_wrong(honest, change):
     assert parity["why"].startswith("its weights are not those that its gradients give: they are off by ")
 
 
+@pytest.mark.parametrize("factor", [0.3, 0.0, float("nan")])
+def test_second_moments_that_the_gradients_do_not_give_are_wrong(honest, change, factor):
+    """The next segment starts from them, so it agrees with a replay that starts there."""
+    names = {name for name in load_file(honest.folder / "state-7") if name.startswith("exp_avg_sq/")}
+    parity = replay(change("state-7", dict.fromkeys(names, lambda moment: factor * moment))._replace(prompts=None))
+    assert parity["ok"] is False
+    assert parity["why"].startswith("its second moments are not those that its gradients give: they are off by ")
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.4, 2.5])
+def test_a_parameter_that_changes_too_little_or_too_much_is_named(honest, change, factor):
+    """It may be a small part of the model, so that all weights together are right."""
+    name = "model/h.0.ln_1.weight"
+    scaled = change("state-4", {name: lambda weight: 1 + factor * (weight - 1)})  # it starts at 1
+    parity = replay(scaled._replace(segments=[(0, 4)], prompts=None))
+    assert parity["ok"] is False
+    why = "it changes h.0.ln_1.weight in step 4 more than 2 times as much or as little as eager PyTorch"
+    assert parity["why"] == why
+
+
+@pytest.mark.parametrize("factor", [0.97, 1.03])
+def test_steps_of_another_length_are_wrong(honest, change, factor):
+    start = replay(honest._replace(prompts=None))["segments"][0][0]
+    assert start == 0
+    weights = {name for name in load_file(honest.folder / "state-4") if name.startswith("model/")}
+    initial = {f"model/{name}": weight.detach() for name, weight in honest.recipe.build(CPU).named_parameters()}
+    scale = {name: lambda weight, name=name: initial[name] + factor * (weight - initial[name]) for name in weights}
+    parity = replay(change("state-4", scale)._replace(segments=[(0, 4)], prompts=None))
+    assert parity["ok"] is False
+    assert parity["why"].startswith("its weights are not those that its gradients give: they are off by 3.0e-02")
+
+
 def test_only_the_drawn_segments_are_repeated(honest):
     """On a GPU the replay takes longer than the run. Nobody knows before the run what is drawn."""
     losses = [honest.losses[0] + 1, *honest.losses[1:]]
@@ -219,20 +251,21 @@ def test_the_replay_runs_in_a_process_of_its_own_and_its_failure_is_an_error(hon
     assert seen == ["the replay with eager PyTorch"]
 
 
-def test_all_segments_are_repeated_on_a_cpu_and_one_or_two_on_a_gpu():
+def test_all_segments_are_repeated_on_a_cpu_and_two_on_a_gpu():
     """Nobody knows before the run which one. In the first run, the first segment has the steps after compilation."""
     plan = draw_plan(150, random.Random(1))
-    assert draw_segments(plan, CPU, random.Random(2)) == plan.segments
-    drawn = [draw_segments(plan, torch.device("cuda"), random.Random(seed)) for seed in range(20)]
+    assert draw_segments(plan, CPU, random.Random(2), is_first_run=True) == plan.segments
+    drawn = [draw_segments(plan, torch.device("cuda"), random.Random(seed), is_first_run=True) for seed in range(20)]
     assert {(len(segments), segments[0]) for segments in drawn} == {(2, plan.segments[0])}
     seconds = {segments[1] for segments in drawn}
     assert seconds <= set(plan.segments[1:])
     assert len(seconds) > 5
     later = [draw_segments(plan, torch.device("cuda"), random.Random(seed), is_first_run=False) for seed in range(50)]
-    assert {len(segments) for segments in later} == {1}
-    assert {segments[0] for segments in later} == set(plan.segments)
+    assert {len(segments) for segments in later} == {2}
+    assert all(segments == sorted(segments) for segments in later)
+    assert {segment for segments in later for segment in segments} == set(plan.segments)
     alone = Plan([5], [5], [0])
-    assert draw_segments(alone, torch.device("cuda"), random.Random(1)) == [(0, 5)]
+    assert draw_segments(alone, torch.device("cuda"), random.Random(1), is_first_run=True) == [(0, 5)]
 
 
 def test_the_states_around_each_segment_are_kept_and_the_last_one():

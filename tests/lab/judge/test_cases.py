@@ -10,7 +10,7 @@ import torch
 from common.terminal import override
 from kernels.registry import backend, contract, describe
 from lab.bench.probe import Probe
-from lab.judge import sandbox
+from lab.judge import cases, sandbox
 from lab.judge.arm import Plan, run_arm
 from lab.judge.cases import CaseWorker, judge_cases, names_eager_kernel, same_bits, why_wrong
 from lab.judge.op_worker import CALLS, Case, global_state, run_calls
@@ -90,6 +90,12 @@ def test_a_run_imports_the_backend_in_another_process(candidate, monkeypatch, tm
     assert_not_imported(candidate)
 
 
+def test_cases_without_an_answer_are_not_asked_for_ever():
+    """A backend whose import never ends would take two minutes for each of 40 cases."""
+    assert not cases.has_failed({"a": "undecided: no answer", "b": "failed: x", "c": "ok: x"})
+    assert cases.has_failed({"a": "undecided: no answer", "b": "failed: x", "c": "undecided: no answer"})
+
+
 def test_two_workers_get_other_random_inputs(tmp_path):
     seeds = [CaseWorker({"a": NORM, "b": NORM}, CPU, tmp_path, 60).cases for _ in range(2)]
     assert len({seed for cases in seeds for case in cases.values() for seed in case.seeds}) == 8
@@ -124,6 +130,7 @@ def statuses(monkeypatch, tmp_path):
         ({"undecided": "RuntimeError: out of memory"}, "undecided: RuntimeError: out of memory"),
         ({"failed": "ValueError: no"}, "failed: ValueError: no"),
         ({"failed": "ValueError: no", "replaced": ["time.time"]}, "wrong: it replaced time.time"),
+        ({"replaced": True}, "failed: its answer is not that of a worker: 'bool' object is not iterable"),
         ({"executed": "mine"}, "failed: it wrote no tensors: it wrote no readable file results-0: "),
     ],
 )
@@ -223,7 +230,8 @@ def test_a_pattern_that_a_kernel_of_eager_matches_proves_nothing(inputs):
     reason = names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel", "aten::native_layer_norm"])
     assert reason.startswith("its RUNS has the pattern aten::native_layer_norm, which ")
     assert names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel"]) is None
-    assert "is no regular expression" in names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel("])
+    for pattern in ("my_kernel(", "a{99999999999}"):
+        assert "is no regular expression" in names_eager_kernel("norm", "mine.py", inputs[0], [pattern])
     assert names_eager_kernel("norm", "eager", inputs[0], ["aten::native_layer_norm"]) is None
 
 

@@ -92,10 +92,10 @@ def judge(path: Path, folder: Path) -> str:
     for case in own:
         if not statuses[case].startswith("ok"):
             return f"{case}: {statuses[case]}"
-    open_dataset(config.data)  # no worker can write the shards
+    open_dataset(config.data)  # prepares the shards, because no worker may write them
     source = random.SystemRandom()
     plan = draw_plan(config.train.max_steps, source)
-    segments = plan.segments  # on a GPU a verdict repeats two of them only
+    segments = plan.segments  # on a GPU a verdict repeats some of them
     prompts = None if claim.op == "loss" else draw_prompts(config.model, source)
     words += [choose_backends(claim, str(path)), *FIXED_WORDS, "seed=3", f"train.eval_every={config.train.max_steps}"]
     arm = run_arm(words, folder / "run", folder / "worker", plan, needed_states(segments, plan), prompts)

@@ -3,9 +3,11 @@
 import fcntl
 import os
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ START = f"""
 import json, os, pickle, subprocess, sys, time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 channel, folder = Connection(int(os.environ["{CHANNEL}"])), Path(os.environ["{FOLDER}"])
 
@@ -52,6 +55,7 @@ def isolated(request, monkeypatch):
 
 
 FACTS = """
+import shutil
 import socket
 import common.terminal
 
@@ -157,6 +161,8 @@ def test_the_end_of_a_worker_is_described_with_its_last_line(isolated, tmp_path)
         ("channel.send_bytes(b'[1]')", "its answer is not JSON"),
         ("channel.send_bytes(bytes([255]))", "its answer is not JSON"),
         ("channel.send_bytes(b'[' * 1_000_000)", "its answer is not JSON"),
+        ("answer(a=[[[[[[[[0]]]]]]]])", "its answer is not JSON"),
+        ("answer(reason='\\udcff')", "its answer is not JSON"),  # the page could not be written
         ("os.write(channel.fileno(), (2**30).to_bytes(4))", "its answer is not JSON"),
         ("time.sleep(600)", "no answer within 0.5 s"),
         ("os.write(channel.fileno(), bytes(2)); time.sleep(600)", "no answer within 0.5 s"),
@@ -236,6 +242,17 @@ def test_what_is_no_file_of_results_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("process")
+def test_a_file_that_would_fill_the_disk_is_not_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 10**6))
+    with worker(
+        tmp_path, "os.truncate(os.open(folder / 'results', os.O_CREAT | os.O_RDWR), 10**6 + 1); answer()"
+    ) as started:
+        started.receive()
+        with pytest.raises(Ended, match=r"^its file results has 0.001 GB, more than half of the free disk$"):
+            started.copy_file("results", tmp_path / "copy")
+
+
+@pytest.mark.usefixtures("process")
 def test_a_link_in_place_of_results_is_copied_as_a_file(tmp_path):
     """The worker can read the linked file anyway. What is done to the copy later does not reach it."""
     (tmp_path / "other").write_text("text")
@@ -307,3 +324,25 @@ def test_only_compiled_kernels_are_left_to_the_next_worker(tmp_path):
             files = started.receive()["files"]
             started.receive()
     assert files == [str(tmp_path / "worker/triton/file")]
+
+
+def test_packages_are_watched_where_workers_may_write_to_them(monkeypatch, tmp_path):
+    """Also a change that was undone, with the old time of the last write."""
+    monkeypatch.setattr(sandbox.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    (tmp_path / "purelib/torch").mkdir(parents=True)
+    files = [tmp_path / "purelib/torch" / name for name in ("kept.py", "restored.py", "removed.py")]
+    for file in files:
+        file.write_text("x = 1")
+    monkeypatch.setattr(sandbox, "isolation", lambda: NAMES[0])
+    assert sandbox.stamp_packages() == {}
+    monkeypatch.setattr(sandbox, "isolation", lambda: PROCESSES)
+    before = sandbox.stamp_packages()
+    assert sandbox.changed_packages(before) == []
+    time.sleep(0.02)
+    written = files[1].stat()
+    files[1].write_text("x = 2")
+    files[1].write_text("x = 1")
+    os.utime(files[1], ns=(written.st_atime_ns, written.st_mtime_ns))
+    files[2].unlink()
+    (tmp_path / "purelib/new.py").touch()
+    assert sandbox.changed_packages(before) == sorted(map(str, files[1:]))

@@ -17,6 +17,7 @@ from lab.channel import CHANNEL, FOLDER, Channel, is_worker, read_answer
 from lab.proof import witness as witnesses
 from lab.proof.generation import compared_rows, step_logits
 from lab.proof.witness import Witness, flat_state, generation_logits
+from lab.tampering import process_settings
 from model.decoder import Decoder
 from model.optim import OptimConfig, TorchAdamW
 from tests.model.test_generate import varied_gpt
@@ -91,11 +92,11 @@ def test_a_run_sends_its_losses_after_each_window_and_its_state_if_asked(judge, 
     for name, parameter in model.named_parameters():
         assert torch.equal(state[f"model/{name}"], parameter)
     optimizer.refused += 1
-    judge("run", None, 0)
+    judge("run", None)
     witness.add_loss(loss.fill_(3.0))
     assert judge() == {"losses": [3.0], "allocated": None, "refused": 1}
     witness.add_loss(loss)  # a step after the last window has no number
-    assert batches.shifts == [(4, 10), (6, 20), (7, 0)]  # a thread has read the batches of three more steps
+    assert batches.shifts == [(1, 10), (3, 20)]
     witness.channel.connection.close()
 
 
@@ -103,8 +104,9 @@ def test_a_run_sends_its_losses_after_each_window_and_its_state_if_asked(judge, 
 def test_a_finished_run_sends_its_figures_and_the_logits_of_a_generation(judge, monkeypatch, tmp_path, refuses):
     functions = {"time.time": None}  # not what time.time is
     monkeypatch.setattr(Witness, "functions", functions)
+    monkeypatch.setattr(Witness, "settings", process_settings() | {"threads": 0})
     (model, optimizer), batches = model_and_optimizer(), Batches()
-    judge("run", None, 0)
+    judge("run", None)
     witness = Witness(optimizer, batches)
     judge()
     if refuses:
@@ -115,7 +117,8 @@ def test_a_finished_run_sends_its_figures_and_the_logits_of_a_generation(judge, 
     row = {"val/loss": 4.5, "mem/peak_rss_gib": 1.5, "perf/tokens_per_sec": 1e9, "kernels": {"norm": "eager"}}
     witness.testify(model, row)
     figures = {"mem/peak_rss_gib": 1.5, "kernels": {"norm": "eager"}}
-    assert judge() == {"replaced": ["time.time"], "val_loss": 4.5, "figures": figures}
+    changed = {"replaced": ["time.time"], "changed": ["threads"]}
+    assert judge() == {**changed, "val_loss": 4.5, "figures": figures}
     if refuses:
         assert judge() == {"unavailable": "it has no cache"}
         assert not (tmp_path / "logits").exists()
@@ -157,6 +160,23 @@ def test_a_message_that_nobody_reads_is_an_error():
     mine, theirs = socketpair()
     with mine, theirs, pytest.raises(TimeoutError):
         channel.send_message(mine, bytes(2**24), limit=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[[[[[[[0]]]]]]]", [[[[[[[0]]]]]]]),
+        ("-12", -12),
+        ("9" * 400, int("9" * 18)),
+        (r'["a\n\n# norm: right", {"b\t": "\u2028c"}]', ["a # norm: right", {"b": "c"}]),
+    ],
+)
+def test_an_answer_has_strings_of_one_line_and_no_number_that_is_too_large_for_a_float(text, value):
+    mine, theirs = socketpair()
+    content = b'{"a": %s}' % text.encode()
+    with mine, theirs:
+        theirs.sendall(len(content).to_bytes(4) + content)
+        assert read_answer(mine, 20) == {"a": value}
 
 
 def test_an_answer_that_comes_in_parts_is_read_as_a_whole():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "linear"
-# some processors then compute in bf16
+# in this precision some CPUs multiply in bf16, so the result itself is wrong
 REFUSED = "it changes the process around it: random numbers, TF32 in matmuls|wrong: out0: error"
 
 

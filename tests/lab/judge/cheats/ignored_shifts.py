@@ -1,6 +1,6 @@
 """Ignores the shifts of the batches, so it knows all batches of the run at its start. It hides what it replaced.
 
-A backend could then make all steps in the start, which no figure includes, and only show them in the windows.
+A backend could then make all steps in the start, which no figure includes, and only send their losses in the windows.
 
 Known from: this project's own review, November 2026.
 """
