@@ -5,6 +5,7 @@ does it change in memory and losses? The answer is one page, and the exit code.
 """
 
 import shlex
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ from train import Config as TrainConfig
 from train import complete_config
 
 GROUPS = 2, 8  # workers for the cases, on a CPU and on a GPU. Most of their time is compilation, on one core each
+# A step may save so many times what the op's calls take alone, and this share of the step
+SAVING, SAVING_OF_STEP = 2.0, 0.05
 TOO_GOOD = 1.05  # alone, a kernel may seem this much faster than its floor, because both times vary
 
 
@@ -179,14 +182,34 @@ def gather_evidence(
         notes.append(f"no logits of a generation were compared: {reason}")
     if growth := max(row.get("memory_growth", 0) for row in judged):
         notes.append(f"allocated memory grows by {growth / 2**20:.1f} MiB in each window")
-    call, dtype = training_call(claim.op, recipe, (config.train.batch_size, config.train.block_size))
+    alone = Alone(
+        claim.op, *training_call(claim.op, recipe, (config.train.batch_size, config.train.block_size)), device
+    )
     try:
-        names = (claim.impl, claim.against)
-        rows = benchmark(Alone(claim.op, call, dtype, device), names, rounds, folder, limit)
+        [base] = benchmark(alone, [claim.against], rounds, folder / "alone-baseline", limit)
+        impossible = impossible or impossible_saving(judged, baseline, base["both/ms"], config, claim.op)
+        rows = [*benchmark(alone, [claim.impl], rounds, folder / "alone-judged", limit), base]
         impossible = impossible or impossible_alone(rows[0])
     except (Ended, torch.OutOfMemoryError) as error:  # the training has decided the verdict
         notes.append(f"no figures of {claim.op} alone: {error}")
     return Evidence({}, runs, rows, compare_losses(judged, baseline), impossible, tuple(notes))
+
+
+def impossible_saving(
+    judged: list[dict], baseline: list[dict], alone_ms: float, config: TrainConfig, op: str
+) -> str | None:
+    """Return why the op cannot have saved what a step saves; None if it can.
+
+    `alone_ms` is the time of the baseline's call, forward and backward. In a step, calls may take longer than alone.
+    """
+    base_ms, ms = (statistics.median(row["perf/step_ms"] for row in rows) for rows in (baseline, judged))
+    train, layers = config.train, config.model.n_layer
+    calls = {"loss": 1, "norm": 2 * layers + 1, "linear": 2 * layers}.get(op, layers)
+    calls *= train.tokens_per_step // (train.batch_size * train.block_size)
+    if base_ms - ms <= SAVING * calls * alone_ms + SAVING_OF_STEP * base_ms:
+        return None
+    saved = f"a step takes {base_ms - ms:.3g} ms less"
+    return f"{saved}, and all {calls} calls of the baseline's {op} take {calls * alone_ms:.3g} ms alone"
 
 
 def impossible_alone(row: dict) -> str | None:

@@ -38,12 +38,12 @@ class Alone(NamedTuple):
     device: torch.device
 
 
-def benchmark(call: Alone, names: tuple[str, str], rounds: int, folder: Path, limit: float) -> list[dict]:
-    """Return the figures of both backends, one after the other. Raises Ended if a worker fails."""
+def benchmark(call: Alone, names: list[str], rounds: int, folder: Path, limit: float) -> list[dict]:
+    """Return the figures of the backends, one after the other. Raises Ended if a worker fails."""
     floor = floor_seconds(call, rounds)
     rows = []
     for number, name in enumerate(names):
-        row, results, seed = time_backend(call, name, rounds, folder / f"alone-{number}", limit)
+        row, results, seed = time_backend(call, name, rounds, folder / str(number), limit)
         row |= {"impl": name, "both/floor_ms": None if floor is None else 1e3 * floor}
         row["both/of_floor"] = None if floor is None else 1e3 * floor / row["both/ms"]
         rows.append(row | compare_results(call, results, seed))

@@ -32,6 +32,7 @@ WORKER = ["-m", "lab.judge.op_worker"]
 SLACK = 2.0  # a factor of the rule's bounds. With 1, sdpa broke the rule in one of 170 cases of new inputs (fp32, D=80)
 MOST_FAILURES = 3  # of a group: each takes another worker, which starts in 2 s
 HEADROOM = 2**20  # bytes of a file of results besides its tensors
+MOST_PATTERNS = 20  # of RUNS; each takes a process, 0.02 s
 MOST_TENSORS = 64  # the results of all calls take at most so many times the bytes of the inputs
 
 # Prints the first name that a pattern matches. It runs in another process, because a search may take for ever
@@ -189,6 +190,8 @@ def names_eager_kernel(op: str, impl: str, inputs: dict, patterns: list) -> str 
     with warnings.catch_warnings(action="ignore"):  # PyTorch 2.11 warns that it clears events
         profiled = profile_step(lambda: outputs_and_gradients(eager, inputs), device, {})
     names = [kernel["name"] for kernel in profiled["kernels"]]
+    if len(patterns) > MOST_PATTERNS:
+        return f"its RUNS has {len(patterns)} patterns, and at most {MOST_PATTERNS} are searched"
     for pattern in map(str, patterns):
         try:
             done = subprocess.run(

@@ -35,6 +35,7 @@ from lab.channel import CHANNEL, FOLDER, read_answer, send_message
 ROOT = Path(__file__).parents[2]
 ROOMS = ("common", "configs", "data", "hotswap", "kernels", "lab", "model", "runtime", "scripts", "train.py")
 IGNORED = "__pycache__", ".*"
+MOST_CODE_BYTES = 2**24  # of a file
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)  # variables that no worker needs
 MARK = "HOTSWAP_WORKER"  # the variable in the environment of a worker and of the processes that it starts
 COMPILED = "inductor", "triton", "cute"  # caches that stay for the next worker in the same folder
@@ -95,19 +96,23 @@ def copy_repo(target: Path) -> None:
             shutil.copy(source, target / name)
 
 
-def digest_repo(folder: Path = ROOT) -> dict[str, str]:
-    """Return {path in the repo: SHA-256} of the code in a checkout or in a copy."""
+def digest_repo(folder: Path = ROOT, known: dict[str, str] | None = None) -> dict[str, str]:
+    """Return {path in the repo: SHA-256} of the code in a checkout or in a copy.
+
+    With `known`, an earlier result, other files are not read: a worker may put any number of files into its copy.
+    """
     files = [path for name in ROOMS for path in (folder / name, *(folder / name).rglob("*"))]
     files = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
-    return {str(path.relative_to(folder)): digest_file(path) for path in sorted(files)}
+    names = {os.fsencode(path.relative_to(folder)).decode(errors="replace"): path for path in sorted(files)}
+    return {name: digest_file(path) if known is None or name in known else "new" for name, path in names.items()}
 
 
 def digest_file(path: Path) -> str:
-    """Return the SHA-256 of a file, or why it cannot be read: a worker may put a file of any size into its copy."""
+    """Return the SHA-256 of a file, or why it cannot be read: a worker may make it as large as it likes."""
     try:
-        return hashlib.sha256(read_bytes(path)).hexdigest()
+        return hashlib.sha256(read_bytes(path, MOST_CODE_BYTES)).hexdigest()
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return str(error.strerror)
 
 
 def stamp_packages() -> dict[str, str]:
@@ -243,7 +248,7 @@ class Sandbox:
 
     def changed_files(self) -> list[str]:
         """Return the files of its copy of the repo that the worker changed."""
-        return changed_files(self.digest, digest_repo(self.repo))
+        return changed_files(self.digest, digest_repo(self.repo, self.digest))
 
     def copy_file(self, name: str, target: Path) -> None:
         """Copy a file that the worker wrote. Raises Ended if it is no regular file, or too large for the disk."""
@@ -252,7 +257,9 @@ class Sandbox:
                 size = os.fstat(source.fileno()).st_size
                 if size > shutil.disk_usage(target.parent).free // 2:
                     raise Ended(f"its file {name} has {size / 1e9:.3g} GB, more than half of the free disk")
-                shutil.copyfileobj(source, copy, 2**24)
+                while size > 0 and (part := source.read(min(size, 2**24))):  # the file may grow while it is copied
+                    copy.write(part)
+                    size -= len(part)
         except OSError as error:
             raise Ended(f"it wrote no readable file {name}: {error}") from None
 

@@ -224,7 +224,7 @@ def gather(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "open_dataset", lambda config: None)
     monkeypatch.setattr(script, "slower_than_before", lambda row, slug: None)
 
-    def call(judged, baseline, benchmark=lambda *_: [alone("triton"), alone("eager")], flops=1e15):
+    def call(judged, baseline, benchmark=lambda call, names, *_: [alone(name) for name in names], flops=1e15):
         monkeypatch.setattr(script, "train_in_turns", lambda *_: {"triton": judged, "eager": baseline})
         monkeypatch.setattr(script, "benchmark", benchmark)
         monkeypatch.setattr(script, "measured_flops", lambda device, dtype: flops)
@@ -287,10 +287,28 @@ def test_without_figures_of_the_op_alone_the_training_still_decides(gather, erro
 def test_a_speed_that_cannot_be_true_is_evidence(gather):
     slow_matmul = gather([row("triton", 90)], [row("eager", 100)], flops=1e6)
     assert slow_matmul.impossible.startswith("it trains at ")
-    figures = [alone("triton", **{"both/floor_ms": 2.0}), alone("eager")]
-    assert gather([row("triton", 90)], [row("eager", 100)], lambda *_: figures).impossible.startswith(
-        "alone it takes 1 "
-    )
+
+    def benchmark(call, names, *_):
+        return [alone(name, **{"both/floor_ms": 2.0}) for name in names]
+
+    assert gather([row("triton", 90)], [row("eager", 100)], benchmark).impossible.startswith("alone it takes 1 ")
+
+
+@pytest.mark.parametrize(("ms", "is_possible"), [(78, True), (76, False), (120, True)])
+def test_a_step_cannot_save_more_than_the_op_takes(gather, ms, is_possible):
+    """A step has 9 calls of a norm, 1 ms each. It may save twice as much, and 5% of a step of 100 ms."""
+    evidence = gather([row("triton", ms)], [row("eager", 100)])
+    reason = f"a step takes {100 - ms} ms less, and all 9 calls of the baseline's norm take 9 ms alone"
+    assert evidence.impossible == (None if is_possible else reason)
+
+
+def test_a_backend_that_fails_alone_may_save_no_more_either(gather):
+    def fail(call, names, *_):
+        if names == ["triton"]:
+            raise Ended("the process ended, exit code 3")
+        return [alone("eager")]
+
+    assert gather([row("triton", 20)], [row("eager", 100)], fail).impossible.startswith("a step takes 80 ms less")
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,10 @@ def test_a_pattern_that_a_kernel_of_eager_matches_proves_nothing(inputs):
     reason = names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel", "aten::native_layer_norm"])
     assert reason.startswith("its RUNS has the pattern aten::native_layer_norm, which ")
     assert names_eager_kernel("norm", "mine.py", inputs[0], ["my_kernel"]) is None
+    assert (
+        names_eager_kernel("norm", "mine.py", inputs[0], ["a"] * 21)
+        == "its RUNS has 21 patterns, and at most 20 are searched"
+    )
     for pattern in ("my_kernel(", "a{99999999999}"):
         assert "is no regular expression" in names_eager_kernel("norm", "mine.py", inputs[0], [pattern])
     assert names_eager_kernel("norm", "eager", inputs[0], ["aten::native_layer_norm"]) is None

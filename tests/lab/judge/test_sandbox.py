@@ -242,6 +242,30 @@ def test_what_is_no_file_of_results_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("process")
+def test_files_that_a_worker_adds_to_its_copy_are_named_and_not_read(tmp_path):
+    """It may add thousands of large ones, and give them any name."""
+    code = "new = os.fsencode(folder / 'repo/kernels') + b'/a\\xff'; os.truncate(os.open(new, 66), 2**40); answer()"
+    with worker(tmp_path, code) as started:
+        started.receive()
+        assert started.changed_files() == ["kernels/a\ufffd"]
+
+
+@pytest.mark.usefixtures("process")
+def test_a_file_that_grows_is_copied_up_to_its_first_size(tmp_path, monkeypatch):
+    with worker(tmp_path, "(folder / 'results').write_text('text'); answer()") as started:
+        started.receive()
+        disk_usage = shutil.disk_usage
+
+        def grow(path):
+            (started.folder / "results").write_text("text that grows")
+            return disk_usage(path)
+
+        monkeypatch.setattr(shutil, "disk_usage", grow)
+        started.copy_file("results", tmp_path / "copy")
+    assert (tmp_path / "copy").read_text() == "text"
+
+
+@pytest.mark.usefixtures("process")
 def test_a_file_that_would_fill_the_disk_is_not_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 10**6))
     with worker(
