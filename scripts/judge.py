@@ -93,7 +93,7 @@ def main(cfg: Config) -> None:
         claim = Claim(cfg.op, cfg.impl, cfg.against)
         row = settle(claim, cfg.training, cfg.repeats, cfg.rounds, cfg.limit, cfg.device, folder)
     files = write_rows([row], "judge.jsonl", folder, cfg.keep)
-    write_atomically(folder / "judge.md", page(row).encode())
+    write_atomically(folder / "judge.md", page(row).encode(errors="backslashreplace"))
     files.append(folder / "judge.md")
     if "ratio" in row and find_spec("matplotlib"):
         files.append(speed_figure(row, folder / "judge.png"))
