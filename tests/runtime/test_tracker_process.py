@@ -446,7 +446,7 @@ def test_a_run_ends_well_when_its_tracker_is_hurt(
 def test_a_run_ends_well_when_its_tracker_is_killed_at_any_time(real, tmp_path, capfd, victim):
     """Also while W&B starts, and at its end."""
     kills = 0
-    for moment in range(0, 30, 3):
+    for moment in range(0, 30, 4):
         tracker = Tracker(LoggerConfig(*OFFLINE))
         (tmp_path / str(moment)).mkdir()
         tracker.start(tmp_path / str(moment), ROW)
