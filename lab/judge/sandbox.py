@@ -124,8 +124,12 @@ def stamp_packages() -> dict[str, str]:
         return {}
     folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     paths = [Path(root, name) for folder in folders for root, _, names in os.walk(folder) for name in names]
-    stamps = {str(path): path.lstat() for path in paths}
-    return {path: f"{stamp.st_size} {stamp.st_ctime_ns}" for path, stamp in stamps.items()}
+    stamps = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # a temporary file of another program
+            stamp = path.lstat()
+            stamps[str(path)] = f"{stamp.st_size} {stamp.st_ctime_ns}"
+    return stamps
 
 
 def changed_packages(before: dict[str, str]) -> list[str]:

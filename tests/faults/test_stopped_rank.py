@@ -24,7 +24,7 @@ train.main()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["fsdp"])
+@pytest.mark.parametrize("parallel", ["fsdp", "context"])
 @pytest.mark.usefixtures("quick_python")
 def test_a_stopped_rank_is_named_and_the_job_goes_on_bit_equal(tmp_path, monkeypatch, parallel):
     """It is stopped in step 6, and the job resumes after step 4."""

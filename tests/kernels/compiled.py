@@ -31,7 +31,7 @@ def compile_for(capability: int) -> tuple[int, str]:
 def digest_sources() -> str:
     """Return a SHA-256 that changes with the code from which compile_triton.py makes the kernels."""
     files = [ROOT / "tests/kernels/compile_triton.py", *sorted((ROOT / "kernels").rglob("*.py"))]
-    return hashlib.sha256("".join(map(Path.read_text, files)).encode()).hexdigest()
+    return hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
 
 
 def read_lines(text: str) -> Usage:

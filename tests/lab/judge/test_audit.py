@@ -252,7 +252,7 @@ def test_the_replay_runs_in_a_process_of_its_own_and_its_failure_is_an_error(hon
 
 
 def test_all_segments_are_repeated_on_a_cpu_and_two_on_a_gpu():
-    """Nobody knows before the run which one. In the first run, the first segment has the steps after compilation."""
+    """Nobody knows before the run which two. In the first run, one of them has the steps that compile."""
     plan = draw_plan(150, random.Random(1))
     assert draw_segments(plan, CPU, random.Random(2), is_first_run=True) == plan.segments
     drawn = [draw_segments(plan, torch.device("cuda"), random.Random(seed), is_first_run=True) for seed in range(20)]

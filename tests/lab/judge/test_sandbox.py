@@ -21,7 +21,6 @@ START = f"""
 import json, os, pickle, subprocess, sys, time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 
 channel, folder = Connection(int(os.environ["{CHANNEL}"])), Path(os.environ["{FOLDER}"])
 
@@ -55,7 +54,6 @@ def isolated(request, monkeypatch):
 
 
 FACTS = """
-import shutil
 import socket
 import common.terminal
 
