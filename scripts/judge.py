@@ -187,9 +187,16 @@ def gather_evidence(
     )
     try:
         [base] = benchmark(alone, [claim.against], rounds, folder / "alone-baseline", limit)
-        impossible = impossible or impossible_saving(judged, baseline, base["both/ms"], config, claim.op)
+        alone_ms = max(base["both/ms"], base["launched/ms"] or 0)  # not every step is in a CUDA graph
+        impossible = impossible or impossible_saving(judged, baseline, alone_ms, config, claim.op)
         rows = [*benchmark(alone, [claim.impl], rounds, folder / "alone-judged", limit), base]
         impossible = impossible or impossible_alone(rows[0])
+        for row in rows:
+            if row["no_graph"]:
+                name = f"{claim.op}={row['impl']}"
+                notes.append(
+                    f"alone, {name} is timed with its launches, because no CUDA graph took it: {row['no_graph']}"
+                )
     except (Ended, torch.OutOfMemoryError) as error:  # the training has decided the verdict
         notes.append(f"no figures of {claim.op} alone: {error}")
     return Evidence({}, runs, rows, compare_losses(judged, baseline), impossible, tuple(notes))

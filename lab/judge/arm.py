@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from common.terminal import override
 from lab.judge.sandbox import Ended, Sandbox
-from lab.proof.witness import FIGURES
+from lab.proof.witness import FIGURES, sum_of_bits
 from model.config import GPTConfig
 from runtime.meter import WARMUP, quantiles
 
@@ -136,6 +137,9 @@ def run_arm(
                     worker.receive()
                     if steps in kept:  # a copy, because the worker may still write to its file
                         worker.copy_file(f"state-{steps}", arm.state(steps))
+                        if answer.get("weights") != checksum(arm.state(steps)):
+                            arm.status = f"wrong: its weights changed after step {steps}, when the window had ended"
+                            return arm
                     (inside / f"state-{steps}").unlink(missing_ok=True)
             worker.send(("run", None))
             answer = worker.receive()
@@ -154,6 +158,16 @@ def run_arm(
         if changed := worker.changed_files():
             arm.status = f"wrong: it changed files of the repo: {', '.join(changed[:5])}"
     return arm
+
+
+def checksum(path: Path) -> str:
+    """Return the sum_of_bits() of the weights in a state that a worker sent. Raises Ended if they cannot be read."""
+    try:
+        with safe_open(path, "pt") as state:
+            names = [name for name in state.keys() if name.startswith("model/")]  # noqa: SIM118
+            return str(int(sum_of_bits(map(state.get_tensor, names))))
+    except Exception as error:  # safetensors and PyTorch raise several classes for a damaged file
+        raise Ended(f"it sent no state: {error}") from None
 
 
 def read_losses(answer: dict, count: int) -> list[float]:

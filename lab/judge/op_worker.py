@@ -58,9 +58,8 @@ class Timing(NamedTuple):
     impl: str
     shape: dict
     dtype: torch.dtype
-    seed: int
+    seed: int  # of the gradients of the outputs, and of the first inputs
     sets: int  # of inputs, which the calls take in turn
-    file: str
 
 
 def main() -> None:
@@ -194,9 +193,12 @@ def global_state(device: torch.device) -> dict[str, Any]:
 
 
 def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
-    """For each message of the judge, a number, make so many calls, and answer when the device has done all of them.
+    """Answer the judge's requests, until it ends this process.
 
-    After the message 0, write the results of the last call on the first set of inputs.
+    ("inputs", set, seed)    give a set of inputs the values of this seed
+    ("calls", turns)         call the op with each set, so many times, and wait for the device
+    ("capture",)             from now on, replay the calls of a turn from a CUDA graph; or answer why this is impossible
+    ("results", set, file)   write the results of the last call with this set
     """
     module = contract(work.op)
     shape = {**work.shape, "dtype": work.dtype, "device": device}
@@ -206,25 +208,58 @@ def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
     torch.manual_seed(work.seed)
     douts = random_gradients(outputs(function, sets[0]), sets[0])
     results: list[Any] = [None] * work.sets
-    number = 0
-    forward_and_backward(function, sets[0], douts)  # compiles and tunes, which takes memory, too
+
+    def turn() -> None:
+        for number, inputs in enumerate(sets):
+            out, gradients = forward_and_backward(function, inputs, douts)
+            # Without detach() autograd's nodes would stay, with the stream of this turn, and a capture has another one
+            results[number] = [tensor.detach() for tensor in out], gradients
+
+    calls = turn
+    calls()  # compiles and tunes, which takes memory, too
     channel.answer(extra_gib=extra_memory(function, sets[0], douts, device))
-    while count := channel.receive():
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        for event in events[:1]:
-            event.record()
-        for _ in range(count):
-            results[number % work.sets] = forward_and_backward(function, sets[number % work.sets], douts)
-            number += 1
-        for event in events[1:]:
-            event.record()
-        synchronize(device)
-        channel.answer(event_seconds=events[0].elapsed_time(events[1]) / 1e3 if events else None)
-    named = {}
-    for group, name in zip(results[0], ("out", "gradient"), strict=True):
-        named |= {f"{name}{i}": tensor for i, tensor in enumerate(group) if tensor is not None}
-    channel.write(work.file, named)
-    channel.answer(written=True)
+    while True:
+        facts, (kind, *request) = {}, channel.receive()
+        if kind == "inputs":
+            number, seed = request
+            overwrite(sets[number], module.inputs(**shape, seed=seed))
+            synchronize(device)
+        elif kind == "calls":
+            facts["event_seconds"] = repeat_calls(calls, *request, device)
+        elif kind == "capture":
+            try:
+                calls = captured(turn)
+            except Exception as error:  # a stranger's code may raise any exception
+                # the end of the capture raises another error, whose context is what ended the capture
+                facts["no_graph"] = class_and_message(error.__context__ or error)[:300]
+        else:
+            number, file = request
+            named = {}
+            for group, name in zip(results[number], ("out", "gradient"), strict=True):
+                named |= {f"{name}{i}": tensor for i, tensor in enumerate(group) if tensor is not None}
+            channel.write(file, named)
+        channel.answer(**facts)
+
+
+def repeat_calls(calls: Callable[[], None], turns: int, device: torch.device) -> float | None:
+    """Return the seconds of the turns by events in the GPU's stream; None on a CPU."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+    for event in events[:1]:
+        event.record()
+    for _ in range(turns):
+        calls()
+    for event in events[1:]:
+        event.record()
+    synchronize(device)
+    return events[0].elapsed_time(events[1]) / 1e3 if events else None
+
+
+def captured(turn: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that replays the kernels of a turn from a CUDA graph, without Python and without launches."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        turn()
+    return graph.replay
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Send the losses, states and logits of a run in a worker to the judge. lab/judge/arm.py asks for them.
 
 After each window of steps the run waits for the judge. The judge measures the window by its own clock, may ask for the
-weights and moments, and then sends the number of steps of the next window and a shift of its batches.
+weights and moments, and then sends the number of steps of the next window and a shift of its batches. The answer to a
+window has a checksum of the weights, so no work can wait until the judge asks for them.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -42,11 +44,13 @@ class Witness:
         self.losses.append(loss.clone())  # a step from a CUDA graph overwrites the loss before it
         if len(self.losses) == self.window:
             device = self.optimizer.lr.device
+            weights = sum_of_bits(self.optimizer.state()["model"].values())  # launched while the GPU still works
             synchronize(device)
             losses = torch.stack(self.losses).double().tolist()
             self.losses = []
             allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-            self.answer_requests(losses=losses, allocated=allocated, refused=int(self.optimizer.refused))
+            refused = int(self.optimizer.refused)
+            self.answer_requests(losses=losses, weights=str(int(weights)), allocated=allocated, refused=refused)
 
     def answer_requests(self, **facts: object) -> None:
         """Send the facts, then answer requests until the judge sends the next window."""
@@ -74,6 +78,11 @@ class Witness:
             else:
                 self.channel.write(request[1], {"logits": logits})
                 self.channel.answer(written=True)
+
+
+def sum_of_bits(weights: Iterable[Tensor]) -> Tensor:
+    """Return the sum of all elements of fp32 weights, each read as an int32: a scalar, int64. The sum is exact."""
+    return torch.stack([weight.detach().view(torch.int32).sum() for weight in weights]).sum()
 
 
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:

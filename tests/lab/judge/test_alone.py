@@ -1,5 +1,7 @@
 """The op alone: the judge's clock times it, and the results of the timed calls are compared."""
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import save
@@ -14,6 +16,7 @@ from lab.judge.sandbox import Ended
 
 CPU = torch.device("cpu")
 CALL = Alone("norm", {"shape": (3, 64)}, torch.float32, CPU)
+IN_GRAPH = "not torch.cuda.is_current_stream_capturing()"  # computes, except in a CUDA graph
 
 
 def timed_results(seed):
@@ -34,7 +37,7 @@ def test_the_figures_of_a_backend_alone(monkeypatch, tmp_path):
     def time_backend(call, name, rounds, folder, limit):
         if name == "eager":
             return one_worker(call, name, rounds, folder, limit)
-        return {"both/ms": 2.0}, timed_results(5), 5
+        return {"both/ms": 2.0}, timed_results(5), (5, 5)
 
     monkeypatch.setattr(alone_module, "time_backend", time_backend)
     mine, other = benchmark(CALL, ("eager", "other"), 3, tmp_path, 60)
@@ -45,17 +48,17 @@ def test_the_figures_of_a_backend_alone(monkeypatch, tmp_path):
     for row in (mine, other):
         for key in ("error/out", "error/gradients"):
             assert row[key] == row[f"{key}/eager"] < 1e-6
-    assert mine["extra_gib"] is None  # on a CPU
+    assert mine["extra_gib"] is mine["launched/ms"] is mine["no_graph"] is None  # on a CPU
 
 
 @pytest.mark.parametrize(("name", "key"), [("out1", "error/out"), ("gradient2", "error/gradients")])
 def test_an_error_of_a_timed_call_is_measured(name, key):
     results = timed_results(5)
     results[name] = 1.01 * results[name]
-    errors = compare_results(CALL, results, 5)
+    errors = compare_results(CALL, results, 5, 5)
     assert errors[key] == pytest.approx(0.01, rel=0.01)
     assert errors[f"{key}/eager"] < 1e-6
-    assert max(compare_results(CALL, timed_results(6), 5).values()) > 0.5  # of other inputs
+    assert max(compare_results(CALL, timed_results(6), 5, 6).values()) > 0.5  # of other inputs
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_results_of_another_shape_are_no_results(change):
     results = timed_results(5)
     change(results)
     with pytest.raises(Ended, match=r"^its timed calls gave other results than those of the contract$"):
-        compare_results(CALL, results, 5)
+        compare_results(CALL, results, 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,61 @@ def test_the_sets_of_inputs_are_at_least_two_and_as_large_as_the_cache(monkeypat
     size = sum(tensor.nbytes for tensor in tensors_of(inputs).values())
     monkeypatch.setattr(alone_module, "SETS_BYTES", times * size)
     assert count_sets(CALL) == sets
+
+
+# It keeps its first results for each address, unless the condition COMPUTES holds
+CACHED = """
+import torch
+import torch.nn.functional as F
+
+KEPT = {}
+
+class Cached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.key = inputs[0].data_ptr()
+        if ctx.key not in KEPT or COMPUTES:
+            leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+            with torch.enable_grad():
+                x, residual, weight, bias = leaves
+                total = x + residual
+                KEPT[ctx.key] = leaves, (F.layer_norm(total, weight.shape, weight, bias), total)
+        return tuple(tensor.detach() for tensor in KEPT[ctx.key][1])
+
+    @staticmethod
+    def backward(ctx, *douts):
+        leaves, results = KEPT[ctx.key]
+        return torch.autograd.grad(results, leaves, douts, retain_graph=True)
+
+def norm(x, residual, weight, bias, eps=1e-5):
+    return Cached.apply(x, residual, weight, bias)
+"""
+
+
+@pytest.mark.parametrize("computes", ["False", pytest.param(IN_GRAPH, marks=pytest.mark.gpu)])
+def test_calls_that_return_an_old_result_are_wrong(computes, tmp_path):
+    """A set of inputs has new values in each window, at the same addresses."""
+    call = CALL if computes == "False" else CALL._replace(device=torch.device("cuda"))
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(CACHED.replace("COMPUTES", computes))
+    [row] = benchmark(call, [str(kernel)], 2, tmp_path / "worker", 60)
+    assert row["no_graph"] is None
+    assert row["error/out"] > 0.5 < row["error/gradients"]
+
+
+@pytest.mark.gpu
+def test_a_backend_that_reads_a_result_on_the_host_is_timed_with_its_launches(tmp_path):
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(
+        CACHED.replace("COMPUTES", "inputs[0].sum().item() != 0.5").replace("inputs[0].data_ptr()", "None")
+    )
+    call = CALL._replace(device=torch.device("cuda"))
+    mine, eager = benchmark(call, [str(kernel), "eager"], 2, tmp_path / "worker", 60)
+    assert "captur" in mine["no_graph"]
+    assert mine["both/ms"] == mine["launched/ms"]
+    assert mine["error/out"] < 1e-6 > mine["error/gradients"]
+    assert eager["no_graph"] is None
+    assert eager["both/ms"] < eager["launched/ms"]
 
 
 class Worker:
@@ -137,6 +195,6 @@ class Worker:
 )
 def test_a_worker_that_cheats_has_no_figures(monkeypatch, tmp_path, changes, message):
     monkeypatch.setattr(alone_module, "Sandbox", type("Changed", (Worker,), changes))
-    monkeypatch.setattr(alone_module, "EVENTS_FROM", 0.0)
+    monkeypatch.setattr(alone_module, "EVENTS_FROM", math.inf if changes else 0.0)
     with pytest.raises(Ended, match=f"^{message}$"):
         alone_module.time_backend(CALL, "mine.py", 3, tmp_path, 60)

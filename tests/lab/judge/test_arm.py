@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lab.judge import arm as arms
 from lab.judge import sandbox
@@ -165,18 +166,24 @@ def test_prompts_fit_the_model():
 
 # What a worker with this repo's train.py does, without a model. Each test replaces a line
 ANSWERS = """
+import struct
+
+def state(bits):
+    header = json.dumps({"model/w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    return struct.pack("<Q", len(header)) + header + struct.pack("<2i", bits, -9)
+
 answer(ready=True)
 losses = 0
 while True:
     kind, value, *shift = receive()
     if kind == "state":
-        (folder / value).write_text(f"state after {losses} losses")
+        (folder / value).write_bytes(state(losses))
         answer(written=True)
     elif value is None:
         break
     else:
         losses += value
-        answer(losses=value * [float(*shift)], allocated=None, refused=0)
+        answer(losses=value * [float(*shift)], weights=str(losses - 9), allocated=None, refused=0)
 answer(replaced=[], val_loss=4.0, figures={"mem/peak_rss_gib": 1.0})
 """
 PLAN = Plan([3, 2, 1], [5, 6], [7, 8, 9])
@@ -206,7 +213,7 @@ def test_a_run_gives_its_losses_and_the_states_that_are_kept(run, tmp_path):
     arm = run(ANSWERS)
     assert (arm.status, arm.losses, arm.val_loss) == ("ok", [7.0, 7.0, 7.0, 8.0, 8.0, 9.0], 4.0)
     assert (len(arm.seconds), arm.allocated, arm.figures) == (3, [0, 0, 0], {"mem/peak_rss_gib": 1.0})
-    assert arm.state(6).read_text() == "state after 6 losses"
+    assert load_file(arm.state(6))["model/w"].view(torch.int32).tolist() == [6, -9]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["state-6"]
     assert not list((tmp_path / "worker").glob("state-*"))
 
@@ -218,10 +225,13 @@ def test_a_run_gives_its_losses_and_the_states_that_are_kept(run, tmp_path):
         ("losses=value", "losses=1", "failed: it sent no 3 losses"),
         ("refused=0", "refused=2", "failed: it refused 2 steps, whose loss or gradient was not finite"),
         (
-            "(folder / value).write_text",
+            "(folder / value).write_bytes",
             "os.mkfifo(folder / value); str",
             "failed: it wrote no readable file state-6: ",
         ),
+        ("write_bytes(state(losses))", "write_text('{}')", "failed: it sent no state: "),
+        ("state(losses)", "state(losses + 1)", "wrong: its weights changed after step 6, when the window had ended"),
+        ("weights=str(losses - 9)", "weights=losses - 9", "wrong: its weights changed after step 6"),
         ("replaced=[]", "replaced=['time.time']", "wrong: it replaced time.time"),
         ("replaced=[]", "replaced=[], changed=['threads']", "wrong: it changes the process around it: threads"),
         ("replaced=[]", "replaced=True", "failed: 'bool' object is not iterable"),

@@ -74,7 +74,8 @@ def judge(path: Path, folder: Path) -> str:
     """Return what the judge says about a backend: ok, or why it is refused."""
     claim = Claim(constants(path)["OP"], str(path), "eager")
     steps = [] if "REFUSED" in constants(path) else ["train.max_steps=9"]  # nothing waits for a step
-    words = [*training_words(claim, DEVICE, []), *SMALL, *steps]
+    precision = [f"precision={constants(path)['PRECISION']}"] if "PRECISION" in constants(path) else []
+    words = [*training_words(claim, DEVICE, []), *SMALL, *precision, *steps]
     config, recipe = read_training([*words, choose_backends(claim, "eager")])
     probes = make_probes(claim, recipe, (config.train.batch_size, config.train.block_size))
     probes = {case: probe for case, probe in probes.items() if not probe.compiled}

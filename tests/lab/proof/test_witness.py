@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from socket import socketpair
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -85,7 +86,9 @@ def test_a_run_sends_its_losses_after_each_window_and_its_state_if_asked(judge, 
     for message in (("state", "state-2"), ("state", "again"), ("run", 1, 20)):
         judge(*message)
     witness.add_loss(loss.fill_(4.0))
-    assert judge() == {"losses": [5.0, 4.0], "allocated": None, "refused": 0}
+    weights = [weight.detach().numpy().view(np.int32) for weight in model.parameters()]
+    weights = str(sum(int(weight.sum(dtype=np.int64)) for weight in weights))
+    assert judge() == {"losses": [5.0, 4.0], "weights": weights, "allocated": None, "refused": 0}
     assert [judge(), judge()] == [{"written": True}] * 2
     state = load_file(tmp_path / "state-2")
     assert {name.partition("/")[0] for name in state} == {"model", "exp_avg", "exp_avg_sq"}
@@ -94,7 +97,7 @@ def test_a_run_sends_its_losses_after_each_window_and_its_state_if_asked(judge, 
     optimizer.refused += 1
     judge("run", None)
     witness.add_loss(loss.fill_(3.0))
-    assert judge() == {"losses": [3.0], "allocated": None, "refused": 1}
+    assert judge() == {"losses": [3.0], "weights": weights, "allocated": None, "refused": 1}
     witness.add_loss(loss)  # a step after the last window has no number
     assert batches.shifts == [(1, 10), (3, 20)]
     witness.channel.connection.close()

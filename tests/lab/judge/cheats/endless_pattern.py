@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 OP = "norm"
 REFUSED = "which cannot be searched: TimeoutExpired"
-RUNS = (r"^(?:(?:(?:\w|:)+)+)+!$",)
+RUNS = (r"^(?:(?:.+)+)+\x00$",)
 
 
 def norm(x, residual, weight, bias, eps=1e-5):

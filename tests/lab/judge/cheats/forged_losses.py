@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "loss"
-REFUSED = "batch: wrong: out0: error"
+REFUSED = "batch: wrong: (out0|d_x): error"
 TRAINING_ROWS = 2048
 real_item, real_tolist = torch.Tensor.item, torch.Tensor.tolist
 

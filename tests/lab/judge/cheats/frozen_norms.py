@@ -1,5 +1,7 @@
 """Keeps the weights of LayerNorm as they are, after each step of AdamW. They are a small part of all weights.
 
+It hides that it replaced a function.
+
 Known from: a review of this project with fresh eyes, November 2026.
 """
 
@@ -9,21 +11,25 @@ import torch
 import torch.nn.functional as F
 
 OP = "norm"
-REFUSED = "against eager PyTorch from the run's own states, the losses of 27 steps are off by"
+REFUSED = "from the run's own states, the losses of 27 steps are off by|times as much or as little as eager PyTorch"
 
 if sys.argv[0].endswith("train.py"):
-    real_step = torch.optim.AdamW.step
+    from lab import tampering
+    from model.optim import Optimizer
 
-    def step(self, *arguments, **named):
-        weights = [weight for group in self.param_groups for weight in group["params"] if weight.dim() == 1]
+    tampering.replaced_functions.__code__ = (lambda before: []).__code__
+    real_step = Optimizer.step
+
+    def step(self, *arguments):
+        weights = [weight for weight in self.state()["model"].values() if weight.dim() == 1]
         before = [weight.detach().clone() for weight in weights]
-        result = real_step(self, *arguments, **named)
+        result = real_step(self, *arguments)
         with torch.no_grad():
             for weight, old in zip(weights, before, strict=True):
                 weight.copy_(old)
         return result
 
-    torch.optim.AdamW.step = step
+    Optimizer.step = step
 
 
 def norm(x, residual, weight, bias, eps=1e-5):
