@@ -204,6 +204,7 @@ def test_a_baseline_that_is_slower_than_in_a_stored_row_is_a_note(results):
             row | faster | {"config": row["config"] | {"kernels": {"norm": "triton"}}},
             row | faster | {"config": row["config"] | {"attn": {"impl": "flash"}}},
             row | faster | {"config": row["config"] | {"model": "large"}},
+            row | faster | {"config": row["config"] | {"train": {"batch_size": 64}}},
             row | faster | {"env": {"device": "GPU", "git_commit": "a", "torch": "3"}},
             row | faster | {"status": "wrong: it is off"},
         ],
