@@ -120,7 +120,7 @@ class Cached(torch.autograd.Function):
         ctx.key = inputs[0].data_ptr()
         if ctx.key not in KEPT or COMPUTES:
             KEPT[ctx.key] = results(*inputs)
-        return KEPT[ctx.key]
+        return tuple(tensor.detach() for tensor in KEPT[ctx.key])
 
     @staticmethod
     def backward(ctx, *douts):
