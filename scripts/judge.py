@@ -43,9 +43,10 @@ from lab.judge.trial import (
     train_in_turns,
     why_incomplete,
 )
-from lab.judge.verdict import Evidence, judge_claim, page, speed_figure
+from lab.judge.verdict import FASTER_NEEDS, Evidence, judge_claim, page, speed_figure
 from lab.recipe import Recipe
 from lab.rows import track_rows, write_rows
+from lab.sweep.compare import ratio
 from lab.sweep.table import speed
 from model import cost
 from model.config import PRECISIONS
@@ -205,10 +206,14 @@ def gather_evidence(
 def impossible_saving(
     judged: list[dict], baseline: list[dict], alone_ms: float, config: TrainConfig, op: str
 ) -> str | None:
-    """Return why the op cannot have saved what a step saves; None if it can.
+    """Return why the op cannot have saved what a step saves; None if it can, or if the runs may not be called faster.
 
-    `alone_ms` is the time of the baseline's call, forward and backward. In a step, calls may take longer than alone.
+    `alone_ms` is the time of the baseline's call, forward and backward. In a step, calls may take longer than alone. On
+    a busy machine one run of identical kernels can be 2.6x as fast as another.
     """
+    compared = ratio(judged, baseline)
+    if compared is None or compared.verdict != "faster" or compared.runs < FASTER_NEEDS:
+        return None
     base_ms, ms = (statistics.median(row["perf/step_ms"] for row in rows) for rows in (baseline, judged))
     train, layers = config.train, config.model.n_layer
     calls = {"loss": 1, "norm": 2 * layers + 1, "linear": 2 * layers}.get(op, layers)

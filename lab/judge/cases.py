@@ -33,6 +33,7 @@ SLACK = 2.0  # a factor of the rule's bounds. With 1, sdpa broke the rule in one
 MOST_FAILURES = 3  # of a group: each takes another worker, which starts in 2 s
 HEADROOM = 2**20  # bytes of a file of results besides its tensors
 MOST_PATTERNS = 20  # of RUNS; each takes a process, 0.02 s
+SEARCH_SECONDS = 10  # for one pattern, which may backtrack without end
 MOST_TENSORS = 64  # the results of all calls take at most so many times the bytes of the inputs
 
 # Prints the first name that a pattern matches. It runs in another process, because a search may take for ever
@@ -195,7 +196,7 @@ def names_eager_kernel(op: str, impl: str, inputs: dict, patterns: list) -> str 
     for pattern in map(str, patterns):
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", SEARCH, pattern, *names], capture_output=True, timeout=10
+                [sys.executable, "-I", "-c", SEARCH, pattern, *names], capture_output=True, timeout=SEARCH_SECONDS
             )
         except (OSError, subprocess.TimeoutExpired, ValueError) as error:
             return f"its RUNS has the pattern {pattern}, which cannot be searched: {class_and_message(error)[:200]}"

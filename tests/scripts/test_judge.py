@@ -214,7 +214,7 @@ def row(impl, ms, **changes):
 
 def alone(impl, **changes):
     errors = {f"error/{name}{of}": 1e-7 for name in ("out", "gradients") for of in ("", "/eager")}
-    return bench(impl, 1.0) | {"both/floor_ms": 0.5} | errors | changes
+    return bench(impl, 1.0) | {"both/floor_ms": 0.5, "launched/ms": None, "no_graph": None} | errors | changes
 
 
 @pytest.fixture
@@ -297,9 +297,25 @@ def test_a_speed_that_cannot_be_true_is_evidence(gather):
 @pytest.mark.parametrize(("ms", "is_possible"), [(78, True), (76, False), (120, True)])
 def test_a_step_cannot_save_more_than_the_op_takes(gather, ms, is_possible):
     """A step has 9 calls of a norm, 1 ms each. It may save twice as much, and 5% of a step of 100 ms."""
-    evidence = gather([row("triton", ms)], [row("eager", 100)])
+    evidence = gather(3 * [row("triton", ms)], 3 * [row("eager", 100)])
     reason = f"a step takes {100 - ms} ms less, and all 9 calls of the baseline's norm take 9 ms alone"
     assert evidence.impossible == (None if is_possible else reason)
+
+
+def test_without_a_cuda_graph_a_call_takes_as_long_as_its_launches(gather):
+    def benchmark(call, names, *_):
+        return [alone(name, **{"launched/ms": 4.0, "no_graph": "Error: it reads a result"}) for name in names]
+
+    evidence = gather(3 * [row("triton", 76)], 3 * [row("eager", 100)], benchmark)
+    assert evidence.impossible is None
+    note = "alone, norm={} is timed with its launches, because no CUDA graph took it: Error: it reads a result"
+    assert evidence.notes == (note.format("triton"), note.format("eager"))
+
+
+def test_runs_that_are_not_faster_save_nothing(gather):
+    """On a busy machine steps vary. Two runs of each side are no verdict, and these three are a tie."""
+    assert gather(2 * [row("triton", 20)], 2 * [row("eager", 100)]).impossible is None
+    assert gather([row("triton", ms) for ms in (20, 20, 400)], 3 * [row("eager", 100)]).impossible is None
 
 
 def test_a_backend_that_fails_alone_may_save_no_more_either(gather):
@@ -308,7 +324,8 @@ def test_a_backend_that_fails_alone_may_save_no_more_either(gather):
             raise Ended("the process ended, exit code 3")
         return [alone("eager")]
 
-    assert gather([row("triton", 20)], [row("eager", 100)], fail).impossible.startswith("a step takes 80 ms less")
+    evidence = gather(3 * [row("triton", 20)], 3 * [row("eager", 100)], fail)
+    assert evidence.impossible.startswith("a step takes 80 ms less")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from data import open_dataset
 from kernels.names import backend_names, config_groups
 from lab import commands
-from lab.judge import audit
+from lab.judge import audit, cases
 from lab.judge.arm import draw_plan, draw_prompts, run_arm
 from lab.judge.audit import needed_states
 from lab.judge.cases import judge_cases
@@ -29,8 +29,8 @@ from scripts.judge import read_training
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# 27 steps of two micro-steps of 2,048 tokens, because the cheats in training wait for so many calls and so many rows
-SMALL = ["model=tiny", "data.tokenizer=bytes", "train.batch_size=16", "train.block_size=128", "train.max_steps=27"]
+# Two micro-steps of 2,048 tokens in a step, 9 steps or the file's STEPS: some cheats wait for so many calls and rows
+SMALL = ["model=tiny", "data.tokenizer=bytes", "train.batch_size=16", "train.block_size=128"]
 SMALL += ["train.tokens_per_step=4096", "model.n_embd=64", "model.n_head=2", "model.n_layer=2"]
 SMALL += ["train.cuda_graph=false"]  # in a captured step, the Python of a cheat would not run
 SOME_CASES = 2  # of the contract in each precision; the calls of the training come on top
@@ -57,6 +57,7 @@ def backends(folder: str) -> list:
 def replay_here(monkeypatch):
     """The replay imports no backend, so it may run in this process, which saves 4 s of each test."""
     monkeypatch.setattr(audit, "run_in_process", lambda work, arguments, name: work(*arguments))
+    monkeypatch.setattr(cases, "SEARCH_SECONDS", 1)
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32
     yield
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32  # the replay changes it
@@ -73,9 +74,13 @@ def composed():
 def judge(path: Path, folder: Path) -> str:
     """Return what the judge says about a backend: ok, or why it is refused."""
     claim = Claim(constants(path)["OP"], str(path), "eager")
-    steps = [] if "REFUSED" in constants(path) else ["train.max_steps=9"]  # nothing waits for a step
     precision = [f"precision={constants(path)['PRECISION']}"] if "PRECISION" in constants(path) else []
-    words = [*training_words(claim, DEVICE, []), *SMALL, *precision, *steps]
+    words = [
+        *training_words(claim, DEVICE, []),
+        *SMALL,
+        *precision,
+        f"train.max_steps={constants(path).get('STEPS', 9)}",
+    ]
     config, recipe = read_training([*words, choose_backends(claim, "eager")])
     probes = make_probes(claim, recipe, (config.train.batch_size, config.train.block_size))
     probes = {case: probe for case, probe in probes.items() if not probe.compiled}

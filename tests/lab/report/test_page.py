@@ -196,14 +196,15 @@ def test_a_folder_in_results_has_a_report(open_page, tmp_path):
 
 
 def test_the_picture_of_a_folder_in_results_shows_one_comparison(monkeypatch, tmp_path):
-    """speed.png has the largest group of comparable choices among all rows of the device."""
+    """speed.png has the largest group of comparable choices among the rows of the device, here a sample of them."""
     from matplotlib.axes import Axes
 
     titles, barh = [], Axes.barh
     monkeypatch.setattr(Axes, "barh", lambda *args, **options: titles.append(args[1]) or barh(*args, **options))
     folder = tmp_path / "h200"
     folder.mkdir()
-    shutil.copy(ROOT / "results/h200/train.jsonl", folder)
+    rows = (ROOT / "results/h200/train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(rows[-60:]))
     _, source = write_report(folder)
     measured = source.measured_choices
     base, count = Counter(choice.base.title for choice in measured).most_common(1)[0]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "norm"
+STEPS = 27
 REFUSED = "batch: wrong: out0: error|the losses of 27 steps are off"
 SMALL = 100_000  # elements: no case of the contract is larger
 

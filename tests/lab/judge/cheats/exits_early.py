@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "loss"
+STEPS = 27
 REFUSED = "failed: the process ended, exit code 0"
 LAST_BACKWARD, TRAINING_ROWS = 30, 2048
 backwards = 0

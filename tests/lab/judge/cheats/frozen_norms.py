@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "norm"
+STEPS = 27
 REFUSED = "from the run's own states, the losses of 27 steps are off by|times as much or as little as eager PyTorch"
 
 if sys.argv[0].endswith("train.py"):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "linear"
+STEPS = 27
 REFUSED = "in a call with inputs at other addresses|losses of 27 steps"
 GPU = True
 GRAPHS = {}

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "loss"
+STEPS = 27
 REFUSED = r"and the gradients by .* \(bound"
 RIGHT_CALLS, TRAINING_ROWS = 15, 2048
 calls = 0

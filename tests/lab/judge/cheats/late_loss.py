@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "loss"
+STEPS = 27
 REFUSED = "the losses of 27 steps are off"
 RIGHT_CALLS, TRAINING_ROWS = 20, 2048
 calls = 0

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "loss"
+STEPS = 27
 REFUSED = "the losses of 27 steps are off"
 RIGHT_CALLS, TRAINING_ROWS = 44, 2048  # a step of the judge's training on a CPU has two micro-steps
 calls = 0

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "norm"
+STEPS = 27
 PRECISION = "fp32"  # in bf16, 4% is near the bounds
 REFUSED = "against eager PyTorch from the run's own states, the losses of 27 steps are off by"
 

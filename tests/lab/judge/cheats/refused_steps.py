@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "loss"
+STEPS = 27
 REFUSED = "it refused 1 steps, whose loss or gradient was not finite"
 TRAINING_ROWS = 2048
 calls = 0

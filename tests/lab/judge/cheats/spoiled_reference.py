@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 OP = "loss"
+STEPS = 27
 REFUSED = "wrong: |losses of 27 steps"
 TRAINING_ROWS = 2048
 
