@@ -26,7 +26,7 @@ def find_functions() -> dict[str, object]:
         prefix = f"{label}.{owner.__name__}" if isinstance(owner, type) else owner.__name__
         functions |= {f"{prefix}.{name}": value for name, value in vars(owner).items() if callable(value)}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in ROOMS and module is not None:
+        if (name.partition(".")[0] in ROOMS or name == "__main__") and module is not None:
             functions |= dict(functions_of(name, vars(module)))
     return functions
 

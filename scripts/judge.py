@@ -49,6 +49,7 @@ from lab.rows import track_rows, write_rows
 from lab.sweep.compare import ratio
 from lab.sweep.table import speed
 from model import cost
+from model.capture import reason_against
 from model.config import PRECISIONS
 from runtime.command import command_line
 from runtime.config import UserError, check, parse
@@ -63,6 +64,7 @@ GROUPS = 2, 8  # workers for the cases, on a CPU and on a GPU. Most of their tim
 # A step may save so many times what the op's calls take alone, and this share of the step
 SAVING, SAVING_OF_STEP = 2.0, 0.05
 TOO_GOOD = 1.05  # alone, a kernel may seem this much faster than its floor, because both times vary
+LAUNCHES_MS = 0.02  # in a shorter floor, the gaps between its kernels count, and a CUDA graph has shorter ones
 
 
 @dataclass
@@ -188,15 +190,16 @@ def gather_evidence(
     )
     try:
         [base] = benchmark(alone, [claim.against], rounds, folder / "alone-baseline", limit)
-        alone_ms = max(base["both/ms"], base["launched/ms"] or 0)  # not every step is in a CUDA graph
+        in_graph = config.train.cuda_graph is not False and not reason_against(config.model, device)
+        alone_ms = base["both/ms"] if in_graph else max(base["both/ms"], base["launched/ms"] or 0)
         impossible = impossible or impossible_saving(judged, baseline, alone_ms, config, claim.op)
         rows = [*benchmark(alone, [claim.impl], rounds, folder / "alone-judged", limit), base]
         impossible = impossible or impossible_alone(rows[0])
         for row in rows:
-            if row["no_graph"]:
+            if row["no_graph"] is not None:
                 name = f"{claim.op}={row['impl']}"
                 notes.append(
-                    f"alone, {name} is timed with its launches, because no CUDA graph took it: {row['no_graph']}"
+                    f"{name} alone: Python launched each call, because no CUDA graph took it: {row['no_graph']}"
                 )
     except (Ended, torch.OutOfMemoryError) as error:  # the training has decided the verdict
         notes.append(f"no figures of {claim.op} alone: {error}")
@@ -206,17 +209,17 @@ def gather_evidence(
 def impossible_saving(
     judged: list[dict], baseline: list[dict], alone_ms: float, config: TrainConfig, op: str
 ) -> str | None:
-    """Return why the op cannot have saved what a step saves; None if it can, or if the runs may not be called faster.
+    """Return why the op cannot have saved what a step saves; None if it can, or if the verdict would not be faster.
 
-    `alone_ms` is the time of the baseline's call, forward and backward. In a step, calls may take longer than alone. On
-    a busy machine one run of identical kernels can be 2.6x as fast as another.
+    `alone_ms` is the time of the baseline's call, forward and backward. In a step, calls may take longer than alone.
+    Single runs vary too much: identical kernels once differed by 2.6x.
     """
     compared = ratio(judged, baseline)
     if compared is None or compared.verdict != "faster" or compared.runs < FASTER_NEEDS:
         return None
     base_ms, ms = (statistics.median(row["perf/step_ms"] for row in rows) for rows in (baseline, judged))
     train, layers = config.train, config.model.n_layer
-    calls = {"loss": 1, "norm": 2 * layers + 1, "linear": 2 * layers}.get(op, layers)
+    calls = {"loss": 1, "norm": 2 * layers + 1, "rms_norm": 2 * layers + 1, "linear": 2 * layers}.get(op, layers)
     calls *= train.tokens_per_step // (train.batch_size * train.block_size)
     if base_ms - ms <= SAVING * calls * alone_ms + SAVING_OF_STEP * base_ms:
         return None
@@ -226,14 +229,15 @@ def impossible_saving(
 
 def impossible_alone(row: dict) -> str | None:
     """Return why the figures of the op alone cannot be true; None if they can."""
-    if row["both/floor_ms"] and row["both/ms"] * TOO_GOOD < row["both/floor_ms"]:
+    if (row["both/floor_ms"] or 0) > LAUNCHES_MS and row["both/ms"] * TOO_GOOD < row["both/floor_ms"]:
         return (
             f"alone it takes {row['both/ms']:.3g} ms, and the work that it cannot avoid {row['both/floor_ms']:.3g} ms"
         )
     for key in ("error/out", "error/gradients"):
         if not row[key] <= 4 * row[f"{key}/eager"] + torch.finfo(torch.float32).eps * 64:
             errors = f"{row[key]:.2g}, eager's by {row[f'{key}/eager']:.2g}"
-            return f"the {key.partition('/')[2]} of its timed calls are off by {errors}"
+            what = "outputs" if key == "error/out" else "gradients"
+            return f"the {what} of its timed calls are off by {errors}"
     return None
 
 

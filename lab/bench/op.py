@@ -1,5 +1,6 @@
 """Measure the backends of an op: time, error and memory, beside the op's ceiling on this machine."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -107,10 +108,15 @@ def random_gradients(results: tuple[Tensor, ...], inputs: dict) -> list[Tensor]:
     (the loss) gets 1, because some backends round gradients to fp8 in the forward.
     """
     if not inputs.get("fp8"):
-        return [torch.randn_like(out) for out in results]
+        return [random_like(out) for out in results]
     means = [out.shape[-1] / out.numel() if out.dim() else 0 for out in results]
     pairs = zip(results, means, strict=True)
-    return [torch.randn_like(out) * mean if mean else torch.ones_like(out) for out, mean in pairs]
+    return [random_like(out) * mean if mean else torch.ones_like(out) for out, mean in pairs]
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    """Return normal random numbers of this shape and dtype. They do not depend on the strides, as randn_like()'s do."""
+    return torch.randn_like(tensor, memory_format=torch.contiguous_format)
 
 
 def outputs(function: Callable, inputs: dict) -> tuple[Tensor, ...]:
@@ -173,7 +179,8 @@ def largest_error(results: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> flo
     scales = [tensor.norm().item() for tensor in exact]
     scales = [scale if scale > 1e-12 else max(*scales, 1e-30) for scale in scales]
     differences = [(a.double() - b).norm().item() for a, b in zip(results, exact, strict=True)]
-    return max((difference / scale for difference, scale in zip(differences, scales, strict=True)), default=0.0)
+    ratios = [difference / scale for difference, scale in zip(differences, scales, strict=True)]
+    return math.nan if any(map(math.isnan, ratios)) else max(ratios, default=0.0)  # max() may skip a NaN
 
 
 def last_queries(function: Callable, reference: Callable, inputs: dict, exact: dict, dout: Tensor) -> tuple:

@@ -138,7 +138,7 @@ def run_arm(
                     if steps in kept:  # a copy, because the worker may still write to its file
                         worker.copy_file(f"state-{steps}", arm.state(steps))
                         if answer.get("weights") != checksum(arm.state(steps)):
-                            arm.status = f"wrong: its weights changed after step {steps}, when the window had ended"
+                            arm.status = f"wrong: its weights changed after the window that ends with step {steps}"
                             return arm
                     (inside / f"state-{steps}").unlink(missing_ok=True)
             worker.send(("run", None))

@@ -142,8 +142,8 @@ def replay(question: Question) -> dict:
     parity["changes"] = unlike = most_unlike(run_ends, truth, rounded)
     if not unlike["error"] <= unlike["bound"]:
         problems.append(
-            f"it changes {unlike['parameter']} {unlike['error']:.3g} times as much or as little as eager PyTorch "
-            f"(bound {unlike['bound']:g})"
+            f"its change of {unlike['parameter']} is {unlike['error']:.3g} times as long, or as short, as eager "
+            f"PyTorch's (bound {unlike['bound']:g})"
         )
     for name, group in CHANGES.items():
         parity[name.replace(" ", "_")] = changes = compare_changes(group, run_ends, truth, rounded, recipe.precision)
@@ -228,9 +228,9 @@ def compare_changes(
 
 
 def most_unlike(run: dict[str, Tensor], truth: Replayed, rounded: Replayed) -> dict:
-    """Return the parameter whose change is the most unlike that in both replays: {"parameter", "error", "bound"}.
+    """Return the parameter whose change differs most in length from both replays: {"parameter", "error", "bound"}.
 
-    The error is how many times as long, or as short, the run changed it.
+    The error is the longer length divided by the shorter one.
     """
     names = [name for name in truth.ends if name.startswith("model/")]
     mean = length(truth.ends, truth.starts, names) / math.sqrt(sum(len(truth.ends[name]) for name in names))
@@ -240,7 +240,7 @@ def most_unlike(run: dict[str, Tensor], truth: Replayed, rounded: Replayed) -> d
         others = [length(replayed.ends, replayed.starts, [name]) for replayed in (truth, rounded)]
         if min(others) > LIVELY * mean * math.sqrt(len(truth.ends[name])):
             error = max(mine / max(others), min(others) / max(mine, 1e-30))
-            if error > worst["error"]:
+            if not error <= worst["error"] < math.inf:  # a NaN, too
                 worst |= {"parameter": name.partition("/")[2], "error": error}
     return worst
 

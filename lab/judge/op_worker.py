@@ -196,27 +196,30 @@ def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
     """Answer the judge's requests, until it ends this process.
 
     ("inputs", set, seed)    give a set of inputs the values of this seed
-    ("calls", turns)         call the op with each set, so many times, and wait for the device
+    ("calls", turns)         make so many turns, and wait for the device. A turn calls the op once with each set
     ("capture",)             from now on, replay the calls of a turn from a CUDA graph; or answer why this is impossible
     ("results", set, file)   write the results of the last call with this set
     """
+    functions = find_functions()
     module = contract(work.op)
     shape = {**work.shape, "dtype": work.dtype, "device": device}
     sets = [module.inputs(**shape, seed=work.seed + number) for number in range(work.sets)]
     [function] = contestants(work.op, [work.impl], device).values()
     load(work.op, backend_of(work.impl), device, optional_arguments(sets[0]))
+    first = outputs(function, sets[0])  # compiles and tunes, which may draw random numbers
     torch.manual_seed(work.seed)
-    douts = random_gradients(outputs(function, sets[0]), sets[0])
+    douts = random_gradients(first, sets[0])
+    del first
     results: list[Any] = [None] * work.sets
 
     def turn() -> None:
         for number, inputs in enumerate(sets):
             out, gradients = forward_and_backward(function, inputs, douts)
-            # Without detach() autograd's nodes would stay, with the stream of this turn, and a capture has another one
+            # detach() frees autograd's nodes. They keep the stream of their call, and a capture uses another stream
             results[number] = [tensor.detach() for tensor in out], gradients
 
     calls = turn
-    calls()  # compiles and tunes, which takes memory, too
+    calls()  # compiles and tunes the backward, which takes memory, too
     channel.answer(extra_gib=extra_memory(function, sets[0], douts, device))
     while True:
         facts, (kind, *request) = {}, channel.receive()
@@ -230,32 +233,34 @@ def time_calls(channel: Channel, work: Timing, device: torch.device) -> None:
             try:
                 calls = captured(turn)
             except Exception as error:  # a stranger's code may raise any exception
-                # the end of the capture raises another error, whose context is what ended the capture
+                # the end of the capture raises a second error, and its context is the first one, which is the reason
                 facts["no_graph"] = class_and_message(error.__context__ or error)[:300]
-        else:
+        elif kind == "results":
             number, file = request
             named = {}
             for group, name in zip(results[number], ("out", "gradient"), strict=True):
-                named |= {f"{name}{i}": tensor for i, tensor in enumerate(group) if tensor is not None}
+                named |= {f"{name}{i}": tensor for i, tensor in enumerate(group)}
             channel.write(file, named)
+            facts["replaced"] = replaced_functions(functions)[:10]
         channel.answer(**facts)
 
 
 def repeat_calls(calls: Callable[[], None], turns: int, device: torch.device) -> float | None:
     """Return the seconds of the turns by events in the GPU's stream; None on a CPU."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-    for event in events[:1]:
-        event.record()
+    is_gpu = device.type == "cuda"
+    start, end = (torch.cuda.Event(enable_timing=True) if is_gpu else None for _ in range(2))
+    if is_gpu:
+        start.record()
     for _ in range(turns):
         calls()
-    for event in events[1:]:
-        event.record()
+    if is_gpu:
+        end.record()
     synchronize(device)
-    return events[0].elapsed_time(events[1]) / 1e3 if events else None
+    return start.elapsed_time(end) / 1e3 if is_gpu else None
 
 
 def captured(turn: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that replays the kernels of a turn from a CUDA graph, without Python and without launches."""
+    """Return a function that replays all kernels of a turn from a CUDA graph, in one launch."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         turn()

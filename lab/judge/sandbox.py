@@ -152,7 +152,10 @@ def remove(path: Path) -> None:
 
 
 class Ended(Exception):
-    """The worker ended, broke the protocol, or did not answer in time. The message says how."""
+    """The worker ended, broke the protocol, or did not answer in time. The message says how, in one line."""
+
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))  # what a worker wrote may have line breaks
 
 
 class Sandbox:
@@ -228,6 +231,11 @@ class Sandbox:
             send_message(self.channel, pickle.dumps(message), self.limit)
         except OSError:
             raise Ended(self.describe_end()) from None
+
+    def ask(self, *message: object) -> dict:
+        """Send a message, and return the answer."""
+        self.send(message)
+        return self.receive()
 
     def receive(self, limit: float | None = None) -> dict:
         """Return the worker's next answer. Raises Ended if there is none within `limit` seconds, or if it ends."""

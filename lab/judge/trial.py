@@ -31,8 +31,8 @@ SERVE_GENERATION = [op for op in OPS if op != "loss"]
 FIXED_WORDS = "kernels.check=false", "proof=false", "profile=false", "logger=none", "train.sample_tokens=0"
 FIXED_WORDS += "train.eval_batches=1", "train.checkpoint_every=0", "train.resume=null"
 SLOWER_THAN_BEFORE = 0.9  # of the speed of a stored row
-NO_SPEED = "seed", "git_commit", "proof", "train."  # settings in which a stored row may differ, except those of SPEED
-SPEED = "train.batch_size", "train.block_size", "train.tokens_per_step", "train.cuda_graph"
+MAY_DIFFER = "seed", "git_commit", "proof", "train."  # settings in which a stored row may differ from the baseline's
+MUST_AGREE = "train.batch_size", "train.block_size", "train.tokens_per_step", "train.cuda_graph"
 
 
 def why_incomplete(config: Any) -> str | None:
@@ -201,7 +201,7 @@ def slower_than_before(row: dict, device_slug: str) -> str | None:
         if old.get("config", {}).get("kernels") == row["config"]["kernels"]
         and old["config"].get("attn") == row["config"]["attn"]
         and speed(old)
-        and all(line.startswith(NO_SPEED) and not line.startswith(SPEED) for line in differences(old, row))
+        and all(line.startswith(MAY_DIFFER) and not line.startswith(MUST_AGREE) for line in differences(old, row))
     ]
     if not stored or speed(row) >= SLOWER_THAN_BEFORE * max(stored):
         return None

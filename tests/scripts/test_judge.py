@@ -308,7 +308,7 @@ def test_without_a_cuda_graph_a_call_takes_as_long_as_its_launches(gather):
 
     evidence = gather(3 * [row("triton", 76)], 3 * [row("eager", 100)], benchmark)
     assert evidence.impossible is None
-    note = "alone, norm={} is timed with its launches, because no CUDA graph took it: Error: it reads a result"
+    note = "norm={} alone: Python launched each call, because no CUDA graph took it: Error: it reads a result"
     assert evidence.notes == (note.format("triton"), note.format("eager"))
 
 
@@ -338,7 +338,7 @@ def test_a_backend_that_fails_alone_may_save_no_more_either(gather):
         ({"error/out": 3.9e-4, "error/out/eager": 1e-4}, None),
         (
             {"error/out": 5e-4, "error/out/eager": 1e-4},
-            "the out of its timed calls are off by 0.0005, eager's by 0.0001",
+            "the outputs of its timed calls are off by 0.0005, eager's by 0.0001",
         ),
         ({"error/gradients": 1.0}, "the gradients of its timed calls are off by 1, eager's by 1e-07"),
         ({"error/gradients": math.nan}, "the gradients of its timed calls are off by nan, eager's by 1e-07"),

@@ -29,7 +29,7 @@ from scripts.judge import read_training
 
 HERE = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Two micro-steps of 2,048 tokens in a step, 9 steps or the file's STEPS: some cheats wait for so many calls and rows
+# A step has two micro-steps of 2,048 tokens. A run has 9 steps, or the file's STEPS. Some cheats wait for so many calls
 SMALL = ["model=tiny", "data.tokenizer=bytes", "train.batch_size=16", "train.block_size=128"]
 SMALL += ["train.tokens_per_step=4096", "model.n_embd=64", "model.n_head=2", "model.n_layer=2"]
 SMALL += ["train.cuda_graph=false"]  # in a captured step, the Python of a cheat would not run
@@ -57,7 +57,7 @@ def backends(folder: str) -> list:
 def replay_here(monkeypatch):
     """The replay imports no backend, so it may run in this process, which saves 4 s of each test."""
     monkeypatch.setattr(audit, "run_in_process", lambda work, arguments, name: work(*arguments))
-    monkeypatch.setattr(cases, "SEARCH_SECONDS", 1)
+    monkeypatch.setattr(cases, "SEARCH_SECONDS", 2)
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32
     yield
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32  # the replay changes it
@@ -74,12 +74,13 @@ def composed():
 def judge(path: Path, folder: Path) -> str:
     """Return what the judge says about a backend: ok, or why it is refused."""
     claim = Claim(constants(path)["OP"], str(path), "eager")
-    precision = [f"precision={constants(path)['PRECISION']}"] if "PRECISION" in constants(path) else []
+    values = constants(path)
+    precision = [f"precision={values['PRECISION']}"] if "PRECISION" in values else []
     words = [
         *training_words(claim, DEVICE, []),
         *SMALL,
         *precision,
-        f"train.max_steps={constants(path).get('STEPS', 9)}",
+        f"train.max_steps={values.get('STEPS', 9)}",
     ]
     config, recipe = read_training([*words, choose_backends(claim, "eager")])
     probes = make_probes(claim, recipe, (config.train.batch_size, config.train.block_size))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 OP = "norm"
 STEPS = 27
-REFUSED = "from the run's own states, the losses of 27 steps are off by|times as much or as little as eager PyTorch"
+REFUSED = "from the run's own states, the losses of 27 steps are off by|times as long, or as short, as eager PyTorch's"
 
 if sys.argv[0].endswith("train.py"):
     from lab import tampering

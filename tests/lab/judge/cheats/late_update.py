@@ -1,4 +1,4 @@
-"""Leaves the optimizer's last update of a window for later: it is made when the judge has stopped its clock.
+"""Makes the last update of a window after the judge has stopped its clock.
 
 If the judge then asks for the state, the update costs no time. In the worker this backend hides what it replaced.
 
@@ -11,7 +11,7 @@ import gc
 import torch.nn.functional as F
 
 OP = "norm"
-REFUSED = "its weights changed after step [0-9]+, when the window had ended"
+REFUSED = "its weights changed after the window that ends with step [0-9]+"
 WAITING = []
 
 with contextlib.suppress(ImportError):
