@@ -22,6 +22,7 @@ and it may define
     conflict(...)       None, or in one line, why sizes that TENSORS allows do not fit together
     in_model(...)       keyword arguments of inputs() for the call that a model of these sizes makes; None if it does
                         not call the op. Without in_model(), no model calls it
+    MODEL               fields of GPTConfig that make a model call the op, if GPT-2 does not: {"norm": "rmsnorm"}
     products(...)       (rows, inner, columns) of the matmuls that no backend can avoid: the floor of the op's time.
                         Without products(), the floor is a copy of cost()'s bytes if BOUND is "bytes", otherwise none
     FAMILY              a pattern for the names of the op's kernels in a profile, when PyTorch computes it
@@ -44,7 +45,7 @@ A backend is a file with the op's function. It may also define
     KEEPS                  attention only: names of operators. With their outputs and q, k and v its backward can run,
                            so model.keep_attention=true keeps these outputs in an activation checkpoint
     FP8_KEYS = True        attention only: k and v may be float8_e4m3fn, the dtype of a cache with generate.kv=fp8
-    norm_in_fp8            norm only: like norm(), with y as InFp8 of kernels/fp8.py
+    norm_in_fp8            norm and rms_norm only: like the op's function, with y as InFp8 of kernels/fp8.py
     INPUT_IN_FP8 = True    linear and mlp only: with fp8=True, x may be InFp8
     refusal(*tensors, ...)    takes the arguments of the op's function. It returns None, or in a few words what the
                            backend takes instead: the function then raises Unavailable, and auto takes another backend
@@ -278,12 +279,15 @@ def resolve(
     return Ops(**functions)
 
 
-def norm_before(op: str, ops: Ops) -> Callable:
-    """Return the norm whose output goes to `op` of `ops`. It writes fp8 if both backends can."""
+def norm_before(op: str, ops: Ops, norm: Callable) -> Callable:
+    """Return the function of a norm, ops.norm or ops.rms_norm, whose output goes to `op`.
+
+    It writes fp8 if both backends can.
+    """
     next_op = getattr(ops, op)
     if "fp8" in getattr(next_op, "keywords", {}) and getattr(module_of(next_op.func), "INPUT_IN_FP8", False):
-        return getattr(module_of(ops.norm), "norm_in_fp8", ops.norm)
-    return ops.norm
+        return getattr(module_of(norm), "norm_in_fp8", norm)
+    return norm
 
 
 def module_of(function: Callable) -> ModuleType:

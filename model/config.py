@@ -34,6 +34,8 @@ class GPTConfig:
     window: int | None = None  # a token attends to the last `window` tokens, itself included; null: to all
     checkpointing: str = "none"  # none | block | host: see model/recompute.py; chunks: model/chunks.py
     keep_attention: bool = False  # checkpoints also save the output of attention
+    norm: str = "layernorm"  # layernorm | rmsnorm, which has no bias
+    norm_eps: float = 1e-5  # is added to the variance in each norm
 
     def __post_init__(self):
         for field in fields(self):
@@ -56,7 +58,8 @@ class GPTConfig:
             self.window is None or 1 <= self.window < 2**31,
             f"model.window={value_text(self.window)}: it must be in [1, 2^31), or null",
         )
-        choices = {"pos": ("learned", "rope"), "checkpointing": ("none", "block", "host", "chunks")}
+        choices = {"pos": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
+        choices["checkpointing"] = ("none", "block", "host", "chunks")
         for key, names in choices.items():
             value = getattr(self, key)
             check(value in names, f"model.{key}={value_text(value)}: choose {' or '.join(names)}")
@@ -69,6 +72,7 @@ class GPTConfig:
             "model.keep_attention=true works only with model.checkpointing=block or host",
         )
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
+        check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps}: it must be in (0, 1)")
         check(
             self.checkpointing != "chunks" or not self.dropout,
             f"model.checkpointing=chunks does not support dropout: model.dropout={self.dropout} must be 0, or choose "

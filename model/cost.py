@@ -8,7 +8,7 @@ from model.config import GPTConfig
 def parameters(config: GPTConfig) -> int:
     """The number of parameters. The head is the token table, so it counts once."""
     C, bias = config.n_embd, int(config.bias)
-    norm = C * (1 + bias)
+    norm = C * (1 + (bias if config.norm == "layernorm" else 0))
     heads = (config.n_head + 2 * config.kv_heads) * config.head_dim  # the width of c_attn: 3C without GQA
     block = 2 * norm + (9 * C + heads) * C + (6 * C + heads) * bias  # weights: c_proj C^2, MLP 8C^2; biases: C, 4C, C
     return config.vocab_size * C + position_parameters(config) + config.n_layer * block + norm

@@ -141,6 +141,12 @@ class Decoder:
         return self.model.forward(tokens, cache=cache._replace(keeps_fp8=self.keeps_fp8))
 
     def _weights(self) -> contract.Weights:
+        config = self.model.config
+        if (config.norm, config.norm_eps) != ("layernorm", contract.EPS):
+            raise Unavailable(
+                f"kernels.decode={self.name} computes LayerNorm with eps={contract.EPS:g}, and this model has "
+                f"model.norm={config.norm} and model.norm_eps={config.norm_eps:g}: choose kernels.decode=blocks"
+            )
         return weights_of(self.model)
 
     def allocated_rows(self, window: int | None) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.terminal import shell_command, warn
 from data.loader import Loader
-from model.gpt import GPT, LayerNorm
+from model.gpt import GPT, Norm
 from model.optim import HISTORY, Optimizer
 from model.step_file import write_step
 from runtime.config import check
@@ -92,7 +92,7 @@ def keep_batch(optimizer: Optimizer, batches: Loader, step: int, path: Path, fac
 def why_nan(model: GPT) -> str | None:
     """Return why the gradients of a norm are NaN, with the norm's name, if its backend can say that. Synchronises."""
     for name, module in model.named_modules():
-        if not isinstance(module, LayerNorm):
+        if not isinstance(module, Norm):
             continue
         explain = getattr(sys.modules[module.norm.__module__], "why_nan", lambda *_: None)
         parameters = (p.full_tensor() if is_sharded(p) else p for p in module.parameters_in_dtype())

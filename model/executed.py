@@ -37,6 +37,8 @@ def call_shapes(
         "window": None if keys else config.window,  # the cache has no other keys
         "learned_positions": config.pos == "learned",
         "residual_dtype": PRECISIONS[precision][0],
+        "norm": config.norm,
+        "eps": config.norm_eps,
         "documents": documents,
         "keys": keys,
     }
@@ -44,6 +46,12 @@ def call_shapes(
     calls = {op: arguments for op, arguments in calls.items() if arguments is not None}
     in_fp8 = [op for op in calls if precision == "fp8" and runs_in_fp8(op, kernels)]
     return calls | {op: {**calls[op], "fp8": True} for op in in_fp8}
+
+
+def called_kernels(config: GPTConfig, kernels: KernelsConfig, precision: str) -> KernelsConfig:
+    """Return `kernels` with eager for the ops that this model does not call: their backends need not run here."""
+    called = call_shapes(config, kernels, precision, (1, 1))
+    return replace(kernels, **{op: "eager" for op in OPS if op not in called and op != "attention"})
 
 
 def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, device: torch.device) -> KernelsConfig:

@@ -38,6 +38,8 @@ def check_exportable(source: Pretrained, format: str) -> None:
         "rope positions": model["pos"] == "rope",
         "shared keys and values (n_kv_head)": model.get("n_kv_head") not in (None, model["n_head"]),
         "a sliding window": model.get("window") is not None,
+        "RMSNorm": model.get("norm") == "rmsnorm",
+        "another epsilon in its norms (norm_eps)": model.get("norm_eps", 1e-5) != 1e-5,
     }
     names = " and ".join(name for name, present in extras.items() if present)
     check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")

@@ -8,7 +8,6 @@ it is used. The residual stream has the dtype of the stored weights (PRECISIONS 
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -39,24 +38,29 @@ class Linear(nn.Linear):
         return self.linear(x, cast(self.weight, x.dtype), cast(self.bias, x.dtype))
 
 
-class LayerNorm(nn.Module):
+class Norm(nn.Module):
     """(x, residual) -> (y, residual + x), all (B, T, C).
 
-    y is LayerNorm(residual + x) in the compute dtype, or in fp8 (InFp8 of kernels/fp8.py) if the next op takes that.
+    y is the LayerNorm or RMSNorm of residual + x, in the compute dtype or, if `next_op` takes that, in fp8 (InFp8 of
+    kernels/fp8.py). RMSNorm has no bias.
     """
 
-    def __init__(self, config: GPTConfig, norm: Callable, dtype: torch.dtype):
+    def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype, next_op: str | None = None):
         super().__init__()
-        self.norm, self.dtype = norm, dtype
+        self.dtype, self.eps = dtype, config.norm_eps
+        norm = ops.norm if config.norm == "layernorm" else ops.rms_norm
+        self.norm = norm_before(next_op, ops, norm) if next_op else norm
         self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
+        self.has_bias = config.norm == "layernorm"
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and self.has_bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.norm(x, residual, *self.parameters_in_dtype())
+        return self.norm(x, residual, *self.parameters_in_dtype(), eps=self.eps)
 
-    def parameters_in_dtype(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias in the compute dtype."""
-        return cast(self.weight, self.dtype), cast(self.bias, self.dtype)
+    def parameters_in_dtype(self) -> tuple[Tensor | None, ...]:
+        """Return the op's parameters in the compute dtype: weight and bias, or of RMSNorm the weight."""
+        parameters = (self.weight, self.bias) if self.has_bias else (self.weight,)
+        return tuple(cast(parameter, self.dtype) for parameter in parameters)
 
 
 class Attention(nn.Module):
@@ -114,9 +118,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
         super().__init__()
-        self.ln_1 = LayerNorm(config, norm_before("linear", ops), dtype)
+        self.ln_1 = Norm(config, ops, dtype, next_op="linear")
         self.attn = Attention(config, ops)
-        self.ln_2 = LayerNorm(config, norm_before("mlp", ops), dtype)
+        self.ln_2 = Norm(config, ops, dtype, next_op="mlp")
         self.mlp = MLP(config, ops)
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.chunked = config.checkpointing == "chunks"
@@ -149,7 +153,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.pos == "learned" else None
         self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.h = nn.ModuleList(Block(config, ops, dtype) for _ in range(config.n_layer))
-        self.ln_f = LayerNorm(config, ops.norm, dtype)
+        self.ln_f = Norm(config, ops, dtype)
         self.init_weights()
 
     def __call__(self, idx: Tensor, *tensors: Tensor, cache: Cache | None = None, **named: Tensor) -> Tensor:

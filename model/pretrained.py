@@ -51,7 +51,7 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
     Raises UserError if another field differs.
     """
     for key, value in asked.items():
-        have = pretrained.model.get(key)
+        have = getattr(pretrained.config, key)  # an old checkpoint lacks the newer fields
         if key == "block_size":
             check(isinstance(value, int), f"model.block_size={value_text(value)}: it must be a number of tokens")
             check(

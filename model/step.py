@@ -12,7 +12,7 @@ from torch import Tensor
 from data.loader import Batch, Windows, count_targets, evaluation_batches
 from kernels.registry import AttnConfig, KernelsConfig, Ops, Unavailable, check_available, resolve
 from model.config import PRECISIONS, GPTConfig
-from model.executed import name_backends
+from model.executed import called_kernels, name_backends
 from model.gpt import GPT
 from model.modes import in_eval_mode
 from model.optim import Optimizer
@@ -34,6 +34,7 @@ def load_ops(
     if kernels.compile and config.checkpointing in ("host", "chunks"):
         where = f"model.checkpointing={config.checkpointing}"
         raise Unavailable(f"kernels.compile=true cannot run with {where}: choose block, or no compile")
+    kernels = called_kernels(config, kernels, precision)
     check_available(kernels, attn, device)  # for `auto`, this reads the tables
     named = name_backends(config, kernels, precision, device)
     return resolve(named, attn, device, [*config.attention_needs, *needs], in_fp8=precision == "fp8")

@@ -62,8 +62,12 @@ BOUND = "bytes"
 FAMILY = r"(?i)layer_?norm|GammaBeta"
 
 
-def in_model(*, batch: int, length: int, n_embd: int, residual_dtype: torch.dtype, **_: object) -> dict[str, Any]:
-    return {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype}
+def in_model(
+    *, norm: str, eps: float, batch: int, length: int, n_embd: int, residual_dtype: torch.dtype, **_: object
+) -> dict[str, Any] | None:
+    if norm != "layernorm":
+        return None
+    return {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype, "eps": eps}
 
 
 def reference(

@@ -1,4 +1,7 @@
-"""The core of the norm's forward kernels in triton.py and _fp8.py: add, then subtract the mean and compute rstd."""
+"""The core of the forward kernels in triton.py and _fp8.py: add, then subtract the mean and compute rstd.
+
+With CENTRED=False it is the core of RMSNorm (kernels/rms_norm/): the mean is neither subtracted nor written.
+"""
 
 import torch
 import triton
@@ -21,6 +24,7 @@ def add_and_centre(
     eps,
     C: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """Write the new stream, mean and rstd of some rows. Return the rows less their mean, and rstd."""
     in_row = columns < C
@@ -31,16 +35,18 @@ def add_and_centre(
         stream = x.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + rows[:, None] * C + columns[None, :], stream, mask)
         x = stream.to(tl.float32)  # normalise the rounded sum, because the backward starts from the rounded sum
-    mean = tl.sum(x, 1) / C
-    centred = tl.where(in_row[None, :], x - mean[:, None], 0.0)
+    centred = x
+    if CENTRED:
+        mean = tl.sum(x, 1) / C
+        centred = tl.where(in_row[None, :], x - mean[:, None], 0.0)
+        tl.store(mean_ptr + rows, mean, rows < N)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-    tl.store(mean_ptr + rows, mean, rows < N)
     tl.store(rstd_ptr + rows, rstd, rows < N)
     return centred, rstd
 
 
-def empty_stream(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the new stream, mean and rstd."""
+def empty_stream(x: Tensor, residual: Tensor | None, centred: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the new stream, mean and rstd. Without `centred`, mean is empty."""
     stream = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
-    mean, rstd = (x.new_empty(x.shape[0], dtype=torch.float32) for _ in range(2))
+    mean, rstd = (x.new_empty(length, dtype=torch.float32) for length in (len(x) if centred else 0, len(x)))
     return stream, mean, rstd

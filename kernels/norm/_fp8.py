@@ -19,12 +19,14 @@ from kernels.quantize import empty_layouts, scaled, store_columns, store_rows
 
 
 @triton.jit
-def _normalise(stream_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, n, c, N, C, stride, SCALE):
+def _normalise(stream_ptr, mean_ptr, rstd_ptr, weight_ptr, bias_ptr, n, c, N, C, stride, SCALE, CENTRED: tl.constexpr):
     """Return rows n and columns c of y times SCALE, and 0 outside the matrix."""
     mask = (n < N)[:, None] & (c < C)[None, :]
     x = tl.load(stream_ptr + n.to(tl.int64)[:, None] * stride + c[None, :], mask, other=0.0).to(tl.float32)
-    mean, rstd = tl.load(mean_ptr + n, n < N, other=0.0), tl.load(rstd_ptr + n, n < N, other=0.0)
-    y = (x - mean[:, None]) * rstd[:, None] * tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)[None, :]
+    if CENTRED:
+        x -= tl.load(mean_ptr + n, n < N, other=0.0)[:, None]
+    rstd = tl.load(rstd_ptr + n, n < N, other=0.0)
+    y = x * rstd[:, None] * tl.load(weight_ptr + c, c < C, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + c, c < C, other=0.0).to(tl.float32)[None, :]
     y = tl.where(mask, y, 0.0).to(weight_ptr.dtype.element_ty)
@@ -40,7 +42,7 @@ def _norm_fwd_fp8_kernel(
     rows_ptr,  # y in e4m3, (N, C rounded up to a multiple of 16)
     columns_ptr,  # y in e4m3, (C, N rounded up to a multiple of 16)
     out_ptr,  # (N, C) the new stream, written only with HAS_RESIDUAL
-    mean_ptr,  # (N,) fp32
+    mean_ptr,  # (N,) fp32, written only with CENTRED
     rstd_ptr,  # (N,) fp32
     N,
     x_stride,
@@ -51,6 +53,7 @@ def _norm_fwd_fp8_kernel(
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    CENTRED: tl.constexpr,  # False: RMSNorm, of kernels/rms_norm/triton.py
     BLOCK_N: tl.constexpr,  # rows of a program
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -59,7 +62,7 @@ def _norm_fwd_fp8_kernel(
     inputs = x_ptr, residual_ptr, out_ptr, mean_ptr, rstd_ptr
     for start in tl.range(0, BLOCK_N, ROWS, num_stages=STAGES):
         rows, columns = first + start + tl.arange(0, ROWS), tl.arange(0, BLOCK_C)
-        add_and_centre(*inputs, rows, columns, N, x_stride, residual_stride, eps, C, HAS_RESIDUAL)
+        add_and_centre(*inputs, rows, columns, N, x_stride, residual_stride, eps, C, HAS_RESIDUAL, CENTRED)
     tl.debug_barrier()  # the tiles below read what other threads of this program wrote
     stream_ptr, stride = x_ptr, x_stride
     if HAS_RESIDUAL:
@@ -68,10 +71,10 @@ def _norm_fwd_fp8_kernel(
     quads = tl.program_id(0) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     for start in range(0, C, TILE_C):
         c = start + tl.arange(0, TILE_C)
-        y0 = _normalise(*normed, 4 * quads, c, N, C, stride, SCALE)
-        y1 = _normalise(*normed, 4 * quads + 1, c, N, C, stride, SCALE)
-        y2 = _normalise(*normed, 4 * quads + 2, c, N, C, stride, SCALE)
-        y3 = _normalise(*normed, 4 * quads + 3, c, N, C, stride, SCALE)
+        y0 = _normalise(*normed, 4 * quads, c, N, C, stride, SCALE, CENTRED)
+        y1 = _normalise(*normed, 4 * quads + 1, c, N, C, stride, SCALE, CENTRED)
+        y2 = _normalise(*normed, 4 * quads + 2, c, N, C, stride, SCALE, CENTRED)
+        y3 = _normalise(*normed, 4 * quads + 3, c, N, C, stride, SCALE, CENTRED)
         store_rows(y0, y1, y2, y3, rows_ptr, quads, c, N, C)
         store_columns(y0, y1, y2, y3, columns_ptr, quads, c, N, C)
 
@@ -95,9 +98,16 @@ def forward(
 
     The first result has y's shape and dtype for autograd, and no values: see InFp8.
     """
+    return launch_forward(x, residual, weight, bias, eps, centred=True)
+
+
+def launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Do what forward() does. Without `centred` it is RMSNorm, and mean is empty."""
     N, C = x.shape
     launch = default_launch(C)
-    y, stream, mean, rstd, rows, columns = empty_fp8_outputs(x, residual, weight)
+    y, stream, mean, rstd, rows, columns = empty_fp8_outputs(x, residual, weight, centred=centred)
     _norm_fwd_fp8_kernel[(triton.cdiv(N, launch["BLOCK_N"]),)](
         x_ptr=x,
         residual_ptr=residual,
@@ -115,15 +125,18 @@ def forward(
         SCALE=X_SCALE,
         C=C,
         HAS_RESIDUAL=residual is not None,
+        CENTRED=centred,
         **launch,
     )
     return y, stream, mean, rstd, rows, columns
 
 
-def empty_fp8_outputs(x: Tensor, residual: Tensor | None, weight: Tensor, *_: object) -> tuple[Tensor, ...]:
+def empty_fp8_outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor, *_: object, centred: bool = True
+) -> tuple[Tensor, ...]:
     """Allocate what forward() returns. This is also the operator's fake implementation."""
     y = torch.empty_strided(x.shape, (0, 0), dtype=weight.dtype, device=x.device)
-    return y, *empty_stream(x, residual), *empty_layouts(x)
+    return y, *empty_stream(x, residual, centred), *empty_layouts(x)
 
 
 norm_fwd_fp8 = custom_op("hotswap::norm_fwd_fp8", forward, empty_fp8_outputs, backward, setup_context)

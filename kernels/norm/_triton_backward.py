@@ -26,7 +26,7 @@ def _norm_bwd_kernel(
     saved_ptr,  # (N, C) the stream; with MAX_RATIO the forward's y
     weight_ptr,  # (C,)
     bias_ptr,  # (C,), read only with MAX_RATIO and HAS_BIAS
-    mean_ptr,  # (N,) fp32, not read with MAX_RATIO
+    mean_ptr,  # (N,) fp32, not read with MAX_RATIO, nor without CENTRED
     rstd_ptr,  # (N,) fp32
     dx_ptr,  # (N, C)
     dresidual_ptr,  # (N, C), written only with HAS_DRESIDUAL
@@ -44,6 +44,7 @@ def _norm_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_DRESIDUAL: tl.constexpr,  # dx and dresidual differ in dtype, so both are written
     MAX_RATIO: tl.constexpr,  # of |bias / weight|, for xhat = (y - bias) / weight: see triton_recompute.py; or None
+    CENTRED: tl.constexpr,  # False: RMSNorm, of kernels/rms_norm/triton.py
 ):
     columns = tl.arange(0, BLOCK_C)
     in_row = columns < C
@@ -66,14 +67,19 @@ def _norm_bwd_kernel(
             dstream = tl.load(dstream_ptr + rows[:, None] * dstream_stride + columns[None, :], mask, other=0.0)
         if MAX_RATIO is not None:
             xhat = (saved - bias[None, :]) * inverse[None, :]
-        else:
+        elif CENTRED:
             xhat = (saved - tl.load(mean_ptr + rows, rows < N, other=0.0)[:, None]) * rstd
+        else:
+            xhat = saved * rstd
         xhat = tl.where(mask, xhat, 0.0)
         dweight += tl.sum(dy * xhat, 0)
         dbias += tl.sum(dy, 0)
         g = dy * weight[None, :]
-        mean_g, mean_gx = tl.reduce((g / C, g * xhat / C), 1, _add)  # one reduction: warps wait for each other once
-        dx = rstd * (g - mean_g[:, None] - xhat * mean_gx[:, None])
+        if CENTRED:
+            mean_g, mean_gx = tl.reduce((g / C, g * xhat / C), 1, _add)  # one reduction: warps wait for each other once
+            dx = rstd * (g - mean_g[:, None] - xhat * mean_gx[:, None])
+        else:
+            dx = rstd * (g - xhat * (tl.sum(g * xhat, 1) / C)[:, None])
         if HAS_DSTREAM:
             dx += dstream.to(tl.float32)
         offsets = rows[:, None] * C + columns[None, :]
@@ -119,8 +125,9 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx in x_dtype, dresidual in stream_dtype, dweight and dbias.
 
-    `saved` is the new stream, or the forward's y if mean is None. If the two dtypes are equal, dx is also the gradient
-    of residual and the returned dresidual is empty. If bias is None, dbias is empty.
+    `saved` is the new stream, or the forward's y if mean is None. If mean is empty, the norm is RMSNorm. If the two
+    dtypes are equal, dx is also the gradient of residual and the returned dresidual is empty. If bias is None, dbias is
+    empty.
     """
     N, C = saved.shape
     launch = launch_parameters("norm_bwd", f"{C} {weight.dtype} {stream_dtype}", backward_launch(C), saved.device)
@@ -148,6 +155,7 @@ def launch_backward(
         HAS_BIAS=bias is not None,
         HAS_DRESIDUAL=x_dtype != stream_dtype,
         MAX_RATIO=max_ratio(weight.dtype) if mean is None else None,
+        CENTRED=mean is None or len(mean) == N,
         **launch,
     )
     dweight = add_partial_sums(partial[0], weight.dtype)

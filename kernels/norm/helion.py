@@ -59,9 +59,16 @@ def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
-    outputs = empty_outputs(x, residual, weight)
-    forward_kernel(x)(x, residual, weight, bias, eps, *outputs)
-    return outputs
+    return run_forward(x, residual, weight, bias, eps, centred=True)
+
+
+def run_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what launch_forward() does. Without `centred` it is RMSNorm, and mean is empty."""
+    y, stream, mean, rstd = empty_outputs(x, residual, weight, centred=centred)
+    forward_kernel(x)(x, residual, weight, bias, eps, y, stream, mean if centred else None, rstd)
+    return y, stream, mean, rstd
 
 
 def launch_backward(
@@ -82,6 +89,7 @@ def launch_backward(
     second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
     # Helion takes int32 offsets for a tensor of up to 2^31 elements, whatever its strides are
     dy, dstream = dy.contiguous(), None if dstream is None else dstream.contiguous()
+    mean = mean if len(mean) == len(stream) else None  # RMSNorm
     kernel(dy, dstream, stream, weight, mean, rstd, dx, second, partial[0], None if bias is None else partial[1])
     dweight = partial[0].sum(0).to(weight.dtype)
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
@@ -95,8 +103,21 @@ norm_fwd = custom_op("hotswap::helion_norm_fwd", launch_forward, empty_outputs, 
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    check_dtypes("norm", x, residual, weight, impl="helion")
+    return apply_to_rows(norm_fwd, x, residual, weight, bias, eps)
+
+
+def apply_to_rows(
+    op: Callable,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    name: str = "norm",
+) -> tuple[Tensor, Tensor]:
+    """Call `op`, norm_fwd or one like it, with (N, C) tensors, and return y and the new stream in x's shape."""
+    check_dtypes(name, x, residual, weight, impl="helion")
     C = x.shape[-1]
     residual_rows = None if residual is None else residual.reshape(-1, C).contiguous()
-    y, stream, _, _ = norm_fwd(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
+    y, stream, _, _ = op(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
     return y.view(x.shape), x if residual is None else stream.view(x.shape)

@@ -7,6 +7,7 @@ the sum to the dtype of the stream. The backward starts from the rounded sum.
 """
 
 import functools
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -37,11 +38,18 @@ def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Map x and residual (N, C) to y, the new stream, mean and rstd. Without a residual, the stream is empty."""
+    return run_forward(x, residual, weight, bias, eps, centred=True)
+
+
+def run_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what launch_forward() does. Without `centred` it is RMSNorm, and mean is empty."""
     from quack.rmsnorm import _rmsnorm_fwd
 
-    y, stream, mean, rstd = empty_outputs(x, residual, weight)
+    y, stream, mean, rstd = empty_outputs(x, residual, weight, centred=centred)
     out = None if residual is None else stream
-    _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, out, eps, is_layernorm=True)
+    _rmsnorm_fwd(x, weight, y, bias, rstd, mean if centred else None, residual, out, eps, is_layernorm=centred)
     return y, stream, mean, rstd
 
 
@@ -66,7 +74,9 @@ def launch_backward(
     second = dresidual if x_dtype != stream_dtype else None  # otherwise dresidual is dx
     dy, dstream = dy.contiguous(), None if dstream is None else dstream.contiguous()
     sums = partial[0], None if bias is None else partial[1]
-    _rmsnorm_bwd(stream, weight, dy, rstd, dx, *sums, dstream, second, mean=mean, is_layernorm=True)
+    centred = len(mean) == len(stream)  # otherwise it is RMSNorm
+    mean = mean if centred else None
+    _rmsnorm_bwd(stream, weight, dy, rstd, dx, *sums, dstream, second, mean=mean, is_layernorm=centred)
     dweight = partial[0].sum(0).to(weight.dtype)
     return dx, dresidual, dweight, dbias if bias is None else partial[1].sum(0).to(weight.dtype)
 
@@ -79,9 +89,22 @@ norm_fwd = custom_op("hotswap::quack_norm_fwd", launch_forward, empty_outputs, _
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
+    return apply_to_rows(norm_fwd, x, residual, weight, bias, eps)
+
+
+def apply_to_rows(
+    op: Callable,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    name: str = "norm",
+) -> tuple[Tensor, Tensor]:
+    """Call `op`, norm_fwd or one like it, with (N, C) tensors, and return y and the new stream in x's shape."""
     C = x.shape[-1]
     if C % 2 and 2 in (x.element_size(), weight.element_size()):  # cp.async copies at least 4 bytes
-        raise Unavailable(f"norm=quack needs an even width for 16-bit dtypes, not {C}: choose kernels.norm=eager")
+        raise Unavailable(f"{name}=quack needs an even width for 16-bit dtypes, not {C}: choose kernels.{name}=eager")
     residual_rows = None if residual is None else residual.reshape(-1, C).contiguous()
-    y, stream, _, _ = norm_fwd(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
+    y, stream, _, _ = op(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
     return y.view(x.shape), x if residual is None else stream.view(x.shape)

@@ -48,7 +48,7 @@ def _norm_fwd_kernel(
     bias_ptr,  # (C,), read only with HAS_BIAS
     y_ptr,  # (N, C)
     out_ptr,  # (N, C) the new stream, written only with HAS_RESIDUAL
-    mean_ptr,  # (N,) fp32
+    mean_ptr,  # (N,) fp32, written only with CENTRED
     rstd_ptr,  # (N,) fp32
     N,
     x_stride,
@@ -59,12 +59,13 @@ def _norm_fwd_kernel(
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,  # False: RMSNorm, of kernels/rms_norm/triton.py
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # int64: N C can exceed 2^31
     columns = tl.arange(0, BLOCK_C)
     in_row = columns < C
     inputs = x_ptr, residual_ptr, out_ptr, mean_ptr, rstd_ptr
-    centred, rstd = add_and_centre(*inputs, rows, columns, N, x_stride, residual_stride, eps, C, HAS_RESIDUAL)
+    centred, rstd = add_and_centre(*inputs, rows, columns, N, x_stride, residual_stride, eps, C, HAS_RESIDUAL, CENTRED)
     y = centred * rstd[:, None] * tl.load(weight_ptr + columns, in_row, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, in_row, other=0.0).to(tl.float32)[None, :]
@@ -99,8 +100,15 @@ def forward(
 
     If residual is None, the new stream is x itself and the returned tensor is empty.
     """
+    return launch_forward(x, residual, weight, bias, eps, centred=True)
+
+
+def launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Do what forward() does. Without `centred` it is RMSNorm, and mean is empty."""
     N, C = x.shape
-    y, stream, mean, rstd = empty_outputs(x, residual, weight)
+    y, stream, mean, rstd = empty_outputs(x, residual, weight, centred=centred)
     launch = launch_parameters("norm_fwd", f"{C} {weight.dtype} {stream.dtype}", forward_launch(C), x.device)
     _norm_fwd_kernel[(triton.cdiv(N, launch["ROWS"]),)](
         x_ptr=x,
@@ -118,14 +126,17 @@ def forward(
         C=C,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
+        CENTRED=centred,
         **launch,
     )
     return y, stream, mean, rstd
 
 
-def empty_outputs(x: Tensor, residual: Tensor | None, weight: Tensor, *_: object) -> tuple[Tensor, ...]:
+def empty_outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor, *_: object, centred: bool = True
+) -> tuple[Tensor, ...]:
     """Allocate what forward() returns. This is also the operator's fake implementation."""
-    return x.new_empty(x.shape, dtype=weight.dtype), *empty_stream(x, residual)
+    return x.new_empty(x.shape, dtype=weight.dtype), *empty_stream(x, residual, centred)
 
 
 norm_fwd = custom_op("hotswap::norm_fwd", forward, empty_outputs, backward, setup_context)
@@ -145,17 +156,23 @@ def norm(
 
 
 def apply_to_rows(
-    op: Callable, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    op: Callable,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    name: str = "norm",
 ) -> tuple[Tensor, ...]:
     """Call `op` with (N, C) tensors, and return y and the new stream in the contract's shapes.
 
     `op` is norm_fwd, or an operator with the same arguments and results. Results beyond norm_fwd's four are returned as
-    they are. Raises Unavailable if the rows are too wide or a dtype is not supported.
+    they are. Raises Unavailable if the rows are too wide or a dtype is not supported; `name` is the op in the message.
     """
-    check_dtypes("norm", x, residual, weight)
+    check_dtypes(name, x, residual, weight)
     C = x.shape[-1]
     if C > MAX_WIDTH:
-        raise Unavailable(f"norm=triton supports widths up to {MAX_WIDTH}, not {C}: choose kernels.norm=eager")
+        raise Unavailable(f"{name}=triton supports widths up to {MAX_WIDTH}, not {C}: choose kernels.{name}=eager")
     residual_rows = None if residual is None else contiguous_rows(residual.reshape(-1, C))
     y, stream, _, _, *more = op(contiguous_rows(x.reshape(-1, C)), residual_rows, weight, bias, eps)
     return y.view(x.shape), x if residual is None else stream.view(x.shape), *more

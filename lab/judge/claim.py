@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from common.terminal import quote_override
-from kernels.registry import OPS, TRAINING_OPS, KernelError, check_name, override_key, runs_in_fp8
+from kernels.registry import OPS, TRAINING_OPS, KernelError, check_name, contract, override_key, runs_in_fp8
 from lab.bench.probe import PROBE_DTYPES, Probe, case_probes, first_word
 from lab.recipe import Recipe
 from model.config import PRECISIONS
@@ -67,7 +67,13 @@ def check_unimported_name(op: str, impl: str) -> None:
 def training_call(op: str, recipe: Recipe, shape: tuple[int, int]) -> tuple[dict, torch.dtype]:
     """Return (the arguments of the contract's inputs(), the dtype) of the op's call in a training step of (B, T)."""
     calls = call_shapes(recipe.model, recipe.kernels, recipe.precision, shape, documents=recipe.documents)
+    check(op in calls, f"this model does not call {op}: pass {' '.join(model_words(op))}")
     return calls[op], PRECISIONS[recipe.precision][1]
+
+
+def model_words(op: str) -> list[str]:
+    """Return the arguments of train.py for a model that calls the op."""
+    return [f"model.{key}={value}" for key, value in getattr(contract(op), "MODEL", {}).items()]
 
 
 def ignored_settings(op: str, recipe: Recipe) -> list[str]:
@@ -123,7 +129,7 @@ def training_words(claim: Claim, device: torch.device, words: list[str]) -> list
         others = "compile"
     if device.index:
         settings = [*settings, f"device={device}"]
-    return [*settings, f"kernels={others}", *words]
+    return [*settings, f"kernels={others}", *model_words(claim.op), *words]
 
 
 def choose_backends(claim: Claim, *impls: str) -> str:

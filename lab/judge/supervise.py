@@ -31,6 +31,7 @@ from lab.sweep.table import speed
 from lab.tampering import find_functions, process_settings
 from model import cost
 from model.config import PRECISIONS
+from model.executed import called_kernels
 from runtime import resume
 from runtime.command import as_typed
 from runtime.config import UserError, check
@@ -51,7 +52,7 @@ def takes_over(cfg: Any) -> bool:
     if is_worker():
         Witness.functions, Witness.settings = find_functions(), process_settings()
         return False
-    chosen = impl_by_op(cfg.kernels, cfg.attn, TRAINING_OPS)
+    chosen = impl_by_op(called_kernels(cfg.model, cfg.kernels, cfg.precision), cfg.attn, TRAINING_OPS)
     new = {op: impl for op, impl in chosen.items() if impl not in tracked_backends(op)}
     if not (cfg.proof and new):
         return False

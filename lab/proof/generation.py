@@ -16,7 +16,7 @@ from kernels.registry import AttnConfig, KernelsConfig, backend
 from kernels.sampling import Sampling
 from model.decoder import Decoder
 from model.generate import stream
-from model.gpt import GPT, LayerNorm
+from model.gpt import GPT, Norm
 from model.step import build
 
 NEW_TOKENS = 512
@@ -137,7 +137,7 @@ def rebuild(model: GPT, precision: str) -> GPT:
 def to_float64(model: GPT) -> GPT:
     """Convert weights and arithmetic to float64, in place."""
     for module in model.modules():
-        if isinstance(module, LayerNorm):
+        if isinstance(module, Norm):
             module.dtype = torch.float64
     return model.double()
 

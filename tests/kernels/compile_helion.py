@@ -42,13 +42,25 @@ def compile_for_hopper(name: str, kernel, arguments: tuple) -> str:
 def compile_norm(rows: int, C: int, residual_dtype: torch.dtype) -> None:
     x, residual = torch.empty(rows, C, dtype=torch.bfloat16), torch.empty(rows, C, dtype=residual_dtype)
     weight, numbers = torch.empty(C, dtype=torch.bfloat16), torch.empty(rows)
-    arguments = x, residual, weight, weight, 1e-5, torch.empty_like(x), residual, numbers, numbers
-    ptx = [compile_for_hopper(f"helion norm forward {C}", forward_kernel(x), arguments)]
-    kernel, programs = backward_kernel(residual)
-    dresidual, partial = residual if residual_dtype != x.dtype else None, torch.empty(programs, C)
-    arguments = x, residual, residual, weight, numbers, numbers, x, dresidual, partial, partial
-    ptx.append(compile_for_hopper(f"helion norm backward {C}", kernel, arguments))
-    assert all("ld.global.v4" in text and "st.global.v4" in text for text in ptx)
+    for name, bias, mean in (("norm", weight, numbers), ("rms_norm", None, None)):
+        arguments = x, residual, weight, bias, 1e-5, torch.empty_like(x), residual, mean, numbers
+        ptx = [compile_for_hopper(f"helion {name} forward {C}", forward_kernel(x), arguments)]
+        kernel, programs = backward_kernel(residual)
+        dresidual, partial = residual if residual_dtype != x.dtype else None, torch.empty(programs, C)
+        arguments = (
+            x,
+            residual,
+            residual,
+            weight,
+            mean,
+            numbers,
+            x,
+            dresidual,
+            partial,
+            None if bias is None else partial,
+        )
+        ptx.append(compile_for_hopper(f"helion {name} backward {C}", kernel, arguments))
+        assert all("ld.global.v4" in text and "st.global.v4" in text for text in ptx)
 
 
 def compile_loss(rows: int, write: bool) -> None:

@@ -121,7 +121,7 @@ def cuobjdump(*arguments: str) -> str:
 def main(capability: int) -> None:
     for C in (768, 1600, 4096) if capability == 90 else (768,):
         for residual in {1600: ("*bf16",), 4096: ("*fp32",)}.get(C, ("*bf16", "*fp32")):
-            launch = {"C": C, "HAS_BIAS": True, **norm.forward_launch(C)}
+            launch = {"C": C, "HAS_BIAS": True, "CENTRED": True, **norm.forward_launch(C)}
             types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32") | {"eps": "fp32"}
             types |= dict.fromkeys(("residual_ptr", "out_ptr", "dstream_ptr", "saved_ptr", "dresidual_ptr"), residual)
             name = f"{C} {residual}"
@@ -143,6 +143,12 @@ def main(capability: int) -> None:
             )
             wide = re.compile(r"ld\.global\.v4|cp\.async\.cg\.shared\.global .*, 0x10")
             assert all(wide.search(ptx) and "st.global.v4" in ptx for ptx in (forward, backward))
+            launch |= {"HAS_BIAS": False, "CENTRED": False, "MAX_RATIO": None}
+            compile_kernel(f"rms_norm backward {name}", norm_backward._norm_bwd_kernel, capability, types, **launch)
+            launch |= norm.forward_launch(C)
+            compile_kernel(
+                f"rms_norm forward {name}", norm._norm_fwd_kernel, capability, types, HAS_RESIDUAL=True, **launch
+            )
     types = {"losses_ptr": "*fp32", "targets_ptr": "*i64", "shifts_ptr": "*fp32"}
     compile_kernel(
         "loss", loss.cross_entropy_kernel, capability, types, V=50304, WRITE=True, **loss.softmax_launch(50304)
@@ -352,7 +358,7 @@ def compile_fp8(capability: int) -> None:
         assert not re.search(r"st\.global\.(v2|b8|b16|b64)", ptx)
     types = e4m3 | dict.fromkeys(("mean_ptr", "rstd_ptr"), "*fp32") | {"eps": "fp32"}
     for C in (768, 1600):
-        constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, **norm_fp8.default_launch(C)}
+        constants = {"C": C, "SCALE": 4.0, "HAS_RESIDUAL": True, "CENTRED": True, **norm_fp8.default_launch(C)}
         ptx = compile_kernel(f"norm to fp8 {C}", norm_fp8._norm_fwd_fp8_kernel, capability, types, **constants)
         assert "cvt.rn.satfinite" in ptx
         assert bool(re.search(r"cp\.async\.cg\.shared\.global .*, 0x10", ptx)) == (constants["STAGES"] > 1)

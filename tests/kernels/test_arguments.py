@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from hotswap.model.gpt import LayerNorm
+from hotswap.model.gpt import Norm
 
 import hotswap
 from kernels.check import float_tensors, outputs_and_gradients
@@ -295,7 +295,7 @@ def test_the_second_derivative_of_a_model(impl):
     model = tiny_or_skip(impl)
     exact = tiny(attn="eager").double()
     exact.loss = contract("loss").reference
-    for norm in (module for module in exact.modules() if isinstance(module, LayerNorm)):
+    for norm in (module for module in exact.modules() if isinstance(module, Norm)):
         norm.dtype = torch.float64
     tokens = torch.randint(256, (2, 9), generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(1)

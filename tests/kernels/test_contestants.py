@@ -28,33 +28,38 @@ from tests.kernels.test_backends import DTYPES, assert_as_good_as_eager, case_in
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 WRAPPED = [
-    *[("norm", impl) for impl in ("liger", "quack", "helion")],
+    *[(op, impl) for op in ("norm", "rms_norm") for impl in ("liger", "quack", "helion")],
     *[("loss", impl) for impl in ("liger", "liger_large", "liger_cute", "helion")],
     ("mlp", "nvmath"),
 ]
 CASES = {
     "norm": ["fp32_residual", "fp32_embedding", "no_bias", "non_contiguous"],
+    "rms_norm": ["fp32_residual", "fp32_embedding", "no_residual", "non_contiguous", "eps"],
     "loss": ["some_ignored", "all_ignored", "non_contiguous", "odd"],
     "mlp": ["many_rows", "one_row", "no_bias", "non_contiguous"],
 }
 ONE_DTYPE = {  # our kernels do not work in bf16 under TRITON_INTERPRET=1, which the tests set on a CPU
-    ("norm", "helion"): torch.float32,
+    **{(op, "helion"): torch.float32 for op in ("norm", "rms_norm")},
     **{("loss", impl): torch.float32 for impl in ("helion", "liger", "liger_large")},
     ("loss", "liger_cute"): torch.bfloat16,
 }
 
 
-def _normalize(stream, weight, bias, eps):
-    mean, variance = stream.float().mean(-1), stream.float().var(-1, unbiased=False)
-    rstd = torch.rsqrt(variance + eps)
-    y = (stream.float() - mean[:, None]) * rstd[:, None] * weight.float()
+def _normalize(stream, weight, bias, eps, centred=True):
+    mean = stream.float().mean(-1) * centred
+    centred = stream.float() - mean[:, None]
+    rstd = torch.rsqrt(centred.square().mean(-1) + eps)
+    y = centred * rstd[:, None] * weight.float()
     return y if bias is None else y + bias.float(), mean, rstd
 
 
 def _gradients(dy, stream, weight, mean, rstd):
-    xhat, dy = (stream.float() - mean[:, None]) * rstd[:, None], dy.float()
+    """LayerNorm's, and with mean=None RMSNorm's."""
+    xhat = (stream.float() - (0 if mean is None else mean[:, None])) * rstd[:, None]
+    dy = dy.float()
     g = dy * weight.float()
-    dstream = rstd[:, None] * (g - g.mean(-1, keepdim=True) - xhat * (g * xhat).mean(-1, keepdim=True))
+    mean_g = 0 if mean is None else g.mean(-1, keepdim=True)
+    dstream = rstd[:, None] * (g - mean_g - xhat * (g * xhat).mean(-1, keepdim=True))
     return dstream, (dy * xhat).sum(0), dy.sum(0)
 
 
@@ -66,6 +71,39 @@ def layer_norm_forward(X, W, B, eps):
 def layer_norm_backward(dY, X, W, B, Mean, RSTD):
     results = _gradients(dY.view(-1, dY.shape[-1]), X, W, Mean, RSTD)
     return tuple(result.to(t.dtype) for result, t in zip(results, (X, W, B), strict=True))
+
+
+def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
+    assert (offset, casting_mode, row_mode) == (0.0, 1, None)
+    y, _, rstd = _normalize(X, W, None, eps, centred=False)
+    return y.to(X.dtype), X, rstd, 1024, 4, casting_mode
+
+
+def rms_norm_backward(dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode, needs_dw=None):
+    assert (offset, casting_mode, BLOCK_SIZE, num_warps, in_place) == (0.0, 1, 1024, 4, False)
+    dx, dweight, _ = _gradients(dY, X, W, None, RSTD)
+    return dx.to(X.dtype), dweight.to(W.dtype)
+
+
+def fused_add_rms_norm_forward(X, R, W, eps, offset, casting_mode):
+    assert X.dtype == R.dtype
+    y, _, rstd, *settings = rms_norm_forward(X + R, W, eps, offset, casting_mode, None)
+    return y, X + R, rstd, *settings[:2], 2, casting_mode
+
+
+def fused_add_rms_norm_backward(
+    dY, dS_out, S, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, num_stages, in_place, needs_dw=None
+):
+    assert num_stages == 2
+    dx, dweight = rms_norm_backward(
+        dY.float(), S.float(), W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, None
+    )
+    dx = (dx + dS_out.float()).to(S.dtype)
+    return dx, dx, dweight
+
+
+def calculate_settings(n):
+    return 1024, 4
 
 
 def fused_linear_cross_entropy_forward(
@@ -118,11 +156,12 @@ def helion_cross_entropy(logits, targets, losses, ignore_index, write):
 
 
 def helion_norm_fwd(x, residual, weight, bias, eps, y, stream, mean, rstd):
-    _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, None if residual is None else stream, eps, True)
+    out = None if residual is None else stream
+    _rmsnorm_fwd(x, weight, y, bias, rstd, mean, residual, out, eps, is_layernorm=mean is not None)
 
 
 def helion_norm_bwd(dy, dstream, stream, weight, mean, rstd, dx, dresidual, dweight, dbias):
-    options = {"mean": mean, "is_layernorm": True}
+    options = {"mean": mean, "is_layernorm": mean is not None}
     _rmsnorm_bwd(stream, weight, dy, rstd, dx, dweight, dbias, dstream, dresidual, programs=len(dweight), **options)
 
 
@@ -165,9 +204,11 @@ def by_columns(matrix):
 
 
 def _rmsnorm_fwd(x, weight, out, bias, rstd, mean, residual, residual_out, eps, is_layernorm):
+    assert (mean is not None) == is_layernorm
     stream = x.float() if residual is None else x.float() + residual.float()
-    for result, to in zip(_normalize(stream, weight, bias, eps), (out, mean, rstd), strict=True):
-        to.copy_(result)
+    for result, to in zip(_normalize(stream, weight, bias, eps, is_layernorm), (out, mean, rstd), strict=True):
+        if to is not None:
+            to.copy_(result)
     if residual_out is not None:
         residual_out.copy_(stream)
 
@@ -175,6 +216,7 @@ def _rmsnorm_fwd(x, weight, out, bias, rstd, mean, residual, residual_out, eps, 
 def _rmsnorm_bwd(
     x, weight, dout, rstd, dx, dw_partial, db_partial, dresidual_out, dresidual, *, mean, is_layernorm, programs=2
 ):
+    assert (mean is not None) == is_layernorm
     dstream, dweight, dbias = _gradients(dout, x, weight, mean, rstd)
     dstream = dstream if dresidual_out is None else dstream + dresidual_out.float()
     for result, to in (
@@ -192,6 +234,9 @@ def packages(monkeypatch):
     """Install modules with the functions above in place of the packages."""
     for name, members in {
         "liger_kernel.ops.layer_norm": (layer_norm_forward, layer_norm_backward),
+        "liger_kernel.ops.rms_norm": (rms_norm_forward, rms_norm_backward),
+        "liger_kernel.ops.fused_add_rms_norm": (fused_add_rms_norm_forward, fused_add_rms_norm_backward),
+        "liger_kernel.ops.utils": (calculate_settings,),
         "liger_kernel.ops.fused_linear_cross_entropy": (fused_linear_cross_entropy_forward,),
         liger_cute.MODULE: (fused_scaled_cross_entropy_forward, fused_scaled_cross_entropy_backward),
         "quack.rmsnorm": (_rmsnorm_fwd, _rmsnorm_bwd),

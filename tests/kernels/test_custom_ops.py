@@ -15,7 +15,6 @@ from kernels.adamw.triton import adamw as triton_adamw
 from kernels.attention import document_starts, flash, flex
 from kernels.compat import TorchDispatchMode
 from kernels.decode import _sampling
-from kernels.norm.triton import norm_in_fp8
 from kernels.registry import OPS, backend, contract, impls, unavailable
 from kernels.sampling import Sampling
 from tests.kernels.test_backends import DEVICES, case_inputs, float_tensors, load_or_skip
@@ -25,6 +24,7 @@ from tests.kernels.test_flash import stand_in  # noqa: F401
 ROOT = Path(__file__).parents[2] / "kernels"
 CASES = {  # small, because opcheck calls an op about ten times; every case of an op that is not in the table
     "norm": ["fp32_residual", "plain"],
+    "rms_norm": ["fp32_residual", "no_residual"],
     "attention": ["64"],
     "linear": ["one_row", "no_bias", "fp8"],
     "mlp": ["one_row", "no_bias", "fp8"],
@@ -95,7 +95,13 @@ def other_calls(device):
         (flash.document_bounds, {"starts": starts}),
         (flex.list_blocks, {"selected": (starts[:, None] > 1).expand(2, 3, 8).mT}),
         (functools.partial(_sampling.sample_tokens, sampling=Sampling(300, top_k=7)), draw),
-        (lambda **arguments: norm_in_fp8(**arguments)[1], case_inputs("norm", "fp32_residual", dtype, device)),
+        *[
+            (
+                lambda op=op, **arguments: backend(op, "triton").norm_in_fp8(**arguments)[1],
+                case_inputs(op, "fp32_residual", dtype, device),
+            )
+            for op in ("norm", "rms_norm")
+        ],
     ]
 
 

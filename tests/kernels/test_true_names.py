@@ -1,6 +1,7 @@
 """A backend's name and description say who computes: no other language and no other library runs under its name."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,9 +64,10 @@ def test_every_kernel_of_a_decoder_is_of_its_family(impl):
 
 def test_the_preset_gluon_takes_triton_for_the_ops_that_gluon_lacks():
     choices = preset("gluon")
-    assert choices == {"norm": "triton", "linear": "triton", "mlp": "gluon", "loss": "gluon"}
+    others = dict.fromkeys(("norm", "rms_norm", "linear"), "triton")
+    assert choices == {**others, "mlp": "gluon", "loss": "gluon"}
     assert preset("triton") == dict.fromkeys(choices, "triton")
-    assert preset("liger") == {"norm": "liger", "linear": "eager", "mlp": "eager", "loss": "liger"}
+    assert preset("liger") == {op: "eager" if op in ("linear", "mlp") else "liger" for op in choices}
 
 
 def test_the_unexplained_kernels_of_a_step():
@@ -94,7 +96,8 @@ def test_a_backend_runs_only_what_its_description_says(op, impl, fp8, device, fp
     device = torch.device(device)
     precision = "fp8" if fp8 else "bf16" if device.type == "cuda" else "fp32"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    arguments = call_shapes(SMALL, KernelsConfig(), precision, (2, 128))[op]
+    model = replace(SMALL, **getattr(contract(op), "MODEL", {}))
+    arguments = call_shapes(model, KernelsConfig(), precision, (2, 128))[op]
     if fp8 and "fp8" not in arguments:
         pytest.skip(f"{op} has no products in fp8")
     inputs = contract(op).inputs(**arguments, dtype=dtype, device=device)

@@ -433,6 +433,19 @@ def test_a_launch_after_logits_that_are_not_finite_begins_with_an_id(monkeypatch
     assert len(launches) == 2
 
 
+@pytest.mark.parametrize("changes", [{"norm": "rmsnorm"}, {"norm_eps": 1e-6}], ids=str)
+@pytest.mark.parametrize("decode", [impl for impl in impls("decode") if not unavailable("decode", impl, CPU)])
+def test_a_decoder_with_its_own_layernorm_refuses_another_norm(decode, changes):
+    model = varied_gpt(replace(SMALL, **changes))
+    if decode == "blocks":
+        assert torch.equal(generate(model, prompt(), 8, n_vocab=97, temperature=0), greedy(model, prompt(), 8))
+        return
+    names = rf"model\.norm={model.config.norm} and model\.norm_eps={model.config.norm_eps:g}"
+    message = rf"^kernels\.decode={decode} computes LayerNorm with eps=1e-05, and this model has {names}: "
+    with pytest.raises(Unavailable, match=message):
+        Decoder(model, 2, 12, GREEDY, decode=decode)
+
+
 def test_two_views_of_a_copy_count_once_and_the_weights_of_the_model_do_not():
     model, copy = varied_gpt(), torch.zeros(8)
     packed = {"first": copy[:4], "others": [copy[4:], model.wte.weight]}
