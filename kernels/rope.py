@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 
-def rope_table(positions: Tensor, head_dim: int) -> Tensor:
-    """positions (T,) or (B, T) -> (2, [B,] T, 1, D/2) fp32: cosine and sine of position * 10000^(-2i/D)."""
+def rope_table(positions: Tensor, head_dim: int, theta: float = 10000.0) -> Tensor:
+    """positions (T,) or (B, T) -> (2, [B,] T, 1, D/2) fp32: cosine and sine of position * theta^(-2i/D)."""
     frequencies = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions.float().unsqueeze(-1) * 10000.0 ** (-frequencies / head_dim)
+    angles = positions.float().unsqueeze(-1) * theta ** (-frequencies / head_dim)
     return torch.stack((angles.cos(), angles.sin())).unsqueeze(-2)
 
 

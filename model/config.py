@@ -36,6 +36,8 @@ class GPTConfig:
     keep_attention: bool = False  # checkpoints also save the output of attention
     norm: str = "layernorm"  # layernorm | rmsnorm, which has no bias
     norm_eps: float = 1e-5  # is added to the variance in each norm
+    head_dim: int | None = None  # channels of a head; null: n_embd / n_head
+    rope_theta: float = 10000.0  # the base of the rotary frequencies: the slowest turns once in about 2 pi theta tokens
 
     def __post_init__(self):
         for field in fields(self):
@@ -47,8 +49,12 @@ class GPTConfig:
             value = getattr(self, key)
             check(1 <= value <= largest, f"model.{key}={value_text(value)}: it must be from 1 to {largest:,}")
         check(
-            self.n_embd % self.n_head == 0,
+            self.head_dim is not None or self.n_embd % self.n_head == 0,
             f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts",
+        )
+        check(
+            self.head_dim is None or 1 <= self.head_dim <= LARGEST["n_embd"],
+            f"model.head_dim={value_text(self.head_dim)}: it must be from 1 to {LARGEST['n_embd']:,}, or null",
         )
         check(
             self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
@@ -64,8 +70,8 @@ class GPTConfig:
             value = getattr(self, key)
             check(value in names, f"model.{key}={value_text(value)}: choose {' or '.join(names)}")
         check(
-            self.pos == "learned" or self.head_dim % 2 == 0,
-            f"model.pos=rope rotates pairs of channels, and n_embd / n_head = {self.head_dim} is odd",
+            self.pos == "learned" or self.head_size % 2 == 0,
+            f"model.pos=rope rotates pairs of channels, and a head has {self.head_size}, which is odd",
         )
         check(
             self.checkpointing in ("block", "host") or not self.keep_attention,
@@ -73,6 +79,7 @@ class GPTConfig:
         )
         check(0 <= self.dropout < 1, f"model.dropout={self.dropout}: it must be in [0, 1)")
         check(0 < self.norm_eps < 1, f"model.norm_eps={self.norm_eps}: it must be in (0, 1)")
+        check(1 < self.rope_theta < 1e12, f"model.rope_theta={self.rope_theta}: it must be in (1, 1e12)")
         check(
             self.checkpointing != "chunks" or not self.dropout,
             f"model.checkpointing=chunks does not support dropout: model.dropout={self.dropout} must be 0, or choose "
@@ -97,8 +104,9 @@ class GPTConfig:
         )
 
     @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    def head_size(self) -> int:
+        """The channels of a head."""
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def kv_heads(self) -> int:

@@ -9,8 +9,10 @@ def parameters(config: GPTConfig) -> int:
     """The number of parameters. The head is the token table, so it counts once."""
     C, bias = config.n_embd, int(config.bias)
     norm = C * (1 + (bias if config.norm == "layernorm" else 0))
-    heads = (config.n_head + 2 * config.kv_heads) * config.head_dim  # the width of c_attn: 3C without GQA
-    block = 2 * norm + (9 * C + heads) * C + (6 * C + heads) * bias  # weights: c_proj C^2, MLP 8C^2; biases: C, 4C, C
+    queries = config.n_head * config.head_size  # C, unless head_dim says otherwise
+    heads = queries + 2 * config.kv_heads * config.head_size  # the width of c_attn: 3C without GQA
+    # weights: c_attn, c_proj, and 8C^2 of the MLP; biases: c_attn, and C, 4C, C
+    block = 2 * norm + (heads + queries + 8 * C) * C + (heads + 6 * C) * bias
     return config.vocab_size * C + position_parameters(config) + config.n_layer * block + norm
 
 
@@ -31,11 +33,12 @@ def figures(config: GPTConfig, length: int) -> dict[str, float]:
 def flops_per_token(config: GPTConfig, length: int) -> float:
     """Training FLOPs a token for sequences of T = length tokens: 6 N + 12 L C T (PaLM, arXiv:2204.02311, appendix B).
 
-    N leaves out the position table. Attention counts in full, although a causal kernel may skip half of it. With a
-    sliding window, T is at most the window.
+    N leaves out the position table, and C is the width of all heads. Attention counts in full, although a causal kernel
+    may skip half of it. With a sliding window, T is at most the window.
     """
     T = min(length, config.window or length)
-    return 6 * (parameters(config) - position_parameters(config)) + 12 * config.n_layer * config.n_embd * T
+    attention = 12 * config.n_layer * config.n_head * config.head_size * T
+    return 6 * (parameters(config) - position_parameters(config)) + attention
 
 
 def prefill_flops(config: GPTConfig, batch: int, length: int) -> float:
@@ -46,7 +49,7 @@ def prefill_flops(config: GPTConfig, batch: int, length: int) -> float:
 
 def kv_cache_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
     """The bytes of the keys and values of `length` tokens of `batch` sequences, in all layers."""
-    return 2 * config.n_layer * batch * length * config.kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.n_layer * batch * length * config.kv_heads * config.head_size * dtype.itemsize
 
 
 def decode_bytes(config: GPTConfig, batch: int, length: int, dtype: torch.dtype) -> int:
@@ -68,5 +71,5 @@ def describe(config: GPTConfig, length: int) -> tuple[str, str]:
         shape += f", a window of {config.window:,}"
     matmul_parameters = parameters(config) - position_parameters(config)
     keys = min(length, config.window or length)
-    flops = f"6 x {matmul_parameters / 1e6:.1f}M + 12 x {config.n_layer} x {config.n_embd} x {keys}"
+    flops = f"6 x {matmul_parameters / 1e6:.1f}M + 12 x {config.n_layer} x {config.n_head * config.head_size} x {keys}"
     return f"{parameters(config) / 1e6:.1f}M: {shape}", flops

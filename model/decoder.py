@@ -102,7 +102,7 @@ class Decoder:
         dtype = DTYPES[options.kv] or model.ln_f.dtype
         # Zeros, because masked values must be finite. Separate tensors, because Inductor would copy one common tensor
         # for each layer that writes to a view of it
-        shape = batch, self.rows, config.kv_heads, config.head_dim
+        shape = batch, self.rows, config.kv_heads, config.head_size
         tensors = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * config.n_layer)]
         self.kv = list(zip(tensors[::2], tensors[1::2], strict=True))  # (keys, values) of each layer
         self.tokens = torch.zeros(batch, T, dtype=torch.int64, device=device)  # the last token, and the draft
@@ -142,10 +142,16 @@ class Decoder:
 
     def _weights(self) -> contract.Weights:
         config = self.model.config
-        if (config.norm, config.norm_eps) != ("layernorm", contract.EPS):
+        others = {
+            f"model.norm={config.norm}": config.norm != "layernorm",
+            f"model.norm_eps={config.norm_eps:g}": config.norm_eps != contract.EPS,
+            f"model.rope_theta={config.rope_theta:g}": config.pos == "rope" and config.rope_theta != contract.THETA,
+            f"model.head_dim={config.head_dim}": config.head_size * config.n_head != config.n_embd,
+        }
+        if names := " and ".join(name for name, present in others.items() if present):
             raise Unavailable(
-                f"kernels.decode={self.name} computes LayerNorm with eps={contract.EPS:g}, and this model has "
-                f"model.norm={config.norm} and model.norm_eps={config.norm_eps:g}: choose kernels.decode=blocks"
+                f"kernels.decode={self.name} decodes GPT-2's shape only, and this model has {names}: choose "
+                "kernels.decode=blocks"
             )
         return weights_of(self.model)
 

@@ -32,7 +32,7 @@ def call_shapes(
         "n_embd": config.n_embd,
         "n_head": config.n_head,
         "kv_heads": config.kv_heads,
-        "head_dim": config.head_dim,
+        "head_dim": config.head_size,
         "vocab_size": config.vocab_size,
         "window": None if keys else config.window,  # the cache has no other keys
         "learned_positions": config.pos == "learned",
@@ -64,12 +64,13 @@ def name_backends(config: GPTConfig, kernels: KernelsConfig, precision: str, dev
         if getattr(kernels, op, None) != "auto":
             continue
         fp8, calls = arguments.pop("fp8", False), [arguments]
-        if op == "linear":  # these are the arguments of the projection to q, k and v; the other one is square
-            calls.append(arguments | {"out": config.n_embd})
+        if op == "linear":  # these are the arguments of the projection to q, k and v; the other one has other widths
+            width = config.n_head * config.head_size
+            calls.append(arguments | {"shape": (1, 1, width), "out": config.n_embd})
         with FakeTensorMode():
             inputs = [contract(op).inputs(**call, dtype=dtype, device=device).values() for call in calls]
         chosen = {fastest.choose(op, *tensors, fp8=fp8)[0] for tensors in inputs}
-        # both calls have the same width of x, so the fastest is the same, and a second name means that it refuses one
+        # with one width of x the fastest is the same, and a second name means that it refuses one
         names[op] = chosen.pop() if len(chosen) == 1 else "eager"
     return replace(kernels, **names)
 

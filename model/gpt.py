@@ -71,8 +71,8 @@ class Attention(nn.Module):
         self.attention = self.cached_attention = ops.attention  # parallel=context replaces the first
         self.heads = (config.n_head, config.kv_heads, config.kv_heads)
         self.options = {} if config.window is None else {"window": config.window}
-        self.c_attn = Linear(ops, config.n_embd, sum(self.heads) * config.head_dim, bias=config.bias)
-        self.c_proj = Linear(ops, config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = Linear(ops, config.n_embd, sum(self.heads) * config.head_size, bias=config.bias)
+        self.c_proj = Linear(ops, config.n_head * config.head_size, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, rope: Tensor | None, starts: Tensor | None, cache: Cache | None) -> Tensor:
         return self.c_proj(self.attend(*self.qkv(x, rope), starts, cache).flatten(2))
@@ -173,7 +173,7 @@ class GPT(nn.Module):
         else:
             positions = cache.token_positions(T)  # (T,); in a decoding step (B, T)
             cache = cache.locate(positions)
-        rope = rope_table(positions, self.config.head_dim) if self.wpe is None else None
+        rope = rope_table(positions, self.config.head_size, self.config.rope_theta) if self.wpe is None else None
         x, residual = self.drop(self.embed(idx, positions)), None  # (B, T, C)
         for i, block in enumerate(self.h):
             layer_cache = None if cache is None else cache.layer(i)

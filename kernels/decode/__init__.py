@@ -140,7 +140,7 @@ SIZES = {str(C): {"batch": 1, "lengths": [9], "width": C, "heads": C // 64, "n_l
 FEATURES = ["batch", "ragged", "rope", "gqa", "no_bias", "ring", "fp8", "several_tokens"]
 
 BOUND = "bytes"
-EPS = 1e-5  # of LayerNorm. The backends compute no other norm
+EPS, THETA = 1e-5, 10000.0  # of LayerNorm and of the rotary positions. The backends compute no others
 
 
 def run(backend: ModuleType, weights: Weights, tokens: Tensor, cache: Cache) -> Tensor:

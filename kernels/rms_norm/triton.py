@@ -5,7 +5,9 @@ With xhat = s rstd and g = dy weight
 
     dx = dresidual = dstream + rstd (g - xhat mean(g xhat))
 
-They move as many bytes, less 4 bytes a row for the mean. kernels/norm/triton.py explains the method.
+They move as many bytes, less 4 bytes a row for the mean. kernels/norm/triton.py explains the method. For 262,144 rows
+of 768 in bf16 on an H200, both ways take 0.77 ms, 99% of a copy of the bytes; torch.compile takes 0.87, QuACK 1.00,
+PyTorch 1.47 and Liger 2.79 ms.
 """
 
 from functools import partial

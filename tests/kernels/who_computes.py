@@ -23,7 +23,7 @@ LIBRARIES = {
     r"\bflash \(fa[23]": r"\bflash::|FlashAttn",
     r"\bfa4\b": r"flash_attn|FlashAttention\w*Sm|cutlass_kernel|kernel_cutlass",
     r"cutlass-dsl": r"kernel_cutlass|quack",
-    r"liger-kernel": r"liger|_layer_norm_\w+_kernel|element_mul",
+    r"liger-kernel": r"liger|_(layer|rms)_norm_\w+_kernel|element_mul",
     r"helion": r"helion",
     r"_for_cpu": r"_for_cpu",
 }
@@ -33,9 +33,9 @@ EVERYWHERE = (
     r"|distribution|arange|compute_|krn_|sum_and_|split_)|^exp2_kernel_vectorized|cub::|^Mem(set|cpy)|lpnorm|NormTwoOps|fused_adam|^_adamw_kernel$"
 )
 # What the ops compute. Such a kernel is never a part of `EVERYWHERE`
-OF_AN_OP = r"(?i)gelu|softmax|layer_?norm|GammaBeta|nll_loss|cross_entropy|attention|sdpa|flash|fmha"
+OF_AN_OP = r"(?i)gelu|softmax|(layer|rms)_?norm|GammaBeta|nll_loss|cross_entropy|attention|sdpa|flash|fmha"
 COMPUTING = re.compile(  # operators on a CPU that compute an op
-    r"^aten::(_?(add|scaled_|b|badd)*b?mm|gelu|_?(log_)?softmax|native_layer_norm|nll_loss|_scaled_dot)"
+    r"^aten::(_?(add|scaled_|b|badd)*b?mm|gelu|_?(log_)?softmax|native_layer_norm|_?(fused_)?rms_norm|nll_loss|_scaled_dot)"
 )
 
 

@@ -433,15 +433,23 @@ def test_a_launch_after_logits_that_are_not_finite_begins_with_an_id(monkeypatch
     assert len(launches) == 2
 
 
-@pytest.mark.parametrize("changes", [{"norm": "rmsnorm"}, {"norm_eps": 1e-6}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"norm": "rmsnorm"}, r"model\.norm=rmsnorm"),
+        ({"norm_eps": 1e-6}, r"model\.norm_eps=1e-06"),
+        ({"pos": "rope", "rope_theta": 500.0}, r"model\.rope_theta=500"),
+        ({"head_dim": 8, "norm": "rmsnorm"}, r"model\.norm=rmsnorm and model\.head_dim=8"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("decode", [impl for impl in impls("decode") if not unavailable("decode", impl, CPU)])
-def test_a_decoder_with_its_own_layernorm_refuses_another_norm(decode, changes):
+def test_a_decoder_with_its_own_kernels_refuses_other_shapes(decode, changes, name):
     model = varied_gpt(replace(SMALL, **changes))
     if decode == "blocks":
         assert torch.equal(generate(model, prompt(), 8, n_vocab=97, temperature=0), greedy(model, prompt(), 8))
         return
-    names = rf"model\.norm={model.config.norm} and model\.norm_eps={model.config.norm_eps:g}"
-    message = rf"^kernels\.decode={decode} computes LayerNorm with eps=1e-05, and this model has {names}: "
+    message = rf"^kernels\.decode={decode} decodes GPT-2's shape only, and this model has {name}: choose "
     with pytest.raises(Unavailable, match=message):
         Decoder(model, 2, 12, GREEDY, decode=decode)
 

@@ -150,7 +150,7 @@ def test_grouped_queries_are_heads_with_the_same_keys(attn):
     """Three query heads over one key head give the logits of three heads with copies of its weights."""
     one = gpt(replace(SMALL, n_kv_head=1), attn)
     three = gpt(SMALL, attn)
-    state, D = one.state_dict(), SMALL.head_dim
+    state, D = one.state_dict(), SMALL.head_size
     for name, weight in state.items():
         if ".c_attn." in name:
             q, k, v = weight.split((3 * D, D, D))
@@ -240,17 +240,23 @@ def test_fp8_is_refused_by_backends_without_it(monkeypatch):
         resolve(KernelsConfig(), AttnConfig("eager"), torch.device("cuda"), in_fp8=True)
 
 
-def test_rope_equals_hugging_face():
-    """rotate() equals Llama's rotary embedding, which pairs channels as GPT-NeoX does."""
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+def test_rope_equals_hugging_face(theta):
+    """rotate() equals Llama's rotary embedding, which pairs channels as GPT-NeoX does.
+
+    Angles of up to T = 50 are rounded to 2^-24 of their size, and q is at most 4.
+    """
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     T, H, D = 50, 3, 16
     q = torch.randn(2, T, H, D, generator=torch.Generator().manual_seed(0))
-    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=H * D, num_attention_heads=H, head_dim=D, rope_theta=10000.0))
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    config = LlamaConfig(hidden_size=H * D, num_attention_heads=H, head_dim=D, rope_parameters=parameters)
+    rotary = LlamaRotaryEmbedding(config)
     cos, sin = rotary(q, torch.arange(T)[None])
     expected, _ = apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), cos, sin)
     torch.testing.assert_close(
-        rotate(q, rope_table(torch.arange(T).float(), D)), expected.transpose(1, 2), rtol=0, atol=2e-6
+        rotate(q, rope_table(torch.arange(T).float(), D, theta)), expected.transpose(1, 2), rtol=0, atol=4 * T * 2**-24
     )
 
 
@@ -419,9 +425,9 @@ def test_rope_has_no_table_and_no_longest_length():
 @pytest.mark.parametrize("pos", ["learned", "rope"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shared", [None, 1])
-@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_the_count_of_parameters(pos, bias, shared, norm):
-    config = replace(SMALL, pos=pos, bias=bias, n_kv_head=shared, norm=norm)
+@pytest.mark.parametrize(("norm", "head_dim"), [("layernorm", None), ("rmsnorm", None), ("layernorm", 20)])
+def test_the_count_of_parameters(pos, bias, shared, norm, head_dim):
+    config = replace(SMALL, pos=pos, bias=bias, n_kv_head=shared, norm=norm, head_dim=head_dim)
     model = GPT(config, ops())
     assert sum(w.numel() for w in model.parameters()) == cost.parameters(config)
     assert bias == any(name.endswith("bias") for name in model.state_dict())
@@ -434,6 +440,31 @@ def test_the_published_sizes_of_gpt2(name):
     assert cost.parameters(config) == PUBLISHED[name]
     with torch.device("meta"):
         assert sum(w.numel() for w in GPT(config, ops()).parameters()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("pos", ["learned", "rope"])
+def test_wider_heads_with_zeros_compute_the_same(pos):
+    """In twice as many channels, half of them 0, the scores are divided by sqrt(2): so q is multiplied by it."""
+    narrow = gpt(replace(SMALL, pos=pos))
+    wide = gpt(replace(SMALL, pos=pos, head_dim=32))
+    # rotary positions pair channel i with i + D/2, and frequency i of 8 is that of i of 16 only for theta^2
+    wide.config.rope_theta = narrow.config.rope_theta**2
+    kept = torch.cat([torch.arange(8), torch.arange(16, 24)])  # the channels of a wide head that are not 0
+    with torch.no_grad():
+        for small, large in zip(narrow.h, wide.h, strict=True):
+            for name in ("weight", "bias"):
+                rows = getattr(small.attn.c_attn, name).view(3, 3, 16, -1).clone()
+                rows[0] *= 2**0.5
+                target = getattr(large.attn.c_attn, name).zero_().view(3, 3, 32, -1)
+                target[:, :, kept] = rows
+            columns = small.attn.c_proj.weight.view(48, 3, 16)
+            large.attn.c_proj.weight.zero_().view(48, 3, 32)[:, :, kept] = columns
+        shared = {
+            name: value for name, value in narrow.state_dict().items() if value.shape == wide.state_dict()[name].shape
+        }
+        wide.load_state_dict(wide.state_dict() | shared)
+        idx = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(wide(idx), narrow(idx))
 
 
 def test_flops_are_palms():
@@ -545,10 +576,13 @@ def test_amp_keeps_the_stream_in_fp32():
         ({"n_layer": 0}, r"model.n_layer=0: it must be from 1 to 1,000"),
         ({"pos": "alibi"}, r"model.pos=alibi: choose learned or rope"),
         ({"dropout": 1.0}, r"model.dropout=1.0: it must be in \[0, 1\)"),
+        ({"head_dim": 0}, r"model.head_dim=0: it must be from 1 to 65,536, or null"),
+        ({"rope_theta": 1.0}, r"model.rope_theta=1.0: it must be in \(1, 1e12\)"),
         ({"norm": "batchnorm"}, r"model.norm=batchnorm: choose layernorm or rmsnorm"),
         ({"norm_eps": 0.0}, r"model.norm_eps=0.0: it must be in \(0, 1\)"),
         ({"norm_eps": float("nan")}, r"model.norm_eps=nan: it must be in \(0, 1\)"),
-        ({"pos": "rope", "n_embd": 45}, r"n_embd / n_head = 15 is odd"),
+        ({"pos": "rope", "n_embd": 45}, r"a head has 15, which is odd"),
+        ({"pos": "rope", "head_dim": 5}, r"a head has 5, which is odd"),
     ],
 )
 def test_impossible_models(changes, message):

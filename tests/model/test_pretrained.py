@@ -22,15 +22,8 @@ from runtime.saver import Checkpoints
 from tests.model.test_gpt import SMALL, gpt, hugging_face, ops
 
 ROOT = Path(__file__).parents[2]
-OURS = (
-    "dropout",
-    "n_kv_head",
-    "window",
-    "checkpointing",
-    "keep_attention",
-    "norm",
-    "norm_eps",
-)  # other formats lack them
+# fields that other formats lack
+OURS = "dropout", "n_kv_head", "window", "checkpointing", "keep_attention", "norm", "norm_eps", "head_dim", "rope_theta"
 MODEL = {key: value for key, value in asdict(SMALL).items() if key not in OURS}
 IDX = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
 CPU = torch.device("cpu")
