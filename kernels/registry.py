@@ -22,7 +22,7 @@ and it may define
     conflict(...)       None, or in one line, why sizes that TENSORS allows do not fit together
     in_model(...)       keyword arguments of inputs() for the call that a model of these sizes makes; None if it does
                         not call the op. Without in_model(), no model calls it
-    MODEL               fields of GPTConfig that make a model call the op, if GPT-2 does not: {"norm": "rmsnorm"}
+    MODEL               fields of GPTConfig with which a model calls the op: {"norm": "rmsnorm"}
     products(...)       (rows, inner, columns) of the matmuls that no backend can avoid: the floor of the op's time.
                         Without products(), the floor is a copy of cost()'s bytes if BOUND is "bytes", otherwise none
     FAMILY              a pattern for the names of the op's kernels in a profile, when PyTorch computes it
@@ -280,10 +280,7 @@ def resolve(
 
 
 def norm_before(op: str, ops: Ops, norm: Callable) -> Callable:
-    """Return the function of a norm, ops.norm or ops.rms_norm, whose output goes to `op`.
-
-    It writes fp8 if both backends can.
-    """
+    """Return `norm`, or its norm_in_fp8 if its backend can write fp8 and that of `op` can read it."""
     next_op = getattr(ops, op)
     if "fp8" in getattr(next_op, "keywords", {}) and getattr(module_of(next_op.func), "INPUT_IN_FP8", False):
         return getattr(module_of(norm), "norm_in_fp8", norm)

@@ -10,6 +10,7 @@ from data import loader
 from lab import channel, proof
 from lab.recipe import Recipe
 from model import capture, parallel, pretrained
+from model.config import GPTConfig
 from runtime import checkpoint, resume, schedule
 from runtime import device as machine
 from runtime.ranks import Ranks
@@ -106,7 +107,8 @@ def save(job: Job, checkpoints: Checkpoints, step: int, facts: dict) -> float:
 def restore(job: Job, path: Path) -> dict:
     """Load a checkpoint, and return its manifest. Raises UserError if it is of another run."""
     saved = checkpoint.read_manifest(path)
-    resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, may_differ=pretrained.TRAINING)
+    options = {"may_differ": pretrained.TRAINING, "defaults": GPTConfig.defaults()}
+    resume.check_same_run(saved, job.config, job.dataset.fingerprint, path, **options)
     rest = checkpoint.load_state(path, job.step.optimizer.state())
     job.step.optimizer.load(saved["step"], rest["updates"])
     if job.ranks.rank < len(rest["random"]):  # a rank that the saved job did not have keeps its own random state

@@ -1,6 +1,7 @@
 """The shape and the precisions of the model."""
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
 
 import torch
 
@@ -20,6 +21,9 @@ PRECISIONS = {
 LARGEST = {"n_layer": 1000, "n_head": 2**16, "n_embd": 2**16, "block_size": 2**31 - 1, "vocab_size": 2**20}
 
 
+EPS = 1e-5  # of GPT-2's norms, and the default of the ops norm and rms_norm
+
+
 @dataclass
 class GPTConfig:
     n_layer: int
@@ -35,7 +39,7 @@ class GPTConfig:
     checkpointing: str = "none"  # none | block | host: see model/recompute.py; chunks: model/chunks.py
     keep_attention: bool = False  # checkpoints also save the output of attention
     norm: str = "layernorm"  # layernorm | rmsnorm, which has no bias
-    norm_eps: float = 1e-5  # is added to the variance in each norm
+    norm_eps: float = EPS  # is added to the variance, or with rmsnorm to the mean square
     head_dim: int | None = None  # channels of a head; null: n_embd / n_head
     rope_theta: float = 10000.0  # the base of the rotary frequencies: the slowest turns once in about 2 pi theta tokens
 
@@ -50,7 +54,8 @@ class GPTConfig:
             check(1 <= value <= largest, f"model.{key}={value_text(value)}: it must be from 1 to {largest:,}")
         check(
             self.head_dim is not None or self.n_embd % self.n_head == 0,
-            f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts",
+            f"model.n_embd={self.n_embd} is not a multiple of model.n_head={self.n_head}: heads are equal parts; "
+            "or set model.head_dim",
         )
         check(
             self.head_dim is None or 1 <= self.head_dim <= LARGEST["n_embd"],
@@ -71,7 +76,8 @@ class GPTConfig:
             check(value in names, f"model.{key}={value_text(value)}: choose {' or '.join(names)}")
         check(
             self.pos == "learned" or self.head_size % 2 == 0,
-            f"model.pos=rope rotates pairs of channels, and a head has {self.head_size}, which is odd",
+            f"model.pos=rope rotates pairs of channels, and a head has {self.head_size}, which is odd: choose an even "
+            "model.head_dim",
         )
         check(
             self.checkpointing in ("block", "host") or not self.keep_attention,
@@ -102,6 +108,11 @@ class GPTConfig:
             f"data.tokenizer={tokenizer} has {ids} ids, and model.vocab_size={self.vocab_size} is less: "
             f"pass model.vocab_size={padded(ids)}",
         )
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return {field: its default}. The configs of old checkpoints and rows lack the newer fields."""
+        return {field.name: field.default for field in fields(cls) if field.default is not MISSING}
 
     @property
     def head_size(self) -> int:

@@ -150,8 +150,8 @@ class Decoder:
         }
         if names := " and ".join(name for name, present in others.items() if present):
             raise Unavailable(
-                f"kernels.decode={self.name} decodes GPT-2's shape only, and this model has {names}: choose "
-                "kernels.decode=blocks"
+                f"kernels.decode={self.name} computes GPT-2's norms, heads and positions only, and this model has "
+                f"{names}: choose kernels.decode=blocks"
             )
         return weights_of(self.model)
 

@@ -38,7 +38,9 @@ def check_exportable(source: Pretrained, format: str) -> None:
         "rope positions": model["pos"] == "rope",
         "shared keys and values (n_kv_head)": model.get("n_kv_head") not in (None, model["n_head"]),
         "a sliding window": model.get("window") is not None,
-        "heads of another width (head_dim)": model.get("head_dim") not in (None, model["n_embd"] // model["n_head"]),
+        "heads of another width (head_dim)": (model.get("head_dim") or model["n_embd"] // model["n_head"])
+        * model["n_head"]
+        != model["n_embd"],
         "RMSNorm": model.get("norm") == "rmsnorm",
         "another epsilon in its norms (norm_eps)": model.get("norm_eps", 1e-5) != 1e-5,
     }

@@ -18,7 +18,7 @@ from kernels.packed import split
 from kernels.registry import Ops, norm_before
 from kernels.rope import rope_table, rotate
 from model.chunks import run_in_chunks
-from model.config import GPTConfig
+from model.config import EPS, GPTConfig
 from model.recompute import BlockRunner
 from runtime.config import UserError
 
@@ -41,25 +41,26 @@ class Linear(nn.Linear):
 class Norm(nn.Module):
     """(x, residual) -> (y, residual + x), all (B, T, C).
 
-    y is the LayerNorm or RMSNorm of residual + x, in the compute dtype or, if `next_op` takes that, in fp8 (InFp8 of
+    y is LayerNorm or RMSNorm of residual + x, in the compute dtype. If `next_op` reads fp8, it is in fp8 (InFp8 of
     kernels/fp8.py). RMSNorm has no bias.
     """
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype, next_op: str | None = None):
         super().__init__()
-        self.dtype, self.eps = dtype, config.norm_eps
-        norm = ops.norm if config.norm == "layernorm" else ops.rms_norm
+        self.dtype = dtype
+        self.options = {} if config.norm_eps == EPS else {"eps": config.norm_eps}  # a backend need not take eps
+        self.op = "norm" if config.norm == "layernorm" else "rms_norm"
+        norm = getattr(ops, self.op)
         self.norm = norm_before(next_op, ops, norm) if next_op else norm
         self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.has_bias = config.norm == "layernorm"
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and self.has_bias else None
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and self.op == "norm" else None
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.norm(x, residual, *self.parameters_in_dtype(), eps=self.eps)
+        return self.norm(x, residual, *self.parameters_in_dtype(), **self.options)
 
     def parameters_in_dtype(self) -> tuple[Tensor | None, ...]:
-        """Return the op's parameters in the compute dtype: weight and bias, or of RMSNorm the weight."""
-        parameters = (self.weight, self.bias) if self.has_bias else (self.weight,)
+        """Return the op's parameters in the compute dtype: weight and bias; with RMSNorm only the weight."""
+        parameters = (self.weight, self.bias) if self.op == "norm" else (self.weight,)
         return tuple(cast(parameter, self.dtype) for parameter in parameters)
 
 
@@ -118,7 +119,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
         super().__init__()
-        self.ln_1 = Norm(config, ops, dtype, next_op="linear")
+        heads = (config.n_head + 2 * config.kv_heads) * config.head_size
+        # a square weight needs x in 16 bits for its gradient: see kernels/fp8.py
+        self.ln_1 = Norm(config, ops, dtype, next_op=None if heads == config.n_embd else "linear")
         self.attn = Attention(config, ops)
         self.ln_2 = Norm(config, ops, dtype, next_op="mlp")
         self.mlp = MLP(config, ops)

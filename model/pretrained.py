@@ -10,6 +10,7 @@ activation.
 """
 
 import re
+from dataclasses import asdict
 
 import torch
 from omegaconf import DictConfig
@@ -50,8 +51,9 @@ def fit_config(pretrained: Pretrained, asked: dict) -> dict:
     The position table may become shorter; a rope model has no table. The fields of MAY_DIFFER may have any value.
     Raises UserError if another field differs.
     """
+    fields = asdict(pretrained.config)  # pretrained.model of an old checkpoint lacks the newer fields
     for key, value in asked.items():
-        have = getattr(pretrained.config, key)  # an old checkpoint lacks the newer fields
+        have = fields.get(key)
         if key == "block_size":
             check(isinstance(value, int), f"model.block_size={value_text(value)}: it must be a number of tokens")
             check(

@@ -34,11 +34,6 @@ def load_ops(
     if kernels.compile and config.checkpointing in ("host", "chunks"):
         where = f"model.checkpointing={config.checkpointing}"
         raise Unavailable(f"kernels.compile=true cannot run with {where}: choose block, or no compile")
-    if precision == "fp8" and (config.n_head + 2 * config.kv_heads) * config.head_size == config.n_embd:
-        raise Unavailable(
-            f"precision=fp8 cannot run here: with model.head_dim={config.head_dim} the weight of q, k and v is square, "
-            "and fp8 takes a square weight for that of attention's output: choose bf16, or another head_dim"
-        )
     kernels = called_kernels(config, kernels, precision)
     check_available(kernels, attn, device)  # for `auto`, this reads the tables
     named = name_backends(config, kernels, precision, device)

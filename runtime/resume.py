@@ -107,13 +107,20 @@ def saved_row(ended: dict, config: dict) -> dict:
     parity = ended["row"].get("parity")
     if config["proof"] and isinstance(parity, dict) and parity.get("ok") is not None:
         saved["parity"] = parity
-    changed = [key for key in CHOICE if ended["config"][key] != config[key]]
+    changed = [key for key in CHOICE if has_changed(ended["config"][key], config[key])]
     check(
         not (changed and config["proof"]),
         f"this run has ended, and only its proof is left, but {', '.join(changed)} changed since: pass the run's own "
         "choice, or proof=false",
     )
     return saved | {"checkpoint/pause_ms": ended["pauses"]["median_ms"]}
+
+
+def has_changed(saved: object, now: object) -> bool:
+    """Return whether a value of the config changed. An old run lacks the keys of newer ops, which it did not call."""
+    if isinstance(saved, dict) and isinstance(now, dict):
+        return any(now.get(key) != value for key, value in saved.items())
+    return saved != now
 
 
 def end_run(run: Run, ended: dict, checkpoints: Checkpoints, signals: Signals) -> Due:
@@ -140,19 +147,24 @@ def checkpoint_model_config(out_dir: str | None, resume: str | None) -> dict | N
 
 
 def check_same_run(
-    manifest: dict, config: dict, fingerprint: dict, path: Path, may_differ: Collection[str] = ()
+    manifest: dict,
+    config: dict,
+    fingerprint: dict,
+    path: Path,
+    may_differ: Collection[str] = (),
+    defaults: dict | None = None,
 ) -> None:
     """Raise UserError if the checkpoint at `path`, with this manifest, is of another run than `config`.
 
     The model, the data and the order of the data must be the same. `fingerprint` identifies the data of this run. The
-    keys of the config group `model` in `may_differ` may differ. The schedule and the optimizer may differ, too: then
-    a line is printed.
+    keys of the config group `model` in `may_differ` may differ. `defaults` are the values of keys of `model` that an
+    old checkpoint lacks. The schedule and the optimizer may differ, too: then a line is printed.
     """
     saved_config = {"model": {}, "train": {}, "data": {}, "optim": {}, **manifest["config"]}
     pairs = {}  # key -> (value now, value in the checkpoint)
     for key, value in config["model"].items():
         if key not in may_differ:
-            pairs[f"model.{key}"] = value, saved_config["model"].get(key)
+            pairs[f"model.{key}"] = value, saved_config["model"].get(key, (defaults or {}).get(key))
     for key, value in fingerprint.items():
         pairs[f"data.{key}"] = value, manifest["data"].get(key)
     required = ("train", "block_size"), ("train", "tokens_per_step"), ("train", "overfit"), ("data", "mask_documents")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.files import read_text
 from common.terminal import override, printable, shell_command
-from kernels.names import ALL_OPS, OPS, TRAINING_OPS, override_key
+from kernels.names import ALL_OPS, OPS, TRAINING_OPS, override_key, read_constant
 from lab.commands import command
 from runtime.config import UserError, check
 
@@ -59,7 +59,8 @@ def commands(op: str, name: str, path: str | None) -> dict[str, str]:
     }
     if op in TRAINING_OPS:
         bf16 = () if op in OPS else ("precision=bf16",)  # PyTorch updates fp32 weights: see kernels/adamw/__init__.py
-        lines["train.py", "+experiment=smoke", choice, *bf16] = "train with it, on a CPU"
+        model = (f"model.{key}={value}" for key, value in read_constant(op, "MODEL", {}).items() if op != "norm")
+        lines["train.py", "+experiment=smoke", choice, *bf16, *model] = "train with it, on a CPU"
         bench = "-m", "scripts.bench_kernels", f"op={op}", override("impl", ["eager", impl])
         lines[bench] = "its time beside eager's and the floor, on a GPU"
     if op in ("attention", "decode"):

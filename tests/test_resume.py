@@ -22,7 +22,10 @@ import data
 from data.loader import Loader, Windows
 from kernels.registry import OPS, impls, unavailable
 from model import capture, generate
+from model.config import GPTConfig
+from runtime import resume
 from runtime.checkpoint import checkpoint_folders, newest_valid, read_manifest, verify
+from runtime.config import UserError
 from runtime.resume import schedule_changes
 from tests.runtime.test_unreadable import break_paths
 from tests.test_train import CPU, QUICK, ROOT, config, metrics, row, set_clock
@@ -724,3 +727,26 @@ def test_the_old_name_of_the_optimizer_is_no_change():
     optim = {"learning_rate": 1.0, "warmup_steps": 1}
     saved, now = ({"optim": optim | {"impl": impl}, "train": {"max_steps": 2}} for impl in ("torch", None))
     assert schedule_changes(saved, now | {"train": {"max_steps": 2, "max_minutes": None}}) == ""
+
+
+def test_a_checkpoint_from_before_a_field_existed_is_of_a_run_with_its_default():
+    train = {"block_size": 1, "tokens_per_step": 1, "overfit": False, "max_steps": 1, "max_minutes": None}
+    config = {"model": {"n_layer": 1}, "train": train, "data": {"mask_documents": False}, "optim": {}, "seed": 1}
+    saved, options = {"config": config, "data": {}}, {"defaults": GPTConfig.defaults()}
+    now = {**GPTConfig.defaults(), "n_layer": 1}
+    resume.check_same_run(saved, config | {"model": now}, {}, Path("run"), **options)
+    with pytest.raises(UserError, match=r"of another run: model\.norm=rmsnorm \(checkpoint: layernorm\); pass"):
+        resume.check_same_run(saved, config | {"model": now | {"norm": "rmsnorm"}}, {}, Path("run"), **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "changed"),
+    [
+        ({"norm": "eager"}, {"norm": "eager", "rms_norm": "triton"}, False),
+        ({"norm": "eager"}, {"norm": "triton", "rms_norm": "triton"}, True),
+        ("bf16", "fp32", True),
+        ("bf16", "bf16", False),
+    ],
+)
+def test_an_op_that_an_old_run_did_not_have_is_no_change(saved, now, changed):
+    assert resume.has_changed(saved, now) == changed

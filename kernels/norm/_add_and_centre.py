@@ -48,5 +48,6 @@ def add_and_centre(
 def empty_stream(x: Tensor, residual: Tensor | None, centred: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the new stream, mean and rstd. Without `centred`, mean is empty."""
     stream = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
-    mean, rstd = (x.new_empty(length, dtype=torch.float32) for length in (len(x) if centred else 0, len(x)))
+    rows = x.shape[0]  # len(x) would make torch.compile a graph for each number of rows
+    mean, rstd = (x.new_empty(length, dtype=torch.float32) for length in (rows if centred else 0, rows))
     return stream, mean, rstd

@@ -22,7 +22,7 @@ from kernels import norm
 TENSORS = {"x": "... C", "residual": "... C", "weight": "C"}
 ANY_STRIDES = ("x", "residual")
 
-# The shapes to measure: the widths of modern_124m (GPT-2's), of SmolLM2-135M, and of Llama-3.2-1B. A row is a token
+# The shapes to measure: the widths of GPT-2 124M, of SmolLM2-135M, and of Llama-3.2-1B. A row is a token
 SHAPES = {
     "124m": {"shape": (262144, 768)},
     "smollm2-135m": {"shape": (262144, 576)},
@@ -30,7 +30,7 @@ SHAPES = {
     "124m-fp32-residual": {"shape": (262144, 768), "residual_dtype": torch.float32},
 }
 
-# As for norm, except means far from zero, which RMSNorm does not subtract
+# The cases of norm, without those about means and biases
 NO_CASES = "far_mean", "no_bias", "plain"
 CASES = {name: case for name, case in norm.CASES.items() if name not in NO_CASES} | {"576": {"shape": (2, 16, 576)}}
 
@@ -47,7 +47,8 @@ def in_model(
 ) -> dict[str, Any] | None:
     if norm != "rmsnorm":
         return None
-    return {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype, "eps": eps}
+    arguments = {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype}
+    return arguments if eps == 1e-5 else arguments | {"eps": eps}
 
 
 def reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from kernels.gpu import triton_detail as detail  # noqa: F401
 from kernels.gpu import triton_unavailable as unavailable  # noqa: F401
 from kernels.norm import _fp8
 from kernels.norm._triton_backward import backward, setup_context
-from kernels.norm.triton import apply_to_rows, candidates, empty_outputs, launch_forward  # noqa: F401
+from kernels.norm.triton import apply_to_rows, empty_outputs, launch_forward
 
 RUNS = "norm_fwd", "norm_bwd"
 FAMILY = "_norm_"

@@ -27,6 +27,7 @@ from lab.proof.soak import checksum
 from lab.recipe import Recipe
 from model import step_file
 from model.config import GPTConfig
+from model.executed import called_kernels
 from runtime.checkpoint import checkpoint_folders, read_weights, step_number
 from runtime.config import UserError, check
 from runtime.device import explain_out_of_memory
@@ -99,7 +100,8 @@ def swaps(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Yield (name, recipe): the run's, then one op at a time swapped to eager, then all of them."""
     recipe = replace(recipe, kernels=replace(recipe.kernels, compile=False))
     yield "as in the run", recipe
-    names = {op: impl for op, impl in impl_by_op(recipe.kernels, recipe.attn).items() if impl != "eager"}
+    called = called_kernels(recipe.model, recipe.kernels, recipe.precision)
+    names = {op: impl for op, impl in impl_by_op(called, recipe.attn).items() if impl != "eager"}
     for op in names:
         yield f"{config_key(op)}=eager", with_eager(recipe, op)
     if len(names) > 1:
@@ -183,7 +185,8 @@ def watch_ops(model: nn.Module, found: list[str], sums: list[Tensor]) -> None:
     for name, module in model.named_modules():
         for op in OPS:
             if op in vars(module):  # the op's function; a submodule of this name is not in vars()
-                where = f"{op} in {name}" if name else op
+                called = getattr(module, "op", op)  # a norm may be rms_norm
+                where = f"{called} in {name}" if name else called
                 setattr(module, op, watch_function(vars(module)[op], where, found, sums))
 
 

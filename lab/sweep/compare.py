@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from model.config import GPTConfig
+
 DRAWS = 1000  # samples that the bootstrap draws
 RESOLUTION = 0.005  # a difference below 0.5% is a tie: on another machine, the other choice may be faster
 # A bootstrap of few runs gives an interval that is too narrow. These factors widen it: Student's t over the normal's
@@ -89,6 +91,8 @@ def work_seconds(row: dict) -> list[float]:
 def settings(row: dict) -> dict:
     """Return the part of the row's config that has an effect on the work."""
     config = {key: value for key, value in row["config"].items() if key not in IRRELEVANT}
+    if isinstance(config.get("model"), dict):
+        config["model"] = GPTConfig.defaults() | config["model"]
     train = {key: value for key, value in config.get("train", {}).items() if key not in IRRELEVANT_IN_TRAIN}
     if isinstance(config.get("data"), dict):  # the folder of its token shards does not change the data
         config["data"] = {key: value for key, value in config["data"].items() if key != "cache"}

@@ -6,6 +6,7 @@ import pickle
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from omegaconf import OmegaConf
 import train
 from common.terminal import quote_exactly
 from kernels.names import config_groups, impls
+from model.config import GPTConfig
 from runtime.command import command_line
 from runtime.config import UserError
 from runtime.keys import OTHER_NAMES, explain_key, key_names
@@ -285,3 +287,10 @@ def test_a_pickled_task_imports_its_program_in_another_process(tmp_path, monkeyp
     assert command_line() == "python pickles_its_task.py x=3"
     with pytest.raises(UserError, match=r"^x=0: it must be above 0$"):
         task(OmegaConf.create({"x": 0}))
+
+
+@pytest.mark.parametrize("command", ["config", "doctor", "generate", "max_context"])
+def test_every_command_that_builds_a_model_has_all_fields_of_its_config(command):
+    """The files in configs/model have the three sizes."""
+    group = OmegaConf.load(Path(train.__file__).parent / f"configs/{command}.yaml").model
+    assert {*group, "n_layer", "n_head", "n_embd"} == {field.name for field in fields(GPTConfig)}

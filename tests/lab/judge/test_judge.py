@@ -259,7 +259,7 @@ def test_training_swaps_one_op_and_nothing_else():
     ("claim", "message"),
     [
         (Claim("decode", "triton", "blocks"), "op=decode: python -m scripts.generate -m kernels.decode="),
-        (Claim("nrom", "triton", "eager"), "op=nrom: choose norm, linear"),
+        (Claim("nrom", "triton", "eager"), "op=nrom: choose norm, rms_norm"),
         (Claim("norm", None, "eager"), "impl is missing: name the backend of norm to judge"),
         (Claim("norm", "none", "eager"), "impl=none: no file kernels/norm/none.py; there are auto, eager, "),
         (Claim("norm", "none.py", "eager"), "impl=none.py: no file none.py in "),

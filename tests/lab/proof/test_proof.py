@@ -44,7 +44,8 @@ def test_the_row_of_a_right_run_has_a_proof_and_wrong_runs_have_no_speed(hotswap
     assert receipt["wrong"] is None
     assert receipt["families"].keys() >= {"gemm", "attention", "norm", "mlp", "loss", "optimizer"}
     assert len(receipt["kernels"]) == MOST_KERNELS
-    assert receipt["lines"] == dict.fromkeys(TRAINING_OPS, 0)  # PyTorch's kernels
+    called = [op for op in TRAINING_OPS if op != "rms_norm"]
+    assert receipt["lines"] == dict.fromkeys(called, 0)  # PyTorch's kernels
     parts = memory["predicted"]
     assert parts["peak"] == pytest.approx(sum(gib for name, gib in parts.items() if name != "peak"), rel=0.02)
     assert parts["weights"] * 2 == parts["gradients"]  # bf16 weights, and gradients that add up in fp32

@@ -45,8 +45,9 @@ FAMILIES_OF_KERNELS = {
 @pytest.mark.parametrize(("name", "expected"), FAMILIES_OF_KERNELS.items())
 def test_a_kernel_belongs_to_the_family_of_its_op(name, expected):
     """With its own backend chosen it has the expected family. With another backend it may have no op's family."""
-    backends = [{op: impl} for op in OPS for impl in impls(op)]
-    families = {family_of(name, family_patterns(dict.fromkeys(OPS, "eager") | backend)) for backend in backends}
+    called = [op for op in OPS if op != "rms_norm"]
+    backends = [{op: impl} for op in called for impl in impls(op)]
+    families = {family_of(name, family_patterns(dict.fromkeys(called, "eager") | backend)) for backend in backends}
     assert expected in families
     assert families <= {expected, "other", "elementwise and sums"}
 
