@@ -22,7 +22,7 @@ and it may define
     conflict(...)       None, or in one line, why sizes that TENSORS allows do not fit together
     in_model(...)       keyword arguments of inputs() for the call that a model of these sizes makes; None if it does
                         not call the op. Without in_model(), no model calls it
-    MODEL               fields of GPTConfig with which a model calls the op: {"norm": "rmsnorm"}
+    MODEL               fields of GPTConfig with which a model calls the op, if GPT-2 does not: {"norm": "rmsnorm"}
     products(...)       (rows, inner, columns) of the matmuls that no backend can avoid: the floor of the op's time.
                         Without products(), the floor is a copy of cost()'s bytes if BOUND is "bytes", otherwise none
     FAMILY              a pattern for the names of the op's kernels in a profile, when PyTorch computes it
@@ -279,9 +279,9 @@ def resolve(
     return Ops(**functions)
 
 
-def norm_before(op: str, ops: Ops, norm: Callable) -> Callable:
+def norm_before(op: str | None, ops: Ops, norm: Callable) -> Callable:
     """Return `norm`, or its norm_in_fp8 if its backend can write fp8 and that of `op` can read it."""
-    next_op = getattr(ops, op)
+    next_op = getattr(ops, op) if op else None
     if "fp8" in getattr(next_op, "keywords", {}) and getattr(module_of(next_op.func), "INPUT_IN_FP8", False):
         return getattr(module_of(norm), "norm_in_fp8", norm)
     return norm

@@ -50,8 +50,7 @@ class Norm(nn.Module):
         self.dtype = dtype
         self.options = {} if config.norm_eps == EPS else {"eps": config.norm_eps}  # a backend need not take eps
         self.op = "norm" if config.norm == "layernorm" else "rms_norm"
-        norm = getattr(ops, self.op)
-        self.norm = norm_before(next_op, ops, norm) if next_op else norm
+        self.norm = norm_before(next_op, ops, getattr(ops, self.op))
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and self.op == "norm" else None
 
@@ -60,8 +59,8 @@ class Norm(nn.Module):
 
     def parameters_in_dtype(self) -> tuple[Tensor | None, ...]:
         """Return the op's parameters in the compute dtype: weight and bias; with RMSNorm only the weight."""
-        parameters = (self.weight, self.bias) if self.op == "norm" else (self.weight,)
-        return tuple(cast(parameter, self.dtype) for parameter in parameters)
+        weight = cast(self.weight, self.dtype)
+        return (weight, cast(self.bias, self.dtype)) if self.op == "norm" else (weight,)
 
 
 class Attention(nn.Module):
@@ -119,9 +118,8 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, ops: Ops, dtype: torch.dtype):
         super().__init__()
-        heads = (config.n_head + 2 * config.kv_heads) * config.head_size
-        # a square weight needs x in 16 bits for its gradient: see kernels/fp8.py
-        self.ln_1 = Norm(config, ops, dtype, next_op=None if heads == config.n_embd else "linear")
+        is_square = (config.n_head + 2 * config.kv_heads) * config.head_size == config.n_embd  # see kernels/fp8.py
+        self.ln_1 = Norm(config, ops, dtype, next_op=None if is_square else "linear")
         self.attn = Attention(config, ops)
         self.ln_2 = Norm(config, ops, dtype, next_op="mlp")
         self.mlp = MLP(config, ops)

@@ -59,7 +59,7 @@ def commands(op: str, name: str, path: str | None) -> dict[str, str]:
     }
     if op in TRAINING_OPS:
         bf16 = () if op in OPS else ("precision=bf16",)  # PyTorch updates fp32 weights: see kernels/adamw/__init__.py
-        model = (f"model.{key}={value}" for key, value in read_constant(op, "MODEL", {}).items() if op != "norm")
+        model = (f"model.{key}={value}" for key, value in read_constant(op, "MODEL", {}).items())
         lines["train.py", "+experiment=smoke", choice, *bf16, *model] = "train with it, on a CPU"
         bench = "-m", "scripts.bench_kernels", f"op={op}", override("impl", ["eager", impl])
         lines[bench] = "its time beside eager's and the floor, on a GPU"

@@ -58,7 +58,6 @@ CASES = {
 SIZES = {str(C): {"shape": (5, C)} for C in (64, 768, 769, 1600, 4096)}
 FEATURES = ["fp32_residual", "no_bias"]
 
-MODEL = {"norm": "layernorm"}
 BOUND = "bytes"
 FAMILY = r"(?i)layer_?norm|GammaBeta"
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load
 from torch import Tensor
 
+from common.files import read_bytes
 from common.terminal import override
 from lab.judge.sandbox import Ended, Sandbox
 from lab.proof.witness import FIGURES, sum_of_bits
@@ -163,9 +164,8 @@ def run_arm(
 def checksum(path: Path) -> str:
     """Return the sum_of_bits() of the weights in a state that a worker sent. Raises Ended if they cannot be read."""
     try:
-        with safe_open(path, "pt") as state:
-            names = [name for name in state.keys() if name.startswith("model/")]  # noqa: SIM118
-            return str(int(sum_of_bits(map(state.get_tensor, names))))
+        state = load(read_bytes(path))
+        return str(int(sum_of_bits(tensor for name, tensor in state.items() if name.startswith("model/"))))
     except Exception as error:  # safetensors and PyTorch raise several classes for a damaged file
         raise Ended(f"it sent no state: {error}") from None
 

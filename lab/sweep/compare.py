@@ -91,8 +91,6 @@ def work_seconds(row: dict) -> list[float]:
 def settings(row: dict) -> dict:
     """Return the part of the row's config that has an effect on the work."""
     config = {key: value for key, value in row["config"].items() if key not in IRRELEVANT}
-    if isinstance(config.get("model"), dict):
-        config["model"] = GPTConfig.defaults() | config["model"]
     train = {key: value for key, value in config.get("train", {}).items() if key not in IRRELEVANT_IN_TRAIN}
     if isinstance(config.get("data"), dict):  # the folder of its token shards does not change the data
         config["data"] = {key: value for key, value in config["data"].items() if key != "cache"}
@@ -106,6 +104,9 @@ def differences(row: dict, base: dict) -> list[str]:
     """
     lines = value_differences("GPUs", row.get("world_size", 1), base.get("world_size", 1))
     config, base_config = settings(row), settings(base)
+    for group in (config, base_config):  # an old row lacks the newer fields of the model
+        if isinstance(group.get("model"), dict):
+            group["model"] = GPTConfig.defaults() | group["model"]
     for key in sorted((config | base_config).keys() - set(COMPARED)):
         lines += value_differences(key, config.get(key), base_config.get(key))
     if "env" in row and "env" in base:

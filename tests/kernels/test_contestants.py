@@ -306,7 +306,7 @@ def test_liger_cute_takes_bfloat16(packages):
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, packages):
     """The message is one line. It names a missing package before a missing GPU."""
     for op, impl in WRAPPED:
-        if (op, impl) != ("norm", "helion"):  # it also runs in Triton's interpreter
+        if (op, impl) not in (("norm", "helion"), ("rms_norm", "helion")):  # they also run in Triton's interpreter
             assert re.match(r"it needs (an NVIDIA|a Hopper) GPU .*compute capability", unavailable(op, impl, CPU))
     for name in list(sys.modules):
         if name.split(".")[0] in ("liger_kernel", "quack", "nvmath", "helion"):
@@ -315,6 +315,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     for op, impl, package in (
         ("norm", "liger", "liger-kernel"),
         ("norm", "helion", "helion==1.5.0"),
+        ("rms_norm", "liger", "liger-kernel"),
+        ("rms_norm", "helion", "helion==1.5.0"),
+        ("rms_norm", "quack", "quack-kernels[cu13]>=0.6.2"),
         ("loss", "helion", "helion==1.5.0"),
         ("mlp", "nvmath", "nvmath-python>=1.0"),
         ("loss", "liger", "liger-kernel"),
