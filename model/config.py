@@ -69,8 +69,11 @@ class GPTConfig:
             self.window is None or 1 <= self.window < 2**31,
             f"model.window={value_text(self.window)}: it must be in [1, 2^31), or null",
         )
-        choices = {"pos": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
-        choices["checkpointing"] = ("none", "block", "host", "chunks")
+        choices = {
+            "pos": ("learned", "rope"),
+            "norm": ("layernorm", "rmsnorm"),
+            "checkpointing": ("none", "block", "host", "chunks"),
+        }
         for key, names in choices.items():
             value = getattr(self, key)
             check(value in names, f"model.{key}={value_text(value)}: choose {' or '.join(names)}")

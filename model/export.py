@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from common.files import read_bytes
 from common.terminal import class_and_message, one_line
 from data.tokenizer import GPT2, TOKENIZERS, Bytes, gpt2_files
+from model.config import EPS
 from model.download import CONFIG, WEIGHTS
 from model.pretrained import tensor_shapes
 from model.sources import COMPUTED, CONV1D, SIZES, Pretrained
@@ -33,16 +34,14 @@ TOKENIZER_FILES = "merges.txt", "vocab.json", "tokenizer_config.json"  # more fi
 
 def check_exportable(source: Pretrained, format: str) -> None:
     """Raise UserError if the model has a feature that GPT-2 lacks in this format."""
-    model = source.model
+    config = source.config
     extras = {
-        "rope positions": model["pos"] == "rope",
-        "shared keys and values (n_kv_head)": model.get("n_kv_head") not in (None, model["n_head"]),
-        "a sliding window": model.get("window") is not None,
-        "heads of another width (head_dim)": (model.get("head_dim") or model["n_embd"] // model["n_head"])
-        * model["n_head"]
-        != model["n_embd"],
-        "RMSNorm": model.get("norm") == "rmsnorm",
-        "another epsilon in its norms (norm_eps)": model.get("norm_eps", 1e-5) != 1e-5,
+        "rope positions": config.pos == "rope",
+        "shared keys and values (n_kv_head)": config.kv_heads != config.n_head,
+        "a sliding window": config.window is not None,
+        "heads of another width (head_dim)": config.n_head * config.head_size != config.n_embd,
+        "RMSNorm": config.norm == "rmsnorm",
+        "another epsilon in its norms (norm_eps)": config.norm_eps != EPS,
     }
     names = " and ".join(name for name, present in extras.items() if present)
     check(not names, f"{source.name} has {names}, which {format}'s GPT-2 lacks: it cannot be exported")

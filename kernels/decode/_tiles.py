@@ -7,9 +7,10 @@ Pointers that are None switch a part off.
 import triton
 import triton.language as tl
 
+from kernels import decode as contract
 from kernels.mlp._gelu import gelu_over_h
 
-EPS = tl.constexpr(1e-5)  # of LayerNorm
+EPS = tl.constexpr(contract.EPS)  # of LayerNorm
 
 
 @triton.jit

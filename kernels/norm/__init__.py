@@ -63,9 +63,18 @@ FAMILY = r"(?i)layer_?norm|GammaBeta"
 
 
 def in_model(
-    *, norm: str, eps: float, batch: int, length: int, n_embd: int, residual_dtype: torch.dtype, **_: object
+    *,
+    norm: str,
+    eps: float,
+    batch: int,
+    length: int,
+    n_embd: int,
+    residual_dtype: torch.dtype,
+    kind: str = "layernorm",
+    **_: object,
 ) -> dict[str, Any] | None:
-    if norm != "layernorm":
+    """Return the call of a model whose norms are of this kind. eps is left out if it is the default."""
+    if norm != kind:
         return None
     arguments = {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype}
     return arguments if eps == 1e-5 else arguments | {"eps": eps}

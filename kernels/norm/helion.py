@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.direct import custom_op
 from kernels.gpu import check_dtypes, multiprocessors, package_unavailable, triton_detail, triton_unavailable
 from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
-from kernels.norm.triton import empty_outputs
+from kernels.norm.triton import call_by_rows, empty_outputs
 
 RUNS = "helion_norm_fwd", "helion_norm_bwd"
 FAMILY = "_norm_"
@@ -114,10 +114,7 @@ def apply_to_rows(
     bias: Tensor | None,
     eps: float,
     name: str = "norm",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Call `op`, norm_fwd or one like it, with (N, C) tensors, and return y and the new stream in x's shape."""
     check_dtypes(name, x, residual, weight, impl="helion")
-    C = x.shape[-1]
-    residual_rows = None if residual is None else residual.reshape(-1, C).contiguous()
-    y, stream, _, _ = op(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
-    return y.view(x.shape), x if residual is None else stream.view(x.shape)
+    return call_by_rows(op, x, residual, weight, bias, eps)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.direct import custom_op
 from kernels.gpu import gpu_unavailable, package_unavailable
 from kernels.norm._triton_backward import backward, empty_norm_gradients, setup_context
-from kernels.norm.triton import empty_outputs
+from kernels.norm.triton import call_by_rows, empty_outputs
 from kernels.registry import Unavailable
 
 RUNS = ("(?i)quack|rmsnorm",)
@@ -100,11 +100,9 @@ def apply_to_rows(
     bias: Tensor | None,
     eps: float,
     name: str = "norm",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Call `op`, norm_fwd or one like it, with (N, C) tensors, and return y and the new stream in x's shape."""
     C = x.shape[-1]
     if C % 2 and 2 in (x.element_size(), weight.element_size()):  # cp.async copies at least 4 bytes
         raise Unavailable(f"{name}=quack needs an even width for 16-bit dtypes, not {C}: choose kernels.{name}=eager")
-    residual_rows = None if residual is None else residual.reshape(-1, C).contiguous()
-    y, stream, _, _ = op(x.reshape(-1, C).contiguous(), residual_rows, weight, bias, eps)
-    return y.view(x.shape), x if residual is None else stream.view(x.shape)
+    return call_by_rows(op, x, residual, weight, bias, eps)

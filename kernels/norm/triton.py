@@ -173,6 +173,20 @@ def apply_to_rows(
     C = x.shape[-1]
     if C > MAX_WIDTH:
         raise Unavailable(f"{name}=triton supports widths up to {MAX_WIDTH}, not {C}: choose kernels.{name}=eager")
-    residual_rows = None if residual is None else contiguous_rows(residual.reshape(-1, C))
-    y, stream, _, _, *more = op(contiguous_rows(x.reshape(-1, C)), residual_rows, weight, bias, eps)
+    return call_by_rows(op, x, residual, weight, bias, eps, contiguous_rows)
+
+
+def call_by_rows(
+    op: Callable,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    contiguous: Callable[[Tensor], Tensor] = Tensor.contiguous,
+) -> tuple[Tensor, ...]:
+    """Do what apply_to_rows() does, for tensors of any dtype and width. `contiguous` prepares x and residual."""
+    C = x.shape[-1]
+    residual_rows = None if residual is None else contiguous(residual.reshape(-1, C))
+    y, stream, _, _, *more = op(contiguous(x.reshape(-1, C)), residual_rows, weight, bias, eps)
     return y.view(x.shape), x if residual is None else stream.view(x.shape), *more

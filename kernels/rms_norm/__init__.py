@@ -12,6 +12,7 @@ It is the op norm without the mean and without a bias (Zhang and Sennrich 2019, 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,7 @@ BOUND = "bytes"
 FAMILY = r"(?i)rms_?norm"
 
 
-def in_model(
-    *, norm: str, eps: float, batch: int, length: int, n_embd: int, residual_dtype: torch.dtype, **_: object
-) -> dict[str, Any] | None:
-    if norm != "rmsnorm":
-        return None
-    arguments = {"shape": (batch, length, n_embd), "residual_dtype": residual_dtype}
-    return arguments if eps == 1e-5 else arguments | {"eps": eps}
+in_model = partial(norm.in_model, kind="rmsnorm")
 
 
 def reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:

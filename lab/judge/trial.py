@@ -24,6 +24,7 @@ from lab.sweep.compare import differences
 from lab.sweep.table import speed
 from model.cost import figures
 from runtime.config import check
+from runtime.resume import has_changed
 from runtime.row import write_row
 
 SERVE_GENERATION = [op for op in OPS if op != "loss"]
@@ -193,17 +194,12 @@ def impossible_speed(row: dict, config: Any, matmul_flops: float) -> str | None:
     )
 
 
-def same_kernels(old: dict | None, now: dict) -> bool:
-    """Return whether a stored row has the same backends. An old row lacks newer ops, which its model did not call."""
-    return bool(old) and all(old.get(key, value) == value for key, value in now.items())
-
-
 def slower_than_before(row: dict, device_slug: str) -> str | None:
     """Return a note if this baseline trained faster in a stored row of this repo on the same GPU; None if not."""
     stored = [
         speed(old)
         for old in read_rows(device_slug, "train")
-        if same_kernels(old.get("config", {}).get("kernels"), row["config"]["kernels"])
+        if not has_changed(old.get("config", {}).get("kernels"), row["config"]["kernels"])
         and old["config"].get("attn") == row["config"]["attn"]
         and speed(old)
         and all(line.startswith(MAY_DIFFER) and not line.startswith(MUST_AGREE) for line in differences(old, row))

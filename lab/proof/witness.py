@@ -2,7 +2,7 @@
 
 After each window of steps the run waits for the judge. The judge measures the window by its own clock, may ask for the
 weights and moments, and then sends the number of steps of the next window and a shift of its batches. The answer to a
-window has a checksum of the weights, so no work can wait until the judge asks for them.
+window has a checksum of the weights, which shows work that waited until the judge asked for them.
 """
 
 from collections.abc import Iterable
